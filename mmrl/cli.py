@@ -1,0 +1,298 @@
+"""The command line: mmrl train | eval | sample | doctor."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Before the heavy imports, so that `mmrl --help` answers at once and the libraries stay quiet.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+from mmrl.errors import UserError  # noqa: E402
+
+BUILT_IN_TASKS = {"visual_qa": "tasks.visual_qa:build"}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
+    try:
+        code = options.run(options)
+    except UserError as error:
+        print(f"mmrl: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    sys.exit(code)
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="mmrl", description="Post-train multimodal models with reinforcement learning.")
+    # torchrun and the deepspeed launcher both end up here; the latter adds --local_rank
+    root.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train a model from a configuration")
+    train.add_argument("--print-config", action="store_true", help="print the complete effective configuration and stop")
+    train.add_argument("--dry-run", action="store_true", help="print the batch arithmetic, run one step, keep nothing")
+    train.set_defaults(run=run_train)
+    evaluation = commands.add_parser("eval", help="held-out accuracy of a run or a model, as a line and a JSON file")
+    evaluation.add_argument("model", help="a run directory, or a model's folder or hub name")
+    evaluation.set_defaults(run=run_eval)
+    sample = commands.add_parser("sample", help="write an HTML table of prompts, pictures and responses")
+    sample.add_argument("model", help="a run directory, or a model's folder or hub name")
+    sample.add_argument("--count", type=int, default=16)
+    sample.set_defaults(run=run_sample)
+    for command in (train, evaluation, sample):
+        command.add_argument("config", help="a YAML file")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, optim.lr=1e-5")
+    doctor = commands.add_parser("doctor", help="say what is installed and what is missing")
+    doctor.set_defaults(run=run_doctor)
+    return root
+
+
+def run_train(options: argparse.Namespace) -> int:
+    from transformers.utils.logging import disable_progress_bar
+
+    from mmrl.config import load, to_yaml
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # else every rank's bars fill the log
+
+    config = load(options.config, options.overrides)
+    if options.print_config:
+        print(to_yaml(config))
+        return 0
+    if not options.dry_run:
+        return train(config)
+    with tempfile.TemporaryDirectory(prefix="mmrl-dry-run-") as folder:
+        return train(one_step(config, folder), dry=True)
+
+
+def one_step(config: Any, folder: str) -> Any:
+    """The configuration of a dry run: one step, a handful of evaluation prompts, nothing kept."""
+    evaluation = config.evaluation.model_copy(update={"before": False, "every": 0, "prompts": 4})
+    checkpoint = config.checkpoint.model_copy(update={"every": 0, "resume": False, "best": False})
+    update = {"steps": 1, "run_dir": folder, "evaluation": evaluation, "checkpoint": checkpoint}
+    return config.model_copy(update=update)
+
+
+def train(config: Any, *, dry: bool = False) -> int:
+    import torch
+
+    from mmrl.config import to_yaml
+    from mmrl.report.run import Run
+    from mmrl.trainer import Trainer, check_batch
+
+    folder = Path(config.run_dir)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    check_batch(config, launched)
+    if (folder / "metrics.jsonl").exists() and not config.checkpoint.resume:
+        raise UserError(f"run_dir={folder} already holds a run; set checkpoint.resume=true or choose another run_dir")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    task = build_task(config)
+    policy = build_policy(config, rank)
+    engine = build_engine(config, policy)
+    check_batch(config, engine.world)
+    run = Run(folder, to_yaml(config), writes=rank == 0, wandb=config.log.wandb)
+    try:
+        if dry:
+            run.line(arithmetic(config, engine.world, policy.module))
+        trainer = Trainer(config, policy, task, engine, run)
+        if config.checkpoint.resume:
+            trainer.resume()
+        trainer.train()
+        run.close()
+        if dry:
+            run.line("dry run: one step done, nothing kept")
+        elif not trainer.stopping:
+            run.line(summary(trainer.accuracies, folder))
+    finally:
+        # In order also after an error: gloo's thread otherwise aborts the interpreter and hides the message.
+        engine.close()
+    return 143 if trainer.stopping else 0
+
+
+def summary(accuracies: dict[str, float], folder: Path) -> str:
+    if not accuracies:
+        return f"run directory {folder}"
+    first, last = list(accuracies.values())[0], list(accuracies.values())[-1]
+    return f"held-out accuracy before {first:.4f}, after {last:.4f} ({last - first:+.4f})\nrun directory {folder}"
+
+
+def run_eval(options: argparse.Namespace) -> int:
+    from mmrl.config import load
+    from mmrl.report.run import versions
+    from mmrl.trainer import evaluate
+
+    config = load(options.config, [*options.overrides, f"model.path={weights(options.model)}", "model.build=null"])
+    policy, task, ranks = build_policy(config, 0), build_task(config), start_ranks()
+    result, _ = evaluate(policy, task, ranks, config.evaluation.prompts, config)
+    protocol = {"seed": config.seed, "temperature": config.evaluation.temperature, "task": config.task.options}
+    record = {"model": options.model, **result, "protocol": protocol, "versions": versions()}
+    target = Path(options.model if Path(options.model).is_dir() else ".") / "evaluation.json"
+    target.write_text(json.dumps(record, indent=2))
+    for name, value in result.items():
+        print(f"{name.removeprefix('evaluation/'):>24}  {value:.4f}")
+    print(f"written to {target}")
+    ranks.close()
+    return 0
+
+
+def run_sample(options: argparse.Namespace) -> int:
+    from mmrl.config import load
+    from mmrl.report.run import sample_table
+    from mmrl.trainer import evaluate
+
+    config = load(options.config, [*options.overrides, f"model.path={weights(options.model)}", "model.build=null"])
+    policy, task, ranks = build_policy(config, 0), build_task(config), start_ranks()
+    _, samples = evaluate(policy, task, ranks, options.count, config)
+    target = Path(options.model if Path(options.model).is_dir() else ".") / "samples.html"
+    target.write_text(sample_table(samples, {"accuracy": task.accuracy(samples).tolist()}))
+    for sample in samples:
+        print(f"{sample.prompt.text!r} -> {sample.response!r} (answer {sample.prompt.answer!r})")
+    print(f"written to {target}")
+    ranks.close()
+    return 0
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    import importlib.metadata
+
+    import torch
+
+    print(f"{'python':<20} {sys.version.split()[0]}")
+    wanted = ["torch", "transformers", "deepspeed", "peft", "diffusers", "open_clip_torch", "vllm", "mujoco", "mani-skill"]
+    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    for name in wanted:
+        print(f"{name:<20} {installed.get(name, 'not installed')}")
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{'device':<20} {device}")
+    return 0
+
+
+# --- building the parts from the configuration ---
+
+
+def build_task(config: Any) -> Any:
+    from pydantic import ValidationError
+
+    name = config.task.name
+    target = BUILT_IN_TASKS.get(name, name)
+    if ":" not in target:
+        known = ", ".join(BUILT_IN_TASKS)
+        raise UserError(f"task.name={name} is unknown; use one of {known}, or package.module:function")
+    try:
+        return locate(target, "task.name")(config.task.options, config.seed)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"task.{'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from None
+    except ValueError as error:
+        raise UserError(f"task: {' '.join(str(error).split())}") from None
+
+
+def build_policy(config: Any, rank: int) -> Any:
+    from mmrl.generation.sampling import Sampling
+    from mmrl.policies import vlm
+
+    model, rollout = config.model, config.rollout
+    path = model.path
+    if model.build is not None:
+        # Each rank writes its own copy: the function is deterministic and ranks may not share a disk.
+        path = tempfile.mkdtemp(prefix="mmrl-model-")
+        locate(model.build, "model.build")(path, seed=config.seed)
+    if path is None:
+        raise UserError("model.path is not set: give a folder or a hub name, for example model.path=Qwen/Qwen2.5-VL-3B-Instruct")
+    policy = vlm.load(
+        path,
+        dtype=model.dtype,
+        attention=model.attention,
+        freeze=model.freeze,
+        lora=None if model.lora is None else model.lora.model_dump(),
+        activation_checkpointing=model.activation_checkpointing,
+        processor=model.processor,
+        reference=config.algorithm.kl.coefficient > 0,
+        sampling=Sampling(rollout.temperature, rollout.top_p, rollout.top_k),
+        max_prompt_length=rollout.max_prompt_length,
+        max_response_length=rollout.max_response_length,
+        logp_chunk=config.engine.logp_chunk,
+    )
+    if model.build is not None:
+        shutil.rmtree(path)
+    return policy
+
+
+def build_engine(config: Any, policy: Any) -> Any:
+    from mmrl.engine import Engine
+    from mmrl.policies.vlm import Lockstep
+
+    optim = config.optim
+    engine = Engine(
+        policy.module,
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        warmup_steps=optim.warmup_steps,
+        schedule=optim.schedule,
+        total_steps=config.total_updates,
+        clip_grad_norm=optim.clip_grad_norm,
+        zero_stage=config.engine.zero_stage,
+        offload=config.engine.offload,
+        dtype=config.model.dtype,
+    )
+    if config.engine.zero_stage == 3:
+        policy.lockstep = Lockstep(engine.max)
+    return engine
+
+
+def locate(target: str, key: str) -> Callable[..., Any]:
+    """The object named by "package.module:name". Raises UserError naming the configuration key."""
+    module, _, name = target.partition(":")
+    try:
+        return vars(importlib.import_module(module))[name]
+    except (ImportError, KeyError):
+        raise UserError(f"{key}={target}: no such function; expected package.module:function") from None
+
+
+def weights(model: str) -> str:
+    """The folder of weights a run directory ended with, or the model itself."""
+    final = Path(model) / "final"
+    return str(final if final.is_dir() else model)
+
+
+def start_ranks() -> Any:
+    from mmrl.engine import Ranks
+
+    return Ranks()
+
+
+def arithmetic(config: Any, world: int, module: Any) -> str:
+    """The batch in numbers and a memory estimate, for a dry run."""
+    from mmrl.engine import memory_estimate
+
+    rollouts, micro = config.rollouts_per_step, config.engine.micro_batch
+    mine = rollouts // world // config.algorithm.minibatches
+    memory = memory_estimate(module, config.engine.zero_stage, world, config.model.dtype)
+    return "\n".join(
+        [
+            f"prompts {config.rollout.prompts} x group size {config.group_size} = {rollouts} rollouts a step",
+            f"{rollouts} rollouts = {world} ranks x {config.algorithm.minibatches} minibatches x {mine} rollouts, "
+            f"replayed as {-(-mine // micro)} micro-batches of up to {micro}",
+            f"{config.algorithm.epochs} epochs x {config.algorithm.minibatches} minibatches = "
+            f"{config.algorithm.epochs * config.algorithm.minibatches} optimizer steps a step",
+            *memory,
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""The whole typed configuration tree, and how YAML files and dotted overrides become one.
+
+Only `cli` and `trainer` see `Config`; every other room gets plain arguments or its own section.
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from yaml import YAMLError
+
+from mmrl.errors import UserError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LoraConfig(Section):
+    rank: int = Field(16, ge=1)
+    alpha: float = 32.0
+    dropout: float = 0.0  # must be 0: dropout would make replay differ from sampling
+    targets: str | list[str] = "all-linear"
+
+    @model_validator(mode="after")
+    def _no_dropout(self) -> LoraConfig:
+        if self.dropout != 0.0:
+            raise ValueError("dropout must be 0: with dropout the replayed ratio is not 1 before the first update")
+        return self
+
+
+class ModelConfig(Section):
+    path: str | None = None  # a folder or a hub name; or `build`
+    build: str | None = None  # "package.module:function" called with (folder, seed=...), writes a model made in code
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    freeze: list[Literal["vision", "connector", "language"]] = []
+    lora: LoraConfig | None = None
+    activation_checkpointing: bool = False
+    processor: dict[str, Any] = {}  # keyword arguments of AutoProcessor.from_pretrained, for example max_pixels
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelConfig:
+        if self.path is not None and self.build is not None:
+            raise ValueError("path and build are both set; a model comes from one of them (set the other to null)")
+        return self
+
+
+class TaskConfig(BaseModel):
+    """`name` picks the task (a folder under tasks/, or "package.module:build"); the rest is the task's own section."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str = "visual_qa"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class DynamicSamplingConfig(Section):
+    """Resample until the batch is full of informative groups (DAPO, arXiv 2503.14476)."""
+
+    enabled: bool = False
+    max_rounds: int = Field(4, ge=1)  # rounds of generation a step may cost before it goes on with what it has
+    low: float | None = None  # keep groups whose mean accuracy lies in [low, high]
+    high: float | None = None
+
+
+class RolloutConfig(Section):
+    prompts: int = Field(16, ge=1)  # prompts a step, over all ranks
+    group_size: int = Field(8, ge=1)  # rollouts a prompt
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)  # 0: off
+    allow_truncated_sampling: bool = False  # top_p and top_k bias the gradient; they are refused unless this is set
+    max_prompt_length: int = Field(1024, ge=1)  # tokens, image tokens included
+    max_response_length: int = Field(256, ge=1)  # tokens
+    micro_batch: int | None = Field(None, ge=1)  # rollouts generated at once on a rank; default: all of them
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+
+    @model_validator(mode="after")
+    def _truncation_by_name(self) -> RolloutConfig:
+        if (self.top_p < 1 or self.top_k > 0) and not self.allow_truncated_sampling:
+            raise ValueError("top_p and top_k truncate the policy; set rollout.allow_truncated_sampling=true to mean it")
+        return self
+
+
+class KLConfig(Section):
+    coefficient: float = Field(0.0, ge=0)  # 0: no reference model is loaded
+    kind: Literal["k1", "k2", "k3"] = "k3"
+
+
+class AlgorithmConfig(Section):
+    method: Literal["grpo", "supervised"] = "grpo"
+    baseline: Literal["mean", "leave_one_out", "length_weighted", "shrinkage", "none"] = "mean"
+    scale: Literal["group_std", "batch_std", "none"] = "group_std"
+    components: Literal["sum", "normalise_each", "gated"] = "sum"
+    level: Literal["decision", "sequence"] = "decision"
+    surrogate: Literal["clip", "dual_clip", "cispo", "soft", "divergence_mask", "gaussian_weight", "reinforce"] = "clip"
+    clip_low: float = Field(0.2, ge=0)
+    clip_high: float = Field(0.28, ge=0)
+    surrogate_options: dict[str, float] = {}
+    reduce: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
+    kl: KLConfig = KLConfig()
+    entropy_coefficient: float = 0.0  # subtracted from the loss; a constant, not adapted
+    epochs: int = Field(1, ge=1)
+    minibatches: int = Field(1, ge=1)  # optimizer steps an epoch
+    mask_truncated: bool = False  # leave out rollouts cut at max_response_length (overlong filtering, DAPO)
+
+
+class OptimConfig(Section):
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)  # optimizer steps of linear warm-up
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    clip_grad_norm: float = Field(1.0, ge=0)  # 0: off
+
+
+class EngineConfig(Section):
+    """How DeepSpeed runs the job."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    offload: Literal["none", "optimizer", "all"] = "none"  # to the CPU; `all` adds the parameters and needs stage 3
+    micro_batch: int = Field(8, ge=1)  # rollouts replayed at once on a rank
+    logp_chunk: int = Field(1024, ge=1)  # decisions whose full-vocabulary logits exist at the same time
+    max_bad_steps: int = Field(3, ge=1)  # non-finite losses or gradients in a row before the run stops
+
+    @model_validator(mode="after")
+    def _offload_needs_zero(self) -> EngineConfig:
+        if self.offload == "all" and self.zero_stage != 3:
+            raise ValueError("offload=all moves the parameters and needs engine.zero_stage=3")
+        if self.offload == "optimizer" and self.zero_stage == 0:
+            raise ValueError("offload=optimizer needs engine.zero_stage of 1, 2 or 3")
+        return self
+
+
+class EvaluationConfig(Section):
+    every: int = Field(50, ge=0)  # steps; 0: only before and after training
+    prompts: int = Field(256, ge=1)  # the first N held-out prompts
+    temperature: float = Field(0.0, ge=0)  # 0: greedy
+    before: bool = True
+    micro_batch: int = Field(256, ge=1)
+
+
+class CheckpointConfig(Section):
+    every: int = Field(0, ge=0)  # steps; 0: none but the final weights
+    keep: int = Field(2, ge=1)  # finished checkpoints kept; the best one is kept besides
+    best: bool = True
+    resume: bool = False  # go on from the newest finished checkpoint of run_dir
+
+
+class LogConfig(Section):
+    samples_every: int = Field(50, ge=0)
+    samples: int = Field(8, ge=1)
+    wandb: str | None = None  # project name
+
+
+class Config(Section):
+    run_dir: str
+    seed: int = 0
+    steps: int = Field(100, ge=1)  # batches of rollouts (or of demonstrations)
+    threads: int | None = Field(None, ge=1)  # CPU threads of torch, a process
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optim: OptimConfig = OptimConfig()
+    engine: EngineConfig = EngineConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _group_baseline_needs_a_group(self) -> Config:
+        grouped = self.algorithm.method == "grpo" and self.algorithm.baseline != "none"
+        if grouped and self.rollout.group_size < 2:
+            raise ValueError(
+                f"rollout.group_size=1 with algorithm.baseline={self.algorithm.baseline}: a group of one has no "
+                "baseline and learns nothing; raise group_size or set algorithm.baseline=none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _half_precision_needs_master_weights(self) -> Config:
+        if self.model.dtype == "bfloat16" and self.engine.zero_stage == 0:
+            raise ValueError(
+                "model.dtype=bfloat16 with engine.zero_stage=0 keeps no fp32 copy of the weights, and small updates "
+                "round to nothing; set engine.zero_stage=1 or higher"
+            )
+        return self
+
+    @property
+    def group_size(self) -> int:
+        return 1 if self.algorithm.method == "supervised" else self.rollout.group_size
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.rollout.prompts * self.group_size
+
+    @property
+    def total_updates(self) -> int:
+        return self.steps * self.algorithm.epochs * self.algorithm.minibatches
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file, follow its `extends`, apply dotted overrides such as `optim.lr=1e-5`, and validate.
+
+    Raises UserError with one line that names the key, its nearest valid name where there is one, and the file.
+    """
+    tree = _read_yaml(Path(path))
+    for override in overrides or []:
+        if "=" not in override:
+            raise UserError(f"override {override!r} is not of the form key.subkey=value")
+        key, value = override.split("=", 1)
+        tree = _merge(tree, OmegaConf.from_dotlist([f"{key}={value}"]), f"override {override!r}")
+    plain = OmegaConf.to_container(tree, resolve=True)
+    assert isinstance(plain, dict)
+    return validate(Config, plain, str(path))
+
+
+def to_yaml(config: Config) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def validate(model: type[BaseModel], tree: dict[str, Any], origin: str) -> Any:
+    """`model(**tree)`, with pydantic's report turned into one line. `origin` names the file or the section."""
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"{origin}: {_explain(model, error)}") from None
+
+
+def _merge(base: Any, extra: Any, origin: str) -> DictConfig:
+    try:
+        merged = OmegaConf.merge(base, extra)
+    except (OmegaConfBaseException, TypeError, AssertionError) as error:
+        raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    if not path.is_file():
+        raise UserError(f"no configuration file {path}")
+    try:
+        tree = OmegaConf.load(path)
+    except YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, DictConfig):
+        raise UserError(f"{path}: expected a mapping at the top level")
+    base = tree.pop("extends", None)
+    return tree if base is None else _merge(_read_yaml(path.parent / base), tree, str(path))
+
+
+def _explain(model: type[BaseModel], error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        valid = _valid_keys(model, first["loc"][:-1])
+        near = difflib.get_close_matches(str(first["loc"][-1]), valid, n=1, cutoff=0.4)
+        prefix = where.rpartition(".")[0]
+        hint = f"did you mean {prefix + '.' if prefix else ''}{near[0]}?" if near else f"valid keys: {', '.join(valid)}"
+        return f"unknown key {where}; {hint}"
+    message = first["msg"].removeprefix("Value error, ")
+    given = "" if first["type"] in ("missing", "value_error") else f" (got {first['input']!r})"
+    return f"{where}: {message}{given}" if where else message
+
+
+def _valid_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The keys of the section at `location`, found through the fields' annotations."""
+    for part in location:
+        field = model.model_fields.get(str(part))
+        nested = [] if field is None else _models_in(field.annotation)
+        if not nested:
+            continue  # a list index or the tag of a union: the section stays the same
+        model = nested[0]
+    return list(model.model_fields)
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for argument in typing.get_args(annotation) for m in _models_in(argument)]

@@ -1,0 +1,80 @@
+"""Likelihood ratios between the policy that learns, the one that made the rollouts and the engine that sampled them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LEVELS = ("decision", "segment", "sequence")
+MODES = ("truncate", "mask")
+BOUND = 20.0  # exp(20) is 5e8: beyond it a ratio says only that something is broken
+
+
+def log_ratio(
+    logp: Tensor, old_logp: Tensor, mask: Tensor, *, level: str = "decision", segments: Tensor | None = None
+) -> Tensor:
+    """Log-ratio of every decision [B, T], clamped to +-20; gradient flows to `logp` [B, T].
+
+    level
+      decision   logp - old_logp
+      segment    its mean over the counted decisions with the same id in `segments` [B, T] (any int64) in one rollout
+      sequence   its mean over the counted decisions of the rollout (GSPO, arXiv 2507.18071)
+
+    A mean is given to each decision of its unit. Entries outside `mask` are 0 and have no gradient, also where logp
+    or old_logp holds NaN or inf. With logp equal to old_logp the result is exactly 0 at every level.
+
+    Raises ValueError for an unknown level, and for level "segment" without `segments`.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(LEVELS)}; got {level!r}")
+    counted = mask.bool()
+    difference = (logp - old_logp.detach()).where(counted, 0)
+    if level == "sequence":
+        mean = difference.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
+        difference = mean.expand_as(difference)
+    elif level == "segment":
+        if segments is None:
+            raise ValueError("level 'segment' needs segments [B, T]")
+        difference = _segment_mean(difference, counted, segments)
+    return difference.clamp(-BOUND, BOUND).where(counted, 0)
+
+
+@torch.no_grad()
+def truncated_importance_weight(
+    old_logp: Tensor, behaviour_logp: Tensor, mask: Tensor, *, cap: float = 2.0, mode: str = "truncate"
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Detached weights [B, T] for decisions sampled by an engine whose likelihoods differ from the training model's.
+
+    With w = exp(old_logp - behaviour_logp): "truncate" gives min(w, cap) (truncated importance sampling), "mask" gives
+    w where w <= cap and 0 elsewhere. Weights are 0 outside `mask`.
+
+    Statistics over counted decisions (0-d): gap, the mean |old_logp - behaviour_logp|; effective_sample_size,
+    (sum w)^2 / (n sum w^2) of the weights before the cap, 1 when engine and model agree; clipped, the share above cap.
+
+    Raises ValueError for an unknown mode.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
+    counted = mask.bool()
+    gap = (old_logp - behaviour_logp).where(counted, 0)
+    raw = gap.clamp(-BOUND, BOUND).exp().where(counted, 0)
+    over = raw > cap
+    weights = raw.clamp(max=cap) if mode == "truncate" else raw.where(~over, 0)
+    n = counted.sum().clamp(min=1)
+    stats = {
+        "gap": gap.abs().sum() / n,
+        "effective_sample_size": raw.sum().square() / (n * raw.square().sum()).clamp(min=1e-30),
+        "clipped": over.sum() / n,
+    }
+    return weights, stats
+
+
+def _segment_mean(values: Tensor, counted: Tensor, segments: Tensor) -> Tensor:
+    """[B, T] -> [B, T]; a segment never spans two rollouts, so the unit is (row, id)."""
+    unique, ids = torch.unique(segments, return_inverse=True)
+    rows = torch.arange(len(values), device=values.device)[:, None]
+    index = (rows * len(unique) + ids).flatten()
+    empty = values.new_zeros(len(values) * len(unique))
+    total = empty.index_add(0, index, values.flatten())
+    count = empty.index_add(0, index, counted.to(values.dtype).flatten())
+    return (total / count.clamp(min=1))[index].view_as(values)

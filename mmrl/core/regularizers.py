@@ -1,0 +1,73 @@
+"""Distances between policies: sampled estimates for tokens, the exact divergence for Gaussian steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmrl.core.ratios import BOUND
+
+KINDS = ("k1", "k2", "k3")
+DIVERGENCES = ("tv", "kl")
+REDUCTIONS = ("mean", "sum")
+
+
+def kl_estimate(logp: Tensor, ref_logp: Tensor, *, kind: str = "k3", mask: Tensor | None = None) -> Tensor:
+    """Single-sample estimate [B, T] of KL(policy || reference) at decisions drawn from the policy.
+
+    With d = logp - ref_logp clamped to +-20 (Schulman, "Approximating KL divergence", 2020):
+
+        k1 = d            k2 = d^2 / 2            k3 = exp(-d) + d - 1, unbiased like k1 and never negative
+
+    As a loss only k2 has the gradient of the KL in expectation; that of k1 is 0 and that of k3 is KL(reference ||
+    policy)'s. With a `mask` [B, T], entries outside it are 0 without gradient, whatever they hold.
+
+    Raises ValueError for an unknown kind.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}")
+    if mask is not None:
+        logp, ref_logp = logp.where(mask.bool(), 0), ref_logp.where(mask.bool(), 0)
+    d = (logp - ref_logp).clamp(-BOUND, BOUND)
+    if kind == "k1":
+        return d
+    return d.square() / 2 if kind == "k2" else torch.expm1(-d) + d
+
+
+def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor, *, reduction: str = "mean") -> Tensor:
+    """Exact KL [B] between Normal(mean, std) and Normal(ref_mean, std): |mean - ref_mean|^2 / (2 std^2).
+
+    `mean`, `ref_mean`: [B, ...]; the elements of one rollout are averaged ("mean", as denoising log-likelihoods are) or
+    summed. `std` is positive and includes sqrt(-dt): [B], 0-d, or any shape of two or more axes that broadcasts.
+
+    Raises ValueError for an unknown reduction, and for a 1-d std that is not [B].
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
+    if std.dim() == 1:
+        if len(std) != len(mean):
+            raise ValueError(f"std has {len(std)} entries for {len(mean)} rollouts")
+        std = std.view(-1, *[1] * (mean.dim() - 1))
+    elements = (((mean - ref_mean) / std).square() / 2).reshape(len(mean), -1)
+    return elements.mean(1) if reduction == "mean" else elements.sum(1)
+
+
+def token_divergence(logp: Tensor, old_logp: Tensor, *, kind: str = "tv") -> Tensor:
+    """Detached divergence [B, T] of "this token or any other", for the surrogate divergence_mask (arXiv 2602.04879).
+
+    With p, q the probabilities of the sampled token, now and in the old policy:
+
+        tv = |p - q|            kl = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
+
+    Raises ValueError for an unknown kind.
+    """
+    if kind not in DIVERGENCES:
+        raise ValueError(f"kind must be one of {', '.join(DIVERGENCES)}; got {kind!r}")
+    logp, old_logp = logp.detach(), old_logp.detach()
+    p, q = logp.exp(), old_logp.exp()
+    if kind == "tv":
+        return (p - q).abs()
+    tiny = torch.finfo(p.dtype).tiny
+    rest_p, rest_q = -torch.expm1(logp), -torch.expm1(old_logp)
+    rest = torch.xlogy(rest_q, rest_q) - torch.xlogy(rest_q, rest_p.clamp(min=tiny))
+    return (q * (old_logp - logp) + rest).clamp(min=0)

@@ -1,0 +1,395 @@
+"""Vision-language models as policies: any transformers image-text model, one decision a response token."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from einops import rearrange
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    GenerationConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from mmrl.errors import UserError
+from mmrl.generation.sampling import Sampling, shape_logits
+from mmrl.generation.transformers import generate
+from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
+
+# Names of modules, as path components of parameter names, over the families of transformers.
+CONNECTORS = {"merger", "deepstack_merger_list", "connector", "multi_modal_projector", "image_newline"}
+VISION_TOWERS = {"visual", "vision_model", "vision_tower"}
+# What a processor returns with one value a token. Listed by name: by shape, a picture's [1, 3] grid looks like three tokens.
+PER_TOKEN = {"mm_token_type_ids", "token_type_ids"}
+# Keys of a model's configuration whose token stands for pixels and so can not be an answer.
+PLACEHOLDER_KEYS = (
+    "image_token_id",
+    "image_token_index",
+    "video_token_id",
+    "video_token_index",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "vision_token_id",
+)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One rollout as the model sees it. `sequence` holds further inputs with one value a prompt token
+    (mm_token_type_ids), `pictures` those that are laid out by picture (pixel_values, image_grid_thw)."""
+
+    prompt: Tensor  # [prompt token] int64
+    response: Tensor  # [response token] int64
+    sequence: dict[str, Tensor]
+    pictures: dict[str, Tensor]
+
+
+class TokenScorer(nn.Module):
+    """Log-probability and entropy of chosen tokens; this is the module the engine wraps.
+
+    The vocabulary is only ever looked at in chunks of `chunk` decisions, recomputed in the backward pass, so the
+    logits of a whole batch never exist.
+    """
+
+    def __init__(self, model: nn.Module, sampling: Sampling, chunk: int) -> None:
+        super().__init__()
+        self.model = model
+        self.sampling = sampling
+        self.chunk = chunk
+
+    def forward(
+        self, inputs: dict[str, Tensor], row: Tensor, column: Tensor, targets: Tensor, chunks: int
+    ) -> tuple[Tensor, Tensor]:
+        """inputs: the model's own, with input_ids [row, length]. row, column, targets: [decision], the token targets[i]
+        is predicted at position column[i] of row row[i]. Returns logp, entropy: [decision] fp32.
+
+        `chunks` is the number of passes over the output matrix: under ZeRO-3 it must be the same on every rank.
+        """
+        core = transformers_model(self.model)
+        hidden = core.base_model(**inputs, use_cache=False).last_hidden_state[row, column]
+        head = core.get_output_embeddings()
+        parts = [
+            checkpoint(self._score, head, h, t, use_reentrant=False)
+            for h, t in zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
+        ]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def _score(self, head: nn.Module, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = shape_logits(head(hidden), self.sampling, keep=targets)
+        logp = logits.log_softmax(-1)
+        # Impossible tokens have logp -inf; as 0 they add nothing to the entropy, nor NaN to its gradient.
+        entropy = -(logp.exp() * logp.masked_fill(logp.isneginf(), 0.0)).sum(-1)
+        return logp.gather(-1, rearrange(targets, "n -> n 1")).squeeze(-1), entropy
+
+
+class VisionLanguagePolicy:
+    """Turns prompts into rollouts and rollouts into log-probabilities.
+
+    Token in, token out: the ids a rollout was sampled with are the ids it is replayed with; text is decoded for
+    rewards only.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: Any,
+        *,
+        sampling: Sampling | None = None,
+        max_prompt_length: int = 1024,
+        max_response_length: int = 256,
+        logp_chunk: int = 1024,
+        reference: nn.Module | None = None,
+    ) -> None:
+        core = transformers_model(model)
+        self.processor = processor
+        self.tokenizer = processor.tokenizer
+        self.eos = end_tokens(core.generation_config, self.tokenizer)
+        self.pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.eos[0]
+        # A checkpoint's own generation defaults (repetition penalty, top_k) would silently change the sampler.
+        core.generation_config = GenerationConfig(eos_token_id=list(self.eos), pad_token_id=self.pad)
+        suppressed = never_sampled(core, self.tokenizer, self.eos)
+        self.sampling = replace(sampling or Sampling(), suppressed=suppressed)
+        self.max_prompt_length = max_prompt_length
+        self.max_response_length = max_response_length
+        self.module = TokenScorer(model, self.sampling, logp_chunk)
+        self.module.eval()  # dropout would make replay differ from sampling
+        for layer in self.module.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.training = True  # such a layer recomputes its activations only in this mode
+        self.reference = None if reference is None else TokenScorer(reference, self.sampling, logp_chunk).eval()
+        self.lockstep: Lockstep | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    # --- prompts to rollouts ---
+
+    def encode(self, prompt: Prompt) -> Tokens:
+        """The prompt through the chat template and the processor, with an empty response.
+
+        Raises UserError if the prompt is longer than max_prompt_length; cutting it would cut picture tokens.
+        """
+        text = self.processor.apply_chat_template(messages(prompt), add_generation_prompt=True, tokenize=False)
+        images = {"images": list(prompt.images)} if prompt.images else {}
+        encoded = dict(self.processor(text=[text], return_tensors="pt", **images))
+        ids = encoded.pop("input_ids")[0]
+        encoded.pop("attention_mask")
+        if len(ids) > self.max_prompt_length:
+            raise UserError(
+                f"prompt {prompt.id} has {len(ids)} tokens, more than rollout.max_prompt_length="
+                f"{self.max_prompt_length}; raise it, or lower model.processor.max_pixels"
+            )
+        sequence = {k: v[0] for k, v in encoded.items() if k in PER_TOKEN}
+        pictures = {k: v for k, v in encoded.items() if k not in PER_TOKEN}
+        return Tokens(ids, ids.new_empty(0), sequence, pictures)
+
+    def rollout(
+        self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, temperature: float | None = None
+    ) -> Rollouts:
+        """Sample `group_size` responses a prompt. seeds: one a rollout, prompt by prompt. group: the prompt's place."""
+        encoded = [tokens for prompt in prompts for tokens in [self.encode(prompt)] * group_size]
+        sampling = self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
+        rows = self._with_ballast(encoded)
+        responses = generate(
+            transformers_model(self.module.model),
+            self.collate(rows, padding_side="left"),
+            sampling=sampling,
+            seeds=[*seeds, *[0] * (len(rows) - len(encoded))],
+            eos=self.eos,
+            pad=self.pad,
+            max_new_tokens=self.max_response_length,
+            synced=self.lockstep is not None,
+        )
+        answered = [replace(t, response=r) for t, r in zip(encoded, responses, strict=False)]
+        return self._rollouts([p for p in prompts for _ in range(group_size)], answered, group_size)
+
+    def demonstrate(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """The prompts with their known answers as responses, for supervised learning."""
+        rows = []
+        for prompt in prompts:
+            text = prompt.metadata.get("demonstration", prompt.answer)
+            ids = self.tokenizer(str(text), add_special_tokens=False).input_ids + [self.eos[0]]
+            if len(ids) > self.max_response_length:
+                raise UserError(
+                    f"the demonstration of prompt {prompt.id} has {len(ids)} tokens, more than "
+                    f"rollout.max_response_length={self.max_response_length}"
+                )
+            rows.append(replace(self.encode(prompt), response=torch.tensor(ids)))
+        return self._rollouts(list(prompts), rows, 1)
+
+    def _rollouts(self, prompts: list[Prompt], rows: list[Tokens], group_size: int) -> Rollouts:
+        lengths = torch.tensor([len(r.response) for r in rows])
+        texts = self.tokenizer.batch_decode([r.response for r in rows], skip_special_tokens=True)
+        samples = [
+            Sample(
+                prompt=prompt,
+                response=text,
+                response_length=len(row.response),
+                truncated=int(row.response[-1]) not in self.eos,
+                max_response_length=self.max_response_length,
+            )
+            for prompt, row, text in zip(prompts, rows, texts, strict=True)
+        ]
+        return Rollouts(
+            samples=samples,
+            inputs=rows,
+            group=torch.arange(len(rows)) // group_size,
+            mask=torch.arange(int(lengths.max())) < rearrange(lengths, "b -> b 1"),
+        )
+
+    # --- rollouts to log-probabilities ---
+
+    def replay(self, rollouts: Rollouts, model: nn.Module, *, padding_side: str = "right") -> Replay:
+        """logp and entropy [rollout, decision] of the responses under `model`: `self.module`, the engine around it, or
+        the reference. Decisions that do not count hold 0."""
+        rows: list[Tokens] = self._with_ballast(rollouts.inputs)
+        inputs = self.collate(rows, padding_side=padding_side)
+        length = inputs["input_ids"].shape[1]
+        index = []
+        for number, tokens in enumerate(rollouts.inputs):
+            n = len(tokens.prompt) + len(tokens.response)
+            first = (length - n if padding_side == "left" else 0) + len(tokens.prompt) - 1
+            index += [(number, first + t, t) for t in range(len(tokens.response))]
+        row, column, decision = torch.tensor(index, device=self.device).unbind(1)
+        targets = inputs["input_ids"][row, column + 1]
+        chunks = -(-len(targets) // self.module.chunk)
+        if self.lockstep is not None:
+            chunks = self.lockstep.max(chunks)
+        logp, entropy = model(inputs, row, column, targets, chunks)
+        blank = torch.zeros(rollouts.mask.shape, device=self.device)
+        place = (row, decision)
+        return Replay(logp=blank.index_put(place, logp), entropy=blank.index_put(place, entropy))
+
+    @torch.no_grad()
+    def reference_logp(self, rollouts: Rollouts) -> Tensor:
+        """[rollout, decision]: with LoRA the model with its adapters off, else the frozen copy made at the start."""
+        if isinstance(self.module.model, peft.PeftModel):
+            with self.module.model.disable_adapter():
+                return self.replay(rollouts, self.module).logp
+        assert self.reference is not None
+        return self.replay(rollouts, self.reference.to(self.device)).logp
+
+    def collate(self, rows: Sequence[Tokens], *, padding_side: str) -> dict[str, Tensor]:
+        """One batch of model inputs. Per-token inputs are padded to the longest row; per-picture inputs are zero-padded
+        in their trailing dimensions and concatenated in the order of the rows."""
+        ids = [torch.cat([r.prompt, r.response]) for r in rows]
+        padded = {
+            "input_ids": (ids, self.pad),
+            "attention_mask": ([torch.ones_like(i) for i in ids], 0),
+        }
+        for key in {k: None for r in rows for k in r.sequence}:
+            values = [r.sequence.get(key, torch.zeros_like(r.prompt)) for r in rows]
+            padded[key] = ([torch.cat([v, torch.zeros_like(r.response)]) for v, r in zip(values, rows, strict=True)], 0)
+        batch = {
+            key: nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill, padding_side=padding_side)
+            for key, (values, fill) in padded.items()
+        }
+        for key in {k: None for r in rows for k in r.pictures}:
+            batch[key] = cat_padded([r.pictures[key] for r in rows if key in r.pictures])
+        return {key: value.to(self.device) for key, value in batch.items()}
+
+    def _with_ballast(self, rows: list[Tokens]) -> list[Tokens]:
+        """Under ZeRO-3 a rank whose batch holds no picture would skip the vision tower, whose parameters the others wait
+        for. It gets one more row with a picture; nothing of that row is ever counted."""
+        if self.lockstep is None or any(r.pictures for r in rows):
+            return rows
+        if self.lockstep.ballast is None:
+            blank = Prompt("ballast", "<image>", (Image.new("RGB", (64, 64)),))
+            self.lockstep.ballast = replace(self.encode(blank), response=torch.tensor(self.eos[:1]))
+        return [*rows, self.lockstep.ballast]
+
+    # --- files ---
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write model (or adapter) and processor in transformers' own format. state: of `self.module`."""
+        weights = {name.removeprefix("model."): value for name, value in state.items()}
+        self.module.model.save_pretrained(folder, state_dict=weights)
+        self.processor.save_pretrained(folder)
+
+
+@dataclass
+class Lockstep:
+    """What keeps ranks doing the same collectives under ZeRO-3. `max` is the maximum of a number over the ranks."""
+
+    max: Any
+    ballast: Tokens | None = None
+
+
+def load(
+    path: str,
+    *,
+    dtype: str = "float32",
+    attention: str = "sdpa",
+    freeze: Sequence[str] = (),
+    lora: dict[str, Any] | None = None,
+    activation_checkpointing: bool = False,
+    processor: dict[str, Any] | None = None,
+    reference: bool = False,
+    **options: Any,
+) -> VisionLanguagePolicy:
+    """A policy from a folder or a hub name. `options` go to VisionLanguagePolicy.
+
+    Raises UserError if there is no model at `path` or it is not one that reads images and writes text.
+    """
+    adapter = Path(path) / "adapter_config.json"
+    base = peft.PeftConfig.from_pretrained(path).base_model_name_or_path if adapter.is_file() else path
+    try:
+        config = AutoConfig.from_pretrained(base)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from None
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
+    model = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype, attn_implementation=attention)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(part_of(parameter_name) not in freeze)
+    frozen_copy = copy.deepcopy(model).requires_grad_(False) if reference and lora is None else None
+    if adapter.is_file():
+        model = peft.PeftModel.from_pretrained(model, path, is_trainable=True)
+    elif lora is not None:
+        options_ = {"r": lora["rank"], "lora_alpha": lora["alpha"], "target_modules": lora["targets"]}
+        model = peft.get_peft_model(model, peft.LoraConfig(**options_))
+    if activation_checkpointing:
+        transformers_model(model).gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    loaded = AutoProcessor.from_pretrained(path, **(processor or {}))
+    return VisionLanguagePolicy(model, loaded, reference=frozen_copy, **options)
+
+
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model itself, out of its LoRA wrapper if it has one."""
+    core = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    assert isinstance(core, PreTrainedModel)
+    return core
+
+
+def part_of(parameter: str) -> str:
+    """Which part a parameter belongs to, by its name: vision, connector or language."""
+    names = set(parameter.split("."))
+    if names & CONNECTORS:
+        return "connector"
+    return "vision" if names & VISION_TOWERS else "language"
+
+
+def end_tokens(generation: GenerationConfig, tokenizer: Any) -> tuple[int, ...]:
+    """All ids that end a response, the model's own first."""
+    declared = generation.eos_token_id
+    ids = declared if isinstance(declared, list) else [declared]
+    found = [i for i in dict.fromkeys([*ids, tokenizer.eos_token_id]) if i is not None]
+    if not found:
+        raise UserError("the model declares no end token: set eos_token_id in its generation_config.json")
+    return tuple(found)
+
+
+def never_sampled(model: PreTrainedModel, tokenizer: Any, eos: tuple[int, ...]) -> tuple[int, ...]:
+    """Ids that can not be part of an answer: placeholders of pictures and videos, special tokens that do not end a
+    response, and rows of the output matrix beyond the tokenizer's last id."""
+    declared = model.config.to_dict()
+    placeholders = {declared[key] for key in PLACEHOLDER_KEYS if declared.get(key) is not None}
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    beyond = set(range(len(tokenizer), model.get_output_embeddings().weight.shape[0]))
+    return tuple(sorted((placeholders | special | beyond) - set(eos)))
+
+
+def messages(prompt: Prompt) -> list[dict[str, Any]]:
+    """The prompt as chat messages; `<image>` in its text says where a picture goes, else the pictures come first.
+
+    Raises UserError if the markers and the pictures do not match.
+    """
+    pieces = prompt.text.split("<image>")
+    if len(pieces) == 1:
+        pieces = [""] * len(prompt.images) + pieces
+    if len(pieces) - 1 != len(prompt.images):
+        raise UserError(f"prompt {prompt.id} has {len(pieces) - 1} <image> markers and {len(prompt.images)} images")
+    content: list[dict[str, Any]] = []
+    for number, piece in enumerate(pieces):
+        if number > 0:
+            content.append({"type": "image"})
+        if piece:
+            content.append({"type": "text", "text": piece})
+    system = [{"role": "system", "content": [{"type": "text", "text": prompt.system}]}] if prompt.system else []
+    return [*system, {"role": "user", "content": content}]
+
+
+def cat_padded(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate on the first dimension, zero-padding the others to the largest."""
+    target = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
+
+    def pad(t: Tensor) -> Tensor:
+        widths = [w for size, want in zip(t.shape[:0:-1], target[::-1], strict=True) for w in (0, want - size)]
+        return nn.functional.pad(t, widths)
+
+    return torch.cat([pad(t) for t in tensors])

@@ -1,0 +1,111 @@
+"""The run directory: configuration, versions, metrics, samples. Only rank 0 writes."""
+
+from __future__ import annotations
+
+import base64
+import html
+import importlib.metadata
+import io
+import json
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from rich.console import Console
+from torch.utils.tensorboard import SummaryWriter
+
+from mmrl.rollouts import Sample
+
+PACKAGES = ("mmrl", "torch", "torchvision", "transformers", "deepspeed", "peft")
+STYLE = "body{font:14px sans-serif;margin:2em}td,th{border:1px solid #ccc;padding:.4em;vertical-align:top}table{border-collapse:collapse}img{image-rendering:pixelated;min-height:48px;max-width:320px}pre{white-space:pre-wrap;margin:0}"
+
+
+class Run:
+    """metrics.jsonl and TensorBoard always, Weights & Biases on request, one printed line a step."""
+
+    def __init__(self, folder: Path, config_yaml: str, *, writes: bool, wandb: str | None = None) -> None:
+        self.folder = folder
+        self.writes = writes
+        self.console = Console(quiet=not writes, highlight=False, soft_wrap=True)
+        self._wandb: Any = None
+        if not writes:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(config_yaml)
+        (folder / "versions.json").write_text(json.dumps(versions(), indent=2))
+        self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
+        self._board = SummaryWriter(str(folder / "tensorboard"))
+        if wandb is not None:
+            import wandb as client  # an optional dependency
+
+            self._wandb = client.init(project=wandb, dir=folder, name=folder.name)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if not self.writes:
+            return
+        self._metrics.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
+        for name, value in metrics.items():
+            self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(metrics, step=step)
+
+    def forget_after(self, step: int) -> None:
+        """Drop metrics of steps beyond `step`, which a resumed run is about to make again."""
+        if not self.writes:
+            return
+        path = self.folder / "metrics.jsonl"
+        kept = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+        self._metrics.close()
+        path.write_text("".join(kept))
+        self._metrics = path.open("a", buffering=1)
+
+    def line(self, text: str) -> None:
+        self.console.print(text)
+
+    def samples(self, name: str, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> None:
+        """Write samples/NAME.html: prompt, pictures, response, answer and the named numbers of each sample."""
+        if self.writes:
+            target = self.folder / "samples" / f"{name}.html"
+            target.parent.mkdir(exist_ok=True)
+            target.write_text(sample_table(samples, columns))
+
+    def close(self) -> None:
+        if self.writes:
+            self._metrics.close()
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def versions() -> dict[str, str]:
+    found = {p: importlib.metadata.version(p) for p in PACKAGES}
+    return {"python": platform.python_version(), "machine": platform.machine(), **found}
+
+
+def sample_table(samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> str:
+    """One self-contained HTML page."""
+    heads = "".join(f"<th>{html.escape(h)}</th>" for h in ("pictures", "prompt", "response", "answer", *columns))
+    rows = [_row(sample, [values[i] for values in columns.values()]) for i, sample in enumerate(samples)]
+    body = f"<table><tr>{heads}</tr>{''.join(rows)}</table>"
+    return f"<!doctype html><meta charset=utf-8><title>samples</title><style>{STYLE}</style>{body}"
+
+
+def _row(sample: Sample, numbers: Sequence[float]) -> str:
+    cells = [
+        "".join(f'<img src="{picture_url(image)}">' for image in sample.prompt.images),
+        *(
+            f"<pre>{html.escape(str(text))}</pre>"
+            for text in (sample.prompt.text, sample.response, sample.prompt.answer)
+        ),
+        *(f"{number:.3g}" for number in numbers),
+    ]
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def picture_url(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

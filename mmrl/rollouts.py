@@ -1,0 +1,100 @@
+"""The records that flow through a training step: a prompt, a scored sample, and the batch of rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question put to a policy.
+
+    `text` may hold `<image>` once per picture, at the place where the picture belongs; without any marker the
+    pictures come first, in order. `answer` is what a verifier compares with; `metadata` is for rewards and tables.
+    """
+
+    id: str
+    text: str
+    images: tuple[Image.Image, ...] = ()
+    answer: Any = None
+    system: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a reward function sees of one rollout: the prompt, the decoded response and how the generation ended."""
+
+    prompt: Prompt
+    response: str
+    response_length: int  # tokens, the end token included
+    truncated: bool  # reached max_response_length without an end token
+    max_response_length: int
+
+
+@dataclass
+class Rollouts:
+    """A batch of rollouts, whatever the policy: B rollouts, at most T decisions each, K reward components.
+
+    `inputs` belongs to the policy that made the batch (tokens and pictures, latents, observations); nobody else looks
+    inside. Fields that a step fills in later are None until then.
+    """
+
+    samples: list[Sample]  # B
+    inputs: list[Any]  # B, private to the policy
+    group: Tensor  # [rollout] int64, which prompt a rollout answers
+    mask: Tensor  # [rollout, decision] bool, True where a decision counts
+    rewards: Tensor | None = None  # [rollout, component] float32, NaN where a component could not be scored
+    accuracy: Tensor | None = None  # [rollout] float32, the task's own measure of success, NaN where unknown
+    advantages: Tensor | None = None  # [rollout] float32
+    old_logp: Tensor | None = None  # [rollout, decision] float32, under the policy that made the rollout
+    ref_logp: Tensor | None = None  # [rollout, decision] float32, under the reference policy
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def select(self, index: Tensor) -> Rollouts:
+        """The rollouts at `index` ([n] int64, or [rollout] bool), in that order."""
+        if index.dtype == torch.bool:
+            index = index.nonzero().flatten()
+        rows = index.tolist()
+        chosen: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, list):
+                chosen[f.name] = [value[row] for row in rows]
+            else:
+                chosen[f.name] = None if value is None else value[index]
+        return Rollouts(**chosen)
+
+    @staticmethod
+    def concat(parts: list[Rollouts]) -> Rollouts:
+        """All rollouts of `parts`, decisions padded to the longest. A field must be filled in all parts or in none."""
+        width = max(part.mask.shape[1] for part in parts)
+        joined: dict[str, Any] = {}
+        for f in fields(Rollouts):
+            values = [getattr(part, f.name) for part in parts]
+            if isinstance(values[0], list):
+                joined[f.name] = [item for value in values for item in value]
+            elif all(value is None for value in values):
+                joined[f.name] = None
+            elif f.name in ("mask", "old_logp", "ref_logp"):
+                joined[f.name] = torch.cat([F.pad(value, (0, width - value.shape[1])) for value in values])
+            else:
+                joined[f.name] = torch.cat(values)
+        return Rollouts(**joined)
+
+
+@dataclass
+class Replay:
+    """What a policy says of a batch of rollouts now; all [rollout, decision], float32."""
+
+    logp: Tensor
+    entropy: Tensor | None = None  # None where it is constant (a Gaussian step of fixed variance)
+    log_ratio: Tensor | None = None  # given where the policy has a more exact form than logp - old_logp

@@ -1,0 +1,466 @@
+"""The training loop. `Trainer.train` is the whole algorithm; everything below it is a detail of one of its lines."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mmrl import checkpoints
+from mmrl.config import Config
+from mmrl.core.advantages import group_advantages
+from mmrl.core.filters import keep_informative_groups
+from mmrl.core.ratios import log_ratio
+from mmrl.core.reduce import denominator, reduce
+from mmrl.core.regularizers import kl_estimate, token_divergence
+from mmrl.core.surrogates import surrogate
+from mmrl.data import PromptStream, Source, rollout_seeds
+from mmrl.engine import Engine
+from mmrl.errors import UserError
+from mmrl.report.run import Run
+from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
+
+
+class Policy(Protocol):
+    """What the trainer asks of a policy, whatever it is."""
+
+    module: nn.Module
+
+    def rollout(
+        self, prompts: list[Prompt], group_size: int, seeds: list[int], *, temperature: float | None = None
+    ) -> Rollouts: ...
+
+    def demonstrate(self, prompts: list[Prompt]) -> Rollouts: ...
+
+    def replay(self, rollouts: Rollouts, model: Any) -> Replay: ...
+
+    def reference_logp(self, rollouts: Rollouts) -> Tensor: ...
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None: ...
+
+
+class Task(Protocol):
+    """What the trainer asks of a task."""
+
+    train: Source
+    evaluation: Source
+    reward_names: list[str]
+    reward_weights: list[float]
+
+    def score(self, samples: list[Sample]) -> Tensor: ...
+
+    def accuracy(self, samples: list[Sample]) -> Tensor: ...
+
+
+class Trainer:
+    def __init__(self, config: Config, policy: Policy, task: Task, engine: Engine, run: Run) -> None:
+        check_batch(config, engine.world)
+        self.config, self.policy, self.task, self.engine, self.run = config, policy, task, engine, run
+        self.prompts = PromptStream(task.train, config.seed)
+        self.step = 0  # finished steps
+        self.cursor = 0  # next position of the prompt stream
+        self.bad_steps = 0  # skipped updates in a row
+        self.best: float | None = None
+        self.accuracies: dict[str, float] = {}  # held-out accuracy by step
+        self.stopping = False
+
+    def train(self) -> None:
+        """Rollout, score, advantages, filter, epochs of minibatches, step, log, evaluate, save."""
+        signal.signal(signal.SIGTERM, self._stop)
+        if self.step == 0 and self.config.evaluation.before:
+            self.evaluate()
+        while self.step < self.config.steps and not self.stopping:
+            metrics = Metrics(self.engine)
+            with metrics.phase("rollout"):
+                rollouts = self.collect(metrics)
+            rollouts.advantages = self.advantages(rollouts, metrics)
+            with metrics.phase("update"):
+                for minibatch in self.minibatches(rollouts):
+                    self.update(minibatch, metrics)
+            self.step += 1
+            self.log(rollouts, metrics)
+            if due(self.step, self.config.evaluation.every, self.config.steps):
+                self.evaluate()
+            self.stopping = bool(self.engine.max(self.stopping))
+            if self.stopping or due(self.step, self.config.checkpoint.every):
+                self.save()
+        checkpoints.save_weights(self.run.folder / "final", self.policy, self.engine)
+
+    # --- rollouts ---
+
+    def collect(self, metrics: Metrics) -> Rollouts:
+        """A full batch of scored rollouts: this rank's share of the step's prompts, in groups.
+
+        With dynamic sampling, groups that teach nothing are replaced by new ones; when max_rounds have not filled the
+        batch, the places left are taken by such groups after all, whose advantages are 0.
+        """
+        sampling = self.config.rollout.dynamic_sampling
+        wanted = self.config.rollout.prompts // self.engine.world * self.config.group_size
+        kept: list[Rollouts] = []
+        spare: list[Rollouts] = []
+        for _ in range(sampling.max_rounds if sampling.enabled else 1):
+            batch = self.sample_round()
+            if self.config.algorithm.method == "supervised":
+                return batch
+            informative = torch.ones(len(batch), dtype=torch.bool)
+            if sampling.enabled:
+                assert batch.rewards is not None and batch.accuracy is not None
+                scored = batch.accuracy if sampling.low is not None or sampling.high is not None else total_reward(batch)
+                informative, _ = keep_informative_groups(scored, batch.group, low=sampling.low, high=sampling.high)
+            metrics.add("dynamic_sampling/kept", informative.float())
+            kept.append(batch.select(informative))
+            spare.append(batch.select(~informative))
+            if self.engine.max(sum(len(part) for part in kept) < wanted) == 0:
+                break
+        return Rollouts.concat([*kept, *spare]).select(torch.arange(wanted))
+
+    def sample_round(self) -> Rollouts:
+        """One round of rollouts for this rank's share of the next prompts, scored."""
+        config, share = self.config, self.config.rollout.prompts // self.engine.world
+        first = self.cursor + self.engine.rank * share
+        positions = list(range(first, first + share))
+        self.cursor += config.rollout.prompts
+        prompts = [self.prompts[p] for p in positions]
+        if config.algorithm.method == "supervised":
+            batch = self.policy.demonstrate(prompts)
+        else:
+            size = max(1, (config.rollout.micro_batch or len(prompts) * config.group_size) // config.group_size)
+            parts = [
+                self.policy.rollout(
+                    prompts[i : i + size],
+                    config.group_size,
+                    rollout_seeds(config.seed, positions[i : i + size], config.group_size),
+                )
+                for i in range(0, len(prompts), size)
+            ]
+            batch = Rollouts.concat(parts)
+            batch.rewards = self.task.score(batch.samples)
+            batch.accuracy = self.task.accuracy(batch.samples)
+        batch.group = torch.tensor(positions).repeat_interleave(config.group_size)
+        return batch
+
+    def advantages(self, rollouts: Rollouts, metrics: Metrics) -> Tensor:
+        """[rollout], from the rewards of all ranks, so that sharding changes nothing."""
+        algorithm = self.config.algorithm
+        if rollouts.rewards is None:
+            return torch.ones(len(rollouts))  # demonstrations
+        everyone = self.engine.gather((rollouts.rewards, rollouts.group, rollouts.mask.sum(1)))
+        rewards, group, lengths = (torch.cat(column) for column in zip(*everyone, strict=True))
+        values, stats = group_advantages(
+            rewards,
+            group,
+            baseline=algorithm.baseline,
+            scale=algorithm.scale,
+            components=algorithm.components,
+            weights=torch.tensor(self.task.reward_weights),
+            lengths=lengths if algorithm.baseline == "length_weighted" else None,
+        )
+        metrics.set({f"advantages/{name}": float(value) for name, value in stats.items()})
+        first = self.engine.rank * len(rollouts)
+        return values[first : first + len(rollouts)]
+
+    # --- updates ---
+
+    def minibatches(self, rollouts: Rollouts) -> Iterator[list[Rollouts]]:
+        """Epochs of minibatches, each a list of micro-batches.
+
+        The partition is fixed before the first update and old_logp is computed in it, so the first ratio is exactly 1.
+        """
+        algorithm = self.config.algorithm
+        if algorithm.mask_truncated:
+            cut = torch.tensor([s.truncated for s in rollouts.samples])
+            rollouts.mask = rollouts.mask & ~cut[:, None]
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
+        order = torch.randperm(len(rollouts), generator=generator)
+        size = self.config.engine.micro_batch
+        parts = [
+            [rollouts.select(index) for index in part.split(size)] for part in order.tensor_split(algorithm.minibatches)
+        ]
+        for micro in (micro for part in parts for micro in part):
+            if algorithm.epochs * algorithm.minibatches > 1 and algorithm.method == "grpo":
+                with torch.no_grad():
+                    micro.old_logp = self.policy.replay(micro, self.engine).logp
+            if algorithm.kl.coefficient > 0:
+                micro.ref_logp = self.policy.reference_logp(micro)
+        for _ in range(algorithm.epochs):
+            for place in torch.randperm(len(parts), generator=generator).tolist():
+                yield parts[place]
+
+    def update(self, minibatch: list[Rollouts], metrics: Metrics) -> None:
+        """One optimizer step. A loss or gradient that is not finite skips it; too many in a row end the run."""
+        mode = self.config.algorithm.reduce
+        total = self.engine.sum(torch.stack([denominator(micro.mask, mode=mode) for micro in minibatch]).sum())
+        finite = True
+        for micro in minibatch:
+            loss, stats = self.loss(micro, total)
+            if not loss.isfinite():
+                finite = False
+                loss = loss * torch.nan  # the engine skips a step whose gradient is not finite, on every rank
+            self.engine.backward(loss)
+            metrics.add("loss", loss[None], sums=True)
+            for name, values in stats.items():
+                metrics.add(name, values[micro.mask.to(values.device)])
+        applied, norm = self.engine.step()
+        metrics.add("grad_norm", torch.tensor([norm]))
+        metrics.add("updates_skipped", torch.tensor([0.0 if applied else 1.0]))
+        self.bad_steps = 0 if applied else self.bad_steps + 1
+        if not applied:
+            self._report_bad_step(minibatch, "loss" if not finite else "gradient")
+
+    def loss(self, micro: Rollouts, total: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's part of the loss, and statistics [rollout, decision]."""
+        algorithm = self.config.algorithm
+        replay = self.policy.replay(micro, self.engine)
+        mask = micro.mask.to(replay.logp.device)
+        stats: dict[str, Tensor] = {}
+        if algorithm.method == "supervised":
+            values = -replay.logp
+        else:
+            old = replay.logp.detach() if micro.old_logp is None else micro.old_logp
+            ratio = replay.log_ratio
+            if ratio is None:
+                ratio = log_ratio(replay.logp, old, mask, level=algorithm.level)
+            assert micro.advantages is not None
+            options: dict[str, Any] = dict(algorithm.surrogate_options)
+            if algorithm.surrogate == "divergence_mask":
+                options["divergence"] = token_divergence(replay.logp, old)
+            values, stats = surrogate(
+                ratio,
+                micro.advantages.to(ratio.device),
+                kind=algorithm.surrogate,
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+                **options,
+            )
+            stats = {f"surrogate/{name}": value for name, value in stats.items()}
+            stats["surrogate/ratio_gap"] = (ratio.detach().exp() - 1).abs()
+        if algorithm.kl.coefficient > 0:
+            assert micro.ref_logp is not None
+            kl = kl_estimate(replay.logp, micro.ref_logp, kind=algorithm.kl.kind)
+            values = values + algorithm.kl.coefficient * kl
+            stats["kl"] = kl.detach()
+        if algorithm.entropy_coefficient != 0:
+            if replay.entropy is None:
+                raise UserError("algorithm.entropy_coefficient is set, but the entropy of this policy's decisions is constant")
+            values = values - algorithm.entropy_coefficient * replay.entropy
+        if replay.entropy is not None:
+            stats["entropy"] = replay.entropy.detach()
+        length = self.config.rollout.max_response_length
+        return reduce(values, mask, mode=algorithm.reduce, total=total, length=length), stats
+
+    def _report_bad_step(self, minibatch: list[Rollouts], what: str) -> None:
+        path = self.run.folder / f"bad-step-{self.step + 1}-rank{self.engine.rank}.jsonl"
+        with path.open("w") as file:
+            for micro in minibatch:
+                rewards = micro.rewards.tolist() if micro.rewards is not None else [None] * len(micro)
+                for sample, reward in zip(micro.samples, rewards, strict=True):
+                    row = {"prompt": sample.prompt.id, "response": sample.response, "rewards": reward}
+                    file.write(json.dumps(row) + "\n")
+        ids = ", ".join(sorted({s.prompt.id for micro in minibatch for s in micro.samples})[:3])
+        self.run.line(f"step {self.step + 1}: {what} not finite, update skipped; its rollouts ({ids}, ...) are in {path}")
+        if self.bad_steps >= self.config.engine.max_bad_steps:
+            raise UserError(
+                f"{self.bad_steps} updates in a row had a {what} that is not finite; lower optim.lr or look at {path}"
+            )
+
+    # --- evaluation ---
+
+    def evaluate(self) -> dict[str, float]:
+        """Accuracy on the first evaluation.prompts held-out prompts, by kind too where prompts have one."""
+        settings = self.config.evaluation
+        started = time.perf_counter()
+        result, samples = evaluate(self.policy, self.task, self.engine, settings.prompts, self.config)
+        accuracy = result["evaluation/accuracy"]
+        result["time/evaluation"] = time.perf_counter() - started
+        self.run.log(self.step, result)
+        self.run.samples(f"evaluation-{self.step:06d}", samples[: self.config.log.samples], {})
+        self.run.line(f"evaluation at step {self.step}: held-out accuracy {accuracy:.4f} on {int(result['evaluation/n'])}")
+        self.accuracies[str(self.step)] = accuracy
+        if self.config.checkpoint.best and self.step > 0 and (self.best is None or accuracy > self.best):
+            self.best = accuracy
+            checkpoints.save_weights(self.run.folder / "best", self.policy, self.engine)
+        return result
+
+    # --- log, save, resume, stop ---
+
+    def log(self, rollouts: Rollouts, metrics: Metrics) -> None:
+        names = self.task.reward_names
+        if rollouts.rewards is not None:
+            for k, name in enumerate(names):
+                metrics.add(f"reward/{name}", rollouts.rewards[:, k])
+            metrics.add("reward/unscored", rollouts.rewards.isnan().float())
+        if rollouts.accuracy is not None:
+            metrics.add("accuracy", rollouts.accuracy)
+        metrics.add("response/length", torch.tensor([float(s.response_length) for s in rollouts.samples]))
+        metrics.add("response/truncated", torch.tensor([float(s.truncated) for s in rollouts.samples]))
+        values = metrics.result()
+        values["lr"] = self.engine.lr
+        values["throughput/rollouts_per_second"] = self.config.rollouts_per_step / values["time/step"]
+        self.run.log(self.step, values)
+        self.run.line(step_line(self.step, self.config.steps, values))
+        if due(self.step, self.config.log.samples_every):
+            shown = rollouts.select(torch.arange(min(self.config.log.samples, len(rollouts))))
+            columns = {} if shown.rewards is None else dict(zip(names, shown.rewards.T.tolist(), strict=True))
+            assert shown.advantages is not None
+            columns["advantage"] = shown.advantages.tolist()
+            self.run.samples(f"train-{self.step:06d}", shown.samples, columns)
+
+    def save(self) -> None:
+        state = {
+            "cursor": self.cursor,
+            "best": self.best,
+            "bad_steps": self.bad_steps,
+            "accuracies": self.accuracies,
+            "config": self.config.model_dump(mode="json"),
+        }
+        folder = self.run.folder / "checkpoints"
+        path = checkpoints.save(folder, self.step, state, self.engine, keep=self.config.checkpoint.keep)
+        self.run.line(f"saved {path}")
+
+    def resume(self) -> None:
+        """Go on from the newest finished checkpoint of the run directory.
+
+        Raises UserError if there is none, or it was written under a configuration that trains differently.
+        """
+        found = checkpoints.finished(self.run.folder / "checkpoints")
+        if not found:
+            raise UserError(f"checkpoint.resume=true, but {self.run.folder} holds no finished checkpoint")
+        state = json.loads((found[-1] / "trainer.json").read_text())
+        check_same_training(state["config"], self.config.model_dump(mode="json"), found[-1])
+        checkpoints.load(found[-1], self.engine)
+        self.step, self.cursor, self.best = state["step"], state["cursor"], state["best"]
+        self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]
+        self.run.forget_after(self.step)
+        self.run.line(f"resumed from {found[-1]}")
+
+    def _stop(self, signum: int, frame: Any) -> None:
+        self.stopping = True
+
+
+class Metrics:
+    """Sums and counts of a step's numbers, made into means over all ranks once, at its end."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._sums: dict[str, tuple[float, float]] = {}
+        self._maxima: dict[str, float] = {}
+        self._given: dict[str, float] = {}
+        self._times: dict[str, float] = defaultdict(float)
+        self._started = time.perf_counter()
+
+    def add(self, name: str, values: Tensor, *, sums: bool = False) -> None:
+        """Values to average, NaN left out; with `sums` they are parts of a total instead."""
+        known = values.detach().flatten().double()
+        known = known if sums else known[~known.isnan()]
+        total, count = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = (total + float(known.sum()), 1.0 / self.engine.world if sums else count + known.numel())
+        if name.endswith("_gap") and known.numel():
+            self._maxima[name] = max(self._maxima.get(name, 0.0), float(known.max()))
+
+    def set(self, values: dict[str, float]) -> None:
+        self._given.update(values)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._times[name] += time.perf_counter() - started
+
+    def result(self) -> dict[str, float]:
+        everyone = self.engine.gather((self._sums, self._maxima))
+        merged: dict[str, list[float]] = {}
+        for sums, maxima in everyone:
+            for name, (total, count) in sums.items():
+                entry = merged.setdefault(name, [0.0, 0.0])
+                entry[0] += total
+                entry[1] += count
+            for name, value in maxima.items():
+                self._given[name + "_max"] = max(self._given.get(name + "_max", 0.0), value)
+        means = {name: total / count for name, (total, count) in merged.items() if count > 0}
+        times = {f"time/{name}": value for name, value in self._times.items()}
+        return {**means, **self._given, **times, "time/step": time.perf_counter() - self._started}
+
+
+def evaluate(
+    policy: Policy, task: Task, engine: Engine, count: int, config: Config
+) -> tuple[dict[str, float], list[Sample]]:
+    """Held-out accuracy with its standard error, and this rank's samples. Every rank takes every world-th prompt."""
+    settings = config.evaluation
+    count = min(count, len(task.evaluation))
+    share = -(-count // engine.world)  # equal on all ranks, as ZeRO-3 needs; the surplus is not counted
+    indices = [min(engine.rank + i * engine.world, count - 1) for i in range(share)]
+    samples: list[Sample] = []
+    for start in range(0, share, settings.micro_batch):
+        part = indices[start : start + settings.micro_batch]
+        seeds = rollout_seeds(config.seed + 1, part, 1)
+        prompts = [task.evaluation[i] for i in part]
+        samples += policy.rollout(prompts, 1, seeds, temperature=settings.temperature).samples
+    marks = task.accuracy(samples).nan_to_num(0.0).tolist()
+    kinds = [str(s.prompt.metadata.get("kind", "")) for s in samples]
+    gathered = engine.gather(list(zip(indices, marks, kinds, strict=True)))
+    by_index = {index: (mark, kind) for rank in gathered for index, mark, kind in rank}
+    correct = torch.tensor([mark for mark, _ in by_index.values()])
+    result = {
+        "evaluation/accuracy": float(correct.mean()),
+        "evaluation/standard_error": float(correct.std() / len(correct) ** 0.5) if len(correct) > 1 else 0.0,
+        "evaluation/n": float(len(correct)),
+    }
+    for kind in sorted({kind for _, kind in by_index.values()} - {""}):
+        of_kind = [mark for mark, k in by_index.values() if k == kind]
+        result[f"evaluation/accuracy/{kind}"] = sum(of_kind) / len(of_kind)
+    return result, samples
+
+
+def total_reward(batch: Rollouts) -> Tensor:
+    """[rollout] the plain sum of the components; NaN where any is."""
+    assert batch.rewards is not None
+    return batch.rewards.sum(1)
+
+
+def due(step: int, every: int, last: int | None = None) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+def step_line(step: int, steps: int, values: dict[str, float]) -> str:
+    """One line a step: what moved and how fast."""
+    shown = [("acc", "accuracy"), ("loss", "loss"), ("grad", "grad_norm"), ("ent", "entropy"), ("len", "response/length")]
+    parts = [f"{short} {values[name]:.3f}" for short, name in shown if name in values]
+    rewards = [f"{n.removeprefix('reward/')} {v:.3f}" for n, v in values.items() if n.startswith("reward/")]
+    speed = f"{values['throughput/rollouts_per_second']:.0f} rollouts/s"
+    return f"step {step}/{steps}  " + "  ".join([*rewards, *parts, f"{values['time/step']:.2f}s", speed])
+
+
+def check_batch(config: Config, world: int) -> None:
+    """Raises UserError where the batch can not be divided as asked."""
+    rollout, algorithm = config.rollout, config.algorithm
+    if rollout.prompts % world:
+        raise UserError(f"rollout.prompts={rollout.prompts} can not be shared by {world} ranks; make it a multiple")
+    mine = config.rollouts_per_step // world
+    if mine % algorithm.minibatches:
+        raise UserError(
+            f"{mine} rollouts a rank (rollout.prompts x group_size / ranks) can not be cut into "
+            f"algorithm.minibatches={algorithm.minibatches} equal parts"
+        )
+
+
+def check_same_training(saved: dict[str, Any], now: dict[str, Any], path: Path, prefix: str = "") -> None:
+    """Raises UserError naming the first key that differs and that would make the run a different one."""
+    free = {"run_dir", "steps", "threads", "evaluation", "checkpoint", "log"}
+    for key in sorted({*saved, *now} - (free if not prefix else set())):
+        name = prefix + key
+        before, after = saved.get(key), now.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            check_same_training(before, after, path, name + ".")
+        elif before != after:
+            raise UserError(
+                f"resume with a changed configuration: {name} is {after!r} but {path} was trained with {before!r}; "
+                "restore it or start a new run_dir"
+            )

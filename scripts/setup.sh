@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Create .venv and install mmrl in editable mode with the versions of constraints.txt. Quick when nothing changed.
+# MMRL_EXTRAS names the extras (default: dev,huggingface).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+extras=${MMRL_EXTRAS:-dev,huggingface}
+stamp=.venv/.mmrl-setup
+want=$(cat pyproject.toml constraints.txt <(echo "$extras") | sha256sum)
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
+    exit 0
+fi
+
+if command -v uv >/dev/null; then
+    uv=(uv)
+else
+    # A private copy of uv: the system's Python may refuse installs (PEP 668).
+    [ -x .venv/uv/bin/uv ] || { python3 -m venv .venv/uv && .venv/uv/bin/python -m pip install --quiet uv; }
+    uv=(.venv/uv/bin/uv)
+fi
+[ -x .venv/bin/python ] || "${uv[@]}" venv --quiet --allow-existing --python 3.11 .venv
+"${uv[@]}" pip install --quiet --python .venv/bin/python --constraint constraints.txt --editable ".[${extras}]"
+echo "$want" > "$stamp"

@@ -1,0 +1,77 @@
+"""Questions from a dataset of the Hugging Face hub, or from a local folder in one of its formats."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.visual_qa.rows import Fields, RowSource
+
+
+class HuggingFaceSource(RowSource):
+    """Questions of `split` of the dataset `name`, fields mapped and rows checked as by `FileSource`.
+
+    name: what `datasets.load_dataset` takes (a hub name, or 'parquet' with `options={"data_files": ...}`), or a folder
+    written by `save_to_disk`. `bad` and the prompt ids, '<name>:<row>', count rows from 0 as `datasets` does.
+
+    Raises ModuleNotFoundError where `datasets` is not installed, ValueError as `RowSource`, and what `datasets` raises.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        split: str = "train",
+        *,
+        image_field: str = "images",
+        problem_field: str = "problem",
+        answer_field: str = "answer",
+        image_root: str | Path | None = None,
+        max_bad_share: float = 0.01,
+        validate: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ):
+        root = None if image_root is None else Path(image_root)
+        super().__init__(
+            _Rows(_load(name, split, dict(options or {}))),
+            Fields(image_field, problem_field, answer_field, root),
+            name=f"{name} ({split})",
+            prefix=name,
+            max_bad_share=max_bad_share,
+            validate=validate,
+        )
+
+
+class _Rows:
+    """Rows as Arrow holds them: `datasets` would decode pictures itself, and one bad picture would end the pass."""
+
+    unit = "row"
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, row: int) -> Any:
+        return self._dataset[row : row + 1].to_pylist()[0]
+
+    def number(self, row: int) -> int:
+        return row
+
+
+def _load(name: str, split: str, options: dict[str, Any]) -> Any:
+    if importlib.util.find_spec("datasets") is None:
+        raise ModuleNotFoundError("kind: huggingface needs the package datasets: pip install 'mmrl[huggingface]'")
+    import datasets
+
+    folder = Path(name)
+    if not any((folder / marker).is_file() for marker in ("dataset_dict.json", "dataset_info.json")):
+        return datasets.load_dataset(name, split=split, **options)
+    saved = datasets.load_from_disk(name, **options)
+    if not isinstance(saved, datasets.DatasetDict):
+        return saved
+    if split not in saved:
+        raise ValueError(f"{name}: no split {split!r}; it has {', '.join(saved)}")
+    return saved[split]

@@ -1,0 +1,77 @@
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl.rewards import RewardSet, RewardSpec, build, registry
+from mmrl.rollouts import Prompt, Sample
+
+
+def sample(response, answer="7"):
+    return Sample(Prompt("p", "question", answer=answer), response, 5, False, 100)
+
+
+def longest(sample, *, limit=3):
+    """A reward of a user's own, found by name."""
+    return float(len(sample.response) <= limit)
+
+
+OWN = f"{__name__}:longest"
+
+
+def test_columns_keep_names_and_weights():
+    rewards = RewardSet(
+        [RewardSpec("exact_match"), RewardSpec("numeric", 0.5, {"atol": 1.0}), RewardSpec(OWN, 0.1, label="short")]
+    )
+    assert rewards.names == ("exact_match", "numeric", "short")
+    assert rewards.weights == (1.0, 0.5, 0.1)
+    scores = rewards.score([sample("7"), sample("8"), sample("seven", "seven")])
+    expected = torch.tensor([[1, 1, 1], [0, 1, 1], [1, math.nan, 0]])  # weights are not applied here
+    torch.testing.assert_close(scores, expected, equal_nan=True, rtol=0, atol=0)
+    assert scores.dtype == torch.float32
+    assert rewards.score([]).shape == (0, 3)
+
+
+def test_own_reward_takes_options():
+    assert build(OWN, {"limit": 9})(sample("seven")) == 1
+    assert build(OWN)(sample("seven")) == 0
+
+
+@pytest.mark.parametrize(
+    "name, options, words",
+    [
+        ("exact_mach", {}, "did you mean 'exact_match'"),
+        ("exact_match", {"article": True}, "did you mean 'articles'"),
+        ("overlong_penalty", {}, "needs option buffer"),
+        ("overlong_penalty", {"buffer": 0}, "buffer"),
+        ("numeric", {"rtol": -1.0}, "rtol"),
+        ("random", {"probability": 2.0}, "probability"),
+        ("nowhere_at_all:reward", {}, "nowhere_at_all"),
+        (f"{__name__}:longst", {}, "did you mean 'longest'"),
+        (OWN, {"limits": 3}, "did you mean 'limit'"),
+    ],
+)
+def test_bad_names_and_options(name, options, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        build(name, options)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_sets():
+    with pytest.raises(ValueError, match="at least one"):
+        RewardSet([])
+    with pytest.raises(ValueError, match="two components are named 'numeric'"):
+        RewardSet([RewardSpec("numeric"), RewardSpec("numeric", options={"atol": 1.0})])
+    with pytest.raises(ValueError, match="weight of 'numeric'"):
+        RewardSet([RewardSpec("numeric", math.nan)])
+    with pytest.raises(ValueError, match="deadline_s needs isolated"):
+        RewardSet([RewardSpec("numeric", deadline_s=1.0)])
+    with pytest.raises(ValueError, match="deadline_s must be positive"):
+        RewardSet([RewardSpec("math", deadline_s=0.0)])
+
+
+def test_rewards_import_no_room_above_them():
+    for path in Path(registry.__file__).parent.glob("*.py"):
+        assert not re.search(r"mmrl\.(?!rewards|rollouts|core)\w+", path.read_text()), path

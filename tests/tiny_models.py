@@ -1,0 +1,263 @@
+"""Tiny random vision-language models with their processors, built from configs: nothing is downloaded.
+
+`build(family, path)` writes a model of some 0.2M fp32 parameters that `AutoProcessor` and `AutoModelForImageTextToText`
+load from `path`. Images of 16 to 64 pixels cost a few tokens each.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GenerationConfig,
+    GotOcr2ImageProcessor,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessor,
+    Idefics3Processor,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLProcessor,
+    InternVLVideoProcessor,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionImageProcessor,
+    LlavaOnevisionProcessor,
+    LlavaOnevisionVideoProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+PAD, EOS, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
+VOCAB, TILE, INIT = 512, 32, 0.1
+
+# ChatML; `image` is what the family's processor expands. Assistant turns are closed by the end-of-turn token.
+TEMPLATE = """\
+{%- for message in messages -%}
+{{- start + message['role'] + '\n' -}}
+{%- if message['content'] is string -%}{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' -%}{{- image -}}{%- elif part['type'] == 'text' -%}{{- part['text'] -}}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- eos + '\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- start + 'assistant\n' -}}{%- endif -%}
+"""
+
+WORDS = """zero one two three four five six seven eight nine ten eleven twelve twenty thirty hundred
+system user assistant What digit number is shown in the image? Which is the largest? left right first second sum
+How many images are there? Answer with one number. The answer is <think> </think> <answer> </answer> \\boxed{}"""
+
+
+def tokenizer(special: list[str], eos: str = EOS, **named: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of at most VOCAB entries trained on small numbers; `named` become attributes (`image_token`)."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    every = list(dict.fromkeys([PAD, START, eos, *special]))
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=every,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    sums = [f"{a} + {b} = {a + b}. The sum of {a} and {b} is {a + b}." for a in range(10) for b in range(10)]
+    bpe.train_from_iterator([WORDS] * 20 + sums, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=PAD,
+        eos_token=eos,
+        extra_special_tokens=named | {"turn_token": START} if named else [t for t in every if t not in (PAD, eos)],
+        padding_side="right",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def template(image: str, eos: str = EOS) -> str:
+    names = f"{{%- set start, image, eos = '{START}', '{image}', '{eos}' -%}}\n"
+    return names + TEMPLATE
+
+
+def text_config(tok: PreTrainedTokenizerFast, **more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tok),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "initializer_range": INIT,
+        "bos_token_id": None,
+        "eos_token_id": tok.eos_token_id,
+        "pad_token_id": tok.pad_token_id,
+        **more,
+    }
+
+
+def vision_config(**more: Any) -> dict[str, Any]:
+    return {"hidden_size": 32, "intermediate_size": 64, "patch_size": 8, "initializer_range": INIT, **more}
+
+
+def ids(tok: PreTrainedTokenizerFast, **tokens: str) -> dict[str, int]:
+    return {name: tok.convert_tokens_to_ids(token) for name, token in tokens.items()}
+
+
+Built = tuple[PreTrainedModel, ProcessorMixin]
+
+
+def qwen(config: type, model: type, processor: type, video: type, text: dict, vision: dict, *, tied: bool) -> Built:
+    """Patches of 8 pixels merged 2 x 2: one token for 16 x 16 pixels, at most 16 tokens per image."""
+    names = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    tok = tokenizer(list(names.values()))
+    sizes = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
+    pixels = {"size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}}
+    cfg = config(
+        text_config=text_config(tok, **text),
+        vision_config=vision_config(depth=2, num_heads=2, out_hidden_size=64, **vision),
+        tie_word_embeddings=tied,
+        **ids(tok, **names),
+    )
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    return model(cfg), processor(
+        Qwen2VLImageProcessor(**sizes, **pixels), tok, video(**sizes, **pixels), chat_template=template(image)
+    )
+
+
+def qwen2_5_vl() -> Built:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    return qwen(
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLProcessor,
+        Qwen2VLVideoProcessor,
+        {"rope_parameters": rope},
+        {"window_size": 32, "fullatt_block_indexes": [1]},
+        tied=False,
+    )
+
+
+def qwen3_vl() -> Built:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    return qwen(
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+        {"rope_parameters": rope, "head_dim": 16},
+        {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        tied=True,
+    )
+
+
+def idefics3() -> Built:
+    """Every image becomes 2 or 4 tiles and a global view, of 4 tokens each."""
+    eos, image = "<end_of_utterance>", "<image>"
+    cells = [f"<row_{row}_col_{col}>" for row in (1, 2) for col in (1, 2)]
+    tok = tokenizer([image, "<fake_token_around_image>", "<global-img>", *cells], eos)
+    cfg = Idefics3Config(
+        text_config=text_config(tok, model_type="llama"),
+        vision_config=vision_config(num_hidden_layers=2, num_attention_heads=2, image_size=TILE),
+        scale_factor=2,
+        tie_word_embeddings=False,
+        pad_token_id=tok.pad_token_id,
+        **ids(tok, image_token_id=image),
+    )
+    pixels = Idefics3ImageProcessor(size={"longest_edge": 2 * TILE}, max_image_size={"longest_edge": TILE})
+    processor = Idefics3Processor(pixels, tok, image_seq_len=4, chat_template=template(image, eos))
+    return Idefics3ForConditionalGeneration(cfg), processor
+
+
+def llava_onevision() -> Built:
+    """A base view of 4 tokens and up to two tiles of 4, whose padding is cut and whose rows end in a newline token."""
+    image, video, grid = "<image>", "<video>", [[TILE, TILE], [TILE, 2 * TILE], [2 * TILE, TILE]]
+    tok = tokenizer([image, video])
+    cfg = LlavaOnevisionConfig(
+        text_config=text_config(tok, model_type="qwen2"),
+        vision_config=vision_config(
+            model_type="siglip_vision_model",
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=TILE,
+            vision_use_head=False,
+        )
+        | {"patch_size": 16},
+        image_grid_pinpoints=grid,
+        tie_word_embeddings=False,
+        **ids(tok, image_token_index=image, video_token_index=video),
+    )
+    size = {"height": TILE, "width": TILE}
+    processor = LlavaOnevisionProcessor(
+        LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=grid),
+        tok,
+        LlavaOnevisionVideoProcessor(size=size),
+        num_image_tokens=4,
+        vision_feature_select_strategy="full",
+        chat_template=template(image),
+    )
+    return LlavaOnevisionForConditionalGeneration(cfg), processor
+
+
+def internvl() -> Built:
+    """One or two tiles of 4 tokens, with a thumbnail where there are two."""
+    named = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }
+    tok = tokenizer(list(named.values()), **named)
+    cfg = InternVLConfig(
+        text_config=text_config(tok, model_type="qwen2"),
+        vision_config=vision_config(num_hidden_layers=2, num_attention_heads=2, image_size=TILE),
+        image_seq_length=4,
+        downsample_ratio=0.5,
+        tie_word_embeddings=True,
+        **ids(tok, image_token_id="<IMG_CONTEXT>"),
+    )
+    size = {"height": TILE, "width": TILE}
+    processor = InternVLProcessor(
+        GotOcr2ImageProcessor(size=size, crop_to_patches=True, max_patches=2),
+        tok,
+        InternVLVideoProcessor(size=size),
+        image_seq_length=4,
+        chat_template=template("<IMG_CONTEXT>"),
+    )
+    return InternVLForConditionalGeneration(cfg), processor
+
+
+MAKERS: dict[str, Callable[[], Built]] = {
+    maker.__name__: maker for maker in (qwen2_5_vl, qwen3_vl, idefics3, llava_onevision, internvl)
+}
+FAMILIES = tuple(MAKERS)
+
+
+def build(family: str, path: Path, *, seed: int = 0) -> Path:
+    """Write the family's model and processor to `path`; the same seed gives the same weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model, processor = MAKERS[family]()
+    tok = processor.tokenizer
+    model.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
+    model.float().save_pretrained(path)
+    processor.save_pretrained(path)
+    return Path(path)
