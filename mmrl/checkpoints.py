@@ -14,11 +14,12 @@ from mmrl.engine import Engine
 from mmrl.errors import UserError
 
 PENDING = ".pending"  # suffix of a checkpoint that is still being written
+REPLACED = ".replaced"  # suffix of what stood at a name until the new one took it
 
 
 def finished(folder: Path) -> list[Path]:
     """Finished checkpoints in `folder`, oldest first."""
-    return sorted(p for p in folder.glob("step-*") if p.is_dir() and p.suffix != PENDING)
+    return sorted(p for p in folder.glob("step-*") if p.is_dir() and not p.suffix)
 
 
 def save(folder: Path, step: int, state: dict[str, Any], engine: Engine, *, keep: int) -> Path:
@@ -75,7 +76,6 @@ def save_weights(folder: Path, policy: Any, engine: Engine) -> None:
         shutil.rmtree(pending, ignore_errors=True)
         try:
             policy.save(pending, state)
-            shutil.rmtree(folder, ignore_errors=True)
             _commit(pending, folder)
         except Exception as error:  # safetensors has its own exception types for a failed write
             shutil.rmtree(pending, ignore_errors=True)
@@ -86,14 +86,18 @@ def save_weights(folder: Path, policy: Any, engine: Engine) -> None:
 
 
 def _commit(pending: Path, target: Path) -> None:
-    """Make every byte durable, then rename: after a crash the folder is whole or absent."""
+    """Make every byte durable, then rename: after a crash the folder is whole or absent. One that is replaced is moved
+    aside until then."""
     for file in pending.rglob("*"):
         if file.is_file():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
+    replaced = target.with_suffix(REPLACED)
+    shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
-        shutil.rmtree(target)
+        target.rename(replaced)
     pending.rename(target)
     parent = os.open(target.parent, os.O_RDONLY)
     os.fsync(parent)
     os.close(parent)
+    shutil.rmtree(replaced, ignore_errors=True)

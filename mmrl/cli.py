@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = options.run(options)
     except UserError as error:
-        print(f"mmrl: {error}", file=sys.stderr, flush=True)
+        print(f"mmrl: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(2)
     sys.exit(code)
 
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train a model from a configuration")
-    train.add_argument("--print-config", action="store_true", help="print the complete effective configuration and stop")
+    train.add_argument("--print-config", action="store_true", help="print the complete configuration and stop")
     train.add_argument("--dry-run", action="store_true", help="print the batch arithmetic, run one step, keep nothing")
     train.set_defaults(run=run_train)
     evaluation = commands.add_parser("eval", help="held-out accuracy of a run or a model, as a line and a JSON file")
@@ -57,13 +57,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_train(options: argparse.Namespace) -> int:
-    from transformers.utils.logging import disable_progress_bar
-
     from mmrl.config import load, to_yaml
 
-    if not sys.stderr.isatty():
-        disable_progress_bar()  # else every rank's bars fill the log
-
+    quieten()
     config = load(options.config, options.overrides)
     if options.print_config:
         print(to_yaml(config))
@@ -72,6 +68,13 @@ def run_train(options: argparse.Namespace) -> int:
         return train(config)
     with tempfile.TemporaryDirectory(prefix="mmrl-dry-run-") as folder:
         return train(one_step(config, folder), dry=True)
+
+
+def quieten() -> None:
+    from transformers.utils.logging import disable_progress_bar
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # else every rank's bars fill the log
 
 
 def one_step(config: Any, folder: str) -> Any:
@@ -93,17 +96,22 @@ def train(config: Any, *, dry: bool = False) -> int:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     check_batch(config, launched)
-    if (folder / "metrics.jsonl").exists() and not config.checkpoint.resume:
-        raise UserError(f"run_dir={folder} already holds a run; set checkpoint.resume=true or choose another run_dir")
+    check_run_dir(config, folder)
+    check_surrogate(config.algorithm)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     task = build_task(config)
+    if task.train is None:
+        raise UserError("the task has no questions to train on, only held-out ones; name them in task.data")
     policy = build_policy(config, rank)
     engine = build_engine(config, policy)
-    check_batch(config, engine.world)
-    run = Run(folder, to_yaml(config), writes=rank == 0, wandb=config.log.wandb)
     try:
+        check_batch(config, engine.world)
+        try:
+            run = Run(folder, to_yaml(config), writes=rank == 0, wandb=config.log.wandb)
+        except OSError as error:
+            raise UserError(f"run_dir={folder} can not be written: {error}") from None
         if dry:
             run.line(arithmetic(config, engine.world, policy.module))
         trainer = Trainer(config, policy, task, engine, run)
@@ -121,6 +129,38 @@ def train(config: Any, *, dry: bool = False) -> int:
     return 143 if trainer.stopping else 0
 
 
+def check_run_dir(config: Any, folder: Path) -> None:
+    """Raises UserError, before anything is written, where the run can not start or go on in `folder`."""
+    from mmrl.checkpoints import finished
+    from mmrl.trainer import check_same_training
+
+    metrics = folder / "metrics.jsonl"
+    if not config.checkpoint.resume:
+        if metrics.exists() and metrics.stat().st_size > 0:  # empty: a run that failed before its first line
+            raise UserError(f"run_dir={folder} already holds a run; set checkpoint.resume=true or name another one")
+        return
+    found = finished(folder / "checkpoints")
+    if not found:
+        raise UserError(f"checkpoint.resume=true, but run_dir={folder} holds no finished checkpoint")
+    saved = json.loads((found[-1] / "trainer.json").read_text())["config"]
+    check_same_training(saved, config.model_dump(mode="json"), found[-1])
+
+
+def check_surrogate(algorithm: Any) -> None:
+    """Raises UserError for options that the surrogate does not have or lacks."""
+    import torch
+
+    from mmrl.core.surrogates import surrogate
+
+    options = dict(algorithm.surrogate_options)
+    if algorithm.surrogate == "divergence_mask":
+        options["divergence"] = torch.zeros(1, 1)
+    try:
+        surrogate(torch.zeros(1, 1), torch.zeros(1), kind=algorithm.surrogate, **options)
+    except ValueError as error:
+        raise UserError(f"algorithm.surrogate_options: {error}") from None
+
+
 def summary(accuracies: dict[str, float], folder: Path) -> str:
     if not accuracies:
         return f"run directory {folder}"
@@ -133,9 +173,14 @@ def run_eval(options: argparse.Namespace) -> int:
     from mmrl.report.run import versions
     from mmrl.trainer import evaluate
 
-    config = load(options.config, [*options.overrides, f"model.path={weights(options.model)}", "model.build=null"])
-    policy, task, ranks = build_policy(config, 0), build_task(config), start_ranks()
-    result, _ = evaluate(policy, task, ranks, config.evaluation.prompts, config)
+    quieten()
+    origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null"]
+    config = load(options.config, [*options.overrides, *origin])
+    task, policy, ranks = build_task(config), build_policy(config, 0), start_ranks()
+    try:
+        result, _ = evaluate(policy, task, ranks, config.evaluation.prompts, config)
+    finally:
+        ranks.close()
     protocol = {"seed": config.seed, "temperature": config.evaluation.temperature, "task": config.task.options}
     record = {"model": options.model, **result, "protocol": protocol, "versions": versions()}
     target = Path(options.model if Path(options.model).is_dir() else ".") / "evaluation.json"
@@ -143,7 +188,6 @@ def run_eval(options: argparse.Namespace) -> int:
     for name, value in result.items():
         print(f"{name.removeprefix('evaluation/'):>24}  {value:.4f}")
     print(f"written to {target}")
-    ranks.close()
     return 0
 
 
@@ -152,15 +196,19 @@ def run_sample(options: argparse.Namespace) -> int:
     from mmrl.report.run import sample_table
     from mmrl.trainer import evaluate
 
-    config = load(options.config, [*options.overrides, f"model.path={weights(options.model)}", "model.build=null"])
-    policy, task, ranks = build_policy(config, 0), build_task(config), start_ranks()
-    _, samples = evaluate(policy, task, ranks, options.count, config)
+    quieten()
+    origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null"]
+    config = load(options.config, [*options.overrides, *origin])
+    task, policy, ranks = build_task(config), build_policy(config, 0), start_ranks()
+    try:
+        _, samples = evaluate(policy, task, ranks, options.count, config)
+    finally:
+        ranks.close()
     target = Path(options.model if Path(options.model).is_dir() else ".") / "samples.html"
     target.write_text(sample_table(samples, {"accuracy": task.accuracy(samples).tolist()}))
     for sample in samples:
         print(f"{sample.prompt.text!r} -> {sample.response!r} (answer {sample.prompt.answer!r})")
     print(f"written to {target}")
-    ranks.close()
     return 0
 
 
@@ -170,7 +218,8 @@ def run_doctor(options: argparse.Namespace) -> int:
     import torch
 
     print(f"{'python':<20} {sys.version.split()[0]}")
-    wanted = ["torch", "transformers", "deepspeed", "peft", "diffusers", "open_clip_torch", "vllm", "mujoco", "mani-skill"]
+    wanted = ["torch", "transformers", "deepspeed", "peft", "diffusers", "open_clip_torch", "vllm", "mujoco"]
+    wanted += ["mani-skill"]
     installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
     for name in wanted:
         print(f"{name:<20} {installed.get(name, 'not installed')}")
@@ -195,8 +244,8 @@ def build_task(config: Any) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"task.{'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from None
-    except ValueError as error:
-        raise UserError(f"task: {' '.join(str(error).split())}") from None
+    except (ValueError, OSError, ImportError) as error:
+        raise UserError(f"task: {error}") from None
 
 
 def build_policy(config: Any, rank: int) -> Any:
@@ -210,21 +259,24 @@ def build_policy(config: Any, rank: int) -> Any:
         path = tempfile.mkdtemp(prefix="mmrl-model-")
         locate(model.build, "model.build")(path, seed=config.seed)
     if path is None:
-        raise UserError("model.path is not set: give a folder or a hub name, for example model.path=Qwen/Qwen2.5-VL-3B-Instruct")
-    policy = vlm.load(
-        path,
-        dtype=model.dtype,
-        attention=model.attention,
-        freeze=model.freeze,
-        lora=None if model.lora is None else model.lora.model_dump(),
-        activation_checkpointing=model.activation_checkpointing,
-        processor=model.processor,
-        reference=config.algorithm.kl.coefficient > 0,
-        sampling=Sampling(rollout.temperature, rollout.top_p, rollout.top_k),
-        max_prompt_length=rollout.max_prompt_length,
-        max_response_length=rollout.max_response_length,
-        logp_chunk=config.engine.logp_chunk,
-    )
+        raise UserError("model.path is not set: give a folder or a hub name, such as Qwen/Qwen2.5-VL-3B-Instruct")
+    try:
+        policy = vlm.load(
+            path,
+            dtype=model.dtype,
+            attention=model.attention,
+            freeze=model.freeze,
+            lora=None if model.lora is None else model.lora.model_dump(),
+            activation_checkpointing=model.activation_checkpointing,
+            processor=model.processor,
+            reference=config.algorithm.kl.coefficient > 0,
+            sampling=Sampling(rollout.temperature, rollout.top_p, rollout.top_k),
+            max_prompt_length=rollout.max_prompt_length,
+            max_response_length=rollout.max_response_length,
+            logp_chunk=config.engine.logp_chunk,
+        )
+    except (OSError, ImportError, ValueError) as error:  # no weights, no processor, no flash attention, no such layer
+        raise UserError(f"model {path} can not be loaded: {error}") from None
     if model.build is not None:
         shutil.rmtree(path)
     return policy
@@ -235,6 +287,8 @@ def build_engine(config: Any, policy: Any) -> Any:
     from mmrl.policies.vlm import Lockstep
 
     optim = config.optim
+    if not any(p.requires_grad for p in policy.module.parameters()):
+        raise UserError(f"model.freeze={config.model.freeze} leaves nothing to train")
     engine = Engine(
         policy.module,
         lr=optim.lr,
@@ -259,8 +313,8 @@ def locate(target: str, key: str) -> Callable[..., Any]:
     module, _, name = target.partition(":")
     try:
         return vars(importlib.import_module(module))[name]
-    except (ImportError, KeyError):
-        raise UserError(f"{key}={target}: no such function; expected package.module:function") from None
+    except (ImportError, KeyError, ValueError) as error:
+        raise UserError(f"{key}={target}: no such function ({error}); expected package.module:function") from None
 
 
 def weights(model: str) -> str:

@@ -23,7 +23,7 @@ class Section(BaseModel):
 
 
 class LoraConfig(Section):
-    rank: int = Field(16, ge=1)
+    rank: int = Field(default=16, ge=1)
     alpha: float = 32.0
     dropout: float = 0.0  # must be 0: dropout would make replay differ from sampling
     targets: str | list[str] = "all-linear"
@@ -67,32 +67,34 @@ class DynamicSamplingConfig(Section):
     """Resample until the batch is full of informative groups (DAPO, arXiv 2503.14476)."""
 
     enabled: bool = False
-    max_rounds: int = Field(4, ge=1)  # rounds of generation a step may cost before it goes on with what it has
+    max_rounds: int = Field(default=4, ge=1)  # rounds of generation a step may cost before it goes on with what it has
     low: float | None = None  # keep groups whose mean accuracy lies in [low, high]
     high: float | None = None
 
 
 class RolloutConfig(Section):
-    prompts: int = Field(16, ge=1)  # prompts a step, over all ranks
-    group_size: int = Field(8, ge=1)  # rollouts a prompt
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)  # 0: off
+    prompts: int = Field(default=16, ge=1)  # prompts a step, over all ranks
+    group_size: int = Field(default=8, ge=1)  # rollouts a prompt
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)  # 0: off
     allow_truncated_sampling: bool = False  # top_p and top_k bias the gradient; they are refused unless this is set
-    max_prompt_length: int = Field(1024, ge=1)  # tokens, image tokens included
-    max_response_length: int = Field(256, ge=1)  # tokens
-    micro_batch: int | None = Field(None, ge=1)  # rollouts generated at once on a rank; default: all of them
+    max_prompt_length: int = Field(default=1024, ge=1)  # tokens, image tokens included
+    max_response_length: int = Field(default=256, ge=1)  # tokens
+    micro_batch: int | None = Field(default=None, ge=1)  # rollouts generated at once on a rank; default: all of them
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
 
     @model_validator(mode="after")
     def _truncation_by_name(self) -> RolloutConfig:
         if (self.top_p < 1 or self.top_k > 0) and not self.allow_truncated_sampling:
-            raise ValueError("top_p and top_k truncate the policy; set rollout.allow_truncated_sampling=true to mean it")
+            raise ValueError(
+                "top_p and top_k truncate the policy; set rollout.allow_truncated_sampling=true to mean it"
+            )
         return self
 
 
 class KLConfig(Section):
-    coefficient: float = Field(0.0, ge=0)  # 0: no reference model is loaded
+    coefficient: float = Field(default=0.0, ge=0)  # 0: no reference model is loaded
     kind: Literal["k1", "k2", "k3"] = "k3"
 
 
@@ -103,25 +105,25 @@ class AlgorithmConfig(Section):
     components: Literal["sum", "normalise_each", "gated"] = "sum"
     level: Literal["decision", "sequence"] = "decision"
     surrogate: Literal["clip", "dual_clip", "cispo", "soft", "divergence_mask", "gaussian_weight", "reinforce"] = "clip"
-    clip_low: float = Field(0.2, ge=0)
-    clip_high: float = Field(0.28, ge=0)
+    clip_low: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.28, ge=0)
     surrogate_options: dict[str, float] = {}
     reduce: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
     kl: KLConfig = KLConfig()
     entropy_coefficient: float = 0.0  # subtracted from the loss; a constant, not adapted
-    epochs: int = Field(1, ge=1)
-    minibatches: int = Field(1, ge=1)  # optimizer steps an epoch
+    epochs: int = Field(default=1, ge=1)
+    minibatches: int = Field(default=1, ge=1)  # optimizer steps an epoch
     mask_truncated: bool = False  # leave out rollouts cut at max_response_length (overlong filtering, DAPO)
 
 
 class OptimConfig(Section):
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(default=1e-6, gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    weight_decay: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(0, ge=0)  # optimizer steps of linear warm-up
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)  # optimizer steps of linear warm-up
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    clip_grad_norm: float = Field(1.0, ge=0)  # 0: off
+    clip_grad_norm: float = Field(default=1.0, ge=0)  # 0: off
 
 
 class EngineConfig(Section):
@@ -129,9 +131,9 @@ class EngineConfig(Section):
 
     zero_stage: Literal[0, 1, 2, 3] = 0
     offload: Literal["none", "optimizer", "all"] = "none"  # to the CPU; `all` adds the parameters and needs stage 3
-    micro_batch: int = Field(8, ge=1)  # rollouts replayed at once on a rank
-    logp_chunk: int = Field(1024, ge=1)  # decisions whose full-vocabulary logits exist at the same time
-    max_bad_steps: int = Field(3, ge=1)  # non-finite losses or gradients in a row before the run stops
+    micro_batch: int = Field(default=8, ge=1)  # rollouts replayed at once on a rank
+    logp_chunk: int = Field(default=1024, ge=1)  # decisions whose full-vocabulary logits exist at the same time
+    max_bad_steps: int = Field(default=3, ge=1)  # non-finite losses or gradients in a row before the run stops
 
     @model_validator(mode="after")
     def _offload_needs_zero(self) -> EngineConfig:
@@ -143,31 +145,31 @@ class EngineConfig(Section):
 
 
 class EvaluationConfig(Section):
-    every: int = Field(50, ge=0)  # steps; 0: only before and after training
-    prompts: int = Field(256, ge=1)  # the first N held-out prompts
-    temperature: float = Field(0.0, ge=0)  # 0: greedy
+    every: int = Field(default=50, ge=0)  # steps; 0: only before and after training
+    prompts: int = Field(default=256, ge=1)  # the first N held-out prompts
+    temperature: float = Field(default=0.0, ge=0)  # 0: greedy
     before: bool = True
-    micro_batch: int = Field(256, ge=1)
+    micro_batch: int = Field(default=256, ge=1)
 
 
 class CheckpointConfig(Section):
-    every: int = Field(0, ge=0)  # steps; 0: none but the final weights
-    keep: int = Field(2, ge=1)  # finished checkpoints kept; the best one is kept besides
+    every: int = Field(default=0, ge=0)  # steps; 0: none but the final weights
+    keep: int = Field(default=2, ge=1)  # finished checkpoints kept; the best one is kept besides
     best: bool = True
     resume: bool = False  # go on from the newest finished checkpoint of run_dir
 
 
 class LogConfig(Section):
-    samples_every: int = Field(50, ge=0)
-    samples: int = Field(8, ge=1)
+    samples_every: int = Field(default=50, ge=0)
+    samples: int = Field(default=8, ge=1)
     wandb: str | None = None  # project name
 
 
 class Config(Section):
     run_dir: str
-    seed: int = 0
-    steps: int = Field(100, ge=1)  # batches of rollouts (or of demonstrations)
-    threads: int | None = Field(None, ge=1)  # CPU threads of torch, a process
+    seed: int = Field(default=0, ge=0)
+    steps: int = Field(default=100, ge=1)  # batches of rollouts (or of demonstrations)
+    threads: int | None = Field(default=None, ge=1)  # CPU threads of torch, a process
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -219,11 +221,17 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     for override in overrides or []:
         if "=" not in override:
             raise UserError(f"override {override!r} is not of the form key.subkey=value")
-        key, value = override.split("=", 1)
-        tree = _merge(tree, OmegaConf.from_dotlist([f"{key}={value}"]), f"override {override!r}")
-    plain = OmegaConf.to_container(tree, resolve=True)
+        try:
+            extra = OmegaConf.from_dotlist([override])
+        except YAMLError as error:
+            raise UserError(f"override {override!r}: not valid YAML: {_one_line(error)}") from None
+        tree = _merge(tree, extra, f"override {override!r}")
+    try:
+        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:  # ${...} that leads nowhere, or ??? left to be filled
+        raise UserError(f"{path}: {_one_line(error)}") from None
     assert isinstance(plain, dict)
-    return validate(Config, plain, str(path))
+    return validate(Config, {str(key): value for key, value in plain.items()}, str(path))
 
 
 def to_yaml(config: Config) -> str:
@@ -247,21 +255,35 @@ def _merge(base: Any, extra: Any, origin: str) -> DictConfig:
     return merged
 
 
-def _read_yaml(path: Path) -> DictConfig:
+def _read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> DictConfig:
     if not path.is_file():
         raise UserError(f"no configuration file {path}")
     try:
         tree = OmegaConf.load(path)
-    except YAMLError as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {_one_line(error)}") from None
+    except OSError:  # omegaconf's own for a document that is a number
+        tree = None
     if not isinstance(tree, DictConfig):
         raise UserError(f"{path}: expected a mapping at the top level")
     base = tree.pop("extends", None)
-    return tree if base is None else _merge(_read_yaml(path.parent / base), tree, str(path))
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise UserError(f"{path}: extends: expected the path of one YAML file (got {base!r})")
+    chain = (*extended_by, path.resolve())
+    if (path.parent / base).resolve() in chain:
+        raise UserError(f"{path}: extends: {base} extends this file in turn")
+    return _merge(_read_yaml(path.parent / base, chain), tree, str(path))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _explain(model: type[BaseModel], error: ValidationError) -> str:
-    first = error.errors()[0]
+    # A misspelt key first: where the key is required, it would else be reported as missing.
+    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         valid = _valid_keys(model, first["loc"][:-1])

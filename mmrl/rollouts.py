@@ -75,7 +75,10 @@ class Rollouts:
 
     @staticmethod
     def concat(parts: list[Rollouts]) -> Rollouts:
-        """All rollouts of `parts`, decisions padded to the longest. A field must be filled in all parts or in none."""
+        """All rollouts of `parts`, decisions padded to the longest. A field must be filled in all parts or in none.
+
+        Raises ValueError naming a field for which that does not hold.
+        """
         width = max(part.mask.shape[1] for part in parts)
         joined: dict[str, Any] = {}
         for f in fields(Rollouts):
@@ -84,6 +87,8 @@ class Rollouts:
                 joined[f.name] = [item for value in values for item in value]
             elif all(value is None for value in values):
                 joined[f.name] = None
+            elif any(value is None for value in values):
+                raise ValueError(f"{f.name} is filled in some of the batches and None in others")
             elif f.name in ("mask", "old_logp", "ref_logp"):
                 joined[f.name] = torch.cat([F.pad(value, (0, width - value.shape[1])) for value in values])
             else:

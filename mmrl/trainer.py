@@ -70,7 +70,8 @@ class Trainer:
         self.bad_steps = 0  # skipped updates in a row
         self.best: float | None = None
         self.accuracies: dict[str, float] = {}  # held-out accuracy by step
-        self.stopping = False
+        self.signalled = False  # this rank got SIGTERM
+        self.stopping = False  # some rank did; all ranks learn it at the same step
 
     def train(self) -> None:
         """Rollout, score, advantages, filter, epochs of minibatches, step, log, evaluate, save."""
@@ -89,7 +90,7 @@ class Trainer:
             self.log(rollouts, metrics)
             if due(self.step, self.config.evaluation.every, self.config.steps):
                 self.evaluate()
-            self.stopping = bool(self.engine.max(self.stopping))
+            self.stopping = bool(self.engine.max(self.signalled))
             if self.stopping or due(self.step, self.config.checkpoint.every):
                 self.save()
         checkpoints.save_weights(self.run.folder / "final", self.policy, self.engine)
@@ -113,7 +114,9 @@ class Trainer:
             informative = torch.ones(len(batch), dtype=torch.bool)
             if sampling.enabled:
                 assert batch.rewards is not None and batch.accuracy is not None
-                scored = batch.accuracy if sampling.low is not None or sampling.high is not None else total_reward(batch)
+                scored = (
+                    batch.accuracy if sampling.low is not None or sampling.high is not None else total_reward(batch)
+                )
                 informative, _ = keep_informative_groups(scored, batch.group, low=sampling.low, high=sampling.high)
             metrics.add("dynamic_sampling/kept", informative.float())
             kept.append(batch.select(informative))
@@ -249,7 +252,9 @@ class Trainer:
             stats["kl"] = kl.detach()
         if algorithm.entropy_coefficient != 0:
             if replay.entropy is None:
-                raise UserError("algorithm.entropy_coefficient is set, but the entropy of this policy's decisions is constant")
+                raise UserError(
+                    "algorithm.entropy_coefficient is set, but the entropy of this policy's decisions is constant"
+                )
             values = values - algorithm.entropy_coefficient * replay.entropy
         if replay.entropy is not None:
             stats["entropy"] = replay.entropy.detach()
@@ -265,7 +270,9 @@ class Trainer:
                     row = {"prompt": sample.prompt.id, "response": sample.response, "rewards": reward}
                     file.write(json.dumps(row) + "\n")
         ids = ", ".join(sorted({s.prompt.id for micro in minibatch for s in micro.samples})[:3])
-        self.run.line(f"step {self.step + 1}: {what} not finite, update skipped; its rollouts ({ids}, ...) are in {path}")
+        self.run.line(
+            f"step {self.step + 1}: {what} not finite, update skipped; its rollouts ({ids}, ...) are in {path}"
+        )
         if self.bad_steps >= self.config.engine.max_bad_steps:
             raise UserError(
                 f"{self.bad_steps} updates in a row had a {what} that is not finite; lower optim.lr or look at {path}"
@@ -282,7 +289,9 @@ class Trainer:
         result["time/evaluation"] = time.perf_counter() - started
         self.run.log(self.step, result)
         self.run.samples(f"evaluation-{self.step:06d}", samples[: self.config.log.samples], {})
-        self.run.line(f"evaluation at step {self.step}: held-out accuracy {accuracy:.4f} on {int(result['evaluation/n'])}")
+        self.run.line(
+            f"evaluation at step {self.step}: held-out accuracy {accuracy:.4f} on {int(result['evaluation/n'])}"
+        )
         self.accuracies[str(self.step)] = accuracy
         if self.config.checkpoint.best and self.step > 0 and (self.best is None or accuracy > self.best):
             self.best = accuracy
@@ -342,7 +351,7 @@ class Trainer:
         self.run.line(f"resumed from {found[-1]}")
 
     def _stop(self, signum: int, frame: Any) -> None:
-        self.stopping = True
+        self.signalled = True
 
 
 class Metrics:
@@ -431,7 +440,13 @@ def due(step: int, every: int, last: int | None = None) -> bool:
 
 def step_line(step: int, steps: int, values: dict[str, float]) -> str:
     """One line a step: what moved and how fast."""
-    shown = [("acc", "accuracy"), ("loss", "loss"), ("grad", "grad_norm"), ("ent", "entropy"), ("len", "response/length")]
+    shown = [
+        ("acc", "accuracy"),
+        ("loss", "loss"),
+        ("grad", "grad_norm"),
+        ("ent", "entropy"),
+        ("len", "response/length"),
+    ]
     parts = [f"{short} {values[name]:.3f}" for short, name in shown if name in values]
     rewards = [f"{n.removeprefix('reward/')} {v:.3f}" for n, v in values.items() if n.startswith("reward/")]
     speed = f"{values['throughput/rollouts_per_second']:.0f} rollouts/s"

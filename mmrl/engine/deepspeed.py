@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import socket
+import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -82,7 +83,9 @@ class Ranks:
     @property
     def device(self) -> torch.device:
         """Where tensors of a collective must lie."""
-        return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+        return (
+            torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+        )
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over ranks."""
@@ -105,8 +108,13 @@ class Ranks:
         dist.barrier()
 
     def close(self) -> None:
-        """Leave the process group in order; without this gloo's thread aborts the interpreter at exit."""
-        dist.barrier()
+        """Leave the process group in order; without this gloo's thread aborts the interpreter at exit.
+
+        Called while an exception unwinds it waits for nobody: the other ranks may be in the middle of a step, and the
+        launcher ends them once this one has ended.
+        """
+        if sys.exc_info()[0] is None:
+            dist.barrier()
         dist.destroy_process_group()
 
 
@@ -230,7 +238,13 @@ def start_distributed() -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        alone = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         os.environ.update(alone)
     deepspeed.init_distributed(verbose=False, timeout=timedelta(minutes=30))
 

@@ -58,4 +58,5 @@ def draw(logits: Tensor, generators: list[torch.Generator]) -> Tensor:
     noise = torch.empty_like(logits)
     for row, generator in zip(noise, generators, strict=True):
         row.exponential_(generator=generator)
-    return logits - noise.log()
+    # Some builds draw an exact 0, whose noise would be infinite: a sure token, or NaN where the logit is -inf.
+    return logits - noise.clamp_min(torch.finfo(noise.dtype).eps / 2).log()

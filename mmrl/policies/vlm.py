@@ -32,7 +32,8 @@ from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 # Names of modules, as path components of parameter names, over the families of transformers.
 CONNECTORS = {"merger", "deepstack_merger_list", "connector", "multi_modal_projector", "image_newline"}
 VISION_TOWERS = {"visual", "vision_model", "vision_tower"}
-# What a processor returns with one value a token. Listed by name: by shape, a picture's [1, 3] grid looks like three tokens.
+# What a processor returns with one value a token. Listed by name: by shape, a picture's [1, 3] grid looks like three
+# tokens.
 PER_TOKEN = {"mm_token_type_ids", "token_type_ids"}
 # Keys of a model's configuration whose token stands for pixels and so can not be an answer.
 PLACEHOLDER_KEYS = (
@@ -126,15 +127,19 @@ class VisionLanguagePolicy:
         self.max_response_length = max_response_length
         self.module = TokenScorer(model, self.sampling, logp_chunk)
         self.module.eval()  # dropout would make replay differ from sampling
-        for layer in self.module.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer.training = True  # such a layer recomputes its activations only in this mode
+        self._recompute(True)
         self.reference = None if reference is None else TokenScorer(reference, self.sampling, logp_chunk).eval()
         self.lockstep: Lockstep | None = None
 
     @property
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
+
+    def _recompute(self, on: bool) -> None:
+        """Layers recompute their activations only in training mode, and then ignore the key-value cache."""
+        for layer in self.module.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.training = on
 
     # --- prompts to rollouts ---
 
@@ -144,7 +149,7 @@ class VisionLanguagePolicy:
         Raises UserError if the prompt is longer than max_prompt_length; cutting it would cut picture tokens.
         """
         text = self.processor.apply_chat_template(messages(prompt), add_generation_prompt=True, tokenize=False)
-        images = {"images": list(prompt.images)} if prompt.images else {}
+        images = {"images": [list(prompt.images)]} if prompt.images else {}  # nested: all of one prompt
         encoded = dict(self.processor(text=[text], return_tensors="pt", **images))
         ids = encoded.pop("input_ids")[0]
         encoded.pop("attention_mask")
@@ -164,6 +169,7 @@ class VisionLanguagePolicy:
         encoded = [tokens for prompt in prompts for tokens in [self.encode(prompt)] * group_size]
         sampling = self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
         rows = self._with_ballast(encoded)
+        self._recompute(False)
         responses = generate(
             transformers_model(self.module.model),
             self.collate(rows, padding_side="left"),
@@ -174,6 +180,7 @@ class VisionLanguagePolicy:
             max_new_tokens=self.max_response_length,
             synced=self.lockstep is not None,
         )
+        self._recompute(True)
         answered = [replace(t, response=r) for t, r in zip(encoded, responses, strict=False)]
         return self._rollouts([p for p in prompts for _ in range(group_size)], answered, group_size)
 
@@ -187,6 +194,11 @@ class VisionLanguagePolicy:
                 raise UserError(
                     f"the demonstration of prompt {prompt.id} has {len(ids)} tokens, more than "
                     f"rollout.max_response_length={self.max_response_length}"
+                )
+            if impossible := set(ids) & set(self.sampling.suppressed):
+                raise UserError(
+                    f"the demonstration of prompt {prompt.id} holds {self.tokenizer.decode(list(impossible))}, which "
+                    "the policy never samples"
                 )
             rows.append(replace(self.encode(prompt), response=torch.tensor(ids)))
         return self._rollouts(list(prompts), rows, 1)
@@ -263,8 +275,8 @@ class VisionLanguagePolicy:
         return {key: value.to(self.device) for key, value in batch.items()}
 
     def _with_ballast(self, rows: list[Tokens]) -> list[Tokens]:
-        """Under ZeRO-3 a rank whose batch holds no picture would skip the vision tower, whose parameters the others wait
-        for. It gets one more row with a picture; nothing of that row is ever counted."""
+        """Under ZeRO-3 a rank whose batch holds no picture would skip the vision tower, whose parameters the others
+        wait for. It gets one more row with a picture; nothing of that row is ever counted."""
         if self.lockstep is None or any(r.pictures for r in rows):
             return rows
         if self.lockstep.ballast is None:
@@ -314,14 +326,15 @@ def load(
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
     model = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype, attn_implementation=attention)
-    for parameter_name, parameter in model.named_parameters():
-        parameter.requires_grad_(part_of(parameter_name) not in freeze)
     frozen_copy = copy.deepcopy(model).requires_grad_(False) if reference and lora is None else None
     if adapter.is_file():
         model = peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     elif lora is not None:
         options_ = {"r": lora["rank"], "lora_alpha": lora["alpha"], "target_modules": lora["targets"]}
         model = peft.get_peft_model(model, peft.LoraConfig(**options_))
+    for parameter_name, parameter in model.named_parameters():  # adapters too
+        if part_of(parameter_name) in freeze:
+            parameter.requires_grad_(False)
     if activation_checkpointing:
         transformers_model(model).gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()

@@ -20,7 +20,11 @@ from torch.utils.tensorboard import SummaryWriter
 from mmrl.rollouts import Sample
 
 PACKAGES = ("mmrl", "torch", "torchvision", "transformers", "deepspeed", "peft")
-STYLE = "body{font:14px sans-serif;margin:2em}td,th{border:1px solid #ccc;padding:.4em;vertical-align:top}table{border-collapse:collapse}img{image-rendering:pixelated;min-height:48px;max-width:320px}pre{white-space:pre-wrap;margin:0}"
+STYLE = (
+    "body{font:14px sans-serif;margin:2em}td,th{border:1px solid #ccc;padding:.4em;vertical-align:top}"
+    "table{border-collapse:collapse}img{image-rendering:pixelated;min-height:48px;max-width:320px}"
+    "pre{white-space:pre-wrap;margin:0}"
+)
 
 
 class Run:
@@ -53,13 +57,16 @@ class Run:
             self._wandb.log(metrics, step=step)
 
     def forget_after(self, step: int) -> None:
-        """Drop metrics of steps beyond `step`, which a resumed run is about to make again."""
+        """Drop metrics of steps beyond `step`, which a resumed run makes again, and a line torn by a kill."""
         if not self.writes:
             return
         path = self.folder / "metrics.jsonl"
-        kept = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
         self._metrics.close()
-        path.write_text("".join(kept))
+        pending = path.with_suffix(".pending")
+        pending.write_text("".join(kept))
+        pending.replace(path)  # at once: a kill in between loses nothing
         self._metrics = path.open("a", buffering=1)
 
     def line(self, text: str) -> None:

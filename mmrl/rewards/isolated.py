@@ -1,7 +1,8 @@
 """Rewards that may hang or crash, run in a process of their own that is killed at a deadline.
 
-The worker is a fresh interpreter: forking a process that holds torch's threads or a CUDA context can deadlock. It talks
-over its standard streams in length-prefixed pickles, which no third party ever sees.
+A nursery, a fresh interpreter, builds the reward once and forks a worker whenever one is needed, so a worker that was
+killed is replaced in milliseconds. The training process itself is never forked: it holds threads and perhaps a CUDA
+context. Messages are length-prefixed pickles over socket pairs, which no third party ever sees.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import atexit
 import logging
 import os
 import pickle
-import selectors
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -19,17 +20,14 @@ import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import IO, Any
+from typing import Any
 
 from mmrl.rollouts import Sample
 
 START_S = 120.0  # a new interpreter that imports torch on a busy machine
 _HEADER = struct.Struct("!Q")
+_NURSERY = "import sys; from mmrl.rewards.isolated import nursery; nursery(int(sys.argv[1]))"
 _log = logging.getLogger(__name__)
-
-
-class WorkerLost(Exception):
-    """The worker ended, or did not answer in time."""
 
 
 class IsolatedReward:
@@ -39,98 +37,89 @@ class IsolatedReward:
     ends its process, costs its own sample, and the next call gets a new worker. `failures` counts the samples lost, by
     cause. Pictures stay behind: the worker sees the prompt without its images unless `images=True`.
 
-    Raises ValueError at the first call if the reward cannot be built in the worker.
+    Raises ValueError at the first call if the reward cannot be built in its own process, RuntimeError if that process
+    does not start.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], deadline_s: float, *, images: bool = False):
         self.name, self.options, self.deadline_s, self.images = name, dict(options), deadline_s, images
         self.failures = {"deadline": 0, "crash": 0, "error": 0}
-        self._worker: subprocess.Popen[bytes] | None = None
+        self._nursery: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._worker: tuple[int, socket.socket] | None = None
         _LIVE.add(self)
 
     def __call__(self, sample: Sample) -> float | None:
-        if not self.images:
-            sample = replace(sample, prompt=replace(sample.prompt, images=()))
-        worker = self._running()
+        self.start()
+        assert self._worker is not None
+        _, channel = self._worker
+        stripped = sample if self.images else replace(sample, prompt=replace(sample.prompt, images=()))
         try:
-            self._send(worker, sample)
-            ok, value = self._receive(worker, self.deadline_s)
-        except TimeoutError as error:
-            self.close()
-            return self._lost(sample, "deadline", str(error))
-        except (WorkerLost, BrokenPipeError):
-            self.close()
-            return self._lost(sample, "crash", f"the worker ended with exit code {worker.returncode}")
-        if ok:
-            return value
-        return self._lost(sample, "error", value)
+            channel.settimeout(self.deadline_s)
+            _send(channel, stripped)
+            ok, value = _receive(channel, self.deadline_s)
+        except TimeoutError:
+            self._dismiss()
+            return self._lost(sample, "deadline", f"no answer in {self.deadline_s:g} s")
+        except ConnectionError:
+            self._dismiss()
+            return self._lost(sample, "crash", "its process ended")
+        return value if ok else self._lost(sample, "error", value)
 
     def start(self) -> None:
-        """Starts the worker now and waits until the reward is built, so that the first call pays nothing for it."""
-        self._running()
+        """Makes sure that a worker waits, so that the next call pays nothing for it."""
+        if self._worker is not None:
+            return
+        if self._nursery is None or self._nursery[0].poll() is not None:
+            self.close()
+            self._nursery = self._open_nursery()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._nursery[1], [b"!"], [theirs.fileno()])
+        self._worker = (_receive(ours, START_S), ours)
 
     def close(self) -> None:
-        """Ends the worker; a later call starts another."""
-        worker, self._worker = self._worker, None
-        if worker is None:
-            return
-        worker.kill()
-        worker.wait()  # a worker that ended by itself keeps its own exit code
-        for stream in (worker.stdin, worker.stdout):
-            if stream is not None:
-                stream.close()
+        """Ends the worker and its nursery; a later call starts others."""
+        self._dismiss()
+        if self._nursery is not None:
+            process, control = self._nursery
+            self._nursery = None
+            control.close()
+            process.kill()
+            process.wait()
+
+    def _dismiss(self) -> None:
+        if self._worker is not None:
+            pid, channel = self._worker
+            self._worker = None
+            _kill(pid)
+            channel.close()
 
     def _lost(self, sample: Sample, cause: str, what: str) -> float | None:
         self.failures[cause] += 1
         _log.warning("reward %s could not score prompt %s: %s", self.name, sample.prompt.id, what)
         return None
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._worker is None:
-            self._worker = subprocess.Popen(
-                [sys.executable, "-c", "from mmrl.rewards.isolated import work; work()"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                bufsize=0,
+    def _open_nursery(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _NURSERY, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the trainer, which then ends the worker
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""},
             )
-            try:
-                self._send(self._worker, (self.name, self.options, self.deadline_s))
-                ok, problem = self._receive(self._worker, START_S)
-            except (TimeoutError, WorkerLost, BrokenPipeError) as error:
-                self.close()
-                raise RuntimeError(f"the worker of reward {self.name!r} did not start: {error!r}") from error
-            if not ok:
-                self.close()
-                raise ValueError(problem)
-        return self._worker
-
-    @staticmethod
-    def _send(worker: subprocess.Popen[bytes], message: Any) -> None:
-        assert worker.stdin is not None
-        _write(worker.stdin, message)
-
-    @staticmethod
-    def _receive(worker: subprocess.Popen[bytes], deadline_s: float) -> Any:
-        assert worker.stdout is not None
-        end = time.monotonic() + deadline_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(worker.stdout, selectors.EVENT_READ)
-
-            def exactly(count: int) -> bytes:
-                data = b""
-                while len(data) < count:
-                    if not selector.select(max(0.0, end - time.monotonic())):
-                        raise TimeoutError(f"no answer in {deadline_s:g} s")
-                    chunk = os.read(worker.stdout.fileno(), count - len(data))  # type: ignore[union-attr]
-                    if not chunk:
-                        raise WorkerLost("the worker ended")
-                    data += chunk
-                return data
-
-            (size,) = _HEADER.unpack(exactly(_HEADER.size))
-            return pickle.loads(exactly(size))
+        try:
+            _send(ours, (self.name, self.options, self.deadline_s))
+            ok, problem = _receive(ours, START_S)
+        except (TimeoutError, ConnectionError) as error:
+            process.kill()
+            process.wait()
+            raise RuntimeError(f"the process of reward {self.name!r} did not start: {error!r}") from error
+        if not ok:
+            process.wait()
+            raise ValueError(problem)
+        return process, ours
 
 
 _LIVE: weakref.WeakSet[IsolatedReward] = weakref.WeakSet()
@@ -142,38 +131,71 @@ def _close_all() -> None:
         reward.close()
 
 
-def _write(stream: IO[bytes], message: Any) -> None:
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # it ended by itself
+
+
+def _send(channel: socket.socket, message: Any) -> None:
     data = pickle.dumps(message)
-    view = memoryview(_HEADER.pack(len(data)) + data)
-    while view:  # an unbuffered pipe may take a part only
-        view = view[stream.write(view) :]
+    channel.sendall(_HEADER.pack(len(data)) + data)
 
 
-def work() -> None:
-    """Builds the reward named in the first message, then scores one sample a message until the input ends."""
+def _receive(channel: socket.socket, deadline_s: float | None) -> Any:
+    """The next message. Raises TimeoutError after `deadline_s` seconds, ConnectionError where the other side ended."""
+    end = None if deadline_s is None else time.monotonic() + deadline_s
+
+    def exactly(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            channel.settimeout(None if end is None else max(1e-3, end - time.monotonic()))
+            chunk = channel.recv(count - len(data))
+            if not chunk:
+                raise ConnectionResetError("the other side ended")
+            data += chunk
+        return data
+
+    return pickle.loads(exactly(_HEADER.unpack(exactly(_HEADER.size))[0]))
+
+
+def nursery(descriptor: int) -> None:
+    """Builds the reward that the first message names, then forks a worker for each socket it is handed, to the end."""
     from mmrl.rewards.registry import build
 
-    requests = sys.stdin.buffer
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a verifier prints must not break the protocol
-
-    def read() -> Any:
-        header = requests.read(_HEADER.size)
-        return pickle.loads(requests.read(_HEADER.unpack(header)[0])) if header else None
-
-    name, options, deadline_s = read()
-    try:
-        reward = build(name, options, isolated=False)
-    except ValueError as error:
-        return _write(replies, (False, str(error)))
-    _write(replies, (True, None))
-    while (sample := read()) is not None:
-        signal.setitimer(signal.ITIMER_REAL, 2 * deadline_s)  # ends a hanging worker whose parent was killed
-        reply: tuple[bool, Any]
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what verifiers print is no result of a program's
+    with socket.socket(fileno=descriptor) as control:
+        name, options, deadline_s = _receive(control, None)
         try:
-            reply = (True, reward(sample))
-        except Exception as error:  # any fault of a verifier costs this sample only
-            reply = (False, repr(error))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _write(replies, reply)
+            reward = build(name, options, isolated=False)
+        except ValueError as error:
+            return _send(control, (False, str(error)))
+        _send(control, (True, None))
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that end leave nothing to wait for
+        while (handed := socket.recv_fds(control, 1, 1))[0]:
+            if os.fork() == 0:
+                control.close()
+                _work(handed[1][0], reward, deadline_s)
+            os.close(handed[1][0])
     return None
+
+
+def _work(descriptor: int, reward: Any, deadline_s: float) -> None:
+    """Scores one sample a message until the other side closes; never returns."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        with socket.socket(fileno=descriptor) as channel:
+            _send(channel, os.getpid())
+            while True:
+                sample = _receive(channel, None)
+                signal.setitimer(signal.ITIMER_REAL, 2 * deadline_s)  # ends a hanging worker whose trainer was killed
+                reply: tuple[bool, Any]
+                try:
+                    reply = (True, reward(sample))
+                except Exception as error:  # any fault of a verifier costs this sample only
+                    reply = (False, repr(error))
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                _send(channel, reply)
+    finally:
+        os._exit(0)  # whatever happened, the nursery's own frames must not run on in a copy

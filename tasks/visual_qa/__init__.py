@@ -75,7 +75,7 @@ def _sources(data: DigitsData | FilesData | HuggingFaceData, seed: int) -> tuple
     if isinstance(data, DigitsData):
         layout: dict[str, Any] = data.model_dump(include={"kinds", "cells", "scale", "jitter"})
         return (
-            DigitsSource("train", size=data.train_size, seed=seed, **layout),
+            DigitsSource("train", size=data.train_size, seed=seed, careless=data.careless, **layout),
             DigitsSource("heldout", size=data.eval_size, seed=data.eval_seed, **layout),
         )
     rows: dict[str, Any] = data.model_dump(

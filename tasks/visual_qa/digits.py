@@ -116,7 +116,9 @@ class DigitsSource:
 
     Train and held-out rows are made of disjoint images and of disjoint random streams, also at equal seeds. Item i is
     of kind `kinds[i % len(kinds)]`, so kinds are balanced to within one. A question whose answer would be ambiguous is
-    never asked. Metadata: `kind`, `digits` (left to right), `images` (indices into `load_digits`) and `place`.
+    never asked. Metadata: `kind`, `digits` (left to right), `images` (indices into `load_digits`), `place` and
+    `demonstration`: what a supervised run is shown, the answer or, for the share `careless` of the numeric questions, one
+    more than the answer. The answer itself is always right.
 
     Raises ValueError for an unknown split or kind, or a layout that has no names for its places.
     """
@@ -131,6 +133,7 @@ class DigitsSource:
         cells: int = 3,
         scale: int = 1,
         jitter: int = 0,
+        careless: float = 0.0,
     ):
         if split not in SPLITS:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, not {split!r}")
@@ -145,7 +148,7 @@ class DigitsSource:
                 f"not {size=}, {seed=}, {scale=}, {jitter=}"
             )
         self.split, self.size, self.seed, self.kinds = split, size, seed, tuple(kinds)
-        self.cells, self.scale, self.jitter = cells, scale, jitter
+        self.cells, self.scale, self.jitter, self.careless = cells, scale, jitter, careless
         self._pool = split_indices(split)
 
     def __len__(self) -> int:
@@ -163,10 +166,19 @@ class DigitsSource:
             digits = tuple(int(label) for label in labels[chosen])
             question = QUESTIONS[kind](digits, rng)
         offsets = rng.integers(-self.jitter, self.jitter + 1, (self.cells, 2))
+        # Drawn last, so that the share of careless demonstrations changes no question.
+        careless = question.answer.isdigit() and rng.random() < self.careless
+        demonstration = str(int(question.answer) + 1) if careless else question.answer
         return Prompt(
             id=f"digits-{self.split}-{self.seed}-{index}",
             text=question.text,
             images=(canvas(images[chosen], offsets, self.scale),),
             answer=question.answer,
-            metadata={"kind": kind, "digits": list(digits), "images": chosen.tolist(), "place": question.place},
+            metadata={
+                "kind": kind,
+                "digits": list(digits),
+                "images": chosen.tolist(),
+                "place": question.place,
+                "demonstration": demonstration,
+            },
         )

@@ -1,7 +1,5 @@
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -10,8 +8,8 @@ from mmrl.rewards import RewardSet, RewardSpec, build
 from mmrl.rollouts import Prompt, Sample
 
 
-def sample(response, answer="7", **metadata):
-    return Sample(Prompt("p", "question", answer=answer, metadata=metadata), response, 5, False, 100)
+def sample(response, answer="7"):
+    return Sample(Prompt("p", "question", answer=answer), response, 5, False, 100)
 
 
 def obey(sample):
@@ -25,62 +23,84 @@ def obey(sample):
         os.kill(os.getpid(), signal.SIGSEGV)
     if sample.response == "raise":
         raise KeyError("nothing there")
-    if sample.response == "print":
-        print("verifiers may print", flush=True)
     if sample.response == "pictures":
         return float(len(sample.prompt.images))
     return float(os.getpid())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def reward():
     reward = build(f"{__name__}:obey", isolated=True, deadline_s=1.0)
     yield reward
     reward.close()
 
 
-def test_hang_crash_and_error_cost_their_sample_only(reward):
+@pytest.fixture(autouse=True)
+def no_failures_yet(request):
+    if "reward" in request.fixturenames:
+        reward = request.getfixturevalue("reward")
+        reward.failures = dict.fromkeys(reward.failures, 0)
+
+
+def ends(pid, within=3.0):
+    """Whether the process is gone, reaped included, within so many seconds."""
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_one_worker_serves_all_and_an_error_costs_its_sample(reward):
     first = reward(sample("pid"))
     assert first not in (None, os.getpid())
     assert reward(sample("raise")) is None
-    assert reward(sample("print")) == first  # one worker serves all, and printing does not break its replies
     assert reward(sample("pictures")) == 0
+    assert reward(sample("pid")) == first
+    assert reward.failures == {"deadline": 0, "crash": 0, "error": 1}
 
+
+def test_a_hanging_verifier_is_killed_at_the_deadline(reward):
+    first = reward(sample("pid"))
     start = time.monotonic()
     assert reward(sample("hang")) is None
-    assert 1.0 <= time.monotonic() - start < 3.0
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(first), 0)  # it was killed and reaped, not left behind
+    assert 1.0 <= time.monotonic() - start < 2.0
+    assert ends(first)
+    start = time.monotonic()
+    assert reward(sample("pid")) not in (None, first)
+    assert time.monotonic() - start < 1.0  # the next worker is forked, not started from nothing
+    assert reward.failures == {"deadline": 1, "crash": 0, "error": 0}
 
-    second = reward(sample("pid"))
-    assert second not in (None, first)
-    assert reward(sample("exit")) is None
-    assert reward(sample("pid")) not in (None, second)
-    assert reward.failures == {"deadline": 1, "crash": 1, "error": 1}
+
+@pytest.mark.parametrize("how", ["exit", "segfault"])
+def test_a_crash_costs_its_sample(reward, how):
+    first = reward(sample("pid"))
+    assert reward(sample(how)) is None
+    assert reward(sample("pid")) not in (None, first)
+    assert reward.failures == {"deadline": 0, "crash": 1, "error": 0}
+
+
+def test_processes_end_when_the_trainer_does(reward):
+    worker = reward(sample("pid"))
+    process, control = reward._nursery
+    reward._worker[1].close()  # what the kernel does for a trainer that was killed
+    control.close()
+    assert process.wait(timeout=3.0) == 0
+    assert ends(worker)
+    reward._worker = None
+    assert reward(sample("pid")) not in (None, worker)  # and a lost nursery is replaced
+    worker, process = reward._worker[0], reward._nursery[0]
+    reward.close()
+    assert process.returncode is not None
+    assert ends(worker)
 
 
 def test_a_reward_that_cannot_be_built_is_refused_here():
     with pytest.raises(ValueError, match="did you mean"):
         build(f"{__name__}:oby", isolated=True)
-
-
-def test_worker_ends_with_its_parent():
-    script = (
-        "from mmrl.rewards import build\nfrom mmrl.rollouts import Prompt, Sample\n"
-        f"reward = build('{__name__}:obey', isolated=True)\n"
-        "print(int(reward(Sample(Prompt('p', 'q'), 'pid', 1, False, 2))))"
-    )
-    path = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    assert done.stderr == ""
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(done.stdout), 0)
 
 
 def test_math_and_its_place_in_a_set():

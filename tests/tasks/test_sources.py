@@ -1,6 +1,7 @@
 import importlib.util
 import io
 import json
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -96,11 +97,7 @@ def test_bad_rows_are_listed_with_file_line_and_field(pictures):
     assert [row.line for row in source.bad] == list(range(2, 12))
     for row, (_, reason) in zip(source.bad, bad, strict=True):
         assert row.reason.startswith(f"{path}, line {row.line}: ") and "\n" not in row.reason
-        pytest.raises(ValueError, _raise, row.reason).match(reason)
-
-
-def _raise(message):
-    raise ValueError(message)
+        assert re.search(reason, row.reason), row.reason
 
 
 def test_share_of_bad_rows_stops_or_not(pictures):

@@ -1,0 +1,196 @@
+"""What the tests of engine and trainer share: a tiny run, and processes that start without importing torch again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import zlib
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import mmrl.policies.vlm  # noqa: F401  (imported once, in the server that workers are forked from)
+from mmrl import cli
+from mmrl.config import load, to_yaml
+from mmrl.report.run import Run
+from mmrl.rollouts import Prompt
+from mmrl.trainer import Trainer
+from tasks.visual_qa import tiny_model
+
+HERE = Path(__file__).parent
+TINY = HERE / "tiny.yaml"
+MODEL = "MMRL_TESTS_MODEL"
+
+
+# --- named by configurations ---
+
+
+@cache
+def model_folder() -> str:
+    folder = os.environ.get(MODEL)
+    if folder is None:
+        folder = os.environ[MODEL] = tempfile.mkdtemp(prefix="mmrl-tests-")
+        tiny_model.build(folder, seed=0)
+    return folder
+
+
+def build_model(folder: str, seed: int) -> None:
+    shutil.copytree(model_folder(), folder, dirs_exist_ok=True)
+
+
+def spread(sample) -> float:
+    """A reward that an untrained model gets in all sizes."""
+    return zlib.crc32(sample.response.encode()) % 7 / 6
+
+
+class Questions(list):
+    """A list of prompts is a source."""
+
+
+class Fixed:
+    """A task whose rewards `mark(sample)` gives."""
+
+    reward_names = ["mark"]
+    reward_weights = [1.0]
+
+    def __init__(self, mark, image=True, size=64):
+        picture = (Image.new("RGB", (24, 8)),) if image else ()
+        self.train = self.evaluation = Questions(Prompt(str(i), f"Where is the {i}?", picture) for i in range(size))
+        self.mark = mark
+
+    def score(self, samples):
+        return torch.tensor([[float(self.mark(s))] for s in samples])
+
+    def accuracy(self, samples):
+        return self.score(samples)[:, 0]
+
+
+def blind_on_rank_one(options, seed):
+    return Fixed(spread, image=os.environ["RANK"] != "1")
+
+
+def broken_on_rank_one(options, seed):
+    def mark(sample):
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("no reward today")
+        return spread(sample)
+
+    return Fixed(mark)
+
+
+# --- runs ---
+
+
+def make(folder, *overrides, task=None) -> Trainer:
+    """What `mmrl train` builds before it trains."""
+    config = load(TINY, [f"run_dir={folder}", *overrides])
+    torch.manual_seed(config.seed)
+    policy = cli.build_policy(config, 0)
+    engine = cli.build_engine(config, policy)
+    run = Run(Path(folder), to_yaml(config), writes=engine.rank == 0)
+    return Trainer(config, policy, task or cli.build_task(config), engine, run)
+
+
+def release(trainer: Trainer) -> None:
+    """Ends the engine, not the process group: the next one in this process uses it again."""
+    trainer.run.close()
+    trainer.engine._engine.destroy()
+
+
+def train(folder, *overrides, task=None, resume=False) -> SimpleNamespace:
+    """A whole run; its metrics, and the weights it wrote (on rank 0)."""
+    trainer = make(folder, *overrides, task=task)
+    if resume:
+        trainer.resume()
+    trainer.train()
+    release(trainer)
+    return trainer
+
+
+def final(folder) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "final" / "model.safetensors")
+
+
+def metrics(folder) -> list[dict]:
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in r.items() if not k.startswith(("time", "throughput"))} for r in rows]
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
+
+
+# --- processes ---
+
+
+def start(target, *arguments, log: Path, ranks: int = 1) -> list[multiprocessing.Process]:
+    """New processes, one a rank, that run target(*arguments); what they print goes to `log`."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    model_folder()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "tests.engine.workers"])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, MODEL: model_folder()}
+    processes = []
+    for rank in range(ranks):
+        env = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(context.Process(target=_run, args=(target, arguments, env, log), daemon=True))
+        processes[-1].start()
+    return processes
+
+
+def wait(processes, log: Path, timeout: float = 120) -> list[int]:
+    """Exit codes. Fails if a process does not end in time."""
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    late = [p for p in processes if p.is_alive()]
+    for process in late:
+        process.kill()
+    assert not late, f"{len(late)} of {len(processes)} processes hung\n{log.read_text()[-3000:]}"
+    return [p.exitcode for p in processes]
+
+
+def call(target, *arguments, log: Path, ranks: int = 1, timeout: float = 120) -> None:
+    codes = wait(start(target, *arguments, log=log, ranks=ranks), log, timeout)
+    assert codes == [0] * ranks, log.read_text()[-3000:]
+
+
+def command(*arguments: str) -> None:
+    """`mmrl ...` in a worker."""
+    cli.main(list(arguments))
+
+
+def _run(target, arguments, env, log):
+    os.environ.update(env)
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    code = 0
+    try:
+        target(*arguments)
+    except SystemExit as stop:
+        code = stop.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,537 @@
+"""The vision-language policy: sampling and replay are one distribution, for every family of tiny models."""
+
+import copy
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from mmrl.errors import UserError
+from mmrl.generation import transformers as generation
+from mmrl.generation.sampling import Sampling
+from mmrl.policies import vlm
+from mmrl.rollouts import Prompt
+from tests.policies.conftest import LENGTH, PROMPTS, mixed, picture
+
+CONNECTORS = (
+    "model.visual.merger.",
+    "model.visual.deepstack_merger_list.",
+    "model.connector.",
+    "model.multi_modal_projector.",
+    "model.image_newline",
+)
+VISION = ("model.visual.", "model.vision_model.", "model.vision_tower.")
+LANGUAGE = ("model.language_model.", "model.text_model.", "lm_head.")
+# Made by the model and then left out of its forward pass: the norm after the layer that the features come from.
+UNUSED = {"llava_onevision": "model.vision_tower.post_layernorm."}
+
+
+def part(name):
+    if name.startswith(CONNECTORS):
+        return "connector"
+    assert name.startswith(VISION + LANGUAGE), name
+    return "vision" if name.startswith(VISION) else "language"
+
+
+def forbidden(policy):
+    """What no answer may hold, from the tokenizer alone."""
+    tok = policy.tokenizer
+    special = {number for number, token in tok.added_tokens_decoder.items() if token.special}
+    assert {policy.processor.image_token_id, tok.pad_token_id} <= special
+    rows = policy.module.model.get_output_embeddings().weight.shape[0]
+    return sorted(special - {tok.eos_token_id}) + list(range(len(tok), rows))
+
+
+def logits_alone(model, tokens, **dtype):
+    """[response token, vocabulary]: plain logits of one row run alone, without padding."""
+    ids = torch.cat([tokens.prompt, tokens.response])[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for key, value in tokens.sequence.items():
+        inputs[key] = torch.cat([value, torch.zeros_like(tokens.response)])[None]
+    for key, value in tokens.pictures.items():
+        inputs[key] = value.to(**dtype) if value.is_floating_point() else value
+    with torch.no_grad():
+        return model(**inputs).logits[0, len(tokens.prompt) - 1 : -1]
+
+
+def brute_force(policy, rollouts, temperature):
+    """logp and entropy of every rollout, each alone, in float64."""
+    model = copy.deepcopy(policy.module.model).double()
+    logp, entropy = torch.zeros(rollouts.mask.shape), torch.zeros(rollouts.mask.shape)
+    for row, tokens in enumerate(rollouts.inputs):
+        logits = logits_alone(model, tokens, dtype=torch.float64).double()
+        logits[:, forbidden(policy)] = -torch.inf
+        p = (logits / temperature).softmax(-1)
+        n = len(tokens.response)
+        logp[row, :n] = p[torch.arange(n), tokens.response].log()
+        entropy[row, :n] = -torch.xlogy(p, p).sum(-1)
+    return logp, entropy
+
+
+def replay(policy, rollouts, **options):
+    return policy.replay(rollouts, policy.module, **options)
+
+
+def close(got, want, tolerance=1e-5):
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=0)
+
+
+def ids(rollouts):
+    return [tokens.response.tolist() for tokens in rollouts.inputs]
+
+
+def favour(model, tokens, by):
+    """Raise the logits of `tokens`. A hook, because the output matrix may be tied to the input's."""
+
+    def hook(module, args, out):
+        bias = torch.zeros(out.shape[-1])
+        bias[tokens] = by
+        return out + bias
+
+    model.get_output_embeddings().register_forward_hook(hook)
+
+
+# --- replay ---
+
+
+def test_ratio_is_exactly_one_before_any_update(shared):
+    policy, rollouts = shared
+    with torch.no_grad():
+        old = replay(policy, rollouts).logp
+    new = replay(policy, rollouts).logp
+    assert new.requires_grad and not old.requires_grad
+    assert torch.equal(old, new)
+    assert (torch.exp(new - old) - 1).abs().max() == 0
+    assert (old[rollouts.mask] < 0).all() and (old[~rollouts.mask] == 0).all() and (~rollouts.mask).any()
+
+
+def test_replay_equals_brute_force(shared):
+    policy, rollouts = shared
+    got = replay(policy, rollouts)
+    logp, entropy = brute_force(policy, rollouts, temperature=0.7)
+    close(got.logp, logp, 1e-4)
+    close(got.entropy, entropy, 1e-4)
+    other, _ = brute_force(policy, rollouts, temperature=1.0)
+    assert (got.logp - other).abs().max() > 1e-2
+
+
+def test_replay_depends_neither_on_padding_nor_on_the_batch_nor_on_the_chunk(shared):
+    policy, rollouts = shared
+    want = replay(policy, rollouts)
+    left = replay(policy, rollouts, padding_side="left")
+    close(left.logp, want.logp)
+    close(left.entropy, want.entropy)
+    for row in range(len(rollouts)):
+        alone = replay(policy, rollouts.select(torch.tensor([row])))
+        close(alone.logp, want.logp[row : row + 1])
+    turned = torch.tensor([3, 2, 1, 0])
+    close(replay(policy, rollouts.select(turned)).logp, want.logp[turned])
+    for chunk in (1, 3, 1000):
+        policy.module.chunk, kept = chunk, policy.module.chunk
+        try:
+            got = replay(policy, rollouts)
+        finally:
+            policy.module.chunk = kept
+        close(got.logp, want.logp)
+        close(got.entropy, want.entropy)
+
+
+def test_pictures_matter(shared):
+    policy, rollouts = shared
+    for row, prompt in enumerate(PROMPTS):
+        if prompt.images:
+            swapped = replace(prompt, images=tuple(i.transpose(0).point(lambda v: 255 - v) for i in prompt.images))
+            other = rollouts.select(torch.tensor([row]))
+            other.inputs = [replace(policy.encode(swapped), response=rollouts.inputs[row].response)]
+            change = (
+                (replay(policy, other).logp - replay(policy, rollouts.select(torch.tensor([row]))).logp).abs().max()
+            )
+            assert change > 1e-3
+
+
+def test_logits_of_a_batch_never_exist(shared):
+    policy, rollouts = shared
+    seen = []
+    head = policy.module.model.get_output_embeddings()
+    handle = head.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    got = replay(policy, rollouts)
+    forward = len(seen)
+    (got.logp.sum() + got.entropy.sum()).backward()
+    policy.module.zero_grad()
+    seen_by_replay, seen[:] = list(seen), []
+    policy.rollout(PROMPTS, 1, [1, 2, 3])
+    handle.remove()
+    decisions, vocabulary = int(rollouts.mask.sum()), len(policy.tokenizer)
+    assert decisions > 3 * policy.module.chunk
+    assert all(shape == (shape[0], vocabulary) and shape[0] <= 4 for shape in seen_by_replay)
+    assert sum(shape[0] for shape in seen_by_replay[:forward]) == decisions
+    assert sum(shape[0] for shape in seen_by_replay[forward:]) == decisions  # recomputed, so not kept
+    assert seen and all(shape.numel() <= len(PROMPTS) * vocabulary for shape in seen)
+
+
+def test_ids_are_replayed_as_sampled(shared):
+    policy, rollouts = shared
+    tok = policy.tokenizer
+    whole = tok("hundred").input_ids
+    pieces = [tok.convert_tokens_to_ids(c) for c in "hundred"]
+    assert len(pieces) > len(whole) and tok.decode(pieces) == "hundred"
+    index = torch.tensor([0, 1])
+    split, joined = rollouts.select(index), rollouts.select(index)
+    split.inputs = [replace(t, response=torch.tensor(pieces)) for t in split.inputs]
+    joined.inputs = [replace(t, response=torch.tensor(whole)) for t in joined.inputs]
+    split.mask = torch.ones(2, len(pieces), dtype=torch.bool)
+    joined.mask = torch.ones(2, len(whole), dtype=torch.bool)
+    logp, _ = brute_force(policy, split, temperature=0.7)
+    assert logp.shape[1] == 7
+    close(replay(policy, split).logp, logp, 1e-4)
+    assert replay(policy, joined).logp.shape == (2, len(whole))
+
+
+# --- sampling ---
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.3, top_p=0.8, top_k=9)], ids=["all", "truncated"])
+def test_sampler_and_replay_are_one_distribution(family, load, monkeypatch, sampling):
+    """What the decoding loop drew from, step by step with its cache and left padding, is what replay scores."""
+    policy = load(family, sampling=sampling)
+    steps = []
+
+    def spy(*args, **options):
+        steps.append(shape_logits(*args, **options))
+        return steps[-1]
+
+    shape_logits = generation.shape_logits
+    monkeypatch.setattr(generation, "shape_logits", spy)
+    rollouts = policy.rollout(PROMPTS, 2, range(6))
+    drawn = torch.stack(steps, 1).log_softmax(-1)  # [rollout, step, vocabulary]
+    got = replay(policy, rollouts)
+    for row, tokens in enumerate(rollouts.inputs):
+        n = len(tokens.response)
+        want = drawn[row, :n].gather(-1, tokens.response[:, None])[:, 0]
+        assert want.isfinite().all()  # inside the set that was drawn from
+        close(got.logp[row, :n], want, 1e-4)
+        p = drawn[row, :n].exp()
+        close(got.entropy[row, :n], -torch.xlogy(p, p).sum(-1), 1e-4)
+    if sampling.top_k:
+        possible = drawn.isfinite().sum(-1)
+        assert possible.max() <= 9 and possible.min() >= 1
+    else:
+        assert (drawn.isfinite().sum(-1) == len(policy.tokenizer) - len(forbidden(policy))).all()
+
+
+def test_replay_keeps_a_token_that_fell_out(family, load):
+    policy = load(family, sampling=Sampling(top_p=0.5, top_k=3))
+    rollouts = mixed(policy)
+    with torch.no_grad():
+        head = policy.module.model.get_output_embeddings().weight
+        head.copy_(head[torch.randperm(len(head), generator=torch.Generator().manual_seed(0))])
+    got = replay(policy, rollouts)
+    outside = 0
+    for tokens in rollouts.inputs:
+        logits = logits_alone(policy.module.model, tokens)
+        logits[:, forbidden(policy)] = -torch.inf
+        outside += (logits.topk(3).indices != tokens.response[:, None]).all(-1).sum()
+    assert outside > 5
+    assert got.logp.isfinite().all() and got.entropy.isfinite().all()
+    (got.logp.sum() + got.entropy.sum()).backward()
+    assert all(p.grad.isfinite().all() for p in policy.module.parameters() if p.grad is not None)
+
+
+def test_forbidden_tokens_are_never_sampled(family, load):
+    """All that may not be sampled, a padded output matrix included, is made near certain; none comes."""
+    policy = load(family)
+    model = policy.module.model
+    model.resize_token_embeddings(len(policy.tokenizer) + 16)
+    policy = vlm.VisionLanguagePolicy(model, policy.processor, max_response_length=LENGTH)
+    banned = forbidden(policy)
+    assert len(banned) >= 16 + 4
+    favour(model, banned, 50.0)
+    for temperature in (1.0, 5.0, 0.0):
+        rollouts = policy.rollout(PROMPTS, 3, range(9), temperature=temperature)
+        sampled = {token for row in ids(rollouts) for token in row}
+        assert not sampled & set(banned) and max(sampled) < len(policy.tokenizer)
+    assert replay(policy, rollouts).logp.isfinite().all()
+    policy.sampling = replace(policy.sampling, suppressed=())  # the bias does what it should
+    sampled = {token for row in ids(policy.rollout(PROMPTS, 1, range(3))) for token in row}
+    assert sampled & set(banned)
+
+
+def test_a_rollout_depends_on_its_own_seed_only(load):
+    policy = load("qwen2_5_vl")
+    seeds = [11, 12, 13, 14, 15, 16]
+    want = ids(policy.rollout(PROMPTS, 2, seeds))
+    assert len({tuple(row) for row in want}) == 6
+    assert ids(policy.rollout(PROMPTS, 2, seeds)) == want
+    turned = ids(policy.rollout(PROMPTS[::-1], 2, [15, 16, 13, 14, 11, 12]))
+    assert turned == want[4:] + want[2:4] + want[:2]
+    for number, prompt in enumerate(PROMPTS):
+        for member in range(2):
+            assert ids(policy.rollout([prompt], 1, [seeds[2 * number + member]])) == [want[2 * number + member]]
+    assert ids(policy.rollout(PROMPTS, 2, [*seeds[:5], 99]))[:5] == want[:5]
+    torch.manual_seed(123)  # nor on the global generator
+    assert ids(policy.rollout(PROMPTS, 2, seeds)) == want
+
+
+def test_a_checkpoints_own_generation_defaults_do_not_matter(family, load, folders, tmp_path):
+    want = ids(load(family).rollout(PROMPTS, 2, range(6)))
+    folder = tmp_path / "model"
+    shutil.copytree(folders[family], folder)
+    defaults = json.loads((folder / "generation_config.json").read_text())
+    defaults |= {
+        "do_sample": True,
+        "temperature": 0.01,
+        "top_k": 1,
+        "repetition_penalty": 9.0,
+        "no_repeat_ngram_size": 1,
+        "min_new_tokens": 20,
+        "num_beams": 2,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
+    assert ids(load(folder).rollout(PROMPTS, 2, range(6))) == want
+
+
+def test_responses_end_with_any_end_token(load, folders, tmp_path):
+    """Both ends of a list end a response; the record says how it ended."""
+    folder = tmp_path / "model"
+    shutil.copytree(folders["qwen2_5_vl"], folder)
+    other = 100
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [other, 2], "pad_token_id": 0}))
+    policy = load(folder)
+    assert policy.eos == (other, 2)
+    favour(policy.module.model, [other, 2], 2.0)
+    rollouts = policy.rollout(PROMPTS, 8, range(24))
+    lasts = set()
+    for row, sample in zip(ids(rollouts), rollouts.samples, strict=True):
+        assert not {other, 2} & set(row[:-1]) and sample.response_length == len(row)
+        assert sample.truncated == (row[-1] not in (other, 2))
+        assert sample.response == policy.tokenizer.decode(row, skip_special_tokens=True)
+        lasts |= {row[-1]}
+    assert {other, 2} <= lasts
+    assert rollouts.mask.sum(-1).tolist() == [len(row) for row in ids(rollouts)]
+    assert rollouts.group.tolist() == [n for n in range(3) for _ in range(8)]
+    assert {s.truncated for s in rollouts.samples} == {True, False}
+
+
+# --- what trains ---
+
+
+def test_parts_cover_every_parameter(shared):
+    policy, _ = shared
+    names = [name for name, _ in policy.module.model.named_parameters()]
+    assert {name: vlm.part_of(name) for name in names} == {name: part(name) for name in names}
+    assert {part(name) for name in names} == {"vision", "connector", "language"}
+
+
+@pytest.mark.parametrize("freeze", [[], ["vision"], ["connector"], ["language"], ["vision", "connector"]], ids="-".join)
+def test_frozen_parts_get_no_gradient_and_the_others_do(family, load, freeze):
+    policy = load(family, freeze=freeze)
+    got = replay(policy, policy.demonstrate(PROMPTS))
+    (got.logp.sum() + got.entropy.sum()).backward()
+    for name, parameter in policy.module.model.named_parameters():
+        frozen = part(name) in freeze
+        assert parameter.requires_grad is not frozen
+        unused = name.startswith(UNUSED.get(family, "-"))
+        assert (parameter.grad is None) is (frozen or unused), name
+        if parameter.grad is not None and not name.endswith("bias"):
+            assert parameter.grad.abs().max() > 0, name
+
+
+LORA = {"rank": 4, "alpha": 8.0, "targets": "all-linear"}
+
+
+def shake(policy, scale=0.05):
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def test_lora_trains_adapters_only_and_refers_to_the_base(family, load):
+    policy, base = load(family, lora=LORA), load(family)
+    rollouts = mixed(base)
+    assert ids(mixed(policy)) == ids(rollouts)
+    got = replay(policy, rollouts)
+    got.logp.sum().backward()
+    names = {name for name, p in policy.module.named_parameters() if p.requires_grad}
+    assert names and all("lora_" in name for name in names)
+    assert {name for name, p in policy.module.named_parameters() if p.grad is not None} <= names
+    want = replay(base, rollouts).logp.detach()
+    close(got.logp.detach(), want)
+    reference = policy.reference_logp(rollouts)
+    close(reference, want)
+    shake(policy)
+    assert torch.equal(policy.reference_logp(rollouts), reference)
+    moved = replay(policy, rollouts).logp
+    assert moved.requires_grad and (moved - want).abs().max() > 1e-3
+    sampled = policy.rollout(PROMPTS, 2, range(6))  # from the adapted model
+    assert ids(sampled) != ids(base.rollout(PROMPTS, 2, range(6)))
+
+
+def test_lora_leaves_frozen_parts_alone(family, load):
+    policy = load(family, lora=LORA, freeze=["vision", "connector"])
+    trained = {vlm.part_of(name) for name, p in policy.module.named_parameters() if p.requires_grad}
+    assert trained == {"language"}
+
+
+def test_reference_is_a_copy_of_the_start(load):
+    policy = load("internvl", reference=True)
+    rollouts = mixed(policy)
+    want = replay(policy, rollouts).logp.detach()
+    assert not policy.reference_logp(rollouts).requires_grad
+    shake(policy)
+    assert torch.equal(policy.reference_logp(rollouts), want)
+    assert (replay(policy, rollouts).logp - want).abs().max() > 1e-3
+    assert not any(p.requires_grad for p in policy.reference.parameters())
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_saved_policy_loads_the_same(family, load, tmp_path, lora):
+    policy = load(family, lora=lora)
+    start = replay(policy, mixed(policy)).logp.detach()
+    shake(policy)
+    rollouts = mixed(policy)
+    want = replay(policy, rollouts).logp.detach()
+    assert want.shape != start.shape or not torch.equal(want, start)
+    policy.save(tmp_path, policy.module.state_dict())
+    again = load(tmp_path)
+    assert ids(mixed(again)) == ids(rollouts)
+    assert torch.equal(replay(again, rollouts).logp.detach(), want)
+    assert (tmp_path / "adapter_config.json").is_file() is (lora is not None)
+    if lora is not None:
+        assert not list(tmp_path.glob("model*.safetensors"))
+        trained = {n for n, p in policy.module.named_parameters() if p.requires_grad}
+        assert {n for n, p in again.module.named_parameters() if p.requires_grad} == trained
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_activation_checkpointing_changes_memory_only(family, load, lora):
+    torch.manual_seed(0)
+    plain = load(family, lora=lora)
+    recomputed = load(family, lora=lora, activation_checkpointing=True)
+    recomputed.module.load_state_dict(plain.module.state_dict())
+    for policy in (plain, recomputed):
+        if lora is not None:
+            shake(policy)
+    rollouts = mixed(plain)
+    grads = []
+    for policy, times in ((plain, 1), (recomputed, 2)):
+        calls = []
+        for layer in vlm.transformers_model(policy.module.model).get_decoder().layers:
+            layer.self_attn.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        got = replay(policy, rollouts)
+        (got.logp.sum() + got.entropy.sum()).backward()
+        assert len(calls) == 2 * times
+        grads.append({n: p.grad.clone() for n, p in policy.module.named_parameters() if p.grad is not None})
+        grads[-1][""] = got.logp.detach()
+        assert ids(mixed(policy)) == ids(rollouts)  # with the cache, so that sampling is what replay scores
+        calls.clear()
+        replay(policy, rollouts).logp.sum().backward()
+        assert len(calls) == 2 * times
+    assert grads[0].keys() == grads[1].keys()
+    for name, want in grads[0].items():
+        torch.testing.assert_close(grads[1][name], want, atol=1e-6, rtol=1e-6)
+
+
+def test_lockstep_adds_a_picture_and_changes_nothing(family, load):
+    """A rank without a picture runs the vision tower too; the numbers stay."""
+    policy = load(family)
+    rollouts = policy.demonstrate(PROMPTS[1:2])
+    want = replay(policy, rollouts)
+    calls = []
+    tower = next(m for n, m in policy.module.named_modules() if n.split(".")[-1] in vlm.VISION_TOWERS)
+    tower.register_forward_hook(lambda *_: calls.append(1))
+    replay(policy, rollouts)
+    assert not calls
+    policy.lockstep = vlm.Lockstep(lambda chunks: chunks + 9)
+    got = replay(policy, rollouts)
+    assert calls
+    close(got.logp, want.logp)
+    close(got.entropy, want.entropy)
+
+
+# --- prompts and demonstrations ---
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda p: p.id)
+def test_prompts_are_encoded_as_the_processor_itself_does(shared, prompt):
+    policy, _ = shared
+    conversation = vlm.messages(prompt)
+    pictures = iter(prompt.images)
+    for message in conversation:
+        for piece in message["content"]:
+            if piece["type"] == "image":
+                piece["image"] = next(pictures)
+    want = policy.processor.apply_chat_template(
+        conversation, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    got = policy.encode(prompt)
+    assert got.prompt.tolist() == want.pop("input_ids")[0].tolist()
+    assert set(want) - {"attention_mask"} == {*got.sequence, *got.pictures}
+    for key, value in got.pictures.items():
+        assert torch.equal(value, want[key])
+
+
+def test_demonstration_is_the_answer_and_the_end(shared):
+    policy, _ = shared
+    other = Prompt("other", "How many?", answer="8", metadata={"demonstration": "The answer is 8"})
+    rollouts = policy.demonstrate([*PROMPTS, other])
+    assert [s.response for s in rollouts.samples] == ["9", "12 and", "5", "The answer is 8"]
+    for tokens, sample in zip(rollouts.inputs, rollouts.samples, strict=True):
+        assert policy.tokenizer.decode(tokens.response) == sample.response + policy.tokenizer.eos_token
+        assert tokens.response[-1] in policy.eos and not sample.truncated
+        assert tokens.response.dtype == tokens.prompt.dtype
+    assert rollouts.group.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("family", ["idefics3"])
+def test_bad_prompts_and_demonstrations_name_themselves(load, family):
+    policy = load(family, max_prompt_length=60, max_response_length=3)
+    long = replace(PROMPTS[1], id="row-7", text="sum " * 100)
+    with pytest.raises(UserError, match=r"row-7.*rollout\.max_prompt_length=60"):
+        policy.encode(long)
+    with pytest.raises(UserError, match=r"two.*rollout\.max_prompt_length=60"):
+        policy.rollout(PROMPTS, 1, [1, 2, 3])
+    with pytest.raises(UserError, match=r"row-8.*rollout\.max_response_length=3"):
+        policy.demonstrate([replace(PROMPTS[1], id="row-8", answer="The answer is 8")])
+    with pytest.raises(UserError, match=r"row-9.*<image>"):
+        policy.demonstrate([replace(PROMPTS[1], id="row-9", answer="<image>")])
+    for text, images in (("<image> <image>", 1), ("<image>", 2), ("<image>", 0)):
+        with pytest.raises(UserError, match=rf"row-10 has {text.count('<')} <image> markers and {images} images"):
+            policy.encode(Prompt("row-10", text, (picture(16, 16),) * images))
+
+
+def test_pictures_go_where_the_markers_are():
+    images = (picture(16, 16), picture(24, 16))
+    text, image = (lambda t: {"type": "text", "text": t}), {"type": "image"}
+    user = vlm.messages(Prompt("p", "a <image> b <image>", images))
+    assert user == [{"role": "user", "content": [text("a "), image, text(" b "), image]}]
+    assert vlm.messages(Prompt("p", "a", images))[0]["content"] == [image, image, text("a")]
+    assert vlm.messages(Prompt("p", "a", system="s"))[0] == {"role": "system", "content": [text("s")]}
+
+
+# --- what is refused ---
+
+
+def test_a_text_model_is_refused(tmp_path):
+    tiny = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=32, num_key_value_heads=2, **tiny)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"model\.path=.*qwen2"):
+        vlm.load(str(tmp_path))
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"model\.path="):
+        vlm.load(str(tmp_path))
+
+
+def test_a_model_without_an_end_is_refused(shared):
+    policy, _ = shared
+    generation_config = type("G", (), {"eos_token_id": None})()
+    with pytest.raises(UserError, match="eos_token_id"):
+        vlm.end_tokens(generation_config, type("T", (), {"eos_token_id": None})())
+    generation_config.eos_token_id = [7, 2, 7]
+    assert vlm.end_tokens(generation_config, policy.tokenizer) == (7, 2)

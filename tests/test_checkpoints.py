@@ -1,0 +1,157 @@
+"""Checkpoints are whole or absent: rotation, full disks, torn folders, refusals."""
+
+import errno
+import shutil
+
+import pytest
+import torch
+
+from mmrl import checkpoints
+from mmrl.errors import UserError
+from tests.engine.parts import Fixed, make, model_folder, release, spread, train
+
+
+@pytest.fixture(autouse=True, scope="module")
+def alone():
+    """This process is a group of one while the module runs."""
+    import os
+
+    import torch.distributed as dist
+
+    model_folder()
+    before = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def names(folder):
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_rotation_keeps_the_newest_and_the_best_besides(tmp_path):
+    marks = iter([0.5, 0.2, 0.9, 0.1, 0.3])
+
+    class Graded(Fixed):
+        def accuracy(self, samples):
+            return torch.full([len(samples)], next(self.values) if self.values else 0.0)
+
+    task = Graded(spread)
+    task.values = None
+    settings = ["steps=4", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.best=true", "evaluation.every=1"]
+    trainer = make(tmp_path, *settings, task=task)
+    evaluate, weights = trainer.evaluate, {}
+
+    def graded():
+        task.values = marks
+        result = evaluate()
+        task.values = None
+        weights[trainer.step] = trainer.engine.state()["model.lm_head.weight"].clone()
+        return result
+
+    trainer.evaluate = graded
+    trainer.train()
+    release(trainer)
+    assert names(tmp_path / "checkpoints") == ["step-000003", "step-000004"]
+    assert trainer.best == pytest.approx(0.9)
+    from safetensors.torch import load_file
+
+    best = load_file(tmp_path / "best" / "model.safetensors")
+    assert any(torch.equal(value, weights[3]) for value in best.values())
+    assert not any(torch.equal(value, weights[4]) for value in best.values())
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
+def test_a_full_disk_is_one_line_and_costs_nothing_saved(tmp_path, error):
+    trainer = make(tmp_path, "steps=2", "checkpoint.every=1")
+    usual = trainer.engine.save
+
+    def save(folder):
+        usual(folder)
+        if trainer.step == 2:
+            raise error
+
+    trainer.engine.save = save
+    with pytest.raises(UserError, match="step-000002 could not be written.*earlier checkpoints are intact") as caught:
+        trainer.train()
+    release(trainer)
+    assert "\n" not in str(caught.value)
+    assert names(tmp_path / "checkpoints") == ["step-000001"]
+    assert train(tmp_path, "steps=2", "checkpoint.every=1", resume=True).step == 2
+
+
+def test_a_full_disk_while_weights_are_written_keeps_those_before(tmp_path):
+    trainer = make(tmp_path, "steps=1")
+    checkpoints.save_weights(tmp_path / "best", trainer.policy, trainer.engine)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "best").iterdir()}
+    usual = trainer.policy.save
+
+    def save(folder, state):
+        usual(folder, state)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    trainer.policy.save = save
+    with pytest.raises(UserError, match="best could not be written .*No space left"):
+        checkpoints.save_weights(tmp_path / "best", trainer.policy, trainer.engine)
+    release(trainer)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "best").iterdir()} == before
+    assert not list(tmp_path.glob("*.pending"))
+
+
+def test_weights_are_never_absent_while_they_are_replaced(tmp_path, monkeypatch):
+    """Killed between any two file operations, either the old or the new weights can be found under their name."""
+    trainer = make(tmp_path, "steps=1")
+    best = tmp_path / "best"
+    checkpoints.save_weights(best, trainer.policy, trainer.engine)
+    commit, seen = checkpoints._commit, []
+    monkeypatch.setattr(
+        checkpoints, "_commit", lambda *paths: (seen.append((best / "config.json").exists()), commit(*paths))
+    )
+    checkpoints.save_weights(best, trainer.policy, trainer.engine)
+    release(trainer)
+    assert seen == [True]
+    assert names(tmp_path).count("best") == 1 and not [n for n in names(tmp_path) if n.startswith("best.")]
+
+
+def test_a_torn_checkpoint_is_never_loaded(tmp_path):
+    train(tmp_path, "steps=2", "checkpoint.every=1")
+    folder = tmp_path / "checkpoints"
+    shutil.move(folder / "step-000002", folder / "step-000002.pending")
+    (folder / "step-000002.pending" / "trainer.json").unlink()
+    assert [p.name for p in checkpoints.finished(folder)] == ["step-000001"]
+    trainer = make(tmp_path, "steps=2", "checkpoint.every=1")
+    trainer.resume()
+    assert trainer.step == 1
+    trainer.train()
+    release(trainer)
+    assert names(folder) == ["step-000001", "step-000002"]
+
+
+def test_resume_refuses_what_it_can_not_continue(tmp_path):
+    trainer = make(tmp_path, "steps=1")
+    with pytest.raises(UserError, match="holds no finished checkpoint"):
+        trainer.resume()
+    trainer.config = trainer.config.model_copy(
+        update={"checkpoint": trainer.config.checkpoint.model_copy(update={"every": 1})}
+    )
+    trainer.train()
+    release(trainer)
+    for override, key in [
+        ("optim.lr=2e-3", "optim.lr is 0.002"),
+        ("seed=1", "seed is 1"),
+        ("task.data.train_size=65", "task.data.train_size is 65"),
+        ("algorithm.kl.coefficient=0.1", "algorithm.kl.coefficient is 0.1"),
+    ]:
+        trainer = make(tmp_path, override)
+        with pytest.raises(UserError, match=f"changed configuration: {key} but .*step-000001 was trained with"):
+            trainer.resume()
+        release(trainer)
+    trainer = make(tmp_path, "steps=3", "checkpoint.keep=5", "evaluation.prompts=2")  # these may change
+    trainer.resume()
+    assert trainer.step == 1
+    (tmp_path / "checkpoints" / "step-000001" / "rng-1.pt").touch()
+    with pytest.raises(UserError, match="was written by 2 ranks and can not be resumed with 1"):
+        trainer.resume()
+    release(trainer)

@@ -1,0 +1,212 @@
+"""A configuration is valid as a whole or refused in one line that names the key to change."""
+
+import pytest
+
+from mmrl.config import Config, load, to_yaml
+from mmrl.errors import UserError
+from tests.command_line import ROOT
+
+CONFIGS = sorted((ROOT / "configs").glob("**/*.yaml"))
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Writes the text of a YAML file, `run_dir: r` unless given, and loads it."""
+
+    def load_text(*overrides, text="run_dir: r\n", name="run.yaml"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return load(path, list(overrides))
+
+    return load_text
+
+
+@pytest.fixture
+def refusal(config):
+    """The one line with which a configuration is refused."""
+
+    def refuse(*overrides, **given):
+        with pytest.raises(UserError) as error:
+            config(*overrides, **given)
+        assert len(str(error.value).splitlines()) == 1
+        return str(error.value)
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("modle.path=x", "unknown key modle; did you mean model?"),
+        ("Steps=3", "unknown key Steps; did you mean steps?"),
+        ("optim.learning_rate=1", "unknown key optim.learning_rate; "),
+        ("optim.lr_=1", "unknown key optim.lr_; did you mean optim.lr?"),
+        ("rollout.groupsize=8", "unknown key rollout.groupsize; did you mean rollout.group_size?"),
+        ("algorithm.kl.coeficient=1", "unknown key algorithm.kl.coeficient; did you mean algorithm.kl.coefficient?"),
+        (
+            "rollout.dynamic_sampling.enabld=true",
+            "unknown key rollout.dynamic_sampling.enabld; did you mean rollout.dynamic_sampling.enabled?",
+        ),
+        ("model.lora.rnk=3", "unknown key model.lora.rnk; did you mean model.lora.rank?"),  # an optional section
+        ("log.zzzz=1", "unknown key log.zzzz; valid keys: samples_every, samples, wandb"),
+    ],
+)
+def test_a_misspelt_key_is_refused_with_the_nearest_valid_one(refusal, tmp_path, override, expected):
+    assert refusal(override).startswith(f"{tmp_path / 'run.yaml'}: {expected}")
+
+
+def test_a_misspelt_required_key_is_called_misspelt_not_missing(refusal):
+    assert "unknown key rundir; did you mean run_dir?" in refusal(text="rundir: r\n")
+    assert refusal(text="steps: 3\n").endswith("run_dir: Field required")
+    assert "run_dir" in refusal(text="run_dir: ???\n")  # the usual mark of a value to fill in
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optim.lr=fast",
+        "optim.lr=0",
+        "optim.lr=",
+        "optim.lr=nan",
+        "optim.betas=0.9",
+        "optim=3",
+        "steps=1.5",
+        "steps=0",
+        "seed=-1",
+        "rollout.top_p=1.5",
+        "rollout.temperature=0",
+        "rollout.group_size=many",
+        "rollout.dynamic_sampling.enabled=perhaps",
+        "algorithm.surrogate=clipp",
+        "engine.zero_stage=4",
+        "model=null",
+        "run_dir=3",
+        "run_dir=${nothing.there}",
+        "algorithm.surrogate_options={cap: high}",
+    ],
+)
+def test_a_wrong_value_names_its_key(refusal, tmp_path, override):
+    message = refusal(override)
+    assert message.startswith(f"{tmp_path / 'run.yaml'}: ") and override.split("=")[0] in message
+
+
+@pytest.mark.parametrize("override", ["optim.lr", "lr 3", "optim.lr=[1,", "optim.lr={"])
+def test_an_override_that_is_none_is_quoted(refusal, override):
+    assert refusal(override).startswith(f"override {override!r}")
+
+
+def test_overrides_apply_in_order_over_the_file(config):
+    made = config(
+        "optim.lr=1e-5", "optim.lr=2e-5", "model.freeze=[vision]", "model.path=a=b", text="run_dir: r\noptim: {lr: 1}"
+    )
+    assert made.optim.lr == 2e-5 and made.model.freeze == ["vision"] and made.model.path == "a=b"
+    assert made.steps == 100 and made.optim.betas == (0.9, 0.999)
+
+
+@pytest.mark.parametrize("written", ["1e-5", "1E-5", "1.0e-5", "0.00001"])
+def test_scientific_notation_is_a_number(config, written):
+    assert config(f"optim.lr={written}").optim.lr == 1e-5
+    assert config(text=f"run_dir: r\noptim:\n  lr: {written}\n").optim.lr == 1e-5
+
+
+def test_extends_is_overridden_key_by_key(config, tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "a.yaml").write_text("run_dir: a\nsteps: 3\noptim: {lr: 1, eps: 2}\n")
+    (tmp_path / "base" / "b.yaml").write_text("extends: a.yaml\nsteps: 4\n")  # relative to the file it stands in
+    made = config("steps=5", text="extends: base/b.yaml\noptim: {lr: 7}\n")
+    assert (made.run_dir, made.steps, made.optim.lr, made.optim.eps) == ("a", 5, 7, 2)
+    made = config(text="extends: base/b.yaml\n")
+    assert made.steps == 4 and "extends" not in to_yaml(made)
+
+
+@pytest.mark.parametrize("text", ["extends: run.yaml", "extends: 3", "extends: [a, b]", "extends: nowhere.yaml"])
+def test_extends_that_leads_nowhere_is_refused(refusal, text):
+    message = refusal(text=text)
+    assert "extends" in message or "nowhere.yaml" in message
+
+
+def test_extends_in_a_circle_is_refused(refusal, tmp_path):
+    (tmp_path / "other.yaml").write_text("extends: run.yaml\n")
+    assert refusal(text="extends: other.yaml").startswith(f"{tmp_path / 'other.yaml'}: extends: run.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- 1\n- 2\n",
+        "3\n",
+        "just a word\n",
+        "",
+        "a: [1,\n",
+        "steps: 1\nsteps: 2\n",
+        "a: b: c\n",
+        b"run_dir: \xff\xfe",
+        b"\0",
+    ],
+)
+def test_a_file_that_is_no_mapping_is_refused_by_name(refusal, tmp_path, text):
+    assert refusal(text=text).startswith(f"{tmp_path / 'run.yaml'}: ")
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path):
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(UserError, match=f"^no configuration file {path}$"):
+            load(path)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_what_is_printed_loads_as_the_same_configuration(path, tmp_path):
+    made = load(path, ["optim.lr=1.25e-7", "model.lora.rank=4"])
+    (tmp_path / "printed.yaml").write_text(to_yaml(made))
+    assert load(tmp_path / "printed.yaml") == made
+    assert made.model.lora.rank == 4 and "data" in made.task.options
+
+
+def test_there_are_recipes():
+    assert len(CONFIGS) >= 2
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "length_weighted", "shrinkage"])
+def test_a_group_of_one_with_a_group_baseline_is_refused(refusal, config, baseline):
+    alone = ["rollout.group_size=1", f"algorithm.baseline={baseline}"]
+    message = refusal(*alone)
+    assert "rollout.group_size=1" in message and f"algorithm.baseline={baseline}" in message
+    assert config(*alone, "algorithm.method=supervised").group_size == 1  # where there are no groups
+    assert config(*alone, "algorithm.baseline=none").rollouts_per_step == 16
+
+
+@pytest.mark.parametrize("override", ["rollout.top_p=0.9", "rollout.top_k=5"])
+def test_truncated_sampling_has_to_be_allowed_by_name(refusal, config, override):
+    assert "rollout.allow_truncated_sampling=true" in refusal(override)
+    config(override, "rollout.allow_truncated_sampling=true")
+
+
+def test_half_precision_needs_master_weights(refusal, config):
+    message = refusal("model.dtype=bfloat16")
+    assert "model.dtype=bfloat16" in message and "engine.zero_stage" in message
+    assert config("model.dtype=bfloat16", "engine.zero_stage=1").model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model.path=a", "model.build=b:c"], "model: path and build"),
+        (["engine.offload=all", "engine.zero_stage=2"], "engine.zero_stage=3"),
+        (["engine.offload=optimizer"], "engine.zero_stage of 1"),
+        (["model.lora.dropout=0.1"], "model.lora: dropout"),
+    ],
+)
+def test_values_that_exclude_each_other_are_refused(refusal, overrides, key):
+    assert key in refusal(*overrides)
+
+
+def test_a_configuration_can_not_be_changed_by_those_who_read_it():
+    with pytest.raises(ValueError, match="frozen"):
+        Config(run_dir="r").optim.lr = 3
+
+
+def test_numbers_of_a_run():
+    made = Config.model_validate(
+        {"run_dir": "r", "steps": 5, "algorithm": {"epochs": 2, "minibatches": 3}, "rollout": {"prompts": 6}}
+    )
+    assert (made.group_size, made.rollouts_per_step, made.total_updates) == (8, 48, 30)

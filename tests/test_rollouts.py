@@ -1,0 +1,76 @@
+"""Batches of rollouts are taken apart and put together without mixing rows."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from mmrl.rollouts import Prompt, Rollouts, Sample
+
+TENSORS = ("rewards", "accuracy", "advantages", "old_logp", "ref_logp")
+
+
+def batch(lengths, first=0, full=True):
+    """Rollouts whose every field says which rollout it belongs to."""
+    count, width = len(lengths), max(lengths)
+    number = torch.arange(first, first + count)
+    decision = torch.arange(width)
+    mask = decision < torch.tensor(lengths)[:, None]
+    samples = [Sample(Prompt(str(i), f"question {i}"), f"answer {i}", 1, False, 9) for i in number.tolist()]
+    made = Rollouts(samples=samples, inputs=number.tolist(), group=number // 2, mask=mask)
+    if full:
+        made.rewards = torch.stack([number, number + 0.5], 1)
+        made.accuracy, made.advantages = number.float(), -number.float()
+        made.old_logp = (number[:, None] * 100.0 + decision) * mask
+        made.ref_logp = -made.old_logp
+    return made
+
+
+def assert_equal(a, b):
+    for f in fields(Rollouts):
+        left, right = getattr(a, f.name), getattr(b, f.name)
+        assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right, f.name
+
+
+def test_select_keeps_the_fields_of_a_rollout_together_in_the_order_asked():
+    whole = batch([3, 1, 4, 2])
+    chosen = whole.select(torch.tensor([2, 0, 2]))
+    assert len(chosen) == 3 and chosen.inputs == [2, 0, 2] and [s.prompt.id for s in chosen.samples] == ["2", "0", "2"]
+    assert chosen.mask.sum(1).tolist() == [4, 3, 4] and chosen.group.tolist() == [1, 0, 1]
+    assert chosen.rewards.tolist() == [[2, 2.5], [0, 0.5], [2, 2.5]] and chosen.advantages.tolist() == [-2, 0, -2]
+    assert chosen.old_logp[:, 1].tolist() == [201, 1, 201] and chosen.ref_logp[0, 3] == -203
+
+
+def test_select_by_mask_equals_select_by_index():
+    whole = batch([3, 1, 4, 2])
+    keep = torch.tensor([False, True, False, True])
+    assert_equal(whole.select(keep), whole.select(torch.tensor([1, 3])))
+    assert len(whole.select(torch.zeros(4, dtype=torch.bool))) == 0
+
+
+def test_concat_undoes_select():
+    whole = batch([3, 1, 4, 2])
+    assert_equal(Rollouts.concat([whole.select(index) for index in torch.arange(4).split(3)]), whole)
+    empty = whole.select(torch.zeros(4, dtype=torch.bool))
+    assert_equal(Rollouts.concat([empty, whole, empty]), whole)
+
+
+def test_concat_pads_decisions_that_do_not_count():
+    joined = Rollouts.concat([batch([1, 2]), batch([4], first=2)])
+    assert joined.mask.dtype == torch.bool
+    assert joined.mask.tolist() == [[True, False, False, False], [True, True, False, False], [True] * 4]
+    assert joined.old_logp.tolist() == [[0, 0, 0, 0], [100, 101, 0, 0], [200, 201, 202, 203]]
+    assert torch.equal(joined.ref_logp, -joined.old_logp)
+
+
+def test_fields_that_are_not_filled_stay_so():
+    bare = Rollouts.concat([batch([1, 2], full=False).select(torch.tensor([1, 0])), batch([4], full=False)])
+    assert [getattr(bare, name) for name in TENSORS] == [None] * len(TENSORS)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("swap", [False, True])
+def test_concat_refuses_a_field_that_only_some_parts_fill(name, swap):
+    parts = [batch([2]), replace(batch([2]), **{name: None})]
+    with pytest.raises(ValueError, match=f"^{name} is filled in some"):
+        Rollouts.concat(parts[::-1] if swap else parts)

@@ -1,0 +1,275 @@
+"""What one update does to the weights, in one process."""
+
+import json
+import math
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mmrl.engine import learning_rate
+from mmrl.errors import UserError
+from mmrl.trainer import Metrics, Trainer
+from tests.engine.parts import Fixed, distance, final, make, metrics, model_folder, release, spread, train
+
+
+@pytest.fixture(autouse=True, scope="module")
+def alone():
+    """This process is a group of one while the module runs."""
+    model_folder()
+    before = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    made = make(tmp_path_factory.mktemp("run"), "algorithm.kl.coefficient=0.1")
+    yield made
+    release(made)
+
+
+@pytest.fixture(scope="module")
+def batch(trainer):
+    """Rollouts of an earlier policy: old_logp and ref_logp differ from what is replayed now, by up to e."""
+    made = trainer.policy.rollout([trainer.prompts[i] for i in range(2)], 4, list(range(8)))
+    generator = torch.Generator().manual_seed(0)
+    made.advantages = torch.randn(8, generator=generator)
+    with torch.no_grad():
+        now = trainer.policy.replay(made, trainer.engine).logp
+    made.old_logp = now + (2 * torch.rand(now.shape, generator=generator) - 1) * made.mask
+    made.ref_logp = now + torch.randn(now.shape, generator=generator) * made.mask
+    return made
+
+
+def gradient(trainer, batch, **algorithm):
+    """The gradient of one batch under a changed algorithm section, flat."""
+    kl = trainer.config.algorithm.kl.model_copy(update=algorithm.pop("kl", {"coefficient": 0.0}))
+    changed = trainer.config.algorithm.model_copy(update={"kl": kl, **algorithm})
+    probe = Trainer.__new__(Trainer)
+    probe.__dict__.update(trainer.__dict__, config=trainer.config.model_copy(update={"algorithm": changed}))
+    loss, _ = probe.loss(batch, batch.mask.sum())
+    found = torch.autograd.grad(loss, list(trainer.policy.module.parameters()), allow_unused=True)
+    return torch.cat([g.flatten() for g in found if g is not None])
+
+
+def angle_free(a, b):
+    return float((a - b).norm() / a.norm())
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_kl_term_changes_the_gradient_in_proportion(trainer, batch, kind):
+    none = gradient(trainer, batch)
+    one, two = (gradient(trainer, batch, kl={"coefficient": c, "kind": kind}) for c in (0.1, 0.2))
+    assert angle_free(none, one) > 1e-3
+    torch.testing.assert_close(two - none, 2 * (one - none), atol=1e-5, rtol=1e-3)
+
+
+def test_the_kinds_of_kl_differ(trainer, batch):
+    one, two, three = (gradient(trainer, batch, kl={"coefficient": 0.1, "kind": k}) for k in ("k1", "k2", "k3"))
+    assert min(angle_free(one, two), angle_free(two, three), angle_free(one, three)) > 1e-3
+
+
+def test_the_entropy_term_changes_the_gradient_in_proportion(trainer, batch):
+    none, one, less = (gradient(trainer, batch, entropy_coefficient=c) for c in (0.0, 0.1, -0.1))
+    assert angle_free(none, one) > 1e-3
+    torch.testing.assert_close(one - none, none - less, atol=1e-5, rtol=1e-3)
+
+
+def test_every_surrogate_has_a_gradient_of_its_own_off_policy(trainer, batch):
+    options = {"divergence_mask": {"bound": 0.05}}
+    kinds = ["clip", "dual_clip", "cispo", "soft", "divergence_mask", "gaussian_weight", "reinforce"]
+    found = {
+        k: gradient(
+            trainer, batch, surrogate=k, surrogate_options=options.get(k, {"cap": 1.05} if k == "dual_clip" else {})
+        )
+        for k in kinds
+    }
+    for i, a in enumerate(kinds):
+        for b in kinds[:i]:
+            assert angle_free(found[a], found[b]) > 1e-3, (a, b)
+
+
+@pytest.mark.parametrize(
+    "change", [{"level": "sequence"}, {"clip_low": 0.5}, {"clip_high": 0.9}, {"method": "supervised"}]
+)
+def test_each_option_of_the_loss_changes_the_gradient(trainer, batch, change):
+    assert angle_free(gradient(trainer, batch), gradient(trainer, batch, **change)) > 1e-3
+
+
+def test_truncated_rollouts_can_be_left_out(tmp_path):
+    """Every response of the untrained model is cut at 1 token, so that with the mask nothing is left to learn from."""
+    settings = ["steps=1", "rollout.max_response_length=1"]
+    for name, option in (("with", "false"), ("without", "true")):
+        train(tmp_path / name, *settings, f"algorithm.mask_truncated={option}")
+    assert metrics(tmp_path / "with")[0]["grad_norm"] > 0.1
+    assert metrics(tmp_path / "without")[0]["grad_norm"] == 0
+    assert metrics(tmp_path / "without")[0]["updates_skipped"] == 0
+
+
+def stepped(trainer):
+    """Weights by parameter name before and after the trainer's run, and the names of those that train."""
+    before = {n: p.detach().clone() for n, p in trainer.policy.module.named_parameters()}
+    trainer.train()
+    release(trainer)
+    return before, dict(trainer.policy.module.named_parameters())
+
+
+@pytest.mark.parametrize("part", [None, "vision", "language"])
+def test_every_parameter_that_should_train_changes_and_no_frozen_one(tmp_path, part):
+    trainer = make(tmp_path, "steps=2", "optim.eps=1e-12", *([f"model.freeze=[{part}]"] if part else []))
+    before, after = stepped(trainer)
+    frozen = {n for n, p in after.items() if not p.requires_grad}
+    assert bool(frozen) == (part is not None) and len(frozen) < len(after)
+    changed = {n for n in after if not torch.equal(before[n], after[n])}
+    # A key's bias adds the same to all scores of a query, so its gradient is 0 but for rounding.
+    keyless = {n for n in after if n.endswith("k_proj.bias")}
+    assert changed - keyless == set(after) - frozen - keyless
+    assert not changed & frozen
+
+
+def test_only_the_adapters_of_lora_train(tmp_path):
+    trainer = make(tmp_path, "steps=2", "model.lora={rank: 2}")
+    before, after = stepped(trainer)
+    changed = {n for n in after if not torch.equal(before[n], after[n])}
+    assert changed and all("lora_" in n for n in changed)
+    assert {n for n in after if "lora_B" in n} <= changed
+
+
+def test_an_update_moves_towards_rewarded_responses(tmp_path):
+    trainer = make(tmp_path, "optim.lr=1e-3")
+    rollouts = trainer.collect(Metrics(trainer.engine))
+    rollouts.advantages = trainer.advantages(rollouts, Metrics(trainer.engine))
+    assert rollouts.advantages.abs().max() > 0.5
+
+    def total():
+        with torch.no_grad():
+            return trainer.policy.replay(rollouts, trainer.engine).logp.sum(1)
+
+    before = total()
+    for minibatch in trainer.minibatches(rollouts):
+        trainer.update(minibatch, Metrics(trainer.engine))
+    moved = total() - before
+    release(trainer)
+    assert moved[rollouts.advantages > 0].mean() > 0 > moved[rollouts.advantages < 0].mean()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_norm_is_reported_and_what_the_optimizer_gets_is_clipped(tmp_path, stage):
+    """AdamW's first moment after one step is (1 - beta1) x the clipped gradient."""
+    moments = {}
+    for clip in (0.0, 0.5):
+        trainer = make(tmp_path / str(clip), "steps=1", f"optim.clip_grad_norm={clip}", f"engine.zero_stage={stage}")
+        trainer.train()
+        inner = trainer.engine._engine.optimizer
+        state = getattr(inner, "optimizer", inner).state
+        moments[clip] = math.sqrt(sum(float(s["exp_avg"].double().square().sum()) for s in state.values())) / 0.1
+        release(trainer)
+    norms = [metrics(tmp_path / str(clip))[0]["grad_norm"] for clip in (0.0, 0.5)]
+    assert norms[0] > 1
+    assert norms == pytest.approx([moments[0.0]] * 2, rel=1e-4)
+    assert moments[0.5] == pytest.approx(0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "values"),
+    [
+        ("constant", 0, [1, 1, 1, 1]),
+        ("constant", 2, [0.5, 1, 1, 1]),
+        ("linear", 0, [1, 0.75, 0.5, 0.25, 0]),
+        ("linear", 2, [0.5, 1, 1, 0.5, 0, 0]),
+        ("cosine", 0, [1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2, 0, 0]),
+    ],
+)
+def test_learning_rates_by_hand(schedule, warmup, values):
+    found = [learning_rate(i, lr=2.0, warmup=warmup, schedule=schedule, total=4) for i in range(len(values))]
+    assert found == pytest.approx([2 * v for v in values], abs=1e-12)
+
+
+def test_bad_steps_in_a_row_end_the_run_and_name_the_rollouts(tmp_path):
+    trainer = make(tmp_path, "steps=9", "engine.max_bad_steps=2")
+    usual = trainer.loss
+    bad = {1: math.nan, 3: math.nan, 4: math.inf}
+
+    def loss(micro, total):
+        value, stats = usual(micro, total)
+        return value * bad.get(trainer.step, 1.0), stats
+
+    trainer.loss = loss
+    with pytest.raises(UserError, match="2 updates in a row had a loss that is not finite.*bad-step-5-rank0.jsonl"):
+        trainer.train()
+    release(trainer)
+    assert trainer.engine.updates == 3 and trainer.step == 4
+    rows = [json.loads(line) for line in (tmp_path / "bad-step-5-rank0.jsonl").read_text().splitlines()]
+    assert len(rows) == 16 and all(0 <= row["rewards"][0] <= 1 and row["prompt"] for row in rows)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_offload_changes_nothing(tmp_path, stage):
+    for kind in ["none", "optimizer", *(["all"] if stage == 3 else [])]:
+        train(tmp_path / kind, "steps=3", f"engine.zero_stage={stage}", f"engine.offload={kind}")
+        assert distance(final(tmp_path / "none"), final(tmp_path / kind)) < 1e-6
+
+
+def test_bf16_trains(tmp_path):
+    trainer = train(tmp_path, "steps=3", "engine.zero_stage=1", "model.dtype=bfloat16", "optim.lr=1e-2")
+    assert trainer.engine.updates == 3
+    assert all(math.isfinite(r["loss"]) and r["grad_norm"] > 0 for r in metrics(tmp_path) if "loss" in r)
+    assert {v.dtype for v in final(tmp_path).values()} == {torch.bfloat16}
+
+
+DYNAMIC = ["rollout.dynamic_sampling.enabled=true", "rollout.dynamic_sampling.max_rounds=3"]
+
+
+def sampled(folder, mark, *more):
+    trainer = make(folder, *DYNAMIC, *more, task=Fixed(mark))
+    rounds, seen = [], []
+    usual = trainer.sample_round
+
+    def sample_round():
+        rounds.append(usual())
+        seen.extend(p.id for p in dict.fromkeys(s.prompt.id for s in rounds[-1].samples) if False)
+        return rounds[-1]
+
+    trainer.sample_round = sample_round
+    kept = trainer.collect(Metrics(trainer.engine))
+    kept.advantages = trainer.advantages(kept, Metrics(trainer.engine))
+    release(trainer)
+    return trainer, rounds, kept
+
+
+def dull(trainer, count):
+    """The ids of the first `count` prompts of the stream."""
+    return {trainer.prompts[i].id for i in range(count)}
+
+
+def test_dynamic_sampling_refills_the_batch(tmp_path):
+    first = dull(make(tmp_path / "order", task=Fixed(spread)), 6)
+    trainer, rounds, kept = sampled(tmp_path / "run", lambda s: 1.0 if s.prompt.id in first else spread(s))
+    assert len(rounds) == 3 and trainer.cursor == 12  # 0, 2 and 4 informative groups of 4
+    assert len(kept) == 16 and not first & {s.prompt.id for s in kept.samples}
+    assert kept.advantages.reshape(4, 4).abs().sum(1).min() > 0
+    assert kept.group.tolist() == [g for g in (6, 7, 8, 9) for _ in range(4)]
+
+
+def test_dynamic_sampling_stops_when_full(tmp_path):
+    trainer, rounds, kept = sampled(tmp_path, spread)
+    assert len(rounds) == 1 and trainer.cursor == 4 and len(kept) == 16
+
+
+def test_dynamic_sampling_goes_on_with_what_it_has(tmp_path):
+    first = dull(make(tmp_path / "order", task=Fixed(spread)), 11)
+    trainer, rounds, kept = sampled(tmp_path / "run", lambda s: 1.0 if s.prompt.id in first else spread(s))
+    assert len(rounds) == 3 and trainer.cursor == 12 and len(kept) == 16
+    assert (kept.advantages.reshape(4, 4).abs().sum(1) > 0).tolist() == [True, False, False, False]
+
+
+def test_groups_outside_the_wanted_accuracy_teach_nothing(tmp_path):
+    """Every group is informative but too hard, so that all places are filled with groups that were turned down."""
+    _, rounds, kept = sampled(tmp_path, spread, "rollout.dynamic_sampling.low=0.99")
+    assert len(rounds) == 3 and len(kept) == 16
+    assert kept.advantages.tolist() == [0.0] * 16
