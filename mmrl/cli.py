@@ -169,21 +169,12 @@ def summary(accuracies: dict[str, float], folder: Path) -> str:
 
 
 def run_eval(options: argparse.Namespace) -> int:
-    from mmrl.config import load
     from mmrl.report.run import versions
-    from mmrl.trainer import evaluate
 
-    quieten()
-    origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null"]
-    config = load(options.config, [*options.overrides, *origin])
-    task, policy, ranks = build_task(config), build_policy(config, 0), start_ranks()
-    try:
-        result, _ = evaluate(policy, task, ranks, config.evaluation.prompts, config)
-    finally:
-        ranks.close()
+    config, task, result, _ = answer_held_out(options, None)
     protocol = {"seed": config.seed, "temperature": config.evaluation.temperature, "task": config.task.options}
     record = {"model": options.model, **result, "protocol": protocol, "versions": versions()}
-    target = Path(options.model if Path(options.model).is_dir() else ".") / "evaluation.json"
+    target = beside(options.model, "evaluation.json")
     target.write_text(json.dumps(record, indent=2))
     for name, value in result.items():
         print(f"{name.removeprefix('evaluation/'):>24}  {value:.4f}")
@@ -192,24 +183,38 @@ def run_eval(options: argparse.Namespace) -> int:
 
 
 def run_sample(options: argparse.Namespace) -> int:
-    from mmrl.config import load
     from mmrl.report.run import sample_table
-    from mmrl.trainer import evaluate
 
-    quieten()
-    origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null"]
-    config = load(options.config, [*options.overrides, *origin])
-    task, policy, ranks = build_task(config), build_policy(config, 0), start_ranks()
-    try:
-        _, samples = evaluate(policy, task, ranks, options.count, config)
-    finally:
-        ranks.close()
-    target = Path(options.model if Path(options.model).is_dir() else ".") / "samples.html"
+    _, task, _, samples = answer_held_out(options, options.count)
+    target = beside(options.model, "samples.html")
     target.write_text(sample_table(samples, {"accuracy": task.accuracy(samples).tolist()}))
     for sample in samples:
         print(f"{sample.prompt.text!r} -> {sample.response!r} (answer {sample.prompt.answer!r})")
     print(f"written to {target}")
     return 0
+
+
+def answer_held_out(options: argparse.Namespace, count: int | None) -> tuple[Any, Any, dict[str, float], list[Any]]:
+    """Configuration, task, result and samples of `count` held-out prompts (default: as configured)."""
+    from mmrl.config import load
+    from mmrl.engine import Ranks
+    from mmrl.trainer import evaluate
+
+    quieten()
+    origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null"]
+    config = load(options.config, [*options.overrides, *origin])
+    task, policy, ranks = build_task(config), build_policy(config, 0), Ranks()
+    try:
+        policy.module.to(ranks.device)
+        result, samples = evaluate(policy, task, ranks, count or config.evaluation.prompts, config)
+    finally:
+        ranks.close()
+    return config, task, result, samples
+
+
+def beside(model: str, name: str) -> Path:
+    """Where a result goes: into the run's or the model's folder, or here for a model from a hub."""
+    return Path(model if Path(model).is_dir() else ".") / name
 
 
 def run_doctor(options: argparse.Namespace) -> int:
@@ -321,12 +326,6 @@ def weights(model: str) -> str:
     """The folder of weights a run directory ended with, or the model itself."""
     final = Path(model) / "final"
     return str(final if final.is_dir() else model)
-
-
-def start_ranks() -> Any:
-    from mmrl.engine import Ranks
-
-    return Ranks()
 
 
 def arithmetic(config: Any, world: int, module: Any) -> str:

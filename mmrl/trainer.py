@@ -70,6 +70,7 @@ class Trainer:
         self.bad_steps = 0  # skipped updates in a row
         self.best: float | None = None
         self.accuracies: dict[str, float] = {}  # held-out accuracy by step
+        self.filler = torch.zeros(0, dtype=torch.bool)  # [rollout] places that dynamic sampling could not fill
         self.signalled = False  # this rank got SIGTERM
         self.stopping = False  # some rank did; all ranks learn it at the same step
 
@@ -123,6 +124,7 @@ class Trainer:
             spare.append(batch.select(~informative))
             if self.engine.max(sum(len(part) for part in kept) < wanted) == 0:
                 break
+        self.filler = torch.arange(wanted) >= sum(len(part) for part in kept)
         return Rollouts.concat([*kept, *spare]).select(torch.arange(wanted))
 
     def sample_round(self) -> Rollouts:
@@ -168,7 +170,7 @@ class Trainer:
         )
         metrics.set({f"advantages/{name}": float(value) for name, value in stats.items()})
         first = self.engine.rank * len(rollouts)
-        return values[first : first + len(rollouts)]
+        return values[first : first + len(rollouts)].masked_fill(self.filler, 0.0)
 
     # --- updates ---
 

@@ -66,9 +66,9 @@ def test_eval_writes_protocol_seed_and_versions(warm, tmp_path):
     assert re.search(r"accuracy +\d\.\d{4}", result.out)
 
 
-def test_eval_takes_a_run_directory_whose_name_looks_like_a_number(warm, tmp_path, monkeypatch):
-    (tmp_path / "2024").symlink_to(warm)
-    result = mmrl(tmp_path, "eval", "2024", WARM_START, *TINY, "rollout.group_size=1", cwd=str(tmp_path))
+def test_eval_takes_a_run_directory_whose_name_yaml_would_read_otherwise(warm, tmp_path):
+    (tmp_path / "lr: 3 #2").symlink_to(warm)
+    result = mmrl(tmp_path, "eval", "lr: 3 #2", WARM_START, *TINY, "rollout.group_size=1", cwd=str(tmp_path))
     assert (result.code, result.err) == (0, "")
 
 

@@ -52,6 +52,7 @@ def gradient(trainer, batch, **algorithm):
     changed = trainer.config.algorithm.model_copy(update={"kl": kl, **algorithm})
     probe = Trainer.__new__(Trainer)
     probe.__dict__.update(trainer.__dict__, config=trainer.config.model_copy(update={"algorithm": changed}))
+    probe.engine = trainer.policy.module  # autograd in place of the engine's backward
     loss, _ = probe.loss(batch, batch.mask.sum())
     found = torch.autograd.grad(loss, list(trainer.policy.module.parameters()), allow_unused=True)
     return torch.cat([g.flatten() for g in found if g is not None])
@@ -158,12 +159,18 @@ def test_an_update_moves_towards_rewarded_responses(tmp_path):
     assert moved[rollouts.advantages > 0].mean() > 0 > moved[rollouts.advantages < 0].mean()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_norm_is_reported_and_what_the_optimizer_gets_is_clipped(tmp_path, stage):
     """AdamW's first moment after one step is (1 - beta1) x the clipped gradient."""
     moments = {}
     for clip in (0.0, 0.5):
-        trainer = make(tmp_path / str(clip), "steps=1", f"optim.clip_grad_norm={clip}", f"engine.zero_stage={stage}")
+        trainer = make(
+            tmp_path / str(clip),
+            "steps=1",
+            "engine.micro_batch=16",
+            f"optim.clip_grad_norm={clip}",
+            f"engine.zero_stage={stage}",
+        )
         trainer.train()
         inner = trainer.engine._engine.optimizer
         state = getattr(inner, "optimizer", inner).state
@@ -203,7 +210,7 @@ def test_bad_steps_in_a_row_end_the_run_and_name_the_rollouts(tmp_path):
     with pytest.raises(UserError, match="2 updates in a row had a loss that is not finite.*bad-step-5-rank0.jsonl"):
         trainer.train()
     release(trainer)
-    assert trainer.engine.updates == 3 and trainer.step == 4
+    assert trainer.engine.updates == 2 and trainer.step == 4
     rows = [json.loads(line) for line in (tmp_path / "bad-step-5-rank0.jsonl").read_text().splitlines()]
     assert len(rows) == 16 and all(0 <= row["rewards"][0] <= 1 and row["prompt"] for row in rows)
 
@@ -211,7 +218,9 @@ def test_bad_steps_in_a_row_end_the_run_and_name_the_rollouts(tmp_path):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_offload_changes_nothing(tmp_path, stage):
     for kind in ["none", "optimizer", *(["all"] if stage == 3 else [])]:
-        train(tmp_path / kind, "steps=3", f"engine.zero_stage={stage}", f"engine.offload={kind}")
+        train(
+            tmp_path / kind, "steps=2", "engine.micro_batch=16", f"engine.zero_stage={stage}", f"engine.offload={kind}"
+        )
         assert distance(final(tmp_path / "none"), final(tmp_path / kind)) < 1e-6
 
 
@@ -227,12 +236,10 @@ DYNAMIC = ["rollout.dynamic_sampling.enabled=true", "rollout.dynamic_sampling.ma
 
 def sampled(folder, mark, *more):
     trainer = make(folder, *DYNAMIC, *more, task=Fixed(mark))
-    rounds, seen = [], []
-    usual = trainer.sample_round
+    rounds, usual = [], trainer.sample_round
 
     def sample_round():
         rounds.append(usual())
-        seen.extend(p.id for p in dict.fromkeys(s.prompt.id for s in rounds[-1].samples) if False)
         return rounds[-1]
 
     trainer.sample_round = sample_round

@@ -144,7 +144,7 @@ class Engine(Ranks):
     ) -> None:
         super().__init__()
         self.zero_stage = zero_stage
-        self._schedule = {"lr": lr, "warmup": warmup_steps, "schedule": schedule, "total": total_steps}
+        self._schedule: dict[str, Any] = {"lr": lr, "warmup": warmup_steps, "schedule": schedule, "total": total_steps}
         self.updates = 0  # optimizer steps taken, skipped ones not counted
         trained = [p for p in module.parameters() if p.requires_grad]
         decayed = [p for p in trained if p.ndim >= 2]
@@ -216,8 +216,29 @@ class Engine(Ranks):
         return {k: v.detach().cpu() for k, v in state.items()} if self.rank == 0 else {}
 
     def save(self, folder: Path) -> None:
-        """Weights, optimizer and step count of all ranks into `folder` (DeepSpeed's format)."""
-        self._engine.save_checkpoint(folder, tag="engine", client_state={"updates": self.updates}, save_latest=False)
+        """Weights, optimizer and step count of all ranks into `folder` (DeepSpeed's format).
+
+        Raises OSError or RuntimeError on the rank whose file could not be written. It still takes part in what
+        DeepSpeed does together with the others, who would otherwise wait for it for ever.
+        """
+        writer = self._engine.checkpoint_engine
+        problems: list[OSError | RuntimeError] = []
+
+        def write(*args: Any, **kwargs: Any) -> None:
+            try:
+                type(writer).save(writer, *args, **kwargs)
+            except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
+                problems.append(error)
+
+        writer.save = write
+        try:
+            self._engine.save_checkpoint(
+                folder, tag="engine", client_state={"updates": self.updates}, save_latest=False
+            )
+        finally:
+            del writer.save
+        if problems:
+            raise problems[0]
 
     def load(self, folder: Path) -> None:
         _, client = self._engine.load_checkpoint(folder, tag="engine", load_lr_scheduler_states=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -42,7 +44,8 @@ def generate(
         max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=list(eos), pad_token_id=pad, use_cache=True
     )
     processors = LogitsProcessorList([_Draw(sampling, seeds, inputs["input_ids"].device)])
-    output = model.generate(**inputs, generation_config=config, logits_processor=processors, synced_gpus=synced)
+    generator: Any = model  # the stubs of nn.Module take its methods for tensors
+    output = generator.generate(**inputs, generation_config=config, logits_processor=processors, synced_gpus=synced)
     responses = output[:, inputs["input_ids"].shape[1] :].cpu()
     return [_until_end(row, eos) for row in responses]
 

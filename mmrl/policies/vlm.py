@@ -289,7 +289,8 @@ class VisionLanguagePolicy:
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Write model (or adapter) and processor in transformers' own format. state: of `self.module`."""
         weights = {name.removeprefix("model."): value for name, value in state.items()}
-        self.module.model.save_pretrained(folder, state_dict=weights)
+        model: Any = self.module.model
+        model.save_pretrained(folder, state_dict=weights)
         self.processor.save_pretrained(folder)
 
 
@@ -325,8 +326,10 @@ def load(
         raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from None
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
-    model = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype, attn_implementation=attention)
-    frozen_copy = copy.deepcopy(model).requires_grad_(False) if reference and lora is None else None
+    model: Any = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype, attn_implementation=attention)
+    frozen_copy = (
+        copy.deepcopy(model).requires_grad_(False) if reference and lora is None and not adapter.is_file() else None
+    )
     if adapter.is_file():
         model = peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     elif lora is not None:

@@ -29,7 +29,7 @@ class DigitsData(_Section):
     cells: int = 3
     scale: int = 1
     jitter: int = 0
-    careless: float = Field(0.0, ge=0, le=1)  # share of training demonstrations whose number is one too high
+    careless: float = Field(default=0.0, ge=0, le=1)  # share of training demonstrations whose number is one too high
 
 
 class _Rows(_Section):

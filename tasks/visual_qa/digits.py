@@ -117,8 +117,8 @@ class DigitsSource:
     Train and held-out rows are made of disjoint images and of disjoint random streams, also at equal seeds. Item i is
     of kind `kinds[i % len(kinds)]`, so kinds are balanced to within one. A question whose answer would be ambiguous is
     never asked. Metadata: `kind`, `digits` (left to right), `images` (indices into `load_digits`), `place` and
-    `demonstration`: what a supervised run is shown, the answer or, for the share `careless` of the numeric questions, one
-    more than the answer. The answer itself is always right.
+    `demonstration`: what a supervised run is shown, which is the answer or, for the share `careless` of the numeric
+    questions, one more than the answer. The answer itself is always right.
 
     Raises ValueError for an unknown split or kind, or a layout that has no names for its places.
     """

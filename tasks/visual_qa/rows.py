@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from PIL import Image
 from mmrl.rollouts import Prompt
 
 MARKER = "<image>"
+log = logging.getLogger(__name__)
 
 
 class RowError(ValueError):
@@ -159,3 +161,7 @@ class RowSource:
                 f"{self.name}: {len(self.bad)} of {total} rows cannot be used, more than "
                 f"max_bad_share={max_bad_share:g} allows; mend or remove them, or raise max_bad_share: {listed}"
             )
+        if self.bad:
+            log.warning("%s: %d of %d rows cannot be used and are left out:", self.name, len(self.bad), total)
+        for row in self.bad:
+            log.warning("  %s", row.reason)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -84,7 +85,8 @@ def build_processor() -> Qwen2_5_VLProcessor:
 
 def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
     """About 0.7M parameters; heads of 32, the smallest that vLLM's CPU attention takes."""
-    vision_start, vision_end, image, video = map(tokenizer.convert_tokens_to_ids, VISION)
+    ids: list[Any] = [tokenizer.convert_tokens_to_ids(token) for token in VISION]
+    vision_start, vision_end, image, video = ids
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     return Qwen2_5_VLConfig(
         text_config={
