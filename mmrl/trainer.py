@@ -23,7 +23,7 @@ from mmrl.core.reduce import denominator, reduce
 from mmrl.core.regularizers import kl_estimate, token_divergence
 from mmrl.core.surrogates import surrogate
 from mmrl.data import PromptStream, Source, rollout_seeds
-from mmrl.engine import Engine
+from mmrl.engine import Engine, Ranks
 from mmrl.errors import UserError
 from mmrl.report.run import Run
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
@@ -401,7 +401,7 @@ class Metrics:
 
 
 def evaluate(
-    policy: Policy, task: Task, engine: Engine, count: int, config: Config
+    policy: Policy, task: Task, engine: Ranks, count: int, config: Config
 ) -> tuple[dict[str, float], list[Sample]]:
     """Held-out accuracy with its standard error, and this rank's samples. Every rank takes every world-th prompt."""
     settings = config.evaluation

@@ -3,6 +3,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
+# Tests start processes of their own; two threads each on two cores spin against one another and take ten times as long.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 .venv/bin/ruff check mmrl tasks sims tests scripts
 .venv/bin/ruff format --check --quiet mmrl tasks sims tests scripts
 .venv/bin/mypy
