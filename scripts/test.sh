@@ -2,7 +2,7 @@
 # Set up .venv if need be and run the tests; arguments go to pytest (for the long ones: bash scripts/test.sh -m slow).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/setup.sh
+bash scripts/setup.sh
 # Tests start processes of their own; two threads each on two cores spin against one another and take ten times as long.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 .venv/bin/ruff check mmrl tasks sims tests scripts

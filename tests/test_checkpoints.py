@@ -3,6 +3,7 @@
 import errno
 import shutil
 
+import deepspeed
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ def alone():
     before = dict(os.environ)
     yield
     if dist.is_initialized():
-        dist.destroy_process_group()
+        deepspeed.comm.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)
 

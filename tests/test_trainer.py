@@ -4,6 +4,7 @@ import json
 import math
 import os
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ def alone():
     before = dict(os.environ)
     yield
     if dist.is_initialized():
-        dist.destroy_process_group()
+        deepspeed.comm.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)
 

@@ -115,7 +115,7 @@ class Ranks:
         """
         if sys.exc_info()[0] is None:
             dist.barrier()
-        dist.destroy_process_group()
+        deepspeed.comm.destroy_process_group()  # torch's own, and the groups that DeepSpeed remembers
 
 
 class Engine(Ranks):
