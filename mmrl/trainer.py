@@ -116,7 +116,9 @@ class Trainer:
             if sampling.enabled:
                 assert batch.rewards is not None and batch.accuracy is not None
                 scored = (
-                    batch.accuracy if sampling.low is not None or sampling.high is not None else total_reward(batch)
+                    batch.accuracy
+                    if sampling.low is not None or sampling.high is not None
+                    else total_reward(batch, self.task.reward_weights)
                 )
                 informative, _ = keep_informative_groups(scored, batch.group, low=sampling.low, high=sampling.high)
             metrics.add("dynamic_sampling/kept", informative.float())
@@ -210,7 +212,7 @@ class Trainer:
                 finite = False
                 loss = loss * torch.nan  # the engine skips a step whose gradient is not finite, on every rank
             self.engine.backward(loss)
-            metrics.add("loss", loss[None], sums=True)
+            metrics.add("loss", loss[None] / (self.config.total_updates / self.config.steps), sums=True)
             for name, values in stats.items():
                 metrics.add(name, values[micro.mask.to(values.device)])
         applied, norm = self.engine.step()
@@ -430,10 +432,11 @@ def evaluate(
     return result, samples
 
 
-def total_reward(batch: Rollouts) -> Tensor:
-    """[rollout] the plain sum of the components; NaN where any is."""
+def total_reward(batch: Rollouts, weights: list[float]) -> Tensor:
+    """[rollout] the weighted sum of the components that weigh anything; NaN where one of those is."""
     assert batch.rewards is not None
-    return batch.rewards.sum(1)
+    weight = torch.tensor(weights)
+    return (batch.rewards * weight)[:, weight != 0].sum(1)
 
 
 def due(step: int, every: int, last: int | None = None) -> bool:
