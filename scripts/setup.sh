@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Create .venv and install mmrl in editable mode with the versions of constraints.txt. Quick when nothing changed.
-# MMRL_EXTRAS names the extras (default: dev,huggingface).
+# MMRL_EXTRAS names the extras (default: dev,huggingface,diffusion,ocr,mujoco).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-extras=${MMRL_EXTRAS:-dev,huggingface}
+extras=${MMRL_EXTRAS:-dev,huggingface,diffusion,ocr,mujoco}
 stamp=.venv/.mmrl-setup
 want=$(cat pyproject.toml constraints.txt <(echo "$extras") | sha256sum)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
