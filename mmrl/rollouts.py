@@ -29,13 +29,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a reward function sees of one rollout: the prompt, the decoded response and how the generation ended."""
+    """What a reward function sees of one rollout: the prompt, and the response or picture it was answered with."""
 
     prompt: Prompt
-    response: str
-    response_length: int  # tokens, the end token included
-    truncated: bool  # reached max_response_length without an end token
-    max_response_length: int
+    response: str = ""
+    response_length: int = 0  # tokens, the end token included
+    truncated: bool = False  # reached max_response_length without an end token
+    max_response_length: int = 0
+    image: Tensor | None = None  # [channel, height, width] fp32 on the CPU, 0 to 1 in gamut, as decoded: not clamped
 
 
 @dataclass

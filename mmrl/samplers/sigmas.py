@@ -1,0 +1,75 @@
+"""Sigma grids: the noise levels a sampler visits, from pure noise (1) down to data (0).
+
+A grid is owned as one array; a step is an integer index into it, and a timestep is never looked up by value.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`sigmas` [steps + 1] fp32, strictly falling, the last one 0; `times` [steps] fp32, what the network is told at
+    each step (sigma times a constant for flow models, the training timestep for noise-predicting ones).
+
+    DDIM grids hold float64 sigmas: near 1 an fp32 sigma no longer knows how much signal is left.
+    """
+
+    sigmas: Tensor
+    times: Tensor
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+
+def linear(steps: int) -> Tensor:
+    """[steps + 1]: 1, 1 - 1/steps, ..., 0. Raises ValueError for fewer than one step."""
+    if steps < 1:
+        raise ValueError(f"a sigma grid needs at least 1 step, got {steps}")
+    return torch.linspace(1, 0, steps + 1, dtype=torch.float64).float()
+
+
+def shifted(steps: int, shift: float) -> Tensor:
+    """The linear grid moved towards noise, s -> shift s / (1 + (shift - 1) s) (Stable Diffusion 3, arXiv 2403.03206).
+
+    A shift of 1 changes nothing. Raises ValueError unless shift > 0.
+    """
+    return shift_towards_noise(linear(steps), shift)
+
+
+def shift_towards_noise(sigma: Tensor, shift: float) -> Tensor:
+    """s -> shift s / (1 + (shift - 1) s), in float64 and rounded once; 0 and 1 stay exactly where they are."""
+    if not shift > 0:
+        raise ValueError(f"shift must be positive, got {shift}")
+    s = sigma.double()
+    return (shift * s / (1 + (shift - 1) * s)).to(sigma.dtype)
+
+
+def dynamic_shift(
+    tokens: int, *, base_tokens: int = 256, max_tokens: int = 4096, base: float = 0.5, largest: float = 1.15
+) -> float:
+    """FLUX's resolution-dependent shift, exp(mu) with mu linear in the number of image tokens.
+
+    `base` and `largest` are mu at `base_tokens` and `max_tokens` (diffusers' `calculate_shift`).
+    """
+    slope = (largest - base) / (max_tokens - base_tokens)
+    return math.exp(base + slope * (tokens - base_tokens))
+
+
+def ddim_grid(alphas_cumprod: Tensor, timesteps: Tensor) -> Grid:
+    """The grid of a noise-predicting model: sigma = sqrt(1 - alpha_bar) at the given training timesteps [steps], and 0.
+
+    Raises ValueError unless `timesteps` fall strictly and lie inside the training schedule.
+    """
+    times = timesteps.long()
+    if len(times) < 1 or bool((times.diff() >= 0).any()):
+        raise ValueError("timesteps must fall strictly and hold at least one step")
+    if int(times.min()) < 0 or int(times.max()) >= len(alphas_cumprod):
+        raise ValueError(f"timesteps must lie in [0, {len(alphas_cumprod) - 1}]")
+    sigmas = (1 - alphas_cumprod.double()[times]).sqrt()
+    return Grid(torch.cat([sigmas, sigmas.new_zeros(1)]), times.float())
