@@ -22,8 +22,12 @@ def finished(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("step-*") if p.is_dir() and not p.suffix)
 
 
-def save(folder: Path, step: int, state: dict[str, Any], engine: Engine, *, keep: int) -> Path:
+def save(
+    folder: Path, step: int, state: dict[str, Any], averages: dict[str, Any], engine: Engine, *, keep: int
+) -> Path:
     """Write folder/step-N and remove all but the newest `keep`. A collective: every rank calls it.
+
+    `state` is the same on all ranks; `averages` holds named dictionaries of this rank's tensors.
 
     Raises UserError if it can not be written (a full disk, say); earlier checkpoints stay as they were.
     """
@@ -36,7 +40,8 @@ def save(folder: Path, step: int, state: dict[str, Any], engine: Engine, *, keep
     try:
         pending.mkdir(parents=True, exist_ok=True)
         engine.save(pending)
-        torch.save({"torch": torch.get_rng_state()}, pending / f"rng-{engine.rank}.pt")
+        own = {"random": torch.get_rng_state(), "averages": averages}
+        torch.save(own, pending / f"rank-{engine.rank}.pt")
         if engine.rank == 0:
             (pending / "trainer.json").write_text(json.dumps({"step": step, **state}))
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
@@ -53,15 +58,16 @@ def save(folder: Path, step: int, state: dict[str, Any], engine: Engine, *, keep
     return target
 
 
-def load(path: Path, engine: Engine) -> dict[str, Any]:
-    """Restore engine and random state from a finished checkpoint; returns the trainer's state."""
+def load(path: Path, engine: Engine) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Restore engine and random state from a finished checkpoint; returns the trainer's state and the averages."""
     state = json.loads((path / "trainer.json").read_text())
-    ranks = len(list(path.glob("rng-*.pt")))
+    ranks = len(list(path.glob("rank-*.pt")))
     if ranks != engine.world:
         raise UserError(f"checkpoint {path} was written by {ranks} ranks and can not be resumed with {engine.world}")
     engine.load(path)
-    torch.set_rng_state(torch.load(path / f"rng-{engine.rank}.pt", weights_only=True)["torch"])
-    return state
+    own = torch.load(path / f"rank-{engine.rank}.pt", weights_only=True)
+    torch.set_rng_state(own["random"])
+    return state, own["averages"]
 
 
 def save_weights(folder: Path, policy: Any, engine: Engine) -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
-import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from mmrl.errors import UserError  # noqa: E402
-
-BUILT_IN_TASKS = {"visual_qa": "tasks.visual_qa:build"}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -88,6 +83,7 @@ def one_step(config: Any, folder: str) -> Any:
 def train(config: Any, *, dry: bool = False) -> int:
     import torch
 
+    from mmrl.build import build_engine, build_policy, build_task
     from mmrl.config import to_yaml
     from mmrl.report.run import Run
     from mmrl.trainer import Trainer, check_batch
@@ -104,7 +100,7 @@ def train(config: Any, *, dry: bool = False) -> int:
     task = build_task(config)
     if task.train is None:
         raise UserError("the task has no questions to train on, only held-out ones; name them in task.data")
-    policy = build_policy(config, rank)
+    policy = build_policy(config)
     engine = build_engine(config, policy)
     try:
         check_batch(config, engine.world)
@@ -131,33 +127,31 @@ def train(config: Any, *, dry: bool = False) -> int:
 
 def check_run_dir(config: Any, folder: Path) -> None:
     """Raises UserError, before anything is written, where the run can not start or go on in `folder`."""
-    from mmrl.checkpoints import finished
-    from mmrl.trainer import check_same_training
+    from mmrl.trainer import resumable
 
     metrics = folder / "metrics.jsonl"
     if not config.checkpoint.resume:
         if metrics.exists() and metrics.stat().st_size > 0:  # empty: a run that failed before its first line
             raise UserError(f"run_dir={folder} already holds a run; set checkpoint.resume=true or name another one")
         return
-    found = finished(folder / "checkpoints")
-    if not found:
-        raise UserError(f"checkpoint.resume=true, but run_dir={folder} holds no finished checkpoint")
-    saved = json.loads((found[-1] / "trainer.json").read_text())["config"]
-    check_same_training(saved, config.model_dump(mode="json"), found[-1])
+    resumable(config, folder)
 
 
 def check_surrogate(algorithm: Any) -> None:
     """Raises UserError for options that the surrogate does not have or lacks."""
     import torch
 
-    from mmrl.core.surrogates import surrogate
+    from mmrl.core.surrogates import contrast, surrogate
 
-    options = dict(algorithm.surrogate_options)
+    options, nothing = dict(algorithm.surrogate_options), torch.zeros(1, 1)
     if algorithm.surrogate == "divergence_mask":
-        options["divergence"] = torch.zeros(1, 1)
+        options["divergence"] = nothing
     try:
-        surrogate(torch.zeros(1, 1), torch.zeros(1), kind=algorithm.surrogate, **options)
-    except ValueError as error:
+        if algorithm.surrogate == "contrast":
+            contrast(nothing, nothing, torch.zeros(1), **options)
+        else:
+            surrogate(nothing, torch.zeros(1), kind=algorithm.surrogate, **options)
+    except (ValueError, TypeError) as error:
         raise UserError(f"algorithm.surrogate_options: {error}") from None
 
 
@@ -196,6 +190,7 @@ def run_sample(options: argparse.Namespace) -> int:
 
 def answer_held_out(options: argparse.Namespace, count: int | None) -> tuple[Any, Any, dict[str, float], list[Any]]:
     """Configuration, task, result and samples of `count` held-out prompts (default: as configured)."""
+    from mmrl.build import build_policy, build_task
     from mmrl.config import load
     from mmrl.engine import Ranks
     from mmrl.trainer import evaluate
@@ -203,7 +198,7 @@ def answer_held_out(options: argparse.Namespace, count: int | None) -> tuple[Any
     quieten()
     origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null"]
     config = load(options.config, [*options.overrides, *origin])
-    task, policy, ranks = build_task(config), build_policy(config, 0), Ranks()
+    task, policy, ranks = build_task(config), build_policy(config), Ranks()
     try:
         policy.module.to(ranks.device)
         result, samples = evaluate(policy, task, ranks, count or config.evaluation.prompts, config)
@@ -231,95 +226,6 @@ def run_doctor(options: argparse.Namespace) -> int:
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     print(f"{'device':<20} {device}")
     return 0
-
-
-# --- building the parts from the configuration ---
-
-
-def build_task(config: Any) -> Any:
-    from pydantic import ValidationError
-
-    name = config.task.name
-    target = BUILT_IN_TASKS.get(name, name)
-    if ":" not in target:
-        known = ", ".join(BUILT_IN_TASKS)
-        raise UserError(f"task.name={name} is unknown; use one of {known}, or package.module:function")
-    try:
-        return locate(target, "task.name")(config.task.options, config.seed)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"task.{'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from None
-    except (ValueError, OSError, ImportError) as error:
-        raise UserError(f"task: {error}") from None
-
-
-def build_policy(config: Any, rank: int) -> Any:
-    from mmrl.generation.sampling import Sampling
-    from mmrl.policies import vlm
-
-    model, rollout = config.model, config.rollout
-    path = model.path
-    if model.build is not None:
-        # Each rank writes its own copy: the function is deterministic and ranks may not share a disk.
-        path = tempfile.mkdtemp(prefix="mmrl-model-")
-        locate(model.build, "model.build")(path, seed=config.seed)
-    if path is None:
-        raise UserError("model.path is not set: give a folder or a hub name, such as Qwen/Qwen2.5-VL-3B-Instruct")
-    try:
-        policy = vlm.load(
-            path,
-            dtype=model.dtype,
-            attention=model.attention,
-            freeze=model.freeze,
-            lora=None if model.lora is None else model.lora.model_dump(),
-            activation_checkpointing=model.activation_checkpointing,
-            processor=model.processor,
-            reference=config.algorithm.kl.coefficient > 0,
-            sampling=Sampling(rollout.temperature, rollout.top_p, rollout.top_k),
-            max_prompt_length=rollout.max_prompt_length,
-            max_response_length=rollout.max_response_length,
-            logp_chunk=config.engine.logp_chunk,
-        )
-    except (OSError, ImportError, ValueError) as error:  # no weights, no processor, no flash attention, no such layer
-        raise UserError(f"model {path} can not be loaded: {error}") from None
-    if model.build is not None:
-        shutil.rmtree(path)
-    return policy
-
-
-def build_engine(config: Any, policy: Any) -> Any:
-    from mmrl.engine import Engine
-    from mmrl.policies.vlm import Lockstep
-
-    optim = config.optim
-    if not any(p.requires_grad for p in policy.module.parameters()):
-        raise UserError(f"model.freeze={config.model.freeze} leaves nothing to train")
-    engine = Engine(
-        policy.module,
-        lr=optim.lr,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        warmup_steps=optim.warmup_steps,
-        schedule=optim.schedule,
-        total_steps=config.total_updates,
-        clip_grad_norm=optim.clip_grad_norm,
-        zero_stage=config.engine.zero_stage,
-        offload=config.engine.offload,
-        dtype=config.model.dtype,
-    )
-    if config.engine.zero_stage == 3:
-        policy.lockstep = Lockstep(engine.max)
-    return engine
-
-
-def locate(target: str, key: str) -> Callable[..., Any]:
-    """The object named by "package.module:name". Raises UserError naming the configuration key."""
-    module, _, name = target.partition(":")
-    try:
-        return vars(importlib.import_module(module))[name]
-    except (ImportError, KeyError, ValueError) as error:
-        raise UserError(f"{key}={target}: no such function ({error}); expected package.module:function") from None
 
 
 def weights(model: str) -> str:

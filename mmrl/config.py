@@ -5,7 +5,9 @@ Only `cli` and `trainer` see `Config`; every other room gets plain arguments or 
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import math
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from yaml import YAMLError
 
 from mmrl.errors import UserError
+from mmrl.samplers.settings import Denoising
 
 
 class Section(BaseModel):
@@ -36,6 +39,7 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
+    kind: Literal["vision_language", "diffusion"] = "vision_language"
     path: str | None = None  # a folder or a hub name; or `build`
     build: str | None = None  # "package.module:function" called with (folder, seed=...), writes a model made in code
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -82,6 +86,7 @@ class RolloutConfig(Section):
     max_prompt_length: int = Field(default=1024, ge=1)  # tokens, image tokens included
     max_response_length: int = Field(default=256, ge=1)  # tokens
     micro_batch: int | None = Field(default=None, ge=1)  # rollouts generated at once on a rank; default: all of them
+    score_in_background: bool = False  # score one micro-batch while the next is generated
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
 
     @model_validator(mode="after")
@@ -95,7 +100,16 @@ class RolloutConfig(Section):
 
 class KLConfig(Section):
     coefficient: float = Field(default=0.0, ge=0)  # 0: no reference model is loaded
-    kind: Literal["k1", "k2", "k3"] = "k3"
+    kind: Literal["k1", "k2", "k3", "exact", "velocity"] = "k3"  # tokens: k1, k2, k3; denoising: exact, velocity
+
+
+class SamplingPolicyConfig(Section):
+    """Rollouts come from an average of the weights, whose decay grows as slope x (step - start), up to `most`
+    (DiffusionNFT, arXiv 2509.16117)."""
+
+    slope: float = Field(default=0.001, ge=0)
+    most: float = Field(default=0.5, ge=0, lt=1)
+    start: int = Field(default=0, ge=0)
 
 
 class AlgorithmConfig(Section):
@@ -103,8 +117,11 @@ class AlgorithmConfig(Section):
     baseline: Literal["mean", "leave_one_out", "length_weighted", "shrinkage", "none"] = "mean"
     scale: Literal["group_std", "batch_std", "none"] = "group_std"
     components: Literal["sum", "normalise_each", "gated"] = "sum"
-    level: Literal["decision", "sequence"] = "decision"
-    surrogate: Literal["clip", "dual_clip", "cispo", "soft", "divergence_mask", "gaussian_weight", "reinforce"] = "clip"
+    level: Literal["decision", "segment", "sequence"] = "decision"
+    ratio: Literal["plain", "normalised"] = "plain"  # normalised: GRPO-Guard's, for Gaussian steps
+    surrogate: Literal[
+        "clip", "dual_clip", "cispo", "soft", "divergence_mask", "gaussian_weight", "reinforce", "contrast"
+    ] = "clip"
     clip_low: float = Field(default=0.2, ge=0)
     clip_high: float = Field(default=0.28, ge=0)
     surrogate_options: dict[str, float] = {}
@@ -114,6 +131,7 @@ class AlgorithmConfig(Section):
     epochs: int = Field(default=1, ge=1)
     minibatches: int = Field(default=1, ge=1)  # optimizer steps an epoch
     mask_truncated: bool = False  # leave out rollouts cut at max_response_length (overlong filtering, DAPO)
+    sampling_policy: SamplingPolicyConfig | None = None  # roll out with a slower average of the weights
 
 
 class OptimConfig(Section):
@@ -124,6 +142,7 @@ class OptimConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)  # optimizer steps of linear warm-up
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     clip_grad_norm: float = Field(default=1.0, ge=0)  # 0: off
+    ema: float | None = Field(default=None, gt=0, lt=1)  # decay of averaged weights: evaluated, and written at the end
 
 
 class EngineConfig(Section):
@@ -173,6 +192,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
+    denoising: Denoising = Denoising()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()
     engine: EngineConfig = EngineConfig()
@@ -196,6 +216,37 @@ class Config(Section):
             raise ValueError(
                 "model.dtype=bfloat16 with engine.zero_stage=0 keeps no fp32 copy of the weights, and small updates "
                 "round to nothing; set engine.zero_stage=1 or higher"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _options_fit_the_kind_of_decision(self) -> Config:
+        """An option of tokens means nothing for Gaussian steps, and the other way round."""
+        diffusion, algorithm, denoising = self.model.kind == "diffusion", self.algorithm, self.denoising
+        if diffusion and algorithm.entropy_coefficient != 0:
+            raise ValueError(
+                "algorithm.entropy_coefficient: a denoising step has constant entropy, so it changes nothing; remove it"
+            )
+        if algorithm.kl.coefficient > 0 and diffusion != (algorithm.kl.kind in ("exact", "velocity")):
+            raise ValueError(
+                f"algorithm.kl.kind={algorithm.kl.kind} is not for model.kind={self.model.kind}; use "
+                f"{'exact or velocity' if diffusion else 'k1, k2 or k3'}"
+            )
+        contrast = diffusion and denoising.likelihood == "contrast"
+        if algorithm.method == "grpo" and contrast != (algorithm.surrogate == "contrast"):
+            raise ValueError("algorithm.surrogate=contrast and denoising.likelihood=contrast go together")
+        chain = diffusion and denoising.likelihood == "chain"
+        if algorithm.ratio == "normalised" and not chain:
+            raise ValueError("algorithm.ratio=normalised is for denoising chains (denoising.likelihood=chain)")
+        if algorithm.level == "segment" and not (chain and denoising.chunks):
+            raise ValueError("algorithm.level=segment needs a denoising chain and denoising.chunks")
+        if algorithm.kl.coefficient > 0 and algorithm.kl.kind == "exact" and not chain:
+            raise ValueError("algorithm.kl.kind=exact needs denoising.likelihood=chain; use velocity")
+        leaves = math.prod(denoising.branching)
+        if diffusion and denoising.branching and leaves != self.rollout.group_size:
+            raise ValueError(
+                f"denoising.branching={list(denoising.branching)} makes {leaves} leaves a tree; "
+                f"set rollout.group_size={leaves}"
             )
         return self
 
@@ -283,9 +334,10 @@ def _one_line(error: Exception) -> str:
 
 def _explain(model: type[BaseModel], error: ValidationError) -> str:
     # A misspelt key first: where the key is required, it would else be reported as missing.
-    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    unknown = ("extra_forbidden", "unexpected_keyword_argument")
+    first = min(error.errors(), key=lambda e: e["type"] not in unknown)
     where = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
+    if first["type"] in unknown:
         valid = _valid_keys(model, first["loc"][:-1])
         near = difflib.get_close_matches(str(first["loc"][-1]), valid, n=1, cutoff=0.4)
         prefix = where.rpartition(".")[0]
@@ -296,18 +348,25 @@ def _explain(model: type[BaseModel], error: ValidationError) -> str:
     return f"{where}: {message}{given}" if where else message
 
 
-def _valid_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+def _valid_keys(model: type, location: tuple[int | str, ...]) -> list[str]:
     """The keys of the section at `location`, found through the fields' annotations."""
     for part in location:
-        field = model.model_fields.get(str(part))
-        nested = [] if field is None else _models_in(field.annotation)
+        nested = _sections_in(_fields(model).get(str(part)))
         if not nested:
             continue  # a list index or the tag of a union: the section stays the same
         model = nested[0]
-    return list(model.model_fields)
+    return list(_fields(model))
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+def _fields(model: type) -> dict[str, Any]:
+    """Field names and annotations of a section, be it a pydantic model or a dataclass."""
+    if issubclass(model, BaseModel):
+        return {name: field.annotation for name, field in model.model_fields.items()}
+    hints = typing.get_type_hints(model)
+    return {name: hint for name, hint in hints.items() if hint is not typing.ClassVar}
+
+
+def _sections_in(annotation: Any) -> list[type]:
+    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
         return [annotation]
-    return [m for argument in typing.get_args(annotation) for m in _models_in(argument)]
+    return [m for argument in typing.get_args(annotation) for m in _sections_in(argument)]

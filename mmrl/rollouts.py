@@ -53,9 +53,12 @@ class Rollouts:
     mask: Tensor  # [rollout, decision] bool, True where a decision counts
     rewards: Tensor | None = None  # [rollout, component] float32, NaN where a component could not be scored
     accuracy: Tensor | None = None  # [rollout] float32, the task's own measure of success, NaN where unknown
-    advantages: Tensor | None = None  # [rollout] float32
+    advantages: Tensor | None = None  # [rollout] float32, or [rollout, decision] where credit differs by decision
+    nodes: Tensor | None = None  # [rollout, decision] int64: equal ids in a group made that decision together (a tree)
     old_logp: Tensor | None = None  # [rollout, decision] float32, under the policy that made the rollout
     ref_logp: Tensor | None = None  # [rollout, decision] float32, under the reference policy
+    old_prediction: Tensor | None = None  # [rollout, decision, ...] float32, what `Replay.prediction` was then
+    ref_prediction: Tensor | None = None  # [rollout, decision, ...] float32, what it is under the reference policy
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -104,3 +107,10 @@ class Replay:
     logp: Tensor
     entropy: Tensor | None = None  # None where it is constant (a Gaussian step of fixed variance)
     log_ratio: Tensor | None = None  # given where the policy has a more exact form than logp - old_logp
+    divergence: Tensor | None = None  # exact KL to the old policy, where there is one
+    reference_kl: Tensor | None = None  # to the reference policy, where rollouts.ref_prediction is given
+    prediction: Tensor | None = None  # [rollout, decision, ...] detached: what old and reference are compared by
+    std: Tensor | None = None  # of a Gaussian step
+    weight: Tensor | None = None  # detached, of the decision in the loss; None: all alike
+    segments: Tensor | None = None  # int64, the unit of level "segment" that a decision belongs to
+    errors: tuple[Tensor, Tensor] | None = None  # of the implicit positive and negative policy (DiffusionNFT)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,13 +19,14 @@ from torch import Tensor, nn
 from mmrl import checkpoints
 from mmrl.config import Config
 from mmrl.core.advantages import group_advantages
+from mmrl.core.credit import branch_advantages
 from mmrl.core.filters import keep_informative_groups
-from mmrl.core.ratios import log_ratio
+from mmrl.core.ratios import by_unit, normalised
 from mmrl.core.reduce import denominator, reduce
 from mmrl.core.regularizers import kl_estimate, token_divergence
-from mmrl.core.surrogates import surrogate
+from mmrl.core.surrogates import contrast, surrogate
 from mmrl.data import PromptStream, Source, rollout_seeds
-from mmrl.engine import Engine, Ranks
+from mmrl.engine import Engine, Ranks, Shadow, ramp, warmed_up
 from mmrl.errors import UserError
 from mmrl.report.run import Run
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
@@ -33,16 +36,17 @@ class Policy(Protocol):
     """What the trainer asks of a policy, whatever it is."""
 
     module: nn.Module
+    max_decisions: int  # of a rollout
 
-    def rollout(
-        self, prompts: list[Prompt], group_size: int, seeds: list[int], *, temperature: float | None = None
-    ) -> Rollouts: ...
+    def rollout(self, prompts: list[Prompt], group_size: int, seeds: list[int], *, step: int) -> Rollouts: ...
 
-    def demonstrate(self, prompts: list[Prompt]) -> Rollouts: ...
+    def respond(self, prompts: list[Prompt], seeds: list[int]) -> list[Sample]: ...
+
+    def demonstrate(self, prompts: list[Prompt], seeds: list[int]) -> Rollouts: ...
 
     def replay(self, rollouts: Rollouts, model: Any) -> Replay: ...
 
-    def reference_logp(self, rollouts: Rollouts) -> Tensor: ...
+    def reference(self, rollouts: Rollouts) -> Replay: ...
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None: ...
 
@@ -55,9 +59,11 @@ class Task(Protocol):
     reward_names: list[str]
     reward_weights: list[float]
 
-    def score(self, samples: list[Sample]) -> Tensor: ...
+    def score(self, samples: list[Sample], group: Tensor) -> Tensor: ...
 
     def accuracy(self, samples: list[Sample]) -> Tensor: ...
+
+    def measures(self, samples: list[Sample], group: Tensor) -> dict[str, Tensor]: ...
 
 
 class Trainer:
@@ -65,6 +71,9 @@ class Trainer:
         check_batch(config, engine.world)
         self.config, self.policy, self.task, self.engine, self.run = config, policy, task, engine, run
         self.prompts = PromptStream(task.train, config.seed)
+        self.ema = None if config.optim.ema is None else Shadow(policy.module, warmed_up(config.optim.ema))
+        slow = config.algorithm.sampling_policy
+        self.sampling_policy = None if slow is None else Shadow(policy.module, ramp(slow.slope, slow.most, slow.start))
         self.step = 0  # finished steps
         self.cursor = 0  # next position of the prompt stream
         self.bad_steps = 0  # skipped updates in a row
@@ -81,12 +90,14 @@ class Trainer:
             self.evaluate()
         while self.step < self.config.steps and not self.stopping:
             metrics = Metrics(self.engine)
-            with metrics.phase("rollout"):
+            with metrics.phase("rollout"), applied(self.sampling_policy):
                 rollouts = self.collect(metrics)
             rollouts.advantages = self.advantages(rollouts, metrics)
             with metrics.phase("update"):
                 for minibatch in self.minibatches(rollouts):
                     self.update(minibatch, metrics)
+            if self.sampling_policy is not None:
+                self.sampling_policy.update()
             self.step += 1
             self.log(rollouts, metrics)
             if due(self.step, self.config.evaluation.every, self.config.steps):
@@ -94,7 +105,7 @@ class Trainer:
             self.stopping = bool(self.engine.max(self.signalled))
             if self.stopping or due(self.step, self.config.checkpoint.every):
                 self.save()
-        checkpoints.save_weights(self.run.folder / "final", self.policy, self.engine)
+        self.save_weights("final")
 
     # --- rollouts ---
 
@@ -136,22 +147,26 @@ class Trainer:
         positions = list(range(first, first + share))
         self.cursor += config.rollout.prompts
         prompts = [self.prompts[p] for p in positions]
+        seeds = rollout_seeds(config.seed, positions, config.group_size)
+        group = torch.tensor(positions).repeat_interleave(config.group_size)
         if config.algorithm.method == "supervised":
-            batch = self.policy.demonstrate(prompts)
-        else:
-            size = max(1, (config.rollout.micro_batch or len(prompts) * config.group_size) // config.group_size)
-            parts = [
-                self.policy.rollout(
-                    prompts[i : i + size],
-                    config.group_size,
-                    rollout_seeds(config.seed, positions[i : i + size], config.group_size),
-                )
-                for i in range(0, len(prompts), size)
-            ]
-            batch = Rollouts.concat(parts)
-            batch.rewards = self.task.score(batch.samples)
-            batch.accuracy = self.task.accuracy(batch.samples)
-        batch.group = torch.tensor(positions).repeat_interleave(config.group_size)
+            batch = self.policy.demonstrate(prompts, seeds)
+            batch.group = group
+            return batch
+        size = max(1, (config.rollout.micro_batch or len(group)) // config.group_size)
+        parts, scores = [], []
+        with ThreadPoolExecutor(max_workers=1) as background:
+            for i in range(0, len(prompts), size):
+                rows = slice(i * config.group_size, (i + size) * config.group_size)
+                part = self.policy.rollout(prompts[i : i + size], config.group_size, seeds[rows], step=self.step)
+                parts.append(part)
+                scores.append(background.submit(self.task.score, part.samples, group[rows]))
+                if not config.rollout.score_in_background:
+                    scores[-1].result()
+        batch = Rollouts.concat(parts)
+        batch.group = group
+        batch.rewards = torch.cat([score.result() for score in scores])
+        batch.accuracy = self.task.accuracy(batch.samples)
         return batch
 
     def advantages(self, rollouts: Rollouts, metrics: Metrics) -> Tensor:
@@ -159,6 +174,9 @@ class Trainer:
         algorithm = self.config.algorithm
         if rollouts.rewards is None:
             return torch.ones(len(rollouts))  # demonstrations
+        if rollouts.nodes is not None:
+            total = total_reward(rollouts, self.task.reward_weights)  # a tree lies on one rank
+            return branch_advantages(total, rollouts.group, rollouts.nodes, scale=algorithm.scale)
         everyone = self.engine.gather((rollouts.rewards, rollouts.group, rollouts.mask.sum(1)))
         rewards, group, lengths = (torch.cat(column) for column in zip(*everyone, strict=True))
         values, stats = group_advantages(
@@ -191,12 +209,15 @@ class Trainer:
         parts = [
             [rollouts.select(index) for index in part.split(size)] for part in order.tensor_split(algorithm.minibatches)
         ]
+        several = algorithm.epochs * algorithm.minibatches > 1 or self.sampling_policy is not None
         for micro in (micro for part in parts for micro in part):
-            if algorithm.epochs * algorithm.minibatches > 1 and algorithm.method == "grpo":
-                with torch.no_grad():
-                    micro.old_logp = self.policy.replay(micro, self.engine).logp
+            if several and algorithm.method == "grpo":
+                with torch.no_grad(), applied(self.sampling_policy):
+                    old = self.policy.replay(micro, self.engine)
+                micro.old_logp, micro.old_prediction = old.logp, old.prediction
             if algorithm.kl.coefficient > 0:
-                micro.ref_logp = self.policy.reference_logp(micro)
+                reference = self.policy.reference(micro)
+                micro.ref_logp, micro.ref_prediction = reference.logp, reference.prediction
         for _ in range(algorithm.epochs):
             for place in torch.randperm(len(parts), generator=generator).tolist():
                 yield parts[place]
@@ -215,11 +236,14 @@ class Trainer:
             metrics.add("loss", loss[None] / (self.config.total_updates / self.config.steps), sums=True)
             for name, values in stats.items():
                 metrics.add(name, values[micro.mask.to(values.device)])
-        applied, norm = self.engine.step()
+        metrics.set({"lr": self.engine.lr})
+        changed, norm = self.engine.step()
         metrics.add("grad_norm", torch.tensor([norm]))
-        metrics.add("updates_skipped", torch.tensor([0.0 if applied else 1.0]))
-        self.bad_steps = 0 if applied else self.bad_steps + 1
-        if not applied:
+        metrics.add("updates_skipped", torch.tensor([0.0 if changed else 1.0]))
+        self.bad_steps = 0 if changed else self.bad_steps + 1
+        if changed and self.ema is not None:
+            self.ema.update()
+        if not changed:
             self._report_bad_step(minibatch, "loss" if not finite else "gradient")
 
     def loss(self, micro: Rollouts, total: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -231,27 +255,14 @@ class Trainer:
         if algorithm.method == "supervised":
             values = -replay.logp
         else:
-            old = replay.logp.detach() if micro.old_logp is None else micro.old_logp
-            ratio = replay.log_ratio
-            if ratio is None:
-                ratio = log_ratio(replay.logp, old, mask, level=algorithm.level)
-            assert micro.advantages is not None
-            options: dict[str, Any] = dict(algorithm.surrogate_options)
-            if algorithm.surrogate == "divergence_mask":
-                options["divergence"] = token_divergence(replay.logp, old)
-            values, stats = surrogate(
-                ratio,
-                micro.advantages.to(ratio.device),
-                kind=algorithm.surrogate,
-                clip_low=algorithm.clip_low,
-                clip_high=algorithm.clip_high,
-                **options,
-            )
-            stats = {f"surrogate/{name}": value for name, value in stats.items()}
-            stats["surrogate/ratio_gap"] = (ratio.detach().exp() - 1).abs()
+            values, stats = self.surrogate(micro, replay, mask)
+        if replay.weight is not None:
+            values = values * replay.weight
         if algorithm.kl.coefficient > 0:
-            assert micro.ref_logp is not None
-            kl = kl_estimate(replay.logp, micro.ref_logp, kind=algorithm.kl.kind)
+            kl = replay.reference_kl
+            if kl is None:
+                assert micro.ref_logp is not None
+                kl = kl_estimate(replay.logp, micro.ref_logp, kind=algorithm.kl.kind)
             values = values + algorithm.kl.coefficient * kl
             stats["kl"] = kl.detach()
         if algorithm.entropy_coefficient != 0:
@@ -262,8 +273,38 @@ class Trainer:
             values = values - algorithm.entropy_coefficient * replay.entropy
         if replay.entropy is not None:
             stats["entropy"] = replay.entropy.detach()
-        length = self.config.rollout.max_response_length
-        return reduce(values, mask, mode=algorithm.reduce, total=total, length=length), stats
+        return reduce(values, mask, mode=algorithm.reduce, total=total, length=self.policy.max_decisions), stats
+
+    def surrogate(self, micro: Rollouts, replay: Replay, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Values to minimise and statistics, [rollout, decision]."""
+        algorithm = self.config.algorithm
+        options: dict[str, Any] = dict(algorithm.surrogate_options)
+        assert micro.advantages is not None
+        advantages = micro.advantages.to(replay.logp.device)
+        if replay.errors is not None:
+            values, stats = contrast(*replay.errors, advantages, strength=self.config.denoising.strength, **options)
+        else:
+            old = replay.logp.detach() if micro.old_logp is None else micro.old_logp
+            ratio = replay.logp - old if replay.log_ratio is None else replay.log_ratio
+            if algorithm.ratio == "normalised":
+                assert replay.divergence is not None and replay.std is not None
+                ratio = normalised(ratio, replay.divergence, replay.std)
+            ratio = by_unit(ratio, mask, level=algorithm.level, segments=replay.segments)
+            if algorithm.surrogate == "divergence_mask":
+                exact = replay.divergence
+                options["divergence"] = token_divergence(replay.logp, old) if exact is None else exact
+            values, stats = surrogate(
+                ratio,
+                advantages,
+                kind=algorithm.surrogate,
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+                **options,
+            )
+            stats["ratio_gap"] = (ratio.detach().exp() - 1).abs()
+            if replay.divergence is not None:
+                stats["divergence"] = replay.divergence
+        return values, {f"surrogate/{name}": value for name, value in stats.items()}
 
     def _report_bad_step(self, minibatch: list[Rollouts], what: str) -> None:
         path = self.run.folder / f"bad-step-{self.step + 1}-rank{self.engine.rank}.jsonl"
@@ -288,7 +329,8 @@ class Trainer:
         """Accuracy on the first evaluation.prompts held-out prompts, by kind too where prompts have one."""
         settings = self.config.evaluation
         started = time.perf_counter()
-        result, samples = evaluate(self.policy, self.task, self.engine, settings.prompts, self.config)
+        with applied(self.ema):
+            result, samples = evaluate(self.policy, self.task, self.engine, settings.prompts, self.config)
         accuracy = result["evaluation/accuracy"]
         result["time/evaluation"] = time.perf_counter() - started
         self.run.log(self.step, result)
@@ -299,7 +341,7 @@ class Trainer:
         self.accuracies[str(self.step)] = accuracy
         if self.config.checkpoint.best and self.step > 0 and (self.best is None or accuracy > self.best):
             self.best = accuracy
-            checkpoints.save_weights(self.run.folder / "best", self.policy, self.engine)
+            self.save_weights("best")
         return result
 
     # --- log, save, resume, stop ---
@@ -309,13 +351,12 @@ class Trainer:
         if rollouts.rewards is not None:
             for k, name in enumerate(names):
                 metrics.add(f"reward/{name}", rollouts.rewards[:, k])
-            metrics.add("reward/unscored", rollouts.rewards.isnan().float())
+            metrics.add("unscored", rollouts.rewards.isnan().float())
+            for name, measured in self.task.measures(rollouts.samples, rollouts.group).items():
+                metrics.add(name, measured)
         if rollouts.accuracy is not None:
             metrics.add("accuracy", rollouts.accuracy)
-        metrics.add("response/length", torch.tensor([float(s.response_length) for s in rollouts.samples]))
-        metrics.add("response/truncated", torch.tensor([float(s.truncated) for s in rollouts.samples]))
         values = metrics.result()
-        values["lr"] = self.engine.lr
         values["throughput/rollouts_per_second"] = self.config.rollouts_per_step / values["time/step"]
         self.run.log(self.step, values)
         self.run.line(step_line(self.step, self.config.steps, values))
@@ -323,7 +364,7 @@ class Trainer:
             shown = rollouts.select(torch.arange(min(self.config.log.samples, len(rollouts))))
             columns = {} if shown.rewards is None else dict(zip(names, shown.rewards.T.tolist(), strict=True))
             assert shown.advantages is not None
-            columns["advantage"] = shown.advantages.tolist()
+            columns["advantage"] = shown.advantages.reshape(len(shown), -1).mean(1).tolist()
             self.run.samples(f"train-{self.step:06d}", shown.samples, columns)
 
     def save(self) -> None:
@@ -335,24 +376,30 @@ class Trainer:
             "config": self.config.model_dump(mode="json"),
         }
         folder = self.run.folder / "checkpoints"
-        path = checkpoints.save(folder, self.step, state, self.engine, keep=self.config.checkpoint.keep)
+        averages = {name: shadow.state() for name, shadow in self._shadows().items()}
+        path = checkpoints.save(folder, self.step, state, averages, self.engine, keep=self.config.checkpoint.keep)
         self.run.line(f"saved {path}")
 
-    def resume(self) -> None:
-        """Go on from the newest finished checkpoint of the run directory.
+    def save_weights(self, name: str) -> None:
+        """Into the run directory, in the library's own format: what evaluation measures, the average where there is
+        one."""
+        with applied(self.ema):
+            checkpoints.save_weights(self.run.folder / name, self.policy, self.engine)
 
-        Raises UserError if there is none, or it was written under a configuration that trains differently.
-        """
-        found = checkpoints.finished(self.run.folder / "checkpoints")
-        if not found:
-            raise UserError(f"checkpoint.resume=true, but {self.run.folder} holds no finished checkpoint")
-        state = json.loads((found[-1] / "trainer.json").read_text())
-        check_same_training(state["config"], self.config.model_dump(mode="json"), found[-1])
-        checkpoints.load(found[-1], self.engine)
+    def _shadows(self) -> dict[str, Shadow]:
+        named = {"ema": self.ema, "sampling_policy": self.sampling_policy}
+        return {name: shadow for name, shadow in named.items() if shadow is not None}
+
+    def resume(self) -> None:
+        """Go on from the newest finished checkpoint of the run directory; raises as `resumable`."""
+        path = resumable(self.config, self.run.folder)
+        state, averages = checkpoints.load(path, self.engine)
+        for name, shadow in self._shadows().items():
+            shadow.load(averages[name])
         self.step, self.cursor, self.best = state["step"], state["cursor"], state["best"]
         self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]
         self.run.forget_after(self.step)
-        self.run.line(f"resumed from {found[-1]}")
+        self.run.line(f"resumed from {path}")
 
     def _stop(self, signum: int, frame: Any) -> None:
         self.signalled = True
@@ -405,7 +452,10 @@ class Metrics:
 def evaluate(
     policy: Policy, task: Task, engine: Ranks, count: int, config: Config
 ) -> tuple[dict[str, float], list[Sample]]:
-    """Held-out accuracy with its standard error, and this rank's samples. Every rank takes every world-th prompt."""
+    """Held-out accuracy with its standard error, the task's measures, and this rank's samples.
+
+    Every rank takes every world-th prompt.
+    """
     settings = config.evaluation
     count = min(count, len(task.evaluation))
     share = -(-count // engine.world)  # equal on all ranks, as ZeRO-3 needs; the surplus is not counted
@@ -415,21 +465,29 @@ def evaluate(
         part = indices[start : start + settings.micro_batch]
         seeds = rollout_seeds(config.seed + 1, part, 1)
         prompts = [task.evaluation[i] for i in part]
-        samples += policy.rollout(prompts, 1, seeds, temperature=settings.temperature).samples
-    marks = task.accuracy(samples).nan_to_num(0.0).tolist()
+        samples += policy.respond(prompts, seeds)
+    columns = {"accuracy": task.accuracy(samples).nan_to_num(0.0), **task.measures(samples, torch.tensor(indices))}
+    rows = [{name: float(values[i]) for name, values in columns.items()} for i in range(share)]
     kinds = [str(s.prompt.metadata.get("kind", "")) for s in samples]
-    gathered = engine.gather(list(zip(indices, marks, kinds, strict=True)))
-    by_index = {index: (mark, kind) for rank in gathered for index, mark, kind in rank}
-    correct = torch.tensor([mark for mark, _ in by_index.values()])
-    result = {
-        "evaluation/accuracy": float(correct.mean()),
-        "evaluation/standard_error": float(correct.std() / len(correct) ** 0.5) if len(correct) > 1 else 0.0,
-        "evaluation/n": float(len(correct)),
-    }
+    gathered = engine.gather(list(zip(indices, rows, kinds, strict=True)))
+    by_index = {index: (row, kind) for rank in gathered for index, row, kind in rank}
+    result = {}
+    for name in columns:
+        known = [row[name] for row, _ in by_index.values() if not math.isnan(row[name])]
+        if known:
+            result[f"evaluation/{name}"] = sum(known) / len(known)
     for kind in sorted({kind for _, kind in by_index.values()} - {""}):
-        of_kind = [mark for mark, k in by_index.values() if k == kind]
+        of_kind = [row["accuracy"] for row, k in by_index.values() if k == kind]
         result[f"evaluation/accuracy/{kind}"] = sum(of_kind) / len(of_kind)
+    marks = torch.tensor([row["accuracy"] for row, _ in by_index.values()])
+    result["evaluation/n"] = float(len(marks))
+    result["evaluation/standard_error"] = float(marks.std() / len(marks) ** 0.5) if len(marks) > 1 else 0.0
     return result, samples
+
+
+def applied(shadow: Shadow | None) -> AbstractContextManager[None]:
+    """Inside it the policy computes with averaged weights, where there are any."""
+    return nullcontext() if shadow is None else shadow.applied()
 
 
 def total_reward(batch: Rollouts, weights: list[float]) -> Tensor:
@@ -469,6 +527,19 @@ def check_batch(config: Config, world: int) -> None:
             f"{mine} rollouts a rank (rollout.prompts x group_size / ranks) can not be cut into "
             f"algorithm.minibatches={algorithm.minibatches} equal parts"
         )
+
+
+def resumable(config: Config, folder: Path) -> Path:
+    """The newest finished checkpoint of the run directory `folder`.
+
+    Raises UserError if there is none, or it was written under a configuration that trains differently.
+    """
+    found = checkpoints.finished(folder / "checkpoints")
+    if not found:
+        raise UserError(f"checkpoint.resume=true, but run_dir={folder} holds no finished checkpoint")
+    saved = json.loads((found[-1] / "trainer.json").read_text())["config"]
+    check_same_training(saved, config.model_dump(mode="json"), found[-1])
+    return found[-1]
 
 
 def check_same_training(saved: dict[str, Any], now: dict[str, Any], path: Path, prefix: str = "") -> None:

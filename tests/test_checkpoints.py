@@ -152,7 +152,7 @@ def test_resume_refuses_what_it_can_not_continue(tmp_path):
     trainer = make(tmp_path, "steps=3", "checkpoint.keep=5", "evaluation.prompts=2")  # these may change
     trainer.resume()
     assert trainer.step == 1
-    (tmp_path / "checkpoints" / "step-000001" / "rng-1.pt").touch()
+    (tmp_path / "checkpoints" / "step-000001" / "rank-1.pt").touch()
     with pytest.raises(UserError, match="was written by 2 ranks and can not be resumed with 1"):
         trainer.resume()
     release(trainer)

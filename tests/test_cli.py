@@ -87,13 +87,13 @@ def test_grpo_logs_what_a_run_is_judged_by(warm, tmp_path):
     result = mmrl(tmp_path, "train", WARM_START, *TINY, *grpo, *origin, random, f"run_dir={run}", "optim.lr=1e-2")
     assert (result.code, result.err) == (0, "")
     first, second = metrics(run)[1:3]
-    named = {"reward/exact_match", "reward/random", "reward/unscored", "accuracy", "advantages/zero_variance_groups"}
+    named = {"reward/exact_match", "reward/random", "unscored", "accuracy", "advantages/zero_variance_groups"}
     named |= {"entropy", "surrogate/ratio_gap", "surrogate/clip_low", "surrogate/clip_high", "grad_norm", "lr", "loss"}
     named |= {"response/length", "response/truncated", "time/rollout", "time/update", "time/step"}
     named |= {"throughput/rollouts_per_second"}
     for row in (first, second):
         assert named <= row.keys()
-        assert 0 <= row["reward/random"] <= 1 and row["reward/unscored"] == 0
+        assert 0 <= row["reward/random"] <= 1 and row["unscored"] == 0
         assert 1 <= row["response/length"] <= 4 and 0 <= row["response/truncated"] <= 1
         assert row["throughput/rollouts_per_second"] == pytest.approx(32 / row["time/step"])
     assert first["grad_norm"] > 0 and first["entropy"] > 0

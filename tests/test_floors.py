@@ -14,12 +14,12 @@ FLOORS = [
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "sims", "mmrl.report", "mmrl.data", "mmrl.config"],
     ["mmrl.policies", "mmrl.checkpoints"],
     ["tasks"],
-    ["mmrl.trainer"],
+    ["mmrl.trainer", "mmrl.build"],
     ["mmrl.cli"],
     ["mmrl.__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-SEE_THE_CONFIGURATION = {"mmrl.config", "mmrl.trainer", "mmrl.cli"}
+SEE_THE_CONFIGURATION = {"mmrl.config", "mmrl.trainer", "mmrl.build", "mmrl.cli"}
 ONLY_TORCH = {"mmrl.core", "mmrl.samplers"}  # besides the standard library and kernels
 
 

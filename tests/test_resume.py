@@ -108,7 +108,7 @@ def test_a_killed_run_goes_on_from_its_newest_finished_checkpoint(tmp_path, mome
     written = {
         "created": lambda: pending(run),
         "weights": lambda: any(list(p.glob("engine/mp_rank*")) for p in pending(run)),
-        "optimizer": lambda: any(list(p.glob("rng-0.pt")) for p in pending(run)),
+        "optimizer": lambda: any(list(p.glob("rank-0.pt")) for p in pending(run)),
         "state": lambda: any((p / "trainer.json").exists() for p in pending(run)),
         "training": lambda: not pending(run),
     }

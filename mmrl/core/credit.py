@@ -25,3 +25,45 @@ def from_step_rewards(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> T
         carried = rewards[:, t] + gamma * carried
         returns[:, t] = carried
     return returns.where(counted, 0)
+
+
+def branch_advantages(
+    rewards: Tensor, group: Tensor, nodes: Tensor, *, scale: str = "group_std", eps: float = 1e-6
+) -> Tensor:
+    """[B, T]: advantages of the decisions of a tree of rollouts, step by step (BranchGRPO, arXiv 2509.06040).
+
+    rewards [B] (NaN where unscored), group [B], nodes [B, T] int64: rollouts with the same id at t in one group made
+    decision t together. A node is worth the mean reward of its leaves; its advantage at t is that worth minus the mean
+    over the nodes of its group at t, divided by their unbiased std + eps ("group_std") or not ("none"). Where all nodes
+    of a depth are worth the same, or there is one, it is exactly 0; so it is for nodes without a scored leaf. Without
+    shared nodes every column is the group-normalised reward.
+
+    Raises ValueError for an unknown scale.
+    """
+    if scale not in ("group_std", "none"):
+        raise ValueError(f"scale of branch advantages must be group_std or none; got {scale!r}")
+    result = torch.zeros(nodes.shape, dtype=rewards.dtype, device=rewards.device)
+    for g in group.unique():
+        rows = (group == g).nonzero().flatten()
+        for t in range(nodes.shape[1]):
+            _, place = nodes[rows, t].unique(return_inverse=True)
+            worth = torch.stack([rewards[rows][place == n].nanmean() for n in range(int(place.max()) + 1)])
+            known = worth[~worth.isnan()]
+            if len(known) < 2 or bool((known == known[0]).all()):
+                continue
+            advantage = worth - known.mean()
+            if scale == "group_std":
+                advantage = advantage / (known.std() + eps)
+            result[rows, t] = advantage.nan_to_num(0.0)[place]
+    return result
+
+
+def first_of_each_node(group: Tensor, nodes: Tensor) -> Tensor:
+    """[B, T] bool: True for the first rollout of each node, so that a shared decision is counted once."""
+    first = torch.zeros(nodes.shape, dtype=torch.bool, device=nodes.device)
+    seen: list[set[tuple[int, int]]] = [set() for _ in range(nodes.shape[1])]
+    for row, (g, ids) in enumerate(zip(group.tolist(), nodes.tolist(), strict=True)):
+        for t, node in enumerate(ids):
+            first[row, t] = (g, node) not in seen[t]
+            seen[t].add((g, node))
+    return first

@@ -25,10 +25,15 @@ def log_ratio(
 
     Raises ValueError for an unknown level, and for level "segment" without `segments`.
     """
+    return by_unit(logp - old_logp.detach(), mask, level=level, segments=segments)
+
+
+def by_unit(log_ratio: Tensor, mask: Tensor, *, level: str = "decision", segments: Tensor | None = None) -> Tensor:
+    """Log-ratios [B, T] that are known per decision, brought to `level` and clamped, as `log_ratio` does it."""
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}; got {level!r}")
     counted = mask.bool()
-    difference = (logp - old_logp.detach()).where(counted, 0)
+    difference = log_ratio.where(counted, 0)
     if level == "sequence":
         mean = difference.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
         difference = mean.expand_as(difference)
@@ -37,6 +42,16 @@ def log_ratio(
             raise ValueError("level 'segment' needs segments [B, T]")
         difference = _segment_mean(difference, counted, segments)
     return difference.clamp(-BOUND, BOUND).where(counted, 0)
+
+
+def normalised(log_ratio: Tensor, divergence: Tensor, std: Tensor) -> Tensor:
+    """GRPO-Guard's regulated log-ratio of Gaussian steps, (log_ratio + divergence) std (arXiv 2510.22319).
+
+    All [B, T]; `divergence` is the exact KL to the old policy in the units of log_ratio (mean or sum over elements),
+    detached here. Under the old policy log_ratio has mean -KL and a spread that goes as 1 / std: this takes out both,
+    so that one clip range bounds every step alike and from both sides.
+    """
+    return (log_ratio + divergence.detach()) * std
 
 
 @torch.no_grad()

@@ -113,6 +113,7 @@ class VisionLanguagePolicy:
         max_response_length: int = 256,
         logp_chunk: int = 1024,
         reference: nn.Module | None = None,
+        evaluation_temperature: float = 0.0,
     ) -> None:
         core = transformers_model(model)
         self.processor = processor
@@ -124,11 +125,12 @@ class VisionLanguagePolicy:
         suppressed = never_sampled(core, self.tokenizer, self.eos)
         self.sampling = replace(sampling or Sampling(), suppressed=suppressed)
         self.max_prompt_length = max_prompt_length
-        self.max_response_length = max_response_length
+        self.max_response_length = self.max_decisions = max_response_length
+        self.evaluation_temperature = evaluation_temperature
         self.module = TokenScorer(model, self.sampling, logp_chunk)
         self.module.eval()  # dropout would make replay differ from sampling
         self._recompute(True)
-        self.reference = None if reference is None else TokenScorer(reference, self.sampling, logp_chunk).eval()
+        self.frozen = None if reference is None else TokenScorer(reference, self.sampling, logp_chunk).eval()
         self.lockstep: Lockstep | None = None
 
     @property
@@ -163,9 +165,17 @@ class VisionLanguagePolicy:
         return Tokens(ids, ids.new_empty(0), sequence, pictures)
 
     def rollout(
-        self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, temperature: float | None = None
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        seeds: Sequence[int],
+        *,
+        step: int = 0,
+        temperature: float | None = None,
     ) -> Rollouts:
-        """Sample `group_size` responses a prompt. seeds: one a rollout, prompt by prompt. group: the prompt's place."""
+        """Sample `group_size` responses a prompt. seeds: one a rollout, prompt by prompt. group: the prompt's place.
+
+        Sampling is the same at every `step` of training."""
         encoded = [tokens for prompt in prompts for tokens in [self.encode(prompt)] * group_size]
         sampling = self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
         rows = self._with_ballast(encoded)
@@ -184,8 +194,12 @@ class VisionLanguagePolicy:
         answered = [replace(t, response=r) for t, r in zip(encoded, responses, strict=False)]
         return self._rollouts([p for p in prompts for _ in range(group_size)], answered, group_size)
 
-    def demonstrate(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """The prompts with their known answers as responses, for supervised learning."""
+    def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
+        """One response a prompt at the temperature of evaluation."""
+        return self.rollout(prompts, 1, seeds, temperature=self.evaluation_temperature).samples
+
+    def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int] = ()) -> Rollouts:
+        """The prompts with their known answers as responses, for supervised learning; nothing here is random."""
         rows = []
         for prompt in prompts:
             text = prompt.metadata.get("demonstration", prompt.answer)
@@ -247,13 +261,13 @@ class VisionLanguagePolicy:
         return Replay(logp=blank.index_put(place, logp), entropy=blank.index_put(place, entropy))
 
     @torch.no_grad()
-    def reference_logp(self, rollouts: Rollouts) -> Tensor:
-        """[rollout, decision]: with LoRA the model with its adapters off, else the frozen copy made at the start."""
+    def reference(self, rollouts: Rollouts) -> Replay:
+        """Replay by the reference policy: with LoRA the model without its adapters, else the copy made at the start."""
         if isinstance(self.module.model, peft.PeftModel):
             with self.module.model.disable_adapter():
-                return self.replay(rollouts, self.module).logp
-        assert self.reference is not None
-        return self.replay(rollouts, self.reference.to(self.device)).logp
+                return self.replay(rollouts, self.module)
+        assert self.frozen is not None
+        return self.replay(rollouts, self.frozen.to(self.device))
 
     def collate(self, rows: Sequence[Tokens], *, padding_side: str) -> dict[str, Tensor]:
         """One batch of model inputs. Per-token inputs are padded to the longest row; per-picture inputs are zero-padded

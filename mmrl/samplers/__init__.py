@@ -1,1 +1,1 @@
-"""Denoising: sigma grids, transitions, windows, guidance and the chain that joins them. Imports only torch and kernels."""
+"""Denoising: sigma grids, transitions, windows, guidance, and the chain that joins them; only torch and kernels."""

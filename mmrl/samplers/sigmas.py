@@ -14,8 +14,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Grid:
-    """`sigmas` [steps + 1] fp32, strictly falling, the last one 0; `times` [steps] fp32, what the network is told at
-    each step (sigma times a constant for flow models, the training timestep for noise-predicting ones).
+    """`sigmas` [steps + 1] fp32, strictly falling to 0; `times` [steps] fp32, what the network is told at each step
+    (sigma times a constant for flow models, the training timestep for noise-predicting ones).
 
     DDIM grids hold float64 sigmas: near 1 an fp32 sigma no longer knows how much signal is left.
     """
@@ -61,8 +61,9 @@ def dynamic_shift(
     return math.exp(base + slope * (tokens - base_tokens))
 
 
-def ddim_grid(alphas_cumprod: Tensor, timesteps: Tensor) -> Grid:
-    """The grid of a noise-predicting model: sigma = sqrt(1 - alpha_bar) at the given training timesteps [steps], and 0.
+def ddim_grid(alphas_cumprod: Tensor, timesteps: Tensor, final_alpha: float = 1.0) -> Grid:
+    """The grid of a noise-predicting model: sigma = sqrt(1 - alpha_bar) at the given training timesteps [steps], and at
+    last that of `final_alpha` (diffusers' `final_alpha_cumprod`, which is below 1 for Stable Diffusion 1.5).
 
     Raises ValueError unless `timesteps` fall strictly and lie inside the training schedule.
     """
@@ -72,4 +73,4 @@ def ddim_grid(alphas_cumprod: Tensor, timesteps: Tensor) -> Grid:
     if int(times.min()) < 0 or int(times.max()) >= len(alphas_cumprod):
         raise ValueError(f"timesteps must lie in [0, {len(alphas_cumprod) - 1}]")
     sigmas = (1 - alphas_cumprod.double()[times]).sqrt()
-    return Grid(torch.cat([sigmas, sigmas.new_zeros(1)]), times.float())
+    return Grid(torch.cat([sigmas, sigmas.new_tensor([math.sqrt(1 - final_alpha)])]), times.float())

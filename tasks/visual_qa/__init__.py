@@ -34,7 +34,7 @@ class VisualQA:
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
         self._rewards, self._accuracy = rewards, accuracy
 
-    def score(self, samples: Sequence[Sample]) -> torch.Tensor:
+    def score(self, samples: Sequence[Sample], group: torch.Tensor | None = None) -> torch.Tensor:
         """Unweighted reward components [rollout, component], float32, NaN where one could not be scored."""
         return self._rewards.score(samples)
 
@@ -42,6 +42,13 @@ class VisualQA:
         """What the verifier of the evaluation gives [rollout], float32, NaN where it could not tell."""
         values = [self._accuracy(sample) for sample in samples]
         return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
+
+    def measures(self, samples: Sequence[Sample], group: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Length in tokens and whether generation was cut, [rollout]."""
+        return {
+            "response/length": torch.tensor([float(s.response_length) for s in samples]),
+            "response/truncated": torch.tensor([float(s.truncated) for s in samples]),
+        }
 
 
 class Asked:

@@ -21,7 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import mmrl.policies.vlm  # noqa: F401  (imported once, in the server that workers are forked from)
-from mmrl import cli
+from mmrl import build, cli
 from mmrl.config import load, to_yaml
 from mmrl.report.run import Run
 from mmrl.rollouts import Prompt
@@ -69,11 +69,14 @@ class Fixed:
         self.train = self.evaluation = Questions(Prompt(str(i), f"Where is the {i}?", picture) for i in range(size))
         self.mark = mark
 
-    def score(self, samples):
+    def score(self, samples, group=None):
         return torch.tensor([[float(self.mark(s))] for s in samples])
 
     def accuracy(self, samples):
         return self.score(samples)[:, 0]
+
+    def measures(self, samples, group):
+        return {}
 
 
 def blind_on_rank_one(options, seed):
@@ -96,10 +99,10 @@ def make(folder, *overrides, task=None) -> Trainer:
     """What `mmrl train` builds before it trains."""
     config = load(TINY, [f"run_dir={folder}", *overrides])
     torch.manual_seed(config.seed)
-    policy = cli.build_policy(config, 0)
-    engine = cli.build_engine(config, policy)
+    policy = build.build_policy(config)
+    engine = build.build_engine(config, policy)
     run = Run(Path(folder), to_yaml(config), writes=engine.rank == 0)
-    return Trainer(config, policy, task or cli.build_task(config), engine, run)
+    return Trainer(config, policy, task or build.build_task(config), engine, run)
 
 
 def release(trainer: Trainer) -> None:

@@ -29,4 +29,4 @@ def test_a_launcher_starts_two_ranks(tmp_path, launcher):
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert [r["step"] for r in metrics(tmp_path)] == [1, 1]
-    assert len(list((tmp_path / "checkpoints" / "step-000001").glob("rng-*.pt"))) == 2
+    assert len(list((tmp_path / "checkpoints" / "step-000001").glob("rank-*.pt"))) == 2

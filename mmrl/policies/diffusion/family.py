@@ -22,8 +22,10 @@ class Family(Protocol):
     x = sqrt(1 - sigma^2) data + sigma noise.
     """
 
-    space: Literal["flow", "noise"]
     module: nn.Module  # what is trained, and what the engine wraps
+
+    @property
+    def space(self) -> Literal["flow", "noise"]: ...
 
     def latent_shape(self, resolution: int | None) -> tuple[int, int, int]:
         """Of one image of `resolution` x `resolution` pixels; None: the model's own size."""
@@ -53,6 +55,10 @@ class Family(Protocol):
 
     def decode(self, latents: Tensor) -> Tensor:
         """[n, channel, height, width] latents -> [n, 3 or 1, height, width] pixels, 0 to 1 in gamut, not clamped."""
+        ...
+
+    def to_latents(self, pixels: Tensor) -> Tensor:
+        """The inverse of `decode` [n, 3 or 1, height, width] -> [n, channel, height, width], for demonstrations."""
         ...
 
     def reference(self) -> AbstractContextManager[None]:

@@ -1,0 +1,116 @@
+"""The parts of a job, made from its configuration."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mmrl.config import Config
+from mmrl.engine import Engine
+from mmrl.errors import UserError
+from mmrl.policies import diffusion, vlm
+
+BUILT_IN_TASKS = {"visual_qa": "tasks.visual_qa:build", "image_generation": "tasks.image_generation:build"}
+
+
+def build_task(config: Config) -> Any:
+    name = config.task.name
+    target = BUILT_IN_TASKS.get(name, name)
+    if ":" not in target:
+        known = ", ".join(BUILT_IN_TASKS)
+        raise UserError(f"task.name={name} is unknown; use one of {known}, or package.module:function")
+    try:
+        return locate(target, "task.name")(config.task.options, config.seed)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"task.{'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from None
+    except (ValueError, OSError, ImportError) as error:
+        raise UserError(f"task: {error}") from None
+
+
+def build_policy(config: Config) -> Any:
+    model = config.model
+    if model.build is None:
+        if model.path is None:
+            raise UserError("model.path is not set: give a folder or a hub name, such as Qwen/Qwen2.5-VL-3B-Instruct")
+        return load_policy(config, model.path)
+    # Each rank writes its own copy: the function is deterministic and ranks may not share a disk.
+    folder = tempfile.mkdtemp(prefix="mmrl-model-")
+    try:
+        locate(model.build, "model.build")(folder, seed=config.seed)
+        return load_policy(config, folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def load_policy(config: Config, path: str) -> Any:
+    load = {"vision_language": vision_language, "diffusion": diffusion_model}[config.model.kind]
+    try:
+        return load(config, path)
+    except (OSError, ImportError, ValueError) as error:  # no weights, no processor, no flash attention, no such layer
+        raise UserError(f"model {path} can not be loaded: {error}") from None
+
+
+def vision_language(config: Config, path: str) -> vlm.VisionLanguagePolicy:
+    from mmrl.generation.sampling import Sampling
+
+    model, rollout = config.model, config.rollout
+    return vlm.load(
+        path,
+        dtype=model.dtype,
+        attention=model.attention,
+        freeze=model.freeze,
+        lora=None if model.lora is None else model.lora.model_dump(),
+        activation_checkpointing=model.activation_checkpointing,
+        processor=model.processor,
+        reference=config.algorithm.kl.coefficient > 0,
+        sampling=Sampling(rollout.temperature, rollout.top_p, rollout.top_k),
+        evaluation_temperature=config.evaluation.temperature,
+        max_prompt_length=rollout.max_prompt_length,
+        max_response_length=rollout.max_response_length,
+        logp_chunk=config.engine.logp_chunk,
+    )
+
+
+def diffusion_model(config: Config, path: str) -> diffusion.DiffusionPolicy:
+    family = diffusion.load(Path(path), reference=config.algorithm.kl.coefficient > 0)
+    supervised = config.algorithm.method == "supervised"
+    return diffusion.DiffusionPolicy(family, config.denoising, kl=config.algorithm.kl.kind, supervised=supervised)
+
+
+def build_engine(config: Config, policy: Any) -> Engine:
+    optim = config.optim
+    if not any(p.requires_grad for p in policy.module.parameters()):
+        raise UserError(f"model.freeze={config.model.freeze} leaves nothing to train")
+    engine = Engine(
+        policy.module,
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        warmup_steps=optim.warmup_steps,
+        schedule=optim.schedule,
+        total_steps=config.total_updates,
+        clip_grad_norm=optim.clip_grad_norm,
+        zero_stage=config.engine.zero_stage,
+        offload=config.engine.offload,
+        dtype=config.model.dtype,
+    )
+    if config.engine.zero_stage == 3 and config.model.kind == "vision_language":
+        policy.lockstep = vlm.Lockstep(engine.max)
+    return engine
+
+
+def locate(target: str, key: str) -> Callable[..., Any]:
+    """The object named by "package.module:name". Raises UserError naming the configuration key."""
+    module, _, name = target.partition(":")
+    try:
+        return vars(importlib.import_module(module))[name]
+    except (ImportError, KeyError, ValueError) as error:
+        raise UserError(f"{key}={target}: no such function ({error}); expected package.module:function") from None

@@ -1,0 +1,205 @@
+"""A small conditional velocity network for laptops and tests: prompts of known words, pixels as latents."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mmrl.errors import UserError
+from mmrl.policies.diffusion.family import Condition
+from mmrl.samplers.sigmas import Grid, shift_towards_noise, shifted
+
+CONFIG, WEIGHTS = "small_diffusion.json", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class SmallConfig:
+    words: tuple[str, ...]  # the vocabulary of prompts
+    channels: int = 1
+    size: int = 8  # pixels
+    network: Literal["mlp", "transformer"] = "mlp"
+    width: int = 256
+    depth: int = 3
+    heads: int = 4
+    patch: int = 2  # pixels, of the transformer
+    max_words: int = 16
+    shift: float = 1.0  # of the sigma grid, towards noise
+
+
+class SmallMLP(nn.Module):
+    """Residual MLP over all pixels; the prompt is the sum of its words, so their order does not count."""
+
+    def __init__(self, config: SmallConfig) -> None:
+        super().__init__()
+        pixels = config.channels * config.size**2
+        self.words = nn.Embedding(len(config.words) + 1, 32, padding_idx=0)
+        self.enter = nn.Linear(pixels + 64, config.width)
+        self.blocks = nn.ModuleList(nn.Linear(config.width, config.width) for _ in range(config.depth - 1))
+        self.leave = nn.Linear(config.width, pixels)
+
+    def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
+        """x [n, channel, height, width], time [n] in [0, 1], words [n, word] ids (0: none) -> velocity like x."""
+        told = torch.cat([x.flatten(1), sinusoids(time, 32), self.words(words).sum(1)], 1)
+        h = F.silu(self.enter(told))
+        for block in self.blocks:
+            h = h + F.silu(block(h))
+        return self.leave(h).view_as(x)
+
+
+class SmallTransformer(nn.Module):
+    """Patches and words in one sequence, modulated by the noise level (a small DiT, arXiv 2212.09748)."""
+
+    def __init__(self, config: SmallConfig) -> None:
+        super().__init__()
+        d, p = config.width, config.patch
+        self.patch, self.side = p, config.size // p
+        self.words = nn.Embedding(len(config.words) + 1, d, padding_idx=0)
+        self.word_places = nn.Parameter(torch.randn(config.max_words, d) * 0.02)
+        self.patches = nn.Linear(config.channels * p**2, d)
+        self.patch_places = nn.Parameter(torch.randn(self.side**2, d) * 0.02)
+        self.time = nn.Sequential(nn.Linear(64, d), nn.SiLU(), nn.Linear(d, d))
+        self.blocks = nn.ModuleList(Block(d, config.heads) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(d, elementwise_affine=False)
+        self.leave = nn.Linear(d, config.channels * p**2)
+        nn.init.zeros_(self.leave.weight)
+        nn.init.zeros_(self.leave.bias)
+
+    def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
+        p = self.patch
+        told = self.words(words) + self.word_places
+        seen = self.patches(rearrange(x, "n c (h p) (w q) -> n (h w) (c p q)", p=p, q=p)) + self.patch_places
+        h = torch.cat([told, seen], 1)
+        level = self.time(sinusoids(time, 64))
+        for block in self.blocks:
+            h = block(h, level)
+        out = self.leave(self.norm(h[:, words.shape[1] :]))
+        return rearrange(out, "n (h w) (c p q) -> n c (h p) (w q)", h=self.side, p=p, q=p)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width, elementwise_affine=False) for _ in range(2))
+        self.modulation = nn.Linear(width, 6 * width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        nn.init.zeros_(self.modulation.weight)
+        nn.init.zeros_(self.modulation.bias)
+
+    def forward(self, h: Tensor, level: Tensor) -> Tensor:
+        """h [n, token, width], level [n, width]. Each half is scaled, shifted and gated by the noise level; gates begin
+        at 1, so that a fresh network is an ordinary transformer."""
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.modulation(F.silu(level))[:, None].chunk(6, -1)
+        a = self.norms[0](h) * (1 + scale_a) + shift_a
+        q, k, v = rearrange(self.qkv(a), "n t (three h d) -> three n h t d", three=3, h=self.heads)
+        a = rearrange(F.scaled_dot_product_attention(q, k, v), "n h t d -> n t (h d)")
+        h = h + (1 + gate_a) * self.out(a)
+        return h + (1 + gate_m) * self.mlp(self.norms[1](h) * (1 + scale_m) + shift_m)
+
+
+class SmallFamily:
+    """Pixels in [-1, 1] are the latents; the word embeddings are part of the trained network."""
+
+    space: Literal["flow"] = "flow"
+
+    def __init__(self, config: SmallConfig, module: nn.Module, *, reference: bool = False) -> None:
+        self.config, self.module = config, module.eval()
+        self._ids = {word: i + 1 for i, word in enumerate(config.words)}
+        self._reference = deepcopy(module).requires_grad_(False) if reference else None
+        self._as_reference = False
+
+    def latent_shape(self, resolution: int | None) -> tuple[int, int, int]:
+        if resolution not in (None, self.config.size):
+            raise UserError(f"denoising.resolution={resolution}: this model draws {self.config.size} pixels only")
+        return self.config.channels, self.config.size, self.config.size
+
+    def grid(self, steps: int, shape: tuple[int, int, int]) -> Grid:
+        sigmas = shifted(steps, self.config.shift)
+        return Grid(sigmas, sigmas[:-1])
+
+    def levels(self, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        sigma = shift_towards_noise(uniform, self.config.shift)
+        return sigma, sigma
+
+    def encode(self, texts: Sequence[str]) -> list[Condition]:
+        return [{"words": self._encode(text)} for text in texts]
+
+    def _encode(self, text: str) -> Tensor:
+        found = text.lower().replace(",", " ").split()
+        unknown = [word for word in found if word not in self._ids]
+        if unknown:
+            raise UserError(f"prompt {text!r}: this model does not know {unknown[0]!r}; it knows {' '.join(self._ids)}")
+        if len(found) > self.config.max_words:
+            raise UserError(f"prompt {text!r} has {len(found)} words; this model reads {self.config.max_words}")
+        ids = [self._ids[word] for word in found]
+        return torch.tensor(ids + [0] * (self.config.max_words - len(ids)))
+
+    def predict(
+        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+    ) -> Tensor:
+        words = torch.stack([c["words"] for c in conditions]).to(x.device)
+        if self._as_reference:
+            model = self._reference
+        return model(x, time.to(x), words)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return latents / 2 + 0.5
+
+    def to_latents(self, pixels: Tensor) -> Tensor:
+        return pixels * 2 - 1
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        if self._reference is None:
+            raise UserError("the reference model was not kept: set algorithm.kl.coefficient above 0")
+        self._reference.to(next(self.module.parameters()).device)
+        self._as_reference = True
+        yield
+        self._as_reference = False
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        write(folder, self.config, state)
+
+
+def sinusoids(time: Tensor, width: int) -> Tensor:
+    """[n] in [0, 1] -> [n, width]: sines and cosines of frequencies from 1 to 1000."""
+    frequency = torch.exp(torch.linspace(0, math.log(1000), width // 2, device=time.device))
+    angle = time[:, None] * frequency
+    return torch.cat([angle.sin(), angle.cos()], 1)
+
+
+def network(config: SmallConfig) -> nn.Module:
+    return SmallMLP(config) if config.network == "mlp" else SmallTransformer(config)
+
+
+def create(folder: Path, config: SmallConfig, seed: int) -> None:
+    """Write a freshly initialised model."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        write(folder, config, network(config).state_dict())
+
+
+def write(folder: Path, config: SmallConfig, state: dict[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.contiguous() for name, value in state.items()}, folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps(asdict(config), indent=2))
+
+
+def load(folder: Path, *, reference: bool = False) -> SmallFamily:
+    config = SmallConfig(**json.loads((folder / CONFIG).read_text()))
+    module = network(config)
+    module.load_state_dict(load_file(folder / WEIGHTS))
+    return SmallFamily(config, module, reference=reference)

@@ -1,0 +1,168 @@
+"""A chain of denoising steps: which grid points each rollout visits, which of its steps are drawn, and what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmrl.samplers.sigmas import Grid
+from mmrl.samplers.transitions import Coefficients, coefficients, gaussian_step
+
+TAILS = ("ode", "dpm++")
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A grid with its two kinds of step: `kind` with `noise` inside a window, deterministic outside.
+
+    `tail` "dpm++" takes the deterministic steps behind the window with the second-order multistep DPM-Solver++
+    (arXiv 2211.01095), in `tail_steps` steps of the grid (None: all that are left).
+    """
+
+    grid: Grid
+    kind: str
+    noise: float
+    tail: str = "ode"
+    tail_steps: int | None = None
+
+    @property
+    def still(self) -> str:
+        """The deterministic kind that goes with `kind`."""
+        return "ddim" if self.kind == "ddim" else "ode"
+
+    @property
+    def std(self) -> Tensor:
+        """[steps], of the stochastic transition at every step of the grid."""
+        steps = torch.arange(len(self.grid))
+        return self.at(steps, steps + 1, torch.ones(len(steps), dtype=torch.bool)).std
+
+    def at(self, step: Tensor, after: Tensor, drawn: Tensor) -> Coefficients:
+        """Coefficients [row] from grid points `step` to grid points `after`, stochastic where `drawn`."""
+        sigmas = self.grid.sigmas
+        ends = sigmas[step], sigmas[after]
+        still = coefficients(self.still, *ends)
+        if not bool(drawn.any()) or self.kind == "ode":
+            return still
+        moving = coefficients(self.kind, *ends, noise=self.noise, sigma_second=sigmas[1])
+        return Coefficients(*(m.where(drawn, s) for m, s in zip(moving, still, strict=True)))
+
+    def schedule(self, windows: list[list[int]], start: list[int], stop: list[int]) -> tuple[Tensor, Tensor]:
+        """Grid points [row, visit + 1] that rows with these windows visit from `start` to `stop`, and whether the step
+        from each is drawn [row, visit]. Rows that arrive early stay where they are."""
+        rows = [self._visits(*row) for row in zip(windows, start, stop, strict=True)]
+        width = max(len(row) for row in rows)
+        points = torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows])
+        drawn = torch.zeros(len(rows), width - 1, dtype=torch.bool)
+        for i, window in enumerate(windows):
+            drawn[i] = torch.isin(points[i, :-1], torch.tensor(window, dtype=torch.long))
+        return points, drawn & (points[:, :-1] < torch.tensor(stop)[:, None])
+
+    def _visits(self, window: list[int], start: int, stop: int) -> list[int]:
+        last = len(self.grid)
+        free = max(window) + 1 if window else start  # the first point behind the window
+        if stop < last:
+            return list(range(start, stop + 1))
+        left = last - free
+        steps = left if self.tail_steps is None else min(left, self.tail_steps)
+        behind = [free + round(i * left / steps) for i in range(steps + 1)] if steps else [last]
+        return [*range(start, free), *behind]
+
+
+@dataclass
+class Chain:
+    """`final` [row, ...]; for the window's steps in order, `x` and `x_next` [row, window, ...], fp32."""
+
+    final: Tensor
+    x: Tensor
+    x_next: Tensor
+
+
+def run(
+    predict: Callable[[Tensor, Tensor, Tensor], Tensor],
+    x: Tensor,
+    sampler: Sampler,
+    windows: list[list[int]],
+    noise: Callable[[int, Tensor], Tensor],
+    *,
+    start: list[int] | None = None,
+    stop: list[int] | None = None,
+) -> Chain:
+    """Denoise x [row, ...] from grid points `start` (default: pure noise) to `stop` (default: data), one each a row.
+
+    predict(x, point, rows): the network's prediction for latents at grid points `point` [n] of the rows [n].
+    windows: one a row, all of the same length. noise(step, rows): standard normal noise [n, ...] for the rows that draw
+    at `step`. Rows may be at different grid points; a row that has arrived is not evaluated any more.
+    """
+    last = len(sampler.grid)
+    ends = [last] * len(x) if stop is None else stop
+    points, drawn = sampler.schedule(windows, [0] * len(x) if start is None else start, ends)
+    x = x.float().clone()
+    kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in windows]
+    previous: Tensor | None = None  # data predicted one step earlier, for the second order
+    for visit in range(drawn.shape[1]):
+        rows = (points[:, visit] < torch.tensor(ends)).nonzero().flatten()
+        at, after, random = points[rows, visit], points[rows, visit + 1], drawn[rows, visit]
+        v = predict(x[rows], at, rows).float()
+        step = sampler.at(at, after, random)
+        z = torch.zeros_like(x[rows])
+        for s in at[random].unique().tolist():
+            here = random & (at == s)
+            z[here] = noise(s, rows[here]).to(z)
+        moved, _, _ = gaussian_step(x[rows], v, step, noise=z)
+        if sampler.tail == "dpm++":
+            data = _data(x[rows], v, sampler.grid.sigmas[at], sampler.still)
+            if previous is not None and visit > 0:
+                before = points[rows, visit - 1]
+                second = ~random & ~drawn[rows, visit - 1]
+                moved = moved + _second_order(data, previous[rows], sampler, before, at, after, second)
+            previous = torch.zeros_like(x) if previous is None else previous
+            previous[rows] = data
+        for i, row in enumerate(rows.tolist()):
+            if random[i]:
+                kept[row].append((x[row].clone(), moved[i]))
+        x[rows] = moved
+    empty = x.new_zeros(len(x), 0, *x.shape[1:])
+    if not kept[0]:
+        return Chain(x, empty, empty)
+    return Chain(
+        x,
+        torch.stack([torch.stack([a for a, _ in row]) for row in kept]),
+        torch.stack([torch.stack([b for _, b in row]) for row in kept]),
+    )
+
+
+def _data(x: Tensor, v: Tensor, sigma: Tensor, kind: str) -> Tensor:
+    """The data a prediction stands for: x - s v, or (x - s e) / sqrt(1 - s^2) where the noise is predicted."""
+    s = sigma.to(x).view(-1, *[1] * (x.dim() - 1))
+    return (x - s * v) / (1 - s.square()).sqrt() if kind == "ddim" else x - s * v
+
+
+def _second_order(
+    data: Tensor, before: Tensor, sampler: Sampler, start: Tensor, at: Tensor, after: Tensor, where: Tensor
+) -> Tensor:
+    """What DPM-Solver++(2M) adds to a first-order step: a' (1 - exp(-h)) (data - before) / (2 r), r = h_before / h.
+
+    With a the signal and s the noise of a level, lambda = log(a / s) and h its increase. 0 where the next level is data
+    (h is infinite there, and the first order is what diffusers takes too) or the earlier level is pure noise.
+    """
+    sigmas = sampler.grid.sigmas.double()
+    signal = (1 - sigmas.square()).sqrt() if sampler.still == "ddim" else 1 - sigmas
+    rate = signal.log() - sigmas.log()
+    h, h_before = rate[after] - rate[at], rate[at] - rate[start]
+    gain = signal[after] * -torch.expm1(-h) * h / (2 * h_before)
+    usable = where & h.isfinite() & h_before.isfinite()
+    gain = gain.where(usable, 0).to(data).view(-1, *[1] * (data.dim() - 1))
+    return gain * (data - before)
+
+
+def gaussian(seeds: list[int], counter: int, shape: tuple[int, ...]) -> Tensor:
+    """Standard normal [row, *shape] fp32, each row from its seed and `counter` alone: on the CPU, so that neither the
+    batch, the number of ranks nor the device changes it."""
+    rows = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + counter * 0xBF58476D1CE4E5B9) % 2**63)
+        rows.append(torch.randn(shape, generator=generator))
+    return torch.stack(rows)

@@ -1,0 +1,27 @@
+"""Classifier-free guidance around a velocity, the same in sampling and in replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def scale_at(sigma: Tensor, scale: float, interval: tuple[float, float] = (0.0, 1.0)) -> Tensor:
+    """Guidance scale [row]: `scale` where low <= sigma <= high, else 1, which is no guidance (arXiv 2404.07724)."""
+    low, high = interval
+    return torch.where((sigma >= low) & (sigma <= high), scale, 1.0).float()
+
+
+def guided(conditional: Tensor, unconditional: Callable[[], Tensor], scale: Tensor) -> Tensor:
+    """u + scale (c - u) [row, ...] for scale [row] (arXiv 2207.12598).
+
+    `unconditional` is only called where some scale is not 1, and never differentiated: its half of the backward pass
+    would cost as much as the conditional one and move only what the prompt does not name.
+    """
+    if bool((scale == 1).all()):
+        return conditional
+    with torch.no_grad():
+        u = unconditional()
+    return u + scale.to(u.device).view(-1, *[1] * (u.dim() - 1)) * (conditional - u)

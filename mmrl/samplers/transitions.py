@@ -1,0 +1,166 @@
+"""One denoising step as a Gaussian whose mean is linear in the latent and the network's prediction.
+
+Convention: x_s = (1 - s) data + s noise, v = noise - data, sigma s falls from 1 to 0, dt = s' - s < 0. Only `ddim` is
+about models that predict the noise e, with x_s = sqrt(1 - s^2) data + s e; there a_v multiplies e.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+KINDS = ("ode", "flow_sde", "dance_sde", "cps", "ddim")
+FLOW_KINDS = ("ode", "flow_sde", "dance_sde", "cps")
+REDUCTIONS = ("mean", "sum")
+
+
+class Coefficients(NamedTuple):
+    """x' = a_x x + a_v v + std noise; each 0-d or [row], fp32."""
+
+    a_x: Tensor
+    a_v: Tensor
+    std: Tensor
+
+
+def coefficients(
+    kind: str,
+    sigma: Tensor | float,
+    sigma_next: Tensor | float,
+    *,
+    noise: float = 0.0,
+    sigma_second: Tensor | float | None = None,
+) -> Coefficients:
+    """The transition from `sigma` to `sigma_next` (0-d or [row]), computed in float64 and rounded to fp32 once.
+
+    kind         with dt = s' - s, D = 1 + g^2 (1 - s) / (2 s)
+      ode        a_x = 1, a_v = dt, std = 0 (Euler)
+      flow_sde   a_x = 1 + g^2 dt / (2 s), a_v = D dt, std = g sqrt(-dt), with g = noise sqrt(s / (1 - s)); at s = 1, in
+                 g alone, 1 - s is taken at `sigma_second`, the grid's second sigma (Flow-GRPO, arXiv 2505.05470)
+      dance_sde  the same with g = noise (DanceGRPO, arXiv 2505.07818)
+      cps        std = s' sin(noise pi / 2), q = sqrt(s'^2 - std^2), a_x = (1 - s') + q,
+                 a_v = -s (1 - s') + (1 - s) q (Flow-CPS, arXiv 2509.05952)
+      ddim       with ab = 1 - s^2: std = noise sqrt((1 - ab') / (1 - ab) (1 - ab / ab')), q = sqrt(1 - ab' - std^2),
+                 a_x = sqrt(ab' / ab), a_v = q - a_x s (arXiv 2010.02502)
+
+    Without noise every kind but ddim is `ode`, bit for bit.
+
+    Raises ValueError for an unknown kind, sigmas that do not fall, negative noise, cps noise above 1, and flow_sde at
+    sigma 1 without `sigma_second`.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"unknown transition {kind!r}; use one of {', '.join(KINDS)}")
+    most = 1 if kind in ("cps", "ddim") else math.inf
+    if not 0 <= noise <= most:
+        raise ValueError(f"transition {kind} takes noise from 0 to {most}, got {noise}")
+    s, after = _double(sigma), _double(sigma_next)
+    if not bool((after < s).all()):
+        raise ValueError("sigmas must fall: sigma_next is not below sigma")
+    dt = after - s
+    if kind == "ddim":
+        found = _ddim(s, after, noise)
+    elif kind == "cps":
+        std = after * math.sin(noise * math.pi / 2)
+        lost = (after.square() - std.square()).clamp(min=0).sqrt() - after  # q - s', exactly 0 without noise
+        found = 1 + lost, dt + (1 - s) * lost, std
+    elif kind == "ode" or noise == 0:
+        found = torch.ones_like(dt), dt, torch.zeros_like(dt)
+    else:
+        g = torch.full_like(s, noise) if kind == "dance_sde" else noise * (s / (1 - _below_one(s, sigma_second))).sqrt()
+        half = g.square() / (2 * s)
+        found = 1 + half * dt, (1 + half * (1 - s)) * dt, g * (-dt).sqrt()
+    return Coefficients(*(value.float() for value in found))
+
+
+def gaussian_step(
+    x: Tensor,
+    v: Tensor,
+    coefficients: Coefficients,
+    *,
+    x_next: Tensor | None = None,
+    noise: Tensor | None = None,
+    reduction: str = "mean",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample a step (give `noise`) or replay one (give `x_next`): returns (x_next, logp, mean).
+
+    x, v, noise, x_next: [row, ...]; coefficients 0-d or [row]. mean = a_x x + a_v v, x_next = mean + std noise, and
+    logp [row] = log Normal(x_next; mean, std), constants kept, averaged over the elements of a row ("mean") or summed.
+    Everything is fp32. x_next is a constant of the likelihood; gradient flows through the mean. A row whose std is 0
+    is a deterministic step, not a decision: its logp is 0.
+
+    Raises ValueError for an unknown reduction, and unless exactly one of x_next and noise is given.
+    """
+    if (x_next is None) == (noise is None):
+        raise ValueError("give either noise, to sample, or x_next, to replay")
+    x, v = x.float(), v.float()
+    a_x, a_v, std = (_as_rows(c.to(x.device), x) for c in coefficients)
+    mean = a_x * x + a_v * v
+    if x_next is None:
+        assert noise is not None
+        x_next = mean + std * noise.float()
+    x_next = x_next.detach().float()
+    known = std > 0
+    safe = std.where(known, 1)
+    logp = -((x_next - mean) / safe).square() / 2 - safe.log() - 0.5 * math.log(2 * math.pi)
+    return x_next, reduce_elements(logp.where(known, 0), reduction), mean
+
+
+def direct_log_ratio(
+    x: Tensor,
+    v: Tensor,
+    old_v: Tensor,
+    coefficients: Coefficients,
+    x_next: Tensor,
+    *,
+    reduction: str = "mean",
+) -> Tensor:
+    """[row]: log Normal(x_next; mean(v), std) - log Normal(x_next; mean(old_v), std), without subtracting two logs.
+
+    With m = a_v (v - old_v) it is m (2 (x_next - old mean) - m) / (2 std^2): exactly 0 where v equals old_v bit for
+    bit, and accurate where the difference of two log-likelihoods is lost in rounding. Gradient flows to `v`.
+    """
+    a_x, a_v, std = (_as_rows(c.to(x.device), x) for c in coefficients)
+    old_v = old_v.detach()
+    moved = a_v * (v - old_v)
+    residual = x_next - (a_x * x + a_v * old_v)
+    return reduce_elements(moved * (2 * residual - moved) / (2 * std.square()), reduction)
+
+
+def step_kl(v: Tensor, other_v: Tensor, coefficients: Coefficients, *, reduction: str = "mean") -> Tensor:
+    """[row]: exact KL between the steps that `v` and `other_v` lead to, a_v^2 |v - other_v|^2 / (2 std^2)."""
+    _, a_v, std = (_as_rows(c.to(v.device), v) for c in coefficients)
+    return reduce_elements((a_v * (v - other_v) / std).square() / 2, reduction)
+
+
+def reduce_elements(values: Tensor, reduction: str) -> Tensor:
+    """[row, ...] -> [row], the mean or the sum over a row's elements. Raises ValueError for another reduction."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
+    rows = values.reshape(len(values), -1)
+    return rows.mean(1) if reduction == "mean" else rows.sum(1)
+
+
+def _ddim(s: Tensor, after: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    signal, signal_after = 1 - s.square(), 1 - after.square()
+    std = eta * (after.square() / s.square() * (1 - signal / signal_after)).sqrt()
+    direction = (after.square() - std.square()).clamp(min=0).sqrt()
+    a_x = (signal_after / signal).sqrt()
+    return a_x, direction - a_x * s, std
+
+
+def _below_one(s: Tensor, second: Tensor | float | None) -> Tensor:
+    if second is None:
+        if bool((s >= 1).any()):
+            raise ValueError("flow_sde at sigma 1 divides by zero: give sigma_second, the grid's second sigma")
+        return s
+    return s.where(s < 1, _double(second))
+
+
+def _double(value: Tensor | float) -> Tensor:
+    return torch.as_tensor(value).double()
+
+
+def _as_rows(c: Tensor, like: Tensor) -> Tensor:
+    return c if c.dim() == 0 else c.view(-1, *[1] * (like.dim() - 1))
