@@ -12,9 +12,9 @@ import base64
 import binascii
 import io
 import json
-import time
 import zipfile
 from collections.abc import Mapping, Sequence
+from time import monotonic, sleep
 from typing import Any, Literal
 
 import numpy as np
@@ -89,10 +89,10 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, deadline_s: float
     """
     import requests
 
-    start, pause, fault = time.monotonic(), BACKOFF_S[0], ""
+    start, pause, fault = monotonic(), BACKOFF_S[0], ""
     for attempt in range(1 + retries):
         if attempt:
-            time.sleep(pause)
+            sleep(pause)
             pause = min(2 * pause, BACKOFF_S[1])
         try:
             status, text = _exchange(url, body, headers, deadline_s)
@@ -104,7 +104,7 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, deadline_s: float
         fault = f"status {status}: {text[:300].decode(errors='replace')}"
         if status < 500 and status != 429:
             raise UserError(f"reward server {url} refused: {' '.join(fault.split())}")
-    seconds = time.monotonic() - start
+    seconds = monotonic() - start
     fault = " ".join(fault.split())
     raise UserError(f"reward server {url} did not answer {1 + retries} times in {seconds:.1f} s: {fault}")
 
@@ -114,7 +114,7 @@ def _exchange(url: str, body: bytes, headers: Mapping[str, str], deadline_s: flo
     import requests
     import urllib3
 
-    end = time.monotonic() + deadline_s
+    end = monotonic() + deadline_s
     # The timeout of requests bounds each wait for bytes; the loop bounds their sum.
     with requests.post(
         url, data=body, headers=dict(headers), timeout=deadline_s, stream=True, allow_redirects=False
@@ -125,7 +125,7 @@ def _exchange(url: str, body: bytes, headers: Mapping[str, str], deadline_s: flo
                 text += chunk
                 if len(text) > MAX_ANSWER:
                     raise requests.RequestException(f"the answer is longer than {MAX_ANSWER} bytes")
-                if time.monotonic() > end:
+                if monotonic() > end:
                     raise requests.Timeout(f"the answer was not complete after {deadline_s:g} s")
         except urllib3.exceptions.HTTPError as error:
             raise requests.ConnectionError(str(error)) from error

@@ -56,6 +56,8 @@ class Endpoint:
         self, base_url: str, model: str, deadline_s: float, retries: int, api_key_env: str | None, concurrency: int
     ):
         check_address(base_url, deadline_s, retries)
+        if concurrency < 1:
+            raise ValueError(f"concurrency must be at least 1, not {concurrency}")
         if api_key_env is not None and api_key_env not in os.environ:
             raise ValueError(f"api_key_env: the environment has no {api_key_env}")
         self.url, self.model = f"{base_url.rstrip('/')}/chat/completions", model
