@@ -156,7 +156,7 @@ class Aesthetic:
         pretrained: str | None = None,
         device: str | None = None,
     ):
-        self.encoder, self.head, self.device = encoder(model, pretrained), _linear_layers(head), device
+        self.head, self.encoder, self.device = _linear_layers(head), encoder(model, pretrained), device
         probe = self.encoder.images([Image.new("RGB", (8, 8))], torch.device("cpu"))
         if probe.shape[1] != self.head[0].in_features:
             raise ValueError(
@@ -183,6 +183,8 @@ def _linear_layers(path: str) -> nn.Sequential:
     state = load_file(path) if path.endswith(".safetensors") else torch.load(path, "cpu", weights_only=True)
     names = [name.removesuffix("weight") for name in state if name.endswith("weight")]
     names.sort(key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+    if missing := [name for name in names if name + "bias" not in state]:
+        raise ValueError(f"head {path} has no bias for {', '.join(name + 'weight' for name in missing)}")
     layers = nn.Sequential()
     for name in names:
         layer = nn.utils.skip_init(nn.Linear, *state[name + "weight"].shape[::-1])

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import math
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -216,10 +217,16 @@ def model(tmp_path_factory):
 QUESTION = "Is it {prompt}?"
 
 
+@lru_cache
+def loaded(path):
+    return AutoProcessor.from_pretrained(path), AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.float32
+    ).eval()
+
+
 def first_token_probabilities(path, images, text, words):
     """One question, no padding: the words' probabilities, read off the whole vocabulary."""
-    processor = AutoProcessor.from_pretrained(path)
-    module = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    processor, module = loaded(path)
     chat = f"<|im_start|>user\n{'<|vision_start|><|image_pad|><|vision_end|>' * len(images)}{text}<|im_end|>\n"
     inputs = processor(text=[chat + "<|im_start|>assistant\n"], images=[images], return_tensors="pt")
     with torch.no_grad():
