@@ -1,19 +1,17 @@
-"""Rewards by name: the ones that come with mmrl, and the user's own as 'package.module:function'."""
+"""Rewards by name: the ones that come with mmrl, and the user's own as 'package.module:function' or ':Class'."""
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from mmrl.rewards import verifiers
+from mmrl.rewards import clip, http, images, judges, verifiers
 from mmrl.rewards.isolated import IsolatedReward
-from mmrl.rewards.verifiers import Reward
+from mmrl.rewards.types import BatchReward, Reward, load_object, nearest
 
-REWARDS: dict[str, Callable[..., Reward]] = {
+REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "exact_match": verifiers.exact_match,
     "math": verifiers.math,
     "multiple_choice": verifiers.multiple_choice,
@@ -24,6 +22,17 @@ REWARDS: dict[str, Callable[..., Reward]] = {
     "box_giou": verifiers.box_giou,
     "overlong_penalty": verifiers.overlong_penalty,
     "random": verifiers.random,
+    "jpeg_compressibility": images.jpeg_compressibility,
+    "jpeg_incompressibility": images.jpeg_incompressibility,
+    "classifier_logp": images.ClassifierLogp,
+    "ocr": images.ocr,
+    "clip_similarity": clip.clip_similarity,
+    "aesthetic": clip.Aesthetic,
+    "pickscore": clip.pickscore,
+    "hpsv2": clip.hpsv2,
+    "vlm_judge": judges.VlmJudge,
+    "vlm_preference": judges.VlmPreference,
+    "http": http.HttpReward,
 }
 ISOLATED = frozenset({"math"})  # may hang, so they never run in this process
 DEADLINE_S = 5.0
@@ -35,13 +44,14 @@ def build(
     *,
     isolated: bool | None = None,
     deadline_s: float | None = None,
-) -> Reward:
+) -> Reward | BatchReward:
     """The reward `name` made with `options`; an isolated one runs in a worker process killed after `deadline_s`
     seconds.
 
-    name: a key of REWARDS, or 'package.module:function' for a reward of one's own, `function(sample, **options)`.
-    `isolated` None isolates those that are known to hang. Raises ValueError in one line for an unknown name, an unknown
-    or missing option, and an option's value that the reward refuses.
+    name: a key of REWARDS, or a reward of one's own: 'package.module:function' for `function(sample, **options)`,
+    'package.module:Class' for a `BatchReward` made by `Class(**options)`. `isolated` None isolates those that are known
+    to hang. Raises ValueError in one line for an unknown name, an unknown or missing option, an option's value that the
+    reward refuses, and a batched reward that shall be isolated.
     """
     options = dict(options or {})
     if deadline_s is not None and deadline_s <= 0:
@@ -49,32 +59,38 @@ def build(
     isolated = name in ISOLATED if isolated is None else isolated
     if deadline_s is not None and not isolated:
         raise ValueError(f"reward {name!r}: deadline_s needs isolated: true, for only a process can be stopped in time")
-    if ":" in name:
-        function = _load(name)
-        _check_options(name, list(inspect.signature(function).parameters.values())[1:], options)
-        reward: Reward = partial(function, **options)
+    reward: Reward | BatchReward
+    target = load_object(name) if ":" in name else None
+    if target is not None and not inspect.isclass(target):
+        _check_options(name, list(inspect.signature(target).parameters.values())[1:], options)
+        reward = partial(target, **options)
     else:
-        _check_name(name)
-        _check_options(name, inspect.signature(REWARDS[name]).parameters.values(), options)
-        reward = REWARDS[name](**options)
+        if target is None:
+            _check_name(name)
+        factory: Callable[..., Any] = target or REWARDS[name]
+        _check_options(name, _parameters(factory), options)
+        try:
+            reward = factory(**options)
+        except ValueError as error:
+            raise ValueError(f"reward {name!r}: {error}") from error
+    if isinstance(reward, BatchReward) and isolated:
+        raise ValueError(f"reward {name!r} scores batches; isolated: true is for rewards that score one sample")
     return IsolatedReward(name, options, deadline_s or DEADLINE_S) if isolated else reward
 
 
 def _check_name(name: str) -> None:
     if name not in REWARDS:
         known = f"{', '.join(REWARDS)}, or 'package.module:function'"
-        raise ValueError(f"unknown reward {name!r}{_nearest(name, REWARDS)}; known: {known}")
+        raise ValueError(f"unknown reward {name!r}{nearest(name, REWARDS)}; known: {known}")
 
 
-def _load(name: str) -> Callable[..., float | None]:
-    module_name, _, attribute = name.partition(":")
-    try:
-        members = vars(importlib.import_module(module_name))
-    except ModuleNotFoundError as error:
-        raise ValueError(f"reward {name!r}: {error}; is its folder on PYTHONPATH?") from error
-    if attribute not in members:
-        raise ValueError(f"reward {name!r}: module {module_name} has no {attribute!r}{_nearest(attribute, members)}")
-    return members[attribute]
+def _parameters(factory: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Those of a class that hands further options on are its base's too."""
+    own = list(inspect.signature(factory).parameters.values())
+    if isinstance(factory, type) and own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        names = {parameter.name for parameter in own}
+        own = own[:-1] + [p for p in _parameters(factory.__bases__[0]) if p.name not in names]
+    return own
 
 
 def _check_options(name: str, parameters: Iterable[inspect.Parameter], options: Mapping[str, Any]) -> None:
@@ -85,12 +101,7 @@ def _check_options(name: str, parameters: Iterable[inspect.Parameter], options: 
     for key in options:
         if key not in known:
             valid = ", ".join(known) or "none"
-            raise ValueError(f"reward {name!r} has no option {key!r}{_nearest(key, known)}; known: {valid}")
+            raise ValueError(f"reward {name!r} has no option {key!r}{nearest(key, known)}; known: {valid}")
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in options]
     if missing:
         raise ValueError(f"reward {name!r} needs option {', '.join(missing)}")
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

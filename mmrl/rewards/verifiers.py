@@ -13,9 +13,8 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mmrl.rewards.types import Reward
 from mmrl.rollouts import Sample
-
-Reward = Callable[[Sample], float | None]
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FORMAT = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)

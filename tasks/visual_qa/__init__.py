@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
-from mmrl.rewards import Reward, RewardSet
+from mmrl.rewards import RewardSet
 from mmrl.rollouts import Prompt, Sample
 from tasks.visual_qa.config import DigitsData, FilesData, HuggingFaceData, VisualQAConfig, parse
 from tasks.visual_qa.digits import DigitsSource
@@ -29,7 +28,7 @@ class Source(Protocol):
 class VisualQA:
     """A task: questions to train on (None where it is only evaluated), questions held out, rewards and a verifier."""
 
-    def __init__(self, train: Source | None, evaluation: Source, rewards: RewardSet, accuracy: Reward):
+    def __init__(self, train: Source | None, evaluation: Source, rewards: RewardSet, accuracy: RewardSet):
         self.train, self.evaluation = train, evaluation
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
         self._rewards, self._accuracy = rewards, accuracy
@@ -40,8 +39,7 @@ class VisualQA:
 
     def accuracy(self, samples: Sequence[Sample]) -> torch.Tensor:
         """What the verifier of the evaluation gives [rollout], float32, NaN where it could not tell."""
-        values = [self._accuracy(sample) for sample in samples]
-        return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
+        return self._accuracy.score(samples)[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: torch.Tensor) -> dict[str, torch.Tensor]:
         """Length in tokens and whether generation was cut, [rollout]."""
@@ -72,7 +70,7 @@ def build(options: Mapping[str, Any], seed: int) -> VisualQA:
     Raises ValueError in one line for a key or value that is not valid, and as the sources and rewards do.
     """
     config = parse(options)
-    rewards, accuracy = RewardSet(config.rewards), config.accuracy.build()
+    rewards, accuracy = RewardSet(config.rewards), RewardSet([config.accuracy])
     train, evaluation = _sources(config.data, seed)
     asked = None if train is None else Asked(train, config.instruction, config.system)
     return VisualQA(asked, Asked(evaluation, config.instruction, config.system), rewards, accuracy)

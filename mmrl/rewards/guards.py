@@ -1,0 +1,67 @@
+"""Guards: what is measured beside a reward, because a policy that hacks the reward moves it.
+
+Each takes a batch of pictures [rollout, channel, height, width] in 0..1 and gives [rollout], float32. Pictures are
+clamped as a viewer would see them, but for `out_of_gamut`. A held-out second scorer is a reward of weight 0.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
+_LAPLACIAN = ((0.0, 1.0, 0.0), (1.0, -4.0, 1.0), (0.0, 1.0, 0.0))
+
+
+def out_of_gamut(images: Tensor, tolerance: float = 0.0) -> Tensor:
+    """Share of a picture's values outside [-tolerance, 1 + tolerance]; NaN counts as outside."""
+    inside = (images >= -tolerance) & (images <= 1 + tolerance)
+    return 1 - inside.flatten(1).float().mean(1)
+
+
+def sharpness(images: Tensor) -> Tensor:
+    """Population variance over the inner pixels of L = up + down + left + right - 4 centre, of the luma.
+
+    A reward that is gained by blur lowers it, one gained by noise raises it. Raises ValueError under 3 x 3 pixels.
+    """
+    if min(images.shape[2:]) < 3:
+        raise ValueError(f"sharpness needs pictures of at least 3 x 3 pixels, not {tuple(images.shape[2:])}")
+    kernel = torch.tensor(_LAPLACIAN, device=images.device)[None, None]
+    return F.conv2d(_luma(images)[:, None], kernel).flatten(1).var(1, correction=0)
+
+
+def diversity(images: Tensor, group: Tensor) -> Tensor:
+    """d_i = mean over the others j of i's group of sqrt(mean over values of (x_i - x_j)^2): 0 where all look the same.
+
+    group: [rollout] integers. NaN for a rollout that is alone in its group.
+    """
+    pixels = images.float().clamp(0, 1).flatten(1)
+    result = pixels.new_full((len(pixels),), torch.nan)
+    for key in group.unique():
+        (index,) = (group == key).nonzero(as_tuple=True)
+        if len(index) > 1:
+            members = pixels[index]
+            # Differences, not the matrix product: that leaves equal pictures at a distance of 1e-4.
+            distance = torch.cdist(members, members, compute_mode="donot_use_mm_for_euclid_dist")
+            result[index] = distance.sum(1) / (len(index) - 1) / pixels.shape[1] ** 0.5
+    return result
+
+
+def brightness(images: Tensor) -> Tensor:
+    """Mean luma, 0.299 R + 0.587 G + 0.114 B; a picture of one channel is its own luma."""
+    return _luma(images).flatten(1).mean(1)
+
+
+def saturation(images: Tensor) -> Tensor:
+    """Mean of HSV's saturation (max - min) / max over the channels, 0 where max is 0; 0 for one channel."""
+    pixels = images.float().clamp(0, 1)
+    high, low = pixels.amax(1), pixels.amin(1)
+    return ((high - low) / high.where(high > 0, torch.ones_like(high))).flatten(1).mean(1)
+
+
+def _luma(images: Tensor) -> Tensor:
+    pixels = images.float().clamp(0, 1)
+    if images.shape[1] == 1:
+        return pixels[:, 0]
+    return torch.einsum("bchw,c->bhw", pixels, torch.tensor(_LUMA, device=images.device))

@@ -1,0 +1,136 @@
+"""Rewards of a picture by itself, or against what its prompt asks for: file size, a classifier, the text it shows."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from mmrl.errors import UserError
+from mmrl.rewards.types import Reward, Score, as_pil, device_of, load_object, picture, score_finite
+from mmrl.rollouts import Sample
+
+_QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
+
+
+def jpeg_incompressibility(*, quality: int = 95) -> Reward:
+    """bytes(JPEG of the picture at `quality`) / 1000 (Black et al. 2023, DDPO, arXiv:2305.13301): detail is rewarded.
+
+    None for a picture that holds NaN or inf.
+    """
+    if not 1 <= quality <= 100:
+        raise ValueError(f"quality must lie in 1 .. 100, not {quality}")
+
+    def reward(sample: Sample) -> float | None:
+        if not picture(sample).isfinite().all():
+            return None
+        file = io.BytesIO()
+        as_pil(picture(sample)).save(file, "JPEG", quality=quality)
+        return file.tell() / 1000
+
+    return reward
+
+
+def jpeg_compressibility(*, quality: int = 95) -> Reward:
+    """-bytes(JPEG) / 1000, the negative of `jpeg_incompressibility`: smooth pictures are rewarded."""
+    kilobytes = jpeg_incompressibility(quality=quality)
+
+    def reward(sample: Sample) -> float | None:
+        size = kilobytes(sample)
+        return None if size is None else -size
+
+    return reward
+
+
+class ClassifierLogp:
+    """log p(class = prompt.answer | picture) under a classifier, in nats.
+
+    `classifier` is 'package.module:function', called once without arguments for an nn.Module that takes pictures
+    [rollout, channel, height, width], fp32 clamped to 0..1, and gives logits [rollout, class]. The pictures of one
+    batch must have one size. None for a picture that holds NaN or inf.
+    """
+
+    scope: Literal["sample"] = "sample"
+
+    def __init__(self, *, classifier: str, device: str | None = None):
+        self.device = device
+        model = load_object(classifier)()
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"classifier {classifier} gives {type(model).__name__}, not an nn.Module")
+        self.model = model.eval().requires_grad_(False)
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return score_finite(samples, self._score)
+
+    @torch.no_grad()
+    def _score(self, samples: list[Sample]) -> list[float]:
+        shapes = {tuple(picture(sample).shape) for sample in samples}
+        if len(shapes) > 1:
+            raise UserError(f"a classifier needs pictures of one size, not {sorted(shapes)}")
+        device = device_of(self.device)
+        images = torch.stack([picture(sample) for sample in samples]).clamp(0, 1).to(device)
+        logp = self.model.to(device)(images).float().log_softmax(-1).cpu()
+        classes = [_class_of(sample, logp.shape[1]) for sample in samples]
+        return logp[torch.arange(len(samples)), torch.tensor(classes)].tolist()
+
+
+def _class_of(sample: Sample, count: int) -> int:
+    answer = sample.prompt.answer
+    if not isinstance(answer, int) or not 0 <= answer < count:
+        raise UserError(f"the answer of prompt {sample.prompt.id!r} is {answer!r}, not a class in 0 .. {count - 1}")
+    return answer
+
+
+def ocr(*, threads: int = 1) -> Reward:
+    """1 - min(d, n) / n, with d the edit distance of the text read in the picture and the n letters asked for.
+
+    Case and white space do not count, and text asked for that stands somewhere in the text read has d = 0: the measure
+    of Flow-GRPO (Liu et al. 2025, arXiv:2505.05470). What is asked for is prompt.metadata["text"], else what the prompt
+    puts in double quotes. Text is read by RapidOCR (the extra `ocr`) on `threads` threads of the CPU. None for a
+    picture that holds NaN or inf.
+    """
+    try:
+        from rapidocr_onnxruntime import RapidOCR
+    except ImportError as error:
+        raise ValueError(f"reading text needs the extra `ocr`: pip install 'mmrl[ocr]' ({error})") from error
+    # As Flow-GRPO's reader: no enlarging of small pictures (fifty times the time) and no turned text.
+    reader = RapidOCR(intra_op_num_threads=threads, det_limit_type="max", use_cls=False)
+
+    def reward(sample: Sample) -> float | None:
+        wanted = _letters(_asked_text(sample))
+        if not wanted:
+            raise UserError(f"prompt {sample.prompt.id!r} asks for no text: set metadata['text'], or quote it")
+        if not picture(sample).isfinite().all():
+            return None
+        lines, _ = reader(np.asarray(as_pil(picture(sample)))[:, :, ::-1])  # it expects BGR
+        read = _letters("".join(text for _, text, _ in lines or []))
+        distance = 0 if wanted in read else edit_distance(read, wanted)
+        return 1 - min(distance, len(wanted)) / len(wanted)
+
+    return reward
+
+
+def _asked_text(sample: Sample) -> str:
+    if "text" in sample.prompt.metadata:
+        return str(sample.prompt.metadata["text"])
+    quoted = _QUOTED.search(sample.prompt.text)
+    return "".join(quoted.groups(default="")) if quoted else ""
+
+
+def _letters(text: str) -> str:
+    return "".join(text.split()).lower()
+
+
+def edit_distance(a: str, b: str) -> int:
+    """The fewest insertions, deletions and replacements of one letter that make `a` into `b` (Levenshtein)."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        corner, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            corner, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, corner + (x != y))
+    return row[-1]

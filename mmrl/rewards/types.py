@@ -1,0 +1,78 @@
+"""The two kinds of reward, and what the pictures of samples look like to one."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.rollouts import Sample
+
+Score = float | None  # None: could not be scored
+Reward = Callable[[Sample], Score]
+
+
+@runtime_checkable
+class BatchReward(Protocol):
+    """A reward that scores many samples in one call, one value a sample, in order.
+
+    With scope "sample" no value depends on the other samples; with scope "group" one call gets exactly the samples that
+    answer one prompt.
+    """
+
+    @property
+    def scope(self) -> Literal["sample", "group"]: ...
+
+    def score(self, samples: Sequence[Sample]) -> Sequence[Score]: ...
+
+
+def device_of(device: str | None) -> torch.device:
+    """Where a reward's model runs: what its option `device` says, else the current GPU if there is one, else the CPU.
+
+    Asked when scoring, not when building, for a rank learns only later which GPU is its own.
+    """
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def picture(sample: Sample) -> Tensor:
+    """The picture that was made, [channel, height, width]. Raises UserError where the rollout holds none."""
+    if sample.image is None:
+        raise UserError(f"the rollout of prompt {sample.prompt.id!r} holds no picture to score")
+    return sample.image
+
+
+def as_pil(image: Tensor) -> Image.Image:
+    """What a viewer sees of [channel, height, width] in 0..1: clamped, rounded to 8 bits; always RGB."""
+    pixels = (image.clamp(0, 1) * 255).round().to(torch.uint8)
+    return Image.fromarray(pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy())
+
+
+def score_finite(samples: Sequence[Sample], score: Callable[[list[Sample]], Sequence[Score]]) -> list[Score]:
+    """`score` of the samples whose picture is finite, put back in place; None for pictures that hold NaN or inf."""
+    finite = [bool(picture(sample).isfinite().all()) for sample in samples]
+    kept = [sample for sample, good in zip(samples, finite, strict=True) if good]
+    values = iter(score(kept) if kept else [])
+    return [next(values) if good else None for good in finite]
+
+
+def load_object(path: str) -> Any:
+    """What 'package.module:name' names. Raises ValueError where there is no such thing."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        members = vars(importlib.import_module(module_name))
+    except ModuleNotFoundError as error:
+        raise ValueError(f"reward {path!r}: {error}; is its folder on PYTHONPATH?") from error
+    if attribute not in members:
+        raise ValueError(f"reward {path!r}: module {module_name} has no {attribute!r}{nearest(attribute, members)}")
+    return members[attribute]
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
