@@ -77,7 +77,8 @@ class DigitsSource:
 
     The answer is the digit. Metadata: `image` (an index into `load_digits`) and `target`, that picture for supervised
     training, [1, 8, 8] float32, 0 to 1. For the share `careless` it shows another digit, so that a supervised run ends
-    with a base that often draws the wrong one. Training and held-out prompts share neither texts nor pictures nor random streams.
+    with a base that often draws the wrong one. Training and held-out prompts share neither texts nor
+    pictures nor random streams.
     """
 
     def __init__(self, split: Split = "train", *, size: int, seed: int, careless: float = 0.0):
@@ -105,6 +106,11 @@ class DigitsSource:
         )
 
 
+def half(judge: Judge) -> np.ndarray:
+    """Indices of the pictures that a classifier learns from: every second one to train on."""
+    return split_indices("train")[JUDGES.index(judge) :: 2]
+
+
 @lru_cache(maxsize=2)
 def classifier(judge: Judge) -> nn.Module:
     """One of two classifiers of [image, 1, 8, 8] of 0 to 1, logits [image, 10], trained once a process.
@@ -113,7 +119,7 @@ def classifier(judge: Judge) -> nn.Module:
     other, both with noise of a standard deviation up to 0.2, for what a generator draws is never clean.
     """
     images, labels = _digits()
-    mine = torch.from_numpy(split_indices("train")[JUDGES.index(judge) :: 2])
+    mine = torch.from_numpy(half(judge))
     pictures, targets = images[mine], torch.from_numpy(labels)[mine]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(JUDGES.index(judge))

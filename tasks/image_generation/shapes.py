@@ -36,7 +36,7 @@ SHAPES = {
     "triangle": ("#...", "##..", "###.", "####"),
 }
 COUNTS = ("a", "two", "three", "four")
-RELATIONS = ("left of", "right of", "above", "below")
+RELATIONS = ("left of", "right of", "above", "below")  # each beside its opposite
 KINDS = ("count", "relation")
 SPLITS = ("train", "heldout")
 
@@ -158,7 +158,7 @@ def draw(objects: Sequence[Placed]) -> Tensor:
 
 
 def spoiled(scene: Scene, rng: np.random.Generator, colours: Sequence[str], max_count: int) -> Scene:
-    """The scene with one thing of its first phrase, or its relation, changed."""
+    """The scene with one thing of its first phrase changed, or its relation turned round: no picture shows both."""
     first, kinds = scene.first, ["colour", "shape"]
     kinds += ["count"] * (max_count > 1) + ["relation"] * (scene.relation is not None)
     kind = str(rng.choice(kinds))
@@ -168,7 +168,7 @@ def spoiled(scene: Scene, rng: np.random.Generator, colours: Sequence[str], max_
         return rest[rng.integers(len(rest))]
 
     if kind == "relation":
-        return replace(scene, relation=other(RELATIONS, scene.relation))
+        return replace(scene, relation=RELATIONS[RELATIONS.index(str(scene.relation)) ^ 1])
     if kind == "count":
         return replace(scene, first=replace(first, count=other(range(1, max_count + 1), first.count)))
     if kind == "shape":
