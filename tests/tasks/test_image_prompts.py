@@ -36,7 +36,7 @@ def test_geneval_metadata(tmp_path):
     assert [p.id for p in prompts] == [
         "prompts:1",
         "prompts:3",
-    ]  # a blank line of JSONL is no row, and counts as a line
+    ]  # a blank line is no row, and counts
     assert prompts[0].text == GENEVAL["prompt"]
     assert prompts[0].metadata == {"tag": "position", "include": GENEVAL["include"]}
 
