@@ -1,0 +1,25 @@
+"""Pictures of samples as one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.rewards.types import picture
+from mmrl.rollouts import Sample
+
+
+def stack_pictures(samples: Sequence[Sample], size: tuple[int, ...] | None = None) -> Tensor:
+    """[sample, channel, height, width] float32, 0 to 1 in gamut, not clamped.
+
+    Raises UserError for a sample without a picture, and for one that has not the given size, or that of the first.
+    """
+    images = [picture(sample).float() for sample in samples]
+    size = size or tuple(images[0].shape)
+    for sample, image in zip(samples, images, strict=True):
+        if image.shape != size:
+            raise UserError(f"the picture of prompt {sample.prompt.id!r} is {list(image.shape)}, expected {list(size)}")
+    return torch.stack(images)

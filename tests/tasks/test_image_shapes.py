@@ -1,0 +1,247 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+
+from mmrl.errors import UserError
+from mmrl.rollouts import Prompt, Sample
+from tasks.image_generation.checker import ShapesChecked, ShapesRedrawn, marks, read
+from tasks.image_generation.shapes import (
+    COLOURS,
+    GAP,
+    KINDS,
+    OBJECT,
+    RELATIONS,
+    SHAPES,
+    SIZE,
+    Phrase,
+    Placed,
+    Scene,
+    ShapesSource,
+    draw,
+    place,
+    scenes,
+    words,
+)
+
+RED, GREEN, BLUE = (1.0, 0, 0), (0, 1.0, 0), (0, 0, 1.0)
+BY_HAND = """
+.rr.........bbbb
+rrrr........bbbb
+rrrr........bbbb
+.rr.........bbbb
+................
+......r.........
+.....r..........
+................
+..............b.
+..gggg........b.
+..gggg........b.
+...............b
+.........r......
+.........rr.....
+.........rrr....
+.........rrrr...
+"""
+
+
+def picture(text):
+    """A picture from letters: r, g and b are pixels of full colour, all else is black."""
+    rows = text.split()
+    values = [[{"r": RED, "g": GREEN, "b": BLUE}.get(letter, (0, 0, 0)) for letter in row] for row in rows]
+    return torch.tensor(values).permute(2, 0, 1)
+
+
+def sample(scene, image):
+    return Sample(Prompt(id="p", text=str(scene), metadata={"scene": scene}), image=image)
+
+
+def test_reads_a_picture_drawn_by_hand():
+    found = read(picture(BY_HAND).unsqueeze(0))[0]
+    assert sorted(found, key=str) == sorted(
+        [
+            # Blue's three pixels in a line are too few, and the fourth only touches them at a corner.
+            Placed("red", "circle", 0, 0),
+            Placed("blue", "square", 0, 12),
+            Placed("green", None, 9, 2),  # half a square is no shape
+            Placed("red", "triangle", 12, 9),
+        ],
+        key=str,
+    )
+
+
+def all_right(scene, found):
+    return all(value == 1 for value in marks(scene, found).values())
+
+
+def drawn(count, seed=0):
+    """Random scenes of all colours, as many of either kind."""
+    rng = np.random.default_rng(seed)
+    pools = [scenes("train", kind, list(COLOURS)) + scenes("heldout", kind, list(COLOURS)) for kind in KINDS]
+    chosen = [pools[i % 2][rng.integers(len(pools[i % 2]))] for i in range(count)]
+    return chosen, [place(scene, rng) for scene in chosen]
+
+
+@pytest.fixture(scope="module")
+def many():
+    asked, placed = drawn(2000)
+    return asked, placed, torch.stack([draw(objects) for objects in placed])
+
+
+def share_right(asked, pictures):
+    return np.mean([all_right(scene, found) for scene, found in zip(asked, read(pictures), strict=True)])
+
+
+def test_drawn_scenes_are_right(many):
+    asked, placed, pictures = many
+    assert share_right(asked, pictures) == 1
+    for objects, found in zip(placed[:200], read(pictures[:200]), strict=True):
+        assert sorted(objects, key=str) == sorted(found, key=str)
+
+
+@pytest.mark.parametrize("blur, std, least", [(0, 0.05, 0.999), (0, 0.1, 0.999), (0.5, 0.05, 0.999), (0.5, 0.1, 0.99)])
+def test_drawn_scenes_stay_right_under_blur_and_noise(many, blur, std, least):
+    asked, _, pictures = many
+    generator = torch.Generator().manual_seed(0)
+    blurred = torch.from_numpy(ndimage.gaussian_filter(pictures.numpy(), (0, 0, blur, blur)))
+    assert share_right(asked, blurred + std * torch.randn(pictures.shape, generator=generator)) >= least
+
+
+def other(values, value):
+    return next(v for v in values if v != value)
+
+
+def one_more(objects, rng):
+    extra = place(Scene(Phrase(1, objects[-1].colour, objects[-1].shape)), rng)
+    room = [abs(extra[0].top - o.top) >= OBJECT + GAP or abs(extra[0].left - o.left) >= OBJECT + GAP for o in objects]
+    return objects + extra if all(room) else one_more(objects, rng)
+
+
+CHANGES = {  # what is done to the picture of a scene -> the mark that must fall
+    "count": lambda objects, rng: objects[:-1] if len(objects) > 2 else one_more(objects, rng),
+    "shape": lambda objects, rng: [*objects[:-1], replace(objects[-1], shape=other(SHAPES, objects[-1].shape))],
+    "colour": lambda objects, rng: [
+        *objects[:-1],
+        replace(objects[-1], colour=next(c for c in COLOURS if c not in {o.colour for o in objects})),
+    ],
+}
+
+
+@pytest.mark.parametrize("aspect", CHANGES)
+def test_one_thing_changed_is_wrong_and_its_mark_falls(aspect):
+    asked, placed = drawn(300, seed=1)
+    rng = np.random.default_rng(2)
+    changed = torch.stack([draw(CHANGES[aspect](objects, rng)) for objects in placed])
+    for scene, found in zip(asked, read(changed), strict=True):
+        values = marks(scene, found)
+        assert values[aspect] < 1, (str(scene), found)
+        assert aspect != "shape" or values["colour"] == values["count"] == 1
+
+
+def test_the_opposite_relation_is_wrong_and_nothing_else(many):
+    asked, _, pictures = many
+    opposite = dict(zip(RELATIONS, ("right of", "left of", "below", "above"), strict=True))
+    for scene, found in zip(asked[1:400:2], read(pictures[1:400:2]), strict=True):
+        values = marks(replace(scene, relation=opposite[scene.relation]), found)
+        assert values == {"colour": 1, "count": 1, "shape": 1, "relation": 0}
+
+
+def test_marks_by_hand():
+    scene = Scene(Phrase(2, "red", "circle"), "left of", Phrase(1, "blue", "square"))
+    found = [Placed("red", "circle", 0, 0), Placed("red", "square", 6, 0), Placed("red", None, 12, 0),
+             Placed("blue", "square", 0, 2), Placed("green", "square", 8, 8)]  # fmt: skip
+    # Two of three colours; blue's number is right; two of four objects have their shape; only 2 pixels to the left.
+    assert marks(scene, found) == {"colour": 2 / 3, "count": 1 / 2, "shape": 1 / 2, "relation": 0}
+    assert marks(scene, []) == {"colour": 0, "count": 0, "shape": 0, "relation": 0}
+    assert marks(scene, found[:1]) == {"colour": 1 / 2, "count": 0, "shape": 1, "relation": 0}
+
+
+def test_objects_lie_apart_and_in_relation():
+    asked, placed = drawn(500, seed=3)
+    for scene, objects in zip(asked, placed, strict=True):
+        owner = np.zeros((SIZE, SIZE), dtype=int)
+        for item in objects:
+            assert 0 <= item.top <= SIZE - OBJECT and 0 <= item.left <= SIZE - OBJECT
+            # with a frame of GAP pixels to the right and below, no object reaches into another's box
+            box = owner[item.top : item.top + OBJECT + GAP, item.left : item.left + OBJECT + GAP]
+            assert not box.any()
+            box[...] = 1
+        assert [(o.colour, o.shape) for o in objects].count(
+            (scene.first.colour, scene.first.shape)
+        ) == scene.first.count
+        if scene.second is not None:
+            (anchor,) = [o for o in objects if o.colour == scene.second.colour]
+            for item in (o for o in objects if o is not anchor):
+                assert {
+                    "left of": item.left + OBJECT <= anchor.left,
+                    "right of": anchor.left + OBJECT <= item.left,
+                    "above": item.top + OBJECT <= anchor.top,
+                    "below": anchor.top + OBJECT <= item.top,
+                }[scene.relation]
+
+
+def test_heldout_combinations_are_never_trained_on_but_all_their_parts_are():
+    for kind in KINDS:
+        train, heldout = (
+            {str(scene) for scene in scenes(split, kind, list(COLOURS))} for split in ("train", "heldout")
+        )
+        assert not train & heldout and len(heldout) / len(train) == pytest.approx(1 / 3, abs=0.01)
+        assert {word for text in heldout for word in text.split()} == {word for text in train for word in text.split()}
+    source = {split: ShapesSource(split, size=400, seed=0) for split in ("train", "heldout")}
+    texts = {split: {prompt.text for prompt in prompts} for split, prompts in source.items()}
+    assert not texts["train"] & texts["heldout"]
+    assert {word for text in texts["train"] for word in text.split()} == set(words())
+    assert words() == sorted(words()) and {"a", "four", "red", "circles", "left", "of", "below"} <= set(words())
+
+
+def test_sentences():
+    scene = Scene(Phrase(3, "red", "circle"), "left of", Phrase(1, "blue", "square"))
+    assert str(scene) == "three red circles left of a blue square"
+    assert str(Scene(Phrase(2, "green", "triangle"))) == "two green triangles"
+
+
+def test_item_depends_on_split_seed_and_index_only():
+    one, two = ShapesSource(size=50, seed=7), ShapesSource(size=9, seed=7)
+    for index in (8, 3):
+        assert one[index].text == two[index].text
+        assert torch.equal(one[index].metadata["target"], two[index].metadata["target"])
+    assert [p.text for p in one] != [p.text for p in ShapesSource(size=50, seed=8)]
+    assert [p.metadata["kind"] for p in two] == ["count", "relation"] * 4 + ["count"]
+    with pytest.raises(IndexError):
+        two[9]
+
+
+def test_careless_targets_are_wrong_and_the_others_right():
+    def right(careless):
+        source = ShapesSource(size=300, seed=0, careless=careless, colours=("red", "green"))
+        prompts = list(source)
+        return ShapesChecked().score([sample(p.metadata["scene"], p.metadata["target"]) for p in prompts]), prompts
+
+    (never, spoiled), (always, clean), (some, _) = right(1.0), right(0.0), right(0.3)
+    assert sum(never) == 0 and sum(always) == 300 and 0.6 < sum(some) / 300 < 0.8
+    assert [p.text for p in spoiled] == [p.text for p in clean]  # the share changes no prompt
+
+
+def test_options_that_leave_no_scene():
+    with pytest.raises(ValueError, match="no train scene of kind 'relation' with colours red and max_count=4"):
+        ShapesSource(size=1, seed=0, colours=("red",))
+
+
+def test_rewards():
+    scene = Scene(Phrase(2, "red", "circle"))
+    objects = [Placed("red", "circle", 0, 0), Placed("red", "circle", 8, 8)]
+    right, half = draw(objects), draw([objects[0], replace(objects[1], shape="square")])
+    beyond, broken = right * 3 - (1 - right), right.clone()  # far out of gamut, yet clamped it is the same picture
+    broken[0, 0, 0] = torch.nan
+    samples = [sample(scene, image) for image in (right, half, beyond, broken)]
+    assert ShapesChecked().score(samples) == [1, 0, 1, None]
+    assert ShapesChecked(partial=True).score(samples) == [1, pytest.approx((1 + 1 + 1 / 2) / 3), 1, None]
+    with pytest.raises(UserError, match=r"'p' is \[1, 8, 8\], expected \[3, 16, 16\]"):
+        ShapesChecked().score([sample(scene, torch.zeros(1, 8, 8))])
+    strewn = right.clone()
+    strewn[1, 0, 10] = 1  # one green pixel: no object, but not in the clean drawing
+    values = ShapesRedrawn().score([sample(scene, right), sample(scene, strewn), sample(scene, right * 0.7)])
+    assert values == pytest.approx([1, 1 - 1 / (3 * 16 * 16), 1 - 0.3 * 24 / (3 * 16 * 16)])
+    assert ShapesChecked().score([sample(scene, strewn)]) == [1]
