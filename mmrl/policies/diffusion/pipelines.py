@@ -58,7 +58,8 @@ class Pipeline(ABC):
     def latent_shape(self, resolution: int | None) -> tuple[int, int, int]:
         """Raises UserError unless `resolution` is a multiple of what the VAE and the network's patches shrink it by."""
         scale = self.pipe.vae_scale_factor
-        pixels = self.pipe.default_sample_size * scale if resolution is None else resolution
+        own = self.pipe.default_sample_size if self.packed else self.module.config.sample_size
+        pixels = own * scale if resolution is None else resolution
         if pixels < 1 or pixels % (scale * self.patch):
             raise UserError(f"resolution {pixels} is not a multiple of {scale * self.patch}, as this model needs")
         channels = self.module.config.in_channels // (self.patch**2 if self.packed else 1)
@@ -428,12 +429,13 @@ def _pipeline(path: str, base: str, dtype: str) -> tuple[Any, type[Pipeline]]:
     absent: dict[str, None] = {part: None for part, source in index.items() if source == [None, None]}
     tokenizers = [encoder.replace("text_encoder", "tokenizer") for encoder in family.encoders]
     for part in (family.trained, "vae", "scheduler", *family.encoders, *tokenizers):
-        if (part in absent or part not in index) and part.replace("tokenizer", "text_encoder") not in family.optional:
+        there = part in index and part not in absent and (not Path(base).is_dir() or (Path(base) / part).is_dir())
+        if not there and part.replace("tokenizer", "text_encoder") not in family.optional:
             raise UserError(f"{where} has no {part}, which {name} needs")
     kind = getattr(torch, dtype)
     try:
         pipe = DiffusionPipeline.from_pretrained(
-            base, torch_dtype={"default": kind, "vae": torch.float32}, use_safetensors=True, **absent
+            base, dtype={"default": kind, "vae": torch.float32}, use_safetensors=True, **absent
         )
     except (OSError, ValueError) as error:
         raise UserError(f"{where} can not be loaded: {_first_line(error)}") from None
