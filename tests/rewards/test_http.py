@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 import pickle
 import re
 import socket
@@ -11,6 +12,7 @@ import sys
 import time
 import zipfile
 from http.client import HTTPConnection
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from mmrl.rollouts import Prompt, Sample
 from tests.rewards.http_servers import hangs_up, running, says, scripted, sleeps, trickles
 
 HERE = __name__
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -348,7 +351,7 @@ def test_the_server_runs_as_a_program(tmp_path):
         command,
         stdout=subprocess.PIPE,
         text=True,
-        env={"PYTHONPATH": f"{tmp_path}:.", "PATH": "", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
     ) as process:
         try:
             url = process.stdout.readline().split()[-1]
