@@ -62,7 +62,9 @@ class TransformersClip:
             model = CLIPModel.from_pretrained(path, dtype=torch.float32)
             self._processor = CLIPProcessor.from_pretrained(processor or path)
         except (OSError, ValueError) as error:
-            raise ValueError(f"CLIP model {path!r}: {error}") from error
+            raise ValueError(
+                f"CLIP model {path!r} of transformers (one of open_clip needs weights): {error}"
+            ) from error
         self.model: Any = model.eval().requires_grad_(False)
         self.temperature = float(self.model.logit_scale.exp())
 

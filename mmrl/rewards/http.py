@@ -36,8 +36,8 @@ _SAMPLE = {"response": str, "response_length": int, "truncated": bool, "max_resp
 class HttpReward:
     """The score of a reward server at `url`, such as `python -m mmrl.rewards.server`.
 
-    A request that is not answered in `deadline_s` seconds, that cannot connect, or is answered with a status of 5xx or
-    429 is sent again, at most `retries` times, with growing pauses; then, and at once for every other fault, score()
+    A request that finds no connection, whose answer is not complete after `deadline_s` seconds or has a status of 5xx
+    or 429 is sent again, at most `retries` times, with growing pauses; then, and at once for every other fault, score()
     raises UserError. `scope` "group" sends each group by itself. `pixels` is how npz carries pictures: "float32" as
     they are, "uint8" as JSON's PNGs do, clamped and rounded.
     """

@@ -158,7 +158,7 @@ def _is_word(token: str, word: str) -> bool:
     return token.strip().lower() == word.lower()
 
 
-class _Judged:
+class Judged:
     """The options that both kinds of judge share.
 
     Exactly one of `base_url` with `model` (an endpoint, see `Endpoint`) and `path` (a model in this process, see
@@ -199,12 +199,12 @@ class _Judged:
         return Question(images, self.question.replace("{prompt}", sample.prompt.text))
 
 
-class VlmJudge(_Judged):
+class VlmJudge(Judged):
     """P(yes) / (P(yes) + P(no)) of a judge that is asked whether the picture is good; 0 to 1.
 
     With normalise=False it is P(yes), the reward of RewardDance (Wu et al. 2025, arXiv:2509.08826). `answers` are the
     words for yes and no. None where the judge gives neither word any probability, and for a picture that holds NaN or
-    inf. The other options are those of `_Judged`.
+    inf. The other options are those of `Judged`.
     """
 
     scope: Literal["sample"] = "sample"
@@ -232,7 +232,7 @@ class VlmJudge(_Judged):
         return result
 
 
-class VlmPreference(_Judged):
+class VlmPreference(Judged):
     """The share of its group that a picture beats (Pref-GRPO, Wang et al. 2025, arXiv:2508.20751); 0 to 1.
 
     Each of the n (n - 1) / 2 pairs of a group is shown to a judge, which is asked for the better one: that answer of
@@ -240,7 +240,7 @@ class VlmPreference(_Judged):
     With orders "both" each pair is asked in both orders and the two outcomes are averaged, so that a judge that always
     prefers one place makes ties; "random" asks once, in an order drawn from `seed`, the prompt's id and the pair. A
     pair for which the judge gives neither answer any probability is left out; None for a picture with no pair left, one
-    alone in its group, and one that holds NaN or inf. The other options are those of `_Judged`.
+    alone in its group, and one that holds NaN or inf. The other options are those of `Judged`.
     """
 
     scope: Literal["group"] = "group"

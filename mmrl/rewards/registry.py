@@ -72,7 +72,7 @@ def build(
         try:
             reward = factory(**options)
         except ValueError as error:
-            raise ValueError(f"reward {name!r}: {error}") from error
+            raise ValueError(f"reward {name!r}: {' '.join(str(error).split())}") from error
     if isinstance(reward, BatchReward) and isolated:
         raise ValueError(f"reward {name!r} scores batches; isolated: true is for rewards that score one sample")
     return IsolatedReward(name, options, deadline_s or DEADLINE_S) if isolated else reward

@@ -34,6 +34,7 @@ class RewardServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128  # all ranks may call at once
 
     def __init__(self, spec: RewardSpec, host: str, port: int, *, max_bytes: int = MAX_BYTES):
         self.rewards, self.max_bytes = RewardSet([spec]), max_bytes

@@ -67,9 +67,9 @@ def load_object(path: str) -> Any:
     try:
         members = vars(importlib.import_module(module_name))
     except ModuleNotFoundError as error:
-        raise ValueError(f"reward {path!r}: {error}; is its folder on PYTHONPATH?") from error
+        raise ValueError(f"no function {path!r}: {error}; is its folder on PYTHONPATH?") from error
     if attribute not in members:
-        raise ValueError(f"reward {path!r}: module {module_name} has no {attribute!r}{nearest(attribute, members)}")
+        raise ValueError(f"no function {path!r}: {module_name} has no {attribute!r}{nearest(attribute, members)}")
     return members[attribute]
 
 
