@@ -6,15 +6,17 @@ import importlib
 import shutil
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from mmrl.config import Config
 from mmrl.engine import Engine
 from mmrl.errors import UserError
-from mmrl.policies import diffusion, vlm
+
+if TYPE_CHECKING:  # each is imported where it is built: an image run shall not wait for the language models' libraries
+    from mmrl.policies.diffusion import DiffusionPolicy
+    from mmrl.policies.vlm import VisionLanguagePolicy
 
 BUILT_IN_TASKS = {"visual_qa": "tasks.visual_qa:build", "image_generation": "tasks.image_generation:build"}
 
@@ -57,8 +59,9 @@ def load_policy(config: Config, path: str) -> Any:
         raise UserError(f"model {path} can not be loaded: {error}") from None
 
 
-def vision_language(config: Config, path: str) -> vlm.VisionLanguagePolicy:
+def vision_language(config: Config, path: str) -> VisionLanguagePolicy:
     from mmrl.generation.sampling import Sampling
+    from mmrl.policies import vlm
 
     model, rollout = config.model, config.rollout
     return vlm.load(
@@ -78,8 +81,20 @@ def vision_language(config: Config, path: str) -> vlm.VisionLanguagePolicy:
     )
 
 
-def diffusion_model(config: Config, path: str) -> diffusion.DiffusionPolicy:
-    family = diffusion.load(Path(path), reference=config.algorithm.kl.coefficient > 0)
+def diffusion_model(config: Config, path: str) -> DiffusionPolicy:
+    from mmrl.policies import diffusion
+
+    model = config.model
+    if model.freeze or model.processor:
+        raise UserError("model.freeze and model.processor are for model.kind=vision_language; remove them")
+    family = diffusion.load(
+        path,
+        dtype=model.dtype,
+        attention=model.attention,
+        lora=None if model.lora is None else model.lora.model_dump(),
+        activation_checkpointing=model.activation_checkpointing,
+        reference=config.algorithm.kl.coefficient > 0,
+    )
     supervised = config.algorithm.method == "supervised"
     return diffusion.DiffusionPolicy(family, config.denoising, kl=config.algorithm.kl.kind, supervised=supervised)
 
@@ -103,7 +118,9 @@ def build_engine(config: Config, policy: Any) -> Engine:
         dtype=config.model.dtype,
     )
     if config.engine.zero_stage == 3 and config.model.kind == "vision_language":
-        policy.lockstep = vlm.Lockstep(engine.max)
+        from mmrl.policies.vlm import Lockstep
+
+        policy.lockstep = Lockstep(engine.max)
     return engine
 
 

@@ -1,0 +1,29 @@
+"""Small models for digits and shapes, made in code: untrained networks that know the words of their prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmrl.policies.diffusion.small import SmallConfig, create
+from tasks.image_generation import digits, shapes
+
+
+def build_digits(folder: str, seed: int) -> None:
+    """A 0.2M-parameter perceptron for pictures of 1 x 8 x 8."""
+    create(Path(folder), SmallConfig(words=tuple(digits.words()), channels=1, size=digits.SIZE), seed)
+
+
+def build_shapes(folder: str, seed: int) -> None:
+    """A 0.9M-parameter transformer for pictures of 3 x 16 x 16."""
+    config = SmallConfig(
+        words=tuple(shapes.words()),
+        channels=3,
+        size=shapes.SIZE,
+        network="transformer",
+        width=128,
+        depth=4,
+        heads=4,
+        patch=2,
+        max_words=12,
+    )
+    create(Path(folder), config, seed)
