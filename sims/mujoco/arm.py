@@ -6,6 +6,9 @@ axes, the place of the fingertips fixes all five in closed form: two links in a 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,18 +21,16 @@ HIGH = np.array([0.57, 0.24, 0.26])
 HOME = np.array([0.36, 0.0, 0.18])
 
 
-def inverse_kinematics(tip: NDArray) -> NDArray[np.float64]:
-    """Joint angles [..., 5] in radians that put the fingertips at `tip` [..., 3]; elbow up.
+def inverse_kinematics(tip: Sequence[float] | NDArray) -> list[float]:
+    """The five joint angles in radians that put the fingertips at `tip` [3]; elbow up.
 
     Exact inside the box LOW..HIGH, which lies within reach.
     """
-    x, y, z = np.moveaxis(np.asarray(tip, dtype=np.float64), -1, 0)
-    radius, height = np.hypot(x, y), z + HAND_LENGTH - SHOULDER_HEIGHT
-    distance = np.hypot(radius, height)
-    yaw = np.arctan2(y, x)
-    inner = np.arccos((UPPER_ARM**2 + FOREARM**2 - distance**2) / (2 * UPPER_ARM * FOREARM))
-    shoulder = np.arctan2(height, radius) + np.arccos(
-        (UPPER_ARM**2 + distance**2 - FOREARM**2) / (2 * UPPER_ARM * distance)
-    )
-    elbow = inner - np.pi
-    return np.stack([yaw, shoulder, elbow, -shoulder - elbow, -yaw], axis=-1)
+    x, y, z = (float(value) for value in tip)
+    radius, height = math.hypot(x, y), z + HAND_LENGTH - SHOULDER_HEIGHT
+    distance = math.hypot(radius, height)
+    yaw = math.atan2(y, x)
+    inner = math.acos((UPPER_ARM**2 + FOREARM**2 - distance**2) / (2 * UPPER_ARM * FOREARM))
+    lift = math.acos((UPPER_ARM**2 + distance**2 - FOREARM**2) / (2 * UPPER_ARM * distance))
+    shoulder, elbow = math.atan2(height, radius) + lift, inner - math.pi
+    return [yaw, shoulder, elbow, -shoulder - elbow, -yaw]

@@ -31,6 +31,7 @@ def choose_backend() -> str:
     wanted = os.environ.get("MUJOCO_GL", "").lower()
     if wanted and wanted not in BACKENDS:
         raise UserError(f"MUJOCO_GL={wanted} cannot render off screen here; set it to egl or osmesa, or unset it")
+    os.environ.setdefault("LP_NUM_THREADS", "0")  # software rendering in the caller's thread: rows share the cores
     reasons = []
     for backend in [wanted] if wanted else BACKENDS:
         environment = {**os.environ, "MUJOCO_GL": backend, "PYOPENGL_PLATFORM": backend}

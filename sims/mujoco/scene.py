@@ -43,7 +43,7 @@ def compile_model(cubes: int, image_size: int) -> mujoco.MjModel:
   </option>
   <size memory="2M"/>
   <visual>
-    <quality shadowsize="0" offsamples="0"/>
+    <quality shadowsize="0" offsamples="0" numslices="12" numstacks="6" numquads="1"/>
     <global offwidth="{image_size}" offheight="{image_size}"/>
     <headlight ambient=".45 .45 .45" diffuse=".45 .45 .45" specular="0 0 0"/>
     <map znear="0.02" zfar="20"/>

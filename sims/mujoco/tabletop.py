@@ -24,6 +24,10 @@ STATE_DIM = 5
 ACTION_DIM = 4
 DRAWS = 10_000
 LEASH = 0.05  # metres that the setpoint may run ahead of a blocked arm
+UNSTABLE = [
+    int(kind)
+    for kind in (mujoco.mjtWarning.mjWARN_BADQPOS, mujoco.mjtWarning.mjWARN_BADQVEL, mujoco.mjtWarning.mjWARN_BADQACC)
+]
 LOOK_AT = np.array([0.405, 0.0, 0.05])
 CAMERA_AT = np.array([0.95, 0.0, 0.8])
 
@@ -100,8 +104,7 @@ class World:
         mujoco.mj_step(self.model, self.data, scene.SUBSTEPS)
         mujoco.mj_forward(self.model, self.data)
         self.steps += 1
-        unstable = (mujoco.mjtWarning.mjWARN_BADQPOS, mujoco.mjtWarning.mjWARN_BADQVEL, mujoco.mjtWarning.mjWARN_BADQACC)
-        if any(self.data.warning[int(kind)].number for kind in unstable):
+        if self.data.warning.number[UNSTABLE].any():
             raise RuntimeError(f"the physics became unstable at control step {self.steps}")
 
     def _control(self) -> None:
