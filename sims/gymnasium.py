@@ -53,7 +53,7 @@ class GymnasiumSimulator:
         box = self._env.single_action_space
         if not isinstance(box, gymnasium.spaces.Box) or len(box.shape) != 1:
             raise UserError(f"gymnasium environment {env!r}: actions must be a Box [A], not {box}")
-        self.action_dim = int(box.shape[0])
+        self._box, self.action_dim = box, int(box.shape[0])
         self._task, self._steps = ["" for _ in range(count)], np.zeros(count, np.int64)
         self._live = np.zeros(count, bool)  # rows inside an episode of ours
         self._over = np.zeros(count, bool)  # rows whose environment waits for a reset
@@ -100,7 +100,8 @@ class GymnasiumSimulator:
         self._env.close()
 
     def _restart(self, rows: list[int], seeds: Sequence[int | None], task: str) -> tuple[NDArray, NDArray]:
-        mask, all_seeds = np.zeros(self.count, bool), [None] * self.count
+        mask = np.zeros(self.count, bool)
+        all_seeds: list[int | None] = [None] * self.count
         for row, seed in zip(rows, seeds, strict=True):
             mask[row], all_seeds[row], self._task[row] = True, seed, task
         options: dict[str, Any] = {}
@@ -110,7 +111,7 @@ class GymnasiumSimulator:
             options["reset_mask"] = mask
         if self.tasks != (DEFAULT_TASK,):
             options["task"] = task
-        observation, _ = self._env.reset(seed=all_seeds, options=options)
+        observation, _ = self._env.reset(seed=all_seeds, options=options)  # type: ignore[arg-type]
         self._live |= mask
         self._over &= ~mask
         self._steps[mask] = 0
@@ -124,15 +125,16 @@ class GymnasiumSimulator:
             live = self._live.copy()
             self._restart(parked, [None] * len(parked), self._task[parked[0]] or self.tasks[0])
             self._live = live
-        everyone = np.zeros((self.count, self.action_dim), self._env.single_action_space.dtype)
-        box = self._env.single_action_space
-        everyone[rows] = np.clip(actions, box.low, box.high)
+        everyone = np.zeros((self.count, self.action_dim), self._box.dtype)
+        everyone[rows] = np.clip(actions, self._box.low, self._box.high)
         observation, reward, terminated, truncated, info = self._env.step(everyone)
         images, states = self._seen(observation)
         self._steps += 1
         if self._max_steps is not None:
             truncated = truncated | (self._steps >= self._max_steps)
-        solved = terminated if self._success is None else np.asarray(info.get(self._success, np.zeros(self.count, bool)))
+        solved = (
+            terminated if self._success is None else np.asarray(info.get(self._success, np.zeros(self.count, bool)))
+        )
         self._over = np.asarray(terminated | truncated)
         for i, row in enumerate(rows):
             if self._live[row]:
@@ -151,10 +153,7 @@ class GymnasiumSimulator:
         images = np.stack(self._env.render()) if self._image == RENDER else keys[self._image]  # type: ignore[arg-type]
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
             raise UserError(f"pictures must be uint8 [B, H, W, 3], not {images.dtype} {list(images.shape)}")
-        if self._state is not None:
-            state = keys[self._state]
-        else:
-            state = np.zeros((self.count, 0)) if keys else observation
+        state = keys[self._state] if self._state is not None else np.zeros((self.count, 0)) if keys else observation
         return images, np.asarray(state, np.float32).reshape(self.count, -1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mmrl.errors import UserError
@@ -39,7 +39,7 @@ def build(
     return VectorSim(simulator(count, **options), end_of_episode=end_of_episode, seed_stride=seed_stride)
 
 
-def _load(name: str) -> type[Simulator]:
+def _load(name: str) -> Callable[..., Simulator]:
     if ":" not in name and name not in SIMULATORS:
         known = f"{', '.join(SIMULATORS)}, or 'package.module:Class'"
         raise UserError(f"unknown simulator {name!r}{nearest(name, SIMULATORS)}; known: {known}")

@@ -58,7 +58,10 @@ class Transition:
             np.zeros((n, *image_shape), np.uint8),
             np.zeros((n, state_dim), np.float32),
             np.zeros((n, length), np.float32),
-            *(np.zeros((n, length), bool) for _ in range(4)),
+            np.zeros((n, length), bool),
+            np.zeros((n, length), bool),
+            np.zeros((n, length), bool),
+            np.zeros((n, length), bool),
             [None] * n,
         )
 

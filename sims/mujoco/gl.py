@@ -52,7 +52,12 @@ def choose_backend() -> str:
 def _close_at_exit() -> weakref.WeakSet[Renderer]:
     """Renderers still open. First asked for when OpenGL is up, so that they are closed before OpenGL is."""
     renderers: weakref.WeakSet[Renderer] = weakref.WeakSet()
-    atexit.register(lambda: [renderer.close() for renderer in list(renderers)])
+
+    def close() -> None:
+        for renderer in list(renderers):
+            renderer.close()
+
+    atexit.register(close)
     return renderers
 
 

@@ -113,10 +113,7 @@ class World:
 
     def view(self) -> View:
         cubes = self.data.xpos[self.cubes].copy()
-        if len(self.scene.pads):
-            goal = np.append(self.scene.pads[0], scene.CUBE)
-        else:
-            goal = cubes[1] + [0, 0, 2 * scene.CUBE]
+        goal = np.append(self.scene.pads[0], scene.CUBE) if len(self.scene.pads) else cubes[1] + [0, 0, 2 * scene.CUBE]
         return View(
             tip=self.data.site_xpos[self.tip].copy(),
             setpoint=self.setpoint,
@@ -263,9 +260,7 @@ class Tabletop:
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
         actions = np.zeros((len(rows), length, ACTION_DIM), np.float32)
-        errors = self._each(
-            lambda worker, i: self._worlds[rows[i]].plan(length, worker.spare, actions[i]), len(rows)
-        )
+        errors = self._each(lambda worker, i: self._worlds[rows[i]].plan(length, worker.spare, actions[i]), len(rows))
         for error in errors:
             if error is not None:
                 raise error

@@ -104,15 +104,14 @@ def twins(verb: str) -> Callable[[Generator, int, list[str]], Scene | None]:
     return draw
 
 
-def onto_pad(verb: str, preposition: str, straight: bool = False) -> Callable[[Generator, int, list[str]], Scene | None]:
+def onto_pad(
+    verb: str, preposition: str, straight: bool = False
+) -> Callable[[Generator, int, list[str]], Scene | None]:
     """Cubes of different colours and pads of different colours; with `straight`, one push along an axis of the table
     takes cube 0 to pad 0, and nothing is in the way."""
 
     def draw(rng: Generator, cubes: int, colours: list[str]) -> Scene | None:
-        if straight:
-            places = push_line(rng, cubes + PADS)
-        else:
-            places = scatter(rng, cubes + PADS)
+        places = push_line(rng, cubes + PADS) if straight else scatter(rng, cubes + PADS)
         if places is None:
             return None
         at, pads = np.delete(places, slice(1, 1 + PADS), axis=0), places[1 : 1 + PADS]

@@ -41,9 +41,7 @@ def tabletop():
 
 
 def equal(a, b):
-    return (
-        np.array_equal(a.images, b.images) and np.array_equal(a.state, b.state) and a.instructions == b.instructions
-    )
+    return np.array_equal(a.images, b.images) and np.array_equal(a.state, b.state) and a.instructions == b.instructions
 
 
 def random_actions(seed, *shape):
@@ -110,7 +108,7 @@ def test_every_word_of_the_instruction_is_needed(tabletop, task):
         assert colour == cubes[0] and len(set(cubes)) >= 2
         if task in ("reach", "lift"):  # the colour leaves two cubes, the side one
             left, right = sorted((i for i in range(3) if cubes[i] == colour), key=lambda i: world.scene.cubes[i, 1])
-            assert 0 == (left if instruction.endswith("on the left") else right)
+            assert (left if instruction.endswith("on the left") else right) == 0
         elif task == "stack":
             assert len(set(cubes)) == 3 and instruction.endswith(f"on the {cubes[1]} cube")
         else:
@@ -147,7 +145,7 @@ def test_the_shaped_reward_adds_up_to_the_progress_made(tabletop):
         total += step.reward.sum(1)
     after = np.array([world.task.progress(world.view()) for world in worlds])
     np.testing.assert_allclose(total, after - before + 1, atol=1e-5)  # 1 for the success
-    assert (after - before > 0.2).all() and (0 <= before).all() and (after <= 1).all()
+    assert (after - before > 0.2).all() and (before >= 0).all() and (after <= 1).all()
 
 
 def test_an_episode_can_go_on_after_success(tabletop):
@@ -326,7 +324,9 @@ def test_a_missing_renderer_is_named_with_its_packages(tmp_path):
     done = in_process(BUILD, MUJOCO_GL="egl", __EGL_VENDOR_LIBRARY_DIRS=str(tmp_path))
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert "UserError: MuJoCo cannot render off screen (egl: " in last and "libegl1 libegl-mesa0 libgl1-mesa-dri" in last
+    assert (
+        "UserError: MuJoCo cannot render off screen (egl: " in last and "libegl1 libegl-mesa0 libgl1-mesa-dri" in last
+    )
     done = in_process(BUILD, MUJOCO_GL="glfw")
     assert "UserError: MUJOCO_GL=glfw cannot render off screen" in done.stderr
 
