@@ -189,6 +189,15 @@ def test_a_group_starts_equal_and_the_same_actions_keep_it_equal(tabletop):
         assert not np.array_equal(observation.images[0], observation.images[3])
 
 
+def test_an_episode_starts_at_rest(tabletop):
+    sim = tabletop(5)
+    first = sim.reset(range(5), list(TASKS))
+    after = sim.step(np.zeros((5, 1, 4))).observation
+    np.testing.assert_allclose(after.state, first.state, atol=0.02)  # of a box 32 cm wide: 3 mm
+    for world in sim.simulator._worlds:
+        np.testing.assert_allclose(world.view().cubes[:, :2], world.scene.cubes, atol=1e-3)
+
+
 def test_nothing_is_left_of_the_episode_before(tabletop):
     sim, fresh, chunks = tabletop(2), tabletop(2), random_actions(2, 4, 2, 5)
     play(sim, [1, 2], ["stack", "push"], random_actions(3, 6, 2, 5))
@@ -231,6 +240,10 @@ def test_pictures_show_the_colours_where_the_cubes_are(tabletop):
             close = (picture @ direction > 0.95 * bright) & (bright > 0.2)
             cubes = [i for i, other in enumerate(world.scene.cube_colours) if other == colour]
             assert 8 * len(cubes) < close.sum() < 120 * len(cubes)  # a cube is 5 to 8 pixels wide
+            if len(cubes) == 1:  # y goes right, x comes nearer and so down
+                x, y = world.scene.cubes[cubes[0]]
+                down, right = np.argwhere(close).mean(0)
+                assert abs(right - 31.5 - 122 * y) < 8 and abs(down - 34 - 100 * (x - 0.41)) < 8
             if len(cubes) == 2:  # "left" is left in the picture
                 columns = np.flatnonzero(close.any(0))
                 left = columns[columns < columns.mean()].mean()
