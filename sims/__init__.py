@@ -1,0 +1,6 @@
+"""Simulators behind one vector interface; none is imported before it is built."""
+
+from sims.registry import SIMULATORS, build
+from sims.vector import Observation, Simulator, Step, Transition, VectorSim, run_episodes
+
+__all__ = ["SIMULATORS", "Observation", "Simulator", "Step", "Transition", "VectorSim", "build", "run_episodes"]

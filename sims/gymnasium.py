@@ -1,0 +1,178 @@
+"""Any gymnasium vector environment as a simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from numpy.typing import NDArray
+
+from mmrl.errors import UserError
+from sims.vector import Transition
+
+RENDER = "render"
+DEFAULT_TASK = "default"  # where an environment has one task
+
+
+class GymnasiumSimulator:
+    """A gymnasium vector environment with a flat continuous action (`Box` [A]).
+
+    env: an environment id, or a function `count -> VectorEnv`. One made from an id runs with render_mode "rgb_array".
+    image: the key of the picture (uint8 [H, W, 3]) in a Dict observation, or "render" for what render() shows.
+    state: the key of the state in a Dict observation; None: the whole observation if it is a Box, else nothing.
+    instruction: what the task is called in words; a dict gives the words of each of several tasks, and the task's name
+        goes to the environments as options={"task": name}.
+    success: the key in info that says whether the task is solved; None: an episode that terminates is a success.
+    max_steps: truncates after so many steps; None leaves it to the environment.
+    kwargs: further arguments of the environment, with an id.
+
+    Gymnasium steps all environments at once: rows that have ended get a zero action and go unseen, which costs their
+    time, and a row cannot be left inactive before it has ended. If one raises, the episodes of all are dropped.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        env: Any,
+        image: str = RENDER,
+        state: str | None = None,
+        instruction: str | Mapping[str, str] = "",
+        success: str | None = None,
+        max_steps: int | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ):
+        self._env = _make(env, count, dict(kwargs or {}))
+        self.count, self._image, self._state, self._success = count, image, state, success
+        self._max_steps = max_steps
+        self._instructions = {DEFAULT_TASK: instruction} if isinstance(instruction, str) else dict(instruction)
+        self.tasks = tuple(self._instructions)
+        box = self._env.single_action_space
+        if not isinstance(box, gymnasium.spaces.Box) or len(box.shape) != 1:
+            raise UserError(f"gymnasium environment {env!r}: actions must be a Box [A], not {box}")
+        self._box, self.action_dim = box, int(box.shape[0])
+        self._task, self._steps = ["" for _ in range(count)], np.zeros(count, np.int64)
+        self._live = np.zeros(count, bool)  # rows inside an episode of ours
+        self._over = np.zeros(count, bool)  # rows whose environment waits for a reset
+        images, states = self._seen(self._env.reset(seed=0)[0])
+        self.image_shape, self.state_dim = images.shape[1:], states.shape[1]
+
+    def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
+        try:
+            for task in dict.fromkeys(tasks):
+                chosen = [i for i in range(len(rows)) if tasks[i] == task]
+                images, states = self._restart([rows[i] for i in chosen], [seeds[i] for i in chosen], task)
+                for i in chosen:
+                    out.images[i], out.state[i] = images[rows[i]], states[rows[i]]
+        except UserError:
+            raise
+        except Exception as error:  # gymnasium does not say of which row; `VectorSim` counts them
+            out.errors = [error] * len(rows)
+        return out
+
+    def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        left_out = sorted(set(np.flatnonzero(self._live).tolist()) - set(rows))
+        if left_out:
+            raise UserError(f"gymnasium steps all environments at once, so rows {left_out} cannot be left inactive")
+        out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
+        try:
+            for c in range(actions.shape[1]):
+                if self._live.any():
+                    self._advance(list(rows), actions[:, c], out, c)
+        except UserError:
+            raise
+        except Exception as error:
+            out.errors = [error] * len(rows)
+            self._live[:], self._over[:] = False, True
+        return out
+
+    def instruction(self, row: int) -> str:
+        return self._instructions[self._task[row]]
+
+    def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
+        raise UserError("a gymnasium environment has no scripted expert")
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _restart(self, rows: list[int], seeds: Sequence[int | None], task: str) -> tuple[NDArray, NDArray]:
+        mask = np.zeros(self.count, bool)
+        all_seeds: list[int | None] = [None] * self.count
+        for row, seed in zip(rows, seeds, strict=True):
+            mask[row], all_seeds[row], self._task[row] = True, seed, task
+        options: dict[str, Any] = {}
+        if not mask.all():
+            if not isinstance(self._env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+                raise UserError(f"{type(self._env.unwrapped).__name__} cannot restart single environments; use freeze")
+            options["reset_mask"] = mask
+        if self.tasks != (DEFAULT_TASK,):
+            options["task"] = task
+        observation, _ = self._env.reset(seed=all_seeds, options=options)  # type: ignore[arg-type]
+        self._live |= mask
+        self._over &= ~mask
+        self._steps[mask] = 0
+        return self._seen(observation)
+
+    def _advance(self, rows: list[int], actions: NDArray, out: Transition, c: int) -> None:
+        """One step of all environments, written to column `c` of `out` for the rows that are inside an episode."""
+        mode = self._env.metadata["autoreset_mode"]
+        if mode is AutoresetMode.DISABLED and self._over.any():
+            parked = np.flatnonzero(self._over).tolist()  # an environment that ended may not be stepped
+            live = self._live.copy()
+            self._restart(parked, [None] * len(parked), self._task[parked[0]] or self.tasks[0])
+            self._live = live
+        everyone = np.zeros((self.count, self.action_dim), self._box.dtype)
+        everyone[rows] = np.clip(actions, self._box.low, self._box.high)
+        observation, reward, terminated, truncated, info = self._env.step(everyone)
+        images, states = self._seen(observation)
+        self._steps += 1
+        if self._max_steps is not None:
+            truncated = truncated | (self._steps >= self._max_steps)
+        solved = (
+            terminated if self._success is None else np.asarray(info.get(self._success, np.zeros(self.count, bool)))
+        )
+        self._over = np.asarray(terminated | truncated)
+        for i, row in enumerate(rows):
+            if self._live[row]:
+                out.images[i], out.state[i], out.reward[i, c] = images[row], states[row], reward[row]
+                out.valid[i, c], out.success[i, c] = True, bool(solved[row])
+                out.terminated[i, c] = terminated[row]
+                out.truncated[i, c] = truncated[row] and not terminated[row]
+                self._live[row] = not self._over[row]
+
+    def _seen(self, observation: Any) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+        """Pictures [B, H, W, 3] and states [B, S] in what an environment observes."""
+        keys = observation if isinstance(observation, dict) else {}
+        for key in (self._state, None if self._image == RENDER else self._image):
+            if key is not None and key not in keys:
+                raise UserError(f"gymnasium observation has no {key!r}; it has {', '.join(keys) or 'no keys'}")
+        images = np.stack(self._env.render()) if self._image == RENDER else keys[self._image]  # type: ignore[arg-type]
+        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
+            raise UserError(f"pictures must be uint8 [B, H, W, 3], not {images.dtype} {list(images.shape)}")
+        state = keys[self._state] if self._state is not None else np.zeros((self.count, 0)) if keys else observation
+        return images, np.asarray(state, np.float32).reshape(self.count, -1)
+
+
+def _make(env: Any, count: int, kwargs: dict[str, Any]) -> VectorEnv:
+    if not isinstance(env, str):
+        made = env(count, **kwargs)
+    else:
+        try:
+            made = gymnasium.make_vec(
+                env,
+                count,
+                vectorization_mode="sync",
+                vector_kwargs={"autoreset_mode": AutoresetMode.DISABLED},
+                **{"render_mode": "rgb_array", **kwargs},
+            )
+        except gymnasium.error.Error as error:
+            raise UserError(f"gymnasium environment {env!r}: {error}") from error
+    if made.num_envs != count:
+        raise UserError(f"the vector environment has {made.num_envs} environments, but {count} are asked for")
+    if made.metadata.get("autoreset_mode") not in (AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP):
+        raise UserError("a vector environment must have autoreset_mode DISABLED or NEXT_STEP, so that ends are seen")
+    return made

@@ -1,0 +1,90 @@
+"""Off-screen rendering: which OpenGL works here, and a small renderer that one thread owns."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import subprocess
+import sys
+import weakref
+from functools import cache
+
+import mujoco
+import numpy as np
+from numpy.typing import NDArray
+
+from mmrl.errors import UserError
+
+BACKENDS = ("egl", "osmesa")
+PROBE = "import sys, mujoco.{0} as gl; c = gl.GLContext(8, 8); c.make_current(); c.free()"
+MAX_GEOMS = 200
+
+
+@cache
+def choose_backend() -> str:
+    """The first of `BACKENDS` that makes a context, also set as MUJOCO_GL; what MUJOCO_GL names, if it is set.
+
+    A backend that was tried in vain cannot be replaced within a process, so each is tried in one of its own. Raises
+    UserError naming the packages to install where none works.
+    """
+    wanted = os.environ.get("MUJOCO_GL", "").lower()
+    if wanted and wanted not in BACKENDS:
+        raise UserError(f"MUJOCO_GL={wanted} cannot render off screen here; set it to egl or osmesa, or unset it")
+    os.environ.setdefault("LP_NUM_THREADS", "0")  # software rendering in the caller's thread: rows share the cores
+    reasons = []
+    for backend in [wanted] if wanted else BACKENDS:
+        environment = {**os.environ, "MUJOCO_GL": backend, "PYOPENGL_PLATFORM": backend}
+        tried = subprocess.run(
+            [sys.executable, "-c", PROBE.format(backend)], env=environment, capture_output=True, text=True
+        )
+        if tried.returncode == 0:
+            os.environ["MUJOCO_GL"] = os.environ["PYOPENGL_PLATFORM"] = backend
+            return backend
+        reasons.append(f"{backend}: {(tried.stderr.strip().splitlines() or [f'exit {tried.returncode}'])[-1]}")
+    raise UserError(
+        f"MuJoCo cannot render off screen ({'; '.join(reasons)}); on Debian and Ubuntu: apt-get install libegl1 "
+        "libegl-mesa0 libgl1-mesa-dri, or libosmesa6 (scripts/system_packages.sh does it)"
+    )
+
+
+@cache
+def _close_at_exit() -> weakref.WeakSet[Renderer]:
+    """Renderers still open. First asked for when OpenGL is up, so that they are closed before OpenGL is."""
+    renderers: weakref.WeakSet[Renderer] = weakref.WeakSet()
+
+    def close() -> None:
+        for renderer in list(renderers):
+            renderer.close()
+
+    atexit.register(close)
+    return renderers
+
+
+class Renderer:
+    """Pictures of any model that has the same meshes and textures as `model`. To be used by one thread only, the one
+    that makes it; `close` too."""
+
+    def __init__(self, model: mujoco.MjModel, backend: str, size: int):
+        self._gl = importlib.import_module(f"mujoco.{backend}").GLContext(size, size)
+        self._gl.make_current()
+        _close_at_exit().add(self)
+        self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
+        self._scene, self._option = mujoco.MjvScene(model, MAX_GEOMS), mujoco.MjvOption()
+        self._camera = mujoco.MjvCamera()
+        self._camera.type, self._camera.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, 0
+        self._view, self._pixels = mujoco.MjrRect(0, 0, size, size), np.empty((size, size, 3), np.uint8)
+
+    def render(self, model: mujoco.MjModel, data: mujoco.MjData, out: NDArray[np.uint8]) -> None:
+        """Writes what camera 0 sees into `out` [size, size, 3]; mj_forward must have been called."""
+        everything = mujoco.mjtCatBit.mjCAT_ALL.value
+        mujoco.mjv_updateScene(model, data, self._option, None, self._camera, everything, self._scene)
+        mujoco.mjr_render(self._view, self._scene, self._context)
+        mujoco.mjr_readPixels(self._pixels, None, self._view, self._context)
+        out[:] = self._pixels[::-1]
+
+    def close(self) -> None:
+        _close_at_exit().discard(self)
+        self._context.free()
+        self._gl.free()

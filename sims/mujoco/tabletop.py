@@ -1,0 +1,294 @@
+"""The tabletop as a simulator: one physics model and state per row, worker threads that step and render them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal
+
+import mujoco
+import numpy as np
+from numpy.typing import NDArray
+
+from mmrl.errors import UserError
+from sims.mujoco import scene
+from sims.mujoco.arm import FINGER_TRAVEL, HIGH, HOME, LOW, inverse_kinematics
+from sims.mujoco.gl import Renderer, choose_backend
+from sims.mujoco.tasks import COLOURS, STEP, TASKS, Scene, Task, View
+from sims.vector import Transition, nearest
+
+STATE_DIM = 5
+ACTION_DIM = 4
+DRAWS = 10_000
+LEASH = 0.05  # metres that the setpoint may run ahead of a blocked arm
+UNSTABLE = [
+    int(kind)
+    for kind in (mujoco.mjtWarning.mjWARN_BADQPOS, mujoco.mjtWarning.mjWARN_BADQVEL, mujoco.mjtWarning.mjWARN_BADQACC)
+]
+LOOK_AT = np.array([0.405, 0.0, 0.05])
+CAMERA_AT = np.array([0.95, 0.0, 0.8])
+
+
+class World:
+    """One row: a model of its own (colours, pads and camera belong to the model), its state and its episode."""
+
+    def __init__(self, model: mujoco.MjModel, colours: list[str], shaped: bool, end_on_success: bool):
+        self.model, self.data = copy.copy(model), mujoco.MjData(model)
+        self.colours, self.shaped, self.end_on_success = colours, shaped, end_on_success
+        self.cubes = np.array([model.body(f"cube{i}").id for i in range(model.nbody) if i < _cubes(model)])
+        self.cube_geoms = [model.geom(f"cube{i}").id for i in range(len(self.cubes))]
+        self.pads = [model.geom(f"pad{i}").id for i in range(scene.PADS)]
+        self.cube_qpos = [int(model.body(int(cube)).jntadr[0]) for cube in self.cubes]
+        self.tip = model.site("tip").id
+        self.task: Task = TASKS["reach"]
+        self.scene: Scene
+        self.setpoint, self.closing, self.steps = HOME.copy(), False, 0
+
+    def reset(self, seed: int, name: str) -> None:
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        self.task = TASKS[name]
+        self.scene = self._draw(rng)
+        mujoco.mj_resetData(self.model, self.data)
+        self.setpoint, self.closing, self.steps = HOME + rng.uniform(-0.02, 0.02, 3), False, 0
+        self.data.qpos[: scene.JOINTS] = inverse_kinematics(self.setpoint)
+        self.data.qpos[scene.JOINTS : scene.JOINTS + 2] = FINGER_TRAVEL
+        for joint, (x, y) in zip(self.cube_qpos, self.scene.cubes, strict=True):
+            yaw, start = rng.uniform(-0.15, 0.15), self.model.jnt_qposadr[joint]
+            self.data.qpos[start : start + 7] = [x, y, scene.CUBE, np.cos(yaw / 2), 0, 0, np.sin(yaw / 2)]
+        self._paint(rng)
+        self._place_camera(rng)
+        self._control()
+        self.data.act[:] = self.data.ctrl[: scene.JOINTS]
+        mujoco.mj_forward(self.model, self.data)
+
+    def _draw(self, rng: np.random.Generator) -> Scene:
+        for _ in range(DRAWS):
+            drawn = self.task.draw(rng, len(self.cubes), self.colours)
+            if drawn is not None:
+                return drawn
+        raise RuntimeError(f"no scene with {len(self.cubes)} cubes found in {DRAWS} draws")
+
+    def _paint(self, rng: np.random.Generator) -> None:
+        def shade(colour: str) -> NDArray:
+            return np.append(np.clip(np.array(COLOURS[colour]) + rng.uniform(-0.06, 0.06, 3), 0, 1), 1)
+
+        for geom, colour in zip(self.cube_geoms, self.scene.cube_colours, strict=True):
+            self.model.geom_rgba[geom] = shade(colour)
+        for i, geom in enumerate(self.pads):
+            shown = i < len(self.scene.pads)
+            self.model.geom_rgba[geom] = shade(self.scene.pad_colours[i]) if shown else 0
+            if shown:
+                self.model.geom_pos[geom, :2] = self.scene.pads[i]
+        table = self.model.geom("table").id
+        self.model.geom_rgba[table, :3] = 0.5 + rng.uniform(-0.06, 0.06) + rng.uniform(-0.02, 0.02, 3)
+
+    def _place_camera(self, rng: np.random.Generator) -> None:
+        at, look = CAMERA_AT + rng.uniform(-0.015, 0.015, 3), LOOK_AT + rng.uniform(-0.01, 0.01, 3)
+        back = (at - look) / np.linalg.norm(at - look)
+        right = np.cross([0, 0, 1], back)
+        right /= np.linalg.norm(right)
+        self.model.cam_pos[0] = at
+        mujoco.mju_mat2Quat(self.model.cam_quat[0], np.stack([right, np.cross(back, right), back], axis=1).ravel())
+
+    def act(self, action: NDArray) -> None:
+        """One control step: moves the setpoint by action[:3] * STEP; action[3] > 0 closes, < 0 opens, 0 changes
+        nothing."""
+        tip = self.data.site_xpos[self.tip]
+        wanted = self.setpoint + STEP * np.clip(action[:3], -1, 1)
+        self.setpoint = np.clip(np.clip(wanted, tip - LEASH, tip + LEASH), LOW, HIGH)
+        self.closing = bool(action[3] > 0) if action[3] != 0 else self.closing
+        self._control()
+        mujoco.mj_step(self.model, self.data, scene.SUBSTEPS)
+        mujoco.mj_forward(self.model, self.data)
+        self.steps += 1
+        if self.data.warning.number[UNSTABLE].any():
+            raise RuntimeError(f"the physics became unstable at control step {self.steps}")
+
+    def _control(self) -> None:
+        self.data.ctrl[: scene.JOINTS] = inverse_kinematics(self.setpoint)
+        self.data.ctrl[scene.JOINTS :] = 0.0 if self.closing else FINGER_TRAVEL
+
+    def view(self) -> View:
+        cubes = self.data.xpos[self.cubes].copy()
+        goal = np.append(self.scene.pads[0], scene.CUBE) if len(self.scene.pads) else cubes[1] + [0, 0, 2 * scene.CUBE]
+        return View(
+            tip=self.data.site_xpos[self.tip].copy(),
+            setpoint=self.setpoint,
+            opening=float(self.data.qpos[scene.JOINTS : scene.JOINTS + 2].mean() / FINGER_TRAVEL),
+            closing=self.closing,
+            cubes=cubes,
+            speed=float(np.linalg.norm(self.data.cvel[self.cubes[0], 3:])),
+            goal=goal,
+        )
+
+    def state(self) -> NDArray[np.float32]:
+        """[5]: the fingertips within their box, -1 to 1 (3); the gripper's opening, 0 to 1; 1 if told to close, else
+        -1."""
+        view = self.view()
+        tip = 2 * (view.tip - LOW) / (HIGH - LOW) - 1
+        return np.array([*tip, view.opening, 1.0 if view.closing else -1.0], dtype=np.float32)
+
+    def run(self, actions: NDArray, out: Transition, i: int) -> None:
+        """Executes `actions` [C, 4] until the episode ends and writes row `i` of `out`, all but the picture."""
+        before = self.task.progress(self.view()) if self.shaped else 0.0
+        for c, action in enumerate(actions):
+            self.act(action)
+            view = self.view()
+            success = self.task.success(view)
+            out.valid[i, c], out.success[i, c] = True, success
+            if self.shaped:
+                after = self.task.progress(view)
+                out.reward[i, c], before = after - before, after
+            out.reward[i, c] += success
+            out.terminated[i, c] = success and self.end_on_success
+            out.truncated[i, c] = not out.terminated[i, c] and self.steps >= self.task.max_steps
+            if out.terminated[i, c] or out.truncated[i, c]:
+                break
+
+    def plan(self, length: int, spare: mujoco.MjData, out: NDArray) -> None:
+        """Writes the expert's next actions into `out` [length, 4] by playing them in a copy of the state."""
+        kept = mujoco.mj_copyData(spare, self.model, self.data), self.setpoint, self.closing, self.steps
+        self.data, spare = spare, self.data
+        try:
+            for c in range(min(length, self.task.max_steps - self.steps)):
+                out[c] = self.task.expert(self.view())
+                if c + 1 < length:
+                    self.act(out[c].astype(np.float64))
+                    if self.end_on_success and self.task.success(self.view()):
+                        break
+        finally:
+            self.data = spare
+            _, self.setpoint, self.closing, self.steps = kept
+
+
+def _cubes(model: mujoco.MjModel) -> int:
+    return sum(1 for i in range(model.nbody) if model.body(i).name.startswith("cube"))
+
+
+class Worker:
+    """A thread with a renderer of its own."""
+
+    def __init__(self, model: mujoco.MjModel, image_size: int):
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="tabletop")
+        self.spare = mujoco.MjData(model)
+        self.renderer: Renderer = self._pool.submit(Renderer, model, choose_backend(), image_size).result()
+
+    def submit(self, function: Callable[..., None], *arguments: object) -> Future[None]:
+        return self._pool.submit(function, self, *arguments)
+
+    def close(self) -> None:
+        self._pool.submit(self.renderer.close).result()
+        self._pool.shutdown()
+
+
+class Tabletop:
+    """An arm on a table with coloured cubes and pads; tasks reach, push, lift, pick_and_place and stack.
+
+    An action is [4]: the fingertips' move along x (away from the arm, towards the camera), y (to the right in the
+    picture) and z (up), -1 to 1 for up to 3 cm, and the gripper (above 0 closes, below opens, 0 leaves it). 20 actions
+    make a second. The state is [5], see `World.state`.
+
+    image_size: height and width of the pictures, in pixels.
+    objects: cubes on the table, 2 to 4.
+    colours: names from COLOURS, at least 2.
+    reward: "sparse" gives 1 at every step that is solved; "shaped" adds the gain in progress (0 to 1) of that step.
+    end_on_success: whether the first success ends the episode; otherwise it goes on until its time is up.
+    threads: that step and render; the numbers do not depend on it. 0: one per processor.
+    """
+
+    action_dim, state_dim = ACTION_DIM, STATE_DIM
+    tasks = tuple(TASKS)
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        image_size: int = 64,
+        objects: int = 3,
+        colours: Sequence[str] = tuple(COLOURS),
+        reward: Literal["sparse", "shaped"] = "sparse",
+        end_on_success: bool = True,
+        threads: int = 0,
+    ):
+        if image_size < 8:
+            raise UserError(f"tabletop: image_size must be at least 8 pixels, not {image_size}")
+        if not 2 <= objects <= 4:
+            raise UserError(f"tabletop: objects must be 2 to 4, not {objects}")
+        if reward not in ("sparse", "shaped"):
+            raise UserError(f"tabletop: reward must be 'sparse' or 'shaped', not {reward!r}")
+        for colour in colours:
+            if colour not in COLOURS:
+                known = ", ".join(COLOURS)
+                raise UserError(f"tabletop: unknown colour {colour!r}{nearest(colour, COLOURS)}; known: {known}")
+        if len(set(colours)) < 2:
+            raise UserError("tabletop: colours must name at least 2 different ones")
+        if threads < 0:
+            raise UserError(f"tabletop: threads must not be negative, but is {threads}")
+        self.count, self.image_shape = count, (image_size, image_size, 3)
+        model = scene.compile_model(objects, image_size)
+        self._worlds = [World(model, list(colours), reward == "shaped", end_on_success) for _ in range(count)]
+        threads = min(count, threads or len(os.sched_getaffinity(0)))
+        self._workers = [Worker(model, image_size) for _ in range(threads)]
+
+    def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        out = Transition.empty(len(rows), 0, self.image_shape, STATE_DIM)
+
+        def start(worker: Worker, i: int) -> None:
+            world = self._worlds[rows[i]]
+            world.reset(seeds[i], tasks[i])
+            self._show(worker, world, out, i)
+
+        out.errors = self._each(start, len(rows))
+        return out
+
+    def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        out = Transition.empty(len(rows), actions.shape[1], self.image_shape, STATE_DIM)
+
+        def run(worker: Worker, i: int) -> None:
+            world = self._worlds[rows[i]]
+            world.run(actions[i], out, i)
+            self._show(worker, world, out, i)
+
+        out.errors = self._each(run, len(rows))
+        return out
+
+    def instruction(self, row: int) -> str:
+        return self._worlds[row].scene.instruction
+
+    def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
+        actions = np.zeros((len(rows), length, ACTION_DIM), np.float32)
+        errors = self._each(lambda worker, i: self._worlds[rows[i]].plan(length, worker.spare, actions[i]), len(rows))
+        for error in errors:
+            if error is not None:
+                raise error
+        return actions
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
+
+    def _show(self, worker: Worker, world: World, out: Transition, i: int) -> None:
+        out.state[i] = world.state()
+        worker.renderer.render(world.model, world.data, out.images[i])
+
+    def _each(self, function: Callable[[Worker, int], None], n: int) -> list[Exception | None]:
+        """Calls function(worker, i) for i < n, shared out to the workers; what each raised."""
+        if not self._workers:
+            raise UserError("this tabletop was closed")
+        errors: list[Exception | None] = [None] * n
+
+        def share(worker: Worker, indices: range) -> None:
+            for i in indices:
+                try:
+                    function(worker, i)
+                except Exception as error:  # of one row; the others go on, and `VectorSim` counts it
+                    errors[i] = error
+
+        count = len(self._workers)
+        for future in [worker.submit(share, range(w, n, count)) for w, worker in enumerate(self._workers)]:
+            future.result()
+        return errors

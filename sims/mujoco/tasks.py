@@ -1,0 +1,293 @@
+"""The tasks of the tabletop: how a scene is drawn, what is asked, when it is solved, how far it is, who shows it.
+
+Every instruction names a colour and a place, and every scene holds what the other words would have meant, so a policy
+that does not read cannot know what to do. All functions of a `View` depend on nothing else: an expert can be asked in
+any state, its own or a policy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from sims.mujoco.arm import HIGH, LOW
+from sims.mujoco.scene import CUBE, PAD, PADS
+
+STEP = 0.03  # metres that the fingertips move for an action of 1
+COLOURS = {
+    "red": (0.85, 0.10, 0.10),
+    "green": (0.10, 0.65, 0.15),
+    "blue": (0.10, 0.20, 0.85),
+    "yellow": (0.90, 0.80, 0.10),
+}
+HOVER, CARRY = 0.10, 0.13  # heights of the fingertips on the way to and with a cube
+LIFTED = 0.10
+MARGIN = 0.03  # cubes start this far inside the box of the fingertips
+APART = 0.105  # between centres: room for the open gripper
+TRIES = 200
+BEHIND = 2 * CUBE + 0.006  # from the centre of a cube to where closed fingers come down beside it
+LONGEST_PUSH = 0.22
+SLANT = 0.03  # how far a push may miss the middle of the pad
+PUSH_PACE = 0.55  # of STEP; faster, the cube jumps ahead
+AREA_LOW, AREA_HIGH = LOW[:2] + MARGIN, HIGH[:2] - MARGIN
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where an episode starts. Cube 0 is the one the instruction is about."""
+
+    cubes: NDArray  # [cubes, 2]
+    cube_colours: list[str]
+    pads: NDArray  # [shown pads, 2]; pad 0 is the goal
+    pad_colours: list[str]
+    instruction: str
+
+
+@dataclass(frozen=True)
+class View:
+    """What success, progress and experts look at; metres, seconds, and the axes of the table."""
+
+    tip: NDArray  # [3] between the fingertips
+    setpoint: NDArray  # [3] where the fingertips are told to be
+    opening: float  # of the gripper, 0 closed to 1 open
+    closing: bool  # what the gripper is told
+    cubes: NDArray  # [cubes, 3] centres
+    speed: float  # of cube 0
+    goal: NDArray  # [3] where cube 0 belongs, if anywhere
+
+
+@dataclass(frozen=True)
+class Task:
+    max_steps: int
+    draw: Callable[[Generator, int, list[str]], Scene | None]  # None: this draw does not do, draw again
+    success: Callable[[View], bool]
+    progress: Callable[[View], float]  # 0 to 1, for the shaped reward
+    expert: Callable[[View], NDArray]  # action [4]: move x, y, z in [-1, 1], gripper (1 closes, -1 opens)
+
+
+def scatter(
+    rng: Generator, count: int, start: Sequence[NDArray] = (), free: Callable[[NDArray], bool] = lambda point: True
+) -> NDArray | None:
+    """`start` and further places that are `free`, `count` [count, 2] in all, each far enough from the others."""
+    places = list(start)
+    for _ in range(TRIES):
+        if len(places) == count:
+            return np.array(places)
+        point = rng.uniform(AREA_LOW, AREA_HIGH)
+        if free(point) and all(np.linalg.norm(point - place) >= APART for place in places):
+            places.append(point)
+    return None
+
+
+def pick_colours(rng: Generator, colours: list[str], count: int) -> list[str]:
+    """All different as long as there are colours enough."""
+    order = [str(colour) for colour in rng.permutation(colours)]
+    return [order[i % len(order)] for i in range(count)]
+
+
+def twins(verb: str) -> Callable[[Generator, int, list[str]], Scene | None]:
+    """Cubes 0 and 1 have the same colour, one left and one right in the picture; the others differ from them."""
+
+    def draw(rng: Generator, cubes: int, colours: list[str]) -> Scene | None:
+        places = scatter(rng, cubes)
+        if places is None or abs(places[0, 1] - places[1, 1]) < 0.08:
+            return None
+        colour, *others = pick_colours(rng, colours, len(colours))
+        rest = pick_colours(rng, others, cubes - 2)
+        side = "left" if places[0, 1] < places[1, 1] else "right"
+        return Scene(places, [colour, colour, *rest], np.empty((0, 2)), [], f"{verb} the {colour} cube on the {side}")
+
+    return draw
+
+
+def onto_pad(
+    verb: str, preposition: str, straight: bool = False
+) -> Callable[[Generator, int, list[str]], Scene | None]:
+    """Cubes of different colours and pads of different colours; with `straight`, one push along an axis of the table
+    takes cube 0 to pad 0, and nothing is in the way."""
+
+    def draw(rng: Generator, cubes: int, colours: list[str]) -> Scene | None:
+        places = push_line(rng, cubes + PADS) if straight else scatter(rng, cubes + PADS)
+        if places is None:
+            return None
+        at, pads = np.delete(places, slice(1, 1 + PADS), axis=0), places[1 : 1 + PADS]
+        cube_colours, pad_colours = pick_colours(rng, colours, cubes), pick_colours(rng, colours, PADS)
+        instruction = f"{verb} the {cube_colours[0]} cube {preposition} the {pad_colours[0]} pad"
+        return Scene(at, cube_colours, pads, pad_colours, instruction)
+
+    return draw
+
+
+def push_line(rng: Generator, count: int) -> NDArray | None:
+    """Places of which the first can be pushed to the second, the others beside the way."""
+    way = rng.choice([-1.0, 1.0]) * np.array([rng.uniform(APART, LONGEST_PUSH), 0.0])
+    way[1] = rng.uniform(-SLANT, SLANT)
+    main = int(rng.integers(2))
+    cube, way = rng.uniform(AREA_LOW, AREA_HIGH), way[[main, 1 - main]]
+    behind, pad = cube.copy(), cube + way
+    behind[main] -= np.sign(way[main]) * (BEHIND + 0.01)
+    if not LOW[main] < behind[main] < HIGH[main] or (pad < AREA_LOW).any() or (pad > AREA_HIGH).any():
+        return None
+    return scatter(rng, count, [cube, pad], lambda point: distance_to_segment(point, behind, pad) > 0.075)
+
+
+def onto_cube(rng: Generator, cubes: int, colours: list[str]) -> Scene | None:
+    """Cube 0 belongs on cube 1."""
+    places = scatter(rng, cubes)
+    if places is None:
+        return None
+    names = pick_colours(rng, colours, cubes)
+    return Scene(places, names, np.empty((0, 2)), [], f"stack the {names[0]} cube on the {names[1]} cube")
+
+
+def distance_to_segment(point: NDArray, a: NDArray, b: NDArray) -> float:
+    along = np.clip((point - a) @ (b - a) / ((b - a) @ (b - a)), 0, 1)
+    return float(np.linalg.norm(point - a - along * (b - a)))
+
+
+# Success
+
+
+def reached(view: View) -> bool:
+    """The fingertips are over the cube, no more than 3 cm above its top."""
+    return flat(view.tip, view.cubes[0]) < 0.02 and view.tip[2] < 2 * CUBE + 0.03
+
+
+def pushed(view: View) -> bool:
+    """The centre of the cube is over the pad and the cube stands on the table."""
+    return bool((np.abs(view.cubes[0] - view.goal)[:2] < PAD - 0.008).all()) and view.cubes[0][2] < CUBE + 0.005
+
+
+def lifted(view: View) -> bool:
+    return bool(view.cubes[0][2] > LIFTED)
+
+
+def placed(view: View) -> bool:
+    """On the pad, at rest and let go."""
+    return pushed(view) and let_go(view)
+
+
+def stacked(view: View) -> bool:
+    """On top of the other cube, at rest and let go."""
+    error = view.cubes[0] - view.goal
+    return bool(np.linalg.norm(error[:2]) < 0.9 * CUBE and abs(error[2]) < 0.006) and let_go(view)
+
+
+def let_go(view: View) -> bool:
+    return not view.closing and view.opening > 0.75 and view.speed < 0.05
+
+
+# Progress
+
+
+def near(distance: float) -> float:
+    return float(1 - np.tanh(8 * distance))
+
+
+def reach_progress(view: View) -> float:
+    return near(float(np.linalg.norm(view.tip - view.cubes[0] - [0, 0, CUBE + 0.02])))
+
+
+def push_progress(view: View) -> float:
+    return 0.3 * near(float(np.linalg.norm(view.tip - view.cubes[0]))) + 0.7 * near(flat(view.cubes[0], view.goal))
+
+
+def lift_progress(view: View) -> float:
+    reach = near(float(np.linalg.norm(view.tip - view.cubes[0])))
+    height = float(np.clip((view.cubes[0][2] - CUBE) / (LIFTED - CUBE), 0, 1))
+    return 0.3 * reach + 0.2 * held(view) + 0.5 * height
+
+
+def place_progress(view: View) -> float:
+    reach = near(float(np.linalg.norm(view.tip - view.cubes[0])))
+    there = near(float(np.linalg.norm(view.cubes[0] - view.goal)))
+    return 0.3 * reach + 0.2 * held(view) + 0.5 * there
+
+
+# Experts
+
+
+def flat(a: NDArray, b: NDArray) -> float:
+    """The distance over the table."""
+    return float(np.hypot(a[0] - b[0], a[1] - b[1]))
+
+
+def held(view: View) -> bool:
+    """Told to close, stopped by something, and that is cube 0."""
+    return view.closing and 0.45 < view.opening < 0.65 and float(np.linalg.norm(view.tip - view.cubes[0])) < 0.025
+
+
+def move(view: View, goal: NDArray, gripper: float, pace: float = 1.0) -> NDArray:
+    """The action that leads the fingertips straight to `goal`, at most `pace` times STEP."""
+    way = (np.clip(goal, LOW, HIGH) - view.setpoint) / STEP
+    return np.append(way * min(1.0, pace / max(float(np.linalg.norm(way)), 1e-9)), gripper)
+
+
+def over(point: NDArray, height: float) -> NDArray:
+    return np.array([point[0], point[1], height])
+
+
+def descend(view: View, goal: NDArray, hover: float, gripper: float) -> NDArray:
+    """To `goal` from above: up if low and aside, over it, then down."""
+    aside = flat(view.tip, goal)
+    if aside < 0.008:
+        return move(view, goal, gripper)
+    if aside > 0.03 and view.tip[2] < hover - 0.02:
+        return move(view, over(view.tip, hover), gripper)
+    return move(view, over(goal, hover), gripper)
+
+
+def grasp(view: View) -> NDArray:
+    """Until cube 0 is held."""
+    cube = view.cubes[0]
+    around = flat(view.tip, cube) < 0.012 and view.tip[2] < cube[2] + 0.008
+    if around and (not view.closing or view.opening > 0.65):
+        return move(view, view.setpoint, 1.0)
+    return descend(view, cube, max(HOVER, cube[2] + 0.05), -1.0)
+
+
+def reach_expert(view: View) -> NDArray:
+    return descend(view, over(view.cubes[0], 2 * CUBE + 0.015), HOVER, -1.0)
+
+
+def lift_expert(view: View) -> NDArray:
+    if held(view):
+        return move(view, over(view.tip, LIFTED + 0.04), 1.0)
+    return grasp(view)
+
+
+def place_expert(view: View) -> NDArray:
+    """Picks cube 0 up, carries it over its goal, sets it down, opens and withdraws."""
+    off = view.cubes[0] - view.goal
+    there = bool(np.linalg.norm(off[:2]) < 0.01 and abs(off[2]) < 0.006)
+    if there:
+        return move(view, over(view.tip, view.goal[2] if view.opening < 0.9 else CARRY), -1.0)
+    if held(view):
+        return descend(view, view.goal + view.tip - view.cubes[0], CARRY, 1.0)
+    return grasp(view)
+
+
+def push_expert(view: View) -> NDArray:
+    """Goes behind cube 0 with closed fingers and pushes against the middle of a face, along the axis of the table on
+    which the cube is further from its goal."""
+    cube, way = view.cubes[0][:2], (view.goal - view.cubes[0])[:2]
+    ahead = np.where(np.abs(way) == np.abs(way).max(), np.sign(way), 0.0)
+    from_cube = view.tip[:2] - cube
+    along = float(from_cube @ ahead)
+    aside = from_cube - along * ahead
+    if view.tip[2] < 0.035 and along < 0 and float(np.linalg.norm(aside)) < 0.014:
+        return move(view, over(view.tip[:2] + ahead * 0.012 - aside, 0.02), 1.0, pace=PUSH_PACE)
+    return descend(view, over(cube - ahead * BEHIND, 0.02), HOVER, 1.0)
+
+
+TASKS = {
+    "reach": Task(20, twins("reach for"), reached, reach_progress, reach_expert),
+    "push": Task(60, onto_pad("push", "to", straight=True), pushed, push_progress, push_expert),
+    "lift": Task(35, twins("lift"), lifted, lift_progress, lift_expert),
+    "pick_and_place": Task(50, onto_pad("put", "on"), placed, place_progress, place_expert),
+    "stack": Task(50, onto_cube, stacked, place_progress, place_expert),
+}

@@ -1,0 +1,298 @@
+"""One vector interface for every simulator: seeds and tasks in; pictures, state and instructions out.
+
+A simulator says how rows of episodes start and move (`Simulator`); `VectorSim` adds what must be the same for all of
+them: what happens at the end of an episode, which rows cost anything, checked actions, counted losses.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mmrl.errors import UserError
+
+EndOfEpisode = Literal["freeze", "auto_reset"]
+
+
+@dataclass
+class Observation:
+    """What B environments show; the arrays belong to the caller."""
+
+    images: NDArray[np.uint8]  # [B, height, width, 3], RGB
+    state: NDArray[np.float32]  # [B, S] proprioception
+    instructions: list[str]  # B
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+    def select(self, rows: Sequence[int] | NDArray) -> Observation:
+        """The rows at `rows` (indices, or [B] bool), in that order."""
+        index = np.flatnonzero(rows) if np.asarray(rows).dtype == bool else np.asarray(rows, dtype=np.int64)
+        return Observation(self.images[index], self.state[index], [self.instructions[i] for i in index])
+
+
+@dataclass
+class Transition:
+    """What became of n rows of a simulator; C actions each. A row whose simulator raised has its exception in `errors`
+    and arbitrary values elsewhere."""
+
+    images: NDArray[np.uint8]  # [n, height, width, 3], after the last executed action
+    state: NDArray[np.float32]  # [n, S]
+    reward: NDArray[np.float32]  # [n, C], 0 where nothing was executed
+    terminated: NDArray[np.bool_]  # [n, C], True at the action that ended the episode for a reason of its own
+    truncated: NDArray[np.bool_]  # [n, C], True at the action that used up the episode's last step
+    success: NDArray[np.bool_]  # [n, C], whether the task was solved after this action
+    valid: NDArray[np.bool_]  # [n, C], which actions were executed: a prefix of the chunk, up to the episode's end
+    errors: list[Exception | None]  # n
+
+    @staticmethod
+    def empty(n: int, length: int, image_shape: tuple[int, int, int], state_dim: int) -> Transition:
+        return Transition(
+            np.zeros((n, *image_shape), np.uint8),
+            np.zeros((n, state_dim), np.float32),
+            np.zeros((n, length), np.float32),
+            np.zeros((n, length), bool),
+            np.zeros((n, length), bool),
+            np.zeros((n, length), bool),
+            np.zeros((n, length), bool),
+            [None] * n,
+        )
+
+
+class Simulator(Protocol):
+    """What a simulator must be able to do to sit behind `VectorSim`; made by `Class(count, **options)`.
+
+    Rows are numbered 0 to count - 1 and live until `close`. The same seed and task must give the same episode bit for
+    bit, whatever happened in the row before. A row that fails is reported in `errors`; the other rows go on.
+    """
+
+    count: int
+    action_dim: int
+    state_dim: int
+    image_shape: tuple[int, int, int]
+    tasks: tuple[str, ...]
+
+    def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        """Starts an episode in each of `rows`. The transition has C = 0: only pictures, state and errors count."""
+        ...
+
+    def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        """Executes `actions` [n, C, A], all finite, one after the other until the row's episode ends."""
+        ...
+
+    def instruction(self, row: int) -> str: ...
+
+    def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
+        """The next actions [n, length, A] of a scripted expert, 0 after the episode's end; UserError if there is
+        none."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Step:
+    """What `VectorSim.step` returns. `reward` to `valid` are [B, C] as in `Transition`; a row that was not active has
+    valid False and 0 everywhere."""
+
+    observation: Observation  # with auto_reset: of the new episode where one ended
+    final_observation: Observation  # of the episode that was stepped; what a truncated return is bootstrapped from
+    reward: NDArray[np.float32]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    success: NDArray[np.bool_]
+    valid: NDArray[np.bool_]
+    dropped: NDArray[np.bool_]  # [B], the simulator raised: all of this episode is to be discarded
+
+    @property
+    def ended(self) -> NDArray[np.bool_]:
+        """[B], whether an episode ended in this step, dropped ones included."""
+        return self.terminated.any(1) | self.truncated.any(1) | self.dropped
+
+
+class VectorSim:
+    """B environments that persist across training steps, stepped by chunks of actions.
+
+    end_of_episode: with "freeze" an ended row stays as it ended, ignores actions and costs nothing until `reset`;
+        with "auto_reset" it starts its next episode at the end of the chunk: the k-th episode after `reset` has seed
+        s + k * seed_stride and the same task. Within a chunk nothing is executed after the end, in both modes.
+    counters: nan_actions (numbers that were not finite), dropped_episodes (the simulator raised).
+
+    Environments with one seed and one task are a group: the simulator starts them from the seed, never from a copied
+    state, so their first observations are equal bit for bit.
+    """
+
+    def __init__(self, simulator: Simulator, *, end_of_episode: EndOfEpisode = "freeze", seed_stride: int = 1 << 20):
+        if end_of_episode not in ("freeze", "auto_reset"):
+            raise UserError(f"end_of_episode must be 'freeze' or 'auto_reset', not {end_of_episode!r}")
+        self.simulator, self.end_of_episode, self.seed_stride = simulator, end_of_episode, seed_stride
+        self.counters = Counter(nan_actions=0, dropped_episodes=0)
+        self.seeds: list[int] = []  # B, of the running episodes
+        self.tasks: list[str] = []  # B
+        self._running = np.zeros(simulator.count, bool)
+        self._observation: Observation | None = None
+
+    def __len__(self) -> int:
+        return self.simulator.count
+
+    @property
+    def running(self) -> NDArray[np.bool_]:
+        """[B], which environments are inside an episode."""
+        return self._running.copy()
+
+    def reset(self, seeds: Sequence[int], tasks: Sequence[str]) -> Observation:
+        """Starts an episode in every row: seeds and tasks have length B, seeds are not negative.
+
+        Raises UserError for a wrong number of rows, a negative seed or an unknown task, and RuntimeError if the
+        simulator could start none of them.
+        """
+        if len(seeds) != len(self) or len(tasks) != len(self):
+            raise UserError(
+                f"this simulator has {len(self)} environments, but got {len(seeds)} seeds and {len(tasks)} tasks"
+            )
+        for task in tasks:
+            if task not in self.simulator.tasks:
+                known = ", ".join(self.simulator.tasks)
+                raise UserError(f"unknown task {task!r}{nearest(task, self.simulator.tasks)}; known: {known}")
+        if any(seed < 0 for seed in seeds):
+            raise UserError(f"seeds must not be negative, but one is {min(seeds)}")
+        self.seeds, self.tasks = [int(seed) for seed in seeds], list(tasks)
+        shape = self.simulator.image_shape
+        self._observation = Observation(
+            np.zeros((len(self), *shape), np.uint8),
+            np.zeros((len(self), self.simulator.state_dim), np.float32),
+            [""] * len(self),
+        )
+        dropped = self._start(np.arange(len(self)))
+        if all(dropped):
+            raise RuntimeError(f"no environment could be reset; the first says: {dropped[0]}") from dropped[0]
+        return self.observation()
+
+    def step(self, actions: ArrayLike, active: ArrayLike | None = None) -> Step:
+        """Executes a chunk of `actions` [B, C, A] in the rows that are `active` ([B] bool; None: all) and running.
+
+        Numbers that are not finite become 0 and are counted. An environment whose simulator raises loses its episode:
+        its row is `dropped`, has valid False, and stays ended (freeze) or starts the next episode (auto_reset).
+        Raises UserError for actions of another shape.
+        """
+        shown, chunk, rows = self._checked(active), self._actions(actions), self._rows(active)
+        bad = ~np.isfinite(chunk[rows])
+        self.counters["nan_actions"] += int(bad.sum())
+        out = Transition.empty(len(self), chunk.shape[1], self.simulator.image_shape, self.simulator.state_dim)
+        dropped = np.zeros(len(self), bool)
+        if len(rows):
+            moved = self.simulator.step(rows.tolist(), np.where(bad, 0.0, chunk[rows]))
+            dropped[rows] = lost = self._count_lost(rows, moved.errors)
+            for name in ("reward", "terminated", "truncated", "success", "valid"):
+                getattr(out, name)[rows[~lost]] = getattr(moved, name)[~lost]
+            shown.images[rows[~lost]], shown.state[rows[~lost]] = moved.images[~lost], moved.state[~lost]
+        self._running &= ~(out.terminated.any(1) | out.truncated.any(1) | dropped)
+        final = self.observation()
+        if self.end_of_episode == "auto_reset" and not self._running.all():
+            ended = np.flatnonzero(~self._running)
+            for row in ended:
+                self.seeds[row] += self.seed_stride
+            self._start(ended)
+        flags = (out.reward, out.terminated, out.truncated, out.success, out.valid, dropped)
+        return Step(self.observation(), final, *flags)
+
+    def expert(self, active: ArrayLike | None = None, *, length: int = 1) -> NDArray[np.float32]:
+        """The next `length` actions [B, length, A] of the scripted expert; 0 for rows that are not active and after
+        the end of an episode. Raises UserError where the simulator has no expert."""
+        self._checked(active)
+        actions = np.zeros((len(self), length, self.simulator.action_dim), np.float32)
+        rows = self._rows(active)
+        if len(rows):
+            actions[rows] = self.simulator.expert(rows.tolist(), length)
+        return actions
+
+    def observation(self) -> Observation:
+        """A copy of what all environments show now; ended ones show their last picture."""
+        now = self._checked(None)
+        return Observation(now.images.copy(), now.state.copy(), list(now.instructions))
+
+    def close(self) -> None:
+        """Frees renderers, threads and processes; the simulator cannot be used afterwards."""
+        self.simulator.close()
+
+    def __enter__(self) -> VectorSim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _checked(self, active: ArrayLike | None) -> Observation:
+        if self._observation is None:
+            raise UserError("reset(seeds, tasks) must come before anything else is asked of a simulator")
+        if active is not None and (np.shape(active) != (len(self),) or np.asarray(active).dtype != bool):
+            raise UserError(f"active must be bool of shape ({len(self)},), not {np.shape(active)}")
+        return self._observation
+
+    def _rows(self, active: ArrayLike | None) -> NDArray[np.int64]:
+        return np.flatnonzero(self._running if active is None else self._running & np.asarray(active))
+
+    def _actions(self, actions: ArrayLike) -> NDArray[np.float64]:
+        chunk = np.asarray(actions, dtype=np.float64)
+        wanted = (len(self), self.simulator.action_dim)
+        if chunk.ndim != 3 or (chunk.shape[0], chunk.shape[2]) != wanted or chunk.shape[1] == 0:
+            raise UserError(
+                f"actions must have shape [environments, chunk, action] = [{wanted[0]}, C, {wanted[1]}] with C at "
+                f"least 1, not {list(chunk.shape)}"
+            )
+        return chunk
+
+    def _start(self, rows: NDArray[np.int64]) -> list[Exception | None]:
+        """Starts episodes in `rows` from self.seeds and self.tasks; returns what went wrong in each."""
+        assert self._observation is not None
+        started = self.simulator.reset(
+            rows.tolist(), [self.seeds[row] for row in rows], [self.tasks[row] for row in rows]
+        )
+        lost = self._count_lost(rows, started.errors)
+        self._running[rows] = ~lost
+        self._observation.images[rows], self._observation.state[rows] = started.images, started.state
+        for row in rows[~lost]:
+            self._observation.instructions[row] = self.simulator.instruction(int(row))
+        return started.errors
+
+    def _count_lost(self, rows: NDArray[np.int64], errors: Sequence[Exception | None]) -> NDArray[np.bool_]:
+        for row, error in zip(rows, errors, strict=True):
+            if error is not None:
+                self.counters["dropped_episodes"] += 1
+                warnings.warn(
+                    f"environment {row} (task {self.tasks[row]}, seed {self.seeds[row]}) lost its episode: {error!r}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+        return np.array([error is not None for error in errors], dtype=bool)
+
+
+def run_episodes(
+    sim: VectorSim,
+    seeds: Sequence[int],
+    tasks: Sequence[str],
+    act: Callable[[Observation, NDArray[np.bool_]], ArrayLike],
+) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Plays one episode per row of a frozen-mode `sim`; `act` turns an observation and the active rows into actions
+    [B, C, A]. Returns whether each row ever succeeded [B] and the number of executed actions [B]."""
+    if sim.end_of_episode != "freeze":
+        raise UserError("run_episodes plays one episode a row and needs end_of_episode='freeze'")
+    observation = sim.reset(seeds, tasks)
+    success, length = np.zeros(len(sim), bool), np.zeros(len(sim), np.int64)
+    while (active := sim.running).any():
+        step = sim.step(act(observation, active), active)
+        success |= step.success.any(1)
+        length += step.valid.sum(1)
+        observation = step.observation
+    return success, length
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,398 @@
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmrl.errors import UserError
+from sims import build, run_episodes
+
+mujoco = pytest.importorskip("mujoco")
+
+from sims.mujoco import TASKS  # noqa: E402
+from sims.mujoco.arm import HIGH, LOW, inverse_kinematics  # noqa: E402
+from sims.mujoco.gl import choose_backend  # noqa: E402
+from sims.mujoco.scene import CUBE, compile_model  # noqa: E402
+from sims.mujoco.tasks import COLOURS, View, placed, pushed, reached, stacked  # noqa: E402
+
+try:
+    choose_backend()
+except UserError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+SMALL = {"image_size": 16, "threads": 1}
+
+
+@pytest.fixture
+def tabletop():
+    opened = []
+
+    def make(count, end_of_episode="freeze", **options):
+        opened.append(build("tabletop", count, SMALL | options, end_of_episode=end_of_episode))
+        return opened[-1]
+
+    yield make
+    for sim in opened:
+        sim.close()
+
+
+def equal(a, b):
+    return np.array_equal(a.images, b.images) and np.array_equal(a.state, b.state) and a.instructions == b.instructions
+
+
+def random_actions(seed, *shape):
+    return np.random.default_rng(seed).uniform(-1, 1, (*shape, 4))
+
+
+# The arm and the tasks
+
+
+def test_the_closed_form_puts_the_fingertips_where_they_belong():
+    model = compile_model(2, 16)
+    data, tip = mujoco.MjData(model), model.site("tip").id
+    corners = np.array(np.meshgrid(*zip(LOW, HIGH, strict=True))).reshape(3, -1).T
+    for point in [*corners, *np.random.default_rng(0).uniform(LOW, HIGH, (50, 3))]:
+        joints = np.array(inverse_kinematics(point))
+        assert (model.jnt_range[:5, 0] < joints).all() and (joints < model.jnt_range[:5, 1]).all()
+        data.qpos[:5] = joints
+        mujoco.mj_kinematics(model, data)
+        np.testing.assert_allclose(data.site_xpos[tip], point, atol=1e-12)
+        np.testing.assert_allclose(data.site_xmat[tip].reshape(3, 3), np.eye(3), atol=1e-12)  # hangs down, unturned
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+def test_the_expert_solves_its_task(tabletop, task):
+    sim = tabletop(6)
+    success, length = run_episodes(sim, range(500, 506), [task] * 6, lambda _, active: sim.expert(active, length=4))
+    assert success.sum() >= 5  # 0.99 or more over 200 seeds, see scripts/bench/robots.py
+    assert length[success].max() < TASKS[task].max_steps
+    assert sim.counters["dropped_episodes"] == 0
+
+
+def test_doing_nothing_solves_nothing(tabletop):
+    sim = tabletop(10)
+    success, length = run_episodes(sim, [0, 1] * 5, list(TASKS) * 2, lambda _, active: np.zeros((10, 60, 4)))
+    assert not success.any() and length.tolist() == [TASKS[task].max_steps for task in TASKS] * 2
+
+
+def test_a_chunk_of_the_expert_is_what_it_does_step_by_step(tabletop):
+    one, many = tabletop(2), tabletop(2)
+    for sim in (one, many):
+        sim.reset([3, 4], ["lift", "reach"])
+    while many.running.any():
+        chunk = many.expert(length=5)
+        together = many.step(chunk)
+        for c in range(5):
+            active = one.running
+            assert np.array_equal(one.expert(active)[active, 0], chunk[active, c])
+            step = one.step(chunk[:, c : c + 1])
+            assert np.array_equal(step.valid[:, 0], together.valid[:, c])
+            assert np.array_equal(step.terminated[:, 0], together.terminated[:, c])
+        assert equal(one.observation(), many.observation())
+        assert not chunk[~together.valid].any()  # nothing is planned beyond the end
+    assert together.success.any()
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+def test_every_word_of_the_instruction_is_needed(tabletop, task):
+    sim = tabletop(12)
+    seen = sim.reset(range(12), [task] * 12)
+    assert len(set(seen.instructions)) > 4
+    for world, instruction in zip(sim.simulator._worlds, seen.instructions, strict=True):
+        cubes, pads = world.scene.cube_colours, world.scene.pad_colours
+        colour = instruction.split(" cube")[0].split()[-1]
+        assert colour == cubes[0] and len(set(cubes)) >= 2
+        if task in ("reach", "lift"):  # the colour leaves two cubes, the side one
+            left, right = sorted((i for i in range(3) if cubes[i] == colour), key=lambda i: world.scene.cubes[i, 1])
+            assert (left if instruction.endswith("on the left") else right) == 0
+        elif task == "stack":
+            assert len(set(cubes)) == 3 and instruction.endswith(f"on the {cubes[1]} cube")
+        else:
+            assert len(set(cubes)) == 3 and len(set(pads)) == 2 and instruction.endswith(f"the {pads[0]} pad")
+
+
+def looking(tip=(0.4, 0, 0.2), opening=1.0, closing=False, cube=(0.4, 0, CUBE), speed=0.0, goal=(0.4, 0, CUBE)):
+    cubes = np.array([cube, (0.3, 0.1, CUBE)])
+    return View(np.array(tip), np.array(tip), opening, closing, cubes, speed, np.array(goal))
+
+
+def test_success_by_hand():
+    assert reached(looking(tip=(0.41, 0.01, 0.07))) and not reached(looking(tip=(0.41, 0.01, 0.08)))
+    assert not reached(looking(tip=(0.43, 0, 0.06)))
+    assert pushed(looking(cube=(0.435, -0.035, CUBE))) and not pushed(looking(cube=(0.4, 0.045, CUBE)))
+    assert not pushed(looking(cube=(0.4, 0, 0.05)))
+    assert placed(looking()) and not placed(looking(closing=True, opening=0.55)) and not placed(looking(speed=0.2))
+    top = (0.3, 0.1, 3 * CUBE)
+    assert stacked(looking(cube=(0.305, 0.1, 3 * CUBE), goal=top))
+    assert not stacked(looking(cube=(0.305, 0.1, 3 * CUBE), goal=top, closing=True, opening=0.55))
+    assert not stacked(looking(cube=(0.325, 0.1, 3 * CUBE), goal=top))
+    assert not stacked(looking(cube=(0.3, 0.1, CUBE), goal=top))
+
+
+def test_the_shaped_reward_adds_up_to_the_progress_made(tabletop):
+    sim = tabletop(5, reward="shaped")
+    tasks = list(TASKS)
+    sim.reset([0] * 5, tasks)
+    worlds = sim.simulator._worlds
+    before = np.array([world.task.progress(world.view()) for world in worlds])
+    total = np.zeros(5)
+    while sim.running.any():
+        step = sim.step(sim.expert(length=4))
+        total += step.reward.sum(1)
+    after = np.array([world.task.progress(world.view()) for world in worlds])
+    np.testing.assert_allclose(total, after - before + 1, atol=1e-5)  # 1 for the success
+    assert (after - before > 0.2).all() and (before >= 0).all() and (after <= 1).all()
+
+
+def test_an_episode_can_go_on_after_success(tabletop):
+    sim = tabletop(1, end_on_success=False)
+    sim.reset([0], ["reach"])
+    steps = [sim.step(sim.expert(length=5)) for _ in range(4)]
+    success = np.concatenate([step.success[0] for step in steps])
+    assert success.sum() > 5 and success[-1] and not any(step.terminated.any() for step in steps)
+    assert steps[-1].truncated[0, -1] and not sim.running[0]
+
+
+# Determinism
+
+
+def play(sim, seeds, tasks, chunks):
+    seen = [sim.reset(seeds, tasks)]
+    rewards = []
+    for chunk in chunks:
+        step = sim.step(chunk)
+        seen.append(step.observation)
+        rewards.append(np.stack([step.reward, step.valid, step.success]))
+    return seen, np.array(rewards)
+
+
+def test_one_and_two_threads_give_the_same_bits(tabletop):
+    tasks, chunks = [*TASKS, "stack"], random_actions(0, 4, 6, 5)
+    (a, rewards_a), (b, rewards_b) = (
+        play(tabletop(6, threads=threads, image_size=64, reward="shaped"), range(6), tasks, chunks)
+        for threads in (1, 2)
+    )
+    assert all(equal(x, y) for x, y in zip(a, b, strict=True)) and np.array_equal(rewards_a, rewards_b)
+    assert not np.array_equal(a[0].images, a[-1].images)
+
+
+def test_a_group_starts_equal_and_the_same_actions_keep_it_equal(tabletop):
+    sim = tabletop(4, threads=2, image_size=64)
+    seen, _ = play(sim, [5, 5, 5, 6], ["push"] * 4, np.tile(random_actions(1, 3, 1, 4), (1, 4, 1, 1)))
+    for observation in seen:
+        for row in (1, 2):
+            assert equal(observation.select([0]), observation.select([row]))
+        assert not np.array_equal(observation.images[0], observation.images[3])
+
+
+def test_an_episode_starts_at_rest(tabletop):
+    sim = tabletop(5)
+    first = sim.reset(range(5), list(TASKS))
+    after = sim.step(np.zeros((5, 1, 4))).observation
+    np.testing.assert_allclose(after.state, first.state, atol=0.02)  # of a box 32 cm wide: 3 mm
+    for world in sim.simulator._worlds:
+        np.testing.assert_allclose(world.view().cubes[:, :2], world.scene.cubes, atol=1e-3)
+
+
+def test_nothing_is_left_of_the_episode_before(tabletop):
+    sim, fresh, chunks = tabletop(2), tabletop(2), random_actions(2, 4, 2, 5)
+    play(sim, [1, 2], ["stack", "push"], random_actions(3, 6, 2, 5))
+    (a, _), (b, _) = play(sim, [7, 8], ["lift", "reach"], chunks), play(fresh, [7, 8], ["lift", "reach"], chunks)
+    assert all(equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_auto_reset_and_frozen_episodes_agree(tabletop):
+    """Each episode that auto-reset starts by itself is the one that a fresh reset with its seed gives."""
+    auto, fixed = tabletop(2, "auto_reset"), tabletop(2)
+    auto.reset([11, 12], ["reach", "lift"])
+    log = [[], []]  # per row: (seed, chunk, valid, final observation)
+    for t in range(16):
+        seeds, chunk = list(auto.seeds), random_actions(t, 2, 4)
+        step = auto.step(chunk)
+        for row in range(2):
+            log[row].append((seeds[row], chunk[row], step.valid[row], step.final_observation.select([row])))
+    assert len({seed for seed, *_ in log[0]}) >= 3 and len({seed for seed, *_ in log[1]}) >= 2
+    for row, task in enumerate(["reach", "lift"]):
+        for seed in {seed for seed, *_ in log[row]}:
+            fixed.reset([seed] * 2, [task] * 2)
+            for _, chunk, valid, final in (entry for entry in log[row] if entry[0] == seed):
+                step = fixed.step(np.stack([chunk, chunk]))
+                assert np.array_equal(step.valid[0], valid) and equal(step.observation.select([0]), final)
+            assert seed == auto.seeds[row] or not fixed.running.any()
+
+
+# Pictures
+
+
+def test_pictures_show_the_colours_where_the_cubes_are(tabletop):
+    sim = tabletop(4, image_size=64)
+    seen = sim.reset(range(4), ["lift"] * 4)
+    assert seen.images.std(axis=(1, 2, 3)).min() > 10
+    for row, world in enumerate(sim.simulator._worlds):
+        picture = seen.images[row].astype(float) / 255
+        for colour in set(world.scene.cube_colours):
+            direction = np.array(COLOURS[colour]) / np.linalg.norm(COLOURS[colour])
+            bright = np.linalg.norm(picture, axis=-1)
+            close = (picture @ direction > 0.95 * bright) & (bright > 0.2)
+            cubes = [i for i, other in enumerate(world.scene.cube_colours) if other == colour]
+            assert 8 * len(cubes) < close.sum() < 120 * len(cubes)  # a cube is 5 to 8 pixels wide
+            if len(cubes) == 1:  # y goes right, x comes nearer and so down
+                x, y = world.scene.cubes[cubes[0]]
+                down, right = np.argwhere(close).mean(0)
+                assert abs(right - 31.5 - 122 * y) < 8 and abs(down - 34 - 100 * (x - 0.41)) < 8
+            if len(cubes) == 2:  # "left" is left in the picture
+                columns = np.flatnonzero(close.any(0))
+                left = columns[columns < columns.mean()].mean()
+                right = columns[columns > columns.mean()].mean()
+                ys = sorted(world.scene.cubes[cubes, 1])
+                assert right - left > 4 and abs((right - left) - (ys[1] - ys[0]) * 122) < 12
+
+
+def test_only_active_rows_are_rendered(tabletop, monkeypatch):
+    sim = tabletop(3)
+    sim.reset(range(3), ["reach"] * 3)
+    renderer, drawn = sim.simulator._workers[0].renderer, []
+    render = renderer.render
+    monkeypatch.setattr(renderer, "render", lambda *a: (drawn.append(a[1]), render(*a)))
+    sim.step(random_actions(0, 3, 4), active=np.array([False, True, False]))
+    assert len(drawn) == 1 and drawn[0] is sim.simulator._worlds[1].data
+
+
+# What can go wrong
+
+
+def test_nan_never_reaches_the_physics(tabletop):
+    sim = tabletop(2)
+    sim.reset([0, 0], ["lift"] * 2)
+    bad = random_actions(0, 1, 3)
+    bad = np.concatenate([bad, bad])
+    bad[0, 1], bad[1, 1] = [np.nan, np.inf, 0.5, np.nan], [0.0, 0.0, 0.5, 0.0]
+    step = sim.step(bad)
+    assert sim.counters["nan_actions"] == 3 and np.isfinite(step.observation.state).all()
+    assert equal(step.observation.select([0]), step.observation.select([1]))
+
+
+def test_unstable_physics_drops_one_episode(tabletop, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # MuJoCo writes its log into the working directory
+    sim = tabletop(2)
+    sim.reset([0, 1], ["lift"] * 2)
+    sim.simulator._worlds[0].data.qvel[:] = np.nan
+    with pytest.warns(RuntimeWarning, match="environment 0 .*the physics became unstable"):
+        step = sim.step(np.zeros((2, 3, 4)))
+    assert step.dropped.tolist() == [True, False] and step.valid.tolist() == [[False] * 3, [True] * 3]
+    again, clean = sim.reset([4, 4], ["push"] * 2), tabletop(1).reset([4], ["push"])
+    assert equal(again.select([0]), clean) and equal(again.select([1]), clean)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_size": 4}, "image_size must be at least 8 pixels, not 4"),
+        ({"objects": 1}, "objects must be 2 to 4, not 1"),
+        ({"reward": "dense"}, "reward must be 'sparse' or 'shaped', not 'dense'"),
+        ({"colours": ["red", "grean"]}, "unknown colour 'grean' .did you mean 'green'"),
+        ({"colours": ["red"]}, "at least 2 different"),
+        ({"threads": -1}, "threads must not be negative"),
+        ({"image_sise": 64}, "no option 'image_sise' .did you mean 'image_size'"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        build("tabletop", 1, options)
+
+
+def test_bad_input_is_refused(tabletop):
+    sim = tabletop(1)
+    with pytest.raises(UserError, match="unknown task 'stak' .did you mean 'stack'"):
+        sim.reset([0], ["stak"])
+    sim.reset([0], ["stack"])
+    with pytest.raises(UserError, match=r"actions must have shape .* \[1, C, 4\]"):
+        sim.step(np.zeros((1, 2, 7)))
+    sim.close()
+    with pytest.raises(UserError, match="was closed"):
+        sim.step(np.zeros((1, 2, 4)))
+
+
+def test_two_colours_and_other_numbers_of_objects_do(tabletop):
+    for objects in (2, 4):
+        sim = tabletop(5, objects=objects, colours=["red", "blue"])
+        assert sim.reset(range(5), list(TASKS)).images.shape == (5, 16, 16, 3)
+
+
+def in_process(code, **environment):
+    kept = {key: value for key, value in os.environ.items() if key not in ("MUJOCO_GL", "PYOPENGL_PLATFORM")}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=kept | environment, capture_output=True, text=True, timeout=120
+    )
+
+
+BUILD = "from sims import build; sim = build('tabletop', 1, {'image_size': 16}); sim.reset([0], ['reach'])"
+
+
+def test_a_missing_renderer_is_named_with_its_packages(tmp_path):
+    done = in_process(BUILD, MUJOCO_GL="egl", __EGL_VENDOR_LIBRARY_DIRS=str(tmp_path))
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert (
+        "UserError: MuJoCo cannot render off screen (egl: " in last and "libegl1 libegl-mesa0 libgl1-mesa-dri" in last
+    )
+    done = in_process(BUILD, MUJOCO_GL="glfw")
+    assert "UserError: MUJOCO_GL=glfw cannot render off screen" in done.stderr
+
+
+def test_the_backend_is_chosen_and_an_unclosed_simulator_leaves_quietly():
+    done = in_process(BUILD + "; import os; print(os.environ['MUJOCO_GL'])")
+    assert done.returncode == 0 and done.stdout.strip() in ("egl", "osmesa")
+    assert done.stderr == ""
+
+
+def test_a_missing_package_is_named_with_its_extra():
+    done = in_process("import sys; sys.modules['mujoco'] = None\n" + BUILD)
+    assert "UserError: simulator 'tabletop': " in done.stderr and "pip install 'mmrl[mujoco]'" in done.stderr
+
+
+# Persistence
+
+
+def memory():
+    """Resident bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_200_resets_leak_neither_files_nor_memory(tabletop):
+    sim = tabletop(2, threads=2)
+
+    def resets(count):
+        for seed in range(count):
+            sim.reset([seed, seed + 1], ["pick_and_place", "reach"])
+            sim.step(np.zeros((2, 1, 4)))
+
+    resets(20)
+    gc.collect()
+    files, threads, before = len(os.listdir("/proc/self/fd")), threading.active_count(), memory()
+    resets(200)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == files and threading.active_count() == threads
+    assert memory() - before < 4 << 20
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_closing_gives_back_threads_files_and_memory():
+    def once():
+        with build("tabletop", 4, {"image_size": 64, "threads": 2}) as sim:
+            sim.reset(range(4), ["reach"] * 4)
+
+    once()
+    once()
+    gc.collect()
+    files, threads, before = len(os.listdir("/proc/self/fd")), threading.active_count(), memory()
+    for _ in range(6):
+        once()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= files + 1 and threading.active_count() == threads
+    assert memory() - before < 16 << 20
