@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     evaluation = commands.add_parser("eval", help="held-out accuracy of a run or a model, as a line and a JSON file")
     evaluation.add_argument("model", help="a run directory, or a model's folder or hub name")
     evaluation.set_defaults(run=run_eval)
-    sample = commands.add_parser("sample", help="write an HTML table of prompts, pictures and responses")
+    sample = commands.add_parser("sample", help="write an HTML table of prompts, responses and pictures")
     sample.add_argument("model", help="a run directory, or a model's folder or hub name")
     sample.add_argument("--count", type=int, default=16)
     sample.set_defaults(run=run_sample)
@@ -59,10 +59,34 @@ def run_train(options: argparse.Namespace) -> int:
     if options.print_config:
         print(to_yaml(config))
         return 0
+    config = warm_started(config)
     if not options.dry_run:
         return train(config)
     with tempfile.TemporaryDirectory(prefix="mmrl-dry-run-") as folder:
         return train(one_step(config, folder), dry=True)
+
+
+def warm_started(config: Any) -> Any:
+    """The configuration with model.path set to the weights that its warm start ended with, which is run first where
+    they are missing. Raises UserError if that run fails, or would have to be shared by several processes."""
+    import subprocess
+
+    from mmrl.config import load
+
+    path = config.model.warm_start
+    if path is None:
+        return config
+    final = Path(load(path).run_dir) / "final"
+    if not final.is_dir():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UserError(
+                f"model.warm_start={path}: {final} is missing; run it first, as one process: mmrl train {path}"
+            )
+        print(f"warm start: mmrl train {path}", flush=True)
+        if subprocess.run([sys.executable, "-m", "mmrl", "train", path]).returncode != 0:
+            raise UserError(f"model.warm_start={path} failed; see above")
+    model = config.model.model_copy(update={"path": str(final), "warm_start": None})
+    return config.model_copy(update={"model": model})
 
 
 def quieten() -> None:
@@ -177,14 +201,15 @@ def run_eval(options: argparse.Namespace) -> int:
 
 
 def run_sample(options: argparse.Namespace) -> int:
-    from mmrl.report.run import sample_table
+    from mmrl.report.run import write_samples
 
     _, task, _, samples = answer_held_out(options, options.count)
-    target = beside(options.model, "samples.html")
-    target.write_text(sample_table(samples, {"accuracy": task.accuracy(samples).tolist()}))
-    for sample in samples:
-        print(f"{sample.prompt.text!r} -> {sample.response!r} (answer {sample.prompt.answer!r})")
-    print(f"written to {target}")
+    marks = task.accuracy(samples).tolist()
+    for sample, mark in zip(samples, marks, strict=True):
+        made = repr(sample.response) if sample.image is None else f"a picture, accuracy {mark:.3g}"
+        print(f"{sample.prompt.text!r} -> {made} (answer {sample.prompt.answer!r})")
+    written = write_samples(beside(options.model, "samples.html"), samples, {"accuracy": marks})
+    print(f"written to {', '.join(map(str, written))}")
     return 0
 
 
@@ -196,7 +221,7 @@ def answer_held_out(options: argparse.Namespace, count: int | None) -> tuple[Any
     from mmrl.trainer import evaluate
 
     quieten()
-    origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null"]
+    origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null", "model.warm_start=null"]
     config = load(options.config, [*options.overrides, *origin])
     task, policy, ranks = build_task(config), build_policy(config), Ranks()
     try:

@@ -42,6 +42,7 @@ class ModelConfig(Section):
     kind: Literal["vision_language", "diffusion"] = "vision_language"
     path: str | None = None  # a folder or a hub name; or `build`
     build: str | None = None  # "package.module:function" called with (folder, seed=...), writes a model made in code
+    warm_start: str | None = None  # a configuration beside this one; start from what its run ended with
     dtype: Literal["float32", "bfloat16"] = "float32"
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     freeze: list[Literal["vision", "connector", "language"]] = []
@@ -51,8 +52,9 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:
-        if self.path is not None and self.build is not None:
-            raise ValueError("path and build are both set; a model comes from one of them (set the other to null)")
+        named = [key for key in ("path", "build", "warm_start") if self.__dict__[key] is not None]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} are both set; a model comes from one of them (set one to null)")
         return self
 
 
@@ -282,6 +284,9 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     except OmegaConfBaseException as error:  # ${...} that leads nowhere, or ??? left to be filled
         raise UserError(f"{path}: {_one_line(error)}") from None
     assert isinstance(plain, dict)
+    model = plain.get("model")
+    if isinstance(model, dict) and isinstance(model.get("warm_start"), str):
+        model["warm_start"] = str(Path(path).parent / model["warm_start"])
     return validate(Config, {str(key): value for key, value in plain.items()}, str(path))
 
 

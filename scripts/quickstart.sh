@@ -10,4 +10,4 @@ base=runs/visual_qa_digits_warm_start_seed$seed
 run=runs/visual_qa_digits_seed$seed
 rm -rf "$base" "$run"
 .venv/bin/mmrl train configs/visual_qa_digits_warm_start.yaml run_dir="$base" seed="$seed"
-.venv/bin/mmrl train configs/visual_qa_digits.yaml model.path="$base/final" run_dir="$run" "$@"
+.venv/bin/mmrl train configs/visual_qa_digits.yaml model.warm_start=null model.path="$base/final" run_dir="$run" "$@"

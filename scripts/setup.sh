@@ -3,6 +3,7 @@
 # MMRL_EXTRAS names the extras (default: dev,huggingface,diffusion,ocr,mujoco).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/system_packages.sh
 
 extras=${MMRL_EXTRAS:-dev,huggingface,diffusion,ocr,mujoco}
 stamp=.venv/.mmrl-setup
@@ -19,5 +20,5 @@ else
     uv=(.venv/uv/bin/uv)
 fi
 [ -x .venv/bin/python ] || "${uv[@]}" venv --quiet --allow-existing --python 3.11 .venv
-"${uv[@]}" pip install --quiet --python .venv/bin/python --constraint constraints.txt --editable ".[${extras}]"
+"${uv[@]}" pip install --quiet --compile-bytecode --python .venv/bin/python --constraint constraints.txt --editable ".[${extras}]"
 echo "$want" > "$stamp"

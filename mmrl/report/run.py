@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from einops import rearrange
 from PIL import Image
 from rich.console import Console
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from mmrl.rollouts import Sample
@@ -73,11 +75,10 @@ class Run:
         self.console.print(text)
 
     def samples(self, name: str, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> None:
-        """Write samples/NAME.html: prompt, pictures, response, answer and the named numbers of each sample."""
+        """Write samples/NAME.html: prompt, pictures, response, answer and the named numbers of each sample. Where
+        pictures were drawn, NAME.png shows them side by side."""
         if self.writes:
-            target = self.folder / "samples" / f"{name}.html"
-            target.parent.mkdir(exist_ok=True)
-            target.write_text(sample_table(samples, columns))
+            write_samples(self.folder / "samples" / f"{name}.html", samples, columns)
 
     def close(self) -> None:
         if self.writes:
@@ -92,6 +93,37 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "machine": platform.machine(), **found}
 
 
+def write_samples(target: Path, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> list[Path]:
+    """The HTML page `target`, and a PNG grid beside it where pictures were drawn; returns what was written."""
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(sample_table(samples, columns))
+    drawn = [picture(s.image) for s in samples if s.image is not None]
+    if not drawn:
+        return [target]
+    grid(drawn).save(target.with_suffix(".png"))
+    return [target, target.with_suffix(".png")]
+
+
+def picture(image: Tensor) -> Image.Image:
+    """[1 or 3, height, width] of 0 to 1, clamped, as a PIL picture."""
+    pixels = (image.clamp(0, 1) * 255).round().byte()
+    return Image.fromarray(rearrange(pixels, "c h w -> h w c").squeeze(-1).numpy())
+
+
+def grid(pictures: Sequence[Image.Image], columns: int = 10, least: int = 48) -> Image.Image:
+    """Pictures of one size in rows, enlarged by whole pixels to at least `least`, in the order they came."""
+    width, height = pictures[0].size
+    scale = max(1, -(-least // width))
+    width, height = width * scale, height * scale
+    columns = min(columns, len(pictures))
+    sheet = Image.new("RGB", (columns * (width + 2), -(-len(pictures) // columns) * (height + 2)), "white")
+    for place, one in enumerate(pictures):
+        row, column = divmod(place, columns)
+        enlarged = one.convert("RGB").resize((width, height), Image.Resampling.NEAREST)
+        sheet.paste(enlarged, (column * (width + 2) + 1, row * (height + 2) + 1))
+    return sheet
+
+
 def sample_table(samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> str:
     """One self-contained HTML page."""
     heads = "".join(f"<th>{html.escape(h)}</th>" for h in ("pictures", "prompt", "response", "answer", *columns))
@@ -101,8 +133,9 @@ def sample_table(samples: Sequence[Sample], columns: dict[str, Sequence[float]])
 
 
 def _row(sample: Sample, numbers: Sequence[float]) -> str:
+    pictures = [*sample.prompt.images, *([] if sample.image is None else [picture(sample.image)])]
     cells = [
-        "".join(f'<img src="{picture_url(image)}">' for image in sample.prompt.images),
+        "".join(f'<img src="{picture_url(image)}">' for image in pictures),
         *(
             f"<pre>{html.escape(str(text))}</pre>"
             for text in (sample.prompt.text, sample.response, sample.prompt.answer)

@@ -112,15 +112,28 @@ class Pipeline(ABC):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
+        scale, shift = self._latent_scale()
+        with self._visiting("vae"):
+            return self._decode(latents.float().to(self.device) * scale + shift) / 2 + 0.5
+
+    @torch.no_grad()
+    def to_latents(self, pixels: Tensor) -> Tensor:
+        scale, shift = self._latent_scale()
+        with self._visiting("vae"):
+            return (self._encode(pixels.float().to(self.device) * 2 - 1) - shift) / scale
+
+    def _latent_scale(self) -> tuple[Tensor, Tensor]:
+        """What latents are multiplied by and what is added before the VAE decodes them, [channel or 1, 1, 1]."""
         config = self.pipe.vae.config
         scale = torch.tensor(config.latents_std or 1.0) / config.get("scaling_factor", 1.0)
         shift = torch.tensor(config.latents_mean or config.get("shift_factor") or 0.0)
-        with self._visiting("vae"):
-            z = latents.float().to(self.device)
-            return self._decode(z * scale.reshape(-1, 1, 1).to(z) + shift.reshape(-1, 1, 1).to(z)) / 2 + 0.5
+        return scale.reshape(-1, 1, 1).to(self.device), shift.reshape(-1, 1, 1).to(self.device)
 
     def _decode(self, z: Tensor) -> Tensor:
         return self.pipe.vae.decode(z, return_dict=False)[0]
+
+    def _encode(self, pixels: Tensor) -> Tensor:
+        return self.pipe.vae.encode(pixels).latent_dist.mode()  # the mean: a demonstration is the same every time
 
     @contextmanager
     def _visiting(self, *names: str) -> Iterator[None]:
@@ -289,6 +302,9 @@ class QwenImage(FlowPipeline):
 
     def _decode(self, z: Tensor) -> Tensor:
         return super()._decode(rearrange(z, "n c h w -> n c 1 h w")).squeeze(2)
+
+    def _encode(self, pixels: Tensor) -> Tensor:
+        return super()._encode(rearrange(pixels, "n c h w -> n c 1 h w")).squeeze(2)
 
 
 class NoisePipeline(Pipeline):
