@@ -120,7 +120,7 @@ class Pipeline(ABC):
     def to_latents(self, pixels: Tensor) -> Tensor:
         scale, shift = self._latent_scale()
         with self._visiting("vae"):
-            return (self._encode(pixels.float().to(self.device) * 2 - 1) - shift) / scale
+            return (self._to_z(pixels.float().to(self.device) * 2 - 1) - shift) / scale
 
     def _latent_scale(self) -> tuple[Tensor, Tensor]:
         """What latents are multiplied by and what is added before the VAE decodes them, [channel or 1, 1, 1]."""
@@ -132,7 +132,7 @@ class Pipeline(ABC):
     def _decode(self, z: Tensor) -> Tensor:
         return self.pipe.vae.decode(z, return_dict=False)[0]
 
-    def _encode(self, pixels: Tensor) -> Tensor:
+    def _to_z(self, pixels: Tensor) -> Tensor:
         return self.pipe.vae.encode(pixels).latent_dist.mode()  # the mean: a demonstration is the same every time
 
     @contextmanager
@@ -303,8 +303,8 @@ class QwenImage(FlowPipeline):
     def _decode(self, z: Tensor) -> Tensor:
         return super()._decode(rearrange(z, "n c h w -> n c 1 h w")).squeeze(2)
 
-    def _encode(self, pixels: Tensor) -> Tensor:
-        return super()._encode(rearrange(pixels, "n c h w -> n c 1 h w")).squeeze(2)
+    def _to_z(self, pixels: Tensor) -> Tensor:
+        return super()._to_z(rearrange(pixels, "n c h w -> n c 1 h w")).squeeze(2)
 
 
 class NoisePipeline(Pipeline):
