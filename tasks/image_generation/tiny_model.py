@@ -23,7 +23,7 @@ def build_shapes(folder: str, seed: int) -> None:
         width=128,
         depth=4,
         heads=4,
-        patch=2,
+        patch=4,
         max_words=12,
     )
     create(Path(folder), config, seed)
