@@ -69,7 +69,9 @@ def _placed(mask: np.ndarray, colour: str, top: int, left: int) -> Placed:
     if overlap.max() < MATCH:
         return Placed(colour, None, top, left)
     down, right = _SHIFTS[shift]
-    return Placed(colour, list(SHAPES)[shape], top + down - _MARGIN, left + right - _MARGIN)
+    # What a generator draws at the border may match best when shifted out of the picture: no object of ours lies there.
+    corner = (min(max(at, 0), SIZE - OBJECT) for at in (top + down - _MARGIN, left + right - _MARGIN))
+    return Placed(colour, list(SHAPES)[shape], *corner)
 
 
 def marks(scene: Scene, found: Sequence[Placed]) -> dict[str, float]:

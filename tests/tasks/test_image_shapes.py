@@ -245,3 +245,18 @@ def test_rewards():
     values = ShapesRedrawn().score([sample(scene, right), sample(scene, strewn), sample(scene, right * 0.7)])
     assert values == pytest.approx([1, 1 - 1 / (3 * 16 * 16), 1 - 0.3 * 24 / (3 * 16 * 16)])
     assert ShapesChecked().score([sample(scene, strewn)]) == [1]
+
+
+def test_an_object_cut_by_the_border_stays_inside_the_picture():
+    """The first row of a square beyond the top border is missing: its template fits best one row above the picture."""
+    picture = torch.zeros(1, 3, SIZE, SIZE)
+    picture[0, 0, 0:3, 5:9] = 1  # three of four rows
+    (found,) = read(picture)
+    assert found == [Placed("red", "square", 0, 5)]
+    draw(found)  # what the second scorer does with it
+
+
+def test_pictures_of_noise_are_read_and_redrawn():
+    pictures = torch.rand(200, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    for found in read(pictures.round()):
+        assert draw(found).shape == (3, SIZE, SIZE)
