@@ -145,7 +145,7 @@ def test_pictures_matter(shared):
         if prompt.images:
             swapped = replace(prompt, images=tuple(i.transpose(0).point(lambda v: 255 - v) for i in prompt.images))
             other = rollouts.select(torch.tensor([row]))
-            other.inputs = [replace(policy.encode(swapped), response=rollouts.inputs[row].response)]
+            other.inputs = [replace(policy.encode([swapped])[0], response=rollouts.inputs[row].response)]
             change = (
                 (replay(policy, other).logp - replay(policy, rollouts.select(torch.tensor([row]))).logp).abs().max()
             )
@@ -468,7 +468,7 @@ def test_prompts_are_encoded_as_the_processor_itself_does(shared, prompt):
     want = policy.processor.apply_chat_template(
         conversation, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
-    got = policy.encode(prompt)
+    got = policy.encode([prompt])[0]
     assert got.prompt.tolist() == want.pop("input_ids")[0].tolist()
     assert set(want) - {"attention_mask"} == {*got.sequence, *got.pictures}
     for key, value in got.pictures.items():
@@ -492,7 +492,7 @@ def test_bad_prompts_and_demonstrations_name_themselves(load, family):
     policy = load(family, max_prompt_length=60, max_response_length=3)
     long = replace(PROMPTS[1], id="row-7", text="sum " * 100)
     with pytest.raises(UserError, match=r"row-7.*rollout\.max_prompt_length=60"):
-        policy.encode(long)
+        policy.encode([long])
     with pytest.raises(UserError, match=r"two.*rollout\.max_prompt_length=60"):
         policy.rollout(PROMPTS, 1, [1, 2, 3])
     with pytest.raises(UserError, match=r"row-8.*rollout\.max_response_length=3"):
@@ -501,7 +501,7 @@ def test_bad_prompts_and_demonstrations_name_themselves(load, family):
         policy.demonstrate([replace(PROMPTS[1], id="row-9", answer="<image>")])
     for text, images in (("<image> <image>", 1), ("<image>", 2), ("<image>", 0)):
         with pytest.raises(UserError, match=rf"row-10 has {text.count('<')} <image> markers and {images} images"):
-            policy.encode(Prompt("row-10", text, (picture(16, 16),) * images))
+            policy.encode([Prompt("row-10", text, (picture(16, 16),) * images)])
 
 
 def test_pictures_go_where_the_markers_are():
