@@ -2,29 +2,16 @@
 
 import json
 import math
-import os
 
-import deepspeed
 import pytest
 import torch
-import torch.distributed as dist
 
 from mmrl.engine import learning_rate
 from mmrl.errors import UserError
 from mmrl.trainer import Metrics, Trainer
-from tests.engine.parts import Fixed, distance, final, make, metrics, model_folder, release, spread, train
+from tests.engine.parts import Fixed, distance, final, make, metrics, release, spread, train
 
-
-@pytest.fixture(autouse=True, scope="module")
-def alone():
-    """This process is a group of one while the module runs."""
-    model_folder()
-    before = dict(os.environ)
-    yield
-    if dist.is_initialized():
-        deepspeed.comm.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(before)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture(scope="module")
