@@ -147,6 +147,22 @@ def test_an_update_moves_towards_rewarded_responses(tmp_path):
     assert moved[rollouts.advantages > 0].mean() > 0 > moved[rollouts.advantages < 0].mean()
 
 
+def test_rollouts_of_a_prompt_stay_together_in_a_random_order(trainer, batch):
+    kept = batch.select(torch.arange(8).repeat(3))
+    kept.group = torch.arange(6).repeat_interleave(4) + 40
+    kept.advantages = torch.arange(24.0)  # a name for each
+    orders = []
+    for step in (0, 0, 1, 2):
+        trainer.step = step
+        (minibatch,) = trainer.minibatches(kept)
+        assert [len(micro) for micro in minibatch] == [3] * 8
+        orders.append(torch.cat([micro.advantages for micro in minibatch]).tolist())
+        groups = [int(name) // 4 for name in orders[-1]]
+        assert sorted(orders[-1]) == list(range(24)) and groups == [g for g in groups[::4] for _ in range(4)]
+    trainer.step = 0
+    assert orders[0] == orders[1] and len({tuple(order) for order in orders}) == 3
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_norm_is_reported_and_what_the_optimizer_gets_is_clipped(tmp_path, stage):
     """AdamW's first moment after one step is (1 - beta1) x the clipped gradient."""

@@ -217,7 +217,7 @@ class VisionLanguagePolicy:
         encoded = dict(self.processor(text=texts, return_tensors="pt", padding=True, **images))
         real = encoded.pop("attention_mask").bool()
         ids = encoded.pop("input_ids")
-        pictures = {k: v.split(len(v) // len(prompts)) for k, v in encoded.items() if k not in PER_TOKEN}
+        pictures = {k: v.unflatten(0, (len(prompts), -1)) for k, v in encoded.items() if k not in PER_TOKEN}
         rows = []
         for i, prompt in enumerate(prompts):
             length = int(real[i].sum())
@@ -227,9 +227,7 @@ class VisionLanguagePolicy:
                     f"{self.max_prompt_length}; raise it, or lower model.processor.max_pixels"
                 )
             sequence = {k: v[i][real[i]] for k, v in encoded.items() if k in PER_TOKEN}
-            rows.append(
-                Tokens(ids[i][real[i]], ids.new_empty(0), sequence, {k: parts[i] for k, parts in pictures.items()})
-            )
+            rows.append(Tokens(ids[i][real[i]], ids.new_empty(0), sequence, {k: v[i] for k, v in pictures.items()}))
         return rows
 
     def rollout(
@@ -326,10 +324,8 @@ class VisionLanguagePolicy:
             inputs = self.collate(self._with_ballast(rows), padding_side=padding_side)
             continuations = None
             length = inputs["input_ids"].shape[1]
-            before = [len(t.prompt) - 1 for t in rows]
-            if padding_side == "left":
-                before = [length - len(t.response) - 1 for t in rows]
-            column = torch.tensor(before, device=self.device)[row] + decision
+            first = [length - len(t.response) if padding_side == "left" else len(t.prompt) for t in rows]
+            column = torch.tensor(first, device=self.device)[row] + decision - 1
         chunks = -(-len(targets) // self.module.chunk)
         if self.lockstep is not None:
             chunks = self.lockstep.max(chunks)
