@@ -198,13 +198,15 @@ class Trainer:
         """Epochs of minibatches, each a list of micro-batches.
 
         The partition is fixed before the first update and old_logp is computed in it, so the first ratio is exactly 1.
+        The order is random, but rollouts of one prompt stay together: a policy may read their prompt once for all.
         """
         algorithm = self.config.algorithm
         if algorithm.mask_truncated:
             cut = torch.tensor([s.truncated for s in rollouts.samples])
             rollouts.mask = rollouts.mask & ~cut[:, None]
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
-        order = torch.randperm(len(rollouts), generator=generator)
+        groups, member = rollouts.group.unique(return_inverse=True)
+        order = torch.randperm(len(groups), generator=generator)[member].argsort(stable=True)
         size = self.config.engine.micro_batch
         parts = [
             [rollouts.select(index) for index in part.split(size)] for part in order.tensor_split(algorithm.minibatches)

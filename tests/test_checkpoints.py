@@ -3,29 +3,14 @@
 import errno
 import shutil
 
-import deepspeed
 import pytest
 import torch
 
 from mmrl import checkpoints
 from mmrl.errors import UserError
-from tests.engine.parts import Fixed, make, model_folder, release, spread, train
+from tests.engine.parts import Fixed, make, release, spread, train
 
-
-@pytest.fixture(autouse=True, scope="module")
-def alone():
-    """This process is a group of one while the module runs."""
-    import os
-
-    import torch.distributed as dist
-
-    model_folder()
-    before = dict(os.environ)
-    yield
-    if dist.is_initialized():
-        deepspeed.comm.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(before)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def names(folder):

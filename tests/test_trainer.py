@@ -2,29 +2,16 @@
 
 import json
 import math
-import os
 
-import deepspeed
 import pytest
 import torch
-import torch.distributed as dist
 
 from mmrl.engine import learning_rate
 from mmrl.errors import UserError
 from mmrl.trainer import Metrics, Trainer
-from tests.engine.parts import Fixed, distance, final, make, metrics, model_folder, release, spread, train
+from tests.engine.parts import Fixed, distance, final, make, metrics, release, spread, train
 
-
-@pytest.fixture(autouse=True, scope="module")
-def alone():
-    """This process is a group of one while the module runs."""
-    model_folder()
-    before = dict(os.environ)
-    yield
-    if dist.is_initialized():
-        deepspeed.comm.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(before)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +145,22 @@ def test_an_update_moves_towards_rewarded_responses(tmp_path):
     moved = total() - before
     release(trainer)
     assert moved[rollouts.advantages > 0].mean() > 0 > moved[rollouts.advantages < 0].mean()
+
+
+def test_rollouts_of_a_prompt_stay_together_in_a_random_order(trainer, batch):
+    kept = batch.select(torch.arange(8).repeat(3))
+    kept.group = torch.arange(6).repeat_interleave(4) + 40
+    kept.advantages = torch.arange(24.0)  # a name for each
+    orders = []
+    for step in (0, 0, 1, 2):
+        trainer.step = step
+        (minibatch,) = trainer.minibatches(kept)
+        assert [len(micro) for micro in minibatch] == [3] * 8
+        orders.append(torch.cat([micro.advantages for micro in minibatch]).tolist())
+        groups = [int(name) // 4 for name in orders[-1]]
+        assert sorted(orders[-1]) == list(range(24)) and groups == [g for g in groups[::4] for _ in range(4)]
+    trainer.step = 0
+    assert orders[0] == orders[1] and len({tuple(order) for order in orders}) == 3
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

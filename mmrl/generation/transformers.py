@@ -1,4 +1,4 @@
-"""Token generation with transformers' own `generate`."""
+"""Token generation: transformers' own `generate`, and a loop that reads each prompt once for all of its responses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from mmrl.generation.sampling import Sampling, draw, shape_logits
 
@@ -48,6 +48,80 @@ def generate(
     output = generator.generate(**inputs, generation_config=config, logits_processor=processors, synced_gpus=synced)
     responses = output[:, inputs["input_ids"].shape[1] :].cpu()
     return [_until_end(row, eos) for row in responses]
+
+
+class Prefix:
+    """Prompts that a model has read, to be continued: by drawn tokens in generation, by known ones in replay.
+
+    Gradients pass from what continues a prompt into the prompt and its pictures. Positions are given to the model and
+    not left to it, so that it keeps no state between calls (Qwen's models would remember an offset).
+    """
+
+    def __init__(self, model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
+        """inputs: padded on either side, `input_ids` and `attention_mask` [prompt, length] among them."""
+        self.model = model.base_model
+        self.cache = DynamicCache(config=model.config.get_text_config())
+        self.mask = inputs["attention_mask"]
+        places = positions(model, inputs)
+        self.next_place = places.amax(-1).view(-1, len(self.mask)).amax(0) + 1  # [row]
+        hidden = self._forward(**inputs, position_ids=places)
+        end = self.mask.cumsum(1).argmax(1)  # the first column at which all tokens have been counted
+        self.last = hidden[torch.arange(len(hidden), device=hidden.device), end]  # [row, hidden]
+
+    def select(self, index: Tensor) -> Prefix:
+        """Rows `index` take the place of the prompts: a prompt may come often, or not at all. Returns self."""
+        self.cache.batch_select_indices(index)
+        self.mask, self.next_place, self.last = self.mask[index], self.next_place[index], self.last[index]
+        return self
+
+    def extend(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """ids, mask: [row, token], padded on the right. Returns the last hidden states [row, token, hidden]."""
+        places = self.next_place[:, None] + torch.arange(ids.shape[1], device=ids.device)
+        self.mask = torch.cat([self.mask, mask], 1)
+        self.next_place = self.next_place + ids.shape[1]
+        return self._forward(input_ids=ids, attention_mask=self.mask, position_ids=places)
+
+    def _forward(self, **inputs: Tensor) -> Tensor:
+        return self.model(**inputs, past_key_values=self.cache, use_cache=True).last_hidden_state
+
+
+def positions(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
+    """Of each token: [row, length], or [3, row, length] where a picture's tokens have a time, a height and a width."""
+    if "image_grid_thw" in inputs:
+        keys = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
+        base: Any = model.base_model
+        return base.get_rope_index(**{key: inputs[key] for key in keys})[0]
+    return (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
+
+
+@torch.no_grad()
+def generate_groups(
+    model: PreTrainedModel,
+    inputs: dict[str, Tensor],
+    *,
+    group_size: int,
+    sampling: Sampling,
+    seeds: list[int],
+    eos: tuple[int, ...],
+    max_new_tokens: int,
+) -> list[Tensor]:
+    """What `generate` returns for rows of which each stands `group_size` times in a row, with each read once.
+
+    inputs: one row a prompt. seeds: one a response, prompt by prompt.
+    """
+    device = inputs["input_ids"].device
+    processor, ends = _Draw(sampling, seeds, device), torch.tensor(eos, device=device)
+    rows = torch.arange(len(inputs["input_ids"]), device=device).repeat_interleave(group_size)
+    prefix = Prefix(model, inputs).select(rows)
+    hidden, tokens, ended = prefix.last, [], torch.zeros_like(rows, dtype=torch.bool)
+    for step in range(max_new_tokens):
+        token = processor(inputs["input_ids"], model.get_output_embeddings()(hidden)).argmax(-1)
+        tokens.append(token)
+        ended |= torch.isin(token, ends)  # such a row goes on until the last has ended, and is cut below
+        if step + 1 == max_new_tokens or ended.all():
+            break
+        hidden = prefix.extend(token[:, None], torch.ones_like(token[:, None]))[:, -1]
+    return [_until_end(row, eos) for row in torch.stack(tokens, 1).cpu()]
 
 
 def _until_end(tokens: Tensor, eos: tuple[int, ...]) -> Tensor:

@@ -19,14 +19,16 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     AutoProcessor,
+    DynamicCache,
     GenerationConfig,
     PreTrainedModel,
 )
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling, shape_logits
-from mmrl.generation.transformers import generate
+from mmrl.generation.transformers import Prefix, generate, generate_groups
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
 # Names of modules, as path components of parameter names, over the families of transformers.
@@ -35,6 +37,8 @@ VISION_TOWERS = {"visual", "vision_model", "vision_tower"}
 # What a processor returns with one value a token. Listed by name: by shape, a picture's [1, 3] grid looks like three
 # tokens.
 PER_TOKEN = {"mm_token_type_ids", "token_type_ids"}
+# Families (model_type) whose prompts are read once for all of their responses.
+PREFIX_SHARING = {"qwen2_5_vl", "qwen3_vl", "idefics3", "llava_onevision", "internvl"}
 # Keys of a model's configuration whose token stands for pixels and so can not be an answer.
 PLACEHOLDER_KEYS = (
     "image_token_id",
@@ -58,6 +62,16 @@ class Tokens:
     pictures: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Continuations:
+    """What follows prompts that are read once: `prompt` [response] says which, `ids` and `mask` [response, token] are
+    the responses without their last token, padded on the right."""
+
+    prompt: Tensor
+    ids: Tensor
+    mask: Tensor
+
+
 class TokenScorer(nn.Module):
     """Log-probability and entropy of chosen tokens; this is the module the engine wraps.
 
@@ -72,21 +86,38 @@ class TokenScorer(nn.Module):
         self.chunk = chunk
 
     def forward(
-        self, inputs: dict[str, Tensor], row: Tensor, column: Tensor, targets: Tensor, chunks: int
+        self,
+        inputs: dict[str, Tensor],
+        continuations: Continuations | None,
+        row: Tensor,
+        column: Tensor,
+        targets: Tensor,
+        chunks: int,
     ) -> tuple[Tensor, Tensor]:
         """inputs: the model's own, with input_ids [row, length]. row, column, targets: [decision], the token targets[i]
         is predicted at position column[i] of row row[i]. Returns logp, entropy: [decision] fp32.
 
+        With `continuations` the inputs are prompts; rows are then responses, and columns count from a prompt's end.
         `chunks` is the number of passes over the output matrix: under ZeRO-3 it must be the same on every rank.
         """
         core = transformers_model(self.model)
-        hidden = core.base_model(**inputs, use_cache=False).last_hidden_state[row, column]
+        if continuations is None:
+            states = core.base_model(**inputs, use_cache=False).last_hidden_state
+        else:
+            states = self._continued(core, inputs, continuations)
+        hidden = states[row, column]
         head = core.get_output_embeddings()
         parts = [
             checkpoint(self._score, head, h, t, use_reentrant=False)
             for h, t in zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
         ]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def _continued(self, core: PreTrainedModel, inputs: dict[str, Tensor], after: Continuations) -> Tensor:
+        """Hidden states [response, 1 + token, hidden]: of the prompt's last token, and of the response's."""
+        prefix = Prefix(core, inputs).select(after.prompt)
+        last = rearrange(prefix.last, "b h -> b 1 h")
+        return last if after.ids.shape[1] == 0 else torch.cat([last, prefix.extend(after.ids, after.mask)], 1)
 
     def _score(self, head: nn.Module, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = shape_logits(head(hidden), self.sampling, keep=targets)
@@ -119,7 +150,9 @@ class VisionLanguagePolicy:
         self.processor = processor
         self.tokenizer = processor.tokenizer
         self.eos = end_tokens(core.generation_config, self.tokenizer)
-        self.pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.eos[0]
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token_id = self.eos[0]
+        self.pad = self.tokenizer.pad_token_id
         # A checkpoint's own generation defaults (repetition penalty, top_k) would silently change the sampler.
         core.generation_config = GenerationConfig(eos_token_id=list(self.eos), pad_token_id=self.pad)
         suppressed = never_sampled(core, self.tokenizer, self.eos)
@@ -143,26 +176,61 @@ class VisionLanguagePolicy:
             if isinstance(layer, GradientCheckpointingLayer):
                 layer.training = on
 
+    def shares_prompts(self, *, training: bool) -> bool:
+        """Whether a prompt is read once for all of its responses, and these then continue from its cache.
+
+        Not in a family for which it was not tested, nor where a layer remembers less than all keys and values; nor
+        under ZeRO-3, where ranks would make different numbers of passes; nor in training if activations are
+        recomputed, which does without a cache.
+        """
+        core = transformers_model(self.module.model)
+        layers = DynamicCache(config=core.config.get_text_config()).layers
+        return (
+            core.config.model_type in PREFIX_SHARING
+            and all(type(layer) is DynamicLayer for layer in layers)
+            and self.lockstep is None
+            and not (training and core.is_gradient_checkpointing)
+        )
+
     # --- prompts to rollouts ---
 
-    def encode(self, prompt: Prompt) -> Tokens:
-        """The prompt through the chat template and the processor, with an empty response.
+    def encode(self, prompts: Sequence[Prompt]) -> list[Tokens]:
+        """The prompts through the chat template and the processor, with empty responses.
 
-        Raises UserError if the prompt is longer than max_prompt_length; cutting it would cut picture tokens.
+        Prompts with as many pictures of the same sizes go through the processor together: what it returns for them then
+        falls into equal parts, which holds for every family.
+
+        Raises UserError if a prompt is longer than max_prompt_length; cutting it would cut picture tokens.
         """
-        text = self.processor.apply_chat_template(messages(prompt), add_generation_prompt=True, tokenize=False)
-        images = {"images": [list(prompt.images)]} if prompt.images else {}  # nested: all of one prompt
-        encoded = dict(self.processor(text=[text], return_tensors="pt", **images))
-        ids = encoded.pop("input_ids")[0]
-        encoded.pop("attention_mask")
-        if len(ids) > self.max_prompt_length:
-            raise UserError(
-                f"prompt {prompt.id} has {len(ids)} tokens, more than rollout.max_prompt_length="
-                f"{self.max_prompt_length}; raise it, or lower model.processor.max_pixels"
-            )
-        sequence = {k: v[0] for k, v in encoded.items() if k in PER_TOKEN}
-        pictures = {k: v for k, v in encoded.items() if k not in PER_TOKEN}
-        return Tokens(ids, ids.new_empty(0), sequence, pictures)
+        alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for place, prompt in enumerate(prompts):
+            alike.setdefault(tuple(image.size for image in prompt.images), []).append(place)
+        found = {
+            place: tokens
+            for places in alike.values()
+            for place, tokens in zip(places, self._encode_alike([prompts[p] for p in places]), strict=True)
+        }
+        return [found[place] for place in range(len(prompts))]
+
+    def _encode_alike(self, prompts: Sequence[Prompt]) -> list[Tokens]:
+        chats = [messages(prompt) for prompt in prompts]
+        texts = self.processor.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        images = {"images": [list(p.images) for p in prompts]} if prompts[0].images else {}  # nested: by prompt
+        encoded = dict(self.processor(text=texts, return_tensors="pt", padding=True, **images))
+        real = encoded.pop("attention_mask").bool()
+        ids = encoded.pop("input_ids")
+        pictures = {k: v.unflatten(0, (len(prompts), -1)) for k, v in encoded.items() if k not in PER_TOKEN}
+        rows = []
+        for i, prompt in enumerate(prompts):
+            length = int(real[i].sum())
+            if length > self.max_prompt_length:
+                raise UserError(
+                    f"prompt {prompt.id} has {length} tokens, more than rollout.max_prompt_length="
+                    f"{self.max_prompt_length}; raise it, or lower model.processor.max_pixels"
+                )
+            sequence = {k: v[i][real[i]] for k, v in encoded.items() if k in PER_TOKEN}
+            rows.append(Tokens(ids[i][real[i]], ids.new_empty(0), sequence, {k: v[i] for k, v in pictures.items()}))
+        return rows
 
     def rollout(
         self,
@@ -176,22 +244,30 @@ class VisionLanguagePolicy:
         """Sample `group_size` responses a prompt. seeds: one a rollout, prompt by prompt. group: the prompt's place.
 
         Sampling is the same at every `step` of training."""
-        encoded = [tokens for prompt in prompts for tokens in [self.encode(prompt)] * group_size]
+        encoded = self.encode(prompts)
+        repeated = [tokens for tokens in encoded for _ in range(group_size)]
         sampling = self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
-        rows = self._with_ballast(encoded)
+        core = transformers_model(self.module.model)
+        limits: dict[str, Any] = {"eos": self.eos, "max_new_tokens": self.max_response_length}
         self._recompute(False)
-        responses = generate(
-            transformers_model(self.module.model),
-            self.collate(rows, padding_side="left"),
-            sampling=sampling,
-            seeds=[*seeds, *[0] * (len(rows) - len(encoded))],
-            eos=self.eos,
-            pad=self.pad,
-            max_new_tokens=self.max_response_length,
-            synced=self.lockstep is not None,
-        )
+        if self.shares_prompts(training=False):
+            inputs = self.collate(encoded, padding_side="left")
+            responses = generate_groups(
+                core, inputs, group_size=group_size, sampling=sampling, seeds=list(seeds), **limits
+            )
+        else:
+            rows = self._with_ballast(repeated)
+            responses = generate(
+                core,
+                self.collate(rows, padding_side="left"),
+                sampling=sampling,
+                seeds=[*seeds, *[0] * (len(rows) - len(repeated))],
+                pad=self.pad,
+                synced=self.lockstep is not None,
+                **limits,
+            )
         self._recompute(True)
-        answered = [replace(t, response=r) for t, r in zip(encoded, responses, strict=False)]
+        answered = [replace(t, response=r) for t, r in zip(repeated, responses, strict=False)]
         return self._rollouts([p for p in prompts for _ in range(group_size)], answered, group_size)
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
@@ -200,7 +276,7 @@ class VisionLanguagePolicy:
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int] = ()) -> Rollouts:
         """The prompts with their known answers as responses, for supervised learning; nothing here is random."""
-        rows = []
+        answers = []
         for prompt in prompts:
             text = prompt.metadata.get("demonstration", prompt.answer)
             ids = self.tokenizer(str(text), add_special_tokens=False).input_ids + [self.eos[0]]
@@ -214,7 +290,8 @@ class VisionLanguagePolicy:
                     f"the demonstration of prompt {prompt.id} holds {self.tokenizer.decode(list(impossible))}, which "
                     "the policy never samples"
                 )
-            rows.append(replace(self.encode(prompt), response=torch.tensor(ids)))
+            answers.append(torch.tensor(ids))
+        rows = [replace(t, response=ids) for t, ids in zip(self.encode(prompts), answers, strict=True)]
         return self._rollouts(list(prompts), rows, 1)
 
     def _rollouts(self, prompts: list[Prompt], rows: list[Tokens], group_size: int) -> Rollouts:
@@ -242,20 +319,31 @@ class VisionLanguagePolicy:
     def replay(self, rollouts: Rollouts, model: nn.Module, *, padding_side: str = "right") -> Replay:
         """logp and entropy [rollout, decision] of the responses under `model`: `self.module`, the engine around it, or
         the reference. Decisions that do not count hold 0."""
-        rows: list[Tokens] = self._with_ballast(rollouts.inputs)
-        inputs = self.collate(rows, padding_side=padding_side)
-        length = inputs["input_ids"].shape[1]
-        index = []
-        for number, tokens in enumerate(rollouts.inputs):
-            n = len(tokens.prompt) + len(tokens.response)
-            first = (length - n if padding_side == "left" else 0) + len(tokens.prompt) - 1
-            index += [(number, first + t, t) for t in range(len(tokens.response))]
-        row, column, decision = torch.tensor(index, device=self.device).unbind(1)
-        targets = inputs["input_ids"][row, column + 1]
+        rows: list[Tokens] = rollouts.inputs
+        answers = [tokens.response for tokens in rows]
+        targets = torch.cat(answers).to(self.device)
+        places = [(number, t) for number, answer in enumerate(answers) for t in range(len(answer))]
+        row, decision = torch.tensor(places, device=self.device).unbind(1)
+        prompts, which = distinct_prompts(rows)
+        if len(prompts) < len(rows) and self.shares_prompts(training=True):
+            inputs = self.collate(prompts, padding_side=padding_side)
+            ids = [answer[:-1] for answer in answers]
+            continuations = Continuations(
+                prompt=torch.tensor(which, device=self.device),
+                ids=nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.pad).to(self.device),
+                mask=nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True).to(self.device),
+            )
+            column = decision
+        else:
+            inputs = self.collate(self._with_ballast(rows), padding_side=padding_side)
+            continuations = None
+            length = inputs["input_ids"].shape[1]
+            first = [length - len(t.response) if padding_side == "left" else len(t.prompt) for t in rows]
+            column = torch.tensor(first, device=self.device)[row] + decision - 1
         chunks = -(-len(targets) // self.module.chunk)
         if self.lockstep is not None:
             chunks = self.lockstep.max(chunks)
-        logp, entropy = model(inputs, row, column, targets, chunks)
+        logp, entropy = model(inputs, continuations, row, column, targets, chunks)
         blank = torch.zeros(rollouts.mask.shape, device=self.device)
         place = (row, decision)
         return Replay(logp=blank.index_put(place, logp), entropy=blank.index_put(place, entropy))
@@ -295,7 +383,7 @@ class VisionLanguagePolicy:
             return rows
         if self.lockstep.ballast is None:
             blank = Prompt("ballast", "<image>", (Image.new("RGB", (64, 64)),))
-            self.lockstep.ballast = replace(self.encode(blank), response=torch.tensor(self.eos[:1]))
+            self.lockstep.ballast = replace(self.encode([blank])[0], response=torch.tensor(self.eos[:1]))
         return [*rows, self.lockstep.ballast]
 
     # --- files ---
@@ -412,6 +500,15 @@ def messages(prompt: Prompt) -> list[dict[str, Any]]:
             content.append({"type": "text", "text": piece})
     system = [{"role": "system", "content": [{"type": "text", "text": prompt.system}]}] if prompt.system else []
     return [*system, {"role": "user", "content": content}]
+
+
+def distinct_prompts(rows: Sequence[Tokens]) -> tuple[list[Tokens], list[int]]:
+    """Each prompt once, without a response, and for each row its prompt's place. Rollouts of one `rollout` call hold
+    the same tensor; equal prompts that were encoded apart stay apart."""
+    place: dict[int, int] = {}
+    which = [place.setdefault(id(tokens.prompt), len(place)) for tokens in rows]
+    firsts = [rows[which.index(number)] for number in range(len(place))]
+    return [replace(tokens, response=tokens.response[:0]) for tokens in firsts], which
 
 
 def cat_padded(tensors: Sequence[Tensor]) -> Tensor:

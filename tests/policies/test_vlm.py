@@ -13,7 +13,7 @@ from mmrl.errors import UserError
 from mmrl.generation import transformers as generation
 from mmrl.generation.sampling import Sampling
 from mmrl.policies import vlm
-from mmrl.rollouts import Prompt
+from mmrl.rollouts import Prompt, Rollouts
 from tests.policies.conftest import LENGTH, PROMPTS, mixed, picture
 
 CONNECTORS = (
@@ -145,7 +145,7 @@ def test_pictures_matter(shared):
         if prompt.images:
             swapped = replace(prompt, images=tuple(i.transpose(0).point(lambda v: 255 - v) for i in prompt.images))
             other = rollouts.select(torch.tensor([row]))
-            other.inputs = [replace(policy.encode(swapped), response=rollouts.inputs[row].response)]
+            other.inputs = [replace(policy.encode([swapped])[0], response=rollouts.inputs[row].response)]
             change = (
                 (replay(policy, other).logp - replay(policy, rollouts.select(torch.tensor([row]))).logp).abs().max()
             )
@@ -188,6 +188,153 @@ def test_ids_are_replayed_as_sampled(shared):
     assert logp.shape[1] == 7
     close(replay(policy, split).logp, logp, 1e-4)
     assert replay(policy, joined).logp.shape == (2, len(whole))
+
+
+# --- prompts that are shared by a group ---
+
+
+def grouped(policy) -> Rollouts:
+    """Rollouts of PROMPTS in groups of 1, 4 and 2, of unequal lengths, shuffled so that no group is together."""
+    rollouts = policy.rollout(PROMPTS, 4, range(12))
+    chosen = rollouts.select(torch.tensor([0, 4, 5, 6, 7, 8, 9])[torch.tensor([5, 1, 0, 3, 6, 2, 4])])
+    for number, tokens in enumerate(chosen.inputs):
+        kept = max(1, len(tokens.response) - number)
+        chosen.inputs[number] = replace(tokens, response=tokens.response[:kept])
+        chosen.mask[number] = torch.arange(chosen.mask.shape[1]) < kept
+    return chosen
+
+
+def apart(rollouts) -> Rollouts:
+    """The same rollouts, each with a prompt of its own."""
+    copies = [replace(tokens, prompt=tokens.prompt.clone()) for tokens in rollouts.inputs]
+    return replace(rollouts, inputs=copies)
+
+
+def gradients(policy, rollouts, **options):
+    """logp, entropy and the gradient of a sum in which every decision has its own weight; how often decoder layers
+    ran."""
+    calls = []
+    layers = vlm.transformers_model(policy.module.model).get_decoder().layers
+    handles = [layer.register_forward_pre_hook(lambda *_: calls.append(1)) for layer in layers]
+    policy.module.zero_grad()
+    got = replay(policy, rollouts, **options)
+    weight = torch.randn(got.logp.shape, generator=torch.Generator().manual_seed(0))
+    (weight * (got.logp + 0.3 * got.entropy)).sum().backward()
+    for handle in handles:
+        handle.remove()
+    grads = {n: p.grad.clone() for n, p in policy.module.named_parameters() if p.grad is not None}
+    return got, grads, len(calls) / len(layers)
+
+
+@pytest.mark.parametrize("padding_side", ["right", "left"])
+def test_sharing_prompts_changes_neither_logp_nor_gradient(family, load, padding_side):
+    policy = load(family)
+    rollouts = grouped(policy)
+    assert sorted(len(t.response) for t in rollouts.inputs)[0] == 1  # such a row has nothing to continue with
+    got, grads, passes = gradients(policy, rollouts, padding_side=padding_side)
+    want, expected, once = gradients(policy, apart(rollouts), padding_side=padding_side)
+    assert (passes, once) == (2, 1)  # prompts, then responses; or all in one
+    close(got.logp, want.logp, 2e-6)
+    close(got.entropy, want.entropy, 2e-6)
+    assert grads.keys() == expected.keys()
+    flat, other = (torch.cat([g.flatten() for g in found.values()]) for found in (grads, expected))
+    assert (flat - other).norm() < 1e-5 * other.norm()
+    for part_ in ("vision", "connector", "language"):
+        names = [n for n in grads if part(n.removeprefix("model.")) == part_]
+        square = sum(float(expected[n].square().sum()) for n in names)
+        assert sum(float((grads[n] - expected[n]).square().sum()) for n in names) < 1e-10 * square
+
+
+def test_a_shared_prompt_gives_a_ratio_of_exactly_one(family, load):
+    policy = load(family)
+    rollouts = grouped(policy)
+    with torch.no_grad():
+        old = replay(policy, rollouts).logp
+    assert torch.equal(replay(policy, rollouts).logp.detach(), old)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_the_shortest_responses_can_be_shared(load, length):
+    policy = load("qwen2_5_vl", max_response_length=length)
+    rollouts = policy.rollout(PROMPTS, 2, range(6))
+    assert rollouts.mask.shape[1] == length
+    close(replay(policy, rollouts).logp, replay(policy, apart(rollouts)).logp, 2e-6)
+
+
+def test_the_vision_tower_sees_every_picture_once(family, load):
+    policy = load(family)
+    tower = next(m for n, m in policy.module.named_modules() if n.split(".")[-1] in vlm.VISION_TOWERS)
+    seen = []
+    tower.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((args or tuple(kwargs.values()))[0].numel()), with_kwargs=True
+    )
+    rollouts = policy.rollout(PROMPTS, 4, range(12))
+    replay(policy, rollouts)
+    replay(policy, rollouts.select(torch.tensor([0, 4, 8])))
+    replay(policy, apart(rollouts))
+    sampled, shared, single, unshared = seen
+    assert sampled == shared == single and unshared == 4 * single
+
+
+def test_rollouts_are_what_the_plain_forward_pass_and_the_seeds_say(family, load):
+    """Each token is the argmax of the logits of a full forward pass of its row alone, plus the noise of its seed."""
+    policy = load(family)
+    for temperature in (0.7, 0.0):
+        rollouts = policy.rollout(PROMPTS, 4, range(50, 62), temperature=temperature)
+        lengths = set()
+        for seed, tokens in zip(range(50, 62), rollouts.inputs, strict=True):
+            logits = logits_alone(policy.module.model, tokens)
+            logits[:, forbidden(policy)] = -torch.inf
+            generator = torch.Generator().manual_seed(seed)
+            for t, row in enumerate(logits):
+                noise = torch.empty_like(row).exponential_(generator=generator).log()
+                score = row if temperature == 0 else row / temperature - noise
+                assert score.argmax() == tokens.response[t]
+            lengths.add(len(tokens.response))
+        if temperature:
+            assert len({tuple(row) for row in ids(rollouts)}) > 6 and rollouts.group.unique().tolist() == [0, 1, 2]
+
+
+def test_a_groups_rollouts_do_not_depend_on_the_other_prompts(family, load):
+    policy = load(family)
+    want = policy.rollout(PROMPTS, 3, range(9))
+    for number, prompt in enumerate(PROMPTS):
+        seeds = range(3 * number, 3 * number + 3)
+        alone = policy.rollout([prompt], 3, seeds)
+        assert ids(alone) == ids(want)[3 * number : 3 * number + 3]
+    turned = policy.rollout(PROMPTS[::-1], 3, [6, 7, 8, 3, 4, 5, 0, 1, 2])
+    assert ids(turned) == ids(want)[6:] + ids(want)[3:6] + ids(want)[:3]
+
+
+def test_a_family_that_is_not_known_to_share_reads_prompts_for_each_row(family, load, monkeypatch):
+    policy = load(family)
+    want = policy.rollout(PROMPTS, 4, range(12))
+    shared = replay(policy, want).logp
+    assert policy.shares_prompts(training=True)
+    monkeypatch.setattr(vlm, "PREFIX_SHARING", set())
+    assert not policy.shares_prompts(training=False)
+    assert ids(policy.rollout(PROMPTS, 4, range(12))) == ids(want)
+    got, _, passes = gradients(policy, want)
+    assert passes == 1
+    close(got.logp, shared, 2e-6)
+
+
+def test_recomputed_activations_zero_3_and_sliding_windows_do_not_share(load):
+    policy = load("qwen2_5_vl", activation_checkpointing=True)
+    assert policy.shares_prompts(training=False) and not policy.shares_prompts(training=True)
+    rollouts = policy.rollout(PROMPTS, 4, range(12))
+    got, grads, _ = gradients(policy, rollouts)
+    want, expected, _ = gradients(load("qwen2_5_vl"), rollouts)
+    close(got.logp, want.logp, 2e-6)
+    assert all((grads[n] - expected[n]).norm() <= 1e-5 * expected[n].norm() + 1e-6 for n in expected)
+    policy = load("qwen2_5_vl")
+    config = policy.module.model.config.get_text_config()
+    policy.lockstep = vlm.Lockstep(lambda chunks: chunks)
+    assert not policy.shares_prompts(training=False) and gradients(policy, rollouts)[2] == 1
+    policy.lockstep = None
+    assert policy.shares_prompts(training=True)
+    config.sliding_window, config.layer_types = 8, ["full_attention", "sliding_attention"]
+    assert not policy.shares_prompts(training=False)
 
 
 # --- sampling ---
@@ -468,11 +615,33 @@ def test_prompts_are_encoded_as_the_processor_itself_does(shared, prompt):
     want = policy.processor.apply_chat_template(
         conversation, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
-    got = policy.encode(prompt)
+    got = policy.encode([prompt])[0]
     assert got.prompt.tolist() == want.pop("input_ids")[0].tolist()
     assert set(want) - {"attention_mask"} == {*got.sequence, *got.pictures}
     for key, value in got.pictures.items():
         assert torch.equal(value, want[key])
+
+
+def test_prompts_are_encoded_together_as_alone(shared, monkeypatch):
+    policy, _ = shared
+    twin = replace(PROMPTS[2], id="twin", text="Which is the largest?", images=(picture(48, 40).transpose(1),))
+    brief = replace(PROMPTS[1], id="brief", text="one", system=None)
+    prompts = [PROMPTS[0], twin, *PROMPTS[1:], brief, replace(twin, images=(picture(40, 48),))]
+    template, calls = policy.processor.apply_chat_template, []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            policy.processor,
+            "apply_chat_template",
+            lambda chats, **kw: calls.append(len(chats)) or template(chats, **kw),
+        )
+        encoded = policy.encode(prompts)
+    assert calls == [1, 2, 2, 1]  # one for each set of picture sizes
+    for prompt, together in zip(prompts, encoded, strict=True):
+        (alone,) = policy.encode([prompt])
+        assert together.prompt.tolist() == alone.prompt.tolist() and len(together.response) == 0
+        for one, other in ((together.sequence, alone.sequence), (together.pictures, alone.pictures)):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_demonstration_is_the_answer_and_the_end(shared):
@@ -492,7 +661,7 @@ def test_bad_prompts_and_demonstrations_name_themselves(load, family):
     policy = load(family, max_prompt_length=60, max_response_length=3)
     long = replace(PROMPTS[1], id="row-7", text="sum " * 100)
     with pytest.raises(UserError, match=r"row-7.*rollout\.max_prompt_length=60"):
-        policy.encode(long)
+        policy.encode([long])
     with pytest.raises(UserError, match=r"two.*rollout\.max_prompt_length=60"):
         policy.rollout(PROMPTS, 1, [1, 2, 3])
     with pytest.raises(UserError, match=r"row-8.*rollout\.max_response_length=3"):
@@ -501,7 +670,7 @@ def test_bad_prompts_and_demonstrations_name_themselves(load, family):
         policy.demonstrate([replace(PROMPTS[1], id="row-9", answer="<image>")])
     for text, images in (("<image> <image>", 1), ("<image>", 2), ("<image>", 0)):
         with pytest.raises(UserError, match=rf"row-10 has {text.count('<')} <image> markers and {images} images"):
-            policy.encode(Prompt("row-10", text, (picture(16, 16),) * images))
+            policy.encode([Prompt("row-10", text, (picture(16, 16),) * images)])
 
 
 def test_pictures_go_where_the_markers_are():

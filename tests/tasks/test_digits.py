@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from tasks.visual_qa import build
 from tasks.visual_qa.digits import CELL, KINDS, PLACES, DigitsSource, split_indices
 
 
@@ -74,6 +75,30 @@ def test_kinds_are_balanced_and_answers_are_not_constant():
         assert len({p.answer for p in prompts if p.metadata["kind"] == kind}) >= 3
     only = DigitsSource(size=10, seed=1, kinds=("sum",))
     assert {p.metadata["kind"] for p in only} == {"sum"}
+
+
+def test_careless_demonstrations_are_one_too_high_and_change_nothing_else():
+    right, careless, always = (DigitsSource(size=1000, seed=2, careless=share) for share in (0.0, 0.4, 1.0))
+    numeric, wrong = 0, 0
+    for sure, some, every in zip(right, careless, always, strict=True):
+        for prompt in (some, every):
+            assert (prompt.text, prompt.answer, prompt.id) == (sure.text, sure.answer, sure.id)
+            assert prompt.images[0].tobytes() == sure.images[0].tobytes()
+        assert sure.metadata["demonstration"] == sure.answer
+        if sure.metadata["kind"] == "where":
+            assert some.metadata["demonstration"] == every.metadata["demonstration"] == sure.answer
+        else:
+            too_high = str(int(sure.answer) + 1)
+            assert every.metadata["demonstration"] == too_high
+            assert some.metadata["demonstration"] in (sure.answer, too_high)
+            numeric, wrong = numeric + 1, wrong + (some.metadata["demonstration"] == too_high)
+    assert numeric == 800 and abs(wrong / numeric - 0.4) < 0.07  # four standard deviations
+
+
+def test_held_out_demonstrations_are_never_careless():
+    task = build({"data": {"kind": "digits", "careless": 1.0, "train_size": 50, "eval_size": 50}}, 0)
+    assert all(p.metadata["demonstration"] == p.answer for p in task.evaluation)
+    assert any(p.metadata["demonstration"] != p.answer for p in task.train)
 
 
 @pytest.mark.parametrize("cells", PLACES)
