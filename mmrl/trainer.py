@@ -310,6 +310,7 @@ class Trainer:
 
     def _report_bad_step(self, minibatch: list[Rollouts], what: str) -> None:
         path = self.run.folder / f"bad-step-{self.step + 1}-rank{self.engine.rank}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)  # another host's disk may not have the run directory yet
         with path.open("w") as file:
             for micro in minibatch:
                 rewards = micro.rewards.tolist() if micro.rewards is not None else [None] * len(micro)

@@ -42,6 +42,7 @@ class ShapesData(_Made):
     kinds: tuple[Literal["count", "relation"], ...] = Field(default=("count", "relation"), min_length=1)
     colours: tuple[Literal[tuple(COLOURS)], ...] = Field(default=("red", "green", "blue", "yellow"), min_length=1)  # type: ignore[valid-type]
     max_count: int = Field(default=len(COUNTS), ge=1, le=len(COUNTS))
+    aligned: bool = False  # objects to learn from stand on a grid of 3 x 3
 
 
 class PromptsData(_Section):

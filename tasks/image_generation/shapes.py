@@ -20,6 +20,7 @@ from mmrl.rollouts import Prompt
 
 SIZE = 16  # pixels a side
 OBJECT = 4  # pixels a side of an object
+GRID = (1, 6, 11)  # rows and columns of the top left of aligned objects
 GAP = 1  # black pixels at least between two objects, sideways or up and down
 # Corners of the RGB cube on black: a pixel on the way from black to a colour is nearest to one of the two.
 COLOURS = {
@@ -121,19 +122,23 @@ def related(relation: str, first: np.ndarray, second: np.ndarray, by: float = OB
     return steps.min((-2, -1)) >= by
 
 
-def place(scene: Scene, rng: np.random.Generator) -> list[Placed]:
-    """Random places for the objects of a scene, all at least GAP apart and `first` wholly on its side of `second`."""
+def place(scene: Scene, rng: np.random.Generator, aligned: bool = False) -> list[Placed]:
+    """Random places for the objects of a scene, all at least GAP apart and `first` wholly on its side of `second`.
+
+    `aligned` puts them on a grid of 3 x 3, which a small model learns much faster.
+    """
     wanted = [phrase for phrase in reversed(scene.phrases) for _ in range(phrase.count)]  # the second leaves room first
     while True:
-        free = np.ones((SIZE - OBJECT + 1,) * 2, dtype=bool)  # corners that an object may have
+        corners = np.isin(np.arange(SIZE - OBJECT + 1), GRID) if aligned else np.ones(SIZE - OBJECT + 1, dtype=bool)
+        free = np.outer(corners, corners)  # top left corners that an object may have
         placed: list[Placed] = []
         for phrase in wanted:
             if phrase is scene.first and scene.relation is not None and len(placed) == 1:
                 free &= _side(scene.relation, placed[0])
-            corners = np.flatnonzero(free)
-            if not len(corners):
+            places = np.flatnonzero(free)
+            if not len(places):
                 break  # a dead end: begin again
-            top, left = divmod(int(corners[rng.integers(len(corners))]), len(free))
+            top, left = divmod(int(places[rng.integers(len(places))]), len(free))
             reach = OBJECT + GAP - 1
             free[max(0, top - reach) : top + reach + 1, max(0, left - reach) : left + reach + 1] = False
             placed.append(Placed(phrase.colour, phrase.shape, top, left))
@@ -197,8 +202,9 @@ class ShapesSource:
         colours: Sequence[str] = tuple(COLOURS),
         max_count: int = len(COUNTS),
         careless: float = 0.0,
+        aligned: bool = False,
     ):
-        self.split, self.size, self.seed, self.kinds = split, size, seed, tuple(kinds)
+        self.split, self.size, self.seed, self.kinds, self.aligned = split, size, seed, tuple(kinds), aligned
         self.colours, self.max_count, self.careless = tuple(colours), max_count, careless
         self._pools = [scenes(split, kind, self.colours, max_count) for kind in self.kinds]
         empty = [kind for kind, pool in zip(self.kinds, self._pools, strict=True) if not pool]
@@ -222,5 +228,5 @@ class ShapesSource:
         return Prompt(
             id=f"shapes-{self.split}-{self.seed}-{index}",
             text=str(scene),
-            metadata={"kind": self.kinds[kind], "scene": scene, "target": draw(place(shown, rng))},
+            metadata={"kind": self.kinds[kind], "scene": scene, "target": draw(place(shown, rng, self.aligned))},
         )

@@ -11,6 +11,7 @@ from tasks.image_generation.checker import ShapesChecked, ShapesRedrawn, marks, 
 from tasks.image_generation.shapes import (
     COLOURS,
     GAP,
+    GRID,
     KINDS,
     OBJECT,
     RELATIONS,
@@ -260,3 +261,11 @@ def test_pictures_of_noise_are_read_and_redrawn():
     pictures = torch.rand(200, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
     for found in read(pictures.round()):
         assert draw(found).shape == (3, SIZE, SIZE)
+
+
+def test_aligned_scenes_stand_on_the_grid_and_show_what_is_asked():
+    source = ShapesSource("train", size=200, seed=0, aligned=True)
+    for prompt in map(source.__getitem__, range(200)):
+        found = read(prompt.metadata["target"][None])[0]
+        assert all(item.top in GRID and item.left in GRID for item in found)
+        assert set(marks(prompt.metadata["scene"], found).values()) == {1.0}

@@ -263,7 +263,9 @@ class Flux(FlowPipeline):
     ) -> dict[str, Any]:
         if self.module.config.guidance_embeds:
             if guidance is None:
-                raise UserError("this FLUX model takes an embedded guidance scale: set one, for example 3.5")
+                raise UserError(
+                    "this FLUX model takes an embedded guidance scale: set denoising.embedded_guidance, for example 3.5"
+                )
             texts = texts | {"guidance": torch.full_like(time, guidance)}
         rows, columns = (torch.arange(side // self.patch, device=time.device) for side in size)
         return {

@@ -1,0 +1,69 @@
+"""Every recipe for handwritten digits at several seeds: held-out accuracy, time, and the guards beside the reward.
+
+    .venv/bin/python scripts/bench/image_digits.py [--seeds 3] [--recipes flow,nft] [--runs build/image_digits]
+
+Runs that are already in --runs are not repeated. One thread a run. Prints a Markdown table; each figure is the mean
+over the seeds (least .. greatest). Accuracy is that of a classifier that saw none of the pictures the rewarding one
+did; seconds are those of the training steps, without evaluation and start-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ["flow", "dance", "cps", "window", "branch", "nft", "awm", "random_reward"]
+GUARDS = ["out_of_gamut", "second_scorer", "sharpness"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--runs", type=Path, default=ROOT / "build/image_digits")
+    options = parser.parse_args()
+    heads = ["recipe", "accuracy before", "after", "seconds", *(f"{guard} before, after" for guard in GUARDS)]
+    print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
+    for recipe in options.recipes.split(","):
+        runs = [finished(recipe, seed, options.runs) for seed in range(options.seeds)]
+        guards = [f"{mean(runs, f'guard/{g}', 0)}, {mean(runs, f'guard/{g}', -1)}" for g in GUARDS]
+        accuracy = [
+            mean(runs, "accuracy", 0, digits=3),
+            spread([evaluations(r)[-1]["evaluation/accuracy"] for r in runs]),
+        ]
+        seconds = spread([sum(row["time/step"] for row in run if "time/step" in row) for run in runs], digits=0)
+        print(f"| {' | '.join([recipe, *accuracy, seconds, *guards])} |", flush=True)
+
+
+def finished(recipe: str, seed: int, folder: Path) -> list[dict[str, Any]]:
+    """The metrics of one run, which is made if it is not there."""
+    run = folder / f"{recipe}-{seed}"
+    if not (run / "final").is_dir():
+        command = [sys.executable, "-m", "mmrl", "train", f"configs/image_digits_{recipe}.yaml"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        overrides = [f"seed={seed}", f"run_dir={run}"]
+        subprocess.run([*command, *overrides], cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def evaluations(run: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in run if "evaluation/accuracy" in row]
+
+
+def mean(runs: list[list[dict[str, Any]]], name: str, place: int, digits: int = 2) -> str:
+    values = [evaluations(run)[place][f"evaluation/{name}"] for run in runs]
+    return f"{sum(values) / len(values):.{digits}f}"
+
+
+def spread(values: list[float], digits: int = 3) -> str:
+    return f"{sum(values) / len(values):.{digits}f} ({min(values):.{digits}f} .. {max(values):.{digits}f})"
+
+
+if __name__ == "__main__":
+    main()
