@@ -14,16 +14,15 @@ def build_digits(folder: str, seed: int) -> None:
 
 
 def build_shapes(folder: str, seed: int) -> None:
-    """A 0.9M-parameter transformer for pictures of 3 x 16 x 16."""
+    """A 3.3M-parameter perceptron for pictures of 3 x 16 x 16 that reads its prompt in order."""
     config = SmallConfig(
         words=tuple(shapes.words()),
         channels=3,
         size=shapes.SIZE,
-        network="transformer",
-        width=128,
+        width=768,
         depth=4,
-        heads=4,
-        patch=4,
         max_words=12,
+        ordered=True,
+        predicts="data",
     )
     create(Path(folder), config, seed)

@@ -35,27 +35,33 @@ class SmallConfig:
     heads: int = 4
     patch: int = 2  # pixels, of the transformer
     max_words: int = 16
+    ordered: bool = False  # the mlp: whether the order of words counts
+    predicts: Literal["velocity", "data"] = "velocity"  # what the last layer makes; data becomes a velocity at once
     shift: float = 1.0  # of the sigma grid, towards noise
 
 
 class SmallMLP(nn.Module):
-    """Residual MLP over all pixels; the prompt is the sum of its words, so their order does not count."""
+    """Residual MLP over all pixels and words; unless `ordered`, the prompt is the sum of its words."""
 
     def __init__(self, config: SmallConfig) -> None:
         super().__init__()
         pixels = config.channels * config.size**2
+        self.ordered, self.predicts_data = config.ordered, config.predicts == "data"
         self.words = nn.Embedding(len(config.words) + 1, 32, padding_idx=0)
-        self.enter = nn.Linear(pixels + 64, config.width)
+        self.enter = nn.Linear(pixels + 32 + 32 * (config.max_words if config.ordered else 1), config.width)
         self.blocks = nn.ModuleList(nn.Linear(config.width, config.width) for _ in range(config.depth - 1))
         self.leave = nn.Linear(config.width, pixels)
 
     def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
         """x [n, channel, height, width], time [n] in [0, 1], words [n, word] ids (0: none) -> velocity like x."""
-        told = torch.cat([x.flatten(1), sinusoids(time, 32), self.words(words).sum(1)], 1)
+        said = self.words(words)
+        said = said.flatten(1) if self.ordered else said.sum(1)
+        told = torch.cat([x.flatten(1), sinusoids(time, 32), said], 1)
         h = F.silu(self.enter(told))
         for block in self.blocks:
             h = h + F.silu(block(h))
-        return self.leave(h).view_as(x)
+        made = self.leave(h).view_as(x)
+        return velocity(made, x, time) if self.predicts_data else made
 
 
 class SmallTransformer(nn.Module):
@@ -64,6 +70,7 @@ class SmallTransformer(nn.Module):
     def __init__(self, config: SmallConfig) -> None:
         super().__init__()
         d, p = config.width, config.patch
+        self.predicts_data = config.predicts == "data"
         self.patch, self.side = p, config.size // p
         self.words = nn.Embedding(len(config.words) + 1, d, padding_idx=0)
         self.word_places = nn.Parameter(torch.randn(config.max_words, d) * 0.02)
@@ -85,7 +92,8 @@ class SmallTransformer(nn.Module):
         for block in self.blocks:
             h = block(h, level)
         out = self.leave(self.norm(h[:, words.shape[1] :]))
-        return rearrange(out, "n (h w) (c p q) -> n c (h p) (w q)", h=self.side, p=p, q=p)
+        made = rearrange(out, "n (h w) (c p q) -> n c (h p) (w q)", h=self.side, p=p, q=p)
+        return velocity(made, x, time) if self.predicts_data else made
 
 
 class Block(nn.Module):
@@ -172,6 +180,12 @@ class SmallFamily:
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         write(folder, self.config, state)
+
+
+def velocity(data: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
+    """(x - data) / s [n, ...] for sigma s [n], taken at 0.05 below that. A network that predicts the data has an easier
+    task: pictures lie on few dimensions, noise on all (arXiv 2511.13720)."""
+    return (x - data) / sigma.clamp(min=0.05).view(-1, *[1] * (x.dim() - 1))
 
 
 def sinusoids(time: Tensor, width: int) -> Tensor:
