@@ -7,10 +7,11 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mmrl.report.run import Run, sample_table
+from mmrl.report.run import Run, grid, picture, sample_table
 from mmrl.rollouts import Prompt, Sample
 
 
@@ -103,3 +104,13 @@ def test_other_ranks_write_nothing(tmp_path, capfd):
     other.forget_after(0)
     other.close()
     assert list(tmp_path.iterdir()) == [] and capfd.readouterr().out == ""
+
+
+def test_drawn_pictures_are_shown_clamped_and_enlarged_by_whole_pixels():
+    image = torch.zeros(3, 2, 2)
+    image[:, 0, 0], image[:, 0, 1] = torch.tensor([1.5, -0.5, 0.0]), torch.tensor([0.0, 1.0, 0.0])
+    sheet = grid([picture(image), picture(torch.full((1, 2, 2), 1 / 3))], columns=2, least=6)
+    assert sheet.size == (2 * 8, 8)
+    assert sheet.getpixel((1, 1)) == (255, 0, 0) and sheet.getpixel((3, 3)) == (255, 0, 0)
+    assert sheet.getpixel((4, 1)) == (0, 255, 0) and sheet.getpixel((4, 4)) == (0, 0, 0)
+    assert sheet.getpixel((0, 0)) == (255, 255, 255) and sheet.getpixel((9, 1)) == (85, 85, 85)

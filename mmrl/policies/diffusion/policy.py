@@ -49,7 +49,7 @@ class DiffusionPolicy:
         self.family, self.settings, self.kl = family, settings, kl
         self.module: nn.Module = family.module
         self.likelihood = "matching" if supervised else settings.likelihood
-        self.matching_weight = "one" if supervised else settings.matching_weight
+        self.matching_weight = settings.matching_weight
         self.shape = family.latent_shape(settings.resolution)
         self.evaluation_shape = family.latent_shape(settings.evaluation_resolution or settings.resolution)
         self.sampler = self._sampler(settings.steps, self.shape)
