@@ -10,6 +10,7 @@ from mmrl.kernels.operators import (
     hidden_logprob,
     token_logprob,
 )
+from mmrl.kernels.status import status
 
 __all__ = [
     "KernelError",
@@ -20,6 +21,7 @@ __all__ = [
     "gae",
     "group_advantage",
     "hidden_logprob",
+    "status",
     "token_logprob",
     "use",
 ]

@@ -23,13 +23,14 @@ import torch
 
 Backend = Literal["auto", "cuda", "cpu", "torch"]
 SOURCES = Path(__file__).parent / "csrc"
+FILES = {"cpu": "cpu.cpp", "cuda": "cuda.cu", "emulated": "emulated.cpp"}  # the last one is for tests
 SHIPPED = Path(__file__).parent / "prebuilt"  # where a wheel carries libraries
 CUDA_ARCHITECTURES = ("80", "90")  # machine code for these, and PTX of the last for what comes after
 LEVELS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}  # -march by what torch found in this processor
 DEFINES = ("-DTORCH_TARGET_VERSION=0x020b000000000000",)  # the ABI of torch 2.11
 # No contraction into fused multiply-adds: replay must round as sampling did, on every processor.
 CPU_FLAGS = (
-    *("-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"),
+    *("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 CUDA_FLAGS = (
@@ -99,33 +100,35 @@ def _load(kind: str) -> None:
 
 
 def build(kinds: Sequence[str] | None = None, into: Path | None = None) -> list[Path]:
-    """Build the libraries that this machine has compilers for ("cpu" by g++ or $CXX, "cuda" by nvcc; a GPU is not
-    needed) and return their paths. `into` is a folder other than the cache; the package's own `prebuilt` is looked at
-    first when loading. Raises KernelError if a compiler fails, or if one of the `kinds` asked for has none.
+    """Build the libraries that this machine has compilers for, and return their paths.
+
+    "cpu" needs g++ (or $CXX), "cuda" nvcc but no GPU. `into` is a folder other than the cache, for example the
+    package's own `prebuilt`, which is looked at first when loading. Raises KernelError if a compiler fails, or if one
+    of the `kinds` asked for has none.
     """
     wanted = [kind for kind in ("cpu", "cuda") if _compiler(kind)] if kinds is None else list(kinds)
     return [library(kind, into) for kind in wanted]
 
 
-def library(kind: str, into: Path | None = None, architectures: Sequence[str] = CUDA_ARCHITECTURES) -> Path:
+def library(kind: str, into: Path | None = None) -> Path:
     """Path of the library "cpu" or "cuda", built if it is not there yet. Raises KernelError with the reason if not."""
-    flags = _flags(kind, architectures)
-    digest = hashlib.sha256(" ".join(flags).encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + source.read_bytes())
-    name = f"mmrl_{kind}-{platform.machine()}-{digest.hexdigest()[:16]}.so"
-    folder = into or cache()
-    for known in (SHIPPED / name, folder / name):
-        if known.exists():
-            return known
+    if known := find(kind, into):
+        return known
     if not _compiler(kind):
         raise KernelError(f"no {'nvcc' if kind == 'cuda' else 'C++ compiler'} found")
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{name}.lock", "w") as lock:
+    target = (into or cache()) / _name(kind)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / name).exists():
-            _compile(kind, flags, folder / name)
-    return folder / name
+        if not target.exists():  # another rank may have built it while this one waited
+            _compile(kind, target)
+    return target
+
+
+def find(kind: str, into: Path | None = None) -> Path | None:
+    """Path of the library if it is built, None otherwise."""
+    folders = [into] if into else [SHIPPED, cache()]
+    return next((folder / _name(kind) for folder in folders if (folder / _name(kind)).exists()), None)
 
 
 def cache() -> Path:
@@ -136,30 +139,35 @@ def cache() -> Path:
 
 
 def _compiler(kind: str) -> str | None:
-    if kind == "cpu":
+    if kind != "cuda":
         return shutil.which(os.environ.get("CXX", "g++"))
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
-def _flags(kind: str, architectures: Sequence[str]) -> list[str]:
-    if kind == "cpu":
+def _flags(kind: str) -> list[str]:
+    if kind != "cuda":
         level = LEVELS.get(torch.backends.cpu.get_cpu_capability())
         return [*CPU_FLAGS, *DEFINES, *([f"-march={level}"] if level else [])]
-    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
-    last = architectures[-1]
+    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES]
+    last = CUDA_ARCHITECTURES[-1]
     return [*CUDA_FLAGS, *DEFINES, *codes, f"-gencode=arch=compute_{last},code=compute_{last}"]
 
 
-def _compile(kind: str, flags: Sequence[str], target: Path) -> None:
+def _name(kind: str) -> str:
+    digest = hashlib.sha256(" ".join(_flags(kind)).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + source.read_bytes())
+    return f"mmrl_{kind}-{platform.machine()}-{digest.hexdigest()[:16]}.so"
+
+
+def _compile(kind: str, target: Path) -> None:
     root = Path(torch.__file__).parent
-    sources = ["cpu.cpp"] if kind == "cpu" else ["cuda.cu"]
-    linker = ["--no-as-needed", *(["-soname", target.name] if kind == "cpu" else [])]
     libraries = [f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         out = Path(scratch) / target.name
-        command = [str(_compiler(kind)), *flags, "-isystem", str(root / "include")]
-        command += [str(SOURCES / source) for source in sources]
-        command += [option for name in linker for option in ("-Xlinker", name)] + libraries + ["-o", str(out)]
+        command = [str(_compiler(kind)), *_flags(kind), "-isystem", str(root / "include")]
+        # The symbols of LibTorch are found through the libraries named here, which the process has loaded by then.
+        command += [str(SOURCES / FILES[kind]), "-Xlinker", "--no-as-needed", *libraries, "-o", str(out)]
         _log.info("compiling the %s kernels into %s", kind, target)
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

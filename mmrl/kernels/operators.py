@@ -76,7 +76,8 @@ def denoise_step(
         mean = a_x x + a_v v        x' = mean + std noise        logp = mean (or sum) of log Normal(x'; mean, std)
 
     x, v, noise: [N, ...]; a_x, a_v, std: [N]. x' and the mean are fp32. logp is what `denoise_logprob` returns for the
-    same (x, v, x'), bit for bit. Where std is 0, x' is the mean and logp is NaN: there is no density.
+    same (x, v, x'), bit for bit. Where std is 0, x' is the mean, and logp is 0:
+    a deterministic step is no decision.
     """
     shape = _denoise_shapes(x, v, noise, "noise", a_x, a_v, std, reduction)
     args = (_rows(x, wide=True), _rows(v), _rows(noise, wide=True), a_x, a_v, std, REDUCTIONS[reduction])
@@ -109,7 +110,8 @@ def denoise_logprob(
     log_ratio is logp - logp_old without subtracting two large numbers: exactly 0 where the means agree. Give the old
     policy by `mean_old`, or by `v_old`, from which d = a_v (v - v_old) keeps all digits (means close to each other are
     rounded: up to 1e-8 in log_ratio). x, v, x_next and all of these: [N, ...]; a_x, a_v, std: [N]. v_old and v_ref
-    have v's dtype. Gradients flow to `v` alone; everything else is data.
+    have v's dtype. Gradients flow to `v` alone; everything else is data. Rows whose std is 0 give 0
+    and have no gradient.
     """
     _denoise_shapes(x, v, x_next, "x_next", a_x, a_v, std, reduction)
     for name, other in (("mean_old", mean_old), ("v_old", v_old), ("v_ref", v_ref)):
@@ -127,7 +129,9 @@ def denoise_logprob(
         None if v_ref is None else _rows(v_ref).detach(),
         REDUCTIONS[reduction],
     )
-    logp, ratio, kl = torch.ops.mmrl.denoise_logprob(*args) if chosen(x, v, x_next) else reference.denoise_logprob(*args)
+    logp, ratio, kl = (
+        torch.ops.mmrl.denoise_logprob(*args) if chosen(x, v, x_next) else reference.denoise_logprob(*args)
+    )
     asked = mean_old is not None or v_old is not None
     return Likelihood(logp, ratio if asked else None, None if v_ref is None else kl)
 
@@ -246,9 +250,9 @@ def gae(
 
         delta_t = r_t + gamma v'_t - v_t        A_t = delta_t + gamma lam A_{t+1} within one episode
 
-    v'_t is 0 where `terminated`, `bootstrap`[t] where the episode is cut off (where `truncated`, in the last column, and
-    before a step outside `mask`), and values[t + 1] elsewhere. Steps outside `mask` give 0 and pass nothing on. A cut
-    without `bootstrap` raises RuntimeError on the CPU and gives NaN on a GPU.
+    v'_t is 0 where `terminated`, `bootstrap`[t] where the episode is cut off (where `truncated`, in the last column,
+    and before a step outside `mask`), and values[t + 1] elsewhere. Steps outside `mask` give 0 and pass nothing on.
+    A cut without `bootstrap` raises RuntimeError on the CPU and gives NaN on a GPU.
     """
     if rewards.dim() != 2:
         raise ValueError(f"rewards must be [B, T], got {list(rewards.shape)}")
@@ -333,7 +337,11 @@ def _denoise_shapes(
 
 
 def _fits(
-    name: str, t: Tensor, shape: torch.Size | tuple[int, ...], like: Tensor, dtypes: tuple[torch.dtype, ...] | None = FLOATS
+    name: str,
+    t: Tensor,
+    shape: torch.Size | tuple[int, ...],
+    like: Tensor,
+    dtypes: tuple[torch.dtype, ...] | None = FLOATS,
 ) -> None:
     if t.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(t.shape)}")

@@ -53,7 +53,9 @@ def _wide(like: Tensor, *size: int) -> Tensor:
 
 
 @torch.library.register_fake("mmrl::denoise_step")
-def _(x: Tensor, v: Tensor, noise: Tensor, a_x: Tensor, a_v: Tensor, std: Tensor, total: bool, keep_mean: bool) -> Grads:
+def _(
+    x: Tensor, v: Tensor, noise: Tensor, a_x: Tensor, a_v: Tensor, std: Tensor, total: bool, keep_mean: bool
+) -> Grads:
     return _wide(x, *x.shape), _wide(x, x.shape[0]), _wide(x, x.shape[0] if keep_mean else 0, x.shape[1])
 
 

@@ -19,11 +19,9 @@ HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 def denoise_step(
     x: Tensor, v: Tensor, noise: Tensor, a_x: Tensor, a_v: Tensor, std: Tensor, total: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _assert(std >= 0, "std must not be negative")
     mean = _wide(x) * a_x[:, None] + _wide(v) * a_v[:, None]
     x_next = mean + std[:, None] * _wide(noise)
-    logp, _, _ = _likelihood(mean, x_next, std, total)
-    return x_next, torch.where(std > 0, logp, torch.nan), mean
+    return x_next, _likelihood(mean, x_next, std, total)[0], mean
 
 
 def denoise_logprob(
@@ -38,7 +36,6 @@ def denoise_logprob(
     v_ref: Tensor | None,
     total: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _assert(std > 0, "std must be positive")
     x, v = _wide(x), _wide(v)
     mean = a_x[:, None] * x + a_v[:, None] * v
     moved = None if mean_old is None else mean - _wide(mean_old)
@@ -137,8 +134,11 @@ def clipped_surrogate(
 def _likelihood(
     mean: Tensor, x_next: Tensor, std: Tensor, total: bool, moved: Tensor | None = None, apart: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logp, log-ratio and KL, each [N]; the latter two 0 where there is nothing to compare with."""
-    size, variance = mean.shape[1], std.square()
+    """logp, log-ratio and KL, each [N]; the latter two 0 where there is nothing to compare with, all 0 where std is."""
+    _assert(std >= 0, "std must not be negative")
+    random, size = std != 0, mean.shape[1]
+    std = std.where(random, 1)
+    variance = std.square()
     factor = 1 if total else 1 / size
     gap = x_next - mean
     logp = -gap.square().sum(1) * factor / (2 * variance)
@@ -148,7 +148,7 @@ def _likelihood(
         ratio = (moved * (2 * gap + moved)).sum(1) * factor / (2 * variance)
     if apart is not None:
         kl = apart.square().sum(1) * factor / (2 * variance)
-    return logp, ratio, kl
+    return logp.where(random, 0), ratio.where(random, 0), kl.where(random, 0)
 
 
 def _moments(reward: Tensor, index: Tensor, units: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -49,7 +49,9 @@ def test_against_the_core(device, baseline, scale):
     # a rollout's advantage does not depend on which other groups there are, nor on where its group stands
     if scale != "batch_std":
         part = (group % 3 == 0).to(device)
-        some = group_advantage(args[0][part], args[1][part], 140, weights=weights.to(device), baseline=baseline, scale=scale)
+        some = group_advantage(
+            args[0][part], args[1][part], 140, weights=weights.to(device), baseline=baseline, scale=scale
+        )
         torch.testing.assert_close(some.advantages, got.advantages[part], atol=1e-6, rtol=1e-6)
 
 
@@ -118,7 +120,10 @@ def test_gae_cut_off_without_bootstrap(device):
     assert advantages.count_nonzero() == 0
     ended[1, 2] = False
     if device == "cuda":
-        assert gae(*args, ended, torch.zeros_like(ended), gamma=0.9, lam=0.9)[0].isnan().any(1).tolist() == [False, True]
+        assert gae(*args, ended, torch.zeros_like(ended), gamma=0.9, lam=0.9)[0].isnan().any(1).tolist() == [
+            False,
+            True,
+        ]
     else:
         with pytest.raises(RuntimeError, match="cut off without termination; give bootstrap"):
             gae(*args, ended, torch.zeros_like(ended), gamma=0.9, lam=0.9)

@@ -1,9 +1,10 @@
 import math
+import os
 
 import pytest
 import torch
 
-from mmrl.kernels import hidden_logprob, token_logprob, use
+from mmrl.kernels import compiled, hidden_logprob, token_logprob, use
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -210,3 +211,20 @@ def test_target_out_of_range(device, target):
     else:
         with pytest.raises(RuntimeError, match=r"targets must be in \[0, 5\)"):
             token_logprob(logits, targets)
+
+
+@pytest.mark.slow
+def test_more_elements_than_an_int32_counts(device):
+    rows, vocabulary = 3, 2**30 + 8
+    free = (
+        torch.cuda.mem_get_info()[0] if device == "cuda" else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    )
+    if not compiled.chosen(torch.zeros(1, device=device)) or free < 4 * rows * vocabulary:
+        pytest.skip("needs 13 GB of free memory and a kernel that makes no copies")
+    torch.use_deterministic_algorithms(False)  # no time for filling
+    logits = torch.zeros(rows, vocabulary, dtype=torch.bfloat16, device=device)
+    logits[2, -1] = 30.0
+    got = token_logprob(logits, torch.full((rows,), vocabulary - 1, device=device))
+    rest = math.exp(-30) * (vocabulary - 1)
+    want = [-math.log(vocabulary)] * 2 + [-math.log1p(rest)]
+    assert got.logp.tolist() == pytest.approx(want, rel=1e-5, abs=1e-6)

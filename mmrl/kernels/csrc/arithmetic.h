@@ -24,6 +24,15 @@ constexpr int PACK = 8;       // consecutive elements that a CUDA thread takes a
 
 HD int64_t chunks_of(int64_t size) { return (size + CHUNK - 1) / CHUNK; }
 
+// ---- 16-bit numbers -------------------------------------------------------------------------------------------------
+
+struct Bfloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
 // ---- exponential ----------------------------------------------------------------------------------------------------
 
 HD int32_t bits_of(float x) {
@@ -107,7 +116,8 @@ struct DenoiseRow {
 
 // `size` elements were summed; their mean is reported, or their sum.
 HD DenoiseRow finish_denoise(const DenoiseSums<double>& sums, Coefficients c, int64_t size, bool sum) {
-  if (!(c.std > 0)) return {NAN, NAN, NAN};  // no density
+  if (c.std == 0) return {0, 0, 0};  // a deterministic step is no decision
+  if (!(c.std > 0)) return {NAN, NAN, NAN};
   const double d = static_cast<double>(size), s = c.std, scale = (sum ? 1.0 : 1.0 / d) / (2 * s * s);
   const double constant = (sum ? d : 1.0) * (log(s) + 0.91893853320467274178);  // log sqrt(2 pi)
   return {static_cast<float>(-sums.square * scale - constant), static_cast<float>(sums.ratio * scale),
@@ -120,6 +130,7 @@ struct DenoiseSlope {
 };
 
 HD DenoiseSlope denoise_slope(Coefficients c, float g_logp, float g_ratio, float g_kl, int64_t size, bool sum) {
+  if (c.std == 0) return {0, 0};
   const double s = c.std, scale = c.std > 0 ? (sum ? 1.0 : 1.0 / static_cast<double>(size)) / (s * s) : NAN;
   const double g = static_cast<double>(g_logp) + g_ratio;
   return {static_cast<float>(g * c.a_v * scale), static_cast<float>(g_kl * scale * c.a_v * c.a_v)};
@@ -266,6 +277,22 @@ HD Affine gae_step(const GaeStep& s, float gamma, float decay) {
   const float ahead = s.terminated ? 0.0f : cut ? s.bootstrap : s.next_value;
   return {s.reward + gamma * ahead - s.value, s.terminated || cut ? 0.0f : decay};
 }
+
+struct GaeRow {
+  const float *reward, *value, *bootstrap;
+  const bool *terminated, *truncated, *counted;
+  int64_t steps;
+
+  HD GaeStep at(int64_t t) const {
+    const bool last = t + 1 == steps;
+    return {reward[t],  value[t],      last ? 0.0f : value[t + 1], bootstrap ? bootstrap[t] : NAN,
+            counted[t], !last && counted[t + 1], terminated[t], truncated[t], last};
+  }
+  // of one lane of a warp; before the first step it changes nothing
+  HD Affine lane(int64_t t, float gamma, float decay) const {
+    return t < 0 ? Affine{} : gae_step(at(t), gamma, decay);
+  }
+};
 
 // ---- surrogate: -min(r A, clamp(r, low, high) A) --------------------------------------------------------------------
 

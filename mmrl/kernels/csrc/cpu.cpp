@@ -1,4 +1,5 @@
 // The operators on the CPU: rows and chunks go to PyTorch's threads, columns to vector lanes.
+#include "block.h"
 #include "lanes.h"
 #include "tensors.h"
 
@@ -22,11 +23,9 @@ void for_dtype(const Tensor& t, const char* name, Work work) {
   }
 }
 
-void check_std(const Tensor& std, int64_t rows, bool may_be_zero) {
+void check_std(const Tensor& std, int64_t rows) {
   const float* s = flat<const float>(std);
-  for (int64_t i = 0; i < rows; ++i)
-    STD_TORCH_CHECK(s[i] > 0 || (may_be_zero && s[i] == 0), "std must ", may_be_zero ? "not be negative" : "be positive",
-                    ", row ", i, " has ", s[i]);
+  for (int64_t i = 0; i < rows; ++i) STD_TORCH_CHECK(s[i] >= 0, "std must not be negative, row ", i, " has ", s[i]);
 }
 
 // Calls work(row, chunk, begin, end) for all chunks of all rows, in any order.
@@ -80,7 +79,7 @@ std::vector<Coefficients> coefficients_of(const Tensor& a_x, const Tensor& a_v, 
 std::tuple<Tensor, Tensor, Tensor> denoise_step(Tensor x, Tensor v, Tensor noise, Tensor a_x, Tensor a_v, Tensor std,
                                                 bool sum, bool keep_mean) {
   const DenoiseShape shape(x, v, noise, a_x, a_v, std);
-  check_std(std, shape.rows, true);
+  check_std(std, shape.rows);
   const auto coefficients = coefficients_of(a_x, a_v, std, shape.rows);
   const Tensor next = fresh(x, {shape.rows, shape.size});
   const Tensor means = fresh(x, {keep_mean ? shape.rows : 0, shape.size});
@@ -120,7 +119,7 @@ std::tuple<Tensor, Tensor, Tensor> denoise_logprob(Tensor x, Tensor v, Tensor ne
   shape.also(mean_old, "mean_old", FLOAT, v);
   shape.also(v_old, "v_old", v.scalar_type(), v);
   shape.also(v_ref, "v_ref", v.scalar_type(), v);
-  check_std(std, shape.rows, false);
+  check_std(std, shape.rows);
   const auto coefficients = coefficients_of(a_x, a_v, std, shape.rows);
   std::vector<DenoiseSums<double>> parts(shape.rows * chunks_of(shape.size));
   for_dtype(v, "v", [&](auto tag) {
@@ -212,15 +211,6 @@ Softmax<double> softmax_of(const T* logits, int64_t columns, float inverse_tempe
   return state;
 }
 
-template <class T>
-T least_of();
-template <>
-float least_of<float>() { return -INFINITY; }
-template <>
-Half least_of<Half>() { return static_cast<Half>(-INFINITY); }
-template <>
-Bfloat16 least_of<Bfloat16>() { return {0xff80}; }
-
 void check_targets(const Tensor& targets, const LogitsShape& shape) {
   const int64_t* t = flat<const int64_t>(targets);
   for (int64_t i = 0; i < shape.rows; ++i)
@@ -241,8 +231,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_logprob(Tensor logits, 
     parallel_for(0, shape.rows, grain(shape.vocabulary), [&](int64_t from, int64_t to) {
       for (int64_t row = from; row < to; ++row) {
         const T* z = data + shape.offset(row);
-        const float target = scalar(z + flat<const int64_t>(targets)[row]) * scale;
-        const TokenRow r = finish_token(softmax_of(z, shape.vocabulary, scale, least_of<T>()), target);
+        const float target = to_float(z[flat<const int64_t>(targets)[row]]) * scale;
+        const TokenRow r = finish_token(softmax_of(z, shape.vocabulary, scale, least<T>()), target);
         flat<float>(logp)[row] = r.logp;
         flat<float>(entropy)[row] = r.entropy;
         flat<float>(square)[row] = r.square;
@@ -277,7 +267,7 @@ Tensor token_logprob_backward(Tensor g_logp, Tensor g_entropy, Tensor g_square, 
         });
         // The target's column once more, with its own term.
         const int64_t y = flat<const int64_t>(targets)[row];
-        const Lanes at_target = (token_gradient(s, Lanes{} + scalar(z + y) * scale) + s.g_logp) * scale;
+        const Lanes at_target = (token_gradient(s, Lanes{} + to_float(z[y]) * scale) + s.g_logp) * scale;
         store(out + y, 1, at_target);
       }
     });
@@ -326,18 +316,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantage(Tensor rewards, Tenso
 }
 
 // ---- returns --------------------------------------------------------------------------------------------------------
-
-struct GaeRow {
-  const float *reward, *value, *bootstrap;
-  const bool *terminated, *truncated, *counted;
-  int64_t steps;
-
-  HD GaeStep at(int64_t t) const {
-    const bool last = t + 1 == steps;
-    return {reward[t], value[t], last ? 0.0f : value[t + 1], bootstrap ? bootstrap[t] : NAN,
-            counted[t], !last && counted[t + 1], terminated[t], truncated[t], last};
-  }
-};
 
 std::tuple<Tensor, Tensor> gae(Tensor rewards, Tensor values, Tensor terminated, Tensor truncated, Tensor mask,
                                MaybeTensor bootstrap, double gamma, double lam) {

@@ -8,11 +8,6 @@ namespace mmrl {
 typedef uint16_t LanesShort __attribute__((vector_size(32)));
 typedef _Float16 LanesHalf __attribute__((vector_size(32)));
 
-struct Bfloat16 {
-  uint16_t bits;
-};
-typedef _Float16 Half;
-
 template <class V, class T>
 HD V raw(const T* p) {
   V v;
@@ -39,10 +34,6 @@ HD void narrow(Bfloat16* p, Lanes x) {  // round to nearest even; NaN stays NaN
   const LanesShort h = __builtin_convertvector((x == x ? rounded : (bits | 0x400000)) >> 16, LanesShort);
   memcpy(p, &h, sizeof h);
 }
-
-HD float scalar(const float* p) { return *p; }
-HD float scalar(const Half* p) { return static_cast<float>(*p); }
-HD float scalar(const Bfloat16* p) { return float_of(static_cast<int32_t>(static_cast<uint32_t>(p->bits) << 16)); }
 
 // `count` elements from p, the other lanes `fill`.
 template <class T>

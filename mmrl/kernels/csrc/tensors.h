@@ -12,6 +12,8 @@
 #include <tuple>
 #include <vector>
 
+#include "arithmetic.h"
+
 namespace mmrl {
 
 using torch::headeronly::ScalarType;
@@ -91,12 +93,7 @@ struct LogitsShape {
     rows = last == 2 ? logits.size(0) * inner : inner;
     check_flat(targets, "targets", ScalarType::Long, rows, logits);
   }
-#ifdef __CUDACC__
-  __host__ __device__
-#endif
-  int64_t offset(int64_t row) const {
-    return row / inner * outer_stride + row % inner * inner_stride;
-  }
+  HD int64_t offset(int64_t row) const { return row / inner * outer_stride + row % inner * inner_stride; }
 };
 
 }  // namespace mmrl
