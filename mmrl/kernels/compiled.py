@@ -80,13 +80,17 @@ def chosen(*tensors: torch.Tensor) -> bool:
     return _ready(device)
 
 
-@torch.compiler.assume_constant_result
 def _ready(device: str) -> bool:
     if device not in _state:
         _load(device)
         if _state[device]:
             _log.warning("no compiled kernels for %s, the torch reference computes: %s", device, _state[device])
     return not _state[device]
+
+
+# What torch.compiler.assume_constant_result does, without importing the whole compiler here: when a graph is traced,
+# the answer is found by calling the function, not by tracing into it.
+_ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _load(kind: str) -> None:
