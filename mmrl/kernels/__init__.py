@@ -1,0 +1,27 @@
+"""Fused operators for likelihoods, advantages and surrogates: one face each, computed by CUDA, C++ or plain torch."""
+
+from mmrl.kernels.compiled import KernelError, build, use
+from mmrl.kernels.operators import (
+    clipped_surrogate,
+    denoise_logprob,
+    denoise_step,
+    gae,
+    group_advantage,
+    hidden_logprob,
+    token_logprob,
+)
+from mmrl.kernels.status import status
+
+__all__ = [
+    "KernelError",
+    "build",
+    "clipped_surrogate",
+    "denoise_logprob",
+    "denoise_step",
+    "gae",
+    "group_advantage",
+    "hidden_logprob",
+    "status",
+    "token_logprob",
+    "use",
+]

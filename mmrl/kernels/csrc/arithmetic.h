@@ -1,0 +1,344 @@
+// The mathematics of every operator, once: included by cpu.cpp, by cuda.cu and by emulated.cpp, which runs the CUDA
+// blocks thread by thread on the CPU.
+//
+// F is a float, or 16 floats at a time (Lanes). Products and sums are rounded one by one (no contraction into fused
+// multiply-adds), so that every machine computes the same mean from the same inputs, and the same one as PyTorch.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __CUDACC__
+#define HD __host__ __device__ __forceinline__
+#else
+#define HD inline __attribute__((always_inline))
+#endif
+
+namespace mmrl {
+
+// A row is cut into chunks of this many elements, whatever the batch, the threads or the device; the sums of the
+// chunks are added in order.
+constexpr int64_t CHUNK = 8192;
+constexpr int THREADS = 256;  // of a CUDA block
+constexpr int PACK = 8;       // consecutive elements that a CUDA thread takes at a time
+
+HD int64_t chunks_of(int64_t size) { return (size + CHUNK - 1) / CHUNK; }
+
+// ---- 16-bit numbers -------------------------------------------------------------------------------------------------
+
+struct Bfloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+// ---- exponential ----------------------------------------------------------------------------------------------------
+
+HD int32_t bits_of(float x) {
+  int32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+HD float float_of(int32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+#ifndef __CUDACC__
+constexpr int64_t LANES = 16;
+typedef float Lanes __attribute__((vector_size(64)));
+typedef int32_t LanesInt __attribute__((vector_size(64)));
+HD LanesInt bits_of(Lanes x) { return (LanesInt)x; }
+HD Lanes float_of(LanesInt x) { return (Lanes)x; }
+#endif
+
+// exp(x), 0 below -87.3, inf above 88.7, NaN for NaN; relative error below 2e-7.
+template <class F>
+HD F exponential(F x) {
+#ifdef __CUDA_ARCH__
+  return x < -87.3f ? 0.0f : __expf(x);
+#else
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
+  const F shifted = x * 1.44269504f + magic;
+  const F n = shifted - magic;
+  const F r = (x - n * 0.693359375f) - n * -2.12194440e-4f;  // the first product is exact
+  F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const F y = p * (r * r) + r + 1.0f;
+  // 2^n in two factors, because n reaches 128.
+  const auto whole = bits_of(shifted) - bits_of(magic);
+  const auto half = whole >> 1;
+  F result = y * float_of((half + 127) << 23) * float_of((whole - half + 127) << 23);
+  result = x < -87.3f ? F{} : result;
+  return x > 88.72f ? F{} + INFINITY : result;
+#endif
+}
+
+// ---- denoising: mean = a_x x + a_v v, x' = mean + std noise ---------------------------------------------------------
+
+struct Coefficients {
+  float a_x, a_v, std;
+};
+
+template <class F>
+HD F transition_mean(Coefficients c, F x, F v) {
+  return c.a_x * x + c.a_v * v;
+}
+
+// What one row's likelihood, log-ratio and divergence are made of, summed over its elements.
+template <class F>
+struct DenoiseSums {
+  F square{}, ratio{}, distance{};
+
+  HD void likelihood(F gap) { square += gap * gap; }  // gap = x' - mean
+  // log Normal(x'; mean) - log Normal(x'; mean_old) in its direct form, times 2 std^2; moved = mean - mean_old
+  HD void log_ratio(F gap, F moved) { ratio += moved * (2.0f * gap + moved); }
+  HD void divergence(F v, F v_ref) {
+    const F apart = v - v_ref;
+    distance += apart * apart;
+  }
+  template <class G>
+  HD void add(const DenoiseSums<G>& other) {
+    square += other.square;
+    ratio += other.ratio;
+    distance += other.distance;
+  }
+};
+
+struct DenoiseRow {
+  float logp, ratio, kl;
+};
+
+// `size` elements were summed; their mean is reported, or their sum.
+HD DenoiseRow finish_denoise(const DenoiseSums<double>& sums, Coefficients c, int64_t size, bool sum) {
+  if (c.std == 0) return {0, 0, 0};  // a deterministic step is no decision
+  if (!(c.std > 0)) return {NAN, NAN, NAN};
+  const double d = static_cast<double>(size), s = c.std, scale = (sum ? 1.0 : 1.0 / d) / (2 * s * s);
+  const double constant = (sum ? d : 1.0) * (log(s) + 0.91893853320467274178);  // log sqrt(2 pi)
+  return {static_cast<float>(-sums.square * scale - constant), static_cast<float>(sums.ratio * scale),
+          static_cast<float>(sums.distance * scale * c.a_v * c.a_v)};
+}
+
+// d/dv of g_logp logp + g_ratio log_ratio + g_kl kl = towards (x' - mean) + apart (v - v_ref)
+struct DenoiseSlope {
+  float towards, apart;
+};
+
+HD DenoiseSlope denoise_slope(Coefficients c, float g_logp, float g_ratio, float g_kl, int64_t size, bool sum) {
+  if (c.std == 0) return {0, 0};
+  const double s = c.std, scale = c.std > 0 ? (sum ? 1.0 : 1.0 / static_cast<double>(size)) / (s * s) : NAN;
+  const double g = static_cast<double>(g_logp) + g_ratio;
+  return {static_cast<float>(g * c.a_v * scale), static_cast<float>(g_kl * scale * c.a_v * c.a_v)};
+}
+
+template <class F>
+HD F denoise_gradient(DenoiseSlope slope, F next, F mean, F v, F v_ref) {
+  return slope.towards * (next - mean) + slope.apart * (v - v_ref);
+}
+
+// ---- tokens: softmax of z = logit / temperature ---------------------------------------------------------------------
+
+// Of some columns: the largest z, and with e = exp(z - peak) the sums of e, (z - peak) e and e^2. Measuring from the
+// peak keeps the entropy exact when all logits are shifted.
+template <class G>
+struct Softmax {
+  G peak = -INFINITY, sum{}, slope{}, square{};
+};
+
+template <class F>
+HD F below_peak(F z, float peak) {
+  const F d = z - peak;
+  return d < -200.0f ? F{} - 200.0f : d;  // -inf too; exp of it is 0, and NaN stays NaN
+}
+
+template <class F, class G>
+HD void softmax_add(F d, G& sum, G& slope, G& square) {
+  const F e = exponential(d);
+  sum += e;
+  slope += d * e;
+  square += e * e;
+}
+
+// Measured from `peak`, which is at least the own peak.
+template <class G>
+HD Softmax<G> rebased(const Softmax<G>& a, G peak) {
+  const G shift = a.peak - peak;
+  if (!(shift < 0) || a.peak == -INFINITY) return a.peak == peak ? a : Softmax<G>{peak, a.sum, a.slope, a.square};
+  const G c = shift < G(-700) ? G(0) : static_cast<G>(exp(shift));
+  return {peak, c * a.sum, c * (a.slope + shift * a.sum), c * c * a.square};
+}
+
+template <class G>
+HD Softmax<G> merged(const Softmax<G>& a, const Softmax<G>& b) {
+  const G peak = a.peak < b.peak ? b.peak : a.peak;
+  const Softmax<G> p = rebased(a, peak), q = rebased(b, peak);
+  return {peak, p.sum + q.sum, p.slope + q.slope, p.square + q.square};
+}
+
+struct TokenRow {
+  float logp, entropy, square, peak, log_sum;
+};
+
+HD TokenRow finish_token(const Softmax<double>& s, float target) {
+  const double log_sum = log(s.sum);
+  return {static_cast<float>(target - s.peak - log_sum), static_cast<float>(log_sum - s.slope / s.sum),
+          static_cast<float>(s.square / (s.sum * s.sum)), static_cast<float>(s.peak), static_cast<float>(log_sum)};
+}
+
+struct TokenSlope {
+  float g_logp, g_entropy, g_square, entropy, square, peak, log_sum;
+};
+
+// d/dz of g_logp logp + g_entropy entropy + g_square square, at columns that are not the target; there add g_logp.
+template <class F>
+HD F token_gradient(const TokenSlope& s, F z) {
+  const F logp = below_peak(z, s.peak) - s.log_sum;
+  const F p = exponential(logp);
+  return p * (2.0f * s.g_square * (p - s.square) - s.g_entropy * (logp + s.entropy) - s.g_logp);
+}
+
+// ---- groups ---------------------------------------------------------------------------------------------------------
+
+enum Baseline : int64_t { MEAN, LEAVE_ONE_OUT, NONE };
+enum Scale : int64_t { GROUP_STD, BATCH_STD, UNSCALED };
+
+// sum_k w_k r_k; NaN where a component that counts is NaN
+HD float combined(const float* rewards, const float* weights, int64_t components) {
+  double total = 0;
+  for (int64_t k = 0; k < components; ++k)
+    if (weights[k] != 0) total += static_cast<double>(weights[k]) * rewards[k];
+  return static_cast<float>(total);
+}
+
+struct Spread {  // of the scored values of a group
+  double count = 0, sum = 0, squares = 0;
+  float low = INFINITY, high = -INFINITY;
+
+  HD void look(float r) {
+    if (r != r) return;
+    count += 1;
+    sum += r;
+    low = r < low ? r : low;
+    high = r > high ? r : high;
+  }
+  HD void add(const Spread& o) {
+    count += o.count;
+    sum += o.sum;
+    squares += o.squares;
+    low = o.low < low ? o.low : low;
+    high = o.high > high ? o.high : high;
+  }
+  HD bool equal() const { return !(high > low); }
+  HD double mean() const { return count == 0 ? 0 : equal() ? low : sum / count; }
+  HD void look_again(float r) {  // once the mean is known
+    if (r == r) squares += (r - mean()) * (r - mean());
+  }
+  HD double std() const { return equal() ? 0 : sqrt(squares / (count - 1)); }
+};
+
+HD float advantage_of(float r, const Spread& group, double scale_std, int64_t baseline, int64_t scale, double eps) {
+  if (r != r) return 0;
+  double a = r;
+  if (baseline != NONE) a = group.equal() ? 0 : r - group.mean();
+  if (baseline == LEAVE_ONE_OUT && group.count > 1) a *= group.count / (group.count - 1);
+  if (scale != UNSCALED) a = scale_std > 0 ? a / (scale_std + eps) : 0;
+  return static_cast<float>(a);
+}
+
+// ---- returns --------------------------------------------------------------------------------------------------------
+
+// A_t = add + carry A_{t+1}
+struct Affine {
+  float add = 0, carry = 1;
+};
+
+// first(second(A))
+HD Affine after(Affine first, Affine second) {
+  return {first.add + first.carry * second.add, first.carry * second.carry};
+}
+
+struct GaeStep {
+  float reward, value, next_value, bootstrap;
+  bool counted, next_counted, terminated, truncated, last;
+};
+
+HD bool is_cut(const GaeStep& s) {
+  return s.counted && !s.terminated && (s.truncated || s.last || !s.next_counted);
+}
+
+HD Affine gae_step(const GaeStep& s, float gamma, float decay) {
+  if (!s.counted) return {0, 0};
+  const bool cut = is_cut(s);
+  const float ahead = s.terminated ? 0.0f : cut ? s.bootstrap : s.next_value;
+  return {s.reward + gamma * ahead - s.value, s.terminated || cut ? 0.0f : decay};
+}
+
+struct GaeRow {
+  const float *reward, *value, *bootstrap;
+  const bool *terminated, *truncated, *counted;
+  int64_t steps;
+
+  HD GaeStep at(int64_t t) const {
+    const bool last = t + 1 == steps;
+    return {reward[t],  value[t],      last ? 0.0f : value[t + 1], bootstrap ? bootstrap[t] : NAN,
+            counted[t], !last && counted[t + 1], terminated[t], truncated[t], last};
+  }
+  // of one lane of a warp; before the first step it changes nothing
+  HD Affine lane(int64_t t, float gamma, float decay) const {
+    return t < 0 ? Affine{} : gae_step(at(t), gamma, decay);
+  }
+};
+
+// ---- surrogate: -min(r A, clamp(r, low, high) A) --------------------------------------------------------------------
+
+enum Reduction : int64_t { TOKEN_MEAN, SEQUENCE_MEAN, SEQUENCE_SUM };
+
+template <class F>
+struct SurrogateSums {
+  F value{}, ratio{}, low{}, high{}, count{};
+
+  HD void look(F log_ratio, F a, F counted, float bottom, float top) {
+    const F r = exponential(log_ratio), one = F{} + 1.0f, none = F{};
+    const F floored = r < bottom ? F{} + bottom : r;
+    const F clamped = floored > top ? F{} + top : floored;
+    const F whole = r * a, held = clamped * a;
+    const F lesser = held < whole ? held : whole;
+    value -= counted != 0.0f ? lesser : none;
+    ratio += counted != 0.0f ? r : none;
+    const F is_low = r < bottom ? one : none, is_high = r > top ? one : none;
+    low += a < 0.0f ? is_low * counted : none;
+    high += a > 0.0f ? is_high * counted : none;
+    count += counted;
+  }
+  template <class G>
+  HD void add(const SurrogateSums<G>& o) {
+    value += o.value;
+    ratio += o.ratio;
+    low += o.low;
+    high += o.high;
+    count += o.count;
+  }
+};
+
+template <class F>
+HD F surrogate_gradient(float g, F log_ratio, F a, F counted, float bottom, float top) {
+  const F r = exponential(log_ratio), none = F{};
+  const F slope = -g * (r * a);
+  // Outside the bounds the clamped branch is flat; it is taken unless it is the larger one.
+  const F below = a >= 0.0f ? slope : none, above = a <= 0.0f ? slope : none;
+  const F floored = r < bottom ? below : slope;
+  const F held = r > top ? above : floored;
+  return counted != 0.0f ? held : none;
+}
+
+// Factor of one row's sum, before the division by the denominator.
+HD double row_factor(double count, int64_t reduction) {
+  return reduction == SEQUENCE_MEAN ? 1.0 / (count > 1 ? count : 1) : 1.0;
+}
+
+}  // namespace mmrl

@@ -1,0 +1,375 @@
+"""What users call: shapes and dtypes checked, then the compiled kernel of the tensors' device or the torch reference.
+
+Every argument that does not fit raises ValueError, naming it. Conditions on values (a negative std, a group id out of
+range) raise RuntimeError on the CPU; on a GPU, where the host does not wait to look, the rows concerned become NaN.
+Results are fp32 (float64 for float64 inputs, which the reference computes).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmrl.kernels import ops as _registered  # noqa: F401  (registers torch.ops.mmrl)
+from mmrl.kernels import reference
+from mmrl.kernels.compiled import chosen
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+REDUCTIONS = {"mean": False, "sum": True}
+BASELINES = ("mean", "leave_one_out", "none")
+SCALES = ("group_std", "batch_std", "none")
+MODES = ("token_mean", "sequence_mean", "sequence_sum", "constant")
+ROWS_AT_ONCE = {"cpu": 256, "cuda": 2048}  # of logits made from hidden states; more cost memory, fewer cost time
+
+
+class Step(NamedTuple):
+    """x' [N, ...], its logp [N] and, on request, the mean of the transition [N, ...]."""
+
+    x_next: Tensor
+    logp: Tensor
+    mean: Tensor | None
+
+
+class Likelihood(NamedTuple):
+    """Each [N]: logp of x', log-ratio to the old policy, exact KL to the reference; None where not asked for."""
+
+    logp: Tensor
+    log_ratio: Tensor | None
+    kl: Tensor | None
+
+
+class Tokens(NamedTuple):
+    """Each of the targets' shape: log-probability, entropy and the sum of squared probabilities."""
+
+    logp: Tensor
+    entropy: Tensor
+    square_sum: Tensor
+
+
+class GroupAdvantage(NamedTuple):
+    """Advantages [B]; of every group [groups]: scored rollouts, mean, unbiased std, and whether std is exactly 0."""
+
+    advantages: Tensor
+    scored: Tensor
+    mean: Tensor
+    std: Tensor
+    equal: Tensor
+
+
+@torch.no_grad()
+def denoise_step(
+    x: Tensor,
+    v: Tensor,
+    noise: Tensor,
+    a_x: Tensor,
+    a_v: Tensor,
+    std: Tensor,
+    *,
+    reduction: str = "mean",
+    keep_mean: bool = False,
+) -> Step:
+    """One step of any sampler that is linear in (x, v), and its likelihood in the same pass; without gradient.
+
+        mean = a_x x + a_v v        x' = mean + std noise        logp = mean (or sum) of log Normal(x'; mean, std)
+
+    x, v, noise: [N, ...]; a_x, a_v, std: [N]. x' and the mean are fp32. logp is what `denoise_logprob` returns for the
+    same (x, v, x'), bit for bit. Where std is 0, x' is the mean, and logp is 0:
+    a deterministic step is no decision.
+    """
+    shape = _denoise_shapes(x, v, noise, "noise", a_x, a_v, std, reduction)
+    args = (_rows(x, wide=True), _rows(v), _rows(noise, wide=True), a_x, a_v, std, REDUCTIONS[reduction])
+    if chosen(x, v, noise):
+        x_next, logp, mean = torch.ops.mmrl.denoise_step(*args, keep_mean)
+    else:
+        x_next, logp, mean = reference.denoise_step(*args)
+    return Step(x_next.view(shape), logp, mean.view(shape) if keep_mean else None)
+
+
+def denoise_logprob(
+    x: Tensor,
+    v: Tensor,
+    x_next: Tensor,
+    a_x: Tensor,
+    a_v: Tensor,
+    std: Tensor,
+    *,
+    mean_old: Tensor | None = None,
+    v_old: Tensor | None = None,
+    v_ref: Tensor | None = None,
+    reduction: str = "mean",
+) -> Likelihood:
+    """Likelihood of x' under Normal(mean, std), mean = a_x x + a_v v, against an old policy and a reference.
+
+        logp      = mean (or sum) over elements of log Normal(x'; mean, std)
+        log_ratio = mean (or sum) of d (2 (x' - mean) + d) / (2 std^2), d = mean - mean_old
+        kl        = mean (or sum) of (mean - mean_ref)^2 / (2 std^2), mean_ref from `v_ref`
+
+    log_ratio is logp - logp_old without subtracting two large numbers: exactly 0 where the means agree. Give the old
+    policy by `mean_old`, or by `v_old`, from which d = a_v (v - v_old) keeps all digits (means close to each other are
+    rounded: up to 1e-8 in log_ratio). x, v, x_next and all of these: [N, ...]; a_x, a_v, std: [N]. v_old and v_ref
+    have v's dtype. Gradients flow to `v` alone; everything else is data. Rows whose std is 0 give 0
+    and have no gradient.
+    """
+    _denoise_shapes(x, v, x_next, "x_next", a_x, a_v, std, reduction)
+    for name, other in (("mean_old", mean_old), ("v_old", v_old), ("v_ref", v_ref)):
+        if other is not None:
+            _fits(name, other, v.shape, v, FLOATS if name == "mean_old" else (v.dtype,))
+    if mean_old is not None and v_old is not None:
+        raise ValueError("give mean_old or v_old, not both")
+    args = (
+        _rows(x, wide=True).detach(),
+        _rows(v),
+        _rows(x_next, wide=True).detach(),
+        *(t.detach() for t in (a_x, a_v, std)),
+        None if mean_old is None else _rows(mean_old, wide=True).detach(),
+        None if v_old is None else _rows(v_old).detach(),
+        None if v_ref is None else _rows(v_ref).detach(),
+        REDUCTIONS[reduction],
+    )
+    logp, ratio, kl = (
+        torch.ops.mmrl.denoise_logprob(*args) if chosen(x, v, x_next) else reference.denoise_logprob(*args)
+    )
+    asked = mean_old is not None or v_old is not None
+    return Likelihood(logp, ratio if asked else None, None if v_ref is None else kl)
+
+
+def token_logprob(
+    logits: Tensor, targets: Tensor, *, temperature: float = 1.0, columns: tuple[int, int] | None = None
+) -> Tokens:
+    """logp, entropy and sum of squared probabilities of softmax(logits / temperature), in one pass over the columns.
+
+    logits: [..., V], a slice or a view is fine; targets: [...] int64 ids in the whole vocabulary. `columns` (start,
+    stop) restricts the distribution to those columns, and only they are read. Impossible tokens (-inf) add nothing.
+    Gradients flow to `logits` from all three results; of full size only the logits are kept for them.
+    """
+    if logits.dim() == 0 or logits.shape[:-1] != targets.shape:
+        raise ValueError(f"targets {list(targets.shape)} must have the shape of logits {list(logits.shape)} less V")
+    _fits("logits", logits, logits.shape, logits)
+    _fits("targets", targets, targets.shape, logits, (torch.int64,))
+    scale = _inverse(temperature)
+    logits, targets = _columns(logits, -1, targets, columns)
+    if not chosen(logits):
+        return Tokens(*reference.token_logprob(logits, targets, scale))
+    flat = logits if logits.dim() in (2, 3) else logits.reshape(-1, logits.shape[-1])
+    flat = flat if flat.stride(-1) == 1 else flat.contiguous()
+    rows = torch.ops.mmrl.token_logprob(flat, targets.reshape(-1).contiguous(), scale)
+    return Tokens(*(r.view(targets.shape) for r in rows[:3]))
+
+
+def hidden_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    columns: tuple[int, int] | None = None,
+    chunk: int | None = None,
+) -> Tokens:
+    """`token_logprob` of logits = hidden @ weight.T, `chunk` rows at a time: the logits of a batch are never stored.
+
+    hidden: [..., H]; weight: [V, H], the output matrix, of the same dtype, in which the logits of a chunk are made;
+    targets: [...] int64. Of `columns` (start, stop) only those rows of the matrix are multiplied. Logits are made
+    again in backward. Gradients flow to `hidden` and `weight`.
+    """
+    if hidden.shape[:-1] != targets.shape:
+        raise ValueError(f"targets {list(targets.shape)} must have the shape of hidden {list(hidden.shape)} less H")
+    _fits("hidden", hidden, hidden.shape, hidden)
+    if weight.dim() != 2:
+        raise ValueError(f"weight must be [V, H], got {list(weight.shape)}")
+    _fits("weight", weight, (weight.shape[0], hidden.shape[-1]), hidden, (hidden.dtype,))
+    _fits("targets", targets, targets.shape, hidden, (torch.int64,))
+    scale = _inverse(temperature)
+    weight, wanted = _columns(weight, 0, targets, columns)
+    size = chunk or ROWS_AT_ONCE.get(hidden.device.type, 1024)
+    flat, ids = hidden.reshape(-1, hidden.shape[-1]), wanted.reshape(-1).contiguous()
+    if chosen(hidden):
+        rows = torch.ops.mmrl.hidden_logprob(flat, weight, ids, scale, size)[:3]
+    else:
+        rows = reference.hidden_logprob(flat, weight, ids, scale, size)
+    return Tokens(*(r.view(targets.shape) for r in rows))
+
+
+@torch.no_grad()
+def group_advantage(
+    rewards: Tensor,
+    group: Tensor,
+    groups: int,
+    *,
+    weights: Tensor | None = None,
+    baseline: str = "mean",
+    scale: str = "group_std",
+    eps: float = 1e-6,
+) -> GroupAdvantage:
+    """Advantage of every rollout within its group, on the tensors' device and without waiting for it.
+
+    rewards: [B] or [B, K] (then sum_k w_k r_k, `weights` [K], ones if None; a component of weight 0 is not looked at);
+    group: [B] int64 ids in [0, groups), in any order; a group may be empty.
+
+    baseline  mean (arXiv 2402.03300), leave_one_out (arXiv 2402.14740) or none
+    scale     group_std or batch_std, the unbiased std + eps, or none (arXiv 2503.20783)
+
+    A rollout with a NaN gets 0 and is left out of every mean and std. A group whose scored rewards are all equal gets
+    exactly 0 under a baseline, and `equal` marks it.
+    """
+    if baseline not in BASELINES or scale not in SCALES:
+        raise ValueError(f"baseline must be one of {BASELINES}, scale one of {SCALES}; got {baseline!r} and {scale!r}")
+    if rewards.dim() not in (1, 2):
+        raise ValueError(f"rewards must be [B] or [B, K], got {list(rewards.shape)}")
+    table = rewards.view(-1, 1) if rewards.dim() == 1 else rewards
+    _fits("rewards", table, table.shape, table, (torch.float32, torch.float64))
+    _fits("group", group, table.shape[:1], table, (torch.int64,))
+    if groups < 1:
+        raise ValueError(f"groups must be positive, got {groups}")
+    if weights is None:
+        weights = table.new_ones(table.shape[1])
+    _fits("weights", weights, table.shape[1:], table, (table.dtype,))
+    args = (
+        *(t.contiguous() for t in (table, weights, group)),
+        *(groups, BASELINES.index(baseline), SCALES.index(scale), float(eps)),
+    )
+    result = torch.ops.mmrl.group_advantage(*args) if chosen(table) else reference.group_advantage(*args)
+    return GroupAdvantage(*result, result[3] == 0)
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    mask: Tensor | None = None,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438): advantages and returns = advantages + values, all [B, T].
+
+        delta_t = r_t + gamma v'_t - v_t        A_t = delta_t + gamma lam A_{t+1} within one episode
+
+    v'_t is 0 where `terminated`, `bootstrap`[t] where the episode is cut off (where `truncated`, in the last column,
+    and before a step outside `mask`), and values[t + 1] elsewhere. Steps outside `mask` give 0 and pass nothing on.
+    A cut without `bootstrap` raises RuntimeError on the CPU and gives NaN on a GPU.
+    """
+    if rewards.dim() != 2:
+        raise ValueError(f"rewards must be [B, T], got {list(rewards.shape)}")
+    counted = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    _fits("rewards", rewards, rewards.shape, rewards, (torch.float32, torch.float64))
+    for name, t in (("values", values), ("bootstrap", rewards if bootstrap is None else bootstrap)):
+        _fits(name, t, rewards.shape, rewards, (rewards.dtype,))
+    flags = (("terminated", terminated), ("truncated", truncated), ("mask", counted))
+    for name, t in flags:
+        _fits(name, t, rewards.shape, rewards, None)
+    args = (
+        *(t.contiguous() for t in (rewards, values, *(t.bool() for _, t in flags))),
+        *(None if bootstrap is None else bootstrap.contiguous(), float(gamma), float(lam)),
+    )
+    return torch.ops.mmrl.gae(*args) if chosen(rewards) else reference.gae(*args)
+
+
+def clipped_surrogate(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    mode: str = "token_mean",
+    total: Tensor | float | None = None,
+    length: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped surrogate and its reduction in one pass: a scalar to minimise, and statistics.
+
+        values = -min(r A, clamp(r, 1 - low, 1 + high) A), r = exp(log_ratio)        PPO, arXiv 1707.06347
+
+    log_ratio: [B, T]; advantages: [B] or [B, T], detached; mask: [B, T]. `mode`, `total` (the number of counted
+    decisions or rollouts of the whole batch; 0-d or a number) and `length` are those of a masked mean: token_mean,
+    sequence_mean, sequence_sum, constant. Statistics are means over the counted decisions: ratio, clip_low, clip_high.
+    Gradients flow to `log_ratio`.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
+    if mode == "constant" and (length is None or length <= 0):
+        raise ValueError(f"mode 'constant' needs a positive length, got {length}")
+    if log_ratio.dim() != 2:
+        raise ValueError(f"log_ratio must be [B, T], got {list(log_ratio.shape)}")
+    _fits("log_ratio", log_ratio, log_ratio.shape, log_ratio, (torch.float32, torch.float64))
+    _fits("mask", mask, log_ratio.shape, log_ratio, None)
+    a = advantages.detach()
+    a = a[:, None] if a.dim() == 1 else a
+    if a.dim() != 2 or a.shape[0] != log_ratio.shape[0] or a.shape[1] not in (1, log_ratio.shape[1]):
+        raise ValueError(f"advantages must be [B] or [B, T], got {list(advantages.shape)}")
+    _fits("advantages", a, a.shape, log_ratio, (log_ratio.dtype,))
+    divisor = float(length) if mode == "constant" and length is not None else 1.0
+    whole = total.detach().to(log_ratio.device, torch.float64).reshape(()) if isinstance(total, Tensor) else None
+    if total is not None and whole is None:  # filled on the device: nothing is copied there
+        whole = torch.full((), float(total), dtype=torch.float64, device=log_ratio.device)
+    args = (
+        log_ratio.contiguous(),
+        (a if a.stride(1) == 1 or a.shape[1] == 1 else a.contiguous()).expand_as(log_ratio),
+        mask.bool().contiguous(),
+        *(float(clip_low), float(clip_high), min(MODES.index(mode), 2), whole, divisor),
+    )
+    if chosen(log_ratio):
+        loss, stats, _ = torch.ops.mmrl.clipped_surrogate(*args)
+    else:
+        loss, stats = reference.clipped_surrogate(*args)
+    return loss, dict(zip(("ratio", "clip_low", "clip_high"), stats.unbind(), strict=True))
+
+
+def _denoise_shapes(
+    x: Tensor, v: Tensor, other: Tensor, name: str, a_x: Tensor, a_v: Tensor, std: Tensor, reduction: str
+) -> torch.Size:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
+    if x.dim() < 2:
+        raise ValueError(f"x must be [N, ...], got {list(x.shape)}")
+    _fits("x", x, x.shape, x)
+    _fits("v", v, x.shape, x)
+    _fits(name, other, x.shape, x)
+    wide = torch.float64 if v.dtype == torch.float64 else torch.float32
+    for label, t in (("a_x", a_x), ("a_v", a_v), ("std", std)):
+        _fits(label, t, x.shape[:1], x, (wide,))
+    return x.shape
+
+
+def _fits(
+    name: str,
+    t: Tensor,
+    shape: torch.Size | tuple[int, ...],
+    like: Tensor,
+    dtypes: tuple[torch.dtype, ...] | None = FLOATS,
+) -> None:
+    if t.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(t.shape)}")
+    if t.numel() == 0:
+        raise ValueError(f"{name} is empty: shape {list(t.shape)}")
+    if t.device != like.device:
+        raise ValueError(f"{name} is on {t.device}, the other tensors on {like.device}")
+    if dtypes is not None and t.dtype not in dtypes:
+        raise ValueError(f"{name} must be {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}, got {t.dtype}")
+
+
+def _rows(t: Tensor, wide: bool = False) -> Tensor:
+    """[N, D] with adjacent elements; in at least fp32 if `wide`."""
+    flat = t.reshape(t.shape[0], -1)
+    flat = flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
+    return flat.float() if wide and t.dtype in (torch.bfloat16, torch.float16) else flat
+
+
+def _columns(t: Tensor, axis: int, targets: Tensor, columns: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
+    if columns is None:
+        return t, targets
+    start, stop = columns
+    if not 0 <= start < stop <= t.shape[axis]:
+        raise ValueError(f"columns {start}..{stop} must lie within the {t.shape[axis]} columns")
+    return t.narrow(axis, start, stop - start), targets - start
+
+
+def _inverse(temperature: float) -> float:
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    return 1.0 / temperature

@@ -1,0 +1,174 @@
+"""Every operator in plain torch, as its equation reads. Arguments as in `operators`, flattened to [N, D] and checked.
+
+These run where nothing is compiled, and in float64; the compiled kernels are tested against them. Computation is in
+fp32, or in the inputs' dtype where that is wider. Conditions on values are asserted on the CPU only: elsewhere the
+host would have to wait for the device.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
+
+
+def denoise_step(
+    x: Tensor, v: Tensor, noise: Tensor, a_x: Tensor, a_v: Tensor, std: Tensor, total: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean = _wide(x) * a_x[:, None] + _wide(v) * a_v[:, None]
+    x_next = mean + std[:, None] * _wide(noise)
+    return x_next, _likelihood(mean, x_next, std, total)[0], mean
+
+
+def denoise_logprob(
+    x: Tensor,
+    v: Tensor,
+    x_next: Tensor,
+    a_x: Tensor,
+    a_v: Tensor,
+    std: Tensor,
+    mean_old: Tensor | None,
+    v_old: Tensor | None,
+    v_ref: Tensor | None,
+    total: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, v = _wide(x), _wide(v)
+    mean = a_x[:, None] * x + a_v[:, None] * v
+    moved = None if mean_old is None else mean - _wide(mean_old)
+    if v_old is not None:
+        moved = a_v[:, None] * (v - _wide(v_old))
+    apart = None if v_ref is None else a_v[:, None] * (v - _wide(v_ref))
+    return _likelihood(mean, _wide(x_next), std, total, moved, apart)
+
+
+def token_logprob(logits: Tensor, targets: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    _assert((targets >= 0) & (targets < logits.shape[-1]), f"targets must be in [0, {logits.shape[-1]})")
+    logp = (_wide(logits) * inverse_temperature).log_softmax(-1)
+    p = logp.exp()
+    # Impossible tokens have logp -inf; as 0 they add nothing to the entropy, nor NaN to its gradient.
+    entropy = -(p * logp.masked_fill(logp.isneginf(), 0.0)).sum(-1)
+    return logp.gather(-1, targets[..., None]).squeeze(-1), entropy, p.square().sum(-1)
+
+
+def hidden_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inverse_temperature: float, chunk: int
+) -> tuple[Tensor, ...]:
+    def of_chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return token_logprob(h @ weight.t(), t, inverse_temperature)
+
+    pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    parts = [checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in pieces]  # logits are made again in backward
+    return tuple(torch.cat(rows) for rows in zip(*parts, strict=True))
+
+
+def group_advantage(
+    rewards: Tensor, weights: Tensor, group: Tensor, groups: int, baseline: int, scale: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _assert((group >= 0) & (group < groups), f"group must be in [0, {groups})")
+    reward = torch.where(weights != 0, _wide(rewards) * weights, 0).sum(1)
+    count, mean, std, equal = _moments(reward, group, groups)
+    centred = reward if baseline == 2 else (reward - mean[group]).where(~equal[group], 0)
+    if baseline == 1:
+        centred = centred * (count / (count - 1).clamp(min=1))[group]
+    if scale != 2:
+        divisor = std[group] if scale == 0 else _moments(reward, torch.zeros_like(group), 1)[2]
+        centred = torch.where(divisor > 0, centred / (divisor + eps), 0)
+    return centred.where(~reward.isnan(), 0), count, mean, std
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    mask: Tensor,
+    bootstrap: Tensor | None,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    followed = torch.zeros_like(mask)
+    followed[:, :-1] = mask[:, 1:]
+    runs_on = mask & followed & ~terminated & ~truncated
+    cut = mask & ~terminated & ~runs_on
+    if bootstrap is None:
+        _assert(~cut, "gae: an episode is cut off without termination; give bootstrap [B, T] there")
+        bootstrap = torch.full_like(values, torch.nan)
+    after = torch.zeros_like(values)
+    after[:, :-1] = values[:, 1:]
+    after = bootstrap.where(cut, after.where(runs_on, 0))
+    delta = (rewards + gamma * after - values).where(mask, 0)
+    carried = torch.zeros_like(delta[:, 0])
+    advantages = []
+    for t in reversed(range(delta.shape[1])):
+        carried = delta[:, t] + gamma * lam * carried.where(runs_on[:, t], 0)
+        advantages.append(carried)
+    result = torch.stack(advantages[::-1], 1)
+    return result, (result + values).where(mask, 0)
+
+
+def clipped_surrogate(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    low: float,
+    high: float,
+    reduction: int,
+    total: Tensor | None,
+    divisor: float,
+) -> tuple[Tensor, Tensor]:
+    ratio = log_ratio.where(mask, 0).exp()
+    a = advantages.where(mask, 0)
+    rows = -torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a).where(mask, 0).sum(1)
+    if reduction == 1:
+        rows = rows / mask.sum(1).clamp(min=1)
+    own = mask.sum() if reduction == 0 else mask.any(1).sum()
+    loss = rows.sum() / ((own if total is None else total).clamp(min=1) * divisor)
+    stats = torch.stack([ratio.where(mask, 0), (a < 0) & (ratio < 1 - low), (a > 0) & (ratio > 1 + high)])
+    return loss.to(ratio.dtype), stats.detach().sum((1, 2)) / mask.sum().clamp(min=1)
+
+
+def _likelihood(
+    mean: Tensor, x_next: Tensor, std: Tensor, total: bool, moved: Tensor | None = None, apart: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logp, log-ratio and KL, each [N]; the latter two 0 where there is nothing to compare with, all 0 where std is."""
+    _assert(std >= 0, "std must not be negative")
+    random, size = std != 0, mean.shape[1]
+    std = std.where(random, 1)
+    variance = std.square()
+    factor = 1 if total else 1 / size
+    gap = x_next - mean
+    logp = -gap.square().sum(1) * factor / (2 * variance)
+    logp = logp - (std.log() + HALF_LOG_TAU) * (size if total else 1)
+    ratio = kl = torch.zeros_like(logp)
+    if moved is not None:  # the direct form: exactly 0 for equal means
+        ratio = (moved * (2 * gap + moved)).sum(1) * factor / (2 * variance)
+    if apart is not None:
+        kl = apart.square().sum(1) * factor / (2 * variance)
+    return logp.where(random, 0), ratio.where(random, 0), kl.where(random, 0)
+
+
+def _moments(reward: Tensor, index: Tensor, units: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Number, mean, unbiased std of the scored rewards of each unit, and whether they are all equal."""
+    scored = ~reward.isnan()
+    zeros = reward.new_zeros(units)
+    count = zeros.index_add(0, index, scored.to(reward.dtype))
+    low = (zeros + torch.inf).scatter_reduce(0, index, reward.where(scored, torch.inf), "amin")
+    high = (zeros - torch.inf).scatter_reduce(0, index, reward.where(scored, -torch.inf), "amax")
+    equal = high <= low
+    mean = zeros.index_add(0, index, reward.where(scored, 0)) / count.clamp(min=1)
+    mean = torch.where(equal, torch.where(count > 0, low, 0), mean)
+    squares = zeros.index_add(0, index, (reward - mean[index]).where(scored, 0).square())
+    return count, mean, (squares / (count - 1).clamp(min=1)).sqrt(), equal
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _assert(condition: Tensor, message: str) -> None:
+    if condition.device.type == "cpu":
+        torch._assert_async(condition.all(), message)

@@ -1,0 +1,66 @@
+"""Which libraries are built and loaded, and whether their numbers are those of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from mmrl.kernels import compiled, operators
+
+
+def status() -> list[str]:
+    """One line each for the C++ and the CUDA kernels. Builds and loads the former, and the latter where there is a GPU;
+    compares every operator with the torch reference on small inputs.
+    """
+    return [_line("cpu"), _line("cuda") if torch.cuda.is_available() else _without_gpu()]
+
+
+def _line(kind: str) -> str:
+    compiled._load(kind)
+    if compiled._state[kind]:
+        return f"{kind}: not usable, the torch reference computes: {compiled._state[kind]}"
+    if wrong := [name for name, call in _calls(kind).items() if not _agree(kind, call)]:
+        return f"{kind}: {', '.join(wrong)} is wrong: differs from the torch reference; use kernels.backend=torch"
+    return f"{kind}: built, loaded, numerically right ({compiled.library(kind)})"
+
+
+def _without_gpu() -> str:
+    if built := compiled.find("cuda"):
+        return f"cuda: built, no GPU here to load it for ({built})"
+    return "cuda: not built, no GPU here" + ("" if compiled._compiler("cuda") else " and no nvcc")
+
+
+def _agree(kind: compiled.Backend, call: Callable[[], Iterable[Tensor | None]]) -> bool:
+    before, results = compiled._backend, []
+    for backend in (kind, "torch"):
+        compiled._backend = backend  # type: ignore[assignment]
+        results.append([t for t in call() if t is not None])
+    compiled._backend = before
+    return all(torch.allclose(a, b, atol=1e-4, rtol=1e-4) for a, b in zip(*results, strict=True))
+
+
+def _calls(device: str) -> dict[str, Callable[[], Iterable[Tensor | None]]]:
+    g = torch.Generator().manual_seed(0)
+    x, v, noise = (torch.randn(4, 9001, generator=g).to(device) for _ in range(3))
+    c = torch.rand(4, generator=g).to(device) + 0.1
+    ids, flags = torch.tensor([0, 1, 1, 0], device=device), noise < -1
+
+    def with_gradient(call: Callable[[Tensor], tuple[Tensor, ...]], leaf: Tensor) -> tuple[Tensor, ...]:
+        leaf = leaf.clone().requires_grad_()
+        out = call(leaf)
+        return *(t.detach() for t in out), *torch.autograd.grad(sum(t.sum() for t in out), leaf)  # type: ignore[arg-type]
+
+    return {
+        "denoise_step": lambda: operators.denoise_step(x, v, noise, c, c, c),
+        "denoise_logprob": lambda: with_gradient(
+            lambda u: operators.denoise_logprob(x, u, noise, c, c, c, v_old=x, v_ref=noise), v
+        ),
+        "token_logprob": lambda: with_gradient(lambda z: operators.token_logprob(z, ids), x),
+        "group_advantage": lambda: operators.group_advantage(x[:, 0], ids, 2)[:4],
+        "gae": lambda: operators.gae(
+            x[:, :99], v[:, :99], *[flags[:, :99]] * 2, gamma=0.9, lam=0.9, bootstrap=noise[:, :99]
+        ),
+        "clipped_surrogate": lambda: with_gradient(lambda r: operators.clipped_surrogate(r, v, flags)[:1], x),
+    }
