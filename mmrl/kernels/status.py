@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ def status() -> list[str]:
     return [_line("cpu"), _line("cuda") if torch.cuda.is_available() else _without_gpu()]
 
 
-def _line(kind: str) -> str:
+def _line(kind: compiled.Backend) -> str:
     compiled._load(kind)
     if compiled._state[kind]:
         return f"{kind}: not usable, the torch reference computes: {compiled._state[kind]}"
@@ -47,7 +48,7 @@ def _calls(device: str) -> dict[str, Callable[[], Iterable[Tensor | None]]]:
     c = torch.rand(4, generator=g).to(device) + 0.1
     ids, flags = torch.tensor([0, 1, 1, 0], device=device), noise < -1
 
-    def with_gradient(call: Callable[[Tensor], tuple[Tensor, ...]], leaf: Tensor) -> tuple[Tensor, ...]:
+    def with_gradient(call: Callable[[Tensor], Any], leaf: Tensor) -> tuple[Tensor, ...]:
         leaf = leaf.clone().requires_grad_()
         out = call(leaf)
         return *(t.detach() for t in out), *torch.autograd.grad(sum(t.sum() for t in out), leaf)  # type: ignore[arg-type]

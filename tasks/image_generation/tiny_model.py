@@ -14,7 +14,7 @@ def build_digits(folder: str, seed: int) -> None:
 
 
 def build_shapes(folder: str, seed: int) -> None:
-    """A 3.3M-parameter perceptron for pictures of 3 x 16 x 16 that reads its prompt in order."""
+    """A 3.3M-parameter perceptron for pictures of 3 x 16 x 16 that knows which words a prompt holds, not their order."""
     config = SmallConfig(
         words=tuple(shapes.words()),
         channels=3,
@@ -22,7 +22,6 @@ def build_shapes(folder: str, seed: int) -> None:
         width=768,
         depth=4,
         max_words=12,
-        ordered=True,
         predicts="data",
     )
     create(Path(folder), config, seed)

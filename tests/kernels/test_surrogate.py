@@ -44,7 +44,9 @@ def test_against_the_core(device, rows, steps, mode):
         loss, stats = clipped_surrogate(leaf, a, mask, mode=mode, length=length, **BOUNDS)
         values, want_stats = surrogate(exact, a.cpu().double(), **BOUNDS)
         want = reduce(values, mask.cpu(), mode=mode, length=length)
-        torch.testing.assert_close(loss.detach().cpu().double(), want.detach(), atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(
+            loss.detach().cpu().double(), want.detach(), atol=1e-5, rtol=2e-5
+        )  # fp32 sums that cancel
         counted = mask.cpu()
         for name, value in stats.items():
             expected = want_stats[name].where(counted, 0).sum() / counted.sum().clamp(min=1)
