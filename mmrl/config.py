@@ -244,6 +244,12 @@ class Config(Section):
             raise ValueError("algorithm.level=segment needs a denoising chain and denoising.chunks")
         if algorithm.kl.coefficient > 0 and algorithm.kl.kind == "exact" and not chain:
             raise ValueError("algorithm.kl.kind=exact needs denoising.likelihood=chain; use velocity")
+        shared = (algorithm.baseline, algorithm.components)
+        if diffusion and denoising.branching and (shared != ("mean", "sum") or algorithm.scale == "batch_std"):
+            raise ValueError(
+                "denoising.branching compares nodes of a tree: set algorithm.baseline=mean, algorithm.components=sum "
+                "and algorithm.scale=group_std or none"
+            )
         leaves = math.prod(denoising.branching)
         if diffusion and denoising.branching and leaves != self.rollout.group_size:
             raise ValueError(

@@ -176,7 +176,8 @@ class Trainer:
             return torch.ones(len(rollouts))  # demonstrations
         if rollouts.nodes is not None:
             total = total_reward(rollouts, self.task.reward_weights)  # a tree lies on one rank
-            return branch_advantages(total, rollouts.group, rollouts.nodes, scale=algorithm.scale)
+            values = branch_advantages(total, rollouts.group, rollouts.nodes, scale=algorithm.scale)
+            return values.masked_fill(self.filler[:, None], 0.0)
         everyone = self.engine.gather((rollouts.rewards, rollouts.group, rollouts.mask.sum(1)))
         rewards, group, lengths = (torch.cat(column) for column in zip(*everyone, strict=True))
         values, stats = group_advantages(

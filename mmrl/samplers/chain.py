@@ -18,8 +18,8 @@ TAILS = ("ode", "dpm++")
 class Sampler:
     """A grid with its two kinds of step: `kind` with `noise` inside a window, deterministic outside.
 
-    `tail` "dpm++" takes the deterministic steps behind the window with the second-order multistep DPM-Solver++
-    (arXiv 2211.01095), in `tail_steps` steps of the grid (None: all that are left).
+    `tail` "dpm++" takes deterministic steps with the second-order multistep DPM-Solver++ (arXiv 2211.01095). Behind a
+    window the chain takes `tail_steps` steps of what is left of the grid (None: all); without a window it takes all.
     """
 
     grid: Grid
@@ -66,7 +66,7 @@ class Sampler:
         if stop < last:
             return list(range(start, stop + 1))
         left = last - free
-        steps = left if self.tail_steps is None else min(left, self.tail_steps)
+        steps = left if self.tail_steps is None or not window else min(left, self.tail_steps)
         behind = [free + round(i * left / steps) for i in range(steps + 1)] if steps else [last]
         return [*range(start, free), *behind]
 
@@ -136,8 +136,9 @@ def run(
 
 def _data(x: Tensor, v: Tensor, sigma: Tensor, kind: str) -> Tensor:
     """The data a prediction stands for: x - s v, or (x - s e) / sqrt(1 - s^2) where the noise is predicted."""
-    s = sigma.to(x).view(-1, *[1] * (x.dim() - 1))
-    return (x - s * v) / (1 - s.square()).sqrt() if kind == "ddim" else x - s * v
+    signal = (1 - sigma.double().square()).sqrt() if kind == "ddim" else torch.ones_like(sigma)
+    s, signal = (c.to(x).view(-1, *[1] * (x.dim() - 1)) for c in (sigma, signal))
+    return (x - s * v) / signal
 
 
 def _second_order(

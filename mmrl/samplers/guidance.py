@@ -24,4 +24,6 @@ def guided(conditional: Tensor, unconditional: Callable[[], Tensor], scale: Tens
         return conditional
     with torch.no_grad():
         u = unconditional()
-    return u + scale.to(u.device).view(-1, *[1] * (u.dim() - 1)) * (conditional - u)
+    rows = scale.to(u.device).view(-1, *[1] * (u.dim() - 1))
+    # u + (c - u) is not c to the last bit, and a row must not depend on whether its neighbours are guided.
+    return torch.where(rows == 1, conditional, u + rows * (conditional - u))

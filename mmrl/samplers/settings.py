@@ -54,6 +54,8 @@ class Denoising:
         for name in ("steps", "evaluation_steps", "draws", "strength", "prompt_cache"):
             if self.__dict__[name] <= 0:
                 raise ValueError(f"{name} must be positive, got {self.__dict__[name]}")
+        if self.tail_steps is not None and self.tail_steps < 1:
+            raise ValueError(f"tail_steps must be at least 1, got {self.tail_steps}")
         low, high = self.draw_range
         if not 0 < low < high < 1:
             raise ValueError(f"draw_range must lie inside (0, 1) and rise, got {self.draw_range}")

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 KINDS = ("ode", "flow_sde", "dance_sde", "cps", "ddim")
-FLOW_KINDS = ("ode", "flow_sde", "dance_sde", "cps")
 REDUCTIONS = ("mean", "sum")
 
 

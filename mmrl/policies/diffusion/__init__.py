@@ -11,13 +11,17 @@ from mmrl.policies.diffusion.policy import DiffusionPolicy
 __all__ = ["DiffusionPolicy", "Family", "load"]
 
 
-def load(path: str, *, reference: bool = False, **options: Any) -> Family:
+PIPELINES_ONLY = {"lora": None, "attention": "sdpa", "activation_checkpointing": False}  # and what leaves them unset
+
+
+def load(path: str, *, dtype: str = "float32", reference: bool = False, **options: Any) -> Family:
     """The model at `path`: a small network of our own, or a diffusers pipeline, which takes `options` (see
-    `pipelines.load`)."""
+    `pipelines.load`). Raises UserError for an option that a small network does not have."""
     if (Path(path) / small.CONFIG).is_file():
-        if options.get("lora") is not None:
-            raise UserError("model.lora is for diffusers pipelines; a small network is trained whole")
-        return small.load(Path(path), reference=reference)
+        for name, unset in PIPELINES_ONLY.items():
+            if options.get(name, unset) != unset:
+                raise UserError(f"model.{name} is for diffusers pipelines; a small network is trained whole, as it is")
+        return small.load(Path(path), dtype=dtype, reference=reference)
     from mmrl.policies.diffusion import pipelines  # diffusers is an extra
 
-    return pipelines.load(path, reference=reference, **options)
+    return pipelines.load(path, dtype=dtype, reference=reference, **options)

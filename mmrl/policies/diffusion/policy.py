@@ -54,8 +54,7 @@ class DiffusionPolicy:
         self.evaluation_shape = family.latent_shape(settings.evaluation_resolution or settings.resolution)
         self.sampler = self._sampler(settings.steps, self.shape)
         self._conditions: OrderedDict[str, Condition] = OrderedDict()
-        if self.likelihood == "chain":
-            self._check_chain()
+        self._check()
 
     @property
     def device(self) -> torch.device:
@@ -130,21 +129,29 @@ class DiffusionPolicy:
 
     def _sampler(self, steps: int, shape: tuple[int, int, int]) -> Sampler:
         s = self.settings
-        kind = s.transition if self.family.space == "flow" or s.transition == "ddim" else "ddim"
+        kind = "ddim" if self.family.space == "noise" else s.transition
         return Sampler(self.family.grid(steps, shape), kind, s.noise, s.tail, s.tail_steps)
 
-    def _check_chain(self) -> None:
-        """Raises UserError for a transition that is not the model's, and a window that can not be."""
-        kinds = ("ddim",) if self.family.space == "noise" else transitions.FLOW_KINDS
-        if self.settings.transition not in kinds:
+    def _check(self) -> None:
+        """Raises UserError for a transition or weight that is not the model's, and a window that can not be."""
+        s, noise = self.settings, self.family.space == "noise"
+        kinds = ("ddim",) if noise else ("flow_sde", "dance_sde", "cps")
+        drawn = self.likelihood == "chain"
+        if s.transition not in kinds and (drawn or not noise):  # without a chain of its own a noise model ignores it
             raise UserError(
-                f"denoising.transition={self.settings.transition} is not for a model that predicts "
-                f"{'noise' if self.family.space == 'noise' else 'velocity'}; use {' or '.join(kinds)}"
+                f"denoising.transition={s.transition} is not for a model that predicts "
+                f"{'noise' if noise else 'velocity'}; use {' or '.join(kinds)}"
             )
+        if noise and self.likelihood == "matching" and self.matching_weight == "elbo":
+            raise UserError("denoising.matching_weight=elbo is for models that predict velocity; use one or sigma")
+        if not drawn:
+            return
         try:
-            self._window(0, 0)
+            width = len(self._window(0, 0))
         except ValueError as error:
             raise UserError(f"denoising: {error}") from None
+        if s.chunks and sum(s.chunks) != width:
+            raise UserError(f"denoising.chunks={list(s.chunks)} cover {sum(s.chunks)} steps, the window has {width}")
 
     def _window(self, step: int, seed: int) -> list[int]:
         return self.settings.window.steps(self.sampler.std, step, seed)
@@ -320,8 +327,6 @@ class DiffusionPolicy:
         chunks = self.settings.chunks
         if not chunks:
             return None
-        if sum(chunks) != size[1]:
-            raise UserError(f"denoising.chunks={list(chunks)} cover {sum(chunks)} steps, the window has {size[1]}")
         ids = torch.arange(len(chunks)).repeat_interleave(torch.tensor(chunks))
         return repeat(ids, "t -> b t", b=size[0]).to(self.device)
 
@@ -336,8 +341,8 @@ class DiffusionPolicy:
         noise = noise.to(self.device)
         uniform = torch.stack([self._uniform(d.seed, m, 1) for d in drawn]).flatten()
         sigma, time = self.family.levels(uniform)
-        s = sigma.float().to(self.device).view(-1, *[1] * (data.dim() - 1))
-        signal = (1 - s.square()).sqrt() if self.family.space == "noise" else 1 - s
+        signal = (1 - sigma.double().square()).sqrt() if self.family.space == "noise" else 1 - sigma
+        s, signal = (c.float().to(self.device).view(-1, *[1] * (data.dim() - 1)) for c in (sigma, signal))
         x = signal * data + s * noise
         target = noise if self.family.space == "noise" else noise - data
         texts = [d.text for d in drawn for _ in range(m)]
@@ -360,10 +365,10 @@ class DiffusionPolicy:
             ref = rollouts.ref_prediction.view_as(v).to(v.device)
             replay.reference_kl = self._kl(v, ref, None).view(size)
         if self.likelihood == "contrast":
-            b = self.settings.strength
+            away = self.settings.strength * (v - old)  # exactly 0 on-policy: both implicit policies are `old` there
             pair = [
                 _contrast_error((x - s * p) / signal if self.family.space == "noise" else x - s * p, data).view(size)
-                for p in (b * v + (1 - b) * old, (1 + b) * old - b * v)
+                for p in (old + away, old - away)
             ]
             replay.errors = (pair[0], pair[1])
         return replay
@@ -373,8 +378,6 @@ class DiffusionPolicy:
         du / ds, which the derivative of `levels` undoes."""
         s = sigma.float()
         if self.matching_weight == "elbo":
-            if self.family.space == "noise":
-                raise UserError("denoising.matching_weight=elbo is for models that predict velocity; use one or sigma")
             e = 1e-3
             slope = (self.family.levels(uniform + e)[0] - self.family.levels(uniform - e)[0]) / (2 * e)
             return (1 - s) / s * slope.float()

@@ -56,7 +56,7 @@ class SmallMLP(nn.Module):
         """x [n, channel, height, width], time [n] in [0, 1], words [n, word] ids (0: none) -> velocity like x."""
         said = self.words(words)
         said = said.flatten(1) if self.ordered else said.sum(1)
-        told = torch.cat([x.flatten(1), sinusoids(time, 32), said], 1)
+        told = torch.cat([x.flatten(1), sinusoids(time, 32).to(x), said], 1)
         h = F.silu(self.enter(told))
         for block in self.blocks:
             h = h + F.silu(block(h))
@@ -88,7 +88,7 @@ class SmallTransformer(nn.Module):
         told = self.words(words) + self.word_places
         seen = self.patches(rearrange(x, "n c (h p) (w q) -> n (h w) (c p q)", p=p, q=p)) + self.patch_places
         h = torch.cat([told, seen], 1)
-        level = self.time(sinusoids(time, 64))
+        level = self.time(sinusoids(time, 64).to(x))
         for block in self.blocks:
             h = block(h, level)
         out = self.leave(self.norm(h[:, words.shape[1] :]))
@@ -161,7 +161,8 @@ class SmallFamily:
         words = torch.stack([c["words"] for c in conditions]).to(x.device)
         if self._as_reference:
             model = self._reference
-        return model(x, time.to(x), words)
+        dtype = next(self.module.parameters()).dtype
+        return model(x.to(dtype), time.to(x), words).float()
 
     def decode(self, latents: Tensor) -> Tensor:
         return latents / 2 + 0.5
@@ -175,8 +176,10 @@ class SmallFamily:
             raise UserError("the reference model was not kept: set algorithm.kl.coefficient above 0")
         self._reference.to(next(self.module.parameters()).device)
         self._as_reference = True
-        yield
-        self._as_reference = False
+        try:
+            yield
+        finally:
+            self._as_reference = False
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         write(folder, self.config, state)
@@ -212,8 +215,8 @@ def write(folder: Path, config: SmallConfig, state: dict[str, Tensor]) -> None:
     (folder / CONFIG).write_text(json.dumps(asdict(config), indent=2))
 
 
-def load(folder: Path, *, reference: bool = False) -> SmallFamily:
+def load(folder: Path, *, dtype: str = "float32", reference: bool = False) -> SmallFamily:
     config = SmallConfig(**json.loads((folder / CONFIG).read_text()))
     module = network(config)
     module.load_state_dict(load_file(folder / WEIGHTS))
-    return SmallFamily(config, module, reference=reference)
+    return SmallFamily(config, module.to(getattr(torch, dtype)), reference=reference)
