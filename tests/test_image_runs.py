@@ -92,7 +92,7 @@ def test_every_recipe_is_a_configuration(name):
         (["denoising.transition=euler"], "denoising.transition"),
         (["denoising.stepps=3"], "unknown key denoising.stepps; did you mean denoising.steps?"),
         (["denoising.window.sise=3"], "unknown key denoising.window.sise; did you mean denoising.window.size?"),
-        (["denoising.window.last=10", "denoising.transition=cps"], "reaches step 9, which has std 0"),
+        (["denoising.window.last=4", "denoising.transition=cps"], "reaches step 3, which has std 0"),
         (["algorithm.entropy_coefficient=0.1"], "algorithm.entropy_coefficient"),
         (["algorithm.kl.coefficient=0.1"], "algorithm.kl.kind=k3 is not for model.kind=diffusion"),
         (["denoising.likelihood=contrast"], "algorithm.surrogate=contrast and denoising.likelihood=contrast"),

@@ -30,6 +30,7 @@ from tasks.visual_qa import tiny_model
 
 HERE = Path(__file__).parent
 TINY = HERE / "tiny.yaml"
+IMAGES = HERE / "tiny_images.yaml"
 MODEL = "MMRL_TESTS_MODEL"
 
 
@@ -92,12 +93,20 @@ def broken_on_rank_one(options, seed):
     return Fixed(mark)
 
 
+def pictures(options, seed):
+    """Digits asked for, and a reward that pictures of an untrained model get in all sizes: their brightness."""
+    task = Fixed(lambda sample: float(sample.image.mean()))
+    texts = [f"a handwritten {name}" for name in ("zero", "one", "two", "three", "four", "five", "six", "seven")]
+    task.train = task.evaluation = Questions(Prompt(str(i), text) for i, text in enumerate(texts))
+    return task
+
+
 # --- runs ---
 
 
-def make(folder, *overrides, task=None) -> Trainer:
+def make(folder, *overrides, task=None, base=TINY) -> Trainer:
     """What `mmrl train` builds before it trains."""
-    config = load(TINY, [f"run_dir={folder}", *overrides])
+    config = load(base, [f"run_dir={folder}", *overrides])
     torch.manual_seed(config.seed)
     policy = build.build_policy(config)
     engine = build.build_engine(config, policy)
@@ -111,9 +120,9 @@ def release(trainer: Trainer) -> None:
     trainer.engine._engine.destroy()
 
 
-def train(folder, *overrides, task=None, resume=False) -> SimpleNamespace:
+def train(folder, *overrides, task=None, resume=False, base=TINY) -> SimpleNamespace:
     """A whole run; its metrics, and the weights it wrote (on rank 0)."""
-    trainer = make(folder, *overrides, task=task)
+    trainer = make(folder, *overrides, task=task, base=base)
     if resume:
         trainer.resume()
     trainer.train()

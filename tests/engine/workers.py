@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mmrl.core.reduce import MODES
 from mmrl.trainer import Metrics, Trainer
-from tests.engine.parts import distance, make, release, train
+from tests.engine.parts import IMAGES, distance, make, release, train
 
 ROWS = 24
 MICRO = (1, 3, 8)
@@ -113,3 +113,16 @@ def two_ranks(folder: Path) -> None:
     trained(folder, "two", [0, 1, 2, 3])
     one_bad_loss(folder)
     no_picture_on_a_rank(folder)
+
+
+def images(folder: Path, name: str) -> None:
+    """A run of the image recipe, and the pictures of its first round as this rank drew them."""
+    trainer = make(folder / name, base=IMAGES)
+    batch = trainer.sample_round()
+    torch.save(
+        {"group": batch.group, "images": torch.stack([s.image for s in batch.samples])},
+        folder / f"{name}-{trainer.engine.rank}.pt",
+    )
+    trainer.cursor = 0
+    trainer.train()
+    release(trainer)

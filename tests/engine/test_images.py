@@ -1,0 +1,138 @@
+"""Image runs: what ranks, micro-batches, averages, resuming and every option of the loss do to the weights."""
+
+import json
+
+import pytest
+import torch
+
+from mmrl.data import rollout_seeds
+from mmrl.trainer import Trainer
+from tests.engine import workers
+from tests.engine.parts import IMAGES, call, distance, final, make, metrics, release, timeless, train
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    call(workers.images, folder, "one", log=folder / "one.log")
+    call(workers.images, folder, "two", log=folder / "two.log", ranks=2)
+    return folder
+
+
+def test_pictures_depend_on_their_prompt_and_seed_not_on_the_rank(ranks):
+    whole = torch.load(ranks / "one-0.pt")
+    parts = [torch.load(ranks / f"two-{rank}.pt") for rank in (0, 1)]
+    assert torch.equal(whole["group"], torch.cat([part["group"] for part in parts]))
+    torch.testing.assert_close(whole["images"], torch.cat([part["images"] for part in parts]), rtol=0, atol=1e-5)
+
+
+def test_no_picture_repeats(ranks):
+    images = torch.cat([torch.load(ranks / f"two-{rank}.pt")["images"] for rank in (0, 1)]).flatten(1)
+    gaps = torch.cdist(images, images) + torch.eye(len(images)) * 1e9
+    assert float(gaps.min()) > 0.1
+
+
+def test_two_ranks_train_as_one(ranks):
+    assert distance(final(ranks / "one"), final(ranks / "two")) < 1e-5
+    losses = [[r["loss"] for r in metrics(ranks / name) if "loss" in r] for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6) and any(abs(x) > 1e-6 for x in losses[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["optim.ema=0.9", "algorithm.epochs=2", "algorithm.minibatches=2"],
+        ["denoising.likelihood=contrast", "algorithm.surrogate=contrast", "algorithm.sampling_policy.slope=0.2"],
+    ],
+    ids=["ema", "sampling policy"],
+)
+def test_four_steps_equal_two_and_two(tmp_path, options):
+    train(tmp_path / "whole", *options, base=IMAGES)
+    train(tmp_path / "parts", *options, "steps=2", "checkpoint.every=2", base=IMAGES)
+    train(tmp_path / "parts", *options, "checkpoint.every=2", resume=True, base=IMAGES)
+    assert distance(final(tmp_path / "whole"), final(tmp_path / "parts")) == 0
+    rows = [[r for r in timeless(metrics(tmp_path / n)) if "loss" in r] for n in ("whole", "parts")]
+    assert json.dumps(rows[0]) == json.dumps(rows[1])
+
+
+def test_the_average_is_what_is_evaluated_and_kept(tmp_path):
+    trainer = make(tmp_path, "optim.ema=0.9", "steps=3", base=IMAGES)
+    seen = []
+    trainer.task.accuracy = lambda samples: seen.append(samples[0].image) or torch.zeros(len(samples))
+    trainer.train()
+    live = {n: p.detach().clone() for n, p in trainer.policy.module.named_parameters()}
+    kept = final(tmp_path)
+    assert distance(kept, live) > 1e-5
+    prompts, before = [trainer.task.evaluation[0]], seen[-1]
+    with trainer.ema.applied():
+        again = trainer.policy.respond(prompts, rollout_seeds(trainer.config.seed + 1, [0], 1))
+    torch.testing.assert_close(again[0].image, before, rtol=0, atol=1e-5)
+    release(trainer)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    made = make(tmp_path_factory.mktemp("run"), "algorithm.kl={coefficient: 0.1, kind: exact}", base=IMAGES)
+    yield made
+    release(made)
+
+
+@pytest.fixture(scope="module")
+def batch(trainer):
+    """Rollouts of an earlier policy and a reference that differ from what is replayed now."""
+    made = trainer.policy.rollout([trainer.prompts[i] for i in range(2)], 4, list(range(8)), step=0)
+    generator = torch.Generator().manual_seed(0)
+    made.advantages = torch.randn(8, generator=generator)
+    with torch.no_grad():
+        now = trainer.policy.replay(made, trainer.policy.module)
+    made.old_logp = now.logp
+    made.old_prediction = now.prediction + 0.05 * torch.randn(now.prediction.shape, generator=generator)
+    made.ref_prediction = now.prediction + 0.3 * torch.randn(now.prediction.shape, generator=generator)
+    return made
+
+
+def gradient(trainer, batch, denoising=None, kl=None, **algorithm):
+    """The gradient of one batch under changed options, flat."""
+    section = trainer.config.algorithm
+    section = section.model_copy(update={"kl": section.kl.model_copy(update=kl or {"coefficient": 0.0}), **algorithm})
+    probe = Trainer.__new__(Trainer)
+    probe.__dict__.update(trainer.__dict__, config=trainer.config.model_copy(update={"algorithm": section}))
+    probe.engine = trainer.policy.module  # autograd in place of the engine's backward
+    before = trainer.policy.settings
+    trainer.policy.settings = type(before)(**{**before.__dict__, **(denoising or {})})
+    loss, _ = probe.loss(batch, batch.mask.sum())
+    trainer.policy.settings = before
+    found = torch.autograd.grad(loss, list(trainer.policy.module.parameters()), allow_unused=True)
+    return torch.cat([g.flatten() for g in found if g is not None])
+
+
+def apart(a, b):
+    return float((a - b).norm() / a.norm())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ratio": "normalised"},
+        {"surrogate": "divergence_mask", "surrogate_options": {"bound": 1e-5}},
+        {"surrogate": "cispo"},
+        {"surrogate": "reinforce"},
+        {"level": "sequence"},
+        {"level": "segment", "denoising": {"chunks": (1, 2)}},
+        {"clip_low": 1e-2, "clip_high": 1e-2},
+        {"denoising": {"step_weight": "std"}},
+        {"denoising": {"reduction": "sum"}},
+        {"kl": {"coefficient": 0.1, "kind": "exact"}},
+    ],
+    ids=lambda change: "-".join(str(v) for v in change.values()),
+)
+def test_each_option_of_the_loss_changes_the_gradient(trainer, batch, change):
+    assert apart(gradient(trainer, batch), gradient(trainer, batch, **change)) > 1e-3
+
+
+def test_the_kl_term_grows_in_proportion(trainer, batch):
+    none = gradient(trainer, batch)
+    one, two = (gradient(trainer, batch, kl={"coefficient": c, "kind": "exact"}) for c in (0.1, 0.2))
+    torch.testing.assert_close(two - none, 2 * (one - none), atol=1e-6, rtol=1e-3)
