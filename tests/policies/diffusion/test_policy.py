@@ -202,8 +202,8 @@ class TestChains:
 class TestHalfPrecision:
     @pytest.mark.parametrize("name", [*SMALL, "sd3"])
     def test_ratios(self, name, shared_family):
-        """Exactly 1 in the micro-batch of the old predictions. In micro-batches of one row the gap was 0 here too, for a
-        clip range of 1e-4; other matrix products may round otherwise."""
+        """Exactly 1 in the micro-batch of the old predictions. In micro-batches of one row the gap was 0 here too, for
+        a clip range of 1e-4; other matrix products may round otherwise."""
         family = small(name) if name in SMALL else shared_family(name, dtype="bfloat16")
         family.module.bfloat16()
         policy = policy_of(family, guidance=2.0)
@@ -342,7 +342,7 @@ class TestFinalPictures:
                 v = family.module(x[i, j][None], s[i, j][None], words).double()
                 w = {"one": 1, "sigma": level, "sigma_squared": level**2}[weight]
                 expected = -w * (v - (noise - one.data[None].double())).square().mean()
-                assert float(logp[i, j].detach()) == pytest.approx(float(expected), rel=1e-4)
+                assert float(logp[i, j].detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
 
     @pytest.mark.parametrize("likelihood", ["matching", "contrast"])
     def test_off_policy(self, likelihood):
