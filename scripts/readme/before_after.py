@@ -1,6 +1,6 @@
-"""The first rows of a run's held-out pictures before training and after it, one above the other.
+"""The first rows of held-out pictures before training, and after it for each of some runs from the same base.
 
-.venv/bin/python scripts/readme/before_after.py runs/image_digits_flow scripts/readme/image_digits.png [--rows 2]
+.venv/bin/python scripts/readme/before_after.py scripts/readme/image_digits.png RUN [RUN ...] [--rows 2]
 """
 
 import argparse
@@ -9,14 +9,14 @@ from pathlib import Path
 from PIL import Image
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("run", type=Path)
 parser.add_argument("target", type=Path)
+parser.add_argument("runs", type=Path, nargs="+")
 parser.add_argument("--rows", type=int, default=2)
 options = parser.parse_args()
-grids = sorted((options.run / "samples").glob("evaluation-*.png"))
-before, after = Image.open(grids[0]), Image.open(grids[-1])
-height = options.rows * (before.width // 10)
-sheet = Image.new("RGB", (before.width, 2 * height + 12), "white")
-sheet.paste(before.crop((0, 0, before.width, height)), (0, 0))
-sheet.paste(after.crop((0, 0, after.width, height)), (0, height + 12))
+grids = [sorted((run / "samples").glob("evaluation-*.png")) for run in options.runs]
+bands = [Image.open(path) for path in [grids[0][0], *(found[-1] for found in grids)]]
+width, height, gap = bands[0].width, options.rows * (bands[0].width // 10), 12
+sheet = Image.new("RGB", (width, len(bands) * (height + gap) - gap), "white")
+for place, band in enumerate(bands):
+    sheet.paste(band.crop((0, 0, width, height)), (0, place * (height + gap)))
 sheet.save(options.target, optimize=True)
