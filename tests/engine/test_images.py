@@ -1,14 +1,16 @@
 """Image runs: what ranks, micro-batches, averages, resuming and every option of the loss do to the weights."""
 
 import json
+import time
 
 import pytest
 import torch
 
 from mmrl.data import rollout_seeds
+from mmrl.errors import UserError
 from mmrl.trainer import Trainer
 from tests.engine import workers
-from tests.engine.parts import IMAGES, call, distance, final, make, metrics, release, timeless, train
+from tests.engine.parts import IMAGES, call, distance, final, make, metrics, pictures, release, timeless, train
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -55,6 +57,30 @@ def test_four_steps_equal_two_and_two(tmp_path, options):
     assert distance(final(tmp_path / "whole"), final(tmp_path / "parts")) == 0
     rows = [[r for r in timeless(metrics(tmp_path / n)) if "loss" in r] for n in ("whole", "parts")]
     assert json.dumps(rows[0]) == json.dumps(rows[1])
+
+
+def test_scoring_in_the_background_changes_nothing(tmp_path):
+    """Also with rewards slow enough that two micro-batches wait for them."""
+
+    def slow(options, seed):
+        task = pictures(options, seed)
+        mark = task.mark
+        task.mark = lambda sample: time.sleep(0.01) or mark(sample)
+        return task
+
+    options = ["steps=2", "rollout.micro_batch=4"]
+    train(tmp_path / "at once", *options, base=IMAGES)
+    train(tmp_path / "later", *options, "rollout.score_in_background=true", task=slow({}, 0), base=IMAGES)
+    assert distance(final(tmp_path / "at once"), final(tmp_path / "later")) == 0
+
+
+def test_a_reward_that_fails_in_the_background_ends_the_run(tmp_path):
+    task = pictures({}, 0)
+    task.score = lambda samples, group: (_ for _ in ()).throw(UserError("reward server: no answer"))
+    trainer = make(tmp_path, "rollout.micro_batch=4", "rollout.score_in_background=true", task=task, base=IMAGES)
+    with pytest.raises(UserError, match="no answer"):
+        trainer.train()
+    release(trainer)
 
 
 def test_the_average_is_what_is_evaluated_and_kept(tmp_path):
