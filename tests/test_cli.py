@@ -42,7 +42,7 @@ def test_a_run_directory_is_complete_in_itself(warm):
     rows = metrics(warm)
     assert [row["step"] for row in rows] == [0, 1, 2, 2]
     for row in rows[1:3]:
-        assert {"loss", "entropy", "grad_norm", "lr", "response/length", "time/rollout", "time/update"} <= row.keys()
+        assert {"loss", "entropy", "grad_norm", "lr", "time/rollout", "time/update"} <= row.keys()
         assert math.isfinite(row["loss"]) and row["grad_norm"] > 0 and row["updates_skipped"] == 0
     for row in (rows[0], rows[3]):
         assert row["evaluation/n"] == 8 and {"evaluation/accuracy", "evaluation/accuracy/sum"} <= row.keys()

@@ -17,7 +17,7 @@ half, which has no gradient), and backward, which costs about two. The arms take
 the median (least .. greatest). Then the replay of all steps in one pass against one pass a step: same rollouts, same
 loss, same gradient, forward and backward.
 
-The default model is the small transformer of the shapes task; --model takes a diffusers pipeline, or a small model.
+The default model is the small perceptron of the shapes task; --model takes a diffusers pipeline, or a small model.
 """
 
 from __future__ import annotations
