@@ -172,7 +172,7 @@ def check_surrogate(algorithm: Any) -> None:
         options["divergence"] = nothing
     try:
         if algorithm.surrogate == "contrast":
-            contrast(nothing, nothing, torch.zeros(1), **options)
+            contrast(nothing, nothing, torch.zeros(1), strength=1.0, **options)  # strength is denoising.strength
         else:
             surrogate(nothing, torch.zeros(1), kind=algorithm.surrogate, **options)
     except (ValueError, TypeError) as error:

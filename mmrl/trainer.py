@@ -155,7 +155,7 @@ class Trainer:
             return batch
         size = max(1, (config.rollout.micro_batch or len(group)) // config.group_size)
         parts, scores = [], []
-        with ThreadPoolExecutor(max_workers=1) as background:
+        with scoring_thread() as background:
             for i in range(0, len(prompts), size):
                 rows = slice(i * config.group_size, (i + size) * config.group_size)
                 part = self.policy.rollout(prompts[i : i + size], config.group_size, seeds[rows], step=self.step)
@@ -487,6 +487,13 @@ def evaluate(
     result["evaluation/n"] = float(len(marks))
     result["evaluation/standard_error"] = float(marks.std() / len(marks) ** 0.5) if len(marks) > 1 else 0.0
     return result, samples
+
+
+def scoring_thread() -> ThreadPoolExecutor:
+    """One thread for rewards, on this rank's GPU: a new thread would begin with the first one of the machine."""
+    if not torch.cuda.is_available():
+        return ThreadPoolExecutor(1, "rewards")
+    return ThreadPoolExecutor(1, "rewards", torch.cuda.set_device, (torch.cuda.current_device(),))
 
 
 def applied(shadow: Shadow | None) -> AbstractContextManager[None]:

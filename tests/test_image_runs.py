@@ -98,6 +98,10 @@ def test_every_recipe_is_a_configuration(name):
         (["denoising.likelihood=contrast"], "algorithm.surrogate=contrast and denoising.likelihood=contrast"),
         (["denoising.branching=[3]"], "set rollout.group_size=3"),
         (["algorithm.level=segment"], "algorithm.level=segment needs"),
+        (
+            ["denoising.likelihood=contrast", "algorithm.surrogate=contrast", "algorithm.surrogate_options.strength=2"],
+            "algorithm.surrogate_options",
+        ),
         (["task.rewards=[{name: jpg}]"], "unknown reward 'jpg'"),
         (["model.path=somewhere"], "path and warm_start are both set"),
         (["model.warm_start=none.yaml"], "no configuration file"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -48,7 +47,7 @@ class RewardSpec:
 
 
 class RewardSet:
-    """The rewards of a task: `names`, `weights` (both of length K), `score`, and `submit` for the background.
+    """The rewards of a task: `names`, `weights` (both of length K) and `score`.
 
     Raises ValueError for no component at all, two of the same name, a weight that is not finite, and as `build`.
     """
@@ -67,7 +66,6 @@ class RewardSet:
             raise ValueError(f"rewards: the weight of {infinite!r} is not finite")
         self.components = tuple(spec.build() for spec in self._specs)
         self._one_at_a_time = threading.Lock()  # models and worker processes serve one caller
-        self._background: ThreadPoolExecutor | None = None
 
     def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
         """Unweighted components [rollout, component], float32; NaN where a component could not be scored.
@@ -90,17 +88,6 @@ class RewardSet:
                 except UserError as error:
                     raise UserError(f"reward {name!r}: {error}") from error
         return scores
-
-    def submit(self, samples: Sequence[Sample], group: Tensor | None = None) -> Future[Tensor]:
-        """`score` on a background thread, one call after the other, while the caller draws its next micro-batch.
-
-        The future's `result()` raises what `score` raised.
-        """
-        if self._background is None:
-            # The current GPU belongs to a thread, and a new thread would begin with the first one of the machine.
-            gpu = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_available() else (None, ())
-            self._background = ThreadPoolExecutor(1, "rewards", *gpu)
-        return self._background.submit(self.score, samples, group)
 
 
 def _calls(reward: Reward | BatchReward, batch_size: int | None, count: int, group: Tensor | None) -> list[list[int]]:

@@ -1,8 +1,6 @@
 """Batched and group-scoped rewards in a set: which samples they get, what becomes of their values, the background."""
 
 import math
-import threading
-import time
 
 import pytest
 import torch
@@ -55,17 +53,6 @@ class Says:
 
     def score(self, samples):
         return self.values
-
-
-class Slow:
-    """Waits to be let go, then says which thread it ran on."""
-
-    scope = "sample"
-    go = threading.Event()
-
-    def score(self, samples):
-        assert self.go.wait(10)
-        return torch.arange(float(len(samples)))
 
 
 def value_of(sample, *, table):
@@ -170,26 +157,6 @@ def test_every_name_of_the_registry_refuses_an_option_it_does_not_have():
     for name in REWARDS:
         with pytest.raises(ValueError, match=f"reward '{name}' has no option 'no_such_option'"):
             build(name, {"no_such_option": 1})
-
-
-def test_submit_scores_in_the_background():
-    rewards = RewardSet([RewardSpec(f"{HERE}:Slow"), RewardSpec(f"{HERE}:Doubled")])
-    samples = [sample(n) for n in (4, 2)]
-    Slow.go.clear()
-    first, second = rewards.submit(samples), rewards.submit(samples[:1], torch.tensor([0]))
-    time.sleep(0.02)
-    assert not first.done() and not second.done()  # the caller goes on
-    Slow.go.set()
-    assert torch.equal(first.result(10), rewards.score(samples))
-    assert first.result().tolist() == [[0, 8], [1, 4]] and second.result(10).tolist() == [[0, 8]]
-
-
-def test_submit_hands_over_what_went_wrong():
-    rewards = RewardSet([RewardSpec(f"{HERE}:Says", options={"values": []}, label="mute")])
-    failed = rewards.submit([sample(1)])
-    with pytest.raises(UserError, match="reward 'mute'"):
-        failed.result(10)
-    assert rewards.submit([]).result(10).shape == (0, 1)  # and it goes on
 
 
 def test_two_scales_keep_their_columns_and_gdpo_weighs_them_alike():
