@@ -6,7 +6,7 @@ import importlib
 import shutil
 import tempfile
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pydantic import ValidationError
 
@@ -16,9 +16,24 @@ from mmrl.errors import UserError
 
 if TYPE_CHECKING:  # each is imported where it is built: an image run shall not wait for the language models' libraries
     from mmrl.policies.diffusion import DiffusionPolicy
+    from mmrl.policies.vla.policy import VisionLanguageActionPolicy
     from mmrl.policies.vlm import VisionLanguagePolicy
+    from sims import VectorSim
 
-BUILT_IN_TASKS = {"visual_qa": "tasks.visual_qa:build", "image_generation": "tasks.image_generation:build"}
+BUILT_IN_TASKS = {
+    "visual_qa": "tasks.visual_qa:build",
+    "image_generation": "tasks.image_generation:build",
+    "manipulation": "tasks.manipulation:build",
+}
+
+
+@runtime_checkable
+class SimulatedTask(Protocol):
+    """A task whose prompts are start states of episodes."""
+
+    simulator_rows: int  # environments that may exist at once on a rank
+
+    def make_simulator(self, rows: int) -> VectorSim: ...
 
 
 def build_task(config: Config) -> Any:
@@ -36,24 +51,26 @@ def build_task(config: Config) -> Any:
         raise UserError(f"task: {error}") from None
 
 
-def build_policy(config: Config) -> Any:
+def build_policy(config: Config, task: Any) -> Any:
     model = config.model
     if model.build is None:
         if model.path is None:
             raise UserError("model.path is not set: give a folder or a hub name, such as Qwen/Qwen2.5-VL-3B-Instruct")
-        return load_policy(config, model.path)
+        return load_policy(config, task, model.path)
     # Each rank writes its own copy: the function is deterministic and ranks may not share a disk.
     folder = tempfile.mkdtemp(prefix="mmrl-model-")
     try:
         locate(model.build, "model.build")(folder, seed=config.seed)
-        return load_policy(config, folder)
+        return load_policy(config, task, folder)
     finally:
         shutil.rmtree(folder)
 
 
-def load_policy(config: Config, path: str) -> Any:
-    load = {"vision_language": vision_language, "diffusion": diffusion_model}[config.model.kind]
+def load_policy(config: Config, task: Any, path: str) -> Any:
     try:
+        if config.model.kind == "vision_language_action":
+            return vision_language_action(config, task, path)
+        load = {"vision_language": vision_language, "diffusion": diffusion_model}[config.model.kind]
         return load(config, path)
     except (OSError, ImportError, ValueError) as error:  # no weights, no processor, no flash attention, no such layer
         raise UserError(f"model {path} can not be loaded: {error}") from None
@@ -97,6 +114,36 @@ def diffusion_model(config: Config, path: str) -> DiffusionPolicy:
     )
     supervised = config.algorithm.method == "supervised"
     return diffusion.DiffusionPolicy(family, config.denoising, kl=config.algorithm.kl.kind, supervised=supervised)
+
+
+def vision_language_action(config: Config, task: Any, path: str) -> VisionLanguageActionPolicy:
+    from mmrl.policies.vla.files import load
+
+    if not isinstance(task, SimulatedTask):
+        raise UserError(
+            f"model.kind=vision_language_action needs a task with a simulator; task.name={config.task.name}"
+        )
+    model, rollout, algorithm = config.model, config.rollout, config.algorithm
+    rows = min(rollout.micro_batch or config.rollouts_per_step, task.simulator_rows)
+    return load(
+        path,
+        config.action,
+        config.denoising,
+        task.make_simulator(rows),
+        supervised=algorithm.method == "supervised",
+        critic=algorithm.method == "ppo",
+        reference=algorithm.kl.coefficient > 0,
+        temperature=rollout.temperature,
+        evaluation_temperature=config.evaluation.temperature,
+        max_prompt_length=rollout.max_prompt_length,
+        activation_checkpointing=model.activation_checkpointing,
+        seed=config.seed,
+        dtype=model.dtype,
+        attention=model.attention,
+        freeze=model.freeze,
+        lora=None if model.lora is None else model.lora.model_dump(),
+        processor=model.processor,
+    )
 
 
 def build_engine(config: Config, policy: Any) -> Engine:

@@ -124,7 +124,7 @@ def train(config: Any, *, dry: bool = False) -> int:
     task = build_task(config)
     if task.train is None:
         raise UserError("the task has no questions to train on, only held-out ones; name them in task.data")
-    policy = build_policy(config)
+    policy = build_policy(config, task)
     engine = build_engine(config, policy)
     try:
         check_batch(config, engine.world)
@@ -223,7 +223,8 @@ def answer_held_out(options: argparse.Namespace, count: int | None) -> tuple[Any
     quieten()
     origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null", "model.warm_start=null"]
     config = load(options.config, [*options.overrides, *origin])
-    task, policy, ranks = build_task(config), build_policy(config), Ranks()
+    task = build_task(config)
+    policy, ranks = build_policy(config, task), Ranks()
     try:
         policy.module.to(ranks.device)
         result, samples = evaluate(policy, task, ranks, count or config.evaluation.prompts, config)

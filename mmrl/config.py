@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from yaml import YAMLError
 
 from mmrl.errors import UserError
+from mmrl.policies.vla.settings import Actions
 from mmrl.samplers.settings import Denoising
 
 
@@ -39,7 +40,7 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    kind: Literal["vision_language", "diffusion"] = "vision_language"
+    kind: Literal["vision_language", "diffusion", "vision_language_action"] = "vision_language"
     path: str | None = None  # a folder or a hub name; or `build`
     build: str | None = None  # "package.module:function" called with (folder, seed=...), writes a model made in code
     warm_start: str | None = None  # a configuration beside this one; start from what its run ended with
@@ -114,8 +115,19 @@ class SamplingPolicyConfig(Section):
     start: int = Field(default=0, ge=0)
 
 
+class PPOConfig(Section):
+    """What algorithm.method=ppo adds: a critic, and advantages by generalised advantage estimation (arXiv 1707.06347,
+    1506.02438). Time passes by looks at the scene: one chunk of actions is one step."""
+
+    gamma: float = Field(default=0.99, gt=0, le=1)
+    lam: float = Field(default=0.95, ge=0, le=1)
+    value_coefficient: float = Field(default=0.5, gt=0)
+    value_clip: float | None = Field(default=None, gt=0)  # how far a value may move from what it was; None: as it likes
+    simulator_reward: float = Field(default=0.0, ge=0)  # weight of the simulator's own reward, beside task.rewards
+
+
 class AlgorithmConfig(Section):
-    method: Literal["grpo", "supervised"] = "grpo"
+    method: Literal["grpo", "ppo", "supervised"] = "grpo"
     baseline: Literal["mean", "leave_one_out", "length_weighted", "shrinkage", "none"] = "mean"
     scale: Literal["group_std", "batch_std", "none"] = "group_std"
     components: Literal["sum", "normalise_each", "gated"] = "sum"
@@ -128,6 +140,7 @@ class AlgorithmConfig(Section):
     clip_high: float = Field(default=0.28, ge=0)
     surrogate_options: dict[str, float] = {}
     reduce: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
+    ppo: PPOConfig = PPOConfig()
     kl: KLConfig = KLConfig()
     entropy_coefficient: float = 0.0  # subtracted from the loss; a constant, not adapted
     epochs: int = Field(default=1, ge=1)
@@ -195,6 +208,7 @@ class Config(Section):
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
     denoising: Denoising = Denoising()
+    action: Actions = Actions()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()
     engine: EngineConfig = EngineConfig()
@@ -256,6 +270,23 @@ class Config(Section):
                 f"denoising.branching={list(denoising.branching)} makes {leaves} leaves a tree; "
                 f"set rollout.group_size={leaves}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _options_fit_robots(self) -> Config:
+        robot, method = self.model.kind == "vision_language_action", self.algorithm.method
+        if method == "ppo" and not robot:
+            raise ValueError("algorithm.method=ppo needs the critic of model.kind=vision_language_action; use grpo")
+        if not robot:
+            return self
+        if self.engine.zero_stage == 3:
+            raise ValueError(
+                "engine.zero_stage=3 gathers weights in every forward pass, but ranks play episodes of different "
+                "lengths; set engine.zero_stage to 0, 1 or 2"
+            )
+        constant = self.action.head == "flow" and self.action.spread == "sampler"
+        if constant and self.algorithm.entropy_coefficient != 0:
+            raise ValueError("algorithm.entropy_coefficient: steps of a flow have constant entropy; remove it")
         return self
 
     @property

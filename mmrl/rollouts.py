@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -28,8 +30,21 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Episode:
+    """What became of one attempt in a simulator. Lengths count executed actions."""
+
+    instruction: str
+    success: bool  # at any time
+    success_at_end: bool
+    length: int
+    reward: float  # the simulator's own, summed
+    lost: bool = False  # the simulator failed; nothing of this episode counts
+    frames: NDArray[np.uint8] | None = None  # [frame, height, width, 3], where they were asked for
+
+
+@dataclass(frozen=True)
 class Sample:
-    """What a reward function sees of one rollout: the prompt, and the response or picture it was answered with."""
+    """What a reward function sees of one rollout: the prompt, and the response, picture or episode it led to."""
 
     prompt: Prompt
     response: str = ""
@@ -37,14 +52,16 @@ class Sample:
     truncated: bool = False  # reached max_response_length without an end token
     max_response_length: int = 0
     image: Tensor | None = None  # [channel, height, width] fp32 on the CPU, 0 to 1 in gamut, as decoded: not clamped
+    episode: Episode | None = None
 
 
 @dataclass
 class Rollouts:
     """A batch of rollouts, whatever the policy: B rollouts, at most T decisions each, K reward components.
 
-    `inputs` belongs to the policy that made the batch (tokens and pictures, latents, observations); nobody else looks
-    inside. Fields that a step fills in later are None until then.
+    Where decisions are made in an environment it moves in at most S steps, of T / S decisions each; what a critic needs
+    is kept by step. `inputs` belongs to the policy that made the batch (tokens and pictures, latents, observations);
+    nobody else looks inside. Fields that are filled in later are None until then.
     """
 
     samples: list[Sample]  # B
@@ -59,6 +76,12 @@ class Rollouts:
     ref_logp: Tensor | None = None  # [rollout, decision] float32, under the reference policy
     old_prediction: Tensor | None = None  # [rollout, decision, ...] float32, what `Replay.prediction` was then
     ref_prediction: Tensor | None = None  # [rollout, decision, ...] float32, what it is under the reference policy
+    step_mask: Tensor | None = None  # [rollout, step] bool, True where the episode was still on
+    step_rewards: Tensor | None = None  # [rollout, step] float32, the simulator's own
+    step_values: Tensor | None = None  # [rollout, step] float32, what the critic expected before the step
+    step_terminated: Tensor | None = None  # [rollout, step] bool, the episode ended in it for a reason of its own
+    step_bootstrap: Tensor | None = None  # [rollout, step] float32, the critic's value of where the time limit cut it
+    step_returns: Tensor | None = None  # [rollout, step] float32, what the critic shall learn
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -79,11 +102,12 @@ class Rollouts:
 
     @staticmethod
     def concat(parts: list[Rollouts]) -> Rollouts:
-        """All rollouts of `parts`, decisions padded to the longest. A field must be filled in all parts or in none.
+        """All rollouts of `parts`, decisions and steps padded to the longest.
+
+        A field must be filled in all parts or in none.
 
         Raises ValueError naming a field for which that does not hold.
         """
-        width = max(part.mask.shape[1] for part in parts)
         joined: dict[str, Any] = {}
         for f in fields(Rollouts):
             values = [getattr(part, f.name) for part in parts]
@@ -93,11 +117,15 @@ class Rollouts:
                 joined[f.name] = None
             elif any(value is None for value in values):
                 raise ValueError(f"{f.name} is filled in some of the batches and None in others")
-            elif f.name in ("mask", "old_logp", "ref_logp"):
+            elif f.name in PADDED:
+                width = max(value.shape[1] for value in values)
                 joined[f.name] = torch.cat([F.pad(value, (0, width - value.shape[1])) for value in values])
             else:
                 joined[f.name] = torch.cat(values)
         return Rollouts(**joined)
+
+
+PADDED = {"mask", "old_logp", "ref_logp"} | {f.name for f in fields(Rollouts) if f.name.startswith("step_")}
 
 
 @dataclass
@@ -114,3 +142,4 @@ class Replay:
     weight: Tensor | None = None  # detached, of the decision in the loss; None: all alike
     segments: Tensor | None = None  # int64, the unit of level "segment" that a decision belongs to
     errors: tuple[Tensor, Tensor] | None = None  # of the implicit positive and negative policy (DiffusionNFT)
+    value: Tensor | None = None  # [rollout, step], of a policy with a critic

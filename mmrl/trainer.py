@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmrl import checkpoints
 from mmrl.config import Config
-from mmrl.core.advantages import group_advantages
+from mmrl.core.advantages import gae, group_advantages
 from mmrl.core.credit import branch_advantages
 from mmrl.core.filters import keep_informative_groups
 from mmrl.core.ratios import by_unit, normalised
@@ -174,6 +174,8 @@ class Trainer:
         algorithm = self.config.algorithm
         if rollouts.rewards is None:
             return torch.ones(len(rollouts))  # demonstrations
+        if algorithm.method == "ppo":
+            return self.estimated_advantages(rollouts, metrics)
         if rollouts.nodes is not None:
             total = total_reward(rollouts, self.task.reward_weights)  # a tree lies on one rank
             values = branch_advantages(total, rollouts.group, rollouts.nodes, scale=algorithm.scale)
@@ -192,6 +194,34 @@ class Trainer:
         metrics.set({f"advantages/{name}": float(value) for name, value in stats.items()})
         first = self.engine.rank * len(rollouts)
         return values[first : first + len(rollouts)].masked_fill(self.filler, 0.0)
+
+    def estimated_advantages(self, rollouts: Rollouts, metrics: Metrics) -> Tensor:
+        """[rollout, decision], standardised over the steps of all ranks; leaves the critic's targets in `rollouts`.
+
+        The reward of the task comes with an episode's last step, the simulator's own with each.
+        """
+        ppo, steps = self.config.algorithm.ppo, rollouts.step_mask
+        assert steps is not None and rollouts.step_rewards is not None and rollouts.step_values is not None
+        assert rollouts.step_terminated is not None
+        rewards = ppo.simulator_reward * rollouts.step_rewards
+        last = torch.arange(steps.shape[1]) == steps.sum(1, keepdim=True) - 1
+        total = total_reward(rollouts, self.task.reward_weights)
+        rewards = rewards + total.nan_to_num(0.0)[:, None].where(last, 0.0)
+        values, rollouts.step_returns = gae(
+            rewards,
+            rollouts.step_values,
+            rollouts.step_terminated,
+            torch.zeros_like(steps),
+            gamma=ppo.gamma,
+            lam=ppo.lam,
+            mask=steps,
+            bootstrap=rollouts.step_bootstrap,
+        )
+        counted = torch.cat(self.engine.gather(values[steps]))
+        values = ((values - counted.mean()) / (counted.std() + 1e-6)).where(steps, 0.0)
+        metrics.add("critic/value", rollouts.step_values[steps])
+        metrics.add("critic/return", rollouts.step_returns[steps])
+        return values.repeat_interleave(rollouts.mask.shape[1] // steps.shape[1], 1)
 
     # --- updates ---
 
@@ -214,7 +244,7 @@ class Trainer:
         ]
         several = algorithm.epochs * algorithm.minibatches > 1 or self.sampling_policy is not None
         for micro in (micro for part in parts for micro in part):
-            if several and algorithm.method == "grpo":
+            if several and algorithm.method != "supervised":
                 with torch.no_grad(), applied(self.sampling_policy):
                     old = self.policy.replay(micro, self.engine)
                 micro.old_logp, micro.old_prediction = old.logp, old.prediction
@@ -229,16 +259,19 @@ class Trainer:
         """One optimizer step. A loss or gradient that is not finite skips it; too many in a row end the run."""
         mode = self.config.algorithm.reduce
         total = self.engine.sum(torch.stack([denominator(micro.mask, mode=mode) for micro in minibatch]).sum())
+        steps = self.engine.sum(torch.stack([counted_steps(micro) for micro in minibatch]).sum())
         finite = True
         for micro in minibatch:
-            loss, stats = self.loss(micro, total)
+            loss, stats = self.loss(micro, total, steps)
             if not loss.isfinite():
                 finite = False
                 loss = loss * torch.nan  # the engine skips a step whose gradient is not finite, on every rank
             self.engine.backward(loss)
             metrics.add("loss", loss[None] / (self.config.total_updates / self.config.steps), sums=True)
             for name, values in stats.items():
-                metrics.add(name, values[micro.mask.to(values.device)])
+                counted = micro.step_mask if name.startswith("critic/") else micro.mask
+                assert counted is not None
+                metrics.add(name, values[counted.to(values.device)])
         metrics.set({"lr": self.engine.lr})
         changed, norm = self.engine.step()
         metrics.add("grad_norm", torch.tensor([norm]))
@@ -249,8 +282,11 @@ class Trainer:
         if not changed:
             self._report_bad_step(minibatch, "loss" if not finite else "gradient")
 
-    def loss(self, micro: Rollouts, total: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's part of the loss, and statistics [rollout, decision]."""
+    def loss(self, micro: Rollouts, total: Tensor, steps: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's part of the loss, and statistics [rollout, decision]; the critic's are [rollout, step].
+
+        total, steps: the denominators of the whole minibatch on all ranks, of decisions and of the critic's steps.
+        """
         algorithm = self.config.algorithm
         replay = self.policy.replay(micro, self.engine)
         mask = micro.mask.to(replay.logp.device)
@@ -276,7 +312,25 @@ class Trainer:
             values = values - algorithm.entropy_coefficient * replay.entropy
         if replay.entropy is not None:
             stats["entropy"] = replay.entropy.detach()
-        return reduce(values, mask, mode=algorithm.reduce, total=total, length=self.policy.max_decisions), stats
+        loss = reduce(values, mask, mode=algorithm.reduce, total=total, length=self.policy.max_decisions)
+        if replay.value is not None and algorithm.method == "ppo":
+            error, known = self.value_error(micro, replay.value)
+            stats["critic/error"] = error.detach()
+            loss = loss + algorithm.ppo.value_coefficient * reduce(error, known, mode="token_mean", total=steps)
+        return loss, stats
+
+    def value_error(self, micro: Rollouts, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Squared error of the critic and which steps count, [rollout, step]. Clipped, the worse of the errors of the
+        value and of the value kept near what it was (arXiv 1707.06347's released code)."""
+        assert micro.step_returns is not None and micro.step_values is not None and micro.step_mask is not None
+        width, clip = value.shape[1], self.config.algorithm.ppo.value_clip
+        parts = (micro.step_returns, micro.step_values, micro.step_mask)
+        returns, before, known = (part[:, :width].to(value.device) for part in parts)
+        error = (value - returns).square()
+        if clip is not None:
+            near = before + (value - before).clamp(-clip, clip)
+            error = torch.maximum(error, (near - returns).square())
+        return error, known
 
     def surrogate(self, micro: Rollouts, replay: Replay, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Values to minimise and statistics, [rollout, decision]."""
@@ -499,6 +553,10 @@ def scoring_thread() -> ThreadPoolExecutor:
 def applied(shadow: Shadow | None) -> AbstractContextManager[None]:
     """Inside it the policy computes with averaged weights, where there are any."""
     return nullcontext() if shadow is None else shadow.applied()
+
+
+def counted_steps(micro: Rollouts) -> Tensor:
+    return torch.tensor(0.0) if micro.step_mask is None else micro.step_mask.sum().float()
 
 
 def total_reward(batch: Rollouts, weights: list[float]) -> Tensor:

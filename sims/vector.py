@@ -148,12 +148,12 @@ class VectorSim:
         return self._running.copy()
 
     def reset(self, seeds: Sequence[int], tasks: Sequence[str]) -> Observation:
-        """Starts an episode in every row: seeds and tasks have length B, seeds are not negative.
+        """Starts an episode in the first len(seeds) rows, at most B; the others are idle and show black pictures.
 
-        Raises UserError for a wrong number of rows, a negative seed or an unknown task, and RuntimeError if the
-        simulator could start none of them.
+        Raises UserError for a wrong number of seeds or tasks, a negative seed or an unknown task, and RuntimeError if
+        the simulator could start none of them.
         """
-        if len(seeds) != len(self) or len(tasks) != len(self):
+        if not 0 < len(seeds) <= len(self) or len(tasks) != len(seeds):
             raise UserError(
                 f"this simulator has {len(self)} environments, but got {len(seeds)} seeds and {len(tasks)} tasks"
             )
@@ -170,7 +170,8 @@ class VectorSim:
             np.zeros((len(self), self.simulator.state_dim), np.float32),
             [""] * len(self),
         )
-        dropped = self._start(np.arange(len(self)))
+        self._running[:] = False
+        dropped = self._start(np.arange(len(seeds)))
         if all(dropped):
             raise RuntimeError(f"no environment could be reset; the first says: {dropped[0]}") from dropped[0]
         return self.observation()
@@ -196,7 +197,7 @@ class VectorSim:
         self._running &= ~(out.terminated.any(1) | out.truncated.any(1) | dropped)
         final = self.observation()
         if self.end_of_episode == "auto_reset" and not self._running.all():
-            ended = np.flatnonzero(~self._running)
+            ended = np.flatnonzero(~self._running[: len(self.seeds)])
             for row in ended:
                 self.seeds[row] += self.seed_stride
             self._start(ended)

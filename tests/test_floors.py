@@ -11,9 +11,9 @@ FLOORS = [
     ["mmrl.kernels"],
     ["mmrl.core", "mmrl.samplers"],
     ["mmrl.rollouts", "mmrl.errors"],  # the words everyone above shares
-    ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "sims", "mmrl.report", "mmrl.data", "mmrl.config"],
+    ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "sims", "mmrl.report", "mmrl.data"],
     ["mmrl.policies", "mmrl.checkpoints"],
-    ["tasks"],
+    ["tasks", "mmrl.config"],
     ["mmrl.trainer", "mmrl.build"],
     ["mmrl.cli"],
     ["mmrl.__main__"],

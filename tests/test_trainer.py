@@ -206,7 +206,7 @@ def test_bad_steps_in_a_row_end_the_run_and_name_the_rollouts(tmp_path):
     usual = trainer.loss
     bad = {1: math.nan, 3: math.nan, 4: math.inf}
 
-    def loss(micro, total):
+    def loss(micro, total, steps):
         value, stats = usual(micro, total)
         return value * bad.get(trainer.step, 1.0), stats
 

@@ -57,32 +57,41 @@ class Prefix:
     not left to it, so that it keeps no state between calls (Qwen's models would remember an offset).
     """
 
-    def __init__(self, model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
-        """inputs: padded on either side, `input_ids` and `attention_mask` [prompt, length] among them."""
-        self.model = model.base_model
+    def __init__(self, model: PreTrainedModel, inputs: dict[str, Tensor], *, every_layer: bool = False) -> None:
+        """inputs: padded on either side, `input_ids` and `attention_mask` [prompt, length] among them.
+
+        `layers` holds the hidden states [row, token, hidden] that came last: of every layer, the input's embeddings
+        first, with `every_layer`; else of the last layer alone."""
+        self.model, self.every_layer = model.base_model, every_layer
+        self.layers: tuple[Tensor, ...] = ()
         self.cache = DynamicCache(config=model.config.get_text_config())
         self.mask = inputs["attention_mask"]
         places = positions(model, inputs)
         self.next_place = places.amax(-1).view(-1, len(self.mask)).amax(0) + 1  # [row]
-        hidden = self._forward(**inputs, position_ids=places)
+        self.hidden = self._forward(**inputs, position_ids=places)  # [row, length, hidden]
         end = self.mask.cumsum(1).argmax(1)  # the first column at which all tokens have been counted
-        self.last = hidden[torch.arange(len(hidden), device=hidden.device), end]  # [row, hidden]
+        self.last = self.hidden[torch.arange(len(end), device=end.device), end]  # [row, hidden]
 
     def select(self, index: Tensor) -> Prefix:
         """Rows `index` take the place of the prompts: a prompt may come often, or not at all. Returns self."""
         self.cache.batch_select_indices(index)
-        self.mask, self.next_place, self.last = self.mask[index], self.next_place[index], self.last[index]
+        self.mask, self.next_place = self.mask[index], self.next_place[index]
+        self.hidden, self.last = self.hidden[index], self.last[index]
         return self
 
-    def extend(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """ids, mask: [row, token], padded on the right. Returns the last hidden states [row, token, hidden]."""
-        places = self.next_place[:, None] + torch.arange(ids.shape[1], device=ids.device)
+    def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """tokens: ids [row, token], or embeddings [row, token, hidden]; mask: [row, token], padded on the right.
+        Returns the last hidden states [row, token, hidden]."""
+        places = self.next_place[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         self.mask = torch.cat([self.mask, mask], 1)
-        self.next_place = self.next_place + ids.shape[1]
-        return self._forward(input_ids=ids, attention_mask=self.mask, position_ids=places)
+        self.next_place = self.next_place + tokens.shape[1]
+        given = {"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens}
+        return self._forward(**given, attention_mask=self.mask, position_ids=places)
 
     def _forward(self, **inputs: Tensor) -> Tensor:
-        return self.model(**inputs, past_key_values=self.cache, use_cache=True).last_hidden_state
+        output = self.model(**inputs, past_key_values=self.cache, use_cache=True, output_hidden_states=self.every_layer)
+        self.layers = output.hidden_states if self.every_layer else (output.last_hidden_state,)
+        return output.last_hidden_state
 
 
 def positions(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:

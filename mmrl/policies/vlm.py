@@ -29,14 +29,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling, shape_logits
 from mmrl.generation.transformers import Prefix, generate, generate_groups
+from mmrl.policies.prompts import Tokens, collate, encode
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
 # Names of modules, as path components of parameter names, over the families of transformers.
 CONNECTORS = {"merger", "deepstack_merger_list", "connector", "multi_modal_projector", "image_newline"}
 VISION_TOWERS = {"visual", "vision_model", "vision_tower"}
-# What a processor returns with one value a token. Listed by name: by shape, a picture's [1, 3] grid looks like three
-# tokens.
-PER_TOKEN = {"mm_token_type_ids", "token_type_ids"}
 # Families (model_type) whose prompts are read once for all of their responses.
 PREFIX_SHARING = {"qwen2_5_vl", "qwen3_vl", "idefics3", "llava_onevision", "internvl"}
 # Keys of a model's configuration whose token stands for pixels and so can not be an answer.
@@ -49,17 +47,6 @@ PLACEHOLDER_KEYS = (
     "vision_end_token_id",
     "vision_token_id",
 )
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """One rollout as the model sees it. `sequence` holds further inputs with one value a prompt token
-    (mm_token_type_ids), `pictures` those that are laid out by picture (pixel_values, image_grid_thw)."""
-
-    prompt: Tensor  # [prompt token] int64
-    response: Tensor  # [response token] int64
-    sequence: dict[str, Tensor]
-    pictures: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -195,42 +182,8 @@ class VisionLanguagePolicy:
     # --- prompts to rollouts ---
 
     def encode(self, prompts: Sequence[Prompt]) -> list[Tokens]:
-        """The prompts through the chat template and the processor, with empty responses.
-
-        Prompts with as many pictures of the same sizes go through the processor together: what it returns for them then
-        falls into equal parts, which holds for every family.
-
-        Raises UserError if a prompt is longer than max_prompt_length; cutting it would cut picture tokens.
-        """
-        alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
-        for place, prompt in enumerate(prompts):
-            alike.setdefault(tuple(image.size for image in prompt.images), []).append(place)
-        found = {
-            place: tokens
-            for places in alike.values()
-            for place, tokens in zip(places, self._encode_alike([prompts[p] for p in places]), strict=True)
-        }
-        return [found[place] for place in range(len(prompts))]
-
-    def _encode_alike(self, prompts: Sequence[Prompt]) -> list[Tokens]:
-        chats = [messages(prompt) for prompt in prompts]
-        texts = self.processor.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-        images = {"images": [list(p.images) for p in prompts]} if prompts[0].images else {}  # nested: by prompt
-        encoded = dict(self.processor(text=texts, return_tensors="pt", padding=True, **images))
-        real = encoded.pop("attention_mask").bool()
-        ids = encoded.pop("input_ids")
-        pictures = {k: v.unflatten(0, (len(prompts), -1)) for k, v in encoded.items() if k not in PER_TOKEN}
-        rows = []
-        for i, prompt in enumerate(prompts):
-            length = int(real[i].sum())
-            if length > self.max_prompt_length:
-                raise UserError(
-                    f"prompt {prompt.id} has {length} tokens, more than rollout.max_prompt_length="
-                    f"{self.max_prompt_length}; raise it, or lower model.processor.max_pixels"
-                )
-            sequence = {k: v[i][real[i]] for k, v in encoded.items() if k in PER_TOKEN}
-            rows.append(Tokens(ids[i][real[i]], ids.new_empty(0), sequence, {k: v[i] for k, v in pictures.items()}))
-        return rows
+        """The prompts with empty responses; see `mmrl.policies.prompts.encode`."""
+        return encode(self.processor, prompts, self.max_prompt_length)
 
     def rollout(
         self,
@@ -358,23 +311,7 @@ class VisionLanguagePolicy:
         return self.replay(rollouts, self.frozen.to(self.device))
 
     def collate(self, rows: Sequence[Tokens], *, padding_side: str) -> dict[str, Tensor]:
-        """One batch of model inputs. Per-token inputs are padded to the longest row; per-picture inputs are zero-padded
-        in their trailing dimensions and concatenated in the order of the rows."""
-        ids = [torch.cat([r.prompt, r.response]) for r in rows]
-        padded = {
-            "input_ids": (ids, self.pad),
-            "attention_mask": ([torch.ones_like(i) for i in ids], 0),
-        }
-        for key in {k: None for r in rows for k in r.sequence}:
-            values = [r.sequence.get(key, torch.zeros_like(r.prompt)) for r in rows]
-            padded[key] = ([torch.cat([v, torch.zeros_like(r.response)]) for v, r in zip(values, rows, strict=True)], 0)
-        batch = {
-            key: nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill, padding_side=padding_side)
-            for key, (values, fill) in padded.items()
-        }
-        for key in {k: None for r in rows for k in r.pictures}:
-            batch[key] = cat_padded([r.pictures[key] for r in rows if key in r.pictures])
-        return {key: value.to(self.device) for key, value in batch.items()}
+        return collate(rows, pad=self.pad, padding_side=padding_side, device=self.device)
 
     def _with_ballast(self, rows: list[Tokens]) -> list[Tokens]:
         """Under ZeRO-3 a rank whose batch holds no picture would skip the vision tower, whose parameters the others
@@ -405,18 +342,31 @@ class Lockstep:
 
 
 def load(
+    path: str, *, activation_checkpointing: bool = False, reference: bool = False, **options: Any
+) -> VisionLanguagePolicy:
+    """A policy from a folder or a hub name. `options` go to `load_model` and to VisionLanguagePolicy.
+
+    Raises UserError as `load_model` does.
+    """
+    given = {k: options.pop(k) for k in ("dtype", "attention", "freeze", "lora", "processor") if k in options}
+    model, processor = load_model(path, **given)
+    adapted = isinstance(model, peft.PeftModel)
+    frozen_copy = copy.deepcopy(model).requires_grad_(False) if reference and not adapted else None
+    if activation_checkpointing:
+        recompute_activations(model)
+    return VisionLanguagePolicy(model, processor, reference=frozen_copy, **options)
+
+
+def load_model(
     path: str,
     *,
     dtype: str = "float32",
     attention: str = "sdpa",
     freeze: Sequence[str] = (),
     lora: dict[str, Any] | None = None,
-    activation_checkpointing: bool = False,
     processor: dict[str, Any] | None = None,
-    reference: bool = False,
-    **options: Any,
-) -> VisionLanguagePolicy:
-    """A policy from a folder or a hub name. `options` go to VisionLanguagePolicy.
+) -> tuple[nn.Module, Any]:
+    """An image-text model and its processor, with its LoRA if `path` is one or a new one if `lora` is given.
 
     Raises UserError if there is no model at `path` or it is not one that reads images and writes text.
     """
@@ -429,22 +379,21 @@ def load(
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
     model: Any = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype, attn_implementation=attention)
-    frozen_copy = (
-        copy.deepcopy(model).requires_grad_(False) if reference and lora is None and not adapter.is_file() else None
-    )
     if adapter.is_file():
         model = peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     elif lora is not None:
-        options_ = {"r": lora["rank"], "lora_alpha": lora["alpha"], "target_modules": lora["targets"]}
-        model = peft.get_peft_model(model, peft.LoraConfig(**options_))
+        options = {"r": lora["rank"], "lora_alpha": lora["alpha"], "target_modules": lora["targets"]}
+        model = peft.get_peft_model(model, peft.LoraConfig(**options))
     for parameter_name, parameter in model.named_parameters():  # adapters too
         if part_of(parameter_name) in freeze:
             parameter.requires_grad_(False)
-    if activation_checkpointing:
-        transformers_model(model).gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
-    loaded = AutoProcessor.from_pretrained(path, **(processor or {}))
-    return VisionLanguagePolicy(model, loaded, reference=frozen_copy, **options)
+    return model, AutoProcessor.from_pretrained(path, **(processor or {}))
+
+
+def recompute_activations(model: Any) -> None:
+    """Layers keep only their inputs for the backward pass."""
+    transformers_model(model).gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -482,26 +431,6 @@ def never_sampled(model: PreTrainedModel, tokenizer: Any, eos: tuple[int, ...]) 
     return tuple(sorted((placeholders | special | beyond) - set(eos)))
 
 
-def messages(prompt: Prompt) -> list[dict[str, Any]]:
-    """The prompt as chat messages; `<image>` in its text says where a picture goes, else the pictures come first.
-
-    Raises UserError if the markers and the pictures do not match.
-    """
-    pieces = prompt.text.split("<image>")
-    if len(pieces) == 1:
-        pieces = [""] * len(prompt.images) + pieces
-    if len(pieces) - 1 != len(prompt.images):
-        raise UserError(f"prompt {prompt.id} has {len(pieces) - 1} <image> markers and {len(prompt.images)} images")
-    content: list[dict[str, Any]] = []
-    for number, piece in enumerate(pieces):
-        if number > 0:
-            content.append({"type": "image"})
-        if piece:
-            content.append({"type": "text", "text": piece})
-    system = [{"role": "system", "content": [{"type": "text", "text": prompt.system}]}] if prompt.system else []
-    return [*system, {"role": "user", "content": content}]
-
-
 def distinct_prompts(rows: Sequence[Tokens]) -> tuple[list[Tokens], list[int]]:
     """Each prompt once, without a response, and for each row its prompt's place. Rollouts of one `rollout` call hold
     the same tensor; equal prompts that were encoded apart stay apart."""
@@ -509,14 +438,3 @@ def distinct_prompts(rows: Sequence[Tokens]) -> tuple[list[Tokens], list[int]]:
     which = [place.setdefault(id(tokens.prompt), len(place)) for tokens in rows]
     firsts = [rows[which.index(number)] for number in range(len(place))]
     return [replace(tokens, response=tokens.response[:0]) for tokens in firsts], which
-
-
-def cat_padded(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate on the first dimension, zero-padding the others to the largest."""
-    target = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
-
-    def pad(t: Tensor) -> Tensor:
-        widths = [w for size, want in zip(t.shape[:0:-1], target[::-1], strict=True) for w in (0, want - size)]
-        return nn.functional.pad(t, widths)
-
-    return torch.cat([pad(t) for t in tensors])

@@ -159,6 +159,11 @@ def _second_order(
     return gain * (data - before)
 
 
+def mixed(seed: int, number: int) -> int:
+    """A seed of its own for each number."""
+    return (seed * 0x9E3779B97F4A7C15 + (number + 1) * 0x94D049BB133111EB) % 2**63
+
+
 def gaussian(seeds: list[int], counter: int, shape: tuple[int, ...]) -> Tensor:
     """Standard normal [row, *shape] fp32, each row from its seed and `counter` alone: on the CPU, so that neither the
     batch, the number of ranks nor the device changes it."""

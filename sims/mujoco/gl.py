@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -31,6 +31,9 @@ def choose_backend() -> str:
     wanted = os.environ.get("MUJOCO_GL", "").lower()
     if wanted and wanted not in BACKENDS:
         raise UserError(f"MUJOCO_GL={wanted} cannot render off screen here; set it to egl or osmesa, or unset it")
+    if importlib.util.find_spec("triton") is not None:
+        # Triton and Mesa each carry an LLVM; loaded after Mesa's, Triton's ends the process with a segmentation fault.
+        importlib.import_module("triton")
     os.environ.setdefault("LP_NUM_THREADS", "0")  # software rendering in the caller's thread: rows share the cores
     reasons = []
     for backend in [wanted] if wanted else BACKENDS:

@@ -108,7 +108,7 @@ def make(folder, *overrides, task=None, base=TINY) -> Trainer:
     """What `mmrl train` builds before it trains."""
     config = load(base, [f"run_dir={folder}", *overrides])
     torch.manual_seed(config.seed)
-    policy = build.build_policy(config)
+    policy = build.build_policy(config, task)
     engine = build.build_engine(config, policy)
     run = Run(Path(folder), to_yaml(config), writes=engine.rank == 0)
     return Trainer(config, policy, task or build.build_task(config), engine, run)

@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mmrl.errors import UserError
 from mmrl.generation import transformers as generation
 from mmrl.generation.sampling import Sampling
-from mmrl.policies import vlm
+from mmrl.policies import prompts, vlm
 from mmrl.rollouts import Prompt, Rollouts
 from tests.policies.conftest import LENGTH, PROMPTS, mixed, picture
 
@@ -606,7 +606,7 @@ def test_lockstep_adds_a_picture_and_changes_nothing(family, load):
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda p: p.id)
 def test_prompts_are_encoded_as_the_processor_itself_does(shared, prompt):
     policy, _ = shared
-    conversation = vlm.messages(prompt)
+    conversation = prompts.messages(prompt)
     pictures = iter(prompt.images)
     for message in conversation:
         for piece in message["content"]:
@@ -676,10 +676,10 @@ def test_bad_prompts_and_demonstrations_name_themselves(load, family):
 def test_pictures_go_where_the_markers_are():
     images = (picture(16, 16), picture(24, 16))
     text, image = (lambda t: {"type": "text", "text": t}), {"type": "image"}
-    user = vlm.messages(Prompt("p", "a <image> b <image>", images))
+    user = prompts.messages(Prompt("p", "a <image> b <image>", images))
     assert user == [{"role": "user", "content": [text("a "), image, text(" b "), image]}]
-    assert vlm.messages(Prompt("p", "a", images))[0]["content"] == [image, image, text("a")]
-    assert vlm.messages(Prompt("p", "a", system="s"))[0] == {"role": "system", "content": [text("s")]}
+    assert prompts.messages(Prompt("p", "a", images))[0]["content"] == [image, image, text("a")]
+    assert prompts.messages(Prompt("p", "a", system="s"))[0] == {"role": "system", "content": [text("s")]}
 
 
 # --- what is refused ---

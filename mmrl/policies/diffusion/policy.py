@@ -18,7 +18,7 @@ from mmrl.errors import UserError
 from mmrl.policies.diffusion.family import Condition, Family
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 from mmrl.samplers import transitions
-from mmrl.samplers.chain import Chain, Sampler, gaussian, run
+from mmrl.samplers.chain import Chain, Sampler, gaussian, mixed, run
 from mmrl.samplers.guidance import guided, scale_at
 from mmrl.samplers.settings import Denoising
 from mmrl.samplers.transitions import direct_log_ratio, gaussian_step, reduce_elements, step_kl
@@ -192,7 +192,7 @@ class DiffusionPolicy:
             leaves *= factor
             x = repeat(chain.final, "b ... -> (b k) ...", k=factor)
             owner = [g for g in range(len(roots)) for _ in range(leaves)]
-            child = [_mix(roots[g], n) for g in range(len(roots)) for n in range(leaves)]
+            child = [mixed(roots[g], n) for g in range(len(roots)) for n in range(leaves)]
             chain = self._segment(
                 x,
                 [texts[g] for g in owner],
@@ -385,7 +385,7 @@ class DiffusionPolicy:
 
     def _uniform(self, seed: int, count: int, counter: int = 0) -> Tensor:
         """Stratified uniform draws [count] inside draw_range, from a rollout's seed alone."""
-        generator = torch.Generator().manual_seed(_mix(seed, 1000 + counter))
+        generator = torch.Generator().manual_seed(mixed(seed, 1000 + counter))
         low, high = self.settings.draw_range if counter else (0.0, 1.0)
         u = (torch.arange(count) + torch.rand(count, generator=generator)) / count
         return low + (high - low) * u
@@ -407,7 +407,3 @@ def _noise(seeds: Sequence[int], shape: tuple[int, ...]) -> Any:
         return gaussian([int(seeds[i]) for i in rows.tolist()], step, shape)
 
     return noise
-
-
-def _mix(seed: int, number: int) -> int:
-    return (seed * 0x9E3779B97F4A7C15 + (number + 1) * 0x94D049BB133111EB) % 2**63

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.family import Condition
+from mmrl.policies.embeddings import sinusoids
 from mmrl.samplers.sigmas import Grid, shift_towards_noise, shifted
 
 CONFIG, WEIGHTS = "small_diffusion.json", "model.safetensors"
@@ -189,13 +189,6 @@ def velocity(data: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
     """(x - data) / s [n, ...] for sigma s [n], taken at 0.05 below that. A network that predicts the data has an easier
     task: pictures lie on few dimensions, noise on all (arXiv 2511.13720)."""
     return (x - data) / sigma.clamp(min=0.05).view(-1, *[1] * (x.dim() - 1))
-
-
-def sinusoids(time: Tensor, width: int) -> Tensor:
-    """[n] in [0, 1] -> [n, width]: sines and cosines of frequencies from 1 to 1000."""
-    frequency = torch.exp(torch.linspace(0, math.log(1000), width // 2, device=time.device))
-    angle = time[:, None] * frequency
-    return torch.cat([angle.sin(), angle.cos()], 1)
 
 
 def network(config: SmallConfig) -> nn.Module:

@@ -1,0 +1,78 @@
+"""What reads the picture and the instruction: any transformers image-text model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from mmrl.generation.transformers import Prefix
+from mmrl.policies import vlm
+from mmrl.policies.prompts import Tokens, collate, encode
+from mmrl.policies.vla.heads import Reading
+from mmrl.rollouts import Prompt
+
+
+class Backbone(Protocol):
+    """An nn.Module that reads observations; see `VisionLanguageBackbone`."""
+
+    width: int
+    vocabulary: int  # ids below this one may be action tokens
+    input_embeddings: nn.Module
+    output_weight: Tensor  # [id, width]
+
+    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Any]: ...
+
+    def collate(self, rows: Sequence[Any], device: torch.device) -> dict[str, Tensor]: ...
+
+    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading: ...
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None: ...
+
+
+class VisionLanguageBackbone(nn.Module):
+    """A model of the foundation's families (`mmrl.policies.vlm`), its prompt read once and continued by embeddings."""
+
+    def __init__(self, model: nn.Module, processor: Any, max_prompt_length: int) -> None:
+        super().__init__()
+        self.model, self.processor, self.max_prompt_length = model, processor, max_prompt_length
+        tokenizer = processor.tokenizer
+        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        core = vlm.transformers_model(model)
+        self.width: int = core.config.get_text_config().hidden_size
+        self.vocabulary: int = tokenizer.vocab_size
+
+    @property
+    def input_embeddings(self) -> nn.Module:
+        return vlm.transformers_model(self.model).get_input_embeddings()
+
+    @property
+    def output_weight(self) -> Tensor:
+        return vlm.transformers_model(self.model).get_output_embeddings().weight  # type: ignore[return-value]
+
+    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Tokens]:
+        """images [n, height, width, 3] RGB and n texts -> what `collate` takes. Raises UserError for a prompt that is
+        too long."""
+        prompts = [
+            Prompt(str(i), text, (Image.fromarray(image),))
+            for i, (image, text) in enumerate(zip(images, texts, strict=True))
+        ]
+        return encode(self.processor, prompts, self.max_prompt_length)
+
+    def collate(self, rows: Sequence[Tokens], device: torch.device) -> dict[str, Tensor]:
+        return collate(rows, pad=self.pad, padding_side="right", device=device)
+
+    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
+        return Prefix(vlm.transformers_model(self.model), inputs, every_layer=every_layer)
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        weights = {name.removeprefix("model."): value for name, value in state.items()}
+        model: Any = self.model
+        model.save_pretrained(folder, state_dict=weights)
+        self.processor.save_pretrained(folder)

@@ -1,0 +1,105 @@
+"""Actions as tokens, and as numbers of a robot: bins at the end of the vocabulary, statistics of a data set."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mmrl.errors import UserError
+
+
+@dataclass(frozen=True)
+class ActionCodec:
+    """Actions in [-1, 1] as the last `bins` ids below `vocabulary`, as OpenVLA numbers them (arXiv 2406.09246).
+
+    The `bins` edges linspace(-1, 1, bins) enclose bins - 1 intervals; number k = 1 .. bins of the edge at or below an
+    action is the id vocabulary - k, and the id stands for the middle of its interval. The ids of k = bins (an action of
+    exactly 1) and k = bins - 1 stand for the same action. As a column of the logits an id counts from `first`.
+    """
+
+    vocabulary: int
+    bins: int = 256
+
+    @property
+    def first(self) -> int:
+        """The lowest id, whose column is 0."""
+        return self.vocabulary - self.bins
+
+    def encode(self, actions: Tensor) -> Tensor:
+        """[...] in any range, clamped to [-1, 1] -> columns [...] int64. Raises ValueError for NaN."""
+        if bool(actions.isnan().any()):
+            raise ValueError("actions hold NaN")
+        edges = torch.linspace(-1, 1, self.bins, dtype=torch.float64)
+        number = torch.bucketize(actions.detach().cpu().double().clamp(-1, 1), edges, right=True)
+        return (self.bins - number).to(actions.device)
+
+    def decode(self, columns: Tensor) -> Tensor:
+        """Columns [...] -> actions [...] fp32, the middles of their intervals."""
+        edges = torch.linspace(-1, 1, self.bins, dtype=torch.float64, device=columns.device)
+        centres = ((edges[1:] + edges[:-1]) / 2).float()
+        return centres[(self.bins - columns - 1).clamp(0, self.bins - 2)]
+
+    def ids(self, columns: Tensor) -> Tensor:
+        return columns + self.first
+
+
+@dataclass(frozen=True)
+class ActionStatistics:
+    """The 1 % and 99 % quantiles of a data set's actions, [action] each; where `mask` is False a number passes as it
+    is (grippers)."""
+
+    q01: NDArray[np.float64]
+    q99: NDArray[np.float64]
+    mask: NDArray[np.bool_]
+
+    def to_robot(self, actions: NDArray) -> NDArray[np.float64]:
+        """[..., action] in [-1, 1] -> the robot's units: (a + 1) / 2 (q99 - q01) + q01."""
+        return np.where(self.mask, 0.5 * (actions + 1) * (self.q99 - self.q01) + self.q01, actions)
+
+    def from_robot(self, actions: NDArray) -> NDArray[np.float64]:
+        """The inverse, clamped to [-1, 1]; 0 where the data never moved."""
+        span = self.q99 - self.q01
+        scaled = 2 * (actions - self.q01) / np.where(span == 0, 1, span) - 1
+        return np.where(self.mask, np.where(span == 0, 0, scaled).clip(-1, 1), actions)
+
+
+def load_statistics(path: str, key: str | None, action_dim: int) -> ActionStatistics:
+    """Read OpenVLA's statistics: {data set: {"action": {"q01": [...], "q99": [...], "mask": [...]}}}, as a file of its
+    own or under "norm_stats" of a model's config.json. Without a mask every number is scaled.
+
+    Raises UserError naming the file and the key that is missing, unknown or of another length than `action_dim`.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = next((file / n for n in ("dataset_statistics.json", "config.json") if (file / n).is_file()), file)
+    try:
+        found: Any = json.loads(file.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"action.statistics={path}: {error}") from None
+    found = found.get("norm_stats", found)
+    if not isinstance(found, dict) or not found:
+        raise UserError(f"action.statistics={path}: expected a mapping from data sets to statistics")
+    names = ", ".join(found)
+    if key is None and len(found) != 1:
+        raise UserError(f"action.statistics={path} holds {names}; choose one with action.statistics_key")
+    key = key or next(iter(found))
+    if key not in found:
+        raise UserError(f"action.statistics_key={key} is not in {path}; it holds {names}")
+    action = found[key].get("action", {})
+    for needed in ("q01", "q99"):
+        if needed not in action:
+            raise UserError(f"action.statistics={path}: {key}.action.{needed} is missing")
+    mask = action.get("mask", [True] * len(action["q01"]))
+    for name, values in (("q01", action["q01"]), ("q99", action["q99"]), ("mask", mask)):
+        if len(values) != action_dim:
+            raise UserError(
+                f"action.statistics={path}: {key}.action.{name} has {len(values)} numbers, the robot takes {action_dim}"
+            )
+    return ActionStatistics(np.array(action["q01"], float), np.array(action["q99"], float), np.array(mask, bool))

@@ -1,0 +1,111 @@
+"""Policies from folders and hub names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from mmrl.errors import UserError
+from mmrl.policies import vlm
+from mmrl.policies.vla.backbone import VisionLanguageBackbone
+from mmrl.policies.vla.codec import ActionCodec, load_statistics
+from mmrl.policies.vla.heads import BridgeHead, FlowHead, Head, RegressionHead, TokenHead
+from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy
+from mmrl.policies.vla.settings import Actions
+from mmrl.samplers.settings import Denoising
+from sims import VectorSim
+
+SHAPING = ("head", "chunk", "decoding", "bins", "width", "depth", "queries", "spread", "proprioception")
+
+
+def load(
+    path: str,
+    settings: Actions,
+    denoising: Denoising,
+    sim: VectorSim,
+    *,
+    supervised: bool,
+    critic: bool,
+    reference: bool,
+    temperature: float,
+    evaluation_temperature: float,
+    max_prompt_length: int,
+    activation_checkpointing: bool,
+    seed: int,
+    **model: Any,
+) -> VisionLanguageActionPolicy:
+    """A policy from a folder that `save` wrote, or with a new head on any image-text model. `model` goes to
+    `vlm.load_model`.
+
+    Raises UserError for a folder whose head is another one than `settings` asks for.
+    """
+    torch_model, processor = vlm.load_model(path, **model)
+    if activation_checkpointing:
+        vlm.recompute_activations(torch_model)
+    backbone = VisionLanguageBackbone(torch_model, processor, max_prompt_length)
+    action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = make_head(settings, denoising, backbone, action_dim, state_dim, supervised, temperature)
+        network = Network(backbone, head, state_dim, critic)
+    if (Path(path) / DESCRIPTION).is_file():
+        _restore(Path(path), network, settings)
+    statistics = None
+    if settings.statistics is not None:
+        statistics = load_statistics(settings.statistics, settings.statistics_key, action_dim)
+    return VisionLanguageActionPolicy(
+        network,
+        settings,
+        sim,
+        statistics=statistics,
+        temperature=temperature,
+        evaluation_temperature=evaluation_temperature,
+        reference=reference,
+    )
+
+
+def make_head(
+    settings: Actions,
+    denoising: Denoising,
+    backbone: Any,
+    action_dim: int,
+    state_dim: int,
+    supervised: bool,
+    temperature: float,
+) -> Head:
+    sizes = (action_dim, state_dim, backbone.width)
+    if settings.head == "token":
+        codec = ActionCodec(backbone.vocabulary, settings.bins)
+        if codec.first < 0:
+            raise UserError(f"action.bins={settings.bins}, but the vocabulary has only {backbone.vocabulary} ids")
+        head = TokenHead(settings, *sizes, codec, backbone)
+        head.temperature = 1.0 if supervised else temperature
+        return head
+    if settings.head == "flow":
+        if not supervised and settings.spread == "sampler" and denoising.likelihood == "contrast":
+            raise UserError("denoising.likelihood=contrast is for images; use chain or matching")
+        try:
+            head_ = FlowHead(settings, denoising, *sizes, supervised)
+            assert head_.decisions
+            return head_
+        except ValueError as error:
+            raise UserError(f"denoising: {error}") from None
+    return {"regression": RegressionHead, "bridge": BridgeHead}[settings.head](settings, *sizes)
+
+
+def _restore(folder: Path, network: Network, settings: Actions) -> None:
+    """Head and critic; a critic that is not there starts anew."""
+    then: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text())
+    for name in SHAPING:
+        if then[name] != getattr(settings, name):
+            raise UserError(f"action.{name}={getattr(settings, name)}, but {folder} was trained with {then[name]}")
+    found = load_file(folder / WEIGHTS)
+    wanted = {n for n in network.state_dict() if not n.startswith("backbone.")}
+    missing = [n for n in sorted(wanted - set(found)) if not n.startswith("critic.")]
+    if missing:
+        raise UserError(f"{folder / WEIGHTS} lacks {missing[0]}")
+    network.load_state_dict({n: value for n, value in found.items() if n in wanted}, strict=False)

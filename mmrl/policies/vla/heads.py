@@ -1,0 +1,439 @@
+"""From what the backbone read to a chunk of actions, and back to how likely that chunk was.
+
+A head is asked for three things: `act` draws a chunk, `score` says how likely a given one is (the same code path, so
+that the ratio is exactly 1 before the first update), `teach` makes of demonstrated actions what `score` takes.
+What was chosen is a dictionary of tensors [n, ...] of fixed shapes, "actions" [n, chunk, action] among them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, reduce, repeat
+from torch import Tensor, nn
+
+from mmrl.generation.sampling import draw
+from mmrl.policies.vla.codec import ActionCodec
+from mmrl.policies.vla.layers import BridgeBlock, Expert
+from mmrl.policies.vla.settings import Actions
+from mmrl.samplers.chain import Sampler, gaussian, mixed, run
+from mmrl.samplers.settings import Denoising
+from mmrl.samplers.sigmas import Grid, linear
+from mmrl.samplers.transitions import direct_log_ratio, gaussian_step, reduce_elements, step_kl
+
+Chosen = dict[str, Tensor]
+INITIAL, DRAWS = -1, -2  # counters of a chunk's noise that are not steps of its chain
+CLIP = 1e-6
+
+
+class Reading(Protocol):
+    """What a backbone made of n prompts."""
+
+    hidden: Tensor  # [n, token, width], the last layer
+    mask: Tensor  # [n, token], 1 where there is a token
+    last: Tensor  # [n, width], of each prompt's last token
+    layers: tuple[Tensor, ...]  # of every layer [n, token, width], of what was read last
+
+    def extend(self, tokens: Tensor, mask: Tensor) -> Tensor: ...
+
+
+class Head(nn.Module):
+    """`decisions`: in a chunk. `every_layer`: whether it needs all layers of the backbone. `context_only`: whether it
+    needs nothing but the prompt's last layer, so that a frozen backbone is asked once for an observation."""
+
+    every_layer = False
+    context_only = False
+
+    def __init__(self, settings: Actions, action_dim: int, state_dim: int, width: int) -> None:
+        super().__init__()
+        self.settings, self.action_dim, self.width = settings, action_dim, width
+        self.state_dim = state_dim if settings.proprioception else 0
+
+    @property
+    def decisions(self) -> int:
+        chunk = self.settings.chunk
+        return {"token": chunk * self.action_dim, "action": chunk, "chunk": 1}[self.settings.level]
+
+    def act(self, reading: Reading, state: Tensor, seeds: Sequence[int], temperature: float, training: bool) -> Chosen:
+        """Draw n chunks, each from its own seed; temperature 0: the likeliest. `training` False leaves out what only
+        serves to be scored, and may take more care."""
+        raise NotImplementedError
+
+    def score(
+        self, reading: Reading, state: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Fields of `mmrl.rollouts.Replay`, each [n, decisions, ...]. valid [n, chunk] bool: which actions were
+        executed; the others count for nothing. old: what "prediction" was then."""
+        raise NotImplementedError
+
+    def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
+        """actions [n, chunk, action] in [-1, 1]; what is random in learning them comes from each one's seed."""
+        return {"actions": actions}
+
+    def decided(self, valid: Tensor) -> Tensor:
+        """[n, decisions] bool: which decisions count."""
+        per_action = {"token": self.action_dim, "action": 1}
+        if self.settings.level == "chunk" or self.settings.head == "flow":
+            return repeat(valid.any(1), "n -> n d", d=self.decisions)
+        return repeat(valid, "n c -> n (c k)", k=per_action[self.settings.level])
+
+    def _by_level(self, values: Tensor, valid: Tensor) -> Tensor:
+        """[n, chunk, action] summed over what is one decision, and that is executed: [n, decisions]."""
+        values = values.where(valid[..., None], 0)
+        pattern = {"token": "n c a -> n (c a)", "action": "n c a -> n c", "chunk": "n c a -> n"}[self.settings.level]
+        return reduce(values, pattern, "sum").view(len(values), -1)
+
+
+class StateToken(nn.Module):
+    """The robot's state as one more token behind the prompt; none where there is no state."""
+
+    def __init__(self, state_dim: int, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.project = nn.Linear(state_dim, width) if state_dim else None
+
+    def forward(self, state: Tensor) -> Tensor:
+        """[n, state] -> [n, 1 or 0, width]"""
+        if self.project is None:
+            return state.new_zeros(len(state), 0, self.width)
+        return rearrange(self.project(state), "n w -> n 1 w")
+
+
+class TokenHead(Head):
+    """Every number of every action is a token; logits are made for the action columns only."""
+
+    def __init__(
+        self, settings: Actions, action_dim: int, state_dim: int, width: int, codec: ActionCodec, backbone: nn.Module
+    ) -> None:
+        super().__init__(settings, action_dim, state_dim, width)
+        self.codec = codec
+        self.temperature = 1.0  # of the distribution that is drawn from and scored
+        self._backbone = [backbone]  # in a list: its parameters are not this module's
+        self.state = StateToken(self.state_dim, width)
+        self.tokens = settings.chunk * action_dim
+        parallel = settings.decoding == "parallel"
+        self.queries = nn.Parameter(torch.randn(self.tokens, width) * 0.02) if parallel else None
+
+    def act(self, reading: Reading, state: Tensor, seeds: Sequence[int], temperature: float, training: bool) -> Chosen:
+        generators = [torch.Generator(state.device).manual_seed(seed) for seed in seeds]
+
+        def choose(logits: Tensor) -> Tensor:
+            return (logits if temperature == 0 else draw(logits / temperature, generators)).argmax(-1)
+
+        if self.queries is not None:
+            columns = choose(self._logits(self._read(reading, state, None)))
+        else:
+            hidden, taken = self._begin(reading, state), []
+            for place in range(self.tokens):
+                taken.append(choose(self._logits(hidden)))
+                if place + 1 < self.tokens:
+                    hidden = extend(reading, self._embed(taken[-1][:, None]))[:, -1]
+            columns = torch.stack(taken, 1)
+        return {"columns": columns, "actions": self._actions(columns)}
+
+    def score(
+        self, reading: Reading, state: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None
+    ) -> dict[str, Tensor]:
+        columns = chosen["columns"]
+        logits = self._logits(self._read(reading, state, columns)) / self.temperature
+        logp = logits.log_softmax(-1)
+        entropy = -(logp.exp() * logp).sum(-1)
+        taken = logp.gather(-1, columns[..., None]).squeeze(-1)
+        shape = (len(columns), self.settings.chunk, self.action_dim)
+        return {
+            "logp": self._by_level(taken.view(shape), valid),
+            "entropy": self._by_level(entropy.view(shape), valid),
+        }
+
+    def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
+        return {"columns": self.codec.encode(actions).flatten(1), "actions": actions}
+
+    def _begin(self, reading: Reading, state: Tensor) -> Tensor:
+        """[n, width], from which the first token follows."""
+        start = self.state(state)
+        return reading.last if start.shape[1] == 0 else extend(reading, start)[:, -1]
+
+    def _read(self, reading: Reading, state: Tensor, columns: Tensor | None) -> Tensor:
+        """[n, token, width], from each of which a token follows."""
+        if self.queries is not None:
+            start = self.state(state)
+            asked = torch.cat([start, repeat(self.queries, "t w -> n t w", n=len(state))], 1)
+            return extend(reading, asked)[:, start.shape[1] :]
+        assert columns is not None
+        first = rearrange(self._begin(reading, state), "n w -> n 1 w")
+        if self.tokens == 1:
+            return first
+        return torch.cat([first, extend(reading, self._embed(columns[:, :-1]))], 1)
+
+    def _embed(self, columns: Tensor) -> Tensor:
+        embeddings: nn.Module = self._backbone[0].input_embeddings  # type: ignore[assignment]
+        return embeddings(self.codec.ids(columns))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        weight: Tensor = self._backbone[0].output_weight  # type: ignore[assignment]
+        return F.linear(hidden, weight[self.codec.first : self.codec.vocabulary]).float()
+
+    def _actions(self, columns: Tensor) -> Tensor:
+        return self.codec.decode(columns).view(-1, self.settings.chunk, self.action_dim)
+
+
+class LaplaceHead(Head):
+    """Actions with a median and a learned scale (RIPT-VLA, arXiv 2505.17016)."""
+
+    def __init__(self, settings: Actions, action_dim: int, state_dim: int, width: int) -> None:
+        super().__init__(settings, action_dim, state_dim, width)
+        self.log_scale = nn.Parameter(torch.full((settings.chunk, action_dim), math.log(settings.scale)))
+
+    def median(self, reading: Reading, state: Tensor) -> Tensor:
+        """[n, chunk, action]"""
+        raise NotImplementedError
+
+    def act(self, reading: Reading, state: Tensor, seeds: Sequence[int], temperature: float, training: bool) -> Chosen:
+        median = self.median(reading, state).float()
+        uniform = torch.stack(
+            [torch.rand(median.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        ).to(median.device)
+        centred = (uniform - 0.5).clamp(-0.5 + CLIP, 0.5 - CLIP)
+        noise = -centred.sign() * torch.log1p(-2 * centred.abs())
+        return {"actions": median + temperature * self.log_scale.float().exp() * noise}
+
+    def score(
+        self, reading: Reading, state: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None
+    ) -> dict[str, Tensor]:
+        median, log_scale = self.median(reading, state).float(), self.log_scale.float()
+        logp = -(chosen["actions"] - median).abs() / log_scale.exp() - log_scale - math.log(2)
+        entropy = (1 + math.log(2) + log_scale).expand_as(logp)
+        return {"logp": self._by_level(logp, valid), "entropy": self._by_level(entropy, valid)}
+
+
+class RegressionHead(LaplaceHead):
+    """One query an action, read by an MLP (OpenVLA-OFT, arXiv 2502.19645, with one token an action)."""
+
+    def __init__(self, settings: Actions, action_dim: int, state_dim: int, width: int) -> None:
+        super().__init__(settings, action_dim, state_dim, width)
+        self.state = StateToken(self.state_dim, width)
+        self.queries = nn.Parameter(torch.randn(settings.chunk, width) * 0.02)
+        self.leave = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, action_dim))
+
+    def median(self, reading: Reading, state: Tensor) -> Tensor:
+        start = self.state(state)
+        asked = torch.cat([start, repeat(self.queries, "c w -> n c w", n=len(state))], 1)
+        return self.leave(extend(reading, asked)[:, start.shape[1] :])
+
+
+class BridgeHead(LaplaceHead):
+    """Queries are read from every layer, and so is the prompt: see `BridgeBlock`."""
+
+    every_layer = True
+
+    def __init__(self, settings: Actions, action_dim: int, state_dim: int, width: int) -> None:
+        super().__init__(settings, action_dim, state_dim, width)
+        own = settings.width
+        self.state = StateToken(self.state_dim, width)
+        self.queries = nn.Parameter(torch.randn(settings.queries, width) * 0.02)
+        self.start = nn.Parameter(torch.randn(settings.chunk, own) * 0.02)
+        self.blocks = nn.ModuleList(BridgeBlock(own, width, max(1, own // 32)) for _ in range(settings.depth))
+        self.leave = nn.Sequential(nn.LayerNorm(own), nn.Linear(own, action_dim))
+
+    def median(self, reading: Reading, state: Tensor) -> Tensor:
+        prompt, mask = reading.layers[-len(self.blocks) :], reading.mask.bool()
+        extend(reading, torch.cat([self.state(state), repeat(self.queries, "q w -> n q w", n=len(state))], 1))
+        queries = reading.layers[-len(self.blocks) :]
+        h = repeat(self.start, "c w -> n c w", n=len(state))
+        for block, p, q in zip(self.blocks, prompt, queries, strict=True):
+            h = block(h, p, mask, q)
+        return self.leave(h)
+
+
+class FlowHead(Head):
+    """An expert that denoises a chunk: velocities of a flow from noise (sigma 1) to actions (sigma 0).
+
+    With likelihood "chain" a decision is a step of the sampler inside the window, one sigma-level Gaussian of the whole
+    chunk; with spread "learned" all steps together are one decision (ReinFlow, arXiv 2505.22094). With "matching" the
+    chunk is one decision whose log-ratio is the fall of the flow-matching error (FPO, arXiv 2507.21053).
+    """
+
+    context_only = True
+
+    def __init__(
+        self, settings: Actions, denoising: Denoising, action_dim: int, state_dim: int, width: int, supervised: bool
+    ) -> None:
+        super().__init__(settings, action_dim, state_dim, width)
+        self.denoising = denoising
+        self.shape = (settings.chunk, action_dim)
+        self.expert = Expert(
+            *self.shape, self.state_dim, width, settings.width, settings.depth, settings.spread == "learned"
+        )
+        learned = settings.spread == "learned"
+        self.likelihood = "matching" if supervised else "joint" if learned else denoising.likelihood
+        self.sampler = Sampler(grid(denoising.steps), denoising.transition, denoising.noise)
+        self.careful = Sampler(grid(denoising.evaluation_steps), "ode", 0.0)
+
+    @property
+    def decisions(self) -> int:
+        return len(self._window(0)) if self.likelihood == "chain" else 1
+
+    def _window(self, seed: int) -> list[int]:
+        return self.denoising.window.steps(self.sampler.std, 0, seed)
+
+    def act(self, reading: Reading, state: Tensor, seeds: Sequence[int], temperature: float, training: bool) -> Chosen:
+        x = gaussian(list(seeds), INITIAL, self.shape).to(state.device)
+        if self.likelihood == "joint" and temperature > 0:
+            return self._act_joint(reading, state, seeds, x)
+        drawn = self.likelihood == "chain" and temperature > 0 and training
+        windows = [self._window(seed) if drawn else [] for seed in seeds]
+
+        def predict(x: Tensor, point: Tensor, rows: Tensor) -> Tensor:
+            sigma = sampler.grid.sigmas[point].to(x.device)
+            rows = rows.to(x.device)
+            return self.expert(x, sigma, state[rows], reading.hidden[rows], reading.mask[rows].bool())[0]
+
+        def noise(step: int, rows: Tensor) -> Tensor:
+            return gaussian([seeds[i] for i in rows.tolist()], step, self.shape)
+
+        sampler = self.sampler if training else self.careful
+        chain = run(predict, x, sampler, windows, noise)
+        chosen = {"actions": chain.final}
+        if self.likelihood == "matching":
+            return {**chosen, **self._levels(seeds)}
+        if drawn:
+            chosen |= {"points": torch.tensor(windows), "x": chain.x, "x_next": chain.x_next}
+        return chosen
+
+    def _act_joint(self, reading: Reading, state: Tensor, seeds: Sequence[int], x: Tensor) -> Chosen:
+        sigmas, chain = self.sampler.grid.sigmas, [x]
+        for k in range(len(self.sampler.grid)):
+            point = torch.full((len(x),), k)
+            mean, std = self._learned_step(reading, state, chain[-1], point)
+            chain.append(mean + std * gaussian(list(seeds), k, self.shape).to(x.device))
+        assert len(chain) == len(sigmas)
+        return {"actions": chain[-1], "chain": torch.stack(chain, 1)}
+
+    def _learned_step(self, reading: Reading, state: Tensor, x: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and std, like x, of the steps from grid points `point` [n]: Euler's mean, the network's std."""
+        sigmas = self.sampler.grid.sigmas
+        v, wide = self.expert(x, sigmas[point].to(x.device), state, reading.hidden, reading.mask.bool())
+        assert wide is not None
+        dt = (sigmas[point + 1] - sigmas[point]).to(x.device)[:, None, None]
+        low, high = (math.log(bound) for bound in self.settings.spread_range)
+        return x + dt * v.float(), torch.exp(low + (wide.float() + 1) / 2 * (high - low))
+
+    def score(
+        self, reading: Reading, state: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None
+    ) -> dict[str, Tensor]:
+        by_likelihood = {"chain": self._score_chain, "joint": self._score_joint, "matching": self._score_matching}
+        return by_likelihood[self.likelihood](reading, state, chosen, valid, old)
+
+    def _score_chain(
+        self, reading: Reading, state: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None
+    ) -> dict[str, Tensor]:
+        """All steps of the window in one pass of the expert."""
+        n, w = chosen["points"].shape
+        points = chosen["points"].flatten()
+        x, x_next = (rearrange(chosen[key], "n w c a -> (n w) c a") for key in ("x", "x_next"))
+        v = self._velocity(reading, state, x, self.sampler.grid.sigmas[points.cpu()], w)
+        before = v.detach() if old is None else rearrange(old, "n w c a -> (n w) c a")
+        executed = repeat(valid, "n c -> (n w) c 1", w=w)
+        v = v.where(executed, before)  # actions that were never executed: equal under both, without gradient
+        step = self.sampler.at(points.cpu(), points.cpu() + 1, torch.ones(n * w, dtype=torch.bool))
+        how = self.denoising.reduction
+        _, _, mean = gaussian_step(x, before, step, x_next=x_next)
+        seen = x_next.where(executed, mean)
+        _, logp, _ = gaussian_step(x, v, step, x_next=seen, reduction=how)
+        return {
+            "logp": logp.view(n, w),
+            "log_ratio": direct_log_ratio(x, v, before, step, seen, reduction=how).view(n, w),
+            "divergence": step_kl(v.detach(), before, step, reduction=how).view(n, w),
+            "std": step.std.to(x.device).view(n, w),
+            "prediction": v.detach().view(n, w, *self.shape),
+        }
+
+    def _score_joint(
+        self, reading: Reading, state: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None
+    ) -> dict[str, Tensor]:
+        chain = chosen["chain"]
+        n, k = len(chain), chain.shape[1] - 1
+        x, x_next = (rearrange(part, "n k c a -> (n k) c a") for part in (chain[:, :-1], chain[:, 1:]))
+        point = torch.arange(k).repeat(n)
+        spread = Spread(reading, k)
+        mean, std = self._learned_step(spread, state.repeat_interleave(k, 0), x, point)
+        executed = repeat(valid, "n c -> (n k) c 1", k=k)
+        logp = -((x_next - mean) / std).square() / 2 - std.log() - 0.5 * math.log(2 * math.pi)
+        entropy = std.log() + 0.5 * math.log(2 * math.pi * math.e)
+
+        def together(values: Tensor) -> Tensor:
+            rows = reduce_elements(values.where(executed, 0), self.denoising.reduction).view(n, k)
+            return (rows.mean(1) if self.denoising.reduction == "mean" else rows.sum(1))[:, None]
+
+        return {"logp": together(logp), "entropy": together(entropy)}
+
+    def _score_matching(
+        self, reading: Reading, state: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None
+    ) -> dict[str, Tensor]:
+        sigma, noise = chosen["sigma"], chosen["noise"]  # [n, draw], [n, draw, chunk, action]
+        n, m = sigma.shape
+        data = chosen["actions"][:, None]
+        s = sigma[..., None, None]
+        x, target = (1 - s) * data + s * noise, noise - data
+        v = self._velocity(reading, state, rearrange(x, "n m c a -> (n m) c a"), sigma.flatten(), m)
+        v = v.view(n, m, *self.shape)
+        before = v.detach() if old is None else old[:, 0]
+        executed = valid[:, None, :, None]
+
+        def error(values: Tensor) -> Tensor:
+            mean = reduce_elements(values.where(executed, 0).flatten(0, 1), self.denoising.reduction).view(n, m)
+            return mean.mean(1, keepdim=True)
+
+        return {
+            "logp": -error((v - target).square()),
+            # With both at hand the difference of squares has a form that is exactly 0 on-policy.
+            "log_ratio": -error((v - before) * (v + before - 2 * target)),
+            "prediction": v.detach()[:, None],
+        }
+
+    def _velocity(self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor, times: int) -> Tensor:
+        """Of `times` noisy chunks an observation, in one pass."""
+        spread = Spread(reading, times)
+        state = state.repeat_interleave(times, 0)
+        return self.expert(x, sigma.to(x.device), state, spread.hidden, spread.mask.bool())[0].float()
+
+    def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
+        return {"actions": actions, **self._levels(seeds)}
+
+    def _levels(self, seeds: Sequence[int]) -> Chosen:
+        """Noise levels and noises, the same whenever a chunk is scored. Levels are Beta(1.5, 1), as pi0 draws them:
+        more of them where noise prevails."""
+        m = self.denoising.draws
+        sigmas, noises = [], []
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(mixed(seed, 1000))
+            uniform = (torch.arange(m) + torch.rand(m, generator=generator)) / m
+            sigmas.append(0.001 + 0.999 * uniform ** (2 / 3))
+            noises.append(torch.stack([gaussian([seed], DRAWS - j, self.shape)[0] for j in range(m)]))
+        return {"sigma": torch.stack(sigmas), "noise": torch.stack(noises)}
+
+
+class Spread:
+    """A reading of which each prompt stands `times` in a row."""
+
+    def __init__(self, reading: Reading, times: int) -> None:
+        self.hidden = reading.hidden.repeat_interleave(times, 0)
+        self.mask = reading.mask.repeat_interleave(times, 0)
+        self.last = reading.last.repeat_interleave(times, 0)
+        self.layers: tuple[Tensor, ...] = ()
+
+    def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        raise NotImplementedError("only the prompt was kept")
+
+
+def grid(steps: int) -> Grid:
+    sigmas = linear(steps)
+    return Grid(sigmas, sigmas[:-1])
+
+
+def extend(reading: Reading, embeddings: Tensor) -> Tensor:
+    return reading.extend(embeddings, torch.ones(embeddings.shape[:2], dtype=torch.long, device=embeddings.device))

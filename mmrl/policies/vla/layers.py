@@ -1,0 +1,108 @@
+"""The small networks behind the action heads."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from mmrl.policies.embeddings import sinusoids
+
+
+class Attention(nn.Module):
+    """Multi-head attention of `x` to `context`, which may have another width."""
+
+    def __init__(self, width: int, context_width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(context_width, 2 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x [n, t, width], context [n, s, context width], mask [n, s] bool, True where the context counts."""
+        q = rearrange(self.query(x), "n t (h d) -> n h t d", h=self.heads)
+        k, v = rearrange(self.key_value(context), "n s (two h d) -> two n h s d", two=2, h=self.heads)
+        seen = None if mask is None else rearrange(mask, "n s -> n 1 1 s")
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return self.out(rearrange(out, "n h t d -> n t (h d)"))
+
+
+class Feedforward(nn.Sequential):
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+class ExpertBlock(nn.Module):
+    """A transformer block that the noise level modulates (arXiv 2212.09748) and that looks at a context in between."""
+
+    def __init__(self, width: int, context_width: int, heads: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width, elementwise_affine=False) for _ in range(3))
+        self.modulation = nn.Linear(width, 6 * width)
+        self.own, self.cross = Attention(width, width, heads), Attention(width, context_width, heads)
+        self.mlp = Feedforward(width)
+        nn.init.zeros_(self.modulation.weight)
+        nn.init.zeros_(self.modulation.bias)
+
+    def forward(self, h: Tensor, level: Tensor, context: Tensor, mask: Tensor) -> Tensor:
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.modulation(F.silu(level))[:, None].chunk(6, -1)
+        a = self.norms[0](h) * (1 + scale_a) + shift_a
+        h = h + (1 + gate_a) * self.own(a, a)
+        h = h + self.cross(self.norms[1](h), context, mask)
+        return h + (1 + gate_m) * self.mlp(self.norms[2](h) * (1 + scale_m) + shift_m)
+
+
+class Expert(nn.Module):
+    """The velocity of a noisy chunk of actions, given what the backbone saw."""
+
+    def __init__(
+        self, chunk: int, action_dim: int, state_dim: int, context_width: int, width: int, depth: int, learned: bool
+    ) -> None:
+        super().__init__()
+        heads = max(1, width // 32)
+        self.actions = nn.Linear(action_dim, width)
+        self.places = nn.Parameter(torch.randn(chunk, width) * 0.02)
+        self.state = nn.Linear(state_dim, width) if state_dim else None
+        self.time = nn.Sequential(nn.Linear(64, width), nn.SiLU(), nn.Linear(width, width))
+        self.blocks = nn.ModuleList(ExpertBlock(width, context_width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.leave = nn.Linear(width, action_dim)
+        self.spread = nn.Linear(width, action_dim) if learned else None
+        nn.init.zeros_(self.leave.weight)
+        nn.init.zeros_(self.leave.bias)
+
+    def forward(
+        self, x: Tensor, sigma: Tensor, state: Tensor, context: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [n, chunk, action], sigma [n], state [n, state], context [n, s, context width], mask [n, s] -> velocity
+        like x, and in (-1, 1) how wide a learned step is, like x (None without)."""
+        h = self.actions(x) + self.places
+        level = self.time(sinusoids(sigma, 64).to(h))
+        if self.state is not None:
+            level = level + self.state(state)
+        for block in self.blocks:
+            h = block(h, level, context, mask)
+        h = self.norm(h)
+        return self.leave(h), None if self.spread is None else torch.tanh(self.spread(h))
+
+
+class BridgeBlock(nn.Module):
+    """Bridge attention (VLA-Adapter, arXiv 2509.09372): one layer's picture and words, gated by tanh(g) with g = 0 at
+    the start, its action queries, and the chunk itself, side by side."""
+
+    def __init__(self, width: int, context_width: int, heads: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.raw, self.queries = Attention(width, context_width, heads), Attention(width, context_width, heads)
+        self.own = Attention(width, width, heads)
+        self.gate = nn.Parameter(torch.zeros(()))
+        self.join = nn.Linear(3 * width, width)
+        self.mlp = Feedforward(width)
+
+    def forward(self, h: Tensor, prompt: Tensor, mask: Tensor, queries: Tensor) -> Tensor:
+        a = self.norms[0](h)
+        streams = [self.raw(a, prompt, mask) * torch.tanh(self.gate), self.queries(a, queries), self.own(a, a)]
+        h = h + self.join(torch.cat(streams, -1))
+        return h + self.mlp(self.norms[1](h))

@@ -1,0 +1,373 @@
+"""Vision-language-action models as policies: start states to episodes, episodes to likelihoods."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from mmrl.errors import UserError
+from mmrl.policies.vla.codec import ActionStatistics
+from mmrl.policies.vla.heads import Chosen, Head, Reading
+from mmrl.policies.vla.settings import Actions
+from mmrl.rollouts import Episode, Prompt, Replay, Rollouts, Sample
+from mmrl.samplers.chain import mixed
+from sims import Observation, Step, VectorSim
+
+DESCRIPTION, WEIGHTS = "vla.json", "vla.safetensors"
+
+
+@dataclass(frozen=True)
+class Decided:
+    """One look of one episode: what was seen, what was chosen, and which actions of the chunk were executed."""
+
+    seen: Any  # of the backbone's `prepare`; or, from a frozen one, its last layer [token, width]
+    state: Tensor  # [state]
+    chosen: Chosen  # without the leading dimension
+    valid: Tensor  # [chunk] bool
+
+
+class Network(nn.Module):
+    """Backbone, action head and critic: the module that the engine wraps."""
+
+    def __init__(self, backbone: Any, head: Head, state_dim: int, critic: bool) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+        self.critic = None if not critic else Critic(backbone.width + state_dim)
+
+    def forward(
+        self, inputs: dict[str, Tensor], state: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None
+    ) -> dict[str, Tensor]:
+        """What `Head.score` says of n looks, and "value" [n] where there is a critic."""
+        reading = self.read(inputs)
+        scored = self.head.score(reading, state, chosen, valid, old)
+        return scored if self.critic is None else {**scored, "value": self.critic(reading, state)}
+
+    def read(self, inputs: dict[str, Tensor]) -> Reading:
+        if "hidden" in inputs:
+            return Kept(inputs["hidden"], inputs["mask"])
+        return self.backbone.read(inputs, every_layer=self.head.every_layer)
+
+
+class Critic(nn.Module):
+    """The value of an observation, from the prompt's last token and the robot's state."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        last = nn.Linear(128, 1)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.layers = nn.Sequential(nn.Linear(width, 128), nn.GELU(), last)
+
+    def forward(self, reading: Reading, state: Tensor) -> Tensor:
+        return self.layers(torch.cat([reading.last, state.to(reading.last)], 1)).squeeze(1).float()
+
+
+class Kept:
+    """The last layer of prompts that a frozen backbone has read before."""
+
+    layers: tuple[Tensor, ...] = ()
+
+    def __init__(self, hidden: Tensor, mask: Tensor) -> None:
+        self.hidden, self.mask = hidden, mask
+        end = mask.long().cumsum(1).argmax(1)
+        self.last = hidden[torch.arange(len(hidden), device=hidden.device), end]
+
+    def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        raise NotImplementedError("only the prompt was kept")
+
+
+class Played:
+    """An episode while it is played."""
+
+    def __init__(self, prompt: Prompt, instruction: str, lost: bool) -> None:
+        self.prompt, self.instruction, self.lost = prompt, instruction, lost
+        self.success = self.success_at_end = self.terminated = False
+        self.length, self.bootstrap = 0, 0.0
+        self.looks: list[Decided] = []
+        self.values: list[float] = []  # by look
+        self.rewards: list[float] = []  # by step of the simulator
+        self.frames: list[NDArray[np.uint8]] = []
+
+    def moved(self, step: Step, row: int, film: bool) -> None:
+        valid = step.valid[row]
+        self.lost |= bool(step.dropped[row])
+        if valid.any():
+            self.success_at_end = bool(step.success[row][valid][-1])
+            self.success |= bool(step.success[row].any())
+            self.terminated |= bool(step.terminated[row].any())
+            self.length += int(valid.sum())
+            if film:
+                self.frames.append(step.final_observation.images[row])
+        self.rewards.append(float(step.reward[row].sum()))
+
+    @property
+    def sample(self) -> Sample:
+        frames = np.stack(self.frames) if self.frames else None
+        episode = Episode(
+            self.instruction, self.success, self.success_at_end, self.length, sum(self.rewards), self.lost, frames
+        )
+        return Sample(self.prompt, response="success" if self.success else "failure", episode=episode)
+
+
+class VisionLanguageActionPolicy:
+    """Plays episodes in a simulator and says how likely its actions were.
+
+    A prompt is a start state: metadata["seed"] and metadata["task"]. The rollouts of a group have equal seeds, so their
+    first observations are equal; what differs is each rollout's own noise. Every look at the scene decides on a chunk
+    of actions, and once the episode is over nothing counts any more.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        settings: Actions,
+        sim: VectorSim,
+        *,
+        statistics: ActionStatistics | None = None,
+        temperature: float = 1.0,
+        evaluation_temperature: float = 0.0,
+        reference: bool = False,
+    ) -> None:
+        self.module, self.settings, self.sim, self.statistics = network, settings, sim, statistics
+        self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
+        self.module.eval()  # dropout would make replay differ from sampling
+        self.frozen = copy.deepcopy(network).requires_grad_(False) if reference else None
+        still = not any(p.requires_grad for p in network.backbone.parameters())
+        self.keeps_readings = still and network.head.context_only
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def max_decisions(self) -> int:
+        return -(-self.settings.horizon // self.settings.chunk) * self.module.head.decisions
+
+    # --- start states to episodes ---
+
+    def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
+        """Play `group_size` episodes a prompt. seeds: one a rollout, prompt by prompt; the same at every `step`."""
+        starts = [p for p in prompts for _ in range(group_size)]
+        played = self._play(starts, seeds, self.temperature, record=True, film=False)
+        made = self._rollouts([p.sample for p in played], [p.looks for p in played])
+        made.mask &= ~torch.tensor([p.lost for p in played])[:, None]
+        made.group = torch.arange(len(prompts)).repeat_interleave(group_size)
+        if self.module.critic is not None:
+            self._for_the_critic(made, played)
+        return made
+
+    def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
+        """One episode a prompt at the temperature of evaluation."""
+        played = self._play(prompts, seeds, self.evaluation_temperature, record=False, film=self.settings.film)
+        return [p.sample for p in played]
+
+    def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
+        """Single looks with the chunk that an expert then executed, from metadata: "observation", an `Observation` of
+        one row, and "actions" [up to chunk, action] in the robot's units."""
+        missing = next((p.id for p in prompts if "actions" not in p.metadata), None)
+        if missing is not None:
+            raise UserError(
+                f"prompt {missing} shows no actions to learn from: algorithm.method=supervised needs "
+                "task.demonstrations"
+            )
+        seen = [p.metadata["observation"] for p in prompts]
+        together = Observation(
+            np.concatenate([o.images for o in seen]),
+            np.concatenate([o.state for o in seen]),
+            [o.instructions[0] for o in seen],
+        )
+        chunk, size = self.settings.chunk, self.sim.simulator.action_dim
+        actions = np.zeros((len(prompts), chunk, size), np.float32)
+        valid = torch.zeros(len(prompts), chunk, dtype=torch.bool)
+        for i, prompt in enumerate(prompts):
+            shown = prompt.metadata["actions"][:chunk]
+            actions[i, : len(shown)], valid[i, : len(shown)] = shown, True
+        if self.statistics is not None:
+            actions = self.statistics.from_robot(actions).astype(np.float32)
+        chosen = self.module.head.teach(torch.from_numpy(actions), seeds)
+        inputs, state = self._look(together), torch.from_numpy(together.state)
+        looks = [
+            [Decided(inputs[i], state[i], {k: v[i] for k, v in chosen.items()}, valid[i])] for i in range(len(prompts))
+        ]
+        return self._rollouts([Sample(prompt) for prompt in prompts], looks)
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Backbone in its library's own format, head and critic beside it as vla.safetensors`, with the settings
+        in `vla.json`."""
+        save(folder, self.module, self.settings, state)
+
+    # --- episodes to likelihoods ---
+
+    def replay(self, rollouts: Rollouts, model: Any) -> Replay:
+        """What `model` (`self.module`, the engine around it, or the reference) says of every decision; looks at all
+        episodes in one batch. What does not count holds 0."""
+        episodes: list[list[Decided]] = rollouts.inputs
+        flat = [look for episode in episodes for look in episode]
+        if not flat:  # the simulator lost them all before the first look
+            nothing = next(self.module.parameters()).sum() * 0
+            return Replay(logp=nothing.expand(rollouts.mask.shape), value=nothing.expand(len(episodes), 1))
+        places = [(b, s) for b, episode in enumerate(episodes) for s in range(len(episode))]
+        row, step = torch.tensor(places).unbind(1)
+        decisions = self.module.head.decisions
+        shape = (len(episodes), rollouts.mask.shape[1] // decisions)
+
+        def spread(values: Tensor) -> Tensor:
+            blank = values.new_zeros(*shape, *values.shape[1:])
+            return blank.index_put((row.to(values.device), step.to(values.device)), values)
+
+        old = rollouts.old_prediction
+        if old is not None:
+            old = rearrange(old, "b (s d) ... -> b s d ...", d=decisions)[row, step].to(self.device)
+        chosen = {k: torch.stack([look.chosen[k] for look in flat]).to(self.device) for k in flat[0].chosen}
+        valid = torch.stack([look.valid for look in flat]).to(self.device)
+        state = torch.stack([look.state for look in flat]).to(self.device)
+        scored = dict(model(self._collate([look.seen for look in flat]), state, chosen, valid, old))
+        value = scored.pop("value", None)
+        fields: dict[str, Any] = {n: rearrange(spread(v), "b s d ... -> b (s d) ...") for n, v in scored.items()}
+        if "std" in fields:
+            fields["std"] = fields["std"].where(fields["std"] > 0, 1)  # of looks that do not exist
+        return Replay(**fields, value=None if value is None else spread(value))
+
+    @torch.no_grad()
+    def reference(self, rollouts: Rollouts) -> Replay:
+        """Replay by a copy of the policy as training found it."""
+        assert self.frozen is not None
+        return self.replay(rollouts, self.frozen.to(self.device))
+
+    # --- details ---
+
+    @torch.no_grad()
+    def _play(
+        self, starts: Sequence[Prompt], seeds: Sequence[int], temperature: float, *, record: bool, film: bool
+    ) -> list[Played]:
+        played = []
+        for i in range(0, len(starts), len(self.sim)):
+            part = slice(i, i + len(self.sim))
+            played += self._play_at_once(starts[part], seeds[part], temperature, record, film)
+        return played
+
+    def _play_at_once(
+        self, starts: Sequence[Prompt], seeds: Sequence[int], temperature: float, record: bool, film: bool
+    ) -> list[Played]:
+        """At most as many episodes as the simulator has rows. Only those that are still on are looked at."""
+        sim, head, critic = self.sim, self.module.head, self.module.critic
+        observation = sim.reset([p.metadata["seed"] for p in starts], [p.metadata["task"] for p in starts])
+        running = sim.running
+        played = [Played(p, observation.instructions[i], not running[i]) for i, p in enumerate(starts)]
+        if film:
+            for i, one in enumerate(played):
+                one.frames.append(observation.images[i])
+        look = 0
+        while sim.running.any():
+            rows = np.flatnonzero(sim.running).tolist()
+            shown = observation.select(rows)
+            seen, state = self._look(shown), torch.from_numpy(shown.state).to(self.device)
+            reading = self.module.read(self._collate(seen))
+            drawn = [mixed(seeds[row], look) for row in rows]
+            # A filmed or evaluated chunk is never scored.
+            chosen = head.act(reading, state, drawn, temperature, record)
+            values = [0.0] * len(rows) if critic is None else critic(reading, state).tolist()
+            actions = self._robot_actions(chosen["actions"], rows)
+            parts = np.split(actions, actions.shape[1], axis=1) if film else [actions]
+            for part in parts:
+                moved = sim.step(part)
+                for row in rows:
+                    played[row].moved(moved, row, film)
+            observation = moved.observation
+            if record:
+                kept = {name: value.cpu() for name, value in chosen.items()}
+                for i, row in enumerate(rows):
+                    picked = {name: value[i] for name, value in kept.items()}
+                    valid = torch.from_numpy(moved.valid[row].copy())
+                    played[row].looks.append(Decided(seen[i], state[i].cpu(), picked, valid))
+                    played[row].values.append(values[i])
+                self._value_cut_episodes(moved, rows, played)
+            look += 1
+        return played
+
+    def _value_cut_episodes(self, moved: Step, rows: list[int], played: list[Played]) -> None:
+        """What the critic expects of episodes that the time limit has just cut."""
+        cut = [row for row in rows if moved.truncated[row].any()]
+        if self.module.critic is None or not cut:
+            return
+        shown = moved.final_observation.select(cut)
+        reading = self.module.read(self._collate(self._look(shown)))
+        values = self.module.critic(reading, torch.from_numpy(shown.state).to(self.device))
+        for row, value in zip(cut, values.tolist(), strict=True):
+            played[row].bootstrap = value
+
+    def _robot_actions(self, actions: Tensor, rows: list[int]) -> NDArray[np.float64]:
+        """[rows, chunk, action] in [-1, 1] -> [environments, chunk, action] in the robot's units."""
+        numbers = actions.float().cpu().numpy().astype(np.float64).clip(-1, 1)
+        if self.statistics is not None:
+            numbers = self.statistics.to_robot(numbers)
+        everyone = np.zeros((len(self.sim), *numbers.shape[1:]))
+        everyone[rows] = numbers
+        return everyone
+
+    def _look(self, observation: Observation) -> list[Any]:
+        """What is kept of each row: the prompt as the model takes it, or what a frozen backbone says of it."""
+        texts = [self.settings.prompt.format(instruction=i) for i in observation.instructions]
+        seen = self.module.backbone.prepare(observation.images, texts)
+        if not self.keeps_readings:
+            return seen
+        with torch.no_grad():
+            reading = self.module.backbone.read(self.module.backbone.collate(seen, self.device), every_layer=False)
+        lengths = reading.mask.sum(1).tolist()
+        return [hidden[:length].cpu() for hidden, length in zip(reading.hidden, lengths, strict=True)]
+
+    def _collate(self, seen: list[Any]) -> dict[str, Tensor]:
+        if not self.keeps_readings:
+            return self.module.backbone.collate(seen, self.device)
+        return {
+            "hidden": nn.utils.rnn.pad_sequence(seen, batch_first=True).to(self.device),
+            "mask": nn.utils.rnn.pad_sequence([torch.ones(len(s), dtype=torch.bool) for s in seen], True).to(
+                self.device
+            ),
+        }
+
+    def _rollouts(self, samples: list[Sample], looks: list[list[Decided]]) -> Rollouts:
+        head = self.module.head
+        most = max(len(episode) for episode in looks)
+        mask = torch.zeros(len(looks), most, head.decisions, dtype=torch.bool)
+        for b, episode in enumerate(looks):
+            if not episode:  # lost at once: a look of zeros, of which nothing counts
+                continue
+            counted = head.decided(torch.stack([look.valid for look in episode]))
+            mask[b, : len(episode)] = counted
+        return Rollouts(samples=samples, inputs=looks, group=torch.arange(len(looks)), mask=mask.flatten(1))
+
+    def _for_the_critic(self, made: Rollouts, played: list[Played]) -> None:
+        """Fills in what returns are computed from, by look."""
+        most = max(len(p.looks) for p in played)
+        blank = torch.zeros(len(played), most)
+        made.step_mask, made.step_terminated = blank.bool(), blank.bool()
+        made.step_rewards, made.step_values, made.step_bootstrap = blank.clone(), blank.clone(), blank.clone()
+        for b, p in enumerate(played):
+            n = len(p.looks)
+            made.step_mask[b, :n] = not p.lost
+            made.step_rewards[b, :n] = torch.tensor(p.rewards)
+            made.step_values[b, :n] = torch.tensor(p.values)
+            if n and not p.lost:
+                made.step_terminated[b, n - 1] = p.terminated
+                made.step_bootstrap[b, n - 1] = p.bootstrap
+
+
+def save(folder: Path, network: Network, settings: Actions, state: dict[str, Tensor]) -> None:
+    """state: of `network`."""
+    own = {name: value.contiguous() for name, value in state.items() if not name.startswith("backbone.")}
+    backbone = {n.removeprefix("backbone."): value for n, value in state.items() if n.startswith("backbone.")}
+    network.backbone.save(folder, backbone)
+    save_file(own, folder / WEIGHTS)
+    (folder / DESCRIPTION).write_text(json.dumps(asdict(settings), indent=2))

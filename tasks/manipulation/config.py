@@ -1,0 +1,66 @@
+"""Options of the manipulation task."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mmrl.rewards import RewardSpec
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Demonstrations(_Section):
+    """Episodes of the simulator's scripted expert, which algorithm.method=supervised learns from."""
+
+    episodes: int = Field(default=200, ge=1)  # of each task
+    noise: float = Field(default=0.0, ge=0)  # std of what is added to executed actions, not to those that are shown
+    successful: bool = True  # leave out episodes that fail
+
+
+class ManipulationConfig(_Section):
+    """Which simulator, which of its tasks, and what an episode earns.
+
+    Training episodes start from seeds that follow the run's seed, held-out ones from `eval_seed` on; they never meet.
+    `instructions: shuffled` gives every episode the instruction of another one, to see whether a policy listens.
+    """
+
+    simulator: str = "tabletop"
+    options: dict[str, Any] = {}  # of the simulator
+    tasks: tuple[str, ...] = Field(default=("reach",), min_length=1)
+    rows: int = Field(default=128, ge=1)  # environments at once on a rank
+    train_size: int = Field(default=1_000_000, ge=1)  # start states
+    eval_size: int = Field(default=500, ge=1)
+    eval_seed: int = Field(default=0, ge=0, lt=1_000_000)
+    instructions: Literal["own", "shuffled"] = "own"
+    demonstrations: Demonstrations | None = None
+    rewards: list[RewardSpec] = [RewardSpec("tasks.manipulation.rewards:success", label="success")]
+
+
+def parse(options: Mapping[str, Any]) -> ManipulationConfig:
+    """The configuration in `options`; ValueError in one line naming the key at fault and the nearest valid one."""
+    try:
+        return ManipulationConfig.model_validate(dict(options))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            known = _known(first["loc"])
+            near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown key {where}{hint} (known: {', '.join(known)})") from error
+        raise ValueError(f"{where or 'manipulation'}: {first['msg']}") from error
+
+
+def _known(loc: tuple[int | str, ...]) -> list[str]:
+    if loc[0] == "demonstrations" and len(loc) > 1:
+        return list(Demonstrations.model_fields)
+    if loc[0] == "rewards" and len(loc) > 1:
+        return [field.name for field in dataclasses.fields(RewardSpec)]
+    return list(ManipulationConfig.model_fields)

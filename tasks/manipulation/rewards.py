@@ -1,0 +1,30 @@
+"""What an episode earns. None for one that the simulator lost: it is unscored, not a failure."""
+
+from __future__ import annotations
+
+from mmrl.errors import UserError
+from mmrl.rollouts import Episode, Sample
+
+
+def success(sample: Sample) -> float | None:
+    """1 where the task was solved at any time."""
+    episode = _episode(sample)
+    return None if episode.lost else float(episode.success)
+
+
+def success_at_end(sample: Sample) -> float | None:
+    """1 where the task was solved when the episode ended."""
+    episode = _episode(sample)
+    return None if episode.lost else float(episode.success_at_end)
+
+
+def simulator(sample: Sample) -> float | None:
+    """The simulator's own rewards, summed over the episode."""
+    episode = _episode(sample)
+    return None if episode.lost else episode.reward
+
+
+def _episode(sample: Sample) -> Episode:
+    if sample.episode is None:
+        raise UserError(f"the rollout of prompt {sample.prompt.id!r} is no episode of a simulator")
+    return sample.episode

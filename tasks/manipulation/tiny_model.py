@@ -1,0 +1,43 @@
+"""A vision-language model small enough to act on a laptop's CPU: see `mmrl.policies.tiny_qwen`.
+
+A picture of 64 pixels is 16 tokens. The vocabulary holds the words of the tabletop's instructions, and at its end 256
+ids for actions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mmrl.policies.tiny_qwen import END, PAD, START, VISION, Sizes, write
+
+UNKNOWN = "<|unknown|>"
+WORDS = (  # what roles, the prompt and the tabletop's instructions are made of
+    *("system", "user", "assistant", "What", "what", "action", "should", "the", "robot", "take", "to", "?", "."),
+    *("reach", "for", "push", "lift", "put", "stack", "cube", "on", "left", "right", "pad"),
+    *("red", "green", "blue", "yellow"),
+)
+BINS = 256
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a word."""
+    names = [PAD, START, END, *VISION, UNKNOWN, *WORDS, *(f"<action_{i}>" for i in range(BINS))]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        additional_special_tokens=[START, *VISION],
+        padding_side="left",
+        model_max_length=256,
+    )
+
+
+def build(path: str | Path, seed: int = 0) -> None:
+    """Writes model, processor and generation config to a folder that transformers' Auto classes load offline."""
+    write(path, build_tokenizer(), Sizes(merge=2, rope=(2, 7, 7)), seed)
