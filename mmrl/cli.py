@@ -242,6 +242,8 @@ def run_doctor(options: argparse.Namespace) -> int:
 
     import torch
 
+    from mmrl import kernels
+
     print(f"{'python':<20} {sys.version.split()[0]}")
     wanted = ["torch", "transformers", "deepspeed", "peft", "diffusers", "open_clip_torch", "vllm", "mujoco"]
     wanted += ["mani-skill"]
@@ -250,6 +252,8 @@ def run_doctor(options: argparse.Namespace) -> int:
         print(f"{name:<20} {installed.get(name, 'not installed')}")
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     print(f"{'device':<20} {device}")
+    for line in kernels.status():
+        print(f"{'kernels':<20} {line}")
     return 0
 
 
