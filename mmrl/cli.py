@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -19,12 +20,21 @@ from mmrl.errors import UserError  # noqa: E402
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
+    show_notices()
     try:
         code = options.run(options)
     except UserError as error:
         print(f"mmrl: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(2)
     sys.exit(code)
+
+
+def show_notices() -> None:
+    """What the package has to say about itself (which kernels compute) goes where a run's lines go."""
+    log = logging.getLogger("mmrl")
+    log.setLevel(logging.INFO)
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler(sys.stdout))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -135,7 +135,10 @@ class TokenScorer(nn.Module):
         return last if after.ids.shape[1] == 0 else torch.cat([last, prefix.extend(after.ids, after.mask)], 1)
 
     def _score(self, head: nn.Module, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        found = token_logprob(shape_logits(head(hidden), self.sampling, keep=targets), targets)
+        logits = shape_logits(head(hidden), self.sampling, keep=targets)
+        if len(targets) == 0:  # a pass that only keeps step with other ranks
+            return logits.sum(-1), logits.sum(-1)
+        found = token_logprob(logits, targets)
         return found.logp, found.entropy
 
 
