@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pydantic import ValidationError
 
+from mmrl import kernels
 from mmrl.config import Config
 from mmrl.engine import Engine
 from mmrl.errors import UserError
@@ -52,6 +53,7 @@ def build_task(config: Config) -> Any:
 
 
 def build_policy(config: Config, task: Any) -> Any:
+    choose_kernels(config)
     model = config.model
     if model.build is None:
         if model.path is None:
@@ -64,6 +66,14 @@ def build_policy(config: Config, task: Any) -> Any:
         return load_policy(config, task, folder)
     finally:
         shutil.rmtree(folder)
+
+
+def choose_kernels(config: Config) -> None:
+    """Raises UserError if the kernels asked for by name can not be had."""
+    try:
+        kernels.use(config.kernels.backend)
+    except kernels.KernelError as error:
+        raise UserError(str(error)) from None
 
 
 def load_policy(config: Config, task: Any, path: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -19,12 +20,21 @@ from mmrl.errors import UserError  # noqa: E402
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
+    show_notices()
     try:
         code = options.run(options)
     except UserError as error:
         print(f"mmrl: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(2)
     sys.exit(code)
+
+
+def show_notices() -> None:
+    """What the package has to say about itself (which kernels compute) goes where a run's lines go."""
+    log = logging.getLogger("mmrl")
+    log.setLevel(logging.INFO)
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler(sys.stdout))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -243,6 +253,8 @@ def run_doctor(options: argparse.Namespace) -> int:
 
     import torch
 
+    from mmrl import kernels
+
     print(f"{'python':<20} {sys.version.split()[0]}")
     wanted = ["torch", "transformers", "deepspeed", "peft", "diffusers", "open_clip_torch", "vllm", "mujoco"]
     wanted += ["mani-skill"]
@@ -251,6 +263,8 @@ def run_doctor(options: argparse.Namespace) -> int:
         print(f"{name:<20} {installed.get(name, 'not installed')}")
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     print(f"{'device':<20} {device}")
+    for line in kernels.status():
+        print(f"{'kernels':<20} {line}")
     return 0
 
 

@@ -193,6 +193,13 @@ class CheckpointConfig(Section):
     resume: bool = False  # go on from the newest finished checkpoint of run_dir
 
 
+class KernelsConfig(Section):
+    """Who computes the fused operators (mmrl.kernels). The choices agree to rounding."""
+
+    # auto: the compiled kernels of each tensor's device, where they can be built; torch: plain PyTorch
+    backend: Literal["auto", "cuda", "cpu", "torch"] = "auto"
+
+
 class LogConfig(Section):
     samples_every: int = Field(default=50, ge=0)
     samples: int = Field(default=8, ge=1)
@@ -215,6 +222,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    kernels: KernelsConfig = KernelsConfig()
 
     @model_validator(mode="after")
     def _group_baseline_needs_a_group(self) -> Config:

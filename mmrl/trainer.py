@@ -28,6 +28,7 @@ from mmrl.core.surrogates import contrast, surrogate
 from mmrl.data import PromptStream, Source, rollout_seeds
 from mmrl.engine import Engine, Ranks, Shadow, ramp, warmed_up
 from mmrl.errors import UserError
+from mmrl.kernels import clipped_surrogate
 from mmrl.report.run import Run
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
@@ -291,9 +292,11 @@ class Trainer:
         replay = self.policy.replay(micro, self.engine)
         mask = micro.mask.to(replay.logp.device)
         stats: dict[str, Tensor] = {}
+        clipped = algorithm.method != "supervised" and algorithm.surrogate == "clip"
+        values = torch.zeros_like(replay.logp)
         if algorithm.method == "supervised":
             values = -replay.logp
-        else:
+        elif not clipped:
             values, stats = self.surrogate(micro, replay, mask)
         if replay.weight is not None:
             values = values * replay.weight
@@ -312,22 +315,53 @@ class Trainer:
             values = values - algorithm.entropy_coefficient * replay.entropy
         if replay.entropy is not None:
             stats["entropy"] = replay.entropy.detach()
-        loss = reduce(values, mask, mode=algorithm.reduce, total=total, length=self.policy.max_decisions)
+        over: dict[str, Any] = {"mode": algorithm.reduce, "total": total, "length": self.policy.max_decisions}
+        loss = reduce(values, mask, **over)
+        if clipped:
+            objective, measured = self.clipped(micro, replay, mask, over)
+            loss, stats = objective + loss, stats | measured
         if replay.value is not None and algorithm.method == "ppo":
             error, known = self.value_error(micro, replay.value)
             stats["critic/error"] = error.detach()
             loss = loss + algorithm.ppo.value_coefficient * reduce(error, known, mode="token_mean", total=steps)
         return loss, stats
 
+    def clipped(
+        self, micro: Rollouts, replay: Replay, mask: Tensor, over: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`surrogate` of kind clip and its reduction, in one pass. Of the statistics that come with it as means, every
+        decision gets the mean."""
+        ratio, stats = self.log_ratio(micro, replay, mask)
+        assert micro.advantages is not None
+        advantages = micro.advantages.to(ratio.device)
+        if replay.weight is not None:
+            advantages = (advantages[:, None] if advantages.dim() == 1 else advantages) * replay.weight
+        low, high = self.config.algorithm.clip_low, self.config.algorithm.clip_high
+        loss, means = clipped_surrogate(ratio, advantages, mask, clip_low=low, clip_high=high, **over)
+        return loss, stats | {f"surrogate/{name}": mean.expand_as(ratio) for name, mean in means.items()}
+
+    def log_ratio(self, micro: Rollouts, replay: Replay, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """To the policy that made the rollouts, at the level of the algorithm, and statistics; [rollout, decision]."""
+        algorithm = self.config.algorithm
+        old = replay.logp.detach() if micro.old_logp is None else micro.old_logp
+        ratio = replay.logp - old if replay.log_ratio is None else replay.log_ratio
+        if algorithm.ratio == "normalised":
+            assert replay.divergence is not None and replay.std is not None
+            ratio = normalised(ratio, replay.divergence, replay.std)
+        ratio = by_unit(ratio, mask, level=algorithm.level, segments=replay.segments)
+        stats = {"surrogate/ratio_gap": (ratio.detach().exp() - 1).abs()}
+        if replay.divergence is not None:
+            stats["surrogate/divergence"] = replay.divergence
+        return ratio, stats
+
     def value_error(self, micro: Rollouts, value: Tensor) -> tuple[Tensor, Tensor]:
         """Squared error of the critic and which steps count, [rollout, step]. Clipped, the worse of the errors of the
         value and of the value kept near what it was (arXiv 1707.06347's released code)."""
         assert micro.step_returns is not None and micro.step_values is not None and micro.step_mask is not None
-        width, clip = value.shape[1], self.config.algorithm.ppo.value_clip
         parts = (micro.step_returns, micro.step_values, micro.step_mask)
-        returns, before, known = (part[:, :width].to(value.device) for part in parts)
+        returns, before, known = (part.to(value.device) for part in parts)
         error = (value - returns).square()
-        if clip is not None:
+        if (clip := self.config.algorithm.ppo.value_clip) is not None:
             near = before + (value - before).clamp(-clip, clip)
             error = torch.maximum(error, (near - returns).square())
         return error, known
@@ -340,28 +374,16 @@ class Trainer:
         advantages = micro.advantages.to(replay.logp.device)
         if replay.errors is not None:
             values, stats = contrast(*replay.errors, advantages, strength=self.config.denoising.strength, **options)
+            measured: dict[str, Tensor] = {}
         else:
-            old = replay.logp.detach() if micro.old_logp is None else micro.old_logp
-            ratio = replay.logp - old if replay.log_ratio is None else replay.log_ratio
-            if algorithm.ratio == "normalised":
-                assert replay.divergence is not None and replay.std is not None
-                ratio = normalised(ratio, replay.divergence, replay.std)
-            ratio = by_unit(ratio, mask, level=algorithm.level, segments=replay.segments)
+            ratio, measured = self.log_ratio(micro, replay, mask)
             if algorithm.surrogate == "divergence_mask":
+                old = replay.logp.detach() if micro.old_logp is None else micro.old_logp
                 exact = replay.divergence
                 options["divergence"] = token_divergence(replay.logp, old) if exact is None else exact
-            values, stats = surrogate(
-                ratio,
-                advantages,
-                kind=algorithm.surrogate,
-                clip_low=algorithm.clip_low,
-                clip_high=algorithm.clip_high,
-                **options,
-            )
-            stats["ratio_gap"] = (ratio.detach().exp() - 1).abs()
-            if replay.divergence is not None:
-                stats["divergence"] = replay.divergence
-        return values, {f"surrogate/{name}": value for name, value in stats.items()}
+            bounds = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+            values, stats = surrogate(ratio, advantages, kind=algorithm.surrogate, **bounds, **options)
+        return values, measured | {f"surrogate/{name}": value for name, value in stats.items()}
 
     def _report_bad_step(self, minibatch: list[Rollouts], what: str) -> None:
         path = self.run.folder / f"bad-step-{self.step + 1}-rank{self.engine.rank}.jsonl"
@@ -613,7 +635,7 @@ def resumable(config: Config, folder: Path) -> Path:
 
 def check_same_training(saved: dict[str, Any], now: dict[str, Any], path: Path, prefix: str = "") -> None:
     """Raises UserError naming the first key that differs and that would make the run a different one."""
-    free = {"run_dir", "steps", "threads", "evaluation", "checkpoint", "log"}
+    free = {"run_dir", "steps", "threads", "evaluation", "checkpoint", "log", "kernels"}
     for key in sorted({*saved, *now} - (free if not prefix else set())):
         name = prefix + key
         before, after = saved.get(key), now.get(key)

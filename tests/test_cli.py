@@ -139,6 +139,22 @@ def test_doctor_says_what_is_there_and_what_is_not(tmp_path):
     lines = dict(line.split(maxsplit=1) for line in result.out.splitlines())
     assert lines["python"] == sys.version.split()[0]
     assert lines["torch"][0].isdigit() and {"transformers", "deepspeed", "vllm", "device"} <= lines.keys()
+    said = [line.split(maxsplit=1)[1] for line in result.out.splitlines() if line.startswith("kernels ")]
+    assert [line.split(":")[0] for line in said] == ["cpu", "cuda"] and "numerically right" in said[0]
+
+
+def test_a_machine_without_a_compiler_runs_and_one_line_says_so(tmp_path):
+    recipe, folder = ROOT / "tests" / "engine" / "tiny_images.yaml", tmp_path / "run"
+    nothing = {"CXX": "no-such-compiler", "MMRL_KERNEL_CACHE": str(tmp_path / "cache")}
+    settings = ["steps=1", f"run_dir={folder}", "checkpoint.best=false"]
+    result = mmrl(tmp_path, "train", recipe, *settings, **nothing)
+    assert (result.code, result.err) == (0, "")
+    said = [line for line in result.out.splitlines() if "kernels" in line]
+    assert said == ["no compiled kernels for cpu, the torch reference computes: no C++ compiler found"]
+    refused = mmrl(
+        tmp_path, "train", recipe, *settings, f"run_dir={tmp_path / 'other'}", "kernels.backend=cpu", **nothing
+    )
+    assert (refused.code, refused.err) == (2, "mmrl: kernels.backend=cpu: no C++ compiler found\n")
 
 
 def test_help_answers_without_the_heavy_imports():

@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mmrl import kernels
+from mmrl.kernels import operators
+
 BASELINES = ("mean", "leave_one_out", "length_weighted", "shrinkage", "none")
 SCALES = ("group_std", "batch_std", "none", "bucket_std")
 COMPONENTS = ("sum", "normalise_each", "gated")
@@ -33,16 +36,8 @@ def moments(values: Tensor, index: Tensor, units: int) -> Moments:
     exactly, so that rounding cannot turn "no signal" into a tiny signal that a division then magnifies. A unit without
     any scored value has mean 0 and std 0, and counts as equal.
     """
-    scored = ~values.isnan()
-    count = _total(scored.to(values.dtype), index, units)
-    low = _extreme(values, scored, index, units, "amin")
-    high = _extreme(values, scored, index, units, "amax")
-    equal = high <= low
-    mean = _total(values.where(scored, 0), index, units) / count.clamp(min=1)
-    mean = torch.where(equal, torch.where(count > 0, low, 0), mean)
-    squares = _total((values - mean[index]).where(scored, 0).square(), index, units)
-    std = (squares / (count - 1).clamp(min=1)).sqrt()
-    return Moments(count, mean, std, equal)
+    found = kernels.group_advantage(values, index, units, baseline="none", scale="none")
+    return Moments(found.scored, found.mean, found.std, found.equal)
 
 
 def group_advantages(
@@ -113,6 +108,8 @@ def group_advantages(
 
     def advantage(reward: Tensor) -> Tensor:
         """[B] -> [B]; baseline and scale of one reward, 0 where unscored."""
+        if baseline in operators.BASELINES and scale in operators.SCALES:
+            return kernels.group_advantage(reward, index, groups, baseline=baseline, scale=scale, eps=eps).advantages
         m = moments(reward, index, groups)
         centred = _centred(reward, index, m, baseline, lengths)
         if scale != "none":
@@ -169,28 +166,11 @@ def gae(
     values[t + 1] elsewhere. An episode is cut off where `truncated`, in the last column, and before a masked step.
     Termination wins where both flags are set. Steps outside `mask` give 0 and pass nothing on, whatever they hold.
 
-    Raises ValueError if an episode is cut off and there is no `bootstrap`: 0 there would call a time limit a failure.
+    Without `bootstrap`, an episode that is cut off raises RuntimeError on the CPU and gives NaN on a GPU: 0 there would
+    call a time limit a failure.
     """
-    counted = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
-    ended = terminated.bool()
-    followed = torch.zeros_like(counted)
-    followed[:, :-1] = counted[:, 1:]
-    runs_on = counted & followed & ~ended & ~truncated.bool()
-    cut = counted & ~ended & ~runs_on
-    if bootstrap is None and bool(cut.any()):
-        raise ValueError("gae: an episode is cut off without termination; give bootstrap [B, T] there")
-    after = torch.zeros_like(values)
-    after[:, :-1] = values[:, 1:]
-    after = after.where(runs_on, 0)
-    if bootstrap is not None:
-        after = bootstrap.to(after.dtype).where(cut, after)
-    delta = (rewards + gamma * after - values).where(counted, 0)
-    advantages = torch.zeros_like(delta)
-    carried = torch.zeros_like(delta[:, 0])
-    for t in reversed(range(delta.shape[1])):
-        carried = delta[:, t] + gamma * lam * carried.where(runs_on[:, t], 0)
-        advantages[:, t] = carried
-    return advantages, (advantages + values).where(counted, 0)
+    bootstrap = None if bootstrap is None else bootstrap.to(rewards.dtype)
+    return kernels.gae(rewards, values, terminated, truncated, gamma=gamma, lam=lam, mask=mask, bootstrap=bootstrap)
 
 
 def _table(rewards: Tensor, group: Tensor) -> Tensor:
@@ -225,7 +205,9 @@ def _centred(reward: Tensor, index: Tensor, m: Moments, baseline: str, lengths: 
     if baseline == "length_weighted" and lengths is not None:
         long = lengths.to(centred).where(~reward.isnan(), 0)
         units = len(m.scored)
-        shift = _total((long * centred).where(long > 0, 0), index, units) / _total(long, index, units).clamp(min=1e-12)
+        none = centred.new_zeros(units)
+        weighted = none.index_add(0, index, (long * centred).where(long > 0, 0))
+        shift = weighted / none.index_add(0, index, long).clamp(min=1e-12)
         return centred - shift[index]
     if baseline == "shrinkage":
         return _shrunk(reward, centred, index, m)
@@ -276,16 +258,6 @@ def group_index(ids: Tensor) -> tuple[Tensor, int]:
     """Arbitrary ids [B] -> ids 0 .. U - 1 [B], and U."""
     unique, index = torch.unique(ids, return_inverse=True)
     return index, len(unique)
-
-
-def _total(values: Tensor, index: Tensor, units: int) -> Tensor:
-    return values.new_zeros(units).index_add(0, index, values)
-
-
-def _extreme(values: Tensor, scored: Tensor, index: Tensor, units: int, which: str) -> Tensor:
-    empty = torch.inf if which == "amin" else -torch.inf
-    start = values.new_full((units,), empty)
-    return start.scatter_reduce(0, index, values.where(scored, empty), which)
 
 
 def _one_of(name: str, value: str, valid: Sequence[str]) -> None:

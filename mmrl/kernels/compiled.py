@@ -83,7 +83,7 @@ def chosen(*tensors: torch.Tensor) -> bool:
 def _ready(device: str) -> bool:
     if device not in _state:
         _load(device)
-        if _state[device]:
+        if _state[device] and os.environ.get("RANK", "0") == "0":  # once for all ranks
             _log.warning("no compiled kernels for %s, the torch reference computes: %s", device, _state[device])
     return not _state[device]
 
@@ -172,7 +172,8 @@ def _compile(kind: str, target: Path) -> None:
         command = [str(_compiler(kind)), *_flags(kind), "-isystem", str(root / "include")]
         # The symbols of LibTorch are found through the libraries named here, which the process has loaded by then.
         command += [str(SOURCES / FILES[kind]), "-Xlinker", "--no-as-needed", *libraries, "-o", str(out)]
-        _log.info("compiling the %s kernels into %s", kind, target)
+        length = {"cuda": "a minute"}.get(kind, "10 seconds")
+        _log.info("compiling the %s kernels, once, in about %s: %s", kind, length, target)
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             problem = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-300:])

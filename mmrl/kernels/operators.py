@@ -166,13 +166,14 @@ def hidden_logprob(
     *,
     temperature: float = 1.0,
     columns: tuple[int, int] | None = None,
+    excluded: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tokens:
     """`token_logprob` of logits = hidden @ weight.T, `chunk` rows at a time: the logits of a batch are never stored.
 
     hidden: [..., H]; weight: [V, H], the output matrix, of the same dtype, in which the logits of a chunk are made;
-    targets: [...] int64. Of `columns` (start, stop) only those rows of the matrix are multiplied. Logits are made
-    again in backward. Gradients flow to `hidden` and `weight`.
+    targets: [...] int64. Of `columns` (start, stop) only those rows of the matrix are multiplied; or tokens `excluded`
+    [any number] int64 are impossible. Logits are made again in backward. Gradients flow to `hidden` and `weight`.
     """
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"targets {list(targets.shape)} must have the shape of hidden {list(hidden.shape)} less H")
@@ -181,14 +182,16 @@ def hidden_logprob(
         raise ValueError(f"weight must be [V, H], got {list(weight.shape)}")
     _fits("weight", weight, (weight.shape[0], hidden.shape[-1]), hidden, (hidden.dtype,))
     _fits("targets", targets, targets.shape, hidden, (torch.int64,))
+    if excluded is not None and columns is not None:
+        raise ValueError("give columns or excluded, not both")
     scale = _inverse(temperature)
     weight, wanted = _columns(weight, 0, targets, columns)
     size = chunk or ROWS_AT_ONCE.get(hidden.device.type, 1024)
     flat, ids = hidden.reshape(-1, hidden.shape[-1]), wanted.reshape(-1).contiguous()
     if chosen(hidden):
-        rows = torch.ops.mmrl.hidden_logprob(flat, weight, ids, scale, size)[:3]
+        rows = torch.ops.mmrl.hidden_logprob(flat, weight, ids, excluded, scale, size)[:3]
     else:
-        rows = reference.hidden_logprob(flat, weight, ids, scale, size)
+        rows = reference.hidden_logprob(flat, weight, ids, excluded, scale, size)
     return Tokens(*(r.view(targets.shape) for r in rows))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 _library = torch.library.Library("mmrl", "DEF")
 _DENOISE = "Tensor x, Tensor v, Tensor {}, Tensor a_x, Tensor a_v, Tensor std"
 _TOKEN = "Tensor logits, Tensor targets"
-_HIDDEN = "Tensor hidden, Tensor weight, Tensor targets"
+_HIDDEN = "Tensor hidden, Tensor weight, Tensor targets, Tensor? excluded"
 _ROWS = "Tensor entropy, Tensor square, Tensor peak, Tensor log_sum"
 _RATIO = "Tensor log_ratio, Tensor advantages, Tensor mask"
 _THREE = "(Tensor, Tensor, Tensor)"
@@ -114,10 +114,17 @@ def _(g: Tensor, log_ratio: Tensor, *_: Any) -> Tensor:
 # ---- hidden states times the output matrix, a chunk of rows at a time ------------------------------------------------
 
 
+def _logits(hidden: Tensor, weight: Tensor, excluded: Tensor | None) -> Tensor:
+    logits = hidden @ weight.t()
+    return logits if excluded is None else logits.index_fill_(1, excluded, -torch.inf)  # their gradient is 0
+
+
 @torch.library.impl("mmrl::hidden_logprob", "CompositeExplicitAutograd")
-def _(hidden: Tensor, weight: Tensor, targets: Tensor, inverse_temperature: float, chunk: int) -> Grads:
+def _(
+    hidden: Tensor, weight: Tensor, targets: Tensor, excluded: Tensor | None, inverse_temperature: float, chunk: int
+) -> Grads:
     parts = [
-        torch.ops.mmrl.token_logprob(h @ weight.t(), t, inverse_temperature)
+        torch.ops.mmrl.token_logprob(_logits(h, weight, excluded), t, inverse_temperature)
         for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
     ]
     return tuple(torch.cat(rows) for rows in zip(*parts, strict=True))
@@ -131,6 +138,7 @@ def _(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    excluded: Tensor | None,
     entropy: Tensor,
     square: Tensor,
     peak: Tensor,
@@ -145,8 +153,9 @@ def _(
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
         rows = [t[part] for t in (targets, entropy, square, peak, log_sum)]
+        logits = _logits(hidden[part], weight, excluded)
         d_logits = torch.ops.mmrl.token_logprob_backward(
-            g_logp[part], g_entropy[part], g_square[part], hidden[part] @ weight.t(), *rows, inverse_temperature
+            g_logp[part], g_entropy[part], g_square[part], logits, *rows, inverse_temperature
         )
         torch.mm(d_logits, weight, out=d_hidden[part])
         if for_weight and weight.dtype == torch.float32:
@@ -182,8 +191,8 @@ def _token_backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor, g_square: Tenso
 
 
 def _save_hidden(ctx: Any, inputs: Grads, output: Grads) -> None:
-    hidden, weight, targets, ctx.inverse_temperature, ctx.chunk = inputs
-    ctx.save_for_backward(hidden, weight, targets, *output[1:])
+    hidden, weight, targets, excluded, ctx.inverse_temperature, ctx.chunk = inputs
+    ctx.save_for_backward(hidden, weight, targets, excluded, *output[1:])
     ctx.mark_non_differentiable(*output[3:])
 
 
@@ -193,7 +202,7 @@ def _hidden_backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor, g_square: Tens
     d_hidden, d_weight = torch.ops.mmrl.hidden_logprob_backward(
         *grads, *ctx.saved_tensors, ctx.inverse_temperature, ctx.chunk, for_weight
     )
-    return d_hidden, d_weight if for_weight else None, None, None, None
+    return d_hidden, d_weight if for_weight else None, *[None] * 4
 
 
 def _save_surrogate(ctx: Any, inputs: Grads, output: Grads) -> None:

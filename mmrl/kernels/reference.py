@@ -55,10 +55,13 @@ def token_logprob(logits: Tensor, targets: Tensor, inverse_temperature: float) -
 
 
 def hidden_logprob(
-    hidden: Tensor, weight: Tensor, targets: Tensor, inverse_temperature: float, chunk: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, excluded: Tensor | None, inverse_temperature: float, chunk: int
 ) -> tuple[Tensor, ...]:
     def of_chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return token_logprob(h @ weight.t(), t, inverse_temperature)
+        logits = h @ weight.t()
+        if excluded is not None:
+            logits = logits.index_fill(1, excluded, -torch.inf)
+        return token_logprob(logits, t, inverse_temperature)
 
     pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)
     parts = [checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in pieces]  # logits are made again in backward

@@ -1,10 +1,10 @@
-"""A Qwen2.5-VL (Bai et al. 2025, arXiv:2502.13923) small enough for a laptop's CPU, built in code: no download."""
+"""A Qwen2.5-VL (arXiv 2502.13923) or Qwen3-VL (arXiv 2511.21631) small enough for a laptop's CPU, built in code."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -15,6 +15,10 @@ from transformers import (
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
 )
 
 INITIALIZER_RANGE = 0.08  # about 1 / sqrt(width): at the usual 0.02 so narrow a model learns to see far more slowly
@@ -33,8 +37,13 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Heads are 32 wide, the smallest that vLLM's CPU attention takes."""
+    """Heads are 32 wide, the smallest that vLLM's CPU attention takes.
 
+    Generation 2.5 knows only how places in a picture lie to each other; generation 3 also learns what each place is,
+    which a small model needs where it has to say where something is.
+    """
+
+    generation: Literal["2.5", "3"] = "2.5"
     patch: int = 8  # pixels
     merge: int = 1  # patches that become one token, along each side
     longest: int = 64  # patches in a picture
@@ -45,25 +54,42 @@ class Sizes:
     rope: tuple[int, int, int] = (2, 2, 12)  # frequencies for time, height and width
 
 
-def build_processor(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VLProcessor:
+def build_processor(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VLProcessor | Qwen3VLProcessor:
     """Pictures keep their size wherever both sides are multiples of patch * merge pixels and no more than `longest`
     patches come together."""
     patches = {"patch_size": sizes.patch, "merge_size": sizes.merge, "temporal_patch_size": 2}
     area = sizes.patch**2  # sizes are in pixels of the whole picture
     size = {"shortest_edge": area * sizes.merge**2, "longest_edge": sizes.longest * area}
-    return Qwen2_5_VLProcessor(
+    made, video = (
+        (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor)
+        if sizes.generation == "2.5"
+        else (Qwen3VLProcessor, Qwen3VLVideoProcessor)
+    )
+    return made(
         image_processor=Qwen2VLImageProcessor(size=size, **patches),
-        video_processor=Qwen2VLVideoProcessor(size=size, **patches),
+        video_processor=video(size=size, **patches),
         tokenizer=tokenizer,
         chat_template=CHAT_TEMPLATE,
     )
 
 
-def build_config(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VLConfig:
+def build_config(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VLConfig | Qwen3VLConfig:
     ids: list[Any] = [tokenizer.convert_tokens_to_ids(token) for token in VISION]
     vision_start, vision_end, image, video = ids
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    return Qwen2_5_VLConfig(
+    # Rows are a few tokens wide: none of the frequencies is so slow that neighbours look alike.
+    rope = {"rope_type": "default", "rope_theta": 10.0, "mrope_section": list(sizes.rope)}
+    config: Any
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    if sizes.generation == "2.5":
+        config, text = Qwen2_5_VLConfig, {"rope_parameters": rope}
+        every = list(range(sizes.vision_layers))
+        vision = {"window_size": 64, "fullatt_block_indexes": every, "initializer_range": INITIALIZER_RANGE}
+    else:
+        config, text = Qwen3VLConfig, {"rope_parameters": {**rope, "mrope_interleaved": True}, "head_dim": 32}
+        vision = {"num_position_embeddings": sizes.longest, "deepstack_visual_indexes": [0]}
+    return config(
         text_config={
             "vocab_size": len(tokenizer),
             "hidden_size": sizes.width,
@@ -72,10 +98,9 @@ def build_config(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VL
             "num_attention_heads": sizes.width // 32,
             "num_key_value_heads": max(1, sizes.width // 64),
             "max_position_embeddings": 512,
-            # Rows are a few tokens wide: none of the frequencies is so slow that neighbours look alike.
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10.0, "mrope_section": list(sizes.rope)},
             "tie_word_embeddings": True,
             "initializer_range": INITIALIZER_RANGE,
+            **text,
             **special,
         },
         vision_config={
@@ -87,9 +112,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VL
             "patch_size": sizes.patch,
             "spatial_merge_size": sizes.merge,
             "temporal_patch_size": 2,
-            "window_size": 64,
-            "fullatt_block_indexes": list(range(sizes.vision_layers)),
-            "initializer_range": INITIALIZER_RANGE,
+            **vision,
         },
         image_token_id=image,
         video_token_id=video,
@@ -107,7 +130,8 @@ def write(path: str | Path, tokenizer: PreTrainedTokenizerFast, sizes: Sizes, se
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(build_config(tokenizer, sizes))
+        made = Qwen2_5_VLForConditionalGeneration if sizes.generation == "2.5" else Qwen3VLForConditionalGeneration
+        model: Any = made(build_config(tokenizer, sizes))
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )

@@ -29,6 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling, shape_logits
 from mmrl.generation.transformers import Prefix, generate, generate_groups
+from mmrl.kernels import hidden_logprob, token_logprob
 from mmrl.policies.prompts import Tokens, collate, encode
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
@@ -71,6 +72,7 @@ class TokenScorer(nn.Module):
         self.model = model
         self.sampling = sampling
         self.chunk = chunk
+        self.register_buffer("suppressed", torch.tensor(sampling.suppressed, dtype=torch.int64), persistent=False)
 
     def forward(
         self,
@@ -79,13 +81,14 @@ class TokenScorer(nn.Module):
         row: Tensor,
         column: Tensor,
         targets: Tensor,
-        chunks: int,
+        chunks: int | None,
     ) -> tuple[Tensor, Tensor]:
         """inputs: the model's own, with input_ids [row, length]. row, column, targets: [decision], the token targets[i]
         is predicted at position column[i] of row row[i]. Returns logp, entropy: [decision] fp32.
 
         With `continuations` the inputs are prompts; rows are then responses, and columns count from a prompt's end.
-        `chunks` is the number of passes over the output matrix: under ZeRO-3 it must be the same on every rank.
+        `chunks` is the number of passes through the output layer, which under ZeRO-3 must be the same on every rank;
+        None: the whole layer is here.
         """
         core = transformers_model(self.model)
         if continuations is None:
@@ -94,6 +97,18 @@ class TokenScorer(nn.Module):
             states = self._continued(core, inputs, continuations)
         hidden = states[row, column]
         head = core.get_output_embeddings()
+        truncated = self.sampling.top_k > 0 or self.sampling.top_p < 1
+        if chunks is None and type(head) is nn.Linear and head.bias is None and not truncated:
+            found = hidden_logprob(
+                hidden,
+                head.weight,
+                targets,
+                temperature=self.sampling.temperature or 1.0,
+                excluded=self.suppressed if len(self.suppressed) else None,
+                chunk=self.chunk,
+            )
+            return found.logp, found.entropy
+        chunks = -(-len(targets) // self.chunk) if chunks is None else chunks
         parts = [
             checkpoint(self._score, head, h, t, use_reentrant=False)
             for h, t in zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
@@ -108,10 +123,10 @@ class TokenScorer(nn.Module):
 
     def _score(self, head: nn.Module, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = shape_logits(head(hidden), self.sampling, keep=targets)
-        logp = logits.log_softmax(-1)
-        # Impossible tokens have logp -inf; as 0 they add nothing to the entropy, nor NaN to its gradient.
-        entropy = -(logp.exp() * logp.masked_fill(logp.isneginf(), 0.0)).sum(-1)
-        return logp.gather(-1, rearrange(targets, "n -> n 1")).squeeze(-1), entropy
+        if len(targets) == 0:  # a pass that only keeps step with other ranks
+            return logits.sum(-1), logits.sum(-1)
+        found = token_logprob(logits, targets)
+        return found.logp, found.entropy
 
 
 class VisionLanguagePolicy:
@@ -293,9 +308,7 @@ class VisionLanguagePolicy:
             length = inputs["input_ids"].shape[1]
             first = [length - len(t.response) if padding_side == "left" else len(t.prompt) for t in rows]
             column = torch.tensor(first, device=self.device)[row] + decision - 1
-        chunks = -(-len(targets) // self.module.chunk)
-        if self.lockstep is not None:
-            chunks = self.lockstep.max(chunks)
+        chunks = None if self.lockstep is None else self.lockstep.max(-(-len(targets) // self.module.chunk))
         logp, entropy = model(inputs, continuations, row, column, targets, chunks)
         blank = torch.zeros(rollouts.mask.shape, device=self.device)
         place = (row, decision)

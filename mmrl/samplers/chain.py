@@ -111,7 +111,7 @@ def run(
         for s in at[random].unique().tolist():
             here = random & (at == s)
             z[here] = noise(s, rows[here]).to(z)
-        moved, _, _ = gaussian_step(x[rows], v, step, noise=z)
+        moved, _, _ = gaussian_step(x[rows], v, step, noise=z, keep_mean=False)
         if sampler.tail == "dpm++":
             data = _data(x[rows], v, sampler.grid.sigmas[at], sampler.still)
             if previous is not None and visit > 0:

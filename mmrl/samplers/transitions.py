@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mmrl import kernels
+
 KINDS = ("ode", "flow_sde", "dance_sde", "cps", "ddim")
 REDUCTIONS = ("mean", "sum")
 
@@ -81,29 +83,26 @@ def gaussian_step(
     x_next: Tensor | None = None,
     noise: Tensor | None = None,
     reduction: str = "mean",
-) -> tuple[Tensor, Tensor, Tensor]:
+    keep_mean: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sample a step (give `noise`) or replay one (give `x_next`): returns (x_next, logp, mean).
 
     x, v, noise, x_next: [row, ...]; coefficients 0-d or [row]. mean = a_x x + a_v v, x_next = mean + std noise, and
     logp [row] = log Normal(x_next; mean, std), constants kept, averaged over the elements of a row ("mean") or summed.
-    Everything is fp32. x_next is a constant of the likelihood; gradient flows through the mean. A row whose std is 0
-    is a deterministic step, not a decision: its logp is 0.
+    Everything is fp32 (float64 for float64 inputs). A row whose std is 0 is a deterministic step, not a decision: its
+    logp is 0. Sampling has no gradient; in replay it flows through the mean to `v`. The mean is None in replay, and
+    without `keep_mean`.
 
-    Raises ValueError for an unknown reduction, and unless exactly one of x_next and noise is given.
+    Raises ValueError for an unknown reduction, shapes that do not fit, and unless exactly one of x_next and noise is
+    given.
     """
     if (x_next is None) == (noise is None):
         raise ValueError("give either noise, to sample, or x_next, to replay")
-    x, v = x.float(), v.float()
-    a_x, a_v, std = (_as_rows(c.to(x.device), x) for c in coefficients)
-    mean = a_x * x + a_v * v
-    if x_next is None:
-        assert noise is not None
-        x_next = mean + std * noise.float()
-    x_next = x_next.detach().float()
-    known = std > 0
-    safe = std.where(known, 1)
-    logp = -((x_next - mean) / safe).square() / 2 - safe.log() - 0.5 * math.log(2 * math.pi)
-    return x_next, reduce_elements(logp.where(known, 0), reduction), mean
+    rows = _rows(coefficients, v)
+    if noise is not None:
+        return kernels.denoise_step(x, v, noise, *rows, reduction=reduction, keep_mean=keep_mean)
+    assert x_next is not None
+    return x_next, kernels.denoise_logprob(x, v, x_next, *rows, reduction=reduction).logp, None
 
 
 def direct_log_ratio(
@@ -120,17 +119,18 @@ def direct_log_ratio(
     With m = a_v (v - old_v) it is m (2 (x_next - old mean) - m) / (2 std^2): exactly 0 where v equals old_v bit for
     bit, and accurate where the difference of two log-likelihoods is lost in rounding. Gradient flows to `v`.
     """
-    a_x, a_v, std = (_as_rows(c.to(x.device), x) for c in coefficients)
-    old_v = old_v.detach()
-    moved = a_v * (v - old_v)
-    residual = x_next - (a_x * x + a_v * old_v)
-    return reduce_elements(moved * (2 * residual - moved) / (2 * std.square()), reduction)
+    likelihood = kernels.denoise_logprob(x, v, x_next, *_rows(coefficients, v), v_old=old_v, reduction=reduction)
+    assert likelihood.log_ratio is not None
+    return likelihood.log_ratio
 
 
 def step_kl(v: Tensor, other_v: Tensor, coefficients: Coefficients, *, reduction: str = "mean") -> Tensor:
-    """[row]: exact KL between the steps that `v` and `other_v` lead to, a_v^2 |v - other_v|^2 / (2 std^2)."""
-    _, a_v, std = (_as_rows(c.to(v.device), v) for c in coefficients)
-    return reduce_elements((a_v * (v - other_v) / std).square() / 2, reduction)
+    """[row]: exact KL between the steps that `v` and `other_v` lead to, a_v^2 |v - other_v|^2 / (2 std^2); 0 where std
+    is 0. Gradient flows to `v`."""
+    here = v.detach()  # where the steps start and end makes no difference to their divergence
+    likelihood = kernels.denoise_logprob(here, v, here, *_rows(coefficients, v), v_ref=other_v, reduction=reduction)
+    assert likelihood.kl is not None
+    return likelihood.kl
 
 
 def reduce_elements(values: Tensor, reduction: str) -> Tensor:
@@ -161,5 +161,7 @@ def _double(value: Tensor | float) -> Tensor:
     return torch.as_tensor(value).double()
 
 
-def _as_rows(c: Tensor, like: Tensor) -> Tensor:
-    return c if c.dim() == 0 else c.view(-1, *[1] * (like.dim() - 1))
+def _rows(coefficients: Coefficients, v: Tensor) -> list[Tensor]:
+    """The coefficients as [row] on v's device, in float64 if v is."""
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    return [c.to(v.device, dtype).expand(len(v)).contiguous() for c in coefficients]

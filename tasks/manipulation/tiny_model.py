@@ -40,4 +40,4 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def build(path: str | Path, seed: int = 0) -> None:
     """Writes model, processor and generation config to a folder that transformers' Auto classes load offline."""
-    write(path, build_tokenizer(), Sizes(merge=2, rope=(2, 7, 7)), seed)
+    write(path, build_tokenizer(), Sizes(generation="3", merge=2, rope=(2, 7, 7)), seed)

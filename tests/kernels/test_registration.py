@@ -33,8 +33,10 @@ def samples():
         "denoise_logprob_backward": [(*rows, x, u, noise, a_x, a_v, std, ref, False) for ref in (None, grad)],
         "token_logprob": [(leaf[1], targets, 0.5), (batch, targets[:2].repeat(2), 1.0), (logits.half(), targets, 1.0)],
         "token_logprob_backward": [(*rows, logits, targets, *saved, 1.0)],
-        "hidden_logprob": [(leaf[2], leaf[3], targets, 1.0, 2), (leaf[2], weight, targets, 1.0, 2)],
-        "hidden_logprob_backward": [(*rows, hidden, weight, targets, *saved, 1.0, 2, full) for full in (True, False)],
+        "hidden_logprob": [(leaf[2], w, targets, e, 1.0, 2) for w, e in ((leaf[3], targets[:1] + 1), (weight, None))],
+        "hidden_logprob_backward": [
+            (*rows, hidden, weight, targets, None, *saved, 1.0, 2, full) for full in (True, False)
+        ],
         "group_advantage": [(x, torch.ones(d), group, 2, 0, 0, 1e-6)],
         "gae": [(x, u, flags, flags, mask, bootstrap, 0.9, 0.9) for bootstrap in (noise,)],
         "clipped_surrogate": [(leaf[4], advantages, mask, 0.2, 0.28, 1, t, 1.0) for t in (None, total)],

@@ -156,6 +156,28 @@ def test_hidden_states_give_what_their_logits_give(device, chunk, columns):
         torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5)
 
 
+def test_excluded_tokens_are_impossible(device):
+    hidden, weight = torch.randn(9, 32, device=device), torch.randn(50, 32, device=device)
+    targets, excluded = torch.randint(10, 50, (9,), device=device), torch.tensor([9, 0, 3], device=device)
+    mix = torch.randn(3, 9, device=device)
+    kept = torch.tensor([i for i in range(50) if i not in (0, 3, 9)], device=device)
+
+    def run(w, t, **kwargs):
+        h, w = hidden.clone().requires_grad_(), w.clone().requires_grad_()
+        out = torch.stack(hidden_logprob(h, w, t, chunk=4, **kwargs))
+        (mix * out).sum().backward()
+        return out.detach(), h.grad, w.grad
+
+    got = run(weight, targets, excluded=excluded)
+    want = run(weight[kept], targets - 3)
+    for a, b in zip(got[:2], want[:2], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got[2][kept], want[2], atol=1e-5, rtol=1e-5)
+    assert got[2][excluded].count_nonzero() == 0
+    with pytest.raises(ValueError, match="columns or excluded"):
+        hidden_logprob(hidden, weight, targets, columns=(0, 50), excluded=excluded)
+
+
 def test_hidden_states_in_bf16_add_the_chunks_of_the_matrix_gradient_in_fp32(device):
     torch.manual_seed(0)  # the errors told apart here are of one size over seeds, not of another
     hidden = torch.randn(300, 16, device=device).bfloat16()

@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from mmrl import kernels
 from mmrl.errors import UserError
 from mmrl.generation import transformers as generation
 from mmrl.generation.sampling import Sampling
+from mmrl.kernels import ops
 from mmrl.policies import prompts, vlm
 from mmrl.rollouts import Prompt, Rollouts
 from tests.policies.conftest import LENGTH, PROMPTS, mixed, picture
@@ -152,15 +154,21 @@ def test_pictures_matter(shared):
             assert change > 1e-3
 
 
-def test_logits_of_a_batch_never_exist(shared):
+@pytest.mark.parametrize("whole", [True, False], ids=["the matrix itself", "through the layer"])
+def test_logits_of_a_batch_never_exist(shared, whole, monkeypatch):
     policy, rollouts = shared
-    seen = []
+    seen, made = [], ops._logits
     head = policy.module.model.get_output_embeddings()
     handle = head.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    monkeypatch.setattr(ops, "_logits", lambda *args: seen.append((out := made(*args)).shape) or out)
+    monkeypatch.setattr(policy, "lockstep", None if whole else vlm.Lockstep(lambda chunks: chunks))
+    kernels.use("cpu")
     got = replay(policy, rollouts)
     forward = len(seen)
     (got.logp.sum() + got.entropy.sum()).backward()
     policy.module.zero_grad()
+    kernels.use("auto")
+    policy.lockstep = None
     seen_by_replay, seen[:] = list(seen), []
     policy.rollout(PROMPTS, 1, [1, 2, 3])
     handle.remove()

@@ -17,6 +17,7 @@ from einops import rearrange, reduce, repeat
 from torch import Tensor, nn
 
 from mmrl.generation.sampling import draw
+from mmrl.kernels import hidden_logprob
 from mmrl.policies.vla.codec import ActionCodec
 from mmrl.policies.vla.layers import BridgeBlock, Expert
 from mmrl.policies.vla.settings import Actions
@@ -139,14 +140,17 @@ class TokenHead(Head):
         self, reading: Reading, state: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None
     ) -> dict[str, Tensor]:
         columns = chosen["columns"]
-        logits = self._logits(self._read(reading, state, columns)) / self.temperature
-        logp = logits.log_softmax(-1)
-        entropy = -(logp.exp() * logp).sum(-1)
-        taken = logp.gather(-1, columns[..., None]).squeeze(-1)
+        found = hidden_logprob(
+            self._read(reading, state, columns),
+            self._weight,
+            self.codec.ids(columns),
+            temperature=self.temperature,
+            columns=(self.codec.first, self.codec.vocabulary),
+        )
         shape = (len(columns), self.settings.chunk, self.action_dim)
         return {
-            "logp": self._by_level(taken.view(shape), valid),
-            "entropy": self._by_level(entropy.view(shape), valid),
+            "logp": self._by_level(found.logp.view(shape), valid),
+            "entropy": self._by_level(found.entropy.view(shape), valid),
         }
 
     def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
@@ -174,8 +178,11 @@ class TokenHead(Head):
         return embeddings(self.codec.ids(columns))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        weight: Tensor = self._backbone[0].output_weight  # type: ignore[assignment]
-        return F.linear(hidden, weight[self.codec.first : self.codec.vocabulary]).float()
+        return F.linear(hidden, self._weight[self.codec.first : self.codec.vocabulary]).float()
+
+    @property
+    def _weight(self) -> Tensor:
+        return self._backbone[0].output_weight  # type: ignore[return-value]
 
     def _actions(self, columns: Tensor) -> Tensor:
         return self.codec.decode(columns).view(-1, self.settings.chunk, self.action_dim)
@@ -341,7 +348,7 @@ class FlowHead(Head):
         v = v.where(executed, before)  # actions that were never executed: equal under both, without gradient
         step = self.sampler.at(points.cpu(), points.cpu() + 1, torch.ones(n * w, dtype=torch.bool))
         how = self.denoising.reduction
-        _, _, mean = gaussian_step(x, before, step, x_next=x_next)
+        mean, _, _ = gaussian_step(x, before, step, noise=torch.zeros_like(x), keep_mean=False)
         seen = x_next.where(executed, mean)
         _, logp, _ = gaussian_step(x, v, step, x_next=seen, reduction=how)
         return {

@@ -216,7 +216,8 @@ class VisionLanguageActionPolicy:
         flat = [look for episode in episodes for look in episode]
         if not flat:  # the simulator lost them all before the first look
             nothing = next(self.module.parameters()).sum() * 0
-            return Replay(logp=nothing.expand(rollouts.mask.shape), value=nothing.expand(len(episodes), 1))
+            looks = rollouts.mask.shape[1] // self.module.head.decisions
+            return Replay(logp=nothing.expand(rollouts.mask.shape), value=nothing.expand(len(episodes), looks))
         places = [(b, s) for b, episode in enumerate(episodes) for s in range(len(episode))]
         row, step = torch.tensor(places).unbind(1)
         decisions = self.module.head.decisions

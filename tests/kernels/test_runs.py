@@ -1,0 +1,25 @@
+"""The small recipes with the compiled kernels and with the torch reference: the same numbers to rounding."""
+
+import pytest
+
+from tests.engine.parts import IMAGES, TINY, distance, final, metrics, train
+
+# Two minibatches, so that half of the updates are off-policy and the ratios are not all 1.
+OPTIONS = ["steps=2", "algorithm.minibatches=2", "optim.lr=1e-2", "algorithm.kl.coefficient=0.1"]
+RUNS = {"visual_qa": (TINY, ["algorithm.entropy_coefficient=0.1"]), "flow": (IMAGES, ["algorithm.kl.kind=exact"])}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", RUNS)
+def test_kernels_and_reference_train_alike(tmp_path, name):
+    base, options = RUNS[name]
+    rows = {}
+    for backend in ("torch", "cpu"):
+        folder = tmp_path / backend
+        train(folder, *OPTIONS, *options, f"kernels.backend={backend}", base=base)
+        rows[backend] = [r for r in metrics(folder) if "loss" in r]
+    for one, other in zip(*rows.values(), strict=True):
+        assert one["surrogate/ratio_gap_max"] > 1e-3 and abs(one["loss"]) > 1e-4
+        same = {k: v for k, v in one.items() if not k.startswith(("time", "throughput"))}
+        assert same == pytest.approx({k: other[k] for k in same}, rel=2e-5, abs=1e-6)
+    assert distance(final(tmp_path / "torch"), final(tmp_path / "cpu")) < 2e-5
