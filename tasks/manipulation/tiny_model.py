@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mmrl.policies.tiny_qwen import END, PAD, START, VISION, Sizes, write
+from mmrl.policies.vla import small
 
 UNKNOWN = "<|unknown|>"
 WORDS = (  # what roles, the prompt and the tabletop's instructions are made of
@@ -36,6 +37,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         model_max_length=256,
     )
+
+
+def build_small(path: str | Path, seed: int = 0) -> None:
+    """Writes a `SmallBackbone` that knows the words of the tabletop."""
+    small.create(path, small.SmallConfig(WORDS, bins=BINS), seed)
 
 
 def build(path: str | Path, seed: int = 0) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from mmrl.errors import UserError
 from mmrl.policies import vlm
+from mmrl.policies.vla import small
 from mmrl.policies.vla.backbone import VisionLanguageBackbone
 from mmrl.policies.vla.codec import ActionCodec, load_statistics
 from mmrl.policies.vla.heads import BridgeHead, FlowHead, Head, RegressionHead, TokenHead
@@ -43,10 +44,7 @@ def load(
 
     Raises UserError for a folder whose head is another one than `settings` asks for.
     """
-    torch_model, processor = vlm.load_model(path, **model)
-    if activation_checkpointing:
-        vlm.recompute_activations(torch_model)
-    backbone = VisionLanguageBackbone(torch_model, processor, max_prompt_length)
+    backbone = load_backbone(path, max_prompt_length, activation_checkpointing, **model)
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -66,6 +64,21 @@ def load(
         evaluation_temperature=evaluation_temperature,
         reference=reference,
     )
+
+
+def load_backbone(
+    path: str, max_prompt_length: int, activation_checkpointing: bool, **options: Any
+) -> VisionLanguageBackbone | small.SmallBackbone:
+    """By what the folder holds; else a transformers image-text model."""
+    if (Path(path) / small.CONFIG).is_file():
+        unused = [key for key in ("freeze", "lora", "processor") if options[key]]
+        if unused or options["dtype"] != "float32":
+            raise UserError(f"model.{(unused or ['dtype'])[0]} is not for the small network in {path}; remove it")
+        return small.load(Path(path))
+    model, processor = vlm.load_model(path, **options)
+    if activation_checkpointing:
+        vlm.recompute_activations(model)
+    return VisionLanguageBackbone(model, processor, max_prompt_length)
 
 
 def make_head(

@@ -1,0 +1,189 @@
+"""A small backbone for laptops and tests: convolutions that the instruction modulates, then a small transformer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mmrl.errors import UserError
+
+CONFIG, WEIGHTS = "small_vla.json", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class SmallConfig:
+    words: tuple[str, ...]  # of prompts; others are unknown
+    bins: int = 256  # ids behind the words, for actions
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+    channels: tuple[int, int, int] = (24, 48, 64)  # of the convolutions; the first two halve the picture
+
+
+@dataclass(frozen=True)
+class Glance:
+    """One observation, as it is kept."""
+
+    image: Tensor  # [3, height, width] uint8
+    words: Tensor  # [word] int64
+
+
+class SmallBackbone(nn.Module):
+    """Pictures through three convolutions with a coordinate grid (arXiv 1807.03247), scaled and shifted by the prompt
+    (FiLM, arXiv 1709.07871); where each channel is strongest (spatial softmax, arXiv 1504.00702) is one token, which a
+    transformer reads with the words."""
+
+    def __init__(self, config: SmallConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.width, self.vocabulary = config.width, len(config.words) + 1 + config.bins
+        a, b, c = config.channels
+        self.embeddings = nn.Embedding(self.vocabulary, config.width)
+        nn.init.normal_(self.embeddings.weight, std=config.width**-0.5)
+        self.films = nn.ModuleList(nn.Linear(config.width, 2 * n) for n in config.channels)
+        sizes = [(3, a, 5, 2), (a, b, 3, 2), (b + 2, c, 3, 1)]
+        self.convolutions = nn.ModuleList(nn.Conv2d(i, o, k, stride=s, padding=k // 2) for i, o, k, s in sizes)
+        self.sharpness = nn.Parameter(torch.ones(c))
+        self.places = nn.Sequential(
+            nn.Linear(2 * c, 2 * config.width), nn.GELU(), nn.Linear(2 * config.width, config.width)
+        )
+        self.order = nn.Parameter(torch.randn(MAX_WORDS, config.width) * 0.02)
+        self.blocks = nn.ModuleList(SmallBlock(config.width, config.heads) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+
+    @property
+    def input_embeddings(self) -> nn.Module:
+        return self.embeddings
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self.embeddings.weight
+
+    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Glance]:
+        """images [n, height, width, 3] and n prompts -> what `collate` takes. Unknown words become one word."""
+        pixels = torch.from_numpy(rearrange(images, "n h w c -> n c h w").copy())
+        return [Glance(image, self._ids(text)) for image, text in zip(pixels, texts, strict=True)]
+
+    def collate(self, rows: Sequence[Glance], device: torch.device) -> dict[str, Tensor]:
+        words = nn.utils.rnn.pad_sequence([row.words for row in rows], batch_first=True)
+        known = nn.utils.rnn.pad_sequence([torch.ones_like(row.words) for row in rows], batch_first=True)
+        given = {"images": torch.stack([row.image for row in rows]), "words": words, "known": known}
+        return {name: value.to(device) for name, value in given.items()}
+
+    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> SmallReading:
+        words, known = self.embeddings(inputs["words"]), inputs["known"].bool()
+        told = (words * known[..., None]).sum(1)
+        h = inputs["images"].to(words) / 255 - 0.5
+        for layer, (convolution, film) in enumerate(zip(self.convolutions, self.films, strict=True)):
+            scale, shift = rearrange(film(told), "n (two c) -> two n c 1 1", two=2)
+            h = convolution(torch.cat([h, coordinates(h)], 1) if layer == 2 else h) * (1 + scale) + shift
+            h = F.relu(h) if layer < 2 else h
+        where = (h.flatten(2) * self.sharpness[:, None]).softmax(-1)
+        place = torch.einsum("ncp,xp->ncx", where, coordinates(h)[0].flatten(1))
+        said = words + self.order[: words.shape[1]]
+        # The picture comes first, so that the last token of a prompt is a word and has seen it.
+        tokens = torch.cat([self.places(place.flatten(1))[:, None], said], 1)
+        mask = F.pad(known, (1, 0), value=True)
+        return SmallReading(self, tokens, mask, every_layer)
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: value.contiguous() for name, value in state.items()}, folder / WEIGHTS)
+        (folder / CONFIG).write_text(json.dumps(asdict(self.config), indent=2))
+
+    def _ids(self, text: str) -> Tensor:
+        words = text.replace("?", " ?").split()[:MAX_WORDS]
+        known = {word: i + 1 for i, word in enumerate(self.config.words)}
+        return torch.tensor([known.get(word, 0) for word in words])
+
+
+MAX_WORDS = 24
+
+
+class SmallReading:
+    """What a `SmallBackbone` made of n prompts, to be continued; see `mmrl.policies.vla.heads.Reading`."""
+
+    def __init__(self, backbone: SmallBackbone, tokens: Tensor, mask: Tensor, every_layer: bool) -> None:
+        self.backbone, self.mask, self.every_layer = backbone, mask, every_layer
+        self.before: list[Tensor] = []  # what came into each block
+        h = tokens
+        for block in backbone.blocks:
+            self.before.append(h)
+            h = block(h, h, rearrange(mask, "n s -> n 1 1 s"))
+        self.hidden = backbone.norm(h)
+        self.layers = (*self.before, self.hidden) if every_layer else (self.hidden,)
+        end = mask.long().cumsum(1).argmax(1)
+        self.last = self.hidden[torch.arange(len(h), device=h.device), end]
+
+    def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Tokens [n, t, width] that see the prompt and what came before them; may be called again to go on."""
+        t = tokens.shape[1]
+        causal = torch.ones(t, t, dtype=torch.bool, device=tokens.device).tril()
+        earlier = rearrange(self.mask, "n s -> n 1 1 s").expand(-1, 1, t, -1)
+        seen = torch.cat([earlier, causal.expand(len(tokens), 1, t, t)], -1)
+        self.mask = torch.cat([self.mask, mask.bool()], 1)
+        h, layers = tokens, []
+        for i, block in enumerate(self.backbone.blocks):
+            layers.append(h)
+            self.before[i] = torch.cat([self.before[i], h], 1)
+            h = block(h, self.before[i], seen)
+        out = self.backbone.norm(h)
+        self.layers = (*layers, out) if self.every_layer else (out,)
+        return out
+
+
+class SmallBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.query, self.key_value = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, h: Tensor, context: Tensor, seen: Tensor) -> Tensor:
+        """h [n, t, width] looks at context [n, s, width] where seen [n, 1, t or 1, s]."""
+        q = rearrange(self.query(self.norms[0](h)), "n t (h d) -> n h t d", h=self.heads)
+        k, v = rearrange(self.key_value(self.norms[0](context)), "n s (two h d) -> two n h s d", two=2, h=self.heads)
+        a = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        h = h + self.out(rearrange(a, "n h t d -> n t (h d)"))
+        return h + self.mlp(self.norms[1](h))
+
+
+def coordinates(h: Tensor) -> Tensor:
+    """[n, 2, height, width]: where each pixel is, -1 to 1 down and to the right."""
+    n, _, height, width = h.shape
+    down, right = (torch.linspace(-1, 1, size, device=h.device, dtype=h.dtype) for size in (height, width))
+    return torch.stack(torch.meshgrid(down, right, indexing="ij")).expand(n, 2, height, width)
+
+
+def create(folder: str | Path, config: SmallConfig, seed: int) -> None:
+    """Random weights, the same for the same seed, into `folder`; torch's global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        backbone = SmallBackbone(config)
+    backbone.save(Path(folder), backbone.state_dict())
+
+
+def load(folder: Path) -> SmallBackbone:
+    """Raises UserError for a description that is not one of `SmallConfig`."""
+    told: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    try:
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told.items()}
+        config = SmallConfig(**given)
+    except TypeError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from None
+    backbone = SmallBackbone(config)
+    backbone.load_state_dict(load_file(folder / WEIGHTS))
+    return backbone
