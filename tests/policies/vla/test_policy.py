@@ -1,0 +1,413 @@
+"""Vision-language-action policies: what they do in a simulator, and how likely they find it."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.distributions import Laplace, Normal
+
+from mmrl.errors import UserError
+from mmrl.policies.vla.heads import extend
+from mmrl.rollouts import Rollouts
+from mmrl.samplers.transitions import coefficients
+from sims import build
+from tests.policies.vla.conftest import CHUNK, KINDS, LEVELS, starts
+
+STARTS = starts(0, 30, 70)
+SEEDS = [11, 12, 13, 14, 15, 16]
+TOKENS = ("parallel", "autoregressive")
+
+
+def stir(policy, amount=0.3):
+    """Fresh heads end in zeros; likelihoods shall depend on everything."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in policy.module.named_parameters():
+            if not name.startswith("backbone."):
+                parameter += amount * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def played(make):
+    """Each kind's policy and its rollouts: three groups of two."""
+    found = {}
+
+    def get(kind, backbone="small", **options):
+        key = (kind, backbone, *sorted(options.items()))
+        if key not in found:
+            policy = stir(make(kind, backbone, **options))
+            found[key] = policy, policy.rollout(STARTS, 2, SEEDS)
+        return found[key]
+
+    return get
+
+
+def levels(kind):
+    return ("token",) if kind.startswith("flow") else LEVELS
+
+
+CASES = [(kind, backbone, level) for kind in KINDS for backbone in ("small", "qwen") for level in levels(kind)]
+
+
+@pytest.mark.parametrize(("kind", "backbone", "level"), CASES)
+def test_on_policy_ratio_is_exactly_one(played, kind, backbone, level):
+    policy, rollouts = played(kind, backbone, level=level)
+    with torch.no_grad():
+        old = policy.replay(rollouts, policy.module)
+    rollouts = replace(rollouts, old_logp=old.logp, old_prediction=old.prediction)
+    now = policy.replay(rollouts, policy.module)
+    ratio = now.logp - old.logp if now.log_ratio is None else now.log_ratio
+    assert rollouts.mask.any() and torch.equal(ratio, torch.zeros_like(ratio))
+    assert now.logp.shape == rollouts.mask.shape and now.logp[rollouts.mask].isfinite().all()
+    assert rollouts.mask.shape[1] % policy.module.head.decisions == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_log_ratio_is_that_of_the_likelihoods(played, make, kind):
+    """After a change of the weights: log-ratio against the difference of log-likelihoods."""
+    policy, rollouts = played(kind)
+    with torch.no_grad():
+        old = policy.replay(rollouts, policy.module)
+    moved = make(kind)
+    moved.module.load_state_dict(policy.module.state_dict())
+    stir(moved, 0.01)
+    rollouts = replace(rollouts, old_logp=old.logp, old_prediction=old.prediction)
+    now = moved.replay(rollouts, moved.module)
+    difference = (now.logp - old.logp)[rollouts.mask]
+    assert difference.abs().min() > 0
+    if now.log_ratio is not None:
+        torch.testing.assert_close(now.log_ratio[rollouts.mask], difference, rtol=2e-3, atol=2e-6)
+
+
+def loss_and_gradient(policy, rollouts):
+    policy.module.zero_grad()
+    replay = policy.replay(rollouts, policy.module)
+    terms = replay.logp if replay.log_ratio is None else replay.log_ratio.exp() + replay.logp
+    loss = terms[rollouts.mask].sum() + (0 if replay.entropy is None else replay.entropy[rollouts.mask].sum())
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in policy.module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("kind", "level"), [(kind, level) for kind in KINDS for level in levels(kind)])
+def test_garbage_after_the_end_changes_nothing(played, kind, level):
+    policy, rollouts = played(kind, level=level)
+    cut = [look for episode in rollouts.inputs for look in episode if not look.valid.all()]
+    assert cut
+    spoilt = []
+    for episode in rollouts.inputs:
+        looks = []
+        for look in episode:
+            chosen, over = {k: v.clone() for k, v in look.chosen.items()}, ~look.valid
+            if kind in TOKENS:
+                chosen["columns"].view(CHUNK, -1)[over] = 7 - chosen["columns"].view(CHUNK, -1)[over]
+            if "x_next" in chosen:
+                chosen["x_next"][:, over] = 99.0
+            if kind in ("regression", "bridge"):
+                chosen["actions"][over] = 99.0
+            looks.append(replace(look, chosen=chosen))
+        spoilt.append(looks)
+    loss, gradient = loss_and_gradient(policy, rollouts)
+    other, changed = loss_and_gradient(policy, replace(rollouts, inputs=spoilt))
+    assert torch.equal(loss, other) and gradient.keys() == changed.keys()
+    for name, value in gradient.items():
+        assert torch.equal(value, changed[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_micro_batches_add_up(played, kind):
+    policy, rollouts = played(kind)
+    whole, gradient = loss_and_gradient(policy, rollouts)
+    parts = [loss_and_gradient(policy, rollouts.select(torch.tensor(rows))) for rows in ([4, 0], [1], [5, 3, 2])]
+    torch.testing.assert_close(sum(loss for loss, _ in parts), whole, rtol=1e-5, atol=1e-5)
+    for name, value in gradient.items():
+        added = sum(part[name] for _, part in parts if name in part)
+        torch.testing.assert_close(added, value, rtol=1e-3, atol=1e-4 * float(value.abs().max()) + 1e-7)
+
+
+@pytest.mark.parametrize("backbone", ["small", "qwen"])
+@pytest.mark.parametrize("kind", TOKENS)
+def test_greedy_tokens_are_the_likeliest_under_replay(make, kind, backbone):
+    """Replaying any other token at a place must find it less likely: a shift by one place would not."""
+    policy = stir(make(kind, backbone))
+    policy.temperature = 0.0
+    rollouts = policy.rollout(STARTS[:1], 1, [1])
+    with torch.no_grad():
+        best = policy.replay(rollouts, policy.module).logp[0]
+        look = rollouts.inputs[0][0]
+        for place in range(int(look.valid.sum())):
+            for token in set(range(8)) - {int(look.chosen["columns"][place])}:
+                columns = look.chosen["columns"].clone()
+                columns[place] = token
+                other = replace(rollouts, inputs=[[replace(look, chosen={"columns": columns})]])
+                other.mask = rollouts.mask[:, :CHUNK]
+                assert policy.replay(other, policy.module).logp[0, place] < best[place]
+
+
+@pytest.mark.parametrize("kind", TOKENS)
+def test_token_likelihoods_are_those_of_the_sampler(make, kind):
+    """Frequencies of the first token over many draws against exp(logp)."""
+    policy = stir(make(kind, rows=64))
+    counts = torch.zeros(8)
+    for part in range(24):
+        drawn = policy.rollout(starts(0), 64, [100 * part + i for i in range(64)])
+        first = torch.stack([episode[0].chosen["columns"][0] for episode in drawn.inputs])
+        counts += torch.bincount(first, minlength=8)
+    look, n = drawn.inputs[0][0], counts.sum()
+    tokens = [look.chosen["columns"].clone() for _ in range(8)]
+    for token, columns in enumerate(tokens):
+        columns[0] = token
+    each = replace(drawn.select(torch.arange(8)), inputs=[[replace(look, chosen={"columns": c})] for c in tokens])
+    each.mask = each.mask[:, :CHUNK]
+    with torch.no_grad():
+        expected = policy.replay(each, policy.module).logp[:, 0].exp()
+    assert expected.sum().item() == pytest.approx(1, abs=1e-5)
+    error = (expected * (1 - expected) / n).sqrt()
+    assert ((counts / n - expected).abs() < 4.5 * error + 1e-3).all()
+
+
+@pytest.mark.parametrize("kind", ["parallel", "regression"])
+def test_levels_are_sums(played, kind):
+    logps = {}
+    for level in LEVELS:
+        policy, rollouts = played(kind, level=level)
+        with torch.no_grad():
+            logps[level] = policy.replay(rollouts, policy.module).logp
+    looks = len(STARTS) * 2, -1
+    by_chunk = logps["action"].view(*looks, CHUNK).sum(-1)
+    torch.testing.assert_close(logps["chunk"], by_chunk)
+    torch.testing.assert_close(logps["token"].view(*looks, CHUNK, 1).sum(-1).flatten(1), logps["action"])
+
+
+def test_laplace_is_torchs(played):
+    policy, rollouts = played("regression")
+    head = policy.module.head
+    with torch.no_grad():
+        replay = policy.replay(rollouts, policy.module)
+        look = rollouts.inputs[1][0]
+        reading = policy.module.read(policy.module.backbone.collate([look.seen], policy.device))
+        median = head.median(reading, look.state[None])[0]
+    expected = Laplace(median.double(), head.log_scale.detach().double().exp())
+    known = expected.log_prob(look.chosen["actions"].double()).flatten()
+    torch.testing.assert_close(replay.logp[1, :CHUNK], known.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(replay.entropy[1, :CHUNK], expected.entropy().flatten().float())
+
+
+def test_laplace_noise_has_the_scale_it_is_scored_with(make):
+    policy = make("regression", rows=64, scale=0.2)
+    drawn = [policy.rollout(starts(0), 64, list(range(64 * part, 64 * part + 64))) for part in range(8)]
+    actions = torch.stack([episode[0].chosen["actions"] for part in drawn for episode in part.inputs])
+    spread = (actions - actions.median(0).values).abs().mean()
+    assert spread.item() == pytest.approx(0.2, rel=0.05)
+
+
+def velocity(policy, look, x, sigma):
+    reading = policy.module.read(policy.module.backbone.collate([look.seen], policy.device))
+    with torch.no_grad():
+        return policy.module.head.expert(x[None], torch.tensor([sigma]), look.state[None], reading.hidden, reading.mask)
+
+
+def test_flow_likelihood_is_a_normal_of_the_sampler(played):
+    policy, rollouts = played("flow, all steps")
+    look = rollouts.inputs[0][0]
+    assert look.valid.all() and look.chosen["points"].tolist() == [0, 1, 2]
+    sigmas = torch.linspace(1, 0, 5)
+    for j, k in enumerate([0, 1, 2]):
+        a_x, a_v, std = coefficients("cps", sigmas[k], sigmas[k + 1], noise=0.7)
+        v, _ = velocity(policy, look, look.chosen["x"][j], float(sigmas[k]))
+        mean = a_x * look.chosen["x"][j] + a_v * v[0]
+        expected = Normal(mean.double(), std.double()).log_prob(look.chosen["x_next"][j].double()).mean()
+        with torch.no_grad():
+            found = policy.replay(rollouts, policy.module).logp[0, j]
+        assert found.item() == pytest.approx(expected.item(), abs=1e-4)
+
+
+def test_learned_spread_is_a_normal_of_the_network(played):
+    policy, rollouts = played("flow, learned")
+    look = rollouts.inputs[0][0]
+    chain, sigmas, total = look.chosen["chain"], torch.linspace(1, 0, 5), 0.0
+    assert torch.equal(chain[-1], look.chosen["actions"])
+    for k in range(4):
+        v, wide = velocity(policy, look, chain[k], float(sigmas[k]))
+        std = 0.08 * (0.16 / 0.08) ** ((wide[0].double() + 1) / 2)
+        normal = Normal((chain[k] - 0.25 * v[0]).double(), std)
+        assert float(std.min()) >= 0.08 and float(std.max()) <= 0.16
+        total += normal.log_prob(chain[k + 1].double()).mean().item() / 4
+    with torch.no_grad():
+        assert policy.replay(rollouts, policy.module).logp[0, 0].item() == pytest.approx(total, abs=1e-4)
+
+
+def test_matching_likelihood_by_hand(played):
+    policy, rollouts = played("flow, matching")
+    look = rollouts.inputs[0][0]
+    errors = []
+    for sigma, noise in zip(look.chosen["sigma"], look.chosen["noise"], strict=True):
+        data = look.chosen["actions"]
+        v, _ = velocity(policy, look, (1 - sigma) * data + sigma * noise, float(sigma))
+        errors.append((v[0] - (noise - data)).double().square().mean())
+    with torch.no_grad():
+        found = policy.replay(rollouts, policy.module).logp[0, 0]
+    assert found.item() == pytest.approx(-torch.stack(errors).mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["flow", "flow, matching"])
+def test_a_frozen_backbone_is_read_once(make, played, kind):
+    policy = stir(make(kind, "qwen", freeze=["vision", "connector", "language"]))
+    other, rollouts = played(kind, "qwen")
+    kept = policy.rollout(STARTS, 2, SEEDS)
+    assert policy.keeps_readings and not other.keeps_readings
+    assert kept.inputs[0][0].seen.dim() == 2  # the last layer, in place of pictures and words
+    with torch.no_grad():
+        a, b = policy.replay(kept, policy.module).logp, other.replay(rollouts, other.module).logp
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    loss_and_gradient(policy, kept)
+    grads = {n for n, p in policy.module.named_parameters() if p.grad is not None}
+    assert grads and all(name.startswith("head.") for name in grads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_episode_depends_on_its_seeds_alone(make, played, kind):
+    """Not on the rows of the simulator, nor on what is played beside it."""
+    policy, rollouts = played(kind)
+    alone = stir(make(kind, rows=1)).rollout(STARTS[1:2], 2, SEEDS[2:4])
+    for mine, theirs in zip(alone.inputs, rollouts.inputs[2:4], strict=True):
+        assert len(mine) == len(theirs)
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a.chosen["actions"], b.chosen["actions"], rtol=1e-4, atol=1e-5)
+            assert torch.equal(a.valid, b.valid)
+    assert alone.samples[0].episode.length == rollouts.samples[2].episode.length
+
+
+def test_an_episode_is_recorded(played):
+    policy, rollouts = played("regression")
+    for sample, looks in zip(rollouts.samples, rollouts.inputs, strict=True):
+        moves = torch.cat([look.chosen["actions"][look.valid] for look in looks]).clamp(-1, 1)
+        position = sample.prompt.metadata["seed"] / 100 + moves.sum().item()
+        assert sample.episode.length == len(moves) <= 6
+        assert sample.episode.success == sample.episode.success_at_end == (position >= 1)
+        assert looks[-1].valid.sum() == (len(moves) - 1) % CHUNK + 1
+
+
+def test_statistics_scale_what_the_robot_gets(make, tmp_path):
+    (tmp_path / "stats.json").write_text('{"line": {"action": {"q01": [-0.1], "q99": [0.3]}}}')
+    policy = make("regression", statistics=str(tmp_path / "stats.json"))
+    rollouts = policy.rollout(STARTS[:1], 1, [3])
+    drawn = torch.cat([look.chosen["actions"][look.valid] for look in rollouts.inputs[0]]).clamp(-1, 1)
+    received = [action for _, action in policy.sim.simulator.received]
+    np.testing.assert_allclose(received, (drawn[:, 0].numpy() + 1) / 2 * 0.4 - 0.1, atol=1e-6)
+
+
+def test_the_critic_sees_each_look_and_only_cut_episodes_are_bootstrapped(make):
+    policy = stir(make("regression", critic=True, scale=0.5))
+    rollouts = policy.rollout(starts(0, 30, 97), 2, SEEDS)
+    ended = torch.tensor([s.episode.success for s in rollouts.samples])
+    assert ended.any() and not ended.all()
+    last = rollouts.step_mask.sum(1) - 1
+    rows = torch.arange(6)
+    assert torch.equal(rollouts.step_terminated[rows, last], ended)
+    assert rollouts.step_terminated.sum() == ended.sum()
+    bootstrapped = rollouts.step_bootstrap != 0
+    assert torch.equal(bootstrapped.sum(1), (~ended).long()) and bootstrapped[rows, last].equal(~ended)
+    with torch.no_grad():
+        replay = policy.replay(rollouts, policy.module)
+    known = rollouts.step_mask
+    torch.testing.assert_close(replay.value[known], rollouts.step_values[known], rtol=1e-4, atol=1e-5)
+    for b, sample in enumerate(rollouts.samples):
+        assert rollouts.step_rewards[b].sum().item() == pytest.approx(sample.episode.reward, abs=1e-4)
+
+
+def test_a_lost_episode_does_not_count(make):
+    policy = make("regression", simulator={"unstartable": [30]})
+    with pytest.warns(RuntimeWarning, match="lost its episode"):
+        rollouts = policy.rollout(STARTS, 2, SEEDS)
+    lost = torch.tensor([s.episode.lost for s in rollouts.samples])
+    assert lost.tolist() == [False, False, True, True, False, False]
+    assert not rollouts.mask[lost].any() and rollouts.mask[~lost].any(1).all()
+    only = policy.replay(rollouts.select(lost), policy.module)
+    assert only.logp.shape == rollouts.mask[lost].shape
+    only.logp.sum().backward()
+    parts = Rollouts.concat([rollouts.select(lost), rollouts.select(~lost)])
+    assert len(parts) == 6
+
+
+@pytest.mark.parametrize("kind", [*TOKENS, "flow", "bridge"])
+@pytest.mark.parametrize("backbone", ["small", "qwen"])
+def test_saved_and_loaded_alike(make, played, tmp_path, kind, backbone):
+    policy, rollouts = played(kind, backbone)
+    policy.save(tmp_path / "final", policy.module.state_dict())
+    again = make(kind, str(tmp_path / "final"))
+    with torch.no_grad():
+        a, b = policy.replay(rollouts, policy.module), again.replay(rollouts, again.module)
+    assert torch.equal(a.logp, b.logp)
+    with pytest.raises(UserError, match="action.chunk=3, but .* was trained with 4"):
+        make(kind, str(tmp_path / "final"), chunk=3)
+    assert make(kind, str(tmp_path / "final"), critic=True).module.critic is not None
+
+
+def test_demonstrated_actions_are_the_likeliest_when_learnt(make):
+    """A few steps of supervised learning raise the likelihood of what was shown, and greedy decoding then shows it."""
+    from sims import Observation
+
+    for kind in ("parallel", "regression", "flow"):
+        policy = make(kind, supervised=True)
+        shown = np.array([[0.6], [-0.6], [0.2], [0.9]], np.float32)
+        seen = Observation(np.full((1, 2, 2, 3), 9, np.uint8), np.zeros((1, 1), np.float32), ["go from 0.00"])
+        prompt = replace(STARTS[0], metadata={"observation": seen, "actions": shown})
+        optimizer = torch.optim.Adam(policy.module.parameters(), lr=1e-2)
+        for step in range(150):
+            batch = policy.demonstrate([prompt] * 4, [4 * step + i for i in range(4)])
+            loss = -policy.replay(batch, policy.module).logp[batch.mask].mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        reading = policy.module.read(policy._collate(policy._look(seen)))
+        made = policy.module.head.act(reading, torch.zeros(1, 1), [0], 0.0, False)["actions"][0]
+        assert (made - torch.from_numpy(shown)).abs().max() < 0.2, kind
+
+
+def test_a_short_demonstration_is_masked(make):
+    from sims import Observation
+
+    policy = make("parallel", supervised=True)
+    seen = Observation(np.zeros((1, 2, 2, 3), np.uint8), np.zeros((1, 1), np.float32), ["go"])
+    prompt = replace(STARTS[0], metadata={"observation": seen, "actions": np.zeros((3, 1), np.float32)})
+    assert policy.demonstrate([prompt], [1]).mask.tolist() == [[True, True, True, False]]
+    with pytest.raises(UserError, match="needs task.demonstrations"):
+        policy.demonstrate(STARTS[:1], [1])
+
+
+def test_the_prompt_may_be_continued_in_pieces(make):
+    """The autoregressive head reads one token at a time; the transformer must see the same as in one piece."""
+    for backbone in ("small", "qwen"):
+        module = make("regression", backbone).module
+        seen = module.backbone.prepare(np.zeros((2, 32, 32, 3), np.uint8), ["go from there", "go"])
+        tokens = torch.randn(2, 3, module.backbone.width, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            whole = extend(module.read(module.backbone.collate(seen, torch.device("cpu"))), tokens)
+            reading = module.read(module.backbone.collate(seen, torch.device("cpu")))
+            pieces = torch.cat([extend(reading, tokens[:, i : i + 1]) for i in range(3)], 1)
+            alone = module.read(module.backbone.collate(seen[1:], torch.device("cpu")))
+            short = extend(alone, tokens[1:])
+        torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(short, whole[1:], rtol=1e-4, atol=1e-5)  # padding changes nothing
+
+
+def test_a_group_starts_equal_bit_for_bit(make):
+    sim = build("tabletop", 4, {"image_size": 32})
+    observation = sim.reset([5, 5, 6, 5], ["reach"] * 4)
+    assert (observation.images[0] == observation.images[[1, 3]]).all()
+    assert (observation.state[0] == observation.state[[1, 3]]).all()
+    assert (observation.images[0] != observation.images[2]).any()
+    sim.close()
+
+
+def test_impossible_settings_are_named(make):
+    with pytest.raises(UserError, match="action.bins=5000"):
+        make("parallel", bins=5000)
+    with pytest.raises(ValueError, match="spread=learned is for head=flow"):
+        make("regression", spread="learned")
+    with pytest.raises(ValueError, match="prompt must hold"):
+        make("parallel", prompt="go")
+    assert math.isclose(make("flow").module.head.sampler.noise, 0.7)
