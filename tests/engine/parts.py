@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 import mmrl.policies.vlm  # noqa: F401  (imported once, in the server that workers are forked from)
 from mmrl import build, cli
 from mmrl.config import load, to_yaml
+from mmrl.policies.vla import small
 from mmrl.report.run import Run
 from mmrl.rollouts import Prompt
 from mmrl.trainer import Trainer
@@ -31,6 +32,7 @@ from tasks.visual_qa import tiny_model
 HERE = Path(__file__).parent
 TINY = HERE / "tiny.yaml"
 IMAGES = HERE / "tiny_images.yaml"
+ROBOTS = HERE / "tiny_robots.yaml"
 MODEL = "MMRL_TESTS_MODEL"
 
 
@@ -48,6 +50,11 @@ def model_folder() -> str:
 
 def build_model(folder: str, seed: int) -> None:
     shutil.copytree(model_folder(), folder, dirs_exist_ok=True)
+
+
+def build_robot(folder: str, seed: int) -> None:
+    """It starts from arbitrary weights, so that its episodes differ in length and outcome."""
+    small.create(folder, small.SmallConfig(("go", "from"), bins=8, width=32, channels=(4, 8, 8)), seed)
 
 
 def spread(sample) -> float:
@@ -108,10 +115,11 @@ def make(folder, *overrides, task=None, base=TINY) -> Trainer:
     """What `mmrl train` builds before it trains."""
     config = load(base, [f"run_dir={folder}", *overrides])
     torch.manual_seed(config.seed)
+    task = task or build.build_task(config)
     policy = build.build_policy(config, task)
     engine = build.build_engine(config, policy)
     run = Run(Path(folder), to_yaml(config), writes=engine.rank == 0)
-    return Trainer(config, policy, task or build.build_task(config), engine, run)
+    return Trainer(config, policy, task, engine, run)
 
 
 def release(trainer: Trainer) -> None:

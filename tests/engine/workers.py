@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mmrl.core.reduce import MODES
 from mmrl.trainer import Metrics, Trainer
-from tests.engine.parts import IMAGES, distance, make, release, train
+from tests.engine.parts import IMAGES, ROBOTS, distance, make, release, train
 
 ROWS = 24
 MICRO = (1, 3, 8)
@@ -86,7 +86,7 @@ def one_bad_loss(folder: Path) -> None:
         seen: list[dict] = [{k: v.clone() for k, v in engine.state().items()}]
         bad = math.inf if stage % 2 else math.nan
 
-        def loss(micro, total, trainer=trainer, engine=engine, usual=usual, bad=bad):
+        def loss(micro, total, steps, trainer=trainer, engine=engine, usual=usual, bad=bad):
             value, stats = usual(micro, total)
             return (value + bad if trainer.step == 1 and engine.rank == engine.world - 1 else value), stats
 
@@ -126,3 +126,9 @@ def images(folder: Path, name: str) -> None:
     trainer.cursor = 0
     trainer.train()
     release(trainer)
+
+
+def robots(folder: Path, name: str) -> None:
+    """Runs of the robot recipe with groups and with a critic."""
+    for method in ("grpo", "ppo"):
+        train(folder / f"{name}-{method}", f"algorithm.method={method}", base=ROBOTS)

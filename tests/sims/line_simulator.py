@@ -6,8 +6,8 @@ from sims import Transition
 
 
 class Line:
-    """Starts at the seed / 100 and moves by its action; `go` ends at 1 or after 6 actions. It raises when told to move
-    by exactly `poison`, and cannot start from a seed in `unstartable`."""
+    """Starts at the seed / 100 (of large seeds the lower 32 bits) and moves by its action; `go` ends at 1 or after 6
+    actions. It raises when told to move by exactly `poison`, and cannot start from a seed in `unstartable`."""
 
     action_dim, state_dim, image_shape, tasks = 1, 1, (2, 2, 3), ("go", "stay")
 
@@ -22,7 +22,7 @@ class Line:
         for i, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
             if seed in self.unstartable:
                 out.errors[i] = RuntimeError("cannot start")
-            self.position[row], self.steps[row] = seed / 100, 0
+            self.position[row], self.steps[row] = seed % (1 << 32) / 100, 0
             out.images[i], out.state[i] = seed % 256, self.position[row]
         return out
 
