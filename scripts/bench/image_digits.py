@@ -1,10 +1,12 @@
-"""Every recipe for handwritten digits at several seeds: held-out accuracy, time, and the guards beside the reward.
+"""Every recipe for digits, or for shapes, at several seeds: held-out accuracy, time, and the guards beside the reward.
 
     .venv/bin/python scripts/bench/image_digits.py [--seeds 3] [--recipes flow,nft] [--runs build/image_digits]
+    .venv/bin/python scripts/bench/image_digits.py --data shapes [--seeds 3] [--runs build/image_shapes]
 
-Runs that are already in --runs are not repeated. One thread a run. Prints a Markdown table; each figure is the mean
-over the seeds (least .. greatest). Accuracy is that of a classifier that saw none of the pictures the rewarding one
-did; seconds are those of the training steps, without evaluation and start-up.
+Runs that are already in --runs are not repeated; all start from one base. One thread a run. Prints a Markdown table;
+each figure is the mean over the seeds (least .. greatest). Accuracy is, of digits, that of a classifier that saw none
+of the pictures the rewarding one did; of shapes, that of the exact checker on combinations that were held out. Seconds
+are those of the training steps, without evaluation and start-up.
 """
 
 from __future__ import annotations
@@ -18,34 +20,40 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = ["flow", "dance", "cps", "window", "branch", "nft", "awm", "random_reward"]
+RECIPES = {
+    "digits": ["flow", "dance", "cps", "window", "branch", "nft", "awm", "random_reward"],
+    "shapes": ["", "random_reward"],
+}
 GUARDS = ["out_of_gamut", "second_scorer", "sharpness"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", choices=list(RECIPES), default="digits")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--recipes", default=",".join(RECIPES))
-    parser.add_argument("--runs", type=Path, default=ROOT / "build/image_digits")
+    parser.add_argument("--recipes", help="comma-separated; default: all of --data")
+    parser.add_argument("--runs", type=Path, help="default: build/image_digits or build/image_shapes")
     options = parser.parse_args()
+    recipes = RECIPES[options.data] if options.recipes is None else options.recipes.split(",")
+    folder = options.runs or ROOT / f"build/image_{options.data}"
     heads = ["recipe", "accuracy before", "after", "seconds", *(f"{guard} before, after" for guard in GUARDS)]
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
-    for recipe in options.recipes.split(","):
-        runs = [finished(recipe, seed, options.runs) for seed in range(options.seeds)]
+    for recipe in recipes:
+        name = "_".join(filter(None, ["image", options.data, recipe]))
+        runs = [finished(name, folder / f"{recipe or options.data}-{seed}", seed) for seed in range(options.seeds)]
         guards = [f"{mean(runs, f'guard/{g}', 0)}, {mean(runs, f'guard/{g}', -1)}" for g in GUARDS]
         accuracy = [
             mean(runs, "accuracy", 0, digits=3),
             spread([evaluations(r)[-1]["evaluation/accuracy"] for r in runs]),
         ]
         seconds = spread([sum(row["time/step"] for row in run if "time/step" in row) for run in runs], digits=0)
-        print(f"| {' | '.join([recipe, *accuracy, seconds, *guards])} |", flush=True)
+        print(f"| {' | '.join([recipe or options.data, *accuracy, seconds, *guards])} |", flush=True)
 
 
-def finished(recipe: str, seed: int, folder: Path) -> list[dict[str, Any]]:
+def finished(name: str, run: Path, seed: int) -> list[dict[str, Any]]:
     """The metrics of one run, which is made if it is not there."""
-    run = folder / f"{recipe}-{seed}"
     if not (run / "final").is_dir():
-        command = [sys.executable, "-m", "mmrl", "train", f"configs/image_digits_{recipe}.yaml"]
+        command = [sys.executable, "-m", "mmrl", "train", f"configs/{name}.yaml"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         overrides = [f"seed={seed}", f"run_dir={run}"]
         subprocess.run([*command, *overrides], cwd=ROOT, env=environment, check=True, stdout=sys.stderr)

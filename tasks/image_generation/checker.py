@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from scipy import ndimage
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from mmrl.rewards.types import score_finite
+from mmrl.rewards.types import picture, score_finite
 from mmrl.rollouts import Sample
 from tasks.image_generation.pictures import stack_pictures
 from tasks.image_generation.shapes import COLOURS, OBJECT, SHAPES, SIZE, Placed, Scene, draw, related, template
@@ -56,6 +57,19 @@ def read(pictures: Tensor) -> list[list[Placed]]:
             picture, colour = divmod(plane.start, len(COLOURS))
             found[picture].append(_placed(mask, list(COLOURS)[colour], rows.start, columns.start))
     return found
+
+
+_FOUND = WeakTensorKeyDictionary()  # what `read` found in the pictures of samples that are still alive
+
+
+def _read(samples: Sequence[Sample]) -> list[list[Placed]]:
+    """`read` of the samples' pictures. Rewards, accuracy and guards ask of the same picture, which is read once."""
+    pictures = [picture(sample) for sample in samples]
+    new = [sample for sample, pixels in zip(samples, pictures, strict=True) if pixels not in _FOUND]
+    if new:
+        for sample, found in zip(new, read(stack_pictures(new, (3, SIZE, SIZE))), strict=True):
+            _FOUND[picture(sample)] = found
+    return [_FOUND[pixels] for pixels in pictures]
 
 
 def _placed(mask: np.ndarray, colour: str, top: int, left: int) -> Placed:
@@ -119,7 +133,7 @@ class ShapesChecked:
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[float]:
-        found = read(stack_pictures(samples, (3, SIZE, SIZE)))
+        found = _read(samples)
         given = [
             list(marks(s.prompt.metadata["scene"], items).values()) for s, items in zip(samples, found, strict=True)
         ]
@@ -140,5 +154,5 @@ class ShapesRedrawn:
 
     def _score(self, samples: list[Sample]) -> list[float]:
         pictures = stack_pictures(samples, (3, SIZE, SIZE)).clamp(0, 1)
-        clean = torch.stack([draw(items) for items in read(pictures)])
+        clean = torch.stack([draw(items) for items in _read(samples)])
         return (1 - (pictures - clean).abs().flatten(1).mean(1)).tolist()

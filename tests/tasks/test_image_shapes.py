@@ -7,6 +7,7 @@ from scipy import ndimage
 
 from mmrl.errors import UserError
 from mmrl.rollouts import Prompt, Sample
+from tasks.image_generation import checker
 from tasks.image_generation.checker import ShapesChecked, ShapesRedrawn, marks, read
 from tasks.image_generation.shapes import (
     COLOURS,
@@ -246,6 +247,21 @@ def test_rewards():
     values = ShapesRedrawn().score([sample(scene, right), sample(scene, strewn), sample(scene, right * 0.7)])
     assert values == pytest.approx([1, 1 - 1 / (3 * 16 * 16), 1 - 0.3 * 24 / (3 * 16 * 16)])
     assert ShapesChecked().score([sample(scene, strewn)]) == [1]
+
+
+def test_a_picture_is_read_once_for_all_rewards(monkeypatch):
+    seen = []
+    monkeypatch.setattr(checker, "read", lambda pictures: (seen.append(len(pictures)), read(pictures))[1])
+    two, one = Scene(Phrase(2, "red", "circle")), Scene(Phrase(1, "blue", "square"))
+    shown = [
+        draw([Placed("red", "circle", 0, 0), Placed("red", "circle", 8, 8)]),
+        draw([Placed("blue", "square", 3, 3)]),
+    ]
+    samples = [sample(two, shown[0]), sample(one, shown[1]), sample(one, shown[0].clone())]
+    assert ShapesChecked().score(samples[:1]) == [1]
+    assert ShapesChecked(partial=True).score(samples) == [1, 1, 0]
+    assert ShapesRedrawn().score(samples[::-1]) == [1, 1, 1]
+    assert seen == [1, 2]
 
 
 def test_an_object_cut_by_the_border_stays_inside_the_picture():

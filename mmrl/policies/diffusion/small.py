@@ -29,7 +29,7 @@ class SmallConfig:
     words: tuple[str, ...]  # the vocabulary of prompts
     channels: int = 1
     size: int = 8  # pixels
-    network: Literal["mlp", "transformer"] = "mlp"
+    network: Literal["mlp", "residual", "transformer"] = "mlp"
     width: int = 256
     depth: int = 3
     heads: int = 4
@@ -60,6 +60,40 @@ class SmallMLP(nn.Module):
         h = F.silu(self.enter(told))
         for block in self.blocks:
             h = h + F.silu(block(h))
+        made = self.leave(h).view_as(x)
+        return velocity(made, x, time) if self.predicts_data else made
+
+
+class SmallResidual(nn.Module):
+    """Two-layer residual blocks over all pixels, normalised, and modulated by noise level and words as in a DiT.
+
+    For prompts put together of parts, of which it learns several times as much as `SmallMLP` in equal time: words reach
+    every block and multiply what is in it. The prompt is the sum of its words.
+    """
+
+    def __init__(self, config: SmallConfig) -> None:
+        super().__init__()
+        d, pixels, told = config.width, config.channels * config.size**2, 128
+        self.predicts_data = config.predicts == "data"
+        self.words = nn.Embedding(len(config.words) + 1, told, padding_idx=0)
+        self.time = nn.Linear(32, told)
+        self.enter, self.leave = nn.Linear(pixels, d), nn.Linear(d, pixels)
+        self.norm = nn.LayerNorm(d, elementwise_affine=False)
+        self.modulations = nn.ModuleList(nn.Linear(told, 3 * d) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(d, d), nn.SiLU(), nn.Linear(d, d)) for _ in range(config.depth)
+        )
+        for modulation in self.modulations:
+            nn.init.zeros_(modulation.weight)
+            nn.init.zeros_(modulation.bias)
+
+    def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
+        """x [n, channel, height, width], time [n] in [0, 1], words [n, word] ids (0: none) -> velocity like x."""
+        told = F.silu(self.time(sinusoids(time, 32).to(x)) + self.words(words).sum(1))
+        h = self.enter(x.flatten(1))
+        for modulation, block in zip(self.modulations, self.blocks, strict=True):
+            shift, scale, gate = modulation(told).chunk(3, -1)
+            h = h + (1 + gate) * block(self.norm(h) * (1 + scale) + shift)
         made = self.leave(h).view_as(x)
         return velocity(made, x, time) if self.predicts_data else made
 
@@ -192,7 +226,7 @@ def velocity(data: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
 
 
 def network(config: SmallConfig) -> nn.Module:
-    return SmallMLP(config) if config.network == "mlp" else SmallTransformer(config)
+    return {"mlp": SmallMLP, "residual": SmallResidual, "transformer": SmallTransformer}[config.network](config)
 
 
 def create(folder: Path, config: SmallConfig, seed: int) -> None:
