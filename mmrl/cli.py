@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import os
@@ -199,21 +200,58 @@ def summary(accuracies: dict[str, float], folder: Path) -> str:
 def run_eval(options: argparse.Namespace) -> int:
     from mmrl.report.run import versions
 
-    config, task, result, _ = answer_held_out(options, None)
+    config, task, result, samples = answer_held_out(options, None)
     protocol = {"seed": config.seed, "temperature": config.evaluation.temperature, "task": config.task.options}
     record = {"model": options.model, **result, "protocol": protocol, "versions": versions()}
+    for name, value in result.items():
+        print(f"{name.removeprefix('evaluation/'):>28}  {value:.4f}")
+    if config.model.kind == "vision_language_action":
+        protocol["action"] = dataclasses.asdict(config.action)
+        record["greedy"] = by_task("greedy", task, samples)
+        sampled = answer_held_out(options, None, f"evaluation.temperature={config.rollout.temperature}")
+        record["sampled"] = by_task("sampled", sampled[1], sampled[3])
     target = beside(options.model, "evaluation.json")
     target.write_text(json.dumps(record, indent=2))
-    for name, value in result.items():
-        print(f"{name.removeprefix('evaluation/'):>24}  {value:.4f}")
     print(f"written to {target}")
     return 0
 
 
+def by_task(decoding: str, task: Any, samples: list[Any]) -> dict[str, dict[str, float]]:
+    """Success at any time of each task with its Wilson interval, success when the episode ended, and length; printed
+    and returned. Episodes that the simulator lost are left out."""
+    from mmrl.report.run import wilson
+
+    marks = task.accuracy(samples).tolist()
+    episodes: dict[str, list[Any]] = {}
+    for sample, mark in zip(samples, marks, strict=True):
+        if mark == mark:  # not lost
+            episodes.setdefault(sample.prompt.metadata["task"], []).append(sample.episode)
+    found = {}
+    for name, played in episodes.items():
+        n, solved = len(played), sum(e.success for e in played)
+        low, high = wilson(solved, n)
+        at_end, length = sum(e.success_at_end for e in played) / n, sum(e.length for e in played) / n
+        found[name] = {
+            "success": solved / n,
+            "low": low,
+            "high": high,
+            "success_at_end": at_end,
+            "length": length,
+            "episodes": n,
+        }
+        print(
+            f"{name + ', ' + decoding:>28}  {solved / n:.4f}  ({low:.3f} .. {high:.3f} at 95 %, {n} episodes; at their "
+            f"end {at_end:.4f}, {length:.1f} actions long)"
+        )
+    return found
+
+
 def run_sample(options: argparse.Namespace) -> int:
+    from mmrl.config import load
     from mmrl.report.run import write_samples
 
-    _, task, _, samples = answer_held_out(options, options.count)
+    robot = load(options.config, options.overrides).model.kind == "vision_language_action"
+    _, task, _, samples = answer_held_out(options, options.count, *(["action.film=true"] if robot else []))
     marks = task.accuracy(samples).tolist()
     for sample, mark in zip(samples, marks, strict=True):
         made = repr(sample.response) if sample.image is None else f"a picture, accuracy {mark:.3g}"
@@ -223,7 +261,9 @@ def run_sample(options: argparse.Namespace) -> int:
     return 0
 
 
-def answer_held_out(options: argparse.Namespace, count: int | None) -> tuple[Any, Any, dict[str, float], list[Any]]:
+def answer_held_out(
+    options: argparse.Namespace, count: int | None, *overrides: str
+) -> tuple[Any, Any, dict[str, float], list[Any]]:
     """Configuration, task, result and samples of `count` held-out prompts (default: as configured)."""
     from mmrl.build import build_policy, build_task
     from mmrl.config import load
@@ -232,7 +272,7 @@ def answer_held_out(options: argparse.Namespace, count: int | None) -> tuple[Any
 
     quieten()
     origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null", "model.warm_start=null"]
-    config = load(options.config, [*options.overrides, *origin])
+    config = load(options.config, [*options.overrides, *origin, *overrides])
     task = build_task(config)
     policy, ranks = build_policy(config, task), Ranks()
     try:

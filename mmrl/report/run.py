@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from einops import rearrange
-from PIL import Image
+from PIL import Image, ImageDraw
 from rich.console import Console
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from mmrl.rollouts import Sample
+from mmrl.rollouts import Episode, Sample
 
 PACKAGES = ("mmrl", "torch", "torchvision", "transformers", "deepspeed", "peft")
 STYLE = (
@@ -97,11 +98,44 @@ def write_samples(target: Path, samples: Sequence[Sample], columns: dict[str, Se
     """The HTML page `target`, and a PNG grid beside it where pictures were drawn; returns what was written."""
     target.parent.mkdir(exist_ok=True)
     target.write_text(sample_table(samples, columns))
+    written = [target]
     drawn = [picture(s.image) for s in samples if s.image is not None]
-    if not drawn:
-        return [target]
-    grid(drawn).save(target.with_suffix(".png"))
-    return [target, target.with_suffix(".png")]
+    if drawn:
+        grid(drawn).save(target.with_suffix(".png"))
+        written.append(target.with_suffix(".png"))
+    for number, sample in enumerate(samples):
+        if sample.episode is not None and sample.episode.frames is not None:
+            written.append(film(target.with_name(f"{target.stem}-{number:03d}.mp4"), sample.episode))
+    return written
+
+
+def film(target: Path, episode: Episode, least: int = 256, per_second: int = 20) -> Path:
+    """The frames of an episode as a video, enlarged, under its instruction and its outcome; one frame an action."""
+    import imageio.v3  # comes with the simulators
+
+    assert episode.frames is not None
+    height, width = (max(1, -(-least // episode.frames.shape[2])) * side for side in episode.frames.shape[1:3])
+    outcome = "lost" if episode.lost else "success" if episode.success else "failure"
+    pages = []
+    for number, frame in enumerate(episode.frames):
+        page = Image.new("RGB", (width, height + 32), "black")
+        page.paste(Image.fromarray(frame).resize((width, height), Image.Resampling.NEAREST), (0, 32))
+        pen = ImageDraw.Draw(page)
+        pen.text((4, 2), episode.instruction, fill="white")
+        last = number + 1 == len(episode.frames)
+        pen.text((4, 16), f"{number}  {outcome}" if last else str(number), fill="lime" if episode.success else "red")
+        pages.append(np.asarray(page))
+    pages += [pages[-1]] * (per_second // 2)  # long enough to read how it ended
+    imageio.v3.imwrite(target, np.stack(pages), fps=per_second, macro_block_size=1)
+    return target
+
+
+def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson, 1927)."""
+    share, spread = successes / n, z * z / n
+    middle = (share + spread / 2) / (1 + spread)
+    half = z / (1 + spread) * (share * (1 - share) / n + spread / (4 * n)) ** 0.5
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def picture(image: Tensor) -> Image.Image:
@@ -136,13 +170,14 @@ def _row(sample: Sample, numbers: Sequence[float]) -> str:
     pictures = [*sample.prompt.images, *([] if sample.image is None else [picture(sample.image)])]
     cells = [
         "".join(f'<img src="{picture_url(image)}">' for image in pictures),
-        *(
-            f"<pre>{html.escape(str(text))}</pre>"
-            for text in (sample.prompt.text, sample.response, sample.prompt.answer)
-        ),
+        *(f"<pre>{html.escape(str(text))}</pre>" for text in (_asked(sample), sample.response, sample.prompt.answer)),
         *(f"{number:.3g}" for number in numbers),
     ]
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _asked(sample: Sample) -> str:
+    return sample.prompt.text if sample.episode is None else f"{sample.episode.instruction}\n({sample.prompt.text})"
 
 
 def picture_url(image: Image.Image) -> str:
