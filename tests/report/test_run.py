@@ -5,14 +5,15 @@ import io
 import json
 import re
 
+import imageio.v3
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mmrl.report.run import Run, grid, picture, sample_table
-from mmrl.rollouts import Prompt, Sample
+from mmrl.report.run import Run, grid, picture, sample_table, wilson, write_samples
+from mmrl.rollouts import Episode, Prompt, Sample
 
 
 def sample(text="how many?", response="2", answer="2", images=()):
@@ -114,3 +115,25 @@ def test_drawn_pictures_are_shown_clamped_and_enlarged_by_whole_pixels():
     assert sheet.getpixel((1, 1)) == (255, 0, 0) and sheet.getpixel((3, 3)) == (255, 0, 0)
     assert sheet.getpixel((4, 1)) == (0, 255, 0) and sheet.getpixel((4, 4)) == (0, 0, 0)
     assert sheet.getpixel((0, 0)) == (255, 255, 255) and sheet.getpixel((9, 1)) == (85, 85, 85)
+
+
+def test_wilson_interval_by_hand():
+    """Share 0.5 of 4: the centre is 0.5 and the half width z sqrt(0.25 / 4 + z^2 / 64) / (1 + z^2 / 4)."""
+    low, high = wilson(2, 4)
+    half = 1.96 * (0.25 / 4 + 1.96**2 / 64) ** 0.5 / (1 + 1.96**2 / 4)
+    assert (low, high) == pytest.approx((0.5 - half, 0.5 + half))
+    assert wilson(0, 10)[0] == 0.0 and wilson(0, 10)[1] == pytest.approx(0.2775, abs=1e-3)
+    assert wilson(10, 10)[1] == 1.0
+
+
+def test_an_episode_becomes_a_video(tmp_path):
+    frames = np.zeros((3, 16, 16, 3), np.uint8)
+    frames[1, :, :, 0] = 255
+    episode = Episode("reach for it", True, True, 2, 1.0, frames=frames)
+    written = write_samples(tmp_path / "s" / "samples.html", [Sample(Prompt("a", "start"), episode=episode)], {})
+    assert [path.name for path in written] == ["samples.html", "samples-000.mp4"]
+    assert "reach for it" in written[0].read_text()
+    shown = imageio.v3.imread(written[1])
+    assert shown.shape == (3 + 10, 256 + 32, 256, 3)
+    assert shown[1, 32:, :, 0].mean() > 200 and shown[0, 32:].mean() < 10
+    assert (shown[-1, :30] > 100).any() and not (shown[-1, :30] > 100).all()  # something is written above

@@ -1,0 +1,138 @@
+"""The manipulation task: start states, demonstrations, rewards, and whom instructions belong to."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mmrl.errors import UserError
+from mmrl.rollouts import Episode, Prompt, Sample
+from tasks.manipulation import build, tiny_model
+from tasks.manipulation.episodes import DEMONSTRATED, DemonstrationSource, EpisodeSource, record_expert
+
+LINE = {"simulator": "tests.sims.line_simulator:Line", "tasks": ["go"]}
+EPISODE = Episode("go", success=True, success_at_end=False, length=3, reward=1.5)
+
+
+def seeds(source, n):
+    return {source[i].metadata["seed"] for i in range(n)}
+
+
+def test_training_and_held_out_starts_never_meet():
+    held_out = build({**LINE, "eval_size": 1_000_000, "eval_seed": 999_999}, 0).evaluation
+    latest = held_out[len(held_out) - 1].metadata["seed"]
+    tasks = [build({**LINE, "train_size": 1000}, seed) for seed in (0, 1)]
+    assert latest < min(seeds(tasks[0].train, 1000))
+    assert not seeds(tasks[0].train, 1000) & seeds(tasks[1].train, 1000)
+    assert len(seeds(tasks[0].train, 1000)) == 1000
+
+
+def test_tasks_take_turns_and_share_seeds():
+    source = EpisodeSource(["reach", "lift"], 4, 10)
+    assert [(p.metadata["task"], p.metadata["seed"]) for p in (source[i] for i in range(4))] == [
+        ("reach", 10),
+        ("lift", 10),
+        ("reach", 11),
+        ("lift", 11),
+    ]
+    with pytest.raises(IndexError):
+        source[4]
+
+
+def test_every_word_of_the_tabletop_is_known():
+    task = build({"tasks": ["reach", "push", "lift", "pick_and_place", "stack"], "options": {"image_size": 8}}, 0)
+    tokenizer = tiny_model.build_tokenizer()
+    with task.make_simulator(20) as sim:
+        for seed in range(0, 60, 20):
+            told = sim.reset(range(seed, seed + 20), [task.evaluation[i].metadata["task"] for i in range(20)])
+            for instruction in told.instructions:
+                assert tiny_model.UNKNOWN not in tokenizer.tokenize(
+                    f"What action should the robot take to {instruction}?"
+                )
+                assert set(instruction.split()) <= set(tiny_model.WORDS)
+
+
+def test_the_expert_is_recorded_step_by_step():
+    """On the line it always moves by 0.25: from 0.2 it needs 4 moves, and each image shows the seed it started from."""
+    with build(LINE, 0).make_simulator(2) as sim:
+        made = record_expert(sim, [("go", 20), ("go", 60), ("go", 70)], noise=0.0, successful=True, seed=0)
+    assert [len(episode.actions) for episode in made] == [4, 2, 2]
+    np.testing.assert_allclose(made[0].state[:, 0], [0.2, 0.45, 0.7, 0.95], atol=1e-6)
+    assert made[0].images[0].flat[0] == 20 and made[0].instruction == "go from 0.20"
+    source = DemonstrationSource(made)
+    assert len(source) == 8
+    shown = source[1].metadata
+    assert shown["actions"].tolist() == [[0.25]] * 3 and shown["observation"].state.tolist() == [[pytest.approx(0.45)]]
+    assert all(len(source[i].metadata["actions"]) <= DEMONSTRATED for i in range(8))
+
+
+def test_noise_disturbs_what_is_done_not_what_is_shown():
+    with build(LINE, 0).make_simulator(4) as sim:
+        starts = [("go", seed) for seed in (0, 10, 20, 30)]
+        made = record_expert(sim, starts, noise=0.1, successful=False, seed=0)
+        again = record_expert(sim, starts, noise=0.1, successful=False, seed=0)
+        with pytest.raises(ValueError, match="none of 1 scripted episodes succeeded"):
+            record_expert(sim, [("go", 0)], noise=50.0, successful=True, seed=4)
+    steps = np.concatenate([np.diff(episode.state[:, 0]) for episode in made])
+    assert steps.std() > 0.05 and all((episode.actions == 0.25).all() for episode in made)
+    for one, two in zip(made, again, strict=True):
+        assert (one.state == two.state).all()
+
+
+def test_failed_episodes_are_left_out():
+    """Noise that mostly pushes back: some episodes run out of time."""
+    with build(LINE, 0).make_simulator(50) as sim:
+        starts = [("go", seed) for seed in range(50)]
+        every = record_expert(sim, starts, noise=0.3, successful=False, seed=1)
+        good = record_expert(sim, starts, noise=0.3, successful=True, seed=1)
+    assert 0 < len(good) < len(every) == 50
+
+
+def test_shuffled_instructions_are_another_episodes():
+    own = build({**LINE}, 0).make_simulator(4)
+    other = build({**LINE, "instructions": "shuffled"}, 0).make_simulator(4)
+    mine = own.reset([1, 2, 2, 3], ["go"] * 4).instructions
+    theirs = other.reset([1, 2, 2, 3], ["go"] * 4).instructions
+    assert all(a != b for a, b in zip(mine, theirs, strict=True)) and set(theirs) <= set(mine)
+    same = other.reset([5, 5], ["go"] * 2).instructions[:2]  # the other rows are idle
+    assert same == ["go from 0.05"] * 2
+
+
+def test_what_an_episode_earns():
+    rewards = [{"name": f"tasks.manipulation.rewards:{n}"} for n in ("success", "success_at_end", "simulator")]
+    task = build({**LINE, "rewards": rewards}, 0)
+    samples = [
+        Sample(Prompt("a", "go"), episode=EPISODE),
+        Sample(Prompt("b", "go"), episode=replace(EPISODE, lost=True)),
+    ]
+    scored = task.score(samples)
+    assert scored[0].tolist() == [1.0, 0.0, 1.5] and scored[1].isnan().all()
+    assert task.accuracy(samples).isnan().tolist() == [False, True]
+    measured = task.measures(samples)
+    assert measured["episode/length"].tolist() == [3, 3] and measured["episode/lost"].tolist() == [0, 1]
+    with pytest.raises(UserError, match="'c' is no episode"):
+        task.score([Sample(Prompt("c", "go"))])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"taks": ["go"]}, "unknown key taks, did you mean 'tasks'"),
+        ({"demonstrations": {"episode": 3}}, "unknown key demonstrations.episode, did you mean 'episodes'"),
+        ({"tasks": []}, "tasks: "),
+        ({"rewards": [{"name": "sucess"}]}, "unknown reward 'sucess'"),
+        ({"demonstrations": {"episodes": 1}, "tasks": ["fly"]}, "has no 'fly'"),
+        ({"demonstrations": {"episodes": 1}, "options": {"poisn": 1}}, "no option 'poisn'.*poison"),
+    ],
+)
+def test_faulty_options_are_named(options, message):
+    with pytest.raises((ValueError, UserError), match=message):
+        build({**LINE, **options}, 0)
+
+
+def test_demonstrations_come_with_the_task():
+    task = build({**LINE, "demonstrations": {"episodes": 3}, "rows": 2}, 0)
+    assert isinstance(task.train, DemonstrationSource) and len(task.train.episodes) == 3
+    assert isinstance(task.evaluation, EpisodeSource)
+    assert torch.tensor(task.train[0].metadata["observation"].state).shape == (1, 1)
