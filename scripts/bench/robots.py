@@ -1,12 +1,18 @@
 """Environment steps a second of the tabletop, and how often its experts succeed; side by side in one run.
 
-    .venv/bin/python scripts/bench/robots.py [--parts environment,experts] [--rounds 5] [--json PATH]
+    .venv/bin/python scripts/bench/robots.py [--parts environment,experts,policy,replay] [--rounds 5] [--json PATH]
 
 environment: 16 environments under random actions, episodes restarting by themselves, for each picture size and number
     of threads. A step is one action executed in one environment. With a chunk of 1 every step is rendered, with a chunk
     of 8 every eighth. The arms take turns, round after round, so that a busy machine burdens all of them; figures are
     the median (least .. greatest) over the rounds. `CPU ms` is processor time for one step, all threads together.
 experts: success over seeds and the mean number of steps to it, per task.
+policy: actions a second with a small policy in the loop, 64 environments at once; half of them are made to end after
+    their first chunk, as solved ones do. Only environments that are still on go through simulator and policy, against
+    all of them through the policy.
+replay: forward and backward over 128 looks. A flow head over a frozen Qwen3-VL that keeps what the backbone said,
+    against reading again; and the likelihood of 20 action tokens from hidden states, the 256 action columns of a
+    vocabulary of 151,936 against all of them (time, and the growth of peak memory, each in a process of its own).
 """
 
 from __future__ import annotations
@@ -14,15 +20,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from mmrl.kernels import hidden_logprob
+from mmrl.policies.vla import files
+from mmrl.policies.vla.policy import VisionLanguageActionPolicy
+from mmrl.policies.vla.settings import Actions
+from mmrl.rollouts import Prompt
+from mmrl.samplers.settings import Denoising
+from mmrl.samplers.windows import Window
 from sims import VectorSim, build, run_episodes
 from sims.mujoco import TASKS
+from tasks.manipulation import tiny_model
 
 COUNT = 16
 SIZES, THREADS, CHUNKS = (64, 128), (1, 2), (1, 8)
@@ -31,16 +50,23 @@ TASK = "pick_and_place"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default="environment,experts")
+    parser.add_argument("--parts", default="environment,experts,policy,replay")
+    parser.add_argument("--tokens", choices=["columns", "all"], help=argparse.SUPPRESS)  # one measurement of `replay`
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     parser.add_argument("--seeds", type=int, default=100, help="episodes of each expert")
     parser.add_argument("--json", help="write the numbers here")
     options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.tokens:
+        print(json.dumps(tokens(options.tokens, options.rounds)))
+        return
     results: dict[str, Any] = {"load_average": os.getloadavg(), "processors": len(os.sched_getaffinity(0))}
     parts = {
         "environment": lambda: environment(options.rounds, options.seconds),
         "experts": lambda: experts(options.seeds),
+        "policy": lambda: in_the_loop(options.rounds),
+        "replay": lambda: replay(options.rounds),
     }
     for part in options.parts.split(","):
         results[part] = parts[part]()
@@ -103,6 +129,109 @@ def experts(seeds: int) -> list[dict[str, Any]]:
             rows.append({"task": name, "success": float(success.mean()), "steps": steps})
             print(f"| {name} | {success.mean():.3f} | {steps:.1f} | {task.max_steps} |")
     return rows
+
+
+def policy_of(model: Any, sim: VectorSim, settings: Actions, **options: Any) -> VisionLanguageActionPolicy:
+    with tempfile.TemporaryDirectory() as folder:
+        model(folder, seed=0)
+        return files.load(
+            folder,
+            settings,
+            Denoising(steps=5, evaluation_steps=5, window=Window("random", size=1)),
+            sim,
+            **{
+                "supervised": False,
+                "critic": False,
+                "reference": False,
+                "temperature": 1.0,
+                "evaluation_temperature": 0.0,
+                "max_prompt_length": 128,
+                "activation_checkpointing": False,
+                "seed": 0,
+                "freeze": [],
+                "lora": None,
+                "processor": {},
+                "dtype": "float32",
+                "attention": "sdpa",
+                **options,
+            },
+        )
+
+
+def in_the_loop(rounds: int, rows: int = 64) -> dict[str, Any]:
+    """Prints actions a second with and without leaving ended episodes out, and returns them."""
+    sim = build("tabletop", rows, {"image_size": 64})
+    policy = policy_of(tiny_model.build_small, sim, Actions(bins=32))
+    taken: dict[str, list[float]] = {"running only": [], "all rows": []}
+    for _ in range(rounds):
+        for arm, speeds in taken.items():
+            observation = sim.reset(range(rows), ["reach"] * rows)
+            start, moved, look = time.perf_counter(), 0, 0
+            while (running := sim.running).any():
+                active = np.flatnonzero(running if arm == "running only" else np.ones(rows, bool)).tolist()
+                shown = observation.select(active)
+                with torch.no_grad():
+                    reading = policy.module.read(policy._collate(policy._look(shown)))
+                    state = torch.from_numpy(shown.state)
+                    chosen = policy.module.head.act(reading, state, [look * rows + row for row in active], 1.0, True)
+                step = sim.step(policy._robot_actions(chosen["actions"], active))
+                moved, look, observation = moved + int(step.valid.sum()), look + 1, step.observation
+                if look == 1:
+                    sim._running[: rows // 2] = False  # as if solved
+            speeds.append(moved / (time.perf_counter() - start))
+    sim.close()
+    ratio = [mine / all_ for mine, all_ in zip(taken["running only"], taken["all rows"], strict=True)]
+    print("\n| rows that the policy looks at | actions/s |\n| --- | --- |")
+    for arm, speeds in taken.items():
+        print(f"| {arm} | {summary(speeds, '.0f')} |")
+    print(f"\nratio {summary(ratio, '.2f')}")
+    return taken
+
+
+def replay(rounds: int) -> dict[str, Any]:
+    """Prints the table of the two comparisons and returns its numbers."""
+    sim = build("tabletop", 32, {"image_size": 64})
+    settings = Actions(head="flow", width=64, depth=2)
+    frozen = {"freeze": ["vision", "connector", "language"]}
+    policies = {"kept": policy_of(tiny_model.build, sim, settings, **frozen)}
+    policies["read again"] = policy_of(tiny_model.build, sim, settings, **frozen)
+    policies["read again"].keeps_readings = False
+    starts = [Prompt(str(i), "", metadata={"task": "reach", "seed": i}) for i in range(32)]
+    played = {arm: policy.rollout(starts, 1, list(range(32))) for arm, policy in policies.items()}
+    taken: dict[str, list[float]] = {arm: [] for arm in policies}
+    for _ in range(rounds):
+        for arm, policy in policies.items():
+            start = time.perf_counter()
+            policy.replay(played[arm], policy.module).logp.sum().backward()
+            taken[arm].append(time.perf_counter() - start)
+    sim.close()
+    ratio = [again / kept for kept, again in zip(taken["kept"], taken["read again"], strict=True)]
+    looks = sum(map(len, played["kept"].inputs))
+    print(f"\n| replay of {looks} looks, forward and backward | seconds |\n| --- | --- |")
+    for arm, seconds in taken.items():
+        print(f"| flow head, frozen backbone, {arm} | {summary(seconds, '.3f')} |")
+    print(f"\nratio {summary(ratio, '.2f')}\n\n| 128 x 20 action tokens | seconds | extra MiB |\n| --- | --- | --- |")
+    found: dict[str, Any] = {"prefix": taken}
+    for arm in ("columns", "all"):
+        command = [sys.executable, __file__, "--tokens", arm, "--rounds", str(rounds)]
+        found[arm] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        print(f"| {arm} | {summary(found[arm]['seconds'], '.3f')} | {found[arm]['mib']:.0f} |")
+    return found
+
+
+def tokens(arm: str, rounds: int, width: int = 256, vocabulary: int = 151_936) -> dict[str, Any]:
+    """Seconds and growth of peak memory of the likelihood of 128 x 20 action tokens, forward and backward."""
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+    hidden = torch.randn(128 * 20, width, requires_grad=True)
+    targets = torch.randint(vocabulary - 256, vocabulary, (128 * 20,))
+    weight.grad = torch.zeros_like(weight)
+    before, taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        columns = (vocabulary - 256, vocabulary) if arm == "columns" else None
+        hidden_logprob(hidden, weight, targets, columns=columns, chunk=512).logp.sum().backward()
+        taken.append(time.perf_counter() - start)
+    return {"seconds": taken, "mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024}
 
 
 if __name__ == "__main__":
