@@ -1,0 +1,99 @@
+"""The tabletop's recipes at several seeds, each from a base of its own seed: success before and after, minutes in all.
+
+    .venv/bin/python scripts/bench/manipulation.py [--seeds 3] [--recipes token,ppo,flow,control] [--runs FOLDER]
+
+Runs that are already in --runs are not repeated. `minutes` are wall-clock: demonstrations, warm start and training with
+their evaluations. `shuffled` is the trained policy's success when every episode shows the instruction of another one.
+Held-out start states, likeliest actions. Prints a Markdown table, and a JSON of the curves beside the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mmrl.report.run import wilson
+
+ROOT = Path(__file__).resolve().parents[2]
+BASES = {"token": "manipulation_tabletop_warm_start", "flow": "manipulation_tabletop_flow_warm_start"}
+RECIPES = {
+    "token": ("token", "manipulation_tabletop"),
+    "ppo": ("token", "manipulation_tabletop_ppo"),
+    "flow": ("flow", "manipulation_tabletop_flow"),
+    "control": ("token", "manipulation_tabletop_random_reward"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--runs", type=Path, default=ROOT / "build/tabletop")
+    options = parser.parse_args()
+    print("| recipe | seed | before | after | gain (95 %) | shuffled | minutes |\n|" + " --- |" * 7)
+    curves: dict[str, Any] = {}
+    for seed in range(options.seeds):
+        for recipe in options.recipes.split(","):
+            head, config = RECIPES[recipe]
+            base, run = options.runs / f"base-{head}-{seed}", options.runs / f"{recipe}-{seed}"
+            train(BASES[head], base, seed)
+            train(config, run, seed, "model.warm_start=null", f"model.path={base / 'final'}")
+            curve = {row["step"]: row["evaluation/accuracy"] for row in rows(run) if "evaluation/accuracy" in row}
+            curves[f"{recipe}-{seed}"] = curve
+            (before, after), n = list(curve.values())[:: len(curve) - 1], int(rows(run)[0]["evaluation/n"])
+            minutes = (float((base / "seconds").read_text()) + float((run / "seconds").read_text())) / 60
+            shuffled = success(config, run, seed)
+            low, high = difference(before, after, n)
+            cells = [
+                recipe,
+                seed,
+                f"{before:.3f}",
+                f"{after:.3f}",
+                f"{after - before:+.3f} ({low:+.3f} .. {high:+.3f})",
+            ]
+            print("| " + " | ".join(map(str, [*cells, f"{shuffled:.3f}", f"{minutes:.1f}"])) + " |", flush=True)
+    (options.runs / "curves.json").write_text(json.dumps(curves, indent=2))
+
+
+def train(config: str, run: Path, seed: int, *overrides: str) -> None:
+    if not (run / "seconds").is_file():
+        started = time.monotonic()
+        mmrl("train", f"configs/{config}.yaml", f"seed={seed}", f"run_dir={run}", *overrides)
+        (run / "seconds").write_text(str(time.monotonic() - started))
+
+
+def success(config: str, run: Path, seed: int) -> float:
+    """With shuffled instructions, from the result file of `mmrl eval`."""
+    result = run / "evaluation.json"
+    if not result.is_file():
+        mmrl("eval", str(run), f"configs/{config}.yaml", f"seed={seed}", "task.instructions=shuffled")
+    return json.loads(result.read_text())["evaluation/accuracy"]
+
+
+def mmrl(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "mmrl", *arguments], cwd=ROOT, env=os.environ, check=True, stdout=sys.stderr)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def difference(before: float, after: float, n: int) -> tuple[float, float]:
+    """Newcombe's interval of the difference of two shares of n, from their Wilson intervals (1998, method 10)."""
+    (low_b, high_b), (low_a, high_a) = wilson(round(before * n), n), wilson(round(after * n), n)
+    gain = after - before
+    down, up = (
+        ((after - low_a) ** 2 + (high_b - before) ** 2) ** 0.5,
+        ((high_a - after) ** 2 + (before - low_b) ** 2) ** 0.5,
+    )
+    return gain - down, gain + up
+
+
+if __name__ == "__main__":
+    main()
