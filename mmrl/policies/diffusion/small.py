@@ -79,13 +79,10 @@ class SmallResidual(nn.Module):
         self.time = nn.Linear(32, told)
         self.enter, self.leave = nn.Linear(pixels, d), nn.Linear(d, pixels)
         self.norm = nn.LayerNorm(d, elementwise_affine=False)
-        self.modulations = nn.ModuleList(nn.Linear(told, 3 * d) for _ in range(config.depth))
+        self.modulations = nn.ModuleList(zeroed(nn.Linear(told, 3 * d)) for _ in range(config.depth))
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(d, d), nn.SiLU(), nn.Linear(d, d)) for _ in range(config.depth)
         )
-        for modulation in self.modulations:
-            nn.init.zeros_(modulation.weight)
-            nn.init.zeros_(modulation.bias)
 
     def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
         """x [n, channel, height, width], time [n] in [0, 1], words [n, word] ids (0: none) -> velocity like x."""
@@ -223,6 +220,12 @@ def velocity(data: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
     """(x - data) / s [n, ...] for sigma s [n], taken at 0.05 below that. A network that predicts the data has an easier
     task: pictures lie on few dimensions, noise on all (arXiv 2511.13720)."""
     return (x - data) / sigma.clamp(min=0.05).view(-1, *[1] * (x.dim() - 1))
+
+
+def zeroed(layer: nn.Linear) -> nn.Linear:
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
 
 
 def network(config: SmallConfig) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,24 +19,37 @@ from mmrl.policies.vla.heads import Reading
 from mmrl.rollouts import Prompt
 
 
-class Backbone(Protocol):
-    """An nn.Module that reads observations; see `VisionLanguageBackbone`."""
+class Backbone(nn.Module):
+    """Reads observations. `width` of its hidden states; `vocabulary`: ids below it may be action tokens."""
 
     width: int
-    vocabulary: int  # ids below this one may be action tokens
-    input_embeddings: nn.Module
-    output_weight: Tensor  # [id, width]
+    vocabulary: int
 
-    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Any]: ...
+    @property
+    def input_embeddings(self) -> nn.Module:
+        raise NotImplementedError
 
-    def collate(self, rows: Sequence[Any], device: torch.device) -> dict[str, Tensor]: ...
+    @property
+    def output_weight(self) -> Tensor:
+        """[id, width]"""
+        raise NotImplementedError
 
-    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading: ...
+    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Any]:
+        """images [n, height, width, 3] RGB and n prompts -> what is kept of each, and what `collate` takes."""
+        raise NotImplementedError
 
-    def save(self, folder: Path, state: dict[str, Tensor]) -> None: ...
+    def collate(self, rows: Sequence[Any], device: torch.device) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
+        raise NotImplementedError
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Into `folder`, in the format it was loaded from. state: of this module."""
+        raise NotImplementedError
 
 
-class VisionLanguageBackbone(nn.Module):
+class VisionLanguageBackbone(Backbone):
     """A model of the foundation's families (`mmrl.policies.vlm`), its prompt read once and continued by embeddings."""
 
     def __init__(self, model: nn.Module, processor: Any, max_prompt_length: int) -> None:
@@ -57,8 +70,7 @@ class VisionLanguageBackbone(nn.Module):
         return vlm.transformers_model(self.model).get_output_embeddings().weight  # type: ignore[return-value]
 
     def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Tokens]:
-        """images [n, height, width, 3] RGB and n texts -> what `collate` takes. Raises UserError for a prompt that is
-        too long."""
+        """Raises UserError for a prompt that is too long."""
         prompts = [
             Prompt(str(i), text, (Image.fromarray(image),))
             for i, (image, text) in enumerate(zip(images, texts, strict=True))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from mmrl.errors import UserError
 from mmrl.policies import vlm
 from mmrl.policies.vla import small
-from mmrl.policies.vla.backbone import VisionLanguageBackbone
+from mmrl.policies.vla.backbone import Backbone, VisionLanguageBackbone
 from mmrl.policies.vla.codec import ActionCodec, load_statistics
 from mmrl.policies.vla.heads import BridgeHead, FlowHead, Head, RegressionHead, TokenHead
 from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy
@@ -66,9 +66,7 @@ def load(
     )
 
 
-def load_backbone(
-    path: str, max_prompt_length: int, activation_checkpointing: bool, **options: Any
-) -> VisionLanguageBackbone | small.SmallBackbone:
+def load_backbone(path: str, max_prompt_length: int, activation_checkpointing: bool, **options: Any) -> Backbone:
     """By what the folder holds; else a transformers image-text model."""
     if (Path(path) / small.CONFIG).is_file():
         unused = [key for key in ("freeze", "lora", "processor") if options[key]]
@@ -84,7 +82,7 @@ def load_backbone(
 def make_head(
     settings: Actions,
     denoising: Denoising,
-    backbone: Any,
+    backbone: Backbone,
     action_dim: int,
     state_dim: int,
     supervised: bool,

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
+from mmrl.policies.vla.backbone import Backbone
 from mmrl.policies.vla.codec import ActionStatistics
 from mmrl.policies.vla.heads import Chosen, Head, Reading
 from mmrl.policies.vla.settings import Actions
@@ -40,7 +41,7 @@ class Decided:
 class Network(nn.Module):
     """Backbone, action head and critic: the module that the engine wraps."""
 
-    def __init__(self, backbone: Any, head: Head, state_dim: int, critic: bool) -> None:
+    def __init__(self, backbone: Backbone, head: Head, state_dim: int, critic: bool) -> None:
         super().__init__()
         self.backbone, self.head = backbone, head
         self.critic = None if not critic else Critic(backbone.width + state_dim)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
+from mmrl.policies.vla.backbone import Backbone
 
 CONFIG, WEIGHTS = "small_vla.json", "model.safetensors"
 
@@ -39,7 +40,7 @@ class Glance:
     words: Tensor  # [word] int64
 
 
-class SmallBackbone(nn.Module):
+class SmallBackbone(Backbone):
     """Pictures through three convolutions with a coordinate grid (arXiv 1807.03247), scaled and shifted by the prompt
     (FiLM, arXiv 1709.07871); where each channel is strongest (spatial softmax, arXiv 1504.00702) is one token, which a
     transformer reads with the words."""
@@ -71,7 +72,7 @@ class SmallBackbone(nn.Module):
         return self.embeddings.weight
 
     def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Glance]:
-        """images [n, height, width, 3] and n prompts -> what `collate` takes. Unknown words become one word."""
+        """Unknown words become one word."""
         pixels = torch.from_numpy(rearrange(images, "n h w c -> n c h w").copy())
         return [Glance(image, self._ids(text)) for image, text in zip(pixels, texts, strict=True)]
 
