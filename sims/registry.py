@@ -11,7 +11,13 @@ from mmrl.errors import UserError
 from sims.vector import EndOfEpisode, Simulator, VectorSim, nearest
 from sims.workers import Workers
 
-SIMULATORS = {"tabletop": "sims.mujoco:Tabletop", "gymnasium": "sims.gymnasium:GymnasiumSimulator"}
+SIMULATORS = {
+    "tabletop": "sims.mujoco:Tabletop",
+    "gymnasium": "sims.gymnasium:GymnasiumSimulator",
+    "maniskill": "sims.maniskill:ManiSkill",
+    "libero": "sims.libero:Libero",
+}
+EXTRAS = {"tabletop": "mujoco", "gymnasium": "mujoco", "maniskill": "maniskill", "libero": "libero"}
 
 
 def build(
@@ -64,7 +70,9 @@ def _load(name: str) -> Callable[..., Simulator]:
         members = vars(importlib.import_module(module_name))
     except ModuleNotFoundError as error:
         if name in SIMULATORS:
-            raise UserError(f"simulator {name!r}: {error}; install it with: pip install 'mmrl[mujoco]'") from error
+            raise UserError(
+                f"simulator {name!r}: {error}; install it with: pip install 'mmrl[{EXTRAS[name]}]'"
+            ) from error
         raise UserError(f"simulator {name!r}: {error}; is its folder on PYTHONPATH?") from error
     if attribute not in members:
         raise UserError(f"simulator {name!r}: module {module_name} has no {attribute!r}{nearest(attribute, members)}")
