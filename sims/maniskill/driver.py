@@ -1,0 +1,75 @@
+"""The Vulkan driver that SAPIEN needs, even where nothing is rendered: the GPU's, or Mesa's software one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+
+import sapien
+import torch
+
+from mmrl.errors import UserError
+
+COMMAND = "bash scripts/install_renderer.sh"
+CHOSEN_BY_USER = ("VK_ICD_FILENAMES", "VK_DRIVER_FILES")
+
+
+def folder() -> Path:
+    """Where scripts/install_renderer.sh unpacks the software driver."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("MMRL_VULKAN") or caches / "mmrl" / "vulkan")
+
+
+@cache
+def choose_device() -> str:
+    """SAPIEN's name of the device to render with: 'cuda', or 'pci:0' for what else there is.
+
+    The driver of the machine comes first where there is a CUDA device or the user has named one (VK_ICD_FILENAMES),
+    else the unpacked software driver. To be called before anything of SAPIEN renders, for a driver cannot be replaced
+    afterwards. Raises UserError with the command that brings a driver where none works.
+    """
+    manifest = folder() / "icd.json"
+    if (
+        not torch.cuda.is_available()
+        and not any(os.environ.get(name) for name in CHOSEN_BY_USER)
+        and manifest.is_file()
+    ):
+        _preload(folder())
+        os.environ["VK_ICD_FILENAMES"] = str(manifest)
+    reasons = []
+    for name in ("cuda", "pci:0"):
+        try:
+            if sapien.Device(name).can_render():
+                return name
+            reasons.append(f"{name} cannot render")
+        except RuntimeError as error:
+            reasons.append(str(error))
+    raise UserError(f"ManiSkill finds no Vulkan driver ({'; '.join(reasons)}); get a software one with: {COMMAND}")
+
+
+def describe() -> str:
+    """One line for `mmrl doctor`: what ManiSkill renders with, or what is missing."""
+    try:
+        return sapien.Device(choose_device()).name
+    except UserError as error:
+        return str(error)
+
+
+def _preload(libraries: Path) -> None:
+    """Loads what the driver needs from `libraries`, so that it is found without LD_LIBRARY_PATH, which only counts when
+    a process starts. In no known order: whatever lacks another one waits for it."""
+    waiting = [path for path in sorted(libraries.glob("*.so*")) if not path.name.startswith("libvulkan")]
+    while waiting:
+        failed = []
+        for path in waiting:
+            try:
+                ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                failed.append((path, error))
+        if len(failed) == len(waiting):
+            raise UserError(
+                f"the software Vulkan driver is incomplete ({failed[0][1]}); delete {libraries}, then {COMMAND}"
+            )
+        waiting = [path for path, _ in failed]

@@ -1,0 +1,324 @@
+"""ManiSkill's tasks as a simulator: one scene a row on the CPU, one scene for all rows on a GPU."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from mani_skill.envs.utils.system import backend
+from mani_skill.utils import download_asset
+from mani_skill.utils.common import flatten_state_dict
+from mani_skill.utils.registration import REGISTERED_ENVS
+from numpy.typing import NDArray
+
+from mmrl.errors import UserError
+from sims.maniskill.driver import choose_device
+from sims.maniskill.tasks import INSTRUCTIONS
+from sims.vector import Transition, nearest
+
+OBSERVATIONS = ("state", "rgb", "video")
+RENDERED_ALWAYS = {"PushT-v1"}  # it touches its visual shapes also where nothing is shown
+ASSETS = "python -m mani_skill.utils.download_asset"
+
+
+class ManiSkill:
+    """Tasks of ManiSkill 3 (Tao et al. 2024), by their ids.
+
+    tasks: the ids that `reset` may name; they must have one action space. INSTRUCTIONS lists those with words of ours.
+    observation: "state" shows ManiSkill's full state, positions of objects and goals included, and pictures of 0 x 0
+        pixels; "rgb" shows `camera` and the state of the robot and the goal only; "video" is "state" with the pictures
+        of the camera that RecordEpisode films with, which shows goals too.
+    image_size: height and width of the pictures, in pixels.
+    camera: of "rgb"; None: the task's first.
+    control_mode: what an action means, see ManiSkill's controllers; None: the robot's default. Actions are clipped to
+        its bounds.
+    reward: "sparse" gives 1 at every step that is solved, "dense" ManiSkill's own between 0 and 1.
+    end_on_success: whether the first success ends the episode; otherwise only failure and time do.
+    max_steps: None: as many as ManiSkill gives the task.
+    sim_backend: "physx_cpu", or "physx_cuda" for all rows in one scene on the GPU.
+    instructions: words for more tasks, or other words for the same ones.
+
+    The state is zero-padded to the longest where tasks differ. On the CPU an episode depends on nothing but its task
+    and seed. On the GPU starts do, but contacts may differ between rows by rounding; all rows step at once, so they
+    play one task at a time, and a row cannot be left inactive before its episode has ended. Observations are copied to
+    the host.
+
+    Raises UserError for a task, observation, camera or control mode that does not exist, for assets that are not there
+    and where no Vulkan driver works; each says what brings it.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        tasks: Sequence[str] = ("PickCube-v1",),
+        observation: Literal["state", "rgb", "video"] = "state",
+        image_size: int = 64,
+        camera: str | None = None,
+        control_mode: str | None = None,
+        reward: Literal["sparse", "dense"] = "sparse",
+        end_on_success: bool = True,
+        max_steps: int | None = None,
+        sim_backend: Literal["physx_cpu", "physx_cuda"] = "physx_cpu",
+        instructions: Mapping[str, str] | None = None,
+    ):
+        words = INSTRUCTIONS | dict(instructions or {})
+        _check("observation", observation, OBSERVATIONS)
+        _check("reward", reward, ("sparse", "dense"))
+        _check("sim_backend", sim_backend, ("physx_cpu", "physx_cuda"))
+        if image_size < 1:
+            raise UserError(f"maniskill: image_size must be at least 1 pixel, not {image_size}")
+        if sim_backend == "physx_cuda" and not torch.cuda.is_available():
+            raise UserError("maniskill: sim_backend physx_cuda needs a CUDA device, and there is none; use physx_cpu")
+        recipe = Recipe(observation, image_size, camera, control_mode, reward, sim_backend)
+        rows = 1 if sim_backend == "physx_cpu" else count
+        self.count, self.tasks = count, tuple(tasks)
+        self._words = {task: words[task] for task in self.tasks if task in words}
+        for task in self.tasks:
+            _spec(task)
+            if task not in words:
+                raise UserError(f"maniskill: {task} has no instruction here; give it one: instructions={{{task}: ...}}")
+        self._blocks = [
+            Block(range(first, first + rows), recipe, max_steps, end_on_success) for first in range(0, count, rows)
+        ]
+        shapes = {task: self._blocks[0].shapes(task) for task in self.tasks}
+        self.action_dim, _, self.image_shape = shapes[self.tasks[0]]
+        for task, (action_dim, _, image_shape) in shapes.items():
+            if (action_dim, image_shape) != (self.action_dim, self.image_shape):
+                raise UserError(
+                    f"maniskill: {self.tasks[0]} and {task} cannot share a simulator: {self.action_dim} and "
+                    f"{action_dim} numbers an action, pictures {self.image_shape} and {image_shape}"
+                )
+        self.state_dim = max(state_dim for _, state_dim, _ in shapes.values())
+
+    def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
+        for block, places in self._shares(rows):
+            block.reset([rows[i] for i in places], [seeds[i] for i in places], [tasks[i] for i in places], out, places)
+        return out
+
+    def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
+        for block, places in self._shares(rows):
+            block.step([rows[i] for i in places], actions[places], out, places)
+        return out
+
+    def instruction(self, row: int) -> str:
+        return self._words[self._blocks[row // len(self._blocks[0].rows)].task]
+
+    def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
+        raise UserError("maniskill: its motion planners are no step-by-step experts; use recorded demonstrations")
+
+    def close(self) -> None:
+        for block in self._blocks:
+            block.close()
+
+    def _shares(self, rows: Sequence[int]) -> list[tuple[Block, list[int]]]:
+        """Blocks with the places in `rows` of those that are theirs."""
+        shares: dict[int, list[int]] = {}
+        for i, row in enumerate(rows):
+            shares.setdefault(row // len(self._blocks[0].rows), []).append(i)
+        return [(self._blocks[b], places) for b, places in shares.items()]
+
+
+class Recipe:
+    """How ManiSkill's environments are made."""
+
+    def __init__(
+        self,
+        observation: str,
+        image_size: int,
+        camera: str | None,
+        control_mode: str | None,
+        reward: str,
+        sim_backend: str,
+    ):
+        self.observation, self.image_size, self.camera = observation, image_size, camera
+        self.control_mode, self.reward, self.sim_backend = control_mode, reward, sim_backend
+        self.device = choose_device()
+
+    def make(self, task: str, rows: int) -> Any:
+        spec = _spec(task)
+        # A name without a colon, which ManiSkill would split, for devices that are none of CUDA's.
+        backend.render_backend_name_mapping["software"] = "pci:0"
+        download_asset.prompt_yes_no = _assets_missing(task)
+        supported = spec.cls.SUPPORTED_OBS_MODES
+        seen = "state" if self.observation != "rgb" else "rgb" if "any_textures" in supported else supported[0]
+        size = {"width": self.image_size, "height": self.image_size}
+        try:
+            with redirect_stdout(io.StringIO()):  # the error says what it prints
+                return spec.make(
+                    num_envs=rows,
+                    obs_mode=seen,
+                    reward_mode=None if self.reward == "sparse" else "normalized_dense",  # None: of no consequence
+                    control_mode=self.control_mode,
+                    sim_backend=self.sim_backend,
+                    render_backend=self._renderer(task),
+                    sensor_configs=size,
+                    human_render_camera_configs=size,
+                )
+        except (NotImplementedError, AssertionError, KeyError) as error:
+            raise UserError(f"maniskill: {task} cannot be made with {self._told()}: {error!r}") from error
+
+    def _renderer(self, task: str) -> str:
+        if self.observation == "state" and task not in RENDERED_ALWAYS:
+            return "none"
+        return "cuda" if self.device == "cuda" else "software"
+
+    def _told(self) -> str:
+        return f"observation={self.observation}, control_mode={self.control_mode}, reward={self.reward}"
+
+
+class Block:
+    """Rows that share one ManiSkill environment and so step together; on the CPU a single one."""
+
+    def __init__(self, rows: range, recipe: Recipe, max_steps: int | None, end_on_success: bool):
+        self.rows, self.recipe, self.max_steps, self.end_on_success = rows, recipe, max_steps, end_on_success
+        self.task = ""
+        self._made: dict[str, Any] = {}
+        self._live = np.zeros(len(rows), bool)
+        self._steps = np.zeros(len(rows), np.int64)
+
+    def shapes(self, task: str) -> tuple[int, int, tuple[int, int, int]]:
+        """The sizes of an action, of a state and of a picture."""
+        images, state = self._seen(self._env(task))
+        shape = self._env(task).single_action_space.shape
+        if shape is None or len(shape) != 1:
+            raise UserError(f"maniskill: {task} takes no flat action but {self._env(task).single_action_space}")
+        return shape[0], state.shape[1], images.shape[1:]
+
+    def reset(
+        self, rows: list[int], seeds: list[int], tasks: list[str], out: Transition, places: Sequence[int]
+    ) -> None:
+        """Starts episodes; writes `out` at `places`."""
+        local = [row - self.rows.start for row in rows]
+        others = self._live.copy()
+        others[local] = False
+        if len({*tasks} | ({self.task} if others.any() else set())) > 1:
+            raise UserError("maniskill: on a GPU all rows step at once, so they must play the same task")
+        self.task = tasks[0]
+        try:
+            env = self._env(self.task)
+            for row, seed in zip(local, seeds, strict=True):  # one by one: what is drawn depends on how many are drawn
+                env.reset(seed=[seed] * len(self.rows), options={"env_idx": torch.tensor([row], device=env.device)})
+                self._live[row], self._steps[row] = True, 0
+            self._show(env, local, out, places)
+        except UserError:
+            raise
+        except Exception as error:
+            self._lose(error, out, places)
+
+    def step(self, rows: list[int], actions: NDArray[np.float64], out: Transition, places: Sequence[int]) -> None:
+        """Plays a chunk [n, C, A]; writes `out` at `places`."""
+        local = np.array(rows) - self.rows.start
+        left_out = set(np.flatnonzero(self._live)) - set(local)
+        if left_out:
+            raise UserError(f"maniskill: on a GPU all rows step at once, so rows {left_out} cannot be left inactive")
+        try:
+            env = self._env(self.task)
+            for c in range(actions.shape[1]):
+                playing = self._live[local]
+                if not playing.any():
+                    break
+                self._advance(env, local, actions[:, c], playing, out, np.asarray(places), c)
+            self._show(env, local, out, places)
+        except Exception as error:
+            self._lose(error, out, places)
+
+    def close(self) -> None:
+        for env in self._made.values():
+            env.close()
+        self._made = {}
+
+    def _advance(
+        self, env: Any, local: NDArray, actions: NDArray, playing: NDArray, out: Transition, places: NDArray, c: int
+    ) -> None:
+        """One control step without an observation, which is only taken where it is shown, at the end of a chunk."""
+        box = env.single_action_space
+        everyone = np.zeros((len(self.rows), *box.shape), np.float32)
+        everyone[local[playing]] = np.clip(actions[playing], box.low, box.high)
+        action = env._step_action(torch.as_tensor(everyone, device=env.device))
+        env._elapsed_steps += 1
+        info = env.get_info()
+        self._steps[local] += playing
+        nothing = np.zeros(len(self.rows), bool)
+        success = _host(info["success"])[local] if "success" in info else nothing[local]
+        failure = _host(info["fail"])[local] if "fail" in info else nothing[local]
+        if self.recipe.reward == "dense":
+            reward = _host(env.get_reward(obs=None, action=action, info=info))[local]
+        else:
+            reward = success.astype(np.float32)
+        terminated = failure | (success & self.end_on_success)
+        truncated = ~terminated & (self._steps[local] >= self._limit())
+        at = places[playing]
+        out.valid[at, c], out.reward[at, c], out.success[at, c] = True, reward[playing], success[playing]
+        out.terminated[at, c], out.truncated[at, c] = terminated[playing], truncated[playing]
+        self._live[local] &= ~(terminated | truncated)
+
+    def _limit(self) -> float:
+        return self.max_steps or _spec(self.task).max_episode_steps or np.inf
+
+    def _env(self, task: str) -> Any:
+        if task not in self._made:
+            self._made[task] = self.recipe.make(task, len(self.rows))
+        return self._made[task]
+
+    def _show(self, env: Any, local: Sequence[int] | NDArray, out: Transition, places: Sequence[int]) -> None:
+        images, state = self._seen(env)
+        out.images[places], out.state[places, : state.shape[1]] = images[local], state[local]
+
+    def _seen(self, env: Any) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+        """Pictures [n, H, W, 3] and states [n, S] of all rows."""
+        seen = env.get_obs(unflattened=True)
+        parts = {name: seen[name] for name in ("agent", "extra")}
+        state = _host(flatten_state_dict(parts, use_torch=True, device=env.device)).astype(np.float32)
+        if self.recipe.observation == "rgb":
+            cameras = seen["sensor_data"]
+            camera = self.recipe.camera or next(iter(cameras))
+            if camera not in cameras:
+                raise UserError(
+                    f"maniskill: no camera {camera!r}{nearest(camera, cameras)}; known: {', '.join(cameras)}"
+                )
+            return _host(cameras[camera]["rgb"]), state
+        if self.recipe.observation == "video":
+            return _host(env.render_rgb_array()), state
+        return np.zeros((len(self.rows), 0, 0, 3), np.uint8), state
+
+    def _lose(self, error: Exception, out: Transition, places: Sequence[int]) -> None:
+        """The environment is in no known state; the next reset makes another one."""
+        self._live[:] = False
+        self._made.pop(self.task, None)
+        for i in places:
+            out.errors[i] = error
+
+
+def _spec(task: str) -> Any:
+    """What ManiSkill has registered as `task`."""
+    if task not in REGISTERED_ENVS:
+        near = nearest(task, REGISTERED_ENVS)
+        raise UserError(f"maniskill: unknown task {task!r}{near}; known with instructions: {', '.join(INSTRUCTIONS)}")
+    return REGISTERED_ENVS[task]
+
+
+def _assets_missing(task: str) -> Any:
+    """What ManiSkill calls to ask at the terminal whether to download."""
+
+    def refuse(question: str) -> bool:
+        what = question.split(" which could not")[0].split(" available for")[0]
+        robot = question.split()[1] if question.startswith("Robot") else task
+        raise UserError(f"maniskill: {task}: {what}, which are not here; get them with: {ASSETS} {robot}")
+
+    return refuse
+
+
+def _check(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise UserError(f"maniskill: unknown {name} {value!r}{nearest(value, known)}; known: {', '.join(known)}")
+
+
+def _host(tensor: torch.Tensor) -> NDArray:
+    return tensor.detach().cpu().numpy()
