@@ -39,7 +39,10 @@ class Manipulation:
 
     def make_simulator(self, rows: int) -> VectorSim:
         """`rows` environments. Raises UserError as `sims.build`, and for tasks that the simulator does not have."""
-        sim = build_simulator(self.config.simulator, rows, self.config.options)
+        config = self.config
+        sim = build_simulator(
+            config.simulator, rows, config.options, workers=min(config.workers, rows), deadline_s=config.deadline_s
+        )
         for task in self.config.tasks:
             if task not in sim.simulator.tasks:
                 sim.close()

@@ -35,6 +35,8 @@ class ManipulationConfig(_Section):
     options: dict[str, Any] = {}  # of the simulator
     tasks: tuple[str, ...] = Field(default=("reach",), min_length=1)
     rows: int = Field(default=128, ge=1)  # environments at once on a rank
+    workers: int = Field(default=0, ge=0)  # processes of their own for the simulator; 0: in this one
+    deadline_s: float = Field(default=120.0, gt=0)  # after which a silent worker is replaced and its episodes are lost
     train_size: int = Field(default=1_000_000, ge=1)  # start states
     eval_size: int = Field(default=500, ge=1)
     eval_seed: int = Field(default=0, ge=0, lt=1_000_000)

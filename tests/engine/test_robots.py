@@ -119,6 +119,28 @@ def test_lost_episodes_are_counted_and_the_run_goes_on(tmp_path):
         assert max(row.get("unscored", 0) for row in rows) > 0
 
 
+def test_workers_change_nothing_and_a_dead_one_costs_its_episodes(tmp_path):
+    train(tmp_path / "here", "steps=2", base=ROBOTS)
+    train(tmp_path / "workers", "steps=2", "task.workers=2", base=ROBOTS)
+    assert distance(weights(tmp_path / "here"), weights(tmp_path / "workers")) == 0
+    trainer = make(tmp_path / "killed", "steps=3", "task.workers=2", base=ROBOTS)
+    sim = trainer.policy.sim
+    usual, killed = sim.step, []
+
+    def step(*arguments):
+        if trainer.step == 1 and not killed:
+            killed.append(sim.simulator._workers[0].process)
+            killed[0].kill()
+        return usual(*arguments)
+
+    sim.step = step
+    with pytest.warns(RuntimeWarning, match="lost its episode"):
+        trainer.train()
+    release(trainer)
+    lost = [row["episode/lost"] for row in metrics(tmp_path / "killed") if "loss" in row]
+    assert lost[0] == lost[2] == 0 and 0 < lost[1] < 1
+
+
 def test_what_does_not_fit_a_robot_is_refused(tmp_path):
     for options, message in [
         (["engine.zero_stage=3"], "engine.zero_stage=3"),
