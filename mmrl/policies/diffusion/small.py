@@ -68,7 +68,8 @@ class SmallResidual(nn.Module):
     """Two-layer residual blocks over all pixels, normalised, and modulated by noise level and words as in a DiT.
 
     For prompts put together of parts, of which it learns several times as much as `SmallMLP` in equal time: words reach
-    every block and multiply what is in it. The prompt is the sum of its words.
+    every block and multiply what is in it. The prompt is the sum of its words. Data that it predicts stay in gamut: a
+    reward that clamps pictures, as a viewer does, would let training push them out without end.
     """
 
     def __init__(self, config: SmallConfig) -> None:
@@ -83,9 +84,8 @@ class SmallResidual(nn.Module):
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(d, d), nn.SiLU(), nn.Linear(d, d)) for _ in range(config.depth)
         )
-        for modulation in self.modulations:
-            nn.init.zeros_(modulation.weight)
-            nn.init.zeros_(modulation.bias)
+        for parameter in self.modulations.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
         """x [n, channel, height, width], time [n] in [0, 1], words [n, word] ids (0: none) -> velocity like x."""
@@ -95,7 +95,7 @@ class SmallResidual(nn.Module):
             shift, scale, gate = modulation(told).chunk(3, -1)
             h = h + (1 + gate) * block(self.norm(h) * (1 + scale) + shift)
         made = self.leave(h).view_as(x)
-        return velocity(made, x, time) if self.predicts_data else made
+        return velocity(made.clamp(-1, 1), x, time) if self.predicts_data else made
 
 
 class SmallTransformer(nn.Module):
