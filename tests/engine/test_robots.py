@@ -103,9 +103,19 @@ def test_the_critic_learns_returns_and_its_terms_change_the_gradient(trainer):
     assert stats["critic/error"][known].mean().item() == pytest.approx(
         (batch.step_values - batch.step_returns)[known].square().mean().item(), rel=1e-3
     )
-    batch.step_values = batch.step_values - 0.5  # the critic has moved by 0.5 since
-    clipped, _ = gradients(trainer, batch, value_clip=0.2)
-    assert (clipped[name] - one[name]).abs() > 1e-6
+
+
+def test_the_value_clip_takes_the_worse_error(trainer):
+    """A value that went from 0 to 0.9: near what it was it is 0.2."""
+    batch = trainer.sample_round().select(torch.tensor([0, 1]))
+    batch.step_mask = torch.tensor([[True], [True]])
+    batch.step_values, batch.step_returns = torch.zeros(2, 1), torch.tensor([[1.0], [0.0]])
+    ppo = trainer.config.algorithm.ppo.model_copy(update={"value_clip": 0.2})
+    algorithm = trainer.config.algorithm.model_copy(update={"ppo": ppo})
+    trainer.config = trainer.config.model_copy(update={"algorithm": algorithm})
+    error, known = trainer.value_error(batch, torch.tensor([[0.9], [0.9]]))
+    torch.testing.assert_close(error, torch.tensor([[0.8**2], [0.9**2]]))
+    assert known.all()
 
 
 def test_lost_episodes_are_counted_and_the_run_goes_on(tmp_path):

@@ -68,7 +68,8 @@ class SmallResidual(nn.Module):
     """Two-layer residual blocks over all pixels, normalised, and modulated by noise level and words as in a DiT.
 
     For prompts put together of parts, of which it learns several times as much as `SmallMLP` in equal time: words reach
-    every block and multiply what is in it. The prompt is the sum of its words.
+    every block and multiply what is in it. The prompt is the sum of its words. Data that it predicts stay in gamut: a
+    reward that clamps pictures, as a viewer does, would let training push them out without end.
     """
 
     def __init__(self, config: SmallConfig) -> None:
@@ -92,7 +93,7 @@ class SmallResidual(nn.Module):
             shift, scale, gate = modulation(told).chunk(3, -1)
             h = h + (1 + gate) * block(self.norm(h) * (1 + scale) + shift)
         made = self.leave(h).view_as(x)
-        return velocity(made, x, time) if self.predicts_data else made
+        return velocity(made.clamp(-1, 1), x, time) if self.predicts_data else made
 
 
 class SmallTransformer(nn.Module):

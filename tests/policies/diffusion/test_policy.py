@@ -34,6 +34,19 @@ def small(kind="mlp", *, seed=0, reference=False, **config):
     return SmallFamily(settings, module, reference=reference)
 
 
+def test_a_residual_network_reads_words_in_any_order_and_predicts_data_in_gamut():
+    family = small("residual", predicts="data")
+    x, sigma = 2 * gaussian(SEEDS, 0, (1, 8, 8)), torch.linspace(0.1, 1, 6)
+    words = torch.stack([family.encode([text])[0]["words"] for text in ("red cat", "cat red", "red dog")])
+    with torch.no_grad():
+        one, turned, other = (
+            x - sigma.view(-1, 1, 1, 1) * family.module(x, sigma, w.expand(len(x), -1)) for w in words
+        )
+    torch.testing.assert_close(one, turned)
+    assert not torch.allclose(one, other, atol=1e-2)
+    assert one.abs().max() <= 1 + 1e-5 and one.abs().min() < 0.9 and (one.abs() > 0.999).any()
+
+
 @pytest.fixture
 def family_of(shared_family):
     return lambda name, **options: small(name) if name in SMALL else shared_family(name, **options)

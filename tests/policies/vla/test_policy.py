@@ -411,3 +411,40 @@ def test_impossible_settings_are_named(make):
     with pytest.raises(ValueError, match="prompt must hold"):
         make("parallel", prompt="go")
     assert math.isclose(make("flow").module.head.sampler.noise, 0.7)
+
+
+def test_the_log_ratio_counts_executed_actions_only(played, make):
+    """By hand, after a change of the weights: m (2 r - m) / (2 std^2) over executed actions, over the chunk's size."""
+    policy, rollouts = played("flow, all steps")
+    with torch.no_grad():
+        old = policy.replay(rollouts, policy.module)
+    moved = make("flow, all steps")
+    moved.module.load_state_dict(policy.module.state_dict())
+    stir(moved, 0.05)
+    cut = [
+        (b, s) for b, episode in enumerate(rollouts.inputs) for s, look in enumerate(episode) if not look.valid.all()
+    ]
+    b, s = cut[0]
+    sigmas = torch.linspace(1, 0, 5)
+    with torch.no_grad():
+        found = moved.replay(replace(rollouts, old_prediction=old.prediction), moved.module).log_ratio[b, 3 * s :]
+    for k in range(3):
+        a_x, a_v, std = coefficients("cps", sigmas[k], sigmas[k + 1], noise=0.7)
+        x, x_next = look.chosen["x"][k], look.chosen["x_next"][k]
+        before, now = (velocity(p, look, x, float(sigmas[k]))[0][0].double() for p in (policy, moved))
+        m, residual = a_v * (now - before), x_next - (a_x * x + a_v * before)
+        terms = m * (2 * residual - m) / (2 * std.double() ** 2)
+        assert found[k].item() == pytest.approx(terms[look.valid].sum().item() / CHUNK, rel=1e-3, abs=1e-7)
+
+
+def test_learned_noise_has_the_spread_it_is_scored_with(make):
+    policy = stir(make("flow, learned", rows=64))
+    drawn = [policy.rollout(starts(0), 64, list(range(64 * part, 64 * part + 64))) for part in range(4)]
+    looks = [episode[0] for part in drawn for episode in part.inputs]
+    reading = policy.module.read(policy.module.backbone.collate([look.seen for look in looks], policy.device))
+    chain, state = torch.stack([look.chosen["chain"] for look in looks]), torch.stack([look.state for look in looks])
+    for k in range(4):
+        with torch.no_grad():
+            point = torch.full((len(looks),), k)
+            mean, std = policy.module.head._learned_step(reading, state, chain[:, k], point)
+        assert ((chain[:, k + 1] - mean) / std).std().item() == pytest.approx(1, abs=0.06)
