@@ -93,7 +93,9 @@ class SmallResidual(nn.Module):
             shift, scale, gate = modulation(told).chunk(3, -1)
             h = h + (1 + gate) * block(self.norm(h) * (1 + scale) + shift)
         made = self.leave(h).view_as(x)
-        return velocity(made.clamp(-1, 1), x, time) if self.predicts_data else made
+        # The gradient passes as if nothing was clamped: else a pixel that has left the gamut never learns again.
+        inside = made + (made.clamp(-1, 1) - made).detach()
+        return velocity(inside, x, time) if self.predicts_data else made
 
 
 class SmallTransformer(nn.Module):

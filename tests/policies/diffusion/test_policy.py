@@ -507,3 +507,15 @@ class TestBadInput:
         create(tmp_path, SmallConfig(words=WORDS), seed=0)
         with pytest.raises(UserError, match=match):
             load(str(tmp_path), **options)
+
+
+def test_data_that_left_the_gamut_still_learn():
+    """The residual network keeps what it predicts in gamut; a pixel outside must not be lost to training."""
+    family = small("residual", predicts="data")
+    with torch.no_grad():
+        family.module.leave.bias.fill_(3.0)
+    x, sigma = torch.zeros(1, 1, 8, 8), torch.full((1,), 0.5)
+    data = x - sigma * family.module(x, sigma, torch.zeros(1, 1, dtype=torch.long))
+    assert float(data.detach().max()) <= 1.0 + 1e-6
+    data.mean().backward()
+    assert float(family.module.leave.bias.grad.abs().min()) > 0

@@ -421,10 +421,8 @@ def test_the_log_ratio_counts_executed_actions_only(played, make):
     moved = make("flow, all steps")
     moved.module.load_state_dict(policy.module.state_dict())
     stir(moved, 0.05)
-    cut = [
-        (b, s) for b, episode in enumerate(rollouts.inputs) for s, look in enumerate(episode) if not look.valid.all()
-    ]
-    b, s = cut[0]
+    looks = [(b, s, look) for b, episode in enumerate(rollouts.inputs) for s, look in enumerate(episode)]
+    b, s, look = next(found for found in looks if not found[2].valid.all())
     sigmas = torch.linspace(1, 0, 5)
     with torch.no_grad():
         found = moved.replay(replace(rollouts, old_prediction=old.prediction), moved.module).log_ratio[b, 3 * s :]
