@@ -44,7 +44,7 @@ def test_a_residual_network_reads_words_in_any_order_and_predicts_data_in_gamut(
         )
     torch.testing.assert_close(one, turned)
     assert not torch.allclose(one, other, atol=1e-2)
-    assert one.abs().max() <= 1 + 1e-5 and one.abs().min() < 0.9 and (one.abs() > 0.999).any()
+    assert 1 < one.abs().max() <= 1.2 + 1e-5 and one.abs().min() < 0.9
 
 
 @pytest.fixture
@@ -510,12 +510,13 @@ class TestBadInput:
 
 
 def test_data_that_left_the_gamut_still_learn():
-    """The residual network keeps what it predicts in gamut; a pixel outside must not be lost to training."""
+    """The residual network keeps what it predicts near the gamut; a pixel outside must not be lost to training."""
     family = small("residual", predicts="data")
     with torch.no_grad():
+        family.module.leave.weight.zero_()
         family.module.leave.bias.fill_(3.0)
     x, sigma = torch.zeros(1, 1, 8, 8), torch.full((1,), 0.5)
     data = x - sigma * family.module(x, sigma, torch.zeros(1, 1, dtype=torch.long))
-    assert float(data.detach().max()) <= 1.0 + 1e-6
+    assert float(data.detach().max()) <= 1.2 + 1e-6
     data.mean().backward()
     assert float(family.module.leave.bias.grad.abs().min()) > 0
