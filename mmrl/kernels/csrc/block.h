@@ -120,7 +120,7 @@ HD Softmax<float> token_thread(const T* logits, float scale, int64_t begin, int6
     }
     state = rebased(state, peak);
     const float base = peak == -INFINITY ? 0.0f : peak;
-    for (int j = 0; j < PACK; ++j) softmax_add(below_peak(z[j], base), state.sum, state.slope, state.square);
+    for (int j = 0; j < PACK; ++j) softmax_add(z[j], base, state.sum, state.slope, state.square);
   }
   return state;
 }

@@ -429,9 +429,10 @@ group_blocks(GroupInputs in, float* advantage, float* count, float* mean, float*
   const int64_t group = blockIdx.x;
   const Spread spread = spread_of(in, group, false);
   const double divisor = in.scale == BATCH_STD ? spread_of(in, group, true).std() : spread.std();
+  const GroupLine line = line_of(spread, divisor, in.baseline, in.scale, in.eps);
   for (int64_t i = threadIdx.x; i < in.rows; i += THREADS) {
     const int64_t g = in.group[i];
-    if (g == group) advantage[i] = advantage_of(in.reward(i), spread, divisor, in.baseline, in.scale, in.eps);
+    if (g == group) advantage[i] = advantage_of(in.reward(i), line);
     if (group == 0 && (g < 0 || g >= in.groups)) advantage[i] = NAN;  // belongs nowhere
   }
   if (threadIdx.x == 0) {
