@@ -282,11 +282,10 @@ struct Spread {  // of the scored values of a group
   }
   HD bool equal() const { return !(high > low); }
   HD double mean() const { return count == 0 ? 0 : equal() ? low : sum / count; }
-  HD void look_again(float r) {  // once the mean is known
-    if (r == r) squares += (r - mean()) * (r - mean());
-  }
   HD double std() const { return equal() ? 0 : sqrt(squares / (count - 1)); }
 };
+
+HD double squared_gap(float r, double mean) { return r == r ? (r - mean) * (r - mean) : 0; }
 
 // What is subtracted from the rewards of a group, and what then multiplies them.
 struct GroupLine {

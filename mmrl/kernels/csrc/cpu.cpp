@@ -304,18 +304,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantage(Tensor rewards, Tenso
     }
   };
   for_runs([&](int64_t from, int64_t to, int64_t id) {
-    Spread own;
-    for (int64_t i = from; i < to; ++i) own.look(reward[i]);
+    Spread own, part[4];  // four chains of sums side by side
+    int64_t i = from;
+    for (; i + 4 <= to; i += 4)
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) part[k].look(reward[i + k]);
+    for (; i < to; ++i) part[0].look(reward[i]);
+    for (const Spread& p : part) own.add(p);
     spread[id].add(own);
     if (scale == BATCH_STD) batch.add(own);
   });
   for_runs([&](int64_t from, int64_t to, int64_t id) {
-    Spread own = spread[id], all = batch;
-    for (int64_t i = from; i < to; ++i) own.look_again(reward[i]);
-    spread[id].squares = own.squares;
+    const double centre = spread[id].mean();
+    double part[4] = {};
+    int64_t i = from;
+    for (; i + 4 <= to; i += 4)
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) part[k] += squared_gap(reward[i + k], centre);
+    for (; i < to; ++i) part[0] += squared_gap(reward[i], centre);
+    spread[id].squares += part[0] + part[1] + part[2] + part[3];
     if (scale != BATCH_STD) return;
-    for (int64_t i = from; i < to; ++i) all.look_again(reward[i]);
-    batch.squares = all.squares;
+    const double middle = batch.mean();
+    for (int64_t i = from; i < to; ++i) batch.squares += squared_gap(reward[i], middle);
   });
   for (int64_t i = 0; i < groups; ++i) {
     const double own = spread[i].std();
@@ -377,7 +387,7 @@ std::tuple<Tensor, Tensor> gae(Tensor rewards, Tensor values, Tensor terminated,
   parallel_for(0, bundles, grain(SIDE * steps), [&](int64_t from, int64_t to) {
     for (int64_t bundle = from; bundle < to; ++bundle) {
       const int64_t first = bundle * SIDE, n = std::min(SIDE, rows - first);
-      float add[SIDE][SPAN] = {}, carry[SIDE][SPAN] = {}, carried[SIDE] = {};
+      float add[SIDE][SPAN] = {}, carry[SIDE][SPAN] = {}, value[SIDE][SPAN], carried[SIDE] = {};
       for (int64_t stop = steps; stop > 0;) {
         const int64_t start = std::max<int64_t>(0, stop - SPAN);
         for (int64_t j = 0; j < n; ++j) {
@@ -386,18 +396,18 @@ std::tuple<Tensor, Tensor> gae(Tensor rewards, Tensor values, Tensor terminated,
             const auto step = lanes_of(row, t, count);
             store(add[j] + t - start, count, step.delta(discount));
             store(carry[j] + t - start, count, step.carry(decay));
+            store(value[j] + t - start, count, chosen(step.counted, step.value, Lanes{}));
           });
         }
         for (int64_t t = stop - start - 1; t >= 0; --t)
 #pragma GCC unroll 8
           for (int64_t j = 0; j < SIDE; ++j) add[j][t] = carried[j] = add[j][t] + carry[j][t] * carried[j];
         for (int64_t j = 0; j < n; ++j) {
-          const GaeRow row = row_at(first + j);
           const int64_t o = (first + j) * steps;
           for_lanes(start, stop, [&](int64_t t, int64_t count) {
-            const Lanes a = load(add[j] + t - start, count), none{};
+            const Lanes a = load(add[j] + t - start, count);
             store(advantage_out + o + t, count, a);
-            store(return_out + o + t, count, chosen(load_flags(row.counted + t, count), a + load(row.value + t, count), none));
+            store(return_out + o + t, count, a + load(value[j] + t - start, count));
           });
         }
         stop = start;

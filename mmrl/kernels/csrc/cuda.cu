@@ -408,13 +408,10 @@ __device__ Spread spread_of(const GroupInputs& in, int64_t group, bool all) {
   own = met(own);
   if (threadIdx.x == 0) result = own;
   __syncthreads();
-  const Spread whole = result;
-  own = whole;
-  own.squares = 0;
-  for (int64_t i = threadIdx.x; i < in.rows; i += THREADS)
-    if (all || in.group[i] == group) own.look_again(in.reward(i));
+  const double centre = result.mean();
   Spread squares;
-  squares.squares = own.squares;
+  for (int64_t i = threadIdx.x; i < in.rows; i += THREADS)
+    if (all || in.group[i] == group) squares.squares += squared_gap(in.reward(i), centre);
   squares = met(squares);
   if (threadIdx.x == 0) result.squares = squares.squares;
   __syncthreads();
