@@ -41,6 +41,16 @@ HD Packed<T> load_pack(const T* p, int64_t i, int64_t end, bool aligned, T fill 
 template <class T>
 HD void store_pack(T* p, int64_t i, int64_t end, bool aligned, const Packed<T>& pack) {
   if (aligned && i + PACK <= end) {
+#ifdef __CUDA_ARCH__
+    // At once: nvcc would store elements of 16 bits one by one, and words of them too.
+    if constexpr (sizeof(T) == 2) {
+      const auto word = [&](int k) {
+        return pack.element[2 * k].bits | static_cast<uint32_t>(pack.element[2 * k + 1].bits) << 16;
+      };
+      __stwb(reinterpret_cast<uint4*>(p + i), make_uint4(word(0), word(1), word(2), word(3)));
+      return;
+    }
+#endif
     *reinterpret_cast<Packed<T>*>(p + i) = pack;
     return;
   }

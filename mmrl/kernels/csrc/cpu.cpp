@@ -244,14 +244,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_logprob(Tensor logits, 
   return {logp, entropy, square, peak, log_sum};
 }
 
-Tensor token_logprob_backward(Tensor g_logp, Tensor g_entropy, Tensor g_square, Tensor logits, Tensor targets,
-                              Tensor entropy, Tensor square, Tensor peak, Tensor log_sum, double inverse_temperature) {
+void token_gradient_into(const Tensor& gradient, const Tensor& g_logp, const Tensor& g_entropy, const Tensor& g_square,
+                         const Tensor& logits, const Tensor& targets, const Tensor& entropy, const Tensor& square,
+                         const Tensor& peak, const Tensor& log_sum, double inverse_temperature) {
   const LogitsShape shape(logits, targets);
   check_targets(targets, shape);
   const Tensor* rows[] = {&g_logp, &g_entropy, &g_square, &entropy, &square, &peak, &log_sum};
   for (const Tensor* t : rows) check_flat(*t, "gradient", FLOAT, shape.rows, logits);
-  const auto sizes = logits.sizes();
-  const Tensor gradient = fresh(logits, {sizes.begin(), sizes.end()}, logits.scalar_type());
   const float scale = static_cast<float>(inverse_temperature);
   for_dtype(logits, "logits", [&](auto tag) {
     using T = decltype(tag);
@@ -262,17 +261,33 @@ Tensor token_logprob_backward(Tensor g_logp, Tensor g_entropy, Tensor g_square, 
         const TokenSlope s{at(g_logp), at(g_entropy), at(g_square), at(entropy), at(square), at(peak), at(log_sum)};
         const T* z = data + shape.offset(row);
         T* out = flat<T>(gradient) + row * shape.vocabulary;
+        const int64_t y = flat<const int64_t>(targets)[row];
+        const Lanes target = Lanes{} + to_float(z[y]) * scale;  // before it may be overwritten
         for_lanes(0, shape.vocabulary, [&](int64_t i, int64_t n) {
           store(out + i, n, token_gradient(s, load(z + i, n) * scale) * scale);
         });
         // The target's column once more, with its own term.
-        const int64_t y = flat<const int64_t>(targets)[row];
-        const Lanes at_target = (token_gradient(s, Lanes{} + to_float(z[y]) * scale) + s.g_logp) * scale;
-        store(out + y, 1, at_target);
+        store(out + y, 1, (token_gradient(s, target) + s.g_logp) * scale);
       }
     });
   });
+}
+
+Tensor token_logprob_backward(Tensor g_logp, Tensor g_entropy, Tensor g_square, Tensor logits, Tensor targets,
+                              Tensor entropy, Tensor square, Tensor peak, Tensor log_sum, double inverse_temperature) {
+  const auto sizes = logits.sizes();
+  const Tensor gradient = fresh(logits, {sizes.begin(), sizes.end()}, logits.scalar_type());
+  token_gradient_into(gradient, g_logp, g_entropy, g_square, logits, targets, entropy, square, peak, log_sum,
+                      inverse_temperature);
   return gradient;
+}
+
+// Into the memory of the logits, which must be contiguous.
+void token_logprob_backward_(Tensor g_logp, Tensor g_entropy, Tensor g_square, Tensor logits, Tensor targets,
+                             Tensor entropy, Tensor square, Tensor peak, Tensor log_sum, double inverse_temperature) {
+  STD_TORCH_CHECK(logits.is_contiguous(), "logits must be contiguous to be overwritten");
+  token_gradient_into(logits, g_logp, g_entropy, g_square, logits, targets, entropy, square, peak, log_sum,
+                      inverse_temperature);
 }
 
 // ---- groups ---------------------------------------------------------------------------------------------------------
@@ -512,6 +527,7 @@ STABLE_TORCH_LIBRARY_IMPL(mmrl, CPU, m) {
   m.impl("denoise_logprob_backward", TORCH_BOX(&denoise_logprob_backward));
   m.impl("token_logprob", TORCH_BOX(&token_logprob));
   m.impl("token_logprob_backward", TORCH_BOX(&token_logprob_backward));
+  m.impl("token_logprob_backward_", TORCH_BOX(&token_logprob_backward_));
   m.impl("group_advantage", TORCH_BOX(&group_advantage));
   m.impl("gae", TORCH_BOX(&gae));
   m.impl("clipped_surrogate", TORCH_BOX(&clipped_surrogate));
