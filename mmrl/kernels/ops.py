@@ -28,6 +28,8 @@ SCHEMAS = (
     f"token_logprob({_TOKEN}, float inverse_temperature) -> {_FIVE}",
     f"token_logprob_backward(Tensor g_logp, Tensor g_entropy, Tensor g_square, {_TOKEN}, {_ROWS},"
     " float inverse_temperature) -> Tensor",
+    f"token_logprob_backward_(Tensor g_logp, Tensor g_entropy, Tensor g_square, Tensor(a!) logits, Tensor targets,"
+    f" {_ROWS}, float inverse_temperature) -> ()",
     f"hidden_logprob({_HIDDEN}, float inverse_temperature, int chunk) -> {_FIVE}",
     f"hidden_logprob_backward(Tensor g_logp, Tensor g_entropy, Tensor g_square, {_HIDDEN}, {_ROWS},"
     " float inverse_temperature, int chunk, bool for_weight) -> (Tensor, Tensor)",
@@ -77,6 +79,11 @@ def _(logits: Tensor, targets: Tensor, inverse_temperature: float) -> Grads:
 @torch.library.register_fake("mmrl::token_logprob_backward")
 def _(g_logp: Tensor, g_entropy: Tensor, g_square: Tensor, logits: Tensor, *_: Any) -> Tensor:
     return logits.new_empty(logits.shape)
+
+
+@torch.library.register_fake("mmrl::token_logprob_backward_")
+def _(*_: Any) -> None:
+    return None
 
 
 @torch.library.register_fake("mmrl::hidden_logprob")
@@ -153,9 +160,9 @@ def _(
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
         rows = [t[part] for t in (targets, entropy, square, peak, log_sum)]
-        logits = _logits(hidden[part], weight, excluded)
-        d_logits = torch.ops.mmrl.token_logprob_backward(
-            g_logp[part], g_entropy[part], g_square[part], logits, *rows, inverse_temperature
+        d_logits = _logits(hidden[part], weight, excluded)
+        torch.ops.mmrl.token_logprob_backward_(
+            g_logp[part], g_entropy[part], g_square[part], d_logits, *rows, inverse_temperature
         )
         torch.mm(d_logits, weight, out=d_hidden[part])
         if for_weight and weight.dtype == torch.float32:

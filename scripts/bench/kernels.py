@@ -136,12 +136,15 @@ def back(outputs: tuple[Tensor, ...], *leaves: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad([out.sum() for out in outputs], leaves)
 
 
+clock = time.perf_counter
+
+
 def timed(call: Callable[[], object], device: str) -> float:
-    start = time.perf_counter()
+    start = clock()
     call()
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def extra_memory(call: Callable[[], object], device: str) -> int:
@@ -173,6 +176,11 @@ def resident() -> int:
         return int(pages.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
+def processor() -> str:
+    with open("/proc/cpuinfo") as lines:
+        return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
 def copy_bandwidth(device: str) -> float:
     """Bytes read and written in a second."""
     source = torch.randn(2**26, device=device)
@@ -186,13 +194,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="part of an operator's name")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--cpu-time", action="store_true", help="processor time: for one thread on a busy machine")
     options = parser.parse_args()
+    if options.cpu_time:
+        global clock
+        clock = time.process_time
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kernels.use("cuda" if device == "cuda" else "cpu")
     copy = copy_bandwidth(device)
-    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {options.threads} threads"
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{processor()}, {options.threads} threads"
     print(f"{where}, torch {torch.__version__}; a copy moves {copy / 1e9:.1f} GB/s\n")
     heads = ["operator", "kernel ms", "eager ms", "compiled ms", "eager / kernel", "compiled / kernel"]
     heads += ["extra MiB: kernel, eager, compiled", "copy bandwidth"]

@@ -1,11 +1,12 @@
 import math
+import os
 
 import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
 from mmrl.core.regularizers import gaussian_kl
-from mmrl.kernels import denoise_logprob, denoise_step, use
+from mmrl.kernels import compiled, denoise_logprob, denoise_step, use
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 15, 16, 257, 8192, 8193, 20001)  # around a vector, a CUDA pack, a chunk; several chunks
@@ -188,3 +189,27 @@ def test_std_that_is_none(device, std):
         else:
             with pytest.raises(RuntimeError, match="std must not be negative"):
                 function(x, v, noise, a_x, a_v, s)
+
+
+@pytest.mark.slow
+def test_more_elements_than_an_int32_counts(device):
+    """One row many times over, without memory of its own; the gradient has 2^31 elements and 4 GiB."""
+    rows, size = 2**15 + 1, 2**16
+    free = (
+        torch.cuda.mem_get_info()[0] if device == "cuda" else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    )
+    if not compiled.chosen(torch.zeros(1, device=device)) or free < 3 * rows * size:
+        pytest.skip("needs 6 GB of free memory and a kernel that makes no copies")
+    torch.use_deterministic_algorithms(False)  # no time for filling
+
+    def run(n):
+        x, v, noise, *coefficients = transition(1, size, torch.bfloat16, device, seed=0)
+        x, leaf, noise = (t.expand(n, size) for t in (x, v, noise))
+        leaf = leaf.requires_grad_()
+        logp = denoise_logprob(x, leaf, noise, *(c.expand(n).contiguous() for c in coefficients)).logp
+        return logp.detach(), torch.autograd.grad(logp.sum(), leaf)[0]
+
+    one, many = run(1), run(rows)
+    assert torch.equal(many[0], one[0].expand(rows))
+    for row in (0, 2**14, 2**15 - 1, 2**15):
+        assert torch.equal(many[1][row], one[1][0]), row

@@ -33,6 +33,7 @@ def samples():
         "denoise_logprob_backward": [(*rows, x, u, noise, a_x, a_v, std, ref, False) for ref in (None, grad)],
         "token_logprob": [(leaf[1], targets, 0.5), (batch, targets[:2].repeat(2), 1.0), (logits.half(), targets, 1.0)],
         "token_logprob_backward": [(*rows, logits, targets, *saved, 1.0)],
+        "token_logprob_backward_": [(*rows, logits.clone(), targets, *saved, 1.0)],
         "hidden_logprob": [(leaf[2], w, targets, e, 1.0, 2) for w, e in ((leaf[3], targets[:1] + 1), (weight, None))],
         "hidden_logprob_backward": [
             (*rows, hidden, weight, targets, None, *saved, 1.0, 2, full) for full in (True, False)

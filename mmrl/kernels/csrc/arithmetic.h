@@ -7,6 +7,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
 
 #ifdef __CUDACC__
 #define HD __host__ __device__ __forceinline__
@@ -76,6 +79,50 @@ HD F exponential(F x) {
   F result = y * float_of((half + 127) << 23) * float_of((whole - half + 127) << 23);
   result = x < -87.3f ? F{} : result;
   return x > 88.72f ? F{} + INFINITY : result;
+#endif
+}
+
+// a b + c rounded once where the processor can. Only for exponentials: transition means round after each operation.
+HD float multiply_add(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+#ifndef __CUDACC__
+HD Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  typedef float Half8 __attribute__((vector_size(32)));
+  Half8 x[2], y[2], z[2];
+  memcpy(x, &a, 64), memcpy(y, &b, 64), memcpy(z, &c, 64);
+  for (int i = 0; i < 2; ++i) x[i] = (Half8)_mm256_fmadd_ps((__m256)x[i], (__m256)y[i], (__m256)z[i]);
+  memcpy(&a, x, 64);
+  return a;
+#else
+  return a * b + c;
+#endif
+}
+#endif
+
+// exp(x) for x in [-87.3, 0] or NaN; relative error below 2e-7, and exactly 1 at 0.
+template <class F>
+HD F exponential_below_1(F x) {
+#ifdef __CUDA_ARCH__
+  return __expf(x);
+#else
+  const F none = F{}, magic = none + 12583039.0f;  // 1.5 * 2^23 + 127: the low bits then hold the exponent's field
+  const F shifted = multiply_add(x, none + 1.44269504f, magic);
+  const F n = shifted - magic;
+  const F r = multiply_add(n, none + 2.12194440e-4f, multiply_add(n, none - 0.693359375f, x));
+  F p = multiply_add(r, none + 1.9875691500e-4f, none + 1.3981999507e-3f);
+  p = multiply_add(p, r, none + 8.3334519073e-3f);
+  p = multiply_add(p, r, none + 4.1665795894e-2f);
+  p = multiply_add(p, r, none + 1.6666665459e-1f);
+  p = multiply_add(p, r, none + 5.0000001201e-1f);
+  return (multiply_add(p, r * r, r) + 1.0f) * float_of(bits_of(shifted) << 23);
 #endif
 }
 
@@ -150,18 +197,18 @@ struct Softmax {
   G peak = -INFINITY, sum{}, slope{}, square{};
 };
 
+// d, but at least -87: what is further below, -inf too, adds e^-87 = 2e-38 to a sum of at least 1. NaN stays NaN.
 template <class F>
-HD F below_peak(F z, float peak) {
-  const F d = z - peak;
-  return d < -200.0f ? F{} - 200.0f : d;  // -inf too; exp of it is 0, and NaN stays NaN
+HD F bounded(F d) {
+  return d < -87.0f ? F{} - 87.0f : d;
 }
 
 template <class F, class G>
-HD void softmax_add(F d, G& sum, G& slope, G& square) {
-  const F e = exponential(d);
+HD void softmax_add(F z, float peak, G& sum, G& slope, G& square) {
+  const F d = bounded(z - peak), e = exponential_below_1(d);
   sum += e;
-  slope += d * e;
-  square += e * e;
+  slope = multiply_add(d, e, slope);
+  square = multiply_add(e, e, square);
 }
 
 // Measured from `peak`, which is at least the own peak.
@@ -197,8 +244,8 @@ struct TokenSlope {
 // d/dz of g_logp logp + g_entropy entropy + g_square square, at columns that are not the target; there add g_logp.
 template <class F>
 HD F token_gradient(const TokenSlope& s, F z) {
-  const F logp = below_peak(z, s.peak) - s.log_sum;
-  const F p = exponential(logp);
+  const F exact = z - s.peak - s.log_sum, logp = bounded(exact);
+  const F e = exponential_below_1(logp), p = exact < -87.0f ? F{} : e;  // nothing to the impossible
   return p * (2.0f * s.g_square * (p - s.square) - s.g_entropy * (logp + s.entropy) - s.g_logp);
 }
 
@@ -235,19 +282,26 @@ struct Spread {  // of the scored values of a group
   }
   HD bool equal() const { return !(high > low); }
   HD double mean() const { return count == 0 ? 0 : equal() ? low : sum / count; }
-  HD void look_again(float r) {  // once the mean is known
-    if (r == r) squares += (r - mean()) * (r - mean());
-  }
   HD double std() const { return equal() ? 0 : sqrt(squares / (count - 1)); }
 };
 
-HD float advantage_of(float r, const Spread& group, double scale_std, int64_t baseline, int64_t scale, double eps) {
-  if (r != r) return 0;
-  double a = r;
-  if (baseline != NONE) a = group.equal() ? 0 : r - group.mean();
-  if (baseline == LEAVE_ONE_OUT && group.count > 1) a *= group.count / (group.count - 1);
-  if (scale != UNSCALED) a = scale_std > 0 ? a / (scale_std + eps) : 0;
-  return static_cast<float>(a);
+HD double squared_gap(float r, double mean) { return r == r ? (r - mean) * (r - mean) : 0; }
+
+// What is subtracted from the rewards of a group, and what then multiplies them.
+struct GroupLine {
+  double baseline, factor;
+};
+
+HD GroupLine line_of(const Spread& group, double scale_std, int64_t baseline, int64_t scale, double eps) {
+  double factor = 1;
+  if (baseline == LEAVE_ONE_OUT && group.count > 1) factor = group.count / (group.count - 1);
+  if (baseline != NONE && group.equal()) factor = 0;
+  if (scale != UNSCALED) factor = scale_std > 0 ? factor / (scale_std + eps) : 0;
+  return {baseline == NONE ? 0 : group.mean(), factor};
+}
+
+HD float advantage_of(float r, GroupLine line) {
+  return r == r ? static_cast<float>((r - line.baseline) * line.factor) : 0;
 }
 
 // ---- returns --------------------------------------------------------------------------------------------------------
@@ -262,35 +316,41 @@ HD Affine after(Affine first, Affine second) {
   return {first.add + first.carry * second.add, first.carry * second.carry};
 }
 
+HD float chosen(bool which, float a, float b) { return which ? a : b; }
+#ifndef __CUDACC__
+typedef uint8_t LanesByte __attribute__((vector_size(16)));
+HD Lanes chosen(LanesByte which, Lanes a, Lanes b) { return __builtin_convertvector(which, LanesInt) != 0 ? a : b; }
+#endif
+
+// F is a float with M a bool, or 16 floats with M 16 bytes of 0 or 1. A step outside the mask, and one that ends an
+// episode, carries nothing.
+template <class F, class M>
 struct GaeStep {
-  float reward, value, next_value, bootstrap;
-  bool counted, next_counted, terminated, truncated, last;
+  F reward, value, next_value, bootstrap;
+  M counted, next_counted, terminated, truncated;  // next_counted is 0 at the last step
+
+  HD M runs_on() const { return counted & next_counted & (terminated ^ 1) & (truncated ^ 1); }
+  HD M is_cut() const { return counted & (terminated ^ 1) & (truncated | (next_counted ^ 1)); }
+  HD F delta(float gamma) const {
+    const F none = F{}, ahead = chosen(runs_on(), next_value, chosen(is_cut(), bootstrap, none));
+    return chosen(counted, reward + gamma * ahead - value, none);
+  }
+  HD F carry(float decay) const { return chosen(runs_on(), F{} + decay, F{}); }
 };
-
-HD bool is_cut(const GaeStep& s) {
-  return s.counted && !s.terminated && (s.truncated || s.last || !s.next_counted);
-}
-
-HD Affine gae_step(const GaeStep& s, float gamma, float decay) {
-  if (!s.counted) return {0, 0};
-  const bool cut = is_cut(s);
-  const float ahead = s.terminated ? 0.0f : cut ? s.bootstrap : s.next_value;
-  return {s.reward + gamma * ahead - s.value, s.terminated || cut ? 0.0f : decay};
-}
 
 struct GaeRow {
   const float *reward, *value, *bootstrap;
   const bool *terminated, *truncated, *counted;
   int64_t steps;
 
-  HD GaeStep at(int64_t t) const {
+  HD GaeStep<float, bool> at(int64_t t) const {
     const bool last = t + 1 == steps;
     return {reward[t],  value[t],      last ? 0.0f : value[t + 1], bootstrap ? bootstrap[t] : NAN,
-            counted[t], !last && counted[t + 1], terminated[t], truncated[t], last};
+            counted[t], !last && counted[t + 1], terminated[t], truncated[t]};
   }
   // of one lane of a warp; before the first step it changes nothing
   HD Affine lane(int64_t t, float gamma, float decay) const {
-    return t < 0 ? Affine{} : gae_step(at(t), gamma, decay);
+    return t < 0 ? Affine{} : Affine{at(t).delta(gamma), at(t).carry(decay)};
   }
 };
 

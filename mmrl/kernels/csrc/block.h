@@ -41,6 +41,16 @@ HD Packed<T> load_pack(const T* p, int64_t i, int64_t end, bool aligned, T fill 
 template <class T>
 HD void store_pack(T* p, int64_t i, int64_t end, bool aligned, const Packed<T>& pack) {
   if (aligned && i + PACK <= end) {
+#ifdef __CUDA_ARCH__
+    // At once: nvcc would store elements of 16 bits one by one, and words of them too.
+    if constexpr (sizeof(T) == 2) {
+      const auto word = [&](int k) {
+        return pack.element[2 * k].bits | static_cast<uint32_t>(pack.element[2 * k + 1].bits) << 16;
+      };
+      __stwb(reinterpret_cast<uint4*>(p + i), make_uint4(word(0), word(1), word(2), word(3)));
+      return;
+    }
+#endif
     *reinterpret_cast<Packed<T>*>(p + i) = pack;
     return;
   }
@@ -120,7 +130,7 @@ HD Softmax<float> token_thread(const T* logits, float scale, int64_t begin, int6
     }
     state = rebased(state, peak);
     const float base = peak == -INFINITY ? 0.0f : peak;
-    for (int j = 0; j < PACK; ++j) softmax_add(below_peak(z[j], base), state.sum, state.slope, state.square);
+    for (int j = 0; j < PACK; ++j) softmax_add(z[j], base, state.sum, state.slope, state.square);
   }
   return state;
 }

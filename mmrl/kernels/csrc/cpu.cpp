@@ -194,14 +194,14 @@ Softmax<double> softmax_of(const T* logits, int64_t columns, float inverse_tempe
     const int64_t end = std::min(block + BLOCK, columns);
     Lanes top = Lanes{} - INFINITY;
     for_lanes(block, end, [&](int64_t i, int64_t n) {
-      const Lanes z = load(logits + i, n, least) * inverse_temperature;
+      const Lanes z = load(logits + i, n, least);
       top = z > top ? z : top;
     });
-    const double peak = std::max<double>(state.peak, largest(top));
+    const double peak = std::max<double>(state.peak, largest(top) * inverse_temperature);
     const float base = peak == -INFINITY ? 0.0f : static_cast<float>(peak);
     Lanes sum{}, slope{}, square{};
     for_lanes(block, end, [&](int64_t i, int64_t n) {
-      softmax_add(below_peak(load(logits + i, n, least) * inverse_temperature, base), sum, slope, square);
+      softmax_add(load(logits + i, n, least) * inverse_temperature, base, sum, slope, square);
     });
     state = rebased(state, peak);
     state.sum += total(sum);
@@ -244,14 +244,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_logprob(Tensor logits, 
   return {logp, entropy, square, peak, log_sum};
 }
 
-Tensor token_logprob_backward(Tensor g_logp, Tensor g_entropy, Tensor g_square, Tensor logits, Tensor targets,
-                              Tensor entropy, Tensor square, Tensor peak, Tensor log_sum, double inverse_temperature) {
+void token_gradient_into(const Tensor& gradient, const Tensor& g_logp, const Tensor& g_entropy, const Tensor& g_square,
+                         const Tensor& logits, const Tensor& targets, const Tensor& entropy, const Tensor& square,
+                         const Tensor& peak, const Tensor& log_sum, double inverse_temperature) {
   const LogitsShape shape(logits, targets);
   check_targets(targets, shape);
   const Tensor* rows[] = {&g_logp, &g_entropy, &g_square, &entropy, &square, &peak, &log_sum};
   for (const Tensor* t : rows) check_flat(*t, "gradient", FLOAT, shape.rows, logits);
-  const auto sizes = logits.sizes();
-  const Tensor gradient = fresh(logits, {sizes.begin(), sizes.end()}, logits.scalar_type());
   const float scale = static_cast<float>(inverse_temperature);
   for_dtype(logits, "logits", [&](auto tag) {
     using T = decltype(tag);
@@ -262,17 +261,33 @@ Tensor token_logprob_backward(Tensor g_logp, Tensor g_entropy, Tensor g_square, 
         const TokenSlope s{at(g_logp), at(g_entropy), at(g_square), at(entropy), at(square), at(peak), at(log_sum)};
         const T* z = data + shape.offset(row);
         T* out = flat<T>(gradient) + row * shape.vocabulary;
+        const int64_t y = flat<const int64_t>(targets)[row];
+        const Lanes target = Lanes{} + to_float(z[y]) * scale;  // before it may be overwritten
         for_lanes(0, shape.vocabulary, [&](int64_t i, int64_t n) {
           store(out + i, n, token_gradient(s, load(z + i, n) * scale) * scale);
         });
         // The target's column once more, with its own term.
-        const int64_t y = flat<const int64_t>(targets)[row];
-        const Lanes at_target = (token_gradient(s, Lanes{} + to_float(z[y]) * scale) + s.g_logp) * scale;
-        store(out + y, 1, at_target);
+        store(out + y, 1, (token_gradient(s, target) + s.g_logp) * scale);
       }
     });
   });
+}
+
+Tensor token_logprob_backward(Tensor g_logp, Tensor g_entropy, Tensor g_square, Tensor logits, Tensor targets,
+                              Tensor entropy, Tensor square, Tensor peak, Tensor log_sum, double inverse_temperature) {
+  const auto sizes = logits.sizes();
+  const Tensor gradient = fresh(logits, {sizes.begin(), sizes.end()}, logits.scalar_type());
+  token_gradient_into(gradient, g_logp, g_entropy, g_square, logits, targets, entropy, square, peak, log_sum,
+                      inverse_temperature);
   return gradient;
+}
+
+// Into the memory of the logits, which must be contiguous.
+void token_logprob_backward_(Tensor g_logp, Tensor g_entropy, Tensor g_square, Tensor logits, Tensor targets,
+                             Tensor entropy, Tensor square, Tensor peak, Tensor log_sum, double inverse_temperature) {
+  STD_TORCH_CHECK(logits.is_contiguous(), "logits must be contiguous to be overwritten");
+  token_gradient_into(logits, g_logp, g_entropy, g_square, logits, targets, entropy, square, peak, log_sum,
+                      inverse_temperature);
 }
 
 // ---- groups ---------------------------------------------------------------------------------------------------------
@@ -291,31 +306,70 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantage(Tensor rewards, Tenso
                std = fresh(rewards, {groups});
   std::vector<float> reward(rows);
   std::vector<Spread> spread(groups);
+  std::vector<GroupLine> line(groups);
   Spread batch;
   const float *r = flat<const float>(rewards), *w = flat<const float>(weights);
-  for (int64_t i = 0; i < rows; ++i) {
-    reward[i] = combined(r + i * components, w, components);
-    spread[g[i]].look(reward[i]);
-    if (scale == BATCH_STD) batch.look(reward[i]);
-  }
-  for (int64_t i = 0; i < rows; ++i) {
-    spread[g[i]].look_again(reward[i]);
-    if (scale == BATCH_STD) batch.look_again(reward[i]);
-  }
-  std::vector<double> divisor(groups);
+  float* const out = flat<float>(advantage);
+  for (int64_t i = 0; i < rows; ++i) reward[i] = combined(r + i * components, w, components);
+  // Rows of one group mostly stand together; a run of them is summed in registers.
+  const auto for_runs = [&](auto work) {
+    for (int64_t i = 0, end; i < rows; i = end) {
+      for (end = i + 1; end < rows && g[end] == g[i];) ++end;
+      work(i, end, g[i]);
+    }
+  };
+  for_runs([&](int64_t from, int64_t to, int64_t id) {
+    Spread own, part[4];  // four chains of sums side by side
+    int64_t i = from;
+    for (; i + 4 <= to; i += 4)
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) part[k].look(reward[i + k]);
+    for (; i < to; ++i) part[0].look(reward[i]);
+    for (const Spread& p : part) own.add(p);
+    spread[id].add(own);
+    if (scale == BATCH_STD) batch.add(own);
+  });
+  for_runs([&](int64_t from, int64_t to, int64_t id) {
+    const double centre = spread[id].mean();
+    double part[4] = {};
+    int64_t i = from;
+    for (; i + 4 <= to; i += 4)
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) part[k] += squared_gap(reward[i + k], centre);
+    for (; i < to; ++i) part[0] += squared_gap(reward[i], centre);
+    spread[id].squares += part[0] + part[1] + part[2] + part[3];
+    if (scale != BATCH_STD) return;
+    const double middle = batch.mean();
+    for (int64_t i = from; i < to; ++i) batch.squares += squared_gap(reward[i], middle);
+  });
   for (int64_t i = 0; i < groups; ++i) {
     const double own = spread[i].std();
-    divisor[i] = scale == BATCH_STD ? batch.std() : own;
+    line[i] = line_of(spread[i], scale == BATCH_STD ? batch.std() : own, baseline, scale, eps);
     flat<float>(count)[i] = static_cast<float>(spread[i].count);
     flat<float>(mean)[i] = static_cast<float>(spread[i].mean());
     flat<float>(std)[i] = static_cast<float>(own);
   }
-  for (int64_t i = 0; i < rows; ++i)
-    flat<float>(advantage)[i] = advantage_of(reward[i], spread[g[i]], divisor[g[i]], baseline, scale, eps);
+  for_runs([&](int64_t from, int64_t to, int64_t id) {
+    const GroupLine own = line[id];
+    for (int64_t i = from; i < to; ++i) out[i] = advantage_of(reward[i], own);
+  });
   return {advantage, count, mean, std};
 }
 
 // ---- returns --------------------------------------------------------------------------------------------------------
+
+// Sixteen steps of a row from `t` on, `count` of them within it.
+HD GaeStep<Lanes, LanesByte> lanes_of(const GaeRow& row, int64_t t, int64_t count) {
+  const int64_t behind = std::min(count, row.steps - t - 1);  // that have a next step
+  return {load(row.reward + t, count),
+          load(row.value + t, count),
+          load(row.value + t + 1, behind),
+          row.bootstrap ? load(row.bootstrap + t, count) : Lanes{} + NAN,
+          load_flags(row.counted + t, count),
+          load_flags(row.counted + t + 1, behind),
+          load_flags(row.terminated + t, count),
+          load_flags(row.truncated + t, count)};
+}
 
 std::tuple<Tensor, Tensor> gae(Tensor rewards, Tensor values, Tensor terminated, Tensor truncated, Tensor mask,
                                MaybeTensor bootstrap, double gamma, double lam) {
@@ -328,16 +382,19 @@ std::tuple<Tensor, Tensor> gae(Tensor rewards, Tensor values, Tensor terminated,
   if (bootstrap) check_flat(*bootstrap, "bootstrap", FLOAT, rows * steps, rewards);
   const Tensor advantages = fresh(rewards, {rows, steps}), returns = fresh(rewards, {rows, steps});
   const float discount = static_cast<float>(gamma), decay = static_cast<float>(gamma * lam);
-  const auto row_at = [&](int64_t row) {
+  const GaeRow all{flat<const float>(rewards),   flat<const float>(values),
+                   bootstrap ? flat<const float>(*bootstrap) : nullptr,
+                   flat<const bool>(terminated), flat<const bool>(truncated), flat<const bool>(mask), steps};
+  const auto row_at = [=](int64_t row) {
     const int64_t o = row * steps;
-    return GaeRow{flat<const float>(rewards) + o, flat<const float>(values) + o,
-                  bootstrap ? flat<const float>(*bootstrap) + o : nullptr, flat<const bool>(terminated) + o,
-                  flat<const bool>(truncated) + o, flat<const bool>(mask) + o, steps};
+    return GaeRow{all.reward + o,     all.value + o,     all.bootstrap ? all.bootstrap + o : nullptr,
+                  all.terminated + o, all.truncated + o, all.counted + o, steps};
   };
+  float *const advantage_out = flat<float>(advantages), *const return_out = flat<float>(returns);
   if (!bootstrap) {
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t t = 0; t < steps; ++t)
-        STD_TORCH_CHECK(!is_cut(row_at(row).at(t)), "gae: the episode at row ", row, ", step ", t,
+        STD_TORCH_CHECK(!row_at(row).at(t).is_cut(), "gae: the episode at row ", row, ", step ", t,
                         " is cut off without termination; give bootstrap [B, T]");
   }
   constexpr int64_t SIDE = 8, SPAN = 128;  // rows whose chains of sums run side by side; steps prepared at a time
@@ -345,25 +402,28 @@ std::tuple<Tensor, Tensor> gae(Tensor rewards, Tensor values, Tensor terminated,
   parallel_for(0, bundles, grain(SIDE * steps), [&](int64_t from, int64_t to) {
     for (int64_t bundle = from; bundle < to; ++bundle) {
       const int64_t first = bundle * SIDE, n = std::min(SIDE, rows - first);
-      Affine step[SPAN][SIDE] = {};
-      float carried[SIDE] = {};
+      float add[SIDE][SPAN] = {}, carry[SIDE][SPAN] = {}, value[SIDE][SPAN], carried[SIDE] = {};
       for (int64_t stop = steps; stop > 0;) {
         const int64_t start = std::max<int64_t>(0, stop - SPAN);
         for (int64_t j = 0; j < n; ++j) {
           const GaeRow row = row_at(first + j);
-          for (int64_t t = start; t < stop; ++t) step[t - start][j] = gae_step(row.at(t), discount, decay);
+          for_lanes(start, stop, [&](int64_t t, int64_t count) {
+            const auto step = lanes_of(row, t, count);
+            store(add[j] + t - start, count, step.delta(discount));
+            store(carry[j] + t - start, count, step.carry(decay));
+            store(value[j] + t - start, count, chosen(step.counted, step.value, Lanes{}));
+          });
         }
-        for (int64_t t = stop - 1; t >= start; --t) {
-          Affine(&now)[SIDE] = step[t - start];
-          for (int64_t j = 0; j < SIDE; ++j) now[j].add = carried[j] = now[j].add + now[j].carry * carried[j];
-        }
+        for (int64_t t = stop - start - 1; t >= 0; --t)
+#pragma GCC unroll 8
+          for (int64_t j = 0; j < SIDE; ++j) add[j][t] = carried[j] = add[j][t] + carry[j][t] * carried[j];
         for (int64_t j = 0; j < n; ++j) {
           const int64_t o = (first + j) * steps;
-          for (int64_t t = start; t < stop; ++t) {
-            const float a = step[t - start][j].add;
-            flat<float>(advantages)[o + t] = a;
-            flat<float>(returns)[o + t] = flat<const bool>(mask)[o + t] ? a + flat<const float>(values)[o + t] : 0.0f;
-          }
+          for_lanes(start, stop, [&](int64_t t, int64_t count) {
+            const Lanes a = load(add[j] + t - start, count);
+            store(advantage_out + o + t, count, a);
+            store(return_out + o + t, count, a + load(value[j] + t - start, count));
+          });
         }
         stop = start;
       }
@@ -467,6 +527,7 @@ STABLE_TORCH_LIBRARY_IMPL(mmrl, CPU, m) {
   m.impl("denoise_logprob_backward", TORCH_BOX(&denoise_logprob_backward));
   m.impl("token_logprob", TORCH_BOX(&token_logprob));
   m.impl("token_logprob_backward", TORCH_BOX(&token_logprob_backward));
+  m.impl("token_logprob_backward_", TORCH_BOX(&token_logprob_backward_));
   m.impl("group_advantage", TORCH_BOX(&group_advantage));
   m.impl("gae", TORCH_BOX(&gae));
   m.impl("clipped_surrogate", TORCH_BOX(&clipped_surrogate));

@@ -368,13 +368,12 @@ __global__ void __launch_bounds__(THREADS) token_gradients(TokenInputs<T> in, To
   }
 }
 
-Tensor token_logprob_backward(Tensor g_logp, Tensor g_entropy, Tensor g_square, Tensor logits, Tensor targets,
-                              Tensor entropy, Tensor square, Tensor peak, Tensor log_sum, double inverse_temperature) {
+void token_gradient_into(const Tensor& gradient, const Tensor& g_logp, const Tensor& g_entropy, const Tensor& g_square,
+                         const Tensor& logits, const Tensor& targets, const Tensor& entropy, const Tensor& square,
+                         const Tensor& peak, const Tensor& log_sum, double inverse_temperature) {
   const LogitsShape shape(logits, targets);
   for (const Tensor* t : {&g_logp, &g_entropy, &g_square, &entropy, &square, &peak, &log_sum})
     check_flat(*t, "gradient", FLOAT, shape.rows, logits);
-  const auto sizes = logits.sizes();
-  const Tensor gradient = fresh(logits, {sizes.begin(), sizes.end()}, logits.scalar_type());
   const TokenSaved saved{flat<const float>(g_logp),  flat<const float>(g_entropy), flat<const float>(g_square),
                          flat<const float>(entropy), flat<const float>(square),    flat<const float>(peak),
                          flat<const float>(log_sum)};
@@ -386,7 +385,23 @@ Tensor token_logprob_backward(Tensor g_logp, Tensor g_entropy, Tensor g_square, 
     token_gradients<T><<<blocks(shape.rows * chunks_of(shape.vocabulary)), THREADS, 0, stream>>>(in, saved,
                                                                                                  flat<T>(gradient));
   });
+}
+
+Tensor token_logprob_backward(Tensor g_logp, Tensor g_entropy, Tensor g_square, Tensor logits, Tensor targets,
+                              Tensor entropy, Tensor square, Tensor peak, Tensor log_sum, double inverse_temperature) {
+  const auto sizes = logits.sizes();
+  const Tensor gradient = fresh(logits, {sizes.begin(), sizes.end()}, logits.scalar_type());
+  token_gradient_into(gradient, g_logp, g_entropy, g_square, logits, targets, entropy, square, peak, log_sum,
+                      inverse_temperature);
   return gradient;
+}
+
+// Into the memory of the logits, which must be contiguous.
+void token_logprob_backward_(Tensor g_logp, Tensor g_entropy, Tensor g_square, Tensor logits, Tensor targets,
+                             Tensor entropy, Tensor square, Tensor peak, Tensor log_sum, double inverse_temperature) {
+  STD_TORCH_CHECK(logits.is_contiguous(), "logits must be contiguous to be overwritten");
+  token_gradient_into(logits, g_logp, g_entropy, g_square, logits, targets, entropy, square, peak, log_sum,
+                      inverse_temperature);
 }
 
 // ---- groups ---------------------------------------------------------------------------------------------------------
@@ -408,13 +423,10 @@ __device__ Spread spread_of(const GroupInputs& in, int64_t group, bool all) {
   own = met(own);
   if (threadIdx.x == 0) result = own;
   __syncthreads();
-  const Spread whole = result;
-  own = whole;
-  own.squares = 0;
-  for (int64_t i = threadIdx.x; i < in.rows; i += THREADS)
-    if (all || in.group[i] == group) own.look_again(in.reward(i));
+  const double centre = result.mean();
   Spread squares;
-  squares.squares = own.squares;
+  for (int64_t i = threadIdx.x; i < in.rows; i += THREADS)
+    if (all || in.group[i] == group) squares.squares += squared_gap(in.reward(i), centre);
   squares = met(squares);
   if (threadIdx.x == 0) result.squares = squares.squares;
   __syncthreads();
@@ -429,9 +441,10 @@ group_blocks(GroupInputs in, float* advantage, float* count, float* mean, float*
   const int64_t group = blockIdx.x;
   const Spread spread = spread_of(in, group, false);
   const double divisor = in.scale == BATCH_STD ? spread_of(in, group, true).std() : spread.std();
+  const GroupLine line = line_of(spread, divisor, in.baseline, in.scale, in.eps);
   for (int64_t i = threadIdx.x; i < in.rows; i += THREADS) {
     const int64_t g = in.group[i];
-    if (g == group) advantage[i] = advantage_of(in.reward(i), spread, divisor, in.baseline, in.scale, in.eps);
+    if (g == group) advantage[i] = advantage_of(in.reward(i), line);
     if (group == 0 && (g < 0 || g >= in.groups)) advantage[i] = NAN;  // belongs nowhere
   }
   if (threadIdx.x == 0) {
@@ -655,6 +668,7 @@ STABLE_TORCH_LIBRARY_IMPL(mmrl, CUDA, m) {
   m.impl("denoise_logprob_backward", TORCH_BOX(&denoise_logprob_backward));
   m.impl("token_logprob", TORCH_BOX(&token_logprob));
   m.impl("token_logprob_backward", TORCH_BOX(&token_logprob_backward));
+  m.impl("token_logprob_backward_", TORCH_BOX(&token_logprob_backward_));
   m.impl("group_advantage", TORCH_BOX(&group_advantage));
   m.impl("gae", TORCH_BOX(&gae));
   m.impl("clipped_surrogate", TORCH_BOX(&clipped_surrogate));

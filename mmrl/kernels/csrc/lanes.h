@@ -19,8 +19,7 @@ HD Lanes widen(const float* p) { return raw<Lanes>(p); }
 HD Lanes widen(const Half* p) { return __builtin_convertvector(raw<LanesHalf>(p), Lanes); }
 HD Lanes widen(const Bfloat16* p) { return float_of(__builtin_convertvector(raw<LanesShort>(p), LanesInt) << 16); }
 HD Lanes widen(const bool* p) {
-  typedef uint8_t Bytes __attribute__((vector_size(16)));
-  return __builtin_convertvector(__builtin_convertvector(raw<Bytes>(p), LanesInt), Lanes);
+  return __builtin_convertvector(__builtin_convertvector(raw<LanesByte>(p), LanesInt), Lanes);
 }
 
 HD void narrow(float* p, Lanes x) { memcpy(p, &x, sizeof x); }
@@ -42,6 +41,13 @@ HD Lanes load(const T* p, int64_t count, T fill = T{}) {
   T padded[LANES];
   for (int64_t i = 0; i < LANES; ++i) padded[i] = i < count ? p[i] : fill;
   return widen(padded);
+}
+
+HD LanesByte load_flags(const bool* p, int64_t count) {
+  if (count >= LANES) return raw<LanesByte>(p);
+  LanesByte flags{};
+  for (int64_t i = 0; i < count; ++i) flags[i] = p[i];
+  return flags;
 }
 
 template <class T>
