@@ -204,7 +204,9 @@ class Block:
         try:
             env = self._env(self.task)
             for row, seed in zip(local, seeds, strict=True):  # one by one: what is drawn depends on how many are drawn
-                env.reset(seed=[seed] * len(self.rows), options={"env_idx": torch.tensor([row], device=env.device)})
+                env.reset(
+                    seed=[_folded(seed)] * len(self.rows), options={"env_idx": torch.tensor([row], device=env.device)}
+                )
                 self._live[row], self._steps[row] = True, 0
             self._show(env, local, out, places)
         except UserError:
@@ -313,6 +315,11 @@ def _assets_missing(task: str) -> Any:
         raise UserError(f"maniskill: {task}: {what}, which are not here; get them with: {ASSETS} {robot}")
 
     return refuse
+
+
+def _folded(seed: int) -> int:
+    """A seed that NumPy's old generator takes, below 2^32: small ones stay, large ones get the upper half."""
+    return seed if seed < 1 << 31 else (1 << 31) + seed % (1 << 31)
 
 
 def _check(name: str, value: str, known: Sequence[str]) -> None:
