@@ -6,6 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/system_packages.sh
 
 extras=${MMRL_EXTRAS:-dev,huggingface,diffusion,ocr,mujoco}
+[[ ",$extras," != *,maniskill,* ]] || bash scripts/install_renderer.sh || echo "ManiSkill has no Vulkan driver; its tests say so" >&2
 stamp=.venv/.mmrl-setup
 want=$(cat pyproject.toml constraints.txt <(echo "$extras") | sha256sum)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then

@@ -1,6 +1,16 @@
 """Simulators behind one vector interface; none is imported before it is built."""
 
 from sims.registry import SIMULATORS, build
-from sims.vector import Observation, Simulator, Step, Transition, VectorSim, run_episodes
+from sims.vector import Observation, Simulator, Step, Transition, VectorSim, run_episodes, run_episodes_in_turns
 
-__all__ = ["SIMULATORS", "Observation", "Simulator", "Step", "Transition", "VectorSim", "build", "run_episodes"]
+__all__ = [
+    "SIMULATORS",
+    "Observation",
+    "Simulator",
+    "Step",
+    "Transition",
+    "VectorSim",
+    "build",
+    "run_episodes",
+    "run_episodes_in_turns",
+]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -291,6 +292,40 @@ def run_episodes(
         success |= step.success.any(1)
         length += step.valid.sum(1)
         observation = step.observation
+    return success, length
+
+
+def run_episodes_in_turns(
+    sims: Sequence[VectorSim],
+    seeds: Sequence[int],
+    tasks: Sequence[str],
+    act: Callable[[Observation, NDArray[np.bool_]], ArrayLike],
+) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """As `run_episodes` with the rows of all `sims` (two halves, say) together: while one moves in a thread of its own,
+    `act` chooses for another. Whether that gains anything depends on `act` leaving the processor to the simulators, as
+    a policy on a GPU does, or on there being processors for both."""
+    if any(sim.end_of_episode != "freeze" for sim in sims):
+        raise UserError("run_episodes_in_turns plays one episode a row and needs end_of_episode='freeze'")
+    ends = np.cumsum([len(sim) for sim in sims])
+    success, length = np.zeros(ends[-1], bool), np.zeros(ends[-1], np.int64)
+    rows = [slice(int(end) - len(sim), int(end)) for sim, end in zip(sims, ends, strict=True)]
+    with ThreadPoolExecutor(len(sims), thread_name_prefix="turns") as pool:
+        starting = [pool.submit(sim.reset, seeds[own], tasks[own]) for sim, own in zip(sims, rows, strict=True)]
+        moving: deque[tuple[int, Future[Step]]] = deque()
+
+        def move(k: int, observation: Observation) -> None:
+            active = sims[k].running
+            if active.any():
+                moving.append((k, pool.submit(sims[k].step, act(observation, active), active)))
+
+        for k, started in enumerate(starting):
+            move(k, started.result())
+        while moving:
+            k, moved = moving.popleft()
+            step = moved.result()
+            success[rows[k]] |= step.success.any(1)
+            length[rows[k]] += step.valid.sum(1)
+            move(k, step.observation)
     return success, length
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -77,6 +78,8 @@ class Workers:
             raise UserError(f"simulator {name!r}: workers must be 1 to {count} (the environments), not {workers}")
         if deadline_s <= 0:
             raise UserError(f"simulator {name!r}: deadline_s must be positive, not {deadline_s:g}")
+        if python is not None and shutil.which(python) is None:
+            raise UserError(f"simulator {name!r}: there is no interpreter at {python}")
         try:
             options = json.loads(json.dumps(dict(options)))
         except TypeError as error:
@@ -99,6 +102,11 @@ class Workers:
     @property
     def restarts(self) -> int:
         return sum(worker.restarts for worker in self._workers)
+
+    @property
+    def pids(self) -> list[int]:
+        """The running processes."""
+        return [worker.process.pid for worker in self._workers]
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)

@@ -65,7 +65,7 @@ def _preload(libraries: Path) -> None:
         failed = []
         for path in waiting:
             try:
-                ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+                ctypes.CDLL(str(path))
             except OSError as error:
                 failed.append((path, error))
         if len(failed) == len(waiting):

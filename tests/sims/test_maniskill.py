@@ -71,6 +71,13 @@ def test_a_group_starts_equal_and_a_seed_is_an_episode_bit_for_bit(name, request
     assert all(same(a, 0, b, 1) for a, b in zip(once, play(sim, actions), strict=True))
 
 
+def test_large_seeds_start_episodes_of_their_own(state):
+    big = 1 << 32
+    starts = [state.reset([seed, seed + 1], [PICK, PICK]).state for seed in (0, big, 1 << 31)]
+    assert len(np.unique(np.concatenate(starts[:2]), axis=0)) == 4
+    assert np.array_equal(starts[1], starts[2])  # folded to 32 bits
+
+
 def test_pictures_show_the_scene_and_what_moves_in_it(rgb):
     assert rgb.simulator.image_shape == (64, 64, 3) and rgb.simulator.action_dim == 8
     before = rgb.reset([0, 1], [PICK, PICK])

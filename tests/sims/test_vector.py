@@ -1,8 +1,10 @@
+import threading
+
 import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from sims import build, run_episodes
+from sims import build, run_episodes, run_episodes_in_turns
 
 LINE = "tests.sims.line_simulator:Line"
 
@@ -158,3 +160,38 @@ def test_run_episodes_plays_every_row_once():
     assert sim.expert(length=2).tolist() == [[[0.0], [0.0]]] * 3  # nobody is running
     with pytest.raises(UserError, match="freeze"):
         run_episodes(line(1, "auto_reset"), [0], ["go"], lambda seen, active: same(0.0, 1))
+
+
+def test_halves_in_turns_play_the_same_episodes():
+    seeds, tasks = [0, 50, 90, 20, 95], ["go"] * 5
+
+    def act(seen, active):
+        assert threading.current_thread() is threading.main_thread()
+        return np.where(seen.state[:, :1] < 0.6, 0.25, 0.1)[:, None].repeat(2, axis=1)
+
+    whole = run_episodes(build(LINE, 5), seeds, tasks, act)
+    success, length = run_episodes_in_turns([build(LINE, 2), build(LINE, 3)], seeds, tasks, act)
+    assert success.tolist() == whole[0].tolist() and length.tolist() == whole[1].tolist()
+    assert len(set(length.tolist())) > 2
+    with pytest.raises(UserError, match="freeze"):
+        run_episodes_in_turns([line(1, "auto_reset")], [0], ["go"], act)
+
+
+def test_a_half_moves_while_the_policy_acts_for_the_other():
+    sims, chosen, calls = [build(LINE, 1), build(LINE, 1)], threading.Event(), []
+    plain = sims[0].simulator.step
+
+    def waiting(rows, actions):
+        assert chosen.wait(10), "the first half had to end its step before the policy was asked for the second"
+        chosen.clear()
+        return plain(rows, actions)
+
+    def act(seen, active):
+        calls.append(len(calls))
+        if calls[-1] % 2:  # for the second half
+            chosen.set()
+        return np.full((1, 1, 1), 0.2)
+
+    sims[0].simulator.step = waiting
+    success, _ = run_episodes_in_turns(sims, [0, 0], ["go", "go"], act)
+    assert success.all() and len(calls) == 10

@@ -45,10 +45,6 @@ def running(pid):
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
-def pids(sim):
-    return [worker.process.pid for worker in sim.simulator._workers]
-
-
 def test_workers_change_nothing(behind):
     plain, split = build(LINE, 5), behind(LINE, 5, 2)
     assert len(split.simulator._workers) == 2 and split.simulator.tasks == ("go", "stay")
@@ -94,14 +90,14 @@ def test_the_tabletop_plays_the_same_episodes_in_a_process_of_its_own(behind):
 def test_trouble_costs_the_episodes_of_one_worker(behind, trouble, says):
     sim = behind(TROUBLE, 4, 2, deadline_s=2)
     sim.reset(range(4), ["go"] * 4)
-    healthy, sick = pids(sim)
+    healthy, sick = sim.simulator.pids
     with pytest.warns(RuntimeWarning, match=says):
         step = sim.step(chunk(4, row2=trouble))
     assert step.dropped.tolist() == [False, False, True, True]
     assert step.valid.tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
     np.testing.assert_allclose(step.observation.state[:2, 0], [0.2, 0.21], rtol=1e-6)
     assert sim.counters["dropped_episodes"] == 2 and sim.simulator.restarts == 1
-    assert not running(sick) and pids(sim)[0] == healthy and pids(sim)[1] != sick
+    assert not running(sick) and sim.simulator.pids[0] == healthy and sim.simulator.pids[1] != sick
     after = sim.step(chunk(4))
     assert after.valid.any(1).tolist() == [True, True, False, False]
     sim.reset(range(10, 14), ["go"] * 4)
@@ -111,14 +107,14 @@ def test_trouble_costs_the_episodes_of_one_worker(behind, trouble, says):
 def test_a_worker_killed_between_steps_costs_its_episode_only(behind):
     sim = behind(LINE, 2, 2, end_of_episode="auto_reset", seed_stride=1000)
     sim.reset([1, 2], ["go", "go"])
-    os.kill(pids(sim)[1], signal.SIGKILL)
+    os.kill(sim.simulator.pids[1], signal.SIGKILL)
     sim.simulator._workers[1].process.wait()
     with pytest.warns(RuntimeWarning, match=r"environment 1 \(task go, seed 2\).*ended with -9"):
         step = sim.step(chunk(2))
     assert step.dropped.tolist() == [False, True] and sim.running.all() and sim.seeds == [1, 1002]
     np.testing.assert_allclose(step.observation.state[:, 0], [0.21, 10.02], rtol=1e-6)
     assert step.observation.instructions == ["go from 0.01", "go from 10.02"]
-    os.kill(pids(sim)[0], signal.SIGKILL)
+    os.kill(sim.simulator.pids[0], signal.SIGKILL)
     sim.simulator._workers[0].process.wait()
     sim.reset([3, 4], ["go", "go"])  # nothing was being played that matters, so nothing is lost
     assert sim.counters["dropped_episodes"] == 1 and sim.simulator.restarts == 2
@@ -139,7 +135,7 @@ def test_a_stopped_process_is_found_before_its_deadline(behind, monkeypatch):
     monkeypatch.setattr(sims.workers, "SILENT_S", 2.5)
     sim = behind(TROUBLE, 1, 1, deadline_s=60)
     sim.reset([1], ["go"])
-    os.kill(pids(sim)[0], signal.SIGSTOP)
+    os.kill(sim.simulator.pids[0], signal.SIGSTOP)
     began = time.monotonic()
     with pytest.warns(RuntimeWarning, match="no sign of life in 2.5 s"):
         assert sim.step(chunk(1)).dropped.all()
@@ -157,7 +153,7 @@ def test_a_slow_chunk_is_not_taken_for_a_stopped_process(behind, monkeypatch):
 def test_a_lost_expert_is_reported_by_the_next_step(behind):
     sim = behind(TROUBLE, 2, 2)
     sim.reset([1, 2], ["go", "go"])
-    os.kill(pids(sim)[0], signal.SIGKILL)
+    os.kill(sim.simulator.pids[0], signal.SIGKILL)
     sim.simulator._workers[0].process.wait()
     assert sim.expert(length=2).tolist() == [[[0.0], [0.0]], [[0.25], [0.25]]]
     with pytest.warns(RuntimeWarning, match="ended with -9"):
@@ -193,9 +189,21 @@ def test_what_is_asked_wrongly_is_refused_in_one_line(behind):
         sim.reset([0], ["go"])
 
 
+def test_another_interpreter_may_run_the_workers(behind, tmp_path):
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nexport OTHER=yes\nexec {sys.executable} "$@"\n')
+    other.chmod(0o755)
+    sim = behind(LINE, 2, 1, python=str(other))
+    assert sim.reset([1, 2], ["go", "go"]).instructions[1] == "go from 0.02"
+    environment = Path(f"/proc/{sim.simulator.pids[0]}/environ").read_bytes().split(b"\0")
+    assert b"PYTHONPATH=" in environment  # none of this interpreter's packages
+    with pytest.raises(UserError, match="no interpreter at /nowhere/python"):
+        build(LINE, 1, workers=1, python="/nowhere/python")
+
+
 def test_nobody_is_left_behind(behind):
     sim = behind(LINE, 2, 2)
-    before = pids(sim)
+    before = sim.simulator.pids
     sim.close()
     assert not any(running(pid) for pid in before)
     script = """
@@ -204,7 +212,7 @@ from sims import build
 from tests.sims.trouble import HANG
 sim = build("tests.sims.trouble:Trouble", 2, workers=2)
 sim.reset([1, 2], ["go", "go"])
-print(*[worker.process.pid for worker in sim.simulator._workers], flush=True)
+print(*sim.simulator.pids, flush=True)
 actions = np.full((2, 1, 1), 0.1)
 actions[1] = HANG
 sim.step(actions)
@@ -224,10 +232,12 @@ def test_a_thousand_resets_leak_neither_memory_nor_file_handles(behind):
     sim = behind(LINE, 2, 2)
 
     def handles():
-        return [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in (os.getpid(), *pids(sim))]
+        return [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in (os.getpid(), *sim.simulator.pids)]
 
     def resident():
-        return [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for pid in (os.getpid(), *pids(sim))]
+        return [
+            int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for pid in (os.getpid(), *sim.simulator.pids)
+        ]
 
     def play(rounds):
         for k in range(rounds):
@@ -248,7 +258,7 @@ def test_replaced_workers_leave_no_handles_behind(behind):
     sim.reset([1], ["go"])
     before = len(list(Path("/proc/self/fd").iterdir()))
     for k in range(5):
-        os.kill(pids(sim)[0], signal.SIGKILL)
+        os.kill(sim.simulator.pids[0], signal.SIGKILL)
         sim.simulator._workers[0].process.wait()
         sim.reset([k], ["go"])
     assert sim.simulator.restarts == 5
