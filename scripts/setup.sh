@@ -22,4 +22,5 @@ else
 fi
 [ -x .venv/bin/python ] || "${uv[@]}" venv --quiet --allow-existing --python 3.11 .venv
 "${uv[@]}" pip install --quiet --compile-bytecode --python .venv/bin/python --constraint constraints.txt --editable ".[${extras}]"
+.venv/bin/python -m mmrl.kernels build  # where there is a compiler; otherwise plain PyTorch computes the same
 echo "$want" > "$stamp"

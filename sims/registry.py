@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -59,6 +59,19 @@ def make(name: str, count: int, options: Mapping[str, Any]) -> Simulator:
             valid = ", ".join(known) or "none"
             raise UserError(f"simulator {name!r} has no option {key!r}{nearest(key, known)}; known: {valid}")
     return simulator(count, **options)
+
+
+def renderers() -> dict[str, str]:
+    """What each simulator that is installed renders with, or why it cannot; for `mmrl doctor`."""
+    found = {}
+    if importlib.util.find_spec("mujoco") is not None:
+        try:
+            found["mujoco"] = importlib.import_module("sims.mujoco.gl").choose_backend()
+        except UserError as error:
+            found["mujoco"] = str(error)
+    if importlib.util.find_spec("mani_skill") is not None:
+        found["maniskill"] = importlib.import_module("sims.maniskill.driver").describe()
+    return found
 
 
 def _load(name: str) -> Callable[..., Simulator]:
