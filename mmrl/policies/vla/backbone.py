@@ -16,6 +16,7 @@ from mmrl.generation.transformers import Prefix
 from mmrl.policies import vlm
 from mmrl.policies.prompts import Tokens, collate, encode
 from mmrl.policies.vla.heads import Reading
+from mmrl.policies.vla.settings import PROMPT
 from mmrl.rollouts import Prompt
 
 
@@ -26,6 +27,10 @@ class Backbone(Protocol):
     vocabulary: int  # ids below this one may be action tokens
     input_embeddings: nn.Module
     output_weight: Tensor  # [id, width]
+
+    def ask(self, instruction: str) -> str:
+        """The prompt it is used to."""
+        ...
 
     def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Any]: ...
 
@@ -55,6 +60,9 @@ class VisionLanguageBackbone(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         return vlm.transformers_model(self.model).get_output_embeddings().weight  # type: ignore[return-value]
+
+    def ask(self, instruction: str) -> str:
+        return PROMPT.format(instruction)
 
     def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Tokens]:
         """images [n, height, width, 3] RGB and n texts -> what `collate` takes. Raises UserError for a prompt that is

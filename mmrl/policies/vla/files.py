@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedConfig
 
 from mmrl.errors import UserError
 from mmrl.policies import vlm
 from mmrl.policies.vla import small
-from mmrl.policies.vla.backbone import VisionLanguageBackbone
+from mmrl.policies.vla.backbone import Backbone, VisionLanguageBackbone
 from mmrl.policies.vla.codec import ActionCodec, load_statistics
 from mmrl.policies.vla.heads import BridgeHead, FlowHead, Head, RegressionHead, TokenHead
 from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy
@@ -44,7 +45,8 @@ def load(
 
     Raises UserError for a folder whose head is another one than `settings` asks for.
     """
-    backbone = load_backbone(path, max_prompt_length, activation_checkpointing, **model)
+    together = settings.head == "token" and settings.decoding == "bidirectional"
+    backbone = load_backbone(path, max_prompt_length, activation_checkpointing, together=together, **model)
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -67,9 +69,17 @@ def load(
 
 
 def load_backbone(
-    path: str, max_prompt_length: int, activation_checkpointing: bool, **options: Any
-) -> VisionLanguageBackbone | small.SmallBackbone:
+    path: str, max_prompt_length: int, activation_checkpointing: bool, *, together: bool, **options: Any
+) -> Backbone:
     """By what the folder holds; else a transformers image-text model."""
+    if _is_openvla(path):
+        try:
+            from mmrl.policies.vla import openvla
+        except ModuleNotFoundError as error:
+            raise UserError(f"OpenVLA: {error}; install it with: pip install 'mmrl[openvla]'") from error
+        return openvla.load(path, max_prompt_length, activation_checkpointing, together=together, **options)
+    if together:
+        raise UserError(f"action.decoding=bidirectional is for OpenVLA-OFT, which model.path={path} is not")
     if (Path(path) / small.CONFIG).is_file():
         unused = [key for key in ("freeze", "lora", "processor") if options[key]]
         if unused or options["dtype"] != "float32":
@@ -79,6 +89,14 @@ def load_backbone(
     if activation_checkpointing:
         vlm.recompute_activations(model)
     return VisionLanguageBackbone(model, processor, max_prompt_length)
+
+
+def _is_openvla(path: str) -> bool:
+    """Whether `path`, or what it is a LoRA of, says so in its config.json."""
+    try:
+        return PreTrainedConfig.get_config_dict(vlm.base_of(path))[0].get("model_type") == "openvla"
+    except OSError:
+        return False  # the small network's files, or no model at all, of which `vlm.load_model` complains
 
 
 def make_head(

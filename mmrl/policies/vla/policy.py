@@ -319,12 +319,13 @@ class VisionLanguageActionPolicy:
 
     def _look(self, observation: Observation) -> list[Any]:
         """What is kept of each row: the prompt as the model takes it, or what a frozen backbone says of it."""
-        texts = [self.settings.prompt.format(instruction=i) for i in observation.instructions]
-        seen = self.module.backbone.prepare(observation.images, texts)
+        backbone, own = self.module.backbone, self.settings.prompt
+        texts = [backbone.ask(i) if own is None else own.format(instruction=i) for i in observation.instructions]
+        seen = backbone.prepare(observation.images, texts)
         if not self.keeps_readings:
             return seen
         with torch.no_grad():
-            reading = self.module.backbone.read(self.module.backbone.collate(seen, self.device), every_layer=False)
+            reading = backbone.read(backbone.collate(seen, self.device), every_layer=False)
         lengths = reading.mask.sum(1).tolist()
         return [hidden[:length].cpu() for hidden, length in zip(reading.hidden, lengths, strict=True)]
 

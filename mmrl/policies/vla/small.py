@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
+from mmrl.policies.vla.settings import PROMPT
 
 CONFIG, WEIGHTS = "small_vla.json", "model.safetensors"
 
@@ -69,6 +70,9 @@ class SmallBackbone(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         return self.embeddings.weight
+
+    def ask(self, instruction: str) -> str:
+        return PROMPT.format(instruction)
 
     def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Glance]:
         """images [n, height, width, 3] and n prompts -> what `collate` takes. Unknown words become one word."""
