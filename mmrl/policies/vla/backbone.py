@@ -25,8 +25,14 @@ class Backbone(Protocol):
 
     width: int
     vocabulary: int  # ids below this one may be action tokens
-    input_embeddings: nn.Module
-    output_weight: Tensor  # [id, width]
+
+    @property
+    def input_embeddings(self) -> nn.Module: ...
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[id, width]"""
+        ...
 
     def ask(self, instruction: str) -> str:
         """The prompt it is used to."""

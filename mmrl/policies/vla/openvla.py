@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import huggingface_hub
 import numpy as np
@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTra
 from mmrl.errors import UserError
 from mmrl.generation.transformers import Prefix, positions
 from mmrl.policies import vlm
+from mmrl.policies.vla.heads import Reading
 
 WEIGHTS = "*.safetensors"
 PREPROCESSOR, TOKENIZER = "preprocessor_config.json", "tokenizer.json"
@@ -223,7 +224,7 @@ class OpenVLABackbone(nn.Module):
         }
         return {name: value.to(device) for name, value in given.items()}
 
-    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Prefix | Together:
+    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
         core = self.core
         seen = inputs["pictures"].float() / 255
         scaled = (seen[:, None] - self.mean[..., None, None].float()) / self.std[..., None, None].float()
@@ -231,7 +232,7 @@ class OpenVLABackbone(nn.Module):
         given = core.embed(inputs["ids"], inputs["mask"], pictures)
         if self.together:
             end = self.input_embeddings(torch.tensor([self.end], device=core.device))
-            return Together(core.language_model, given, end)
+            return cast(Reading, Together(core.language_model, given, end))
         return Prefix(core.language_model, given, every_layer=every_layer)
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:

@@ -195,6 +195,11 @@ class VisionLanguageActionPolicy:
             actions[i, : len(shown)], valid[i, : len(shown)] = shown, True
         if self.statistics is not None:
             actions = self.statistics.from_robot(actions).astype(np.float32)
+        elif (most := np.abs(actions).max(axis=(1, 2))).max() > 1.01:
+            raise UserError(
+                f"the actions of prompt {prompts[int(most.argmax())].id} reach {most.max():.4g}: without "
+                "action.statistics they must lie in [-1, 1]"
+            )
         chosen = self.module.head.teach(torch.from_numpy(actions), seeds)
         inputs, state = self._look(together), torch.from_numpy(together.state)
         looks = [
