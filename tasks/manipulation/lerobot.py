@@ -18,6 +18,8 @@ from typing import Any
 
 import imageio_ffmpeg
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as parquet
 from numpy.typing import NDArray
 from PIL import Image
@@ -174,7 +176,8 @@ class _Dataset:
         """State and action [frame, number] and timestamp [frame]."""
         if self._rows is None or self._rows[0] != file:
             table = _table(file, ["episode_index", "timestamp", self.state, self.action])
-            found = {name: _matrix(table[name], file, name) for name in (self.state, self.action)}
+            sizes = {name: int(np.prod(self.features[name]["shape"])) for name in (self.state, self.action)}
+            found = {name: _matrix(table[name], size, f"{file}: {name}") for name, size in sizes.items()}
             found |= {name: table[name].to_numpy() for name in ("episode_index", "timestamp")}
             self._rows = file, found
         mine = self._rows[1]["episode_index"] == number
@@ -211,12 +214,13 @@ def _resized(frames: Any, size: tuple[int, int]) -> NDArray[np.uint8]:
     return np.stack([np.asarray(i if i.size == (width, height) else i.resize((width, height))) for i in whole])
 
 
-def _matrix(column: Any, file: Path, name: str) -> NDArray[np.float32]:
-    """A column of lists (of one length) or of numbers -> [row, number]."""
-    rows = np.array(column.to_pylist(), dtype=np.float32)
-    if not np.isfinite(rows).all():
-        raise UserError(f"{file}: {name} holds numbers that are not finite")
-    return rows.reshape(len(rows), -1)
+def _matrix(column: pa.ChunkedArray, size: int, where: str) -> NDArray[np.float32]:
+    """A column of lists of `size` numbers (or of numbers) -> [row, size]."""
+    nested = pa.types.is_nested(column.type)
+    values = (pc.list_flatten(column) if nested else column).to_numpy().astype(np.float32)
+    if len(values) != size * len(column) or not np.isfinite(values).all():
+        raise UserError(f"{where} must hold {size} finite numbers a row")
+    return values.reshape(len(column), size)
 
 
 def _table(file: Path, names: list[str], filters: Any = None) -> Any:

@@ -72,7 +72,8 @@ def load_backbone(
     path: str, max_prompt_length: int, activation_checkpointing: bool, *, together: bool, **options: Any
 ) -> Backbone:
     """By what the folder holds; else a transformers image-text model."""
-    if _is_openvla(path):
+    is_small = (Path(path) / small.CONFIG).is_file()
+    if not is_small and _is_openvla(path):
         try:
             from mmrl.policies.vla import openvla
         except ModuleNotFoundError as error:
@@ -80,7 +81,7 @@ def load_backbone(
         return openvla.load(path, max_prompt_length, activation_checkpointing, together=together, **options)
     if together:
         raise UserError(f"action.decoding=bidirectional is for OpenVLA-OFT, which model.path={path} is not")
-    if (Path(path) / small.CONFIG).is_file():
+    if is_small:
         unused = [key for key in ("freeze", "lora", "processor") if options[key]]
         if unused or options["dtype"] != "float32":
             raise UserError(f"model.{(unused or ['dtype'])[0]} is not for the small network in {path}; remove it")
@@ -95,8 +96,8 @@ def _is_openvla(path: str) -> bool:
     """Whether `path`, or what it is a LoRA of, says so in its config.json."""
     try:
         return PreTrainedConfig.get_config_dict(vlm.base_of(path))[0].get("model_type") == "openvla"
-    except OSError:
-        return False  # the small network's files, or no model at all, of which `vlm.load_model` complains
+    except (OSError, ValueError):
+        return False  # no model at all, of which `vlm.load_model` complains
 
 
 def make_head(

@@ -368,6 +368,6 @@ def _model(folder: Path, dtype: str, attention: str) -> OpenVLAForActionPredicti
         output_loading_info=True,
     )
     for kind in ("missing", "unexpected", "mismatched"):
-        if found := sorted(str(name) for name in report[f"{kind}_keys"]):
+        if found := sorted(key if isinstance(key, str) else key[0] for key in report[f"{kind}_keys"]):
             raise UserError(f"model.path={folder}: its weights do not fit its config.json: {kind} {found[0]}")
     return model

@@ -235,6 +235,16 @@ def test_parts_are_frozen_by_name(openvla, part):
         assert name.startswith(where[vlm.part_of(name)])
 
 
+def test_the_reference_is_a_copy(openvla):
+    policy = openvla(reference=True)
+    rollouts = policy.rollout(STARTS, 1, SEEDS[:2])
+    before = policy.reference(rollouts).logp
+    with torch.no_grad():
+        policy.module.backbone.core.vision_backbone.featurizer.pos_embed.add_(1)
+        moved = policy.replay(rollouts, policy.module).logp
+    assert torch.equal(policy.reference(rollouts).logp, before) and not torch.equal(moved, before)
+
+
 def test_other_heads_sit_on_it_too(make, checkpoint):
     policy = make("regression", str(checkpoint[0]))
     assert policy.rollout(STARTS, 1, SEEDS[:2]).mask.any()
