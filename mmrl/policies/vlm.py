@@ -34,8 +34,8 @@ from mmrl.policies.prompts import Tokens, collate, encode
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
 # Names of modules, as path components of parameter names, over the families of transformers.
-CONNECTORS = {"merger", "deepstack_merger_list", "connector", "multi_modal_projector", "image_newline"}
-VISION_TOWERS = {"visual", "vision_model", "vision_tower"}
+CONNECTORS = {"merger", "deepstack_merger_list", "connector", "multi_modal_projector", "projector", "image_newline"}
+VISION_TOWERS = {"visual", "vision_model", "vision_tower", "vision_backbone"}
 # Families (model_type) whose prompts are read once for all of their responses.
 PREFIX_SHARING = {"qwen2_5_vl", "qwen3_vl", "idefics3", "llava_onevision", "internvl"}
 # Keys of a model's configuration whose token stands for pixels and so can not be an answer.
@@ -383,8 +383,7 @@ def load_model(
 
     Raises UserError if there is no model at `path` or it is not one that reads images and writes text.
     """
-    adapter = Path(path) / "adapter_config.json"
-    base = peft.PeftConfig.from_pretrained(path).base_model_name_or_path if adapter.is_file() else path
+    base = base_of(path)
     try:
         config = AutoConfig.from_pretrained(base)
     except (OSError, ValueError) as error:
@@ -392,7 +391,20 @@ def load_model(
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
     model: Any = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype, attn_implementation=attention)
-    if adapter.is_file():
+    model = adapt(model, path, freeze=freeze, lora=lora)
+    return model, AutoProcessor.from_pretrained(path, **(processor or {}))
+
+
+def base_of(path: str) -> str:
+    """What `path` is a LoRA of, or itself."""
+    if (Path(path) / "adapter_config.json").is_file():
+        return str(peft.PeftConfig.from_pretrained(path).base_model_name_or_path)
+    return path
+
+
+def adapt(model: Any, path: str, *, freeze: Sequence[str], lora: dict[str, Any] | None) -> Any:
+    """`model` with the LoRA at `path` if there is one, or a new one if `lora` is given; parts in `freeze` stay."""
+    if (Path(path) / "adapter_config.json").is_file():
         model = peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     elif lora is not None:
         options = {"r": lora["rank"], "lora_alpha": lora["alpha"], "target_modules": lora["targets"]}
@@ -400,7 +412,7 @@ def load_model(
     for parameter_name, parameter in model.named_parameters():  # adapters too
         if part_of(parameter_name) in freeze:
             parameter.requires_grad_(False)
-    return model, AutoProcessor.from_pretrained(path, **(processor or {}))
+    return model
 
 
 def recompute_activations(model: Any) -> None:

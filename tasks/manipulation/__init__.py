@@ -14,8 +14,14 @@ from mmrl.rewards import RewardSet, RewardSpec
 from mmrl.rollouts import Prompt, Sample
 from sims import Simulator, VectorSim
 from sims import build as build_simulator
-from tasks.manipulation.config import ManipulationConfig, parse
-from tasks.manipulation.episodes import FIRST_TRAINING_SEED, DemonstrationSource, EpisodeSource, record_expert
+from tasks.manipulation.config import Demonstrations, ManipulationConfig, parse
+from tasks.manipulation.episodes import (
+    FIRST_TRAINING_SEED,
+    DemonstrationSource,
+    EpisodeSource,
+    Recorded,
+    record_expert,
+)
 
 __all__ = ["Manipulation", "ManipulationConfig", "build"]
 
@@ -71,11 +77,31 @@ class Manipulation:
     def _demonstrated(self, source: EpisodeSource, seed: int) -> DemonstrationSource:
         shown = self.config.demonstrations
         assert shown is not None
-        prompts: list[Prompt] = [source[i] for i in range(shown.episodes * len(self.config.tasks))]
+        if shown.lerobot is not None:
+            return DemonstrationSource(self._dataset(shown))
+        prompts: list[Prompt] = [source[i] for i in range((shown.episodes or 200) * len(self.config.tasks))]
         starts = [(p.metadata["task"], p.metadata["seed"]) for p in prompts]
         with self.make_simulator(min(self.config.rows, len(starts))) as sim:
             made = record_expert(sim, starts, noise=shown.noise, successful=shown.successful, seed=seed)
         return DemonstrationSource(made)
+
+    def _dataset(self, shown: Demonstrations) -> list[Recorded]:
+        try:
+            from tasks.manipulation import lerobot
+        except ModuleNotFoundError as error:
+            raise UserError(f"task.demonstrations.lerobot: {error}; pip install 'mmrl[mujoco]'") from error
+        assert shown.lerobot is not None
+        with self.make_simulator(1) as sim:
+            like = sim.simulator
+        return lerobot.load(
+            shown.lerobot,
+            lerobot.Columns(shown.camera, shown.state, shown.action),
+            episodes=shown.episodes,
+            memory=shown.memory,
+            action_dim=like.action_dim,
+            state_dim=like.state_dim,
+            image_shape=like.image_shape,
+        )
 
 
 class Shuffled:

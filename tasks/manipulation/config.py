@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mmrl.rewards import RewardSpec
 
@@ -17,11 +17,25 @@ class _Section(BaseModel):
 
 
 class Demonstrations(_Section):
-    """Episodes of the simulator's scripted expert, which algorithm.method=supervised learns from."""
+    """What algorithm.method=supervised learns from: episodes of the simulator's scripted expert, or a data set."""
 
-    episodes: int = Field(default=200, ge=1)  # of each task
+    episodes: int | None = Field(default=None, ge=1)  # None: 200 of each task, or all of the data set; else the first
+    # --- of the scripted expert ---
     noise: float = Field(default=0.0, ge=0)  # std of what is added to executed actions, not to those that are shown
     successful: bool = True  # leave out episodes that fail
+    # --- of a data set ---
+    lerobot: str | None = None  # a folder in LeRobot's format, 2.0 to 3.0
+    camera: str | None = None  # a feature; None: the only camera
+    state: str = "observation.state"  # a feature
+    action: str = "action"  # a feature
+    memory: float = Field(default=4.0, ge=0)  # GiB: if its pictures need more, they are decoded each time they are seen
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Demonstrations:
+        of_one = {"noise", "successful"} if self.lerobot else {"camera", "state", "action", "memory"}
+        if unused := sorted(of_one & self.model_fields_set):
+            raise ValueError(f"{unused[0]} is for the {'scripted expert' if self.lerobot else 'data set in lerobot'}")
+        return self
 
 
 class ManipulationConfig(_Section):

@@ -37,7 +37,7 @@ class Recorded:
 
     name: str
     instruction: str
-    images: NDArray[np.uint8]  # [T, height, width, 3], before each action
+    images: NDArray[np.uint8]  # [T, height, width, 3], before each action; or what gives slices of them
     state: NDArray[np.float32]  # [T, state]
     actions: NDArray[np.float32]  # [T, action]
 

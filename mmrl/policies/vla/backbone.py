@@ -16,6 +16,7 @@ from mmrl.generation.transformers import Prefix
 from mmrl.policies import vlm
 from mmrl.policies.prompts import Tokens, collate, encode
 from mmrl.policies.vla.heads import Reading
+from mmrl.policies.vla.settings import PROMPT
 from mmrl.rollouts import Prompt
 
 
@@ -33,6 +34,10 @@ class Backbone(nn.Module):
     def output_weight(self) -> Tensor:
         """[id, width]"""
         raise NotImplementedError
+
+    def ask(self, instruction: str) -> str:
+        """The prompt it is used to; OpenVLA has its own."""
+        return PROMPT.format(instruction)
 
     def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Any]:
         """images [n, height, width, 3] RGB and n prompts -> what is kept of each, and what `collate` takes."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedConfig
 
 from mmrl.errors import UserError
 from mmrl.policies import vlm
@@ -44,7 +45,8 @@ def load(
 
     Raises UserError for a folder whose head is another one than `settings` asks for.
     """
-    backbone = load_backbone(path, max_prompt_length, activation_checkpointing, **model)
+    together = settings.head == "token" and settings.decoding == "bidirectional"
+    backbone = load_backbone(path, max_prompt_length, activation_checkpointing, together=together, **model)
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -66,9 +68,20 @@ def load(
     )
 
 
-def load_backbone(path: str, max_prompt_length: int, activation_checkpointing: bool, **options: Any) -> Backbone:
+def load_backbone(
+    path: str, max_prompt_length: int, activation_checkpointing: bool, *, together: bool, **options: Any
+) -> Backbone:
     """By what the folder holds; else a transformers image-text model."""
-    if (Path(path) / small.CONFIG).is_file():
+    is_small = (Path(path) / small.CONFIG).is_file()
+    if not is_small and _is_openvla(path):
+        try:
+            from mmrl.policies.vla import openvla
+        except ModuleNotFoundError as error:
+            raise UserError(f"OpenVLA: {error}; install it with: pip install 'mmrl[openvla]'") from error
+        return openvla.load(path, max_prompt_length, activation_checkpointing, together=together, **options)
+    if together:
+        raise UserError(f"action.decoding=bidirectional is for OpenVLA-OFT, which model.path={path} is not")
+    if is_small:
         unused = [key for key in ("freeze", "lora", "processor") if options[key]]
         if unused or options["dtype"] != "float32":
             raise UserError(f"model.{(unused or ['dtype'])[0]} is not for the small network in {path}; remove it")
@@ -77,6 +90,14 @@ def load_backbone(path: str, max_prompt_length: int, activation_checkpointing: b
     if activation_checkpointing:
         vlm.recompute_activations(model)
     return VisionLanguageBackbone(model, processor, max_prompt_length)
+
+
+def _is_openvla(path: str) -> bool:
+    """Whether `path`, or what it is a LoRA of, says so in its config.json."""
+    try:
+        return PreTrainedConfig.get_config_dict(vlm.base_of(path))[0].get("model_type") == "openvla"
+    except (OSError, ValueError):
+        return False  # no model at all, of which `vlm.load_model` complains
 
 
 def make_head(

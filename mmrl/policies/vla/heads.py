@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,12 @@ class Reading(Protocol):
     layers: tuple[Tensor, ...]  # of every layer [n, token, width], of what was read last
 
     def extend(self, tokens: Tensor, mask: Tensor) -> Tensor: ...
+
+
+class Together(Reading, Protocol):
+    """A reading that does not end where the prompt ends; see `mmrl.policies.vla.openvla.Together`."""
+
+    def together(self, tokens: Tensor) -> Tensor: ...
 
 
 class Head(nn.Module):
@@ -125,7 +131,7 @@ class TokenHead(Head):
         def choose(logits: Tensor) -> Tensor:
             return (logits if temperature == 0 else draw(logits / temperature, generators)).argmax(-1)
 
-        if self.queries is not None:
+        if self.settings.decoding != "autoregressive":
             columns = choose(self._logits(self._read(reading, state, None)))
         else:
             hidden, taken = self._begin(reading, state), []
@@ -167,6 +173,11 @@ class TokenHead(Head):
             start = self.state(state)
             asked = torch.cat([start, repeat(self.queries, "t w -> n t w", n=len(state))], 1)
             return extend(reading, asked)[:, start.shape[1] :]
+        if self.settings.decoding == "bidirectional":
+            start = self.state(state)
+            empty = start.new_zeros(len(state), self.tokens, self.width)
+            found = cast(Together, reading).together(torch.cat([start, empty], 1))
+            return found[:, start.shape[1] : -1]  # what stands before each place
         assert columns is not None
         first = rearrange(self._begin(reading, state), "n w -> n 1 w")
         if self.tokens == 1:

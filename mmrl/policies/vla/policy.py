@@ -196,6 +196,11 @@ class VisionLanguageActionPolicy:
             actions[i, : len(shown)], valid[i, : len(shown)] = shown, True
         if self.statistics is not None:
             actions = self.statistics.from_robot(actions).astype(np.float32)
+        elif (most := np.abs(actions).max(axis=(1, 2))).max() > 1.01:
+            raise UserError(
+                f"the actions of prompt {prompts[int(most.argmax())].id} reach {most.max():.4g}: without "
+                "action.statistics they must lie in [-1, 1]"
+            )
         chosen = self.module.head.teach(torch.from_numpy(actions), seeds)
         inputs, state = self._look(together), torch.from_numpy(together.state)
         looks = [
@@ -320,12 +325,13 @@ class VisionLanguageActionPolicy:
 
     def _look(self, observation: Observation) -> list[Any]:
         """What is kept of each row: the prompt as the model takes it, or what a frozen backbone says of it."""
-        texts = [self.settings.prompt.format(instruction=i) for i in observation.instructions]
-        seen = self.module.backbone.prepare(observation.images, texts)
+        backbone, own = self.module.backbone, self.settings.prompt
+        texts = [backbone.ask(i) if own is None else own.format(instruction=i) for i in observation.instructions]
+        seen = backbone.prepare(observation.images, texts)
         if not self.keeps_readings:
             return seen
         with torch.no_grad():
-            reading = self.module.backbone.read(self.module.backbone.collate(seen, self.device), every_layer=False)
+            reading = backbone.read(backbone.collate(seen, self.device), every_layer=False)
         lengths = reading.mask.sum(1).tolist()
         return [hidden[:length].cpu() for hidden, length in zip(reading.hidden, lengths, strict=True)]
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+PROMPT = "What action should the robot take to {}?"
+
 
 @dataclass(frozen=True)
 class Actions:
     """Options of a vision-language-action policy; raises ValueError naming the one that can not be.
 
     head
-      token       bins of every action as tokens (OpenVLA, arXiv 2406.09246), all at once (OpenVLA-OFT, arXiv
-                  2502.19645) or one after the other
+      token       bins of every action as tokens: one after the other (decoding=autoregressive, as OpenVLA, arXiv
+                  2406.09246), or all at once, from learned queries (parallel) or from empty places in a sequence that
+                  sees itself whole (bidirectional, for checkpoints of OpenVLA-OFT, arXiv 2502.19645)
       flow        an expert denoises the chunk (pi0, arXiv 2410.24164), with the `denoising` section's sampler
       regression  the chunk's median and a learned scale, a Laplace distribution
       bridge      the same read from every layer of the backbone (VLA-Adapter, arXiv 2509.09372)
@@ -25,13 +28,13 @@ class Actions:
     chunk: int = 5  # actions executed before the policy looks again
     level: Literal["token", "action", "chunk"] = "token"
     proprioception: bool = True  # the robot's state is an input
-    prompt: str = "What action should the robot take to {instruction}?"
+    prompt: str | None = None  # with {instruction}; None: the backbone's own
     statistics: str | None = None  # a dataset_statistics.json, or a folder with one; None: actions are within [-1, 1]
     statistics_key: str | None = None  # None: the only one in it
     horizon: int = 100  # actions; the length that algorithm.reduce=constant divides by
     film: bool = False  # keep a picture of every action in evaluation
     # --- token ---
-    decoding: Literal["parallel", "autoregressive"] = "parallel"
+    decoding: Literal["parallel", "autoregressive", "bidirectional"] = "parallel"
     bins: int = 256  # the last ids of the vocabulary
     # --- flow and bridge ---
     width: int = 128  # of the expert, or of the bridge
@@ -48,7 +51,7 @@ class Actions:
                 raise ValueError(f"{name} must be positive, got {self.__dict__[name]}")
         if self.bins < 3:
             raise ValueError(f"bins must be at least 3, got {self.bins}")
-        if "{instruction}" not in self.prompt:
+        if self.prompt is not None and "{instruction}" not in self.prompt:
             raise ValueError(f"prompt must hold {{instruction}}, got {self.prompt!r}")
         if not 0 < self.spread_range[0] <= self.spread_range[1]:
             raise ValueError(f"spread_range must be positive and rise, got {self.spread_range}")

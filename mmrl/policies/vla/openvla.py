@@ -1,0 +1,373 @@
+"""OpenVLA (arXiv 2406.09246) and OpenVLA-OFT (arXiv 2502.19645), from folders or hub names as they are published.
+
+Files and names of parameters are those of the published checkpoints, so what is saved here can be read there. No code
+of a checkpoint is run, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import huggingface_hub
+import numpy as np
+import timm
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from timm.layers.layer_scale import LayerScale
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from mmrl.errors import UserError
+from mmrl.generation.transformers import Prefix, positions
+from mmrl.policies import vlm
+from mmrl.policies.vla.backbone import Backbone
+from mmrl.policies.vla.heads import Reading
+
+WEIGHTS = "*.safetensors"
+PREPROCESSOR, TOKENIZER = "preprocessor_config.json", "tokenizer.json"
+BESIDE = (  # files that a saved model takes along
+    *(PREPROCESSOR, TOKENIZER, "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "dataset_statistics.json"),
+)
+# What OpenVLA-OFT keeps beside a model whose actions are not tokens, or that sees more than one picture and the words.
+PICKLED = ("action_head--*.pt", "proprio_projector--*.pt", "noisy_action_projector--*.pt", "vision_backbone--*.pt")
+PROMPT = "In: What action should the robot take to {}?\nOut:"
+BEFORE_ACTIONS = 29871  # Llama's token of a lone space, which follows the prompt in training
+
+
+class OpenVLAConfig(PreTrainedConfig):
+    """config.json; what is not named here (norm_stats among it) is kept as it is."""
+
+    model_type = "openvla"
+    sub_configs = {"text_config": LlamaConfig}
+
+    text_config: dict | LlamaConfig | None = None
+    timm_model_ids: list[str] | None = None
+    timm_override_act_layers: list[str | None] | None = None
+    image_sizes: list[int] | None = None
+    use_fused_vision_backbone: bool = True
+    pad_token_id: int = 32000
+    pad_to_multiple_of: int = 64  # rows of the vocabulary that stand for no token
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.text_config, dict):
+            self.text_config = LlamaConfig(**self.text_config)
+        super().__post_init__(**kwargs)
+
+
+class Scale(nn.Module):
+    """timm's LayerScale, with its parameter under the name it has in OpenVLA's files."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale_factor = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale_factor
+
+
+class VisionBackbone(nn.Module):
+    """One or two vision transformers of timm; a patch is what the blocks before the last made of it, side by side."""
+
+    def __init__(self, config: OpenVLAConfig) -> None:
+        super().__init__()
+        assert config.timm_model_ids and config.timm_override_act_layers and config.image_sizes
+        self.names = ("featurizer", "fused_featurizer") if config.use_fused_vision_backbone else ("featurizer",)
+        self.width = 0
+        for i, name in enumerate(self.names):
+            vit: Any = timm.create_model(
+                config.timm_model_ids[i],
+                pretrained=False,
+                num_classes=0,
+                img_size=config.image_sizes[i],
+                act_layer=config.timm_override_act_layers[i],
+            )
+            for module in list(vit.modules()):
+                for child, scale in module.named_children():
+                    if isinstance(scale, LayerScale):
+                        module.add_module(child, Scale(len(scale.gamma)))
+            # As its forward, so that what acts around the call of a module (ZeRO-3) does so around this one.
+            vit.forward = functools.partial(
+                vit.forward_intermediates,
+                indices=[len(vit.blocks) - 2],
+                output_fmt="NLC",
+                intermediates_only=True,
+                stop_early=True,
+            )
+            self.add_module(name, vit)
+            self.width += vit.embed_dim
+
+    def forward(self, pictures: Sequence[Tensor]) -> Tensor:
+        """Of each transformer its pictures [n, 3, size, size] -> [n, patch, width]"""
+        return torch.cat([self.get_submodule(n)(p)[0] for n, p in zip(self.names, pictures, strict=True)], 2)
+
+
+class Projector(nn.Module):
+    def __init__(self, vision: int, language: int, fused: bool) -> None:
+        super().__init__()
+        between = 4 * vision if fused else language
+        self.fc1, self.fc2 = nn.Linear(vision, between), nn.Linear(between, language)
+        self.fc3 = nn.Linear(language, language) if fused else None
+        self.act = nn.GELU()
+
+    def forward(self, patches: Tensor) -> Tensor:
+        h = self.fc2(self.act(self.fc1(patches)))
+        return h if self.fc3 is None else self.fc3(self.act(h))
+
+
+class OpenVLAForActionPrediction(PreTrainedModel):
+    """Pictures as tokens of a Llama, behind the first token of the prompt."""
+
+    config_class = OpenVLAConfig
+    config: OpenVLAConfig
+    supports_gradient_checkpointing = True
+    _supports_sdpa = _supports_flash_attn = True
+
+    def __init__(self, config: OpenVLAConfig) -> None:
+        super().__init__(config)
+        assert isinstance(config.text_config, LlamaConfig)
+        self.vision_backbone = VisionBackbone(config)
+        language = config.text_config.hidden_size
+        self.projector = Projector(self.vision_backbone.width, language, config.use_fused_vision_backbone)
+        self.language_model = LlamaForCausalLM(config.text_config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.language_model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.language_model.get_output_embeddings()
+
+    def embed(self, ids: Tensor, mask: Tensor, pictures: Sequence[Tensor]) -> dict[str, Tensor]:
+        """ids and mask [n, token], pictures as `VisionBackbone` takes them -> what the Llama reads."""
+        patches = self.projector(self.vision_backbone(pictures))
+        words = self.get_input_embeddings()(ids)
+        there = mask.new_ones(patches.shape[:2])
+        return {
+            "inputs_embeds": torch.cat([words[:, :1], patches, words[:, 1:]], 1),
+            "attention_mask": torch.cat([mask[:, :1], there, mask[:, 1:]], 1),
+        }
+
+
+@dataclass(frozen=True)
+class Glance:
+    """One observation, as it is kept."""
+
+    picture: Tensor  # [3, size, size] uint8
+    ids: Tensor  # [token] int64
+
+
+class OpenVLABackbone(Backbone):
+    """Reads as OpenVLA does; with `together` as OpenVLA-OFT, see `Together`."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Tokenizer, beside: dict[str, bytes], max_prompt_length: int, together: bool
+    ) -> None:
+        super().__init__()
+        self.model, self.tokenizer, self.beside = model, tokenizer, beside
+        self.max_prompt_length, self.together = max_prompt_length, together
+        config = self.core.config
+        assert isinstance(config.text_config, LlamaConfig)
+        self.width: int = config.text_config.hidden_size
+        self.vocabulary: int = config.text_config.vocab_size - config.pad_to_multiple_of
+        self.pad, self.end = config.pad_token_id, config.text_config.eos_token_id
+        told = json.loads(beside[PREPROCESSOR])
+        if told["image_resize_strategy"] != "resize-naive" or len(set(told["interpolations"])) > 1:
+            raise UserError(
+                f"{PREPROCESSOR} asks for image_resize_strategy={told['image_resize_strategy']} and interpolations="
+                f"{told['interpolations']}; only resize-naive in one way for all is known"
+            )
+        if len({tuple(size) for size in told["input_sizes"]}) > 1:
+            raise UserError(f"{PREPROCESSOR} asks for pictures of several sizes: {told['input_sizes']}")
+        self.size, self.resampling = told["input_sizes"][0][1:], Image.Resampling[told["interpolations"][0].upper()]
+        for name in ("mean", "std"):  # [transformer, 3]
+            self.register_buffer(name, torch.tensor(told[name + "s"], dtype=torch.float32), persistent=False)
+
+    @property
+    def core(self) -> OpenVLAForActionPrediction:
+        core = vlm.transformers_model(self.model)
+        assert isinstance(core, OpenVLAForActionPrediction)
+        return core
+
+    @property
+    def input_embeddings(self) -> nn.Module:
+        return self.core.get_input_embeddings()
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self.core.get_output_embeddings().weight  # type: ignore[return-value]
+
+    def ask(self, instruction: str) -> str:
+        return PROMPT.format(instruction.lower())
+
+    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Glance]:
+        """Raises UserError for a prompt that is too long."""
+        return [Glance(self._fit(image), self._ids(text)) for image, text in zip(images, texts, strict=True)]
+
+    def collate(self, rows: Sequence[Glance], device: torch.device) -> dict[str, Tensor]:
+        ids = [row.ids for row in rows]
+        given = {
+            "ids": nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.pad),
+            "mask": nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True),
+            "pictures": torch.stack([row.picture for row in rows]),
+        }
+        return {name: value.to(device) for name, value in given.items()}
+
+    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
+        core = self.core
+        seen = inputs["pictures"].float() / 255
+        scaled = (seen[:, None] - self.mean[..., None, None].float()) / self.std[..., None, None].float()
+        pictures = scaled.to(core.dtype).unbind(1)
+        given = core.embed(inputs["ids"], inputs["mask"], pictures)
+        if self.together:
+            end = self.input_embeddings(torch.tensor([self.end], device=core.device))
+            return cast(Reading, Together(core.language_model, given, end))
+        return Prefix(core.language_model, given, every_layer=every_layer)
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        weights = {name.removeprefix("model."): value for name, value in state.items()}
+        model: Any = self.model
+        model.save_pretrained(folder, state_dict=weights)
+        for name, content in self.beside.items():
+            (folder / name).write_bytes(content)
+
+    def _fit(self, image: NDArray[np.uint8]) -> Tensor:
+        height, width = self.size
+        resized = Image.fromarray(image).resize((width, height), self.resampling)
+        return torch.from_numpy(np.asarray(resized).transpose(2, 0, 1).copy())
+
+    def _ids(self, text: str) -> Tensor:
+        ids = self.tokenizer.encode(text).ids
+        ids += [BEFORE_ACTIONS] * (ids[-1] != BEFORE_ACTIONS)
+        patches = self.core.vision_backbone.get_submodule("featurizer").patch_embed.num_patches  # type: ignore
+        if (length := len(ids) + int(patches)) > self.max_prompt_length:
+            raise UserError(
+                f"the prompt {text!r} and its picture have {length} tokens, more than rollout.max_prompt_length="
+                f"{self.max_prompt_length}; raise it"
+            )
+        return torch.tensor(ids)
+
+
+class Together:
+    """Prompts that are read at once with what follows them, every token seeing every other, as OpenVLA-OFT was trained:
+    so nothing can be kept of a prompt. `hidden` and `last` are what it is without anything behind it."""
+
+    layers: tuple[Tensor, ...] = ()
+
+    def __init__(self, model: LlamaForCausalLM, inputs: dict[str, Tensor], end: Tensor) -> None:
+        """inputs: "inputs_embeds" [n, token, width] and "attention_mask" [n, token], padded on the right; end: the
+        end token's embedding [1, width]."""
+        self.model, self.inputs, self.end = model, inputs, end
+        self.mask = inputs["attention_mask"]
+        places = positions(model, inputs)
+        self.places, self.length = places, self.mask.sum(1)
+
+    @functools.cached_property
+    def hidden(self) -> Tensor:
+        return self._forward(self.inputs["inputs_embeds"], self.mask, self.places)
+
+    @functools.cached_property
+    def last(self) -> Tensor:
+        return self._last(self.hidden)
+
+    def together(self, tokens: Tensor) -> Tensor:
+        """tokens [n, t, width] behind the prompts, and an end token behind them -> the last layer [n, 1 + t, width], of
+        each prompt's last token and of `tokens`."""
+        n, t = tokens.shape[:2]
+        prompt = self.inputs["inputs_embeds"]
+        behind = torch.cat([tokens.to(prompt.dtype), self.end.expand(n, 1, -1)], 1)
+        mask = torch.cat([self.mask, self.mask.new_ones(n, t + 1)], 1)
+        places = torch.cat([self.places, self.length[:, None] + torch.arange(t + 1, device=tokens.device)], 1)
+        hidden = self._forward(torch.cat([prompt, behind], 1), mask, places)
+        return torch.cat([self._last(hidden)[:, None], hidden[:, prompt.shape[1] : -1]], 1)
+
+    def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        raise NotImplementedError("a prompt that sees what follows it can not be continued")
+
+    def _last(self, hidden: Tensor) -> Tensor:
+        return hidden[torch.arange(len(hidden), device=hidden.device), self.length - 1]
+
+    def _forward(self, embeddings: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+        hidden_from_all = (1 - mask[:, None, None, :].to(embeddings.dtype)) * torch.finfo(embeddings.dtype).min
+        output = self.model.base_model(
+            inputs_embeds=embeddings,
+            attention_mask=hidden_from_all.expand(-1, 1, embeddings.shape[1], -1),
+            position_ids=places,
+            use_cache=False,
+        )
+        return output.last_hidden_state
+
+
+def load(
+    path: str,
+    max_prompt_length: int,
+    activation_checkpointing: bool,
+    *,
+    together: bool,
+    dtype: str,
+    attention: str,
+    freeze: Sequence[str],
+    lora: dict[str, Any] | None,
+    processor: dict[str, Any],
+) -> OpenVLABackbone:
+    """From a folder or a hub name, with its LoRA if it is one. Raises UserError naming the file, tensor or option that
+    does not fit."""
+    if processor:
+        raise UserError(f"model.processor.{next(iter(processor))} is not for OpenVLA; remove it")
+    if together and attention == "flash_attention_2":
+        raise UserError("action.decoding=bidirectional needs model.attention=sdpa or eager")
+    folder = _folder(vlm.base_of(path))
+    beside = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
+    missing = next((name for name in (PREPROCESSOR, TOKENIZER) if name not in beside), None)
+    if missing is not None:
+        raise UserError(f"model.path={path}: {folder / missing} is missing")
+    model: Any = _model(folder, dtype, attention)
+    model = vlm.adapt(model, path, freeze=freeze, lora=lora)
+    if activation_checkpointing:
+        vlm.recompute_activations(model)
+    tokenizer = Tokenizer.from_str(beside[TOKENIZER].decode())
+    return OpenVLABackbone(model, tokenizer, beside, max_prompt_length, together)
+
+
+def _folder(path: str) -> Path:
+    """The folder itself, or that into which the hub's files were fetched."""
+    if Path(path).is_dir():
+        folder, names = Path(path), [file.name for file in Path(path).iterdir()]
+    else:
+        names = huggingface_hub.list_repo_files(path)
+        folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=["config.json", WEIGHTS, *BESIDE]))
+    pickled = [name for pattern in PICKLED for name in fnmatch.filter(names, pattern)]
+    if pickled:
+        raise UserError(
+            f"model.path={path} holds {pickled[0]}, a pickle that is never opened: its actions come from that part, "
+            "not from tokens; take a checkpoint with token actions, or remove the file to train a new head instead"
+        )
+    if not fnmatch.filter(names, WEIGHTS):
+        raise UserError(f"model.path={path} holds no {WEIGHTS}; convert its weights, pickles are never opened")
+    return folder
+
+
+def _model(folder: Path, dtype: str, attention: str) -> OpenVLAForActionPrediction:
+    model, report = OpenVLAForActionPrediction.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation=attention,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # they are reported below
+        output_loading_info=True,
+    )
+    for kind in ("missing", "unexpected", "mismatched"):
+        if found := sorted(key if isinstance(key, str) else key[0] for key in report[f"{kind}_keys"]):
+            raise UserError(f"model.path={folder}: its weights do not fit its config.json: {kind} {found[0]}")
+    return model

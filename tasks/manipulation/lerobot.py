@@ -1,0 +1,237 @@
+"""Demonstrations from a data set on disk in LeRobot's format, versions 2.0 to 3.0.
+
+meta/info.json                     version, frame rate, path templates, features with their shapes
+meta/episodes.jsonl, tasks.jsonl   2.x: length and instructions of each episode; data and videos by episode
+meta/episodes/*/*.parquet          3.0: the same, and in which of the shared files each episode lies, and where
+data/...parquet                    rows by frame: state, action, pictures of cameras that are not videos
+videos/...mp4                      pictures of one camera
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import imageio_ffmpeg
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as parquet
+from numpy.typing import NDArray
+from PIL import Image
+
+from mmrl.errors import UserError
+from tasks.manipulation.episodes import Recorded
+
+GIBIBYTE = 1 << 30
+
+
+class Frames:
+    """The pictures of one episode: slices are decoded when asked for, and the whole episode is then kept if `keep`."""
+
+    def __init__(self, length: int, decode: Callable[[int, int], NDArray[np.uint8]], keep: bool) -> None:
+        self.length, self.decode, self.keep = length, decode, keep
+        self.kept: NDArray[np.uint8] | None = None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, places: slice) -> NDArray[np.uint8]:
+        """[frame, height, width, 3]"""
+        first, last, step = places.indices(self.length)
+        assert step == 1
+        if not self.keep:
+            return self.decode(first, last - first)
+        if self.kept is None:
+            self.kept = self.decode(0, self.length)
+        return self.kept[first:last]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which features are what."""
+
+    camera: str | None = None  # None: the only one
+    state: str = "observation.state"
+    action: str = "action"
+
+
+def load(
+    folder: str,
+    columns: Columns,
+    *,
+    episodes: int | None,
+    memory: float,
+    action_dim: int,
+    state_dim: int,
+    image_shape: tuple[int, int, int],
+) -> list[Recorded]:
+    """The first `episodes` of the data set (None: all). States and actions are held in memory; so are pictures once
+    they were seen, if all of them, resized to `image_shape`, take at most `memory` GiB.
+
+    Raises UserError naming the file where something is missing or does not fit the simulator's dimensions.
+    """
+    dataset = _Dataset(Path(folder), columns)
+    dataset.check(action_dim, state_dim, image_shape)
+    chosen = dataset.episodes[:episodes]
+    bytes_of_all = sum(e["length"] for e in chosen) * int(np.prod(image_shape))
+    keep = bytes_of_all <= memory * GIBIBYTE
+    return [dataset.recorded(episode, image_shape[:2], keep) for episode in chosen]
+
+
+class _Dataset:
+    def __init__(self, root: Path, columns: Columns) -> None:
+        self.root, self.state, self.action = root, columns.state, columns.action
+        info = json.loads(_existing(root / "meta/info.json").read_text())
+        self.version = str(info["codebase_version"])
+        if self.version not in ("v2.0", "v2.1", "v3.0"):
+            raise UserError(f"{root}/meta/info.json: version {self.version} is not known; convert it to v3.0")
+        self.shared = self.version == "v3.0"  # files of many episodes
+        self.fps, self.features = float(info["fps"]), info["features"]
+        self.data_path, self.video_path = info["data_path"], info.get("video_path")
+        self.chunk = info.get("chunks_size", 1000)
+        cameras = [name for name, feature in self.features.items() if feature["dtype"] in ("video", "image")]
+        if columns.camera is None and len(cameras) != 1:
+            raise UserError(f"{root} has the cameras {cameras}; choose one with task.demonstrations.camera")
+        self.camera = cameras[0] if columns.camera is None else columns.camera
+        if self.camera not in cameras:
+            raise UserError(f"task.demonstrations.camera={self.camera} is not in {root}; it has {cameras}")
+        self.episodes = sorted(self._episodes(), key=lambda episode: episode["episode_index"])
+        self._rows: tuple[Path, Mapping[str, NDArray]] | None = None  # of the file that was read last
+
+    def check(self, action_dim: int, state_dim: int, image_shape: tuple[int, int, int]) -> None:
+        info = self.root / "meta/info.json"
+        for name, size, what in ((self.action, action_dim, "takes"), (self.state, state_dim, "gives")):
+            if name not in self.features:
+                raise UserError(f"{info} has no feature {name!r}; it has {list(self.features)}")
+            if (found := int(np.prod(self.features[name]["shape"]))) != size:
+                raise UserError(f"{info}: {name} has {found} numbers, but the simulator {what} {size}")
+        shape = self.features[self.camera]["shape"]
+        height, width = shape[1:] if shape[0] == 3 else shape[:2]
+        if height * image_shape[1] != width * image_shape[0]:
+            raise UserError(
+                f"{info}: {self.camera} has pictures of {height} x {width}, but the simulator's are "
+                f"{image_shape[0]} x {image_shape[1]}; their sides must have the same ratio"
+            )
+
+    def recorded(self, episode: dict[str, Any], size: tuple[int, int], keep: bool) -> Recorded:
+        number, length = episode["episode_index"], episode["length"]
+        if len(episode["tasks"]) != 1:
+            raise UserError(f"{self.root}: episode {number} has {len(episode['tasks'])} instructions; one is needed")
+        file = self._data_file(episode)
+        rows = self._episode_rows(file, number)
+        if len(rows[self.action]) != length:
+            raise UserError(f"{file}: episode {number} has {len(rows[self.action])} rows, its index says {length}")
+        if np.abs(rows["timestamp"] - np.arange(length) / self.fps).max() > 0.5 / self.fps:
+            raise UserError(f"{file}: the timestamps of episode {number} are not those of {self.fps} frames a second")
+        if self.features[self.camera]["dtype"] == "video":
+            video, start = self._video(episode)
+
+            def decode(first: int, count: int) -> NDArray[np.uint8]:
+                return _resized(read_video(video, start + first, count, self.fps), size)
+        else:
+
+            def decode(first: int, count: int) -> NDArray[np.uint8]:
+                return _resized(self._pictures(file, number)[first : first + count], size)
+
+        images: Any = Frames(length, decode, keep)
+        name = f"{self.root.name}-{number}"
+        return Recorded(name, episode["tasks"][0], images, rows[self.state], rows[self.action])
+
+    def _episodes(self) -> list[dict[str, Any]]:
+        if not self.shared:
+            return [json.loads(line) for line in _existing(self.root / "meta/episodes.jsonl").open() if line.strip()]
+        where = [f"videos/{self.camera}/{key}" for key in ("chunk_index", "file_index", "from_timestamp")]
+        if self.features[self.camera]["dtype"] != "video":
+            where = []
+        names = ["episode_index", "tasks", "length", "data/chunk_index", "data/file_index", *where]
+        files = sorted((self.root / "meta/episodes").glob("*/*.parquet"))
+        if not files:
+            raise UserError(f"{self.root}/meta/episodes holds no parquet file")
+        return [row for file in files for row in _table(file, names).to_pylist()]
+
+    def _data_file(self, episode: dict[str, Any]) -> Path:
+        number = episode["episode_index"]
+        if self.shared:
+            place = {"chunk_index": episode["data/chunk_index"], "file_index": episode["data/file_index"]}
+        else:
+            place = {"episode_chunk": number // self.chunk, "episode_index": number}
+        return _existing(self.root / self.data_path.format(**place))
+
+    def _video(self, episode: dict[str, Any]) -> tuple[Path, int]:
+        """File, and the number of the episode's first frame in it."""
+        number, key = episode["episode_index"], f"videos/{self.camera}/"
+        if self.shared:
+            place = {"chunk_index": episode[key + "chunk_index"], "file_index": episode[key + "file_index"]}
+            start = round(episode[key + "from_timestamp"] * self.fps)
+        else:
+            place, start = {"episode_chunk": number // self.chunk, "episode_index": number}, 0
+        return _existing(self.root / self.video_path.format(video_key=self.camera, **place)), start
+
+    def _episode_rows(self, file: Path, number: int) -> Mapping[str, NDArray]:
+        """State and action [frame, number] and timestamp [frame]."""
+        if self._rows is None or self._rows[0] != file:
+            table = _table(file, ["episode_index", "timestamp", self.state, self.action])
+            sizes = {name: int(np.prod(self.features[name]["shape"])) for name in (self.state, self.action)}
+            found = {name: _matrix(table[name], size, f"{file}: {name}") for name, size in sizes.items()}
+            found |= {name: table[name].to_numpy() for name in ("episode_index", "timestamp")}
+            self._rows = file, found
+        mine = self._rows[1]["episode_index"] == number
+        return {name: values[mine] for name, values in self._rows[1].items()}
+
+    def _pictures(self, file: Path, number: int) -> list[NDArray[np.uint8]]:
+        column = _table(file, [self.camera], filters=[("episode_index", "=", number)])[self.camera].to_pylist()
+        encoded = [cell["bytes"] or _existing(self.root / cell["path"]).read_bytes() for cell in column]
+        return [np.asarray(Image.open(io.BytesIO(content)).convert("RGB")) for content in encoded]
+
+
+def read_video(file: Path, first: int, count: int, fps: float) -> NDArray[np.uint8]:
+    """Frames `first` to `first + count` of a video of a constant rate: [count, height, width, 3].
+
+    Raises UserError if it has fewer.
+    """
+    seek = ["-ss", f"{(first - 0.5) / fps:.6f}"] if first else []  # half a frame early: times are rounded
+    frames = imageio_ffmpeg.read_frames(
+        str(file),
+        pix_fmt="rgb24",
+        input_params=seek,
+        output_params=["-frames:v", str(count), "-fps_mode", "passthrough"],
+    )
+    width, height = next(frames)["size"]
+    found = [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in frames]
+    if len(found) != count:
+        raise UserError(f"{file} ends before frame {first + count}; its index says otherwise")
+    return np.stack(found)
+
+
+def _resized(frames: Any, size: tuple[int, int]) -> NDArray[np.uint8]:
+    height, width = size
+    whole = [Image.fromarray(frame) for frame in frames]
+    return np.stack([np.asarray(i if i.size == (width, height) else i.resize((width, height))) for i in whole])
+
+
+def _matrix(column: pa.ChunkedArray, size: int, where: str) -> NDArray[np.float32]:
+    """A column of lists of `size` numbers (or of numbers) -> [row, size]."""
+    nested = pa.types.is_nested(column.type)
+    values = (pc.list_flatten(column) if nested else column).to_numpy().astype(np.float32)
+    if len(values) != size * len(column) or not np.isfinite(values).all():
+        raise UserError(f"{where} must hold {size} finite numbers a row")
+    return values.reshape(len(column), size)
+
+
+def _table(file: Path, names: list[str], filters: Any = None) -> Any:
+    known = parquet.read_schema(file).names
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise UserError(f"{file} has no column {missing[0]!r}; it has {known}")
+    return parquet.read_table(file, columns=names, filters=filters)
+
+
+def _existing(file: Path) -> Path:
+    if not file.is_file():
+        raise UserError(f"task.demonstrations.lerobot: {file} is missing")
+    return file

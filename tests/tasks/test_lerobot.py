@@ -1,0 +1,206 @@
+"""Demonstrations from data sets in LeRobot's format, written here with pyarrow and ffmpeg alone."""
+
+import io
+import json
+
+import imageio.v2 as imageio
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from PIL import Image
+
+from mmrl.errors import UserError
+from tasks.manipulation import build
+
+FPS, SIZE, LENGTHS = 10, 32, (5, 3, 4)
+TASKS = ["push the cube", "lift the cube"]
+SHOWN = [TASKS[0], TASKS[1], TASKS[0]]
+FRONT, SIDE = "observation.images.front", "observation.images.side"
+
+
+def grey(episode, t):
+    """Every frame has its own shade, far enough from its neighbours' to survive the video's compression."""
+    return 20 + 18 * (sum(LENGTHS[:episode]) + t)
+
+
+def pictures(episode):
+    return [np.full((SIZE, SIZE, 3), grey(episode, t), np.uint8) for t in range(LENGTHS[episode])]
+
+
+def video(path, frames):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with imageio.get_writer(path, fps=FPS, codec="libx264", quality=9, macro_block_size=2) as writer:
+        for frame in frames:
+            writer.append_data(frame)
+
+
+def png(frame):
+    content = io.BytesIO()
+    Image.fromarray(frame).save(content, "png")
+    return {"bytes": content.getvalue(), "path": None}
+
+
+def rows(episode, dtype):
+    n, first = LENGTHS[episode], sum(LENGTHS[:episode])
+    columns = {
+        "observation.state": [[episode + t / 10] for t in range(n)],
+        "action": [[(-1) ** t * (episode + 1) / 10] for t in range(n)],
+        "timestamp": np.arange(n, dtype=np.float32) / FPS,
+        "frame_index": range(n),
+        "episode_index": [episode] * n,
+        "index": range(first, first + n),
+        "task_index": [TASKS.index(SHOWN[episode])] * n,
+    }
+    return columns | ({FRONT: [png(frame) for frame in pictures(episode)]} if dtype == "image" else {})
+
+
+def write(root, version, dtype="video", **info):
+    shared = version == "v3.0"
+    one = {"dtype": "float32", "shape": [1], "names": None}
+    camera = {"dtype": dtype, "shape": [SIZE, SIZE, 3], "names": ["height", "width", "channels"]}
+    tail = "chunk-{chunk_index:03d}/file-{file_index:03d}" if shared else "episode_{episode_index:06d}"
+    files = {
+        "data_path": f"data/{tail}.parquet" if shared else f"data/chunk-{{episode_chunk:03d}}/{tail}.parquet",
+        "video_path": f"videos/{{video_key}}/{tail}.mp4"
+        if shared
+        else f"videos/chunk-{{episode_chunk:03d}}/{{video_key}}/{tail}.mp4",
+    }
+    told = {"codebase_version": version, "fps": FPS, "chunks_size": 2, "total_episodes": 3, "total_frames": 12, **files}
+    told["features"] = {"observation.state": one, "action": one, FRONT: camera}
+    (root / "meta").mkdir(parents=True)
+    (root / "meta/info.json").write_text(json.dumps(told | info))
+    episodes = [{"episode_index": e, "tasks": [SHOWN[e]], "length": n} for e, n in enumerate(LENGTHS)]
+    if not shared:
+        (root / "meta/episodes.jsonl").write_text("".join(json.dumps(e) + "\n" for e in episodes))
+        (root / "meta/tasks.jsonl").write_text(
+            "".join(json.dumps({"task_index": i, "task": t}) + "\n" for i, t in enumerate(TASKS))
+        )
+        for e in range(3):
+            file = root / files["data_path"].format(episode_chunk=e // 2, episode_index=e)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            parquet.write_table(pa.table(rows(e, dtype)), file)
+            if dtype == "video":
+                video(
+                    root / files["video_path"].format(episode_chunk=e // 2, episode_index=e, video_key=FRONT),
+                    pictures(e),
+                )
+        return root
+    parts = [[0, 1], [2]]  # two episodes share a file
+    for f, part in enumerate(parts):
+        place = {"chunk_index": 0, "file_index": f}
+        file = root / files["data_path"].format(**place)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pa.concat_tables(pa.table(rows(e, dtype)) for e in part), file)
+        if dtype == "video":
+            video(
+                root / files["video_path"].format(chunk_index=0, file_index=f, video_key=FRONT),
+                [p for e in part for p in pictures(e)],
+            )
+        start = 0
+        for e in part:
+            episodes[e] |= {"data/chunk_index": 0, "data/file_index": f, "dataset_from_index": sum(LENGTHS[:e])}
+            if dtype == "video":
+                where = {**place, "from_timestamp": start / FPS}
+                episodes[e] |= {f"videos/{FRONT}/{key}": value for key, value in where.items()}
+            start += LENGTHS[e]
+    (root / "meta/episodes/chunk-000").mkdir(parents=True)
+    parquet.write_table(pa.Table.from_pylist(episodes), root / "meta/episodes/chunk-000/file-000.parquet")
+    return root
+
+
+class Table:
+    """A simulator of the data set's dimensions."""
+
+    action_dim, state_dim, tasks = 1, 1, ("go",)
+
+    def __init__(self, count, *, size=(SIZE, SIZE), action_dim=1):
+        self.count, self.image_shape, self.action_dim = count, (*size, 3), action_dim
+
+    def close(self):
+        pass
+
+
+def source(root, options=None, **demonstrations):
+    return build(
+        {
+            "simulator": "tests.tasks.test_lerobot:Table",
+            "options": options or {},
+            "tasks": ["go"],
+            "demonstrations": {"lerobot": str(root), **demonstrations},
+        },
+        seed=0,
+    ).train
+
+
+LAYOUTS = [("v2.0", "image"), ("v2.1", "video"), ("v2.1", "image"), ("v3.0", "video"), ("v3.0", "image")]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    made = {}
+
+    def get(version="v2.1", dtype="video"):
+        if (version, dtype) not in made:
+            made[version, dtype] = write(tmp_path_factory.mktemp("data") / f"{version}-{dtype}", version, dtype)
+        return made[version, dtype]
+
+    return get
+
+
+@pytest.mark.parametrize(("version", "dtype"), LAYOUTS)
+@pytest.mark.parametrize("memory", [0, 1])
+def test_each_step_is_read_back(dataset, version, dtype, memory):
+    found = source(dataset(version, dtype), memory=memory)
+    assert len(found) == 12
+    places = [(e, t) for e in range(3) for t in range(LENGTHS[e])]
+    for index in (11, 0, 7, 4, 5, 8):  # in no order: each is sought in its file
+        e, t = places[index]
+        prompt = found[index]
+        seen, shown = prompt.metadata["observation"], prompt.metadata["actions"]
+        assert seen.images.shape == (1, SIZE, SIZE, 3) and seen.images.dtype == np.uint8
+        assert np.abs(seen.images.astype(int) - grey(e, t)).max() <= (0 if dtype == "image" else 6)
+        assert seen.state == pytest.approx(np.array([[e + t / 10]])) and seen.state.dtype == np.float32
+        assert seen.instructions == [SHOWN[e]]
+        expected = [[(-1) ** s * (e + 1) / 10] for s in range(t, LENGTHS[e])]
+        np.testing.assert_allclose(shown, expected, rtol=1e-6)
+    assert all((e.images.kept is None) == (memory == 0) for e in found.episodes)
+
+
+def test_pictures_are_resized_to_the_simulators(dataset):
+    found = source(dataset("v2.1", "image"), {"size": [16, 16]})
+    assert found[0].metadata["observation"].images.shape == (1, 16, 16, 3)
+    with pytest.raises(UserError, match="32 x 32, but the simulator's are 16 x 24"):
+        source(dataset(), {"size": [16, 24]})
+
+
+def test_the_first_episodes(dataset):
+    assert len(source(dataset("v3.0"), episodes=2)) == 8
+
+
+def test_what_does_not_fit_is_named(dataset, tmp_path):
+    with pytest.raises(UserError, match=r"meta/info\.json: action has 1 numbers, but the simulator takes 7"):
+        source(dataset(), {"action_dim": 7})
+    with pytest.raises(UserError, match=r"no feature 'observation\.joints'"):
+        source(dataset(), state="observation.joints")
+    with pytest.raises(UserError, match="camera=observation.images.side is not in"):
+        source(dataset(), camera=SIDE)
+    with pytest.raises(UserError, match="nowhere/meta/info.json is missing"):
+        source(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="version v1.6 is not known"):
+        source(write(tmp_path / "old", "v2.1", "image", codebase_version="v1.6"))
+    with pytest.raises(UserError, match="timestamps of episode 0 are not those of 30"):
+        source(write(tmp_path / "fast", "v2.1", "image", fps=30))
+    torn = write(tmp_path / "torn", "v2.1")
+    video(torn / f"videos/chunk-000/{FRONT}/episode_000001.mp4", pictures(1)[:2])
+    with pytest.raises(UserError, match=r"episode_000001\.mp4 ends before frame 3"):
+        source(torn)[6]
+    (torn / "data/chunk-000/episode_000001.parquet").unlink()
+    with pytest.raises(UserError, match=r"episode_000001\.parquet is missing"):
+        source(torn)
+    with pytest.raises(ValueError, match="noise is for the scripted expert"):
+        source(dataset(), noise=0.1)
+    with pytest.raises(ValueError, match="camera is for the data set"):
+        build({"demonstrations": {"camera": FRONT}}, seed=0)
+    with pytest.raises(ValueError, match="did you mean 'lerobot'"):
+        build({"demonstrations": {"lerobt": "x"}}, seed=0)
