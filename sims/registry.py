@@ -16,8 +16,9 @@ SIMULATORS = {
     "gymnasium": "sims.gymnasium:GymnasiumSimulator",
     "maniskill": "sims.maniskill:ManiSkill",
     "libero": "sims.libero:Libero",
+    "metaworld": "sims.metaworld:MetaWorld",
 }
-EXTRAS = {"tabletop": "mujoco", "gymnasium": "mujoco", "maniskill": "maniskill", "libero": "libero"}
+EXTRAS = {"tabletop": "mujoco", "gymnasium": "mujoco"}  # others are called what their simulator is
 
 
 def build(
@@ -84,7 +85,7 @@ def _load(name: str) -> Callable[..., Simulator]:
     except ModuleNotFoundError as error:
         if name in SIMULATORS:
             raise UserError(
-                f"simulator {name!r}: {error}; install it with: pip install 'mmrl[{EXTRAS[name]}]'"
+                f"simulator {name!r}: {error}; install it with: pip install 'mmrl[{EXTRAS.get(name, name)}]'"
             ) from error
         raise UserError(f"simulator {name!r}: {error}; is its folder on PYTHONPATH?") from error
     if attribute not in members:

@@ -1,0 +1,177 @@
+"""Meta-World's fifty tasks (Yu et al. 2019; version 3) as a simulator, with their scripted experts."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
+from metaworld.policies import ENV_POLICY_MAP
+from numpy.typing import NDArray
+
+from mmrl.errors import UserError
+from sims.metaworld.tasks import INSTRUCTIONS
+from sims.mujoco.gl import Renderer, choose_backend
+from sims.vector import Transition, nearest
+
+MAX_STEPS = 500  # beyond which an environment refuses to step
+MAX_GEOMS = 1000
+ACTION_DIM, STATE_DIM, ROBOT_DIM = 4, 39, 4
+CAMERAS = ("corner", "corner2", "corner3", "corner4")  # they hang upside down
+
+
+class MetaWorld:
+    """Tasks by their ids, reach-v3 to window-close-v3.
+
+    An action is [4]: the hand's move along x, y and z, -1 to 1, and the fingers (above 0 closes). A seed draws where
+    objects and goals are.
+
+    observation: "state" shows all 39 numbers of Meta-World, goal included, and pictures of 0 x 0 pixels; "rgb" shows
+        `camera`, and of the numbers the hand's position and the opening of its fingers.
+    image_size: height and width of the pictures, in pixels.
+    camera: corner, corner2, corner3 or corner4.
+    reward: "sparse" gives 1 at every step that is solved, "dense" Meta-World's own, divided by 10.
+    end_on_success: whether the first success ends the episode.
+    max_steps: of an episode, up to 500.
+
+    metaworld pins a version of mujoco that the rest does not run with: give it an environment of its own and name that
+    environment's interpreter as `python` of `sims.build`.
+    """
+
+    action_dim, tasks = ACTION_DIM, tuple(INSTRUCTIONS)
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        observation: Literal["state", "rgb"] = "state",
+        image_size: int = 64,
+        camera: str = "corner2",
+        reward: Literal["sparse", "dense"] = "sparse",
+        end_on_success: bool = True,
+        max_steps: int = MAX_STEPS,
+    ):
+        for name, value, known in (
+            ("observation", observation, ("state", "rgb")),
+            ("camera", camera, CAMERAS),
+            ("reward", reward, ("sparse", "dense")),
+        ):
+            if value not in known:
+                raise UserError(
+                    f"metaworld: unknown {name} {value!r}{nearest(value, known)}; known: {', '.join(known)}"
+                )
+        if not 1 <= max_steps <= MAX_STEPS:
+            raise UserError(f"metaworld: max_steps must be 1 to {MAX_STEPS}, not {max_steps}")
+        if image_size < 8:
+            raise UserError(f"metaworld: image_size must be at least 8 pixels, not {image_size}")
+        self._pictured, self._size, self._camera = observation == "rgb", image_size, camera
+        self._dense, self._end_on_success, self._max_steps = reward == "dense", end_on_success, max_steps
+        self.count, self.state_dim = count, ROBOT_DIM if self._pictured else STATE_DIM
+        self.image_shape = (image_size, image_size, 3) if self._pictured else (0, 0, 3)
+        self._rows: list[Row | None] = [None] * count
+        self._renderers: dict[str, Renderer] = {}  # of a task: all its models have the same meshes
+
+    def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
+        for i, row in enumerate(rows):
+            try:
+                playing = self._rows[row]
+                if playing is None or playing.task != tasks[i]:
+                    self._rows[row] = playing = Row(tasks[i])
+                playing.start(seeds[i])
+                self._show(playing, out, i)
+            except Exception as error:
+                self._rows[row], out.errors[i] = None, error
+        return out
+
+    def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
+        for i, row in enumerate(rows):
+            try:
+                self._play(self._row(row), actions[i], out, i)
+                self._show(self._row(row), out, i)
+            except Exception as error:
+                self._rows[row], out.errors[i] = None, error
+        return out
+
+    def instruction(self, row: int) -> str:
+        return INSTRUCTIONS[self._row(row).task]
+
+    def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
+        actions = np.zeros((len(rows), length, ACTION_DIM), np.float32)
+        for i, row in enumerate(rows):
+            playing = self._row(row)
+            playing.plan(actions[i, : self._max_steps - playing.steps], self._end_on_success)
+        return actions
+
+    def close(self) -> None:
+        for renderer in self._renderers.values():
+            renderer.close()
+        self._rows, self._renderers = [None] * self.count, {}
+
+    def _row(self, row: int) -> Row:
+        playing = self._rows[row]
+        if playing is None:
+            raise RuntimeError(f"row {row} has no episode")
+        return playing
+
+    def _play(self, playing: Row, actions: NDArray, out: Transition, i: int) -> None:
+        for c, action in enumerate(actions):
+            success, reward = playing.act(action)
+            out.valid[i, c], out.success[i, c] = True, success
+            out.reward[i, c] = reward / 10 if self._dense else success
+            out.terminated[i, c] = success and self._end_on_success
+            out.truncated[i, c] = not out.terminated[i, c] and playing.steps >= self._max_steps
+            if out.terminated[i, c] or out.truncated[i, c]:
+                break
+
+    def _show(self, playing: Row, out: Transition, i: int) -> None:
+        out.state[i] = playing.seen[: self.state_dim]
+        if self._pictured:
+            model = playing.env.model
+            if playing.task not in self._renderers:
+                self._renderers[playing.task] = Renderer(model, choose_backend(), self._size, MAX_GEOMS)
+            camera = model.camera(self._camera).id
+            self._renderers[playing.task].render(model, playing.env.data, out.images[i, ::-1, ::-1], camera)
+
+
+class Row:
+    """An environment of one task and its episode."""
+
+    def __init__(self, task: str):
+        self.task, self.env = task, ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE[f"{task}-goal-observable"](seed=0)
+        self.env._freeze_rand_vec, self.env.seeded_rand_vec = False, True  # else every episode starts like the first
+        self._expert = ENV_POLICY_MAP[task]()
+        quality = self.env.model.vis.quality
+        quality.shadowsize = quality.offsamples = 0  # nearly the whole cost of a picture on a CPU
+        self.env.model.light_castshadow[:] = 0
+        self.seen, self.steps = np.zeros(STATE_DIM), 0
+
+    def start(self, seed: int) -> None:
+        self.env.seed(seed)
+        self.seen, _ = self.env.reset()
+        self.steps = 0
+
+    def act(self, action: NDArray) -> tuple[bool, float]:
+        """Whether the task is solved after this step, and Meta-World's own reward of 0 to 10."""
+        self.seen, reward, _, _, info = self.env.step(np.clip(action, -1, 1).astype(np.float32))
+        self.steps += 1
+        return bool(info["success"]), float(reward)
+
+    def plan(self, out: NDArray, end_on_success: bool) -> None:
+        """Writes the expert's next actions into `out` [n, 4] by playing them and going back."""
+        attributes = vars(self.env)
+        before = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in attributes.items()}
+        seen, steps = self.seen, self.steps
+        self.env.data = copy.copy(self.env.data)
+        for c in range(len(out)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it asks for more than the hand can do
+                out[c] = np.clip(self._expert.get_action(self.seen), -1, 1)
+            if c + 1 < len(out) and self.act(out[c])[0] and end_on_success:
+                break
+        attributes.update(before)
+        self.seen, self.steps = seen, steps
