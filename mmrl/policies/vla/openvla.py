@@ -250,8 +250,8 @@ class OpenVLABackbone(Backbone):
     def _ids(self, text: str) -> Tensor:
         ids = self.tokenizer.encode(text).ids
         ids += [BEFORE_ACTIONS] * (ids[-1] != BEFORE_ACTIONS)
-        patches = self.core.vision_backbone.get_submodule("featurizer").patch_embed.num_patches  # type: ignore
-        if (length := len(ids) + int(patches)) > self.max_prompt_length:
+        vit: Any = self.core.vision_backbone.get_submodule("featurizer")
+        if (length := len(ids) + vit.patch_embed.num_patches) > self.max_prompt_length:
             raise UserError(
                 f"the prompt {text!r} and its picture have {length} tokens, more than rollout.max_prompt_length="
                 f"{self.max_prompt_length}; raise it"
@@ -359,7 +359,8 @@ def _folder(path: str) -> Path:
 
 
 def _model(folder: Path, dtype: str, attention: str) -> OpenVLAForActionPrediction:
-    model, report = OpenVLAForActionPrediction.from_pretrained(
+    made: Any = OpenVLAForActionPrediction
+    model, report = made.from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation=attention,
