@@ -93,13 +93,9 @@ def vision_language(config: Config, path: str) -> VisionLanguagePolicy:
     model, rollout = config.model, config.rollout
     return vlm.load(
         path,
-        dtype=model.dtype,
-        attention=model.attention,
+        **model_options(config),
         freeze=model.freeze,
-        lora=None if model.lora is None else model.lora.model_dump(),
-        activation_checkpointing=model.activation_checkpointing,
         processor=model.processor,
-        reference=config.algorithm.kl.coefficient > 0,
         sampling=Sampling(rollout.temperature, rollout.top_p, rollout.top_k),
         evaluation_temperature=config.evaluation.temperature,
         max_prompt_length=rollout.max_prompt_length,
@@ -114,14 +110,7 @@ def diffusion_model(config: Config, path: str) -> DiffusionPolicy:
     model = config.model
     if model.freeze or model.processor:
         raise UserError("model.freeze and model.processor are for model.kind=vision_language; remove them")
-    family = diffusion.load(
-        path,
-        dtype=model.dtype,
-        attention=model.attention,
-        lora=None if model.lora is None else model.lora.model_dump(),
-        activation_checkpointing=model.activation_checkpointing,
-        reference=config.algorithm.kl.coefficient > 0,
-    )
+    family = diffusion.load(path, **model_options(config))
     supervised = config.algorithm.method == "supervised"
     return diffusion.DiffusionPolicy(family, config.denoising, kl=config.algorithm.kl.kind, supervised=supervised)
 
@@ -142,18 +131,26 @@ def vision_language_action(config: Config, task: Any, path: str) -> VisionLangua
         task.make_simulator(rows),
         supervised=algorithm.method == "supervised",
         critic=algorithm.method == "ppo",
-        reference=algorithm.kl.coefficient > 0,
         temperature=rollout.temperature,
         evaluation_temperature=config.evaluation.temperature,
         max_prompt_length=rollout.max_prompt_length,
-        activation_checkpointing=model.activation_checkpointing,
         seed=config.seed,
-        dtype=model.dtype,
-        attention=model.attention,
+        **model_options(config),
         freeze=model.freeze,
-        lora=None if model.lora is None else model.lora.model_dump(),
         processor=model.processor,
     )
+
+
+def model_options(config: Config) -> dict[str, Any]:
+    """What every kind of model is loaded with."""
+    model = config.model
+    return {
+        "dtype": model.dtype,
+        "attention": model.attention,
+        "lora": None if model.lora is None else model.lora.model_dump(),
+        "activation_checkpointing": model.activation_checkpointing,
+        "reference": config.algorithm.kl.coefficient > 0,
+    }
 
 
 def build_engine(config: Config, policy: Any) -> Engine:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from tokenizers import Tokenizer
 from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -52,6 +53,19 @@ class Sizes:
     vision_width: int = 64
     vision_layers: int = 2
     rope: tuple[int, int, int] = (2, 2, 12)  # frequencies for time, height and width
+
+
+def fast_tokenizer(tokenizer: Tokenizer, length: int, **more: str) -> PreTrainedTokenizerFast:
+    """With the special tokens of the family; `more` names further ones."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[START, *VISION],
+        padding_side="left",
+        model_max_length=length,
+        **more,
+    )
 
 
 def build_processor(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VLProcessor | Qwen3VLProcessor:

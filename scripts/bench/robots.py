@@ -134,28 +134,8 @@ def experts(seeds: int) -> list[dict[str, Any]]:
 def policy_of(model: Any, sim: VectorSim, settings: Actions, **options: Any) -> VisionLanguageActionPolicy:
     with tempfile.TemporaryDirectory() as folder:
         model(folder, seed=0)
-        return files.load(
-            folder,
-            settings,
-            Denoising(steps=5, evaluation_steps=5, window=Window("random", size=1)),
-            sim,
-            **{
-                "supervised": False,
-                "critic": False,
-                "reference": False,
-                "temperature": 1.0,
-                "evaluation_temperature": 0.0,
-                "max_prompt_length": 128,
-                "activation_checkpointing": False,
-                "seed": 0,
-                "freeze": [],
-                "lora": None,
-                "processor": {},
-                "dtype": "float32",
-                "attention": "sdpa",
-                **options,
-            },
-        )
+        steps = Denoising(steps=5, evaluation_steps=5, window=Window("random", size=1))
+        return files.load(folder, settings, steps, sim, **options)
 
 
 def in_the_loop(rounds: int, rows: int = 64) -> dict[str, Any]:

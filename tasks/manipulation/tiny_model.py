@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mmrl.policies.tiny_qwen import END, PAD, START, VISION, Sizes, write
+from mmrl.policies.tiny_qwen import END, PAD, START, VISION, Sizes, fast_tokenizer, write
 from mmrl.policies.vla import small
 
 UNKNOWN = "<|unknown|>"
@@ -28,15 +28,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     names = [PAD, START, END, *VISION, UNKNOWN, *WORDS, *(f"<action_{i}>" for i in range(BINS))]
     tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        additional_special_tokens=[START, *VISION],
-        padding_side="left",
-        model_max_length=256,
-    )
+    return fast_tokenizer(tokenizer, 256, unk_token=UNKNOWN)
 
 
 def build_small(path: str | Path, seed: int = 0) -> None:

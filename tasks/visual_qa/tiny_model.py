@@ -14,7 +14,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mmrl.policies.tiny_qwen import END, PAD, START, VISION, Sizes, write
+from mmrl.policies.tiny_qwen import END, PAD, START, VISION, Sizes, fast_tokenizer, write
 from tasks.visual_qa.digits import CELL, DigitsSource
 
 VOCABULARY = 512
@@ -40,14 +40,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        additional_special_tokens=[START, *VISION],
-        padding_side="left",
-        model_max_length=512,
-    )
+    return fast_tokenizer(tokenizer, 512)
 
 
 def build(path: str | Path, seed: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +31,26 @@ def load(
     denoising: Denoising,
     sim: VectorSim,
     *,
-    supervised: bool,
-    critic: bool,
-    reference: bool,
-    temperature: float,
-    evaluation_temperature: float,
-    max_prompt_length: int,
-    activation_checkpointing: bool,
-    seed: int,
-    **model: Any,
+    supervised: bool = False,
+    critic: bool = False,
+    reference: bool = False,
+    temperature: float = 1.0,
+    evaluation_temperature: float = 0.0,
+    max_prompt_length: int = 1024,
+    activation_checkpointing: bool = False,
+    seed: int = 0,
+    dtype: str = "float32",
+    attention: str = "sdpa",
+    freeze: Sequence[str] = (),
+    lora: dict[str, Any] | None = None,
+    processor: dict[str, Any] | None = None,
 ) -> VisionLanguageActionPolicy:
-    """A policy from a folder that `save` wrote, or with a new head on any image-text model. `model` goes to
-    `vlm.load_model`.
+    """A policy from a folder that `save` wrote, or with a new head, drawn from `seed`, on any image-text model.
 
     Raises UserError for a folder whose head is another one than `settings` asks for.
     """
     together = settings.head == "token" and settings.decoding == "bidirectional"
+    model = {"dtype": dtype, "attention": attention, "freeze": freeze, "lora": lora, "processor": processor or {}}
     backbone = load_backbone(path, max_prompt_length, activation_checkpointing, together=together, **model)
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
     with torch.random.fork_rng(devices=[]):

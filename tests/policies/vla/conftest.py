@@ -44,21 +44,7 @@ def make(backbones):
         names = Actions.__dataclass_fields__
         own = {name: options.pop(name) for name in list(options) if name in names}
         settings = Actions(**{"chunk": CHUNK, "prompt": "{instruction}", **action, **own})
-        options = {
-            "supervised": False,
-            "critic": False,
-            "reference": False,
-            "temperature": 1.0,
-            "evaluation_temperature": 0.0,
-            "max_prompt_length": 128,
-            "activation_checkpointing": False,
-            "seed": 0,
-            "freeze": [],
-            "lora": None,
-            "processor": {},
-            "dtype": "float32",
-            "attention": "sdpa",
-        } | options
+        options = {"max_prompt_length": 128, **options}
         line = sim or build("tests.sims.line_simulator:Line", rows, simulator)
         path = str(backbones.get(backbone, backbone))
         return files.load(path, settings, Denoising(steps=4, evaluation_steps=4, **denoising), line, **options)
