@@ -212,7 +212,7 @@ class Worker:
     def ready(self) -> dict[str, Any]:
         """What the simulator says of itself, once it is made."""
         if self._facts is None:
-            self._facts, _ = self._exchange(self.recipe, {}, START_S)
+            self._facts, _ = self._exchange(self.recipe, {}, START_S, START_S)  # it is silent until Python is up
         return self._facts
 
     def ask(self, kind: str, fields: Mapping[str, Any], **arrays: NDArray) -> Message:
@@ -223,7 +223,7 @@ class Worker:
             if kind != "reset":
                 raise SimulatorError(self.fault)
         self.ready()
-        return self._exchange({"kind": kind, **fields}, arrays, self.deadline_s)
+        return self._exchange({"kind": kind, **fields}, arrays, self.deadline_s, SILENT_S)
 
     def dismiss(self) -> None:
         """The worker leaves when nobody listens."""
@@ -237,9 +237,11 @@ class Worker:
             self.process.kill()
             self.process.wait()
 
-    def _exchange(self, fields: Mapping[str, Any], arrays: Mapping[str, NDArray], limit_s: float) -> Message:
+    def _exchange(
+        self, fields: Mapping[str, Any], arrays: Mapping[str, NDArray], limit_s: float, silent_s: float
+    ) -> Message:
         try:
-            reply, received = _converse(self._channel, fields, arrays, limit_s)
+            reply, received = _converse(self._channel, fields, arrays, limit_s, silent_s)
         except TimeoutError as error:
             self._replace(str(error))
             raise SimulatorError(self.fault) from error
@@ -312,19 +314,19 @@ def _receive(channel: socket.socket) -> Message:
 
 
 def _converse(
-    channel: socket.socket, fields: Mapping[str, Any], arrays: Mapping[str, NDArray], limit_s: float
+    channel: socket.socket, fields: Mapping[str, Any], arrays: Mapping[str, NDArray], limit_s: float, silent_s: float
 ) -> Message:
-    """Sends a request and awaits its reply for `limit_s` seconds, and a sign of life for SILENT_S."""
+    """Sends a request and awaits its reply for `limit_s` seconds, and a sign of life for `silent_s`."""
     end = time.monotonic() + limit_s
-    channel.settimeout(min(limit_s, SILENT_S))
+    channel.settimeout(min(limit_s, silent_s))
     _send(channel, fields, arrays)
     while (left := end - time.monotonic()) > 0:
-        channel.settimeout(min(left, SILENT_S))
+        channel.settimeout(min(left, silent_s))
         try:
             reply, received = _receive(channel)
         except TimeoutError as error:
-            if left > SILENT_S:
-                raise TimeoutError(f"no sign of life in {SILENT_S:g} s") from error
+            if left > silent_s:
+                raise TimeoutError(f"no sign of life in {silent_s:g} s") from error
             break
         if "alive" not in reply:
             return reply, received

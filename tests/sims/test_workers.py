@@ -139,14 +139,14 @@ def test_a_stopped_process_is_found_before_its_deadline(behind, monkeypatch):
     began = time.monotonic()
     with pytest.warns(RuntimeWarning, match="no sign of life in 2.5 s"):
         assert sim.step(chunk(1)).dropped.all()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
 
 
 def test_a_slow_chunk_is_not_taken_for_a_stopped_process(behind, monkeypatch):
-    monkeypatch.setattr(sims.workers, "SILENT_S", 2.5)
-    sim = behind(TROUBLE, 1, 1, deadline_s=4)
+    monkeypatch.setattr(sims.workers, "SILENT_S", 4)
+    sim = behind(TROUBLE, 1, 1, deadline_s=6)
     sim.reset([1], ["go"])
-    with pytest.warns(RuntimeWarning, match="no answer in 4 s"):
+    with pytest.warns(RuntimeWarning, match="no answer in 6 s"):
         sim.step(chunk(1, row0=HANG))
 
 
