@@ -96,6 +96,7 @@ def vision_language(config: Config, path: str) -> VisionLanguagePolicy:
         **model_options(config),
         freeze=model.freeze,
         processor=model.processor,
+        activation_checkpointing=model.activation_checkpointing,
         sampling=Sampling(rollout.temperature, rollout.top_p, rollout.top_k),
         evaluation_temperature=config.evaluation.temperature,
         max_prompt_length=rollout.max_prompt_length,
@@ -110,7 +111,7 @@ def diffusion_model(config: Config, path: str) -> DiffusionPolicy:
     model = config.model
     if model.freeze or model.processor:
         raise UserError("model.freeze and model.processor are for model.kind=vision_language; remove them")
-    family = diffusion.load(path, **model_options(config))
+    family = diffusion.load(path, **model_options(config), activation_checkpointing=model.activation_checkpointing)
     supervised = config.algorithm.method == "supervised"
     return diffusion.DiffusionPolicy(family, config.denoising, kl=config.algorithm.kl.kind, supervised=supervised)
 
@@ -148,7 +149,6 @@ def model_options(config: Config) -> dict[str, Any]:
         "dtype": model.dtype,
         "attention": model.attention,
         "lora": None if model.lora is None else model.lora.model_dump(),
-        "activation_checkpointing": model.activation_checkpointing,
         "reference": config.algorithm.kl.coefficient > 0,
     }
 

@@ -292,6 +292,11 @@ class Config(Section):
                 "engine.zero_stage=3 gathers weights in every forward pass, but ranks play episodes of different "
                 "lengths; set engine.zero_stage to 0, 1 or 2"
             )
+        if self.model.activation_checkpointing:
+            raise ValueError(
+                "model.activation_checkpointing: layers that recompute keep no prompt, and a robot's policy reads its "
+                "prompt once; remove it"
+            )
         constant = self.action.head == "flow" and self.action.spread == "sampler"
         if constant and self.algorithm.entropy_coefficient != 0:
             raise ValueError("algorithm.entropy_coefficient: steps of a flow have constant entropy; remove it")

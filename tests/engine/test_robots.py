@@ -154,6 +154,7 @@ def test_workers_change_nothing_and_a_dead_one_costs_its_episodes(tmp_path):
 def test_what_does_not_fit_a_robot_is_refused(tmp_path):
     for options, message in [
         (["engine.zero_stage=3"], "engine.zero_stage=3"),
+        (["model.activation_checkpointing=true"], "model.activation_checkpointing"),
         (["action.head=flow", "algorithm.entropy_coefficient=0.1"], "entropy_coefficient"),
         (["model.kind=vision_language", "algorithm.method=ppo"], "algorithm.method=ppo"),
         (["task.tasks=[fly]"], "task.tasks.*fly"),

@@ -37,7 +37,6 @@ def load(
     temperature: float = 1.0,
     evaluation_temperature: float = 0.0,
     max_prompt_length: int = 1024,
-    activation_checkpointing: bool = False,
     seed: int = 0,
     dtype: str = "float32",
     attention: str = "sdpa",
@@ -51,7 +50,7 @@ def load(
     """
     together = settings.head == "token" and settings.decoding == "bidirectional"
     model = {"dtype": dtype, "attention": attention, "freeze": freeze, "lora": lora, "processor": processor or {}}
-    backbone = load_backbone(path, max_prompt_length, activation_checkpointing, together=together, **model)
+    backbone = load_backbone(path, max_prompt_length, together=together, **model)
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -73,9 +72,7 @@ def load(
     )
 
 
-def load_backbone(
-    path: str, max_prompt_length: int, activation_checkpointing: bool, *, together: bool, **options: Any
-) -> Backbone:
+def load_backbone(path: str, max_prompt_length: int, *, together: bool, **options: Any) -> Backbone:
     """By what the folder holds; else a transformers image-text model."""
     is_small = (Path(path) / small.CONFIG).is_file()
     if not is_small and _is_openvla(path):
@@ -83,7 +80,7 @@ def load_backbone(
             from mmrl.policies.vla import openvla
         except ModuleNotFoundError as error:
             raise UserError(f"OpenVLA: {error}; install it with: pip install 'mmrl[openvla]'") from error
-        return openvla.load(path, max_prompt_length, activation_checkpointing, together=together, **options)
+        return openvla.load(path, max_prompt_length, together=together, **options)
     if together:
         raise UserError(f"action.decoding=bidirectional is for OpenVLA-OFT, which model.path={path} is not")
     if is_small:
@@ -92,8 +89,6 @@ def load_backbone(
             raise UserError(f"model.{(unused or ['dtype'])[0]} is not for the small network in {path}; remove it")
         return small.load(Path(path))
     model, processor = vlm.load_model(path, **options)
-    if activation_checkpointing:
-        vlm.recompute_activations(model)
     return VisionLanguageBackbone(model, processor, max_prompt_length)
 
 

@@ -312,7 +312,6 @@ class Together:
 def load(
     path: str,
     max_prompt_length: int,
-    activation_checkpointing: bool,
     *,
     together: bool,
     dtype: str,
@@ -334,8 +333,6 @@ def load(
         raise UserError(f"model.path={path}: {folder / missing} is missing")
     model: Any = _model(folder, dtype, attention)
     model = vlm.adapt(model, path, freeze=freeze, lora=lora)
-    if activation_checkpointing:
-        vlm.recompute_activations(model)
     tokenizer = Tokenizer.from_str(beside[TOKENIZER].decode())
     return OpenVLABackbone(model, tokenizer, beside, max_prompt_length, together)
 
