@@ -14,13 +14,12 @@ def build_digits(folder: str, seed: int) -> None:
 
 
 def build_shapes(folder: str, seed: int) -> None:
-    """A residual perceptron for pictures of 3 x 16 x 16, of 3.7M parameters; a prompt is the sum of its words."""
+    """A perceptron for pictures of 3 x 16 x 16, of 3.0M parameters; a prompt is the sum of its words."""
     config = SmallConfig(
         words=tuple(shapes.words()),
         channels=3,
         size=shapes.SIZE,
-        network="residual",
-        width=512,
+        width=768,
         depth=4,
         max_words=12,
         predicts="data",

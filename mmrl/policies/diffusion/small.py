@@ -22,7 +22,6 @@ from mmrl.policies.embeddings import sinusoids
 from mmrl.samplers.sigmas import Grid, shift_towards_noise, shifted
 
 CONFIG, WEIGHTS = "small_diffusion.json", "model.safetensors"
-BOUND = 1.2  # of predicted data, whose gamut is -1 to 1; wider, so that the gradient is alive at its ends
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class SmallConfig:
     words: tuple[str, ...]  # the vocabulary of prompts
     channels: int = 1
     size: int = 8  # pixels
-    network: Literal["mlp", "residual", "transformer"] = "mlp"
+    network: Literal["mlp", "transformer"] = "mlp"
     width: int = 256
     depth: int = 3
     heads: int = 4
@@ -63,38 +62,6 @@ class SmallMLP(nn.Module):
             h = h + F.silu(block(h))
         made = self.leave(h).view_as(x)
         return velocity(made, x, time) if self.predicts_data else made
-
-
-class SmallResidual(nn.Module):
-    """Two-layer residual blocks over all pixels, normalised, and modulated by noise level and words as in a DiT.
-
-    For prompts put together of parts, of which it learns several times as much as `SmallMLP` in equal time: words reach
-    every block and multiply what is in it. The prompt is the sum of its words. Data that it predicts stay near the
-    gamut: a reward that clamps pictures, as a viewer does, would let training push them out without end.
-    """
-
-    def __init__(self, config: SmallConfig) -> None:
-        super().__init__()
-        d, pixels, told = config.width, config.channels * config.size**2, 128
-        self.predicts_data = config.predicts == "data"
-        self.words = nn.Embedding(len(config.words) + 1, told, padding_idx=0)
-        self.time = nn.Linear(32, told)
-        self.enter, self.leave = nn.Linear(pixels, d), nn.Linear(d, pixels)
-        self.norm = nn.LayerNorm(d, elementwise_affine=False)
-        self.modulations = nn.ModuleList(zeroed(nn.Linear(told, 3 * d)) for _ in range(config.depth))
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(d, d), nn.SiLU(), nn.Linear(d, d)) for _ in range(config.depth)
-        )
-
-    def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
-        """x [n, channel, height, width], time [n] in [0, 1], words [n, word] ids (0: none) -> velocity like x."""
-        told = F.silu(self.time(sinusoids(time, 32).to(x)) + self.words(words).sum(1))
-        h = self.enter(x.flatten(1))
-        for modulation, block in zip(self.modulations, self.blocks, strict=True):
-            shift, scale, gate = modulation(told).chunk(3, -1)
-            h = h + (1 + gate) * block(self.norm(h) * (1 + scale) + shift)
-        made = self.leave(h).view_as(x)
-        return velocity(BOUND * torch.tanh(made / BOUND), x, time) if self.predicts_data else made
 
 
 class SmallTransformer(nn.Module):
@@ -224,14 +191,8 @@ def velocity(data: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
     return (x - data) / sigma.clamp(min=0.05).view(-1, *[1] * (x.dim() - 1))
 
 
-def zeroed(layer: nn.Linear) -> nn.Linear:
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
 def network(config: SmallConfig) -> nn.Module:
-    return {"mlp": SmallMLP, "residual": SmallResidual, "transformer": SmallTransformer}[config.network](config)
+    return SmallMLP(config) if config.network == "mlp" else SmallTransformer(config)
 
 
 def create(folder: Path, config: SmallConfig, seed: int) -> None:
