@@ -209,8 +209,8 @@ class VisionLanguageActionPolicy:
         return self._rollouts([Sample(prompt) for prompt in prompts], looks)
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Backbone in its library's own format, head and critic beside it as vla.safetensors`, with the settings
-        in `vla.json`."""
+        """Backbone in its library's own format, head and critic beside it as `vla.safetensors`, with the
+        settings in `vla.json`."""
         save(folder, self.module, self.settings, state)
 
     # --- episodes to likelihoods ---
@@ -282,8 +282,7 @@ class VisionLanguageActionPolicy:
             seen, state = self._look(shown), torch.from_numpy(shown.state).to(self.device)
             reading = self.module.read(self._collate(seen))
             drawn = [mixed(seeds[row], look) for row in rows]
-            # A filmed or evaluated chunk is never scored.
-            chosen = head.act(reading, state, drawn, temperature, record)
+            chosen = head.act(reading, state, drawn, temperature, training=record)
             values = [0.0] * len(rows) if critic is None else critic(reading, state).tolist()
             actions = self._robot_actions(chosen["actions"], rows)
             parts = np.split(actions, actions.shape[1], axis=1) if film else [actions]
