@@ -5,10 +5,8 @@ Only `cli` and `trainer` see `Config`; every other room gets plain arguments or 
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
-import typing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +18,7 @@ from yaml import YAMLError
 from mmrl.errors import UserError
 from mmrl.policies.vla.settings import Actions
 from mmrl.samplers.settings import Denoising
+from mmrl.sections import UNKNOWN, follow
 
 
 class Section(BaseModel):
@@ -389,39 +388,14 @@ def _one_line(error: Exception) -> str:
 
 def _explain(model: type[BaseModel], error: ValidationError) -> str:
     # A misspelt key first: where the key is required, it would else be reported as missing.
-    unknown = ("extra_forbidden", "unexpected_keyword_argument")
-    first = min(error.errors(), key=lambda e: e["type"] not in unknown)
-    where = ".".join(str(part) for part in first["loc"])
-    if first["type"] in unknown:
-        valid = _valid_keys(model, first["loc"][:-1])
-        near = difflib.get_close_matches(str(first["loc"][-1]), valid, n=1, cutoff=0.4)
+    first = min(error.errors(), key=lambda e: e["type"] not in UNKNOWN)
+    path, valid = follow(model, first["loc"])
+    where = ".".join(path)
+    if first["type"] in UNKNOWN:
+        near = difflib.get_close_matches(path[-1], valid, n=1, cutoff=0.4)
         prefix = where.rpartition(".")[0]
         hint = f"did you mean {prefix + '.' if prefix else ''}{near[0]}?" if near else f"valid keys: {', '.join(valid)}"
         return f"unknown key {where}; {hint}"
     message = first["msg"].removeprefix("Value error, ")
     given = "" if first["type"] in ("missing", "value_error") else f" (got {first['input']!r})"
     return f"{where}: {message}{given}" if where else message
-
-
-def _valid_keys(model: type, location: tuple[int | str, ...]) -> list[str]:
-    """The keys of the section at `location`, found through the fields' annotations."""
-    for part in location:
-        nested = _sections_in(_fields(model).get(str(part)))
-        if not nested:
-            continue  # a list index or the tag of a union: the section stays the same
-        model = nested[0]
-    return list(_fields(model))
-
-
-def _fields(model: type) -> dict[str, Any]:
-    """Field names and annotations of a section, be it a pydantic model or a dataclass."""
-    if issubclass(model, BaseModel):
-        return {name: field.annotation for name, field in model.model_fields.items()}
-    hints = typing.get_type_hints(model)
-    return {name: hint for name, hint in hints.items() if hint is not typing.ClassVar}
-
-
-def _sections_in(annotation: Any) -> list[type]:
-    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
-        return [annotation]
-    return [m for argument in typing.get_args(annotation) for m in _sections_in(argument)]

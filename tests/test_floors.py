@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["mmrl.kernels"],
     ["mmrl.core", "mmrl.samplers"],
-    ["mmrl.rollouts", "mmrl.errors"],  # the words everyone above shares
+    ["mmrl.rollouts", "mmrl.errors", "mmrl.sections"],  # the words everyone above shares
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "sims", "mmrl.report", "mmrl.data"],
     ["mmrl.policies", "mmrl.checkpoints"],
     ["tasks", "mmrl.config"],

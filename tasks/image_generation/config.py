@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mmrl import sections
 from mmrl.rewards import RewardSpec
 from tasks.image_generation.shapes import COLOURS, COUNTS
 
@@ -100,17 +99,7 @@ def parse(options: Mapping[str, Any]) -> ImageGenerationConfig:
 
     Raises ValueError in one line naming the key at fault and the nearest valid one.
     """
-    try:
-        config = ImageGenerationConfig.model_validate(dict(options))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in _path(first["loc"]))
-        if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            known = _known(first["loc"])
-            near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown key {where}{hint} (known: {', '.join(known)})") from error
-        raise ValueError(f"{where or 'image_generation'}: {first['msg'].removeprefix('Value error, ')}") from error
+    config = sections.parse(ImageGenerationConfig, options, "image_generation")
     defaults = {key: value for key, value in DEFAULTS[config.data.kind].items() if key not in config.model_fields_set}
     config = config.model_copy(update=defaults)
     if not config.rewards:
@@ -118,19 +107,3 @@ def parse(options: Mapping[str, Any]) -> ImageGenerationConfig:
     if config.accuracy is None:
         raise ValueError("accuracy: name the reward that evaluation reports, such as {name: clip_similarity}")
     return config
-
-
-_DATA: dict[str, type[_Section]] = {"digits": DigitsData, "shapes": ShapesData, "prompts": PromptsData}
-
-
-def _path(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The keys as the user wrote them: pydantic puts the kind of data, which is a value, among them."""
-    return (loc[0], *loc[2:]) if len(loc) > 1 and loc[0] == "data" else loc
-
-
-def _known(loc: tuple[int | str, ...]) -> list[str]:
-    if loc[0] == "data" and len(loc) > 1:
-        return list(_DATA[str(loc[1])].model_fields)
-    if loc[0] != "data" and len(loc) > 1:
-        return [field.name for field in dataclasses.fields(RewardSpec)]
-    return list(ImageGenerationConfig.model_fields)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mmrl import sections
 from mmrl.rewards import RewardSpec
 
 
@@ -61,22 +60,4 @@ class ManipulationConfig(_Section):
 
 def parse(options: Mapping[str, Any]) -> ManipulationConfig:
     """The configuration in `options`; ValueError in one line naming the key at fault and the nearest valid one."""
-    try:
-        return ManipulationConfig.model_validate(dict(options))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            known = _known(first["loc"])
-            near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown key {where}{hint} (known: {', '.join(known)})") from error
-        raise ValueError(f"{where or 'manipulation'}: {first['msg']}") from error
-
-
-def _known(loc: tuple[int | str, ...]) -> list[str]:
-    if loc[0] == "demonstrations" and len(loc) > 1:
-        return list(Demonstrations.model_fields)
-    if loc[0] == "rewards" and len(loc) > 1:
-        return [field.name for field in dataclasses.fields(RewardSpec)]
-    return list(ManipulationConfig.model_fields)
+    return sections.parse(ManipulationConfig, options, "manipulation")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
+from mmrl import sections
 from mmrl.rewards import RewardSpec
 from tasks.visual_qa.digits import KINDS
 
@@ -75,30 +74,4 @@ class VisualQAConfig(_Section):
 
 def parse(options: Mapping[str, Any]) -> VisualQAConfig:
     """The configuration in `options`; ValueError in one line naming the key at fault and the nearest valid one."""
-    try:
-        return VisualQAConfig.model_validate(dict(options))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in _path(first["loc"]))
-        if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            known = _known(first["loc"])
-            near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown key {where}{hint} (known: {', '.join(known)})") from error
-        raise ValueError(f"{where or 'visual_qa'}: {first['msg']}") from error
-
-
-_DATA: dict[str, type[_Section]] = {"digits": DigitsData, "files": FilesData, "huggingface": HuggingFaceData}
-
-
-def _path(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The keys as the user wrote them: pydantic puts the kind of data, which is a value, among them."""
-    return (loc[0], *loc[2:]) if len(loc) > 1 and loc[0] == "data" else loc
-
-
-def _known(loc: tuple[int | str, ...]) -> list[str]:
-    if loc[0] == "data" and len(loc) > 1:
-        return list(_DATA[str(loc[1])].model_fields)
-    if loc[0] in ("rewards", "accuracy") and len(loc) > 1:
-        return [field.name for field in dataclasses.fields(RewardSpec)]
-    return list(VisualQAConfig.model_fields)
+    return sections.parse(VisualQAConfig, options, "visual_qa")
