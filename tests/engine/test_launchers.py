@@ -26,7 +26,7 @@ def test_a_launcher_starts_two_ranks(tmp_path, launcher):
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "PATH": path, MODEL: model_folder()}
     arguments = ["mmrl.cli", "train", str(TINY), f"run_dir={tmp_path}", "steps=1", "checkpoint.every=1"]
     command = [port if part == "PORT" else part for part in launcher] + arguments
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=270)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert [r["step"] for r in metrics(tmp_path)] == [1, 1]
     assert len(list((tmp_path / "checkpoints" / "step-000001").glob("rank-*.pt"))) == 2
