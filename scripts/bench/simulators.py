@@ -1,7 +1,7 @@
 """Steps a second of every simulator, by itself, in worker processes, in Gymnasium's AsyncVectorEnv, and in two halves.
 
-    .venv/bin/python scripts/bench/sims.py [--simulators tabletop,maniskill_state] [--rounds 3] [--json PATH]
-    .venv/bin/python scripts/bench/sims.py --parts leaks
+    .venv/bin/python scripts/bench/simulators.py [--simulators tabletop,maniskill_state] [--rounds 3] [--json PATH]
+    .venv/bin/python scripts/bench/simulators.py --parts leaks
 
 speed: ROWS environments under random actions, episodes restarting by themselves. A step is one action executed in one
     environment; with a chunk of 8 every eighth is shown. `in process` is the simulator alone, `workers` the same rows
@@ -19,20 +19,17 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).parent]  # this is not `sims`
+import gymnasium
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv
 
-import gymnasium  # noqa: E402
-import numpy as np  # noqa: E402
-from gymnasium.vector import AsyncVectorEnv  # noqa: E402
-
-from sims import VectorSim, build, run_episodes, run_episodes_in_turns  # noqa: E402
-from sims.workers import Workers  # noqa: E402
+from sims import VectorSim, build, run_episodes, run_episodes_in_turns
+from sims.workers import Workers
 
 ROWS, PROCESSES, CHUNK = 4, 2, 8
 SETTINGS: dict[str, tuple[str, dict[str, Any], str]] = {
