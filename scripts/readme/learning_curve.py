@@ -18,7 +18,7 @@ def main(target: str, runs: list[str]) -> None:
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         points = [(r["step"], r["evaluation/accuracy"]) for r in rows if "evaluation/accuracy" in r]
         axis.plot(*zip(*points, strict=True), marker="o", label=run.name)
-    axis.set(xlabel="GRPO step", ylabel="held-out accuracy", ylim=(0, 1))
+    axis.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     figure.tight_layout()
