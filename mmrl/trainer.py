@@ -260,7 +260,11 @@ class Trainer:
         """One optimizer step. A loss or gradient that is not finite skips it; too many in a row end the run."""
         mode = self.config.algorithm.reduce
         total = self.engine.sum(torch.stack([denominator(micro.mask, mode=mode) for micro in minibatch]).sum())
-        steps = self.engine.sum(torch.stack([counted_steps(micro) for micro in minibatch]).sum())
+        steps = None
+        if self.config.algorithm.method == "ppo":
+            steps = self.engine.sum(
+                torch.stack([micro.step_mask.sum() for micro in minibatch if micro.step_mask is not None]).sum()
+            )
         finite = True
         for micro in minibatch:
             loss, stats = self.loss(micro, total, steps)
@@ -286,7 +290,7 @@ class Trainer:
     def loss(self, micro: Rollouts, total: Tensor, steps: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's part of the loss, and statistics [rollout, decision]; the critic's are [rollout, step].
 
-        total, steps: the denominators of the whole minibatch on all ranks, of decisions and of the critic's steps.
+        total, steps: the denominators of the whole minibatch on all ranks, of decisions and of a critic's steps.
         """
         algorithm = self.config.algorithm
         replay = self.policy.replay(micro, self.engine)
@@ -575,10 +579,6 @@ def scoring_thread() -> ThreadPoolExecutor:
 def applied(shadow: Shadow | None) -> AbstractContextManager[None]:
     """Inside it the policy computes with averaged weights, where there are any."""
     return nullcontext() if shadow is None else shadow.applied()
-
-
-def counted_steps(micro: Rollouts) -> Tensor:
-    return torch.tensor(0.0) if micro.step_mask is None else micro.step_mask.sum().float()
 
 
 def total_reward(batch: Rollouts, weights: list[float]) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mmrl import kernels
+from mmrl.kernels import gae as gae
 from mmrl.kernels import operators
 
 BASELINES = ("mean", "leave_one_out", "length_weighted", "shrinkage", "none")
@@ -144,33 +145,6 @@ def group_advantages(
         "reward_std": overall.std[0],
     }
     return result, stats
-
-
-@torch.no_grad()
-def gae(
-    rewards: Tensor,
-    values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor,
-    *,
-    gamma: float,
-    lam: float,
-    mask: Tensor | None = None,
-    bootstrap: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438): advantages and returns = advantages + values, all [B, T].
-
-        delta_t = r_t + gamma v'_t - v_t        A_t = delta_t + gamma lam A_{t+1} within one episode
-
-    v'_t is 0 where `terminated`, `bootstrap`[t] (the value of the final observation) where the episode is cut off, and
-    values[t + 1] elsewhere. An episode is cut off where `truncated`, in the last column, and before a masked step.
-    Termination wins where both flags are set. Steps outside `mask` give 0 and pass nothing on, whatever they hold.
-
-    Without `bootstrap`, an episode that is cut off raises RuntimeError on the CPU and gives NaN on a GPU: 0 there would
-    call a time limit a failure.
-    """
-    bootstrap = None if bootstrap is None else bootstrap.to(rewards.dtype)
-    return kernels.gae(rewards, values, terminated, truncated, gamma=gamma, lam=lam, mask=mask, bootstrap=bootstrap)
 
 
 def _table(rewards: Tensor, group: Tensor) -> Tensor:

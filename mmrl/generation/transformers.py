@@ -76,7 +76,8 @@ class Prefix:
         """Rows `index` take the place of the prompts: a prompt may come often, or not at all. Returns self."""
         self.cache.batch_select_indices(index)
         self.mask, self.next_place = self.mask[index], self.next_place[index]
-        self.hidden, self.last = self.hidden[index], self.last[index]
+        self.last = self.last[index]
+        del self.hidden  # of prompts, not of rows: a copy for every response would be large, and nobody asks for it
         return self
 
     def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:

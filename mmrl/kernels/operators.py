@@ -254,9 +254,12 @@ def gae(
 
         delta_t = r_t + gamma v'_t - v_t        A_t = delta_t + gamma lam A_{t+1} within one episode
 
-    v'_t is 0 where `terminated`, `bootstrap`[t] where the episode is cut off (where `truncated`, in the last column,
-    and before a step outside `mask`), and values[t + 1] elsewhere. Steps outside `mask` give 0 and pass nothing on.
-    A cut without `bootstrap` raises RuntimeError on the CPU and gives NaN on a GPU.
+    v'_t is 0 where `terminated`, `bootstrap`[t] (the value of the final observation) where the episode is cut off, and
+    values[t + 1] elsewhere. An episode is cut off where `truncated`, in the last column, and before a masked step.
+    Termination wins where both flags are set. Steps outside `mask` give 0 and pass nothing on, whatever they hold.
+
+    Without `bootstrap`, an episode that is cut off raises RuntimeError on the CPU and gives NaN on a GPU: 0 there would
+    call a time limit a failure.
     """
     if rewards.dim() != 2:
         raise ValueError(f"rewards must be [B, T], got {list(rewards.shape)}")

@@ -121,9 +121,9 @@ def make_head(
         if not supervised and settings.spread == "sampler" and denoising.likelihood == "contrast":
             raise UserError("denoising.likelihood=contrast is for images; use chain or matching")
         try:
-            head_ = FlowHead(settings, denoising, *sizes, supervised)
-            assert head_.decisions
-            return head_
+            flow = FlowHead(settings, denoising, *sizes, supervised)
+            assert flow.decisions > 0  # asked here, so that a window that can not be is found before the run
+            return flow
         except ValueError as error:
             raise UserError(f"denoising: {error}") from None
     return {"regression": RegressionHead, "bridge": BridgeHead}[settings.head](settings, *sizes)
