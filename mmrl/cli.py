@@ -9,6 +9,8 @@ import logging
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -199,17 +201,22 @@ def summary(accuracies: dict[str, float], folder: Path) -> str:
 
 def run_eval(options: argparse.Namespace) -> int:
     from mmrl.report.run import versions
+    from mmrl.trainer import evaluate
 
-    config, task, result, samples = answer_held_out(options, None)
+    with held_out(options) as (config, task, policy, ranks):
+        robot = config.model.kind == "vision_language_action"
+        result, samples = evaluate(policy, task, ranks, config.evaluation.prompts, config)
+        if robot:
+            policy.evaluation_temperature = config.rollout.temperature
+            _, sampled = evaluate(policy, task, ranks, config.evaluation.prompts, config)
     protocol = {"seed": config.seed, "temperature": config.evaluation.temperature, "task": config.task.options}
     record = {"model": options.model, **result, "protocol": protocol, "versions": versions()}
     for name, value in result.items():
         print(f"{name.removeprefix('evaluation/'):>28}  {value:.4f}")
-    if config.model.kind == "vision_language_action":
+    if robot:
         protocol["action"] = dataclasses.asdict(config.action)
         record["greedy"] = by_task("greedy", task, samples)
-        sampled = answer_held_out(options, None, f"evaluation.temperature={config.rollout.temperature}")
-        record["sampled"] = by_task("sampled", sampled[1], sampled[3])
+        record["sampled"] = by_task("sampled", task, sampled)
     target = beside(options.model, "evaluation.json")
     target.write_text(json.dumps(record, indent=2))
     print(f"written to {target}")
@@ -249,9 +256,11 @@ def by_task(decoding: str, task: Any, samples: list[Any]) -> dict[str, dict[str,
 def run_sample(options: argparse.Namespace) -> int:
     from mmrl.config import load
     from mmrl.report.run import write_samples
+    from mmrl.trainer import evaluate
 
     robot = load(options.config, options.overrides).model.kind == "vision_language_action"
-    _, task, _, samples = answer_held_out(options, options.count, *(["action.film=true"] if robot else []))
+    with held_out(options, *(["action.film=true"] if robot else [])) as (config, task, policy, ranks):
+        _, samples = evaluate(policy, task, ranks, options.count, config)
     marks = task.accuracy(samples).tolist()
     for sample, mark in zip(samples, marks, strict=True):
         made = repr(sample.response) if sample.image is None else f"a picture, accuracy {mark:.3g}"
@@ -261,14 +270,12 @@ def run_sample(options: argparse.Namespace) -> int:
     return 0
 
 
-def answer_held_out(
-    options: argparse.Namespace, count: int | None, *overrides: str
-) -> tuple[Any, Any, dict[str, float], list[Any]]:
-    """Configuration, task, result and samples of `count` held-out prompts (default: as configured)."""
+@contextmanager
+def held_out(options: argparse.Namespace, *overrides: str) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Configuration, task, policy with the weights that are asked for, and ranks; these are left at the end."""
     from mmrl.build import build_policy, build_task
     from mmrl.config import load
     from mmrl.engine import Ranks
-    from mmrl.trainer import evaluate
 
     quieten()
     origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null", "model.warm_start=null"]
@@ -277,10 +284,9 @@ def answer_held_out(
     policy, ranks = build_policy(config, task), Ranks()
     try:
         policy.module.to(ranks.device)
-        result, samples = evaluate(policy, task, ranks, count or config.evaluation.prompts, config)
+        yield config, task, policy, ranks
     finally:
         ranks.close()
-    return config, task, result, samples
 
 
 def beside(model: str, name: str) -> Path:

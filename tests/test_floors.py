@@ -12,7 +12,7 @@ FLOORS = [
     ["mmrl.core", "mmrl.samplers"],
     ["mmrl.rollouts", "mmrl.errors", "mmrl.sections"],  # the words everyone above shares
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "sims", "mmrl.report", "mmrl.data"],
-    ["mmrl.policies", "mmrl.checkpoints"],
+    ["mmrl.policies", "mmrl.checkpoints", "mmrl.metrics"],
     ["tasks", "mmrl.config"],
     ["mmrl.trainer", "mmrl.build"],
     ["mmrl.cli"],

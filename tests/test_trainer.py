@@ -8,7 +8,8 @@ import torch
 
 from mmrl.engine import learning_rate
 from mmrl.errors import UserError
-from mmrl.trainer import Metrics, Trainer
+from mmrl.metrics import Metrics
+from mmrl.trainer import Trainer
 from tests.engine.parts import Fixed, distance, final, make, metrics, release, spread, train
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,11 +38,18 @@ class Manipulation:
         rewards = RewardSet(config.rewards)
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
         self._rewards, self._success = rewards, RewardSet([RewardSpec("tasks.manipulation.rewards:success")])
-        first = FIRST_TRAINING_SEED + seed * config.train_size
+        self.seed = seed
         self.evaluation = EpisodeSource(config.tasks, config.eval_size, config.eval_seed)
-        self.train: EpisodeSource | DemonstrationSource = EpisodeSource(config.tasks, config.train_size, first)
-        if config.demonstrations is not None:
-            self.train = self._demonstrated(self.train, seed)
+
+    @cached_property
+    def train(self) -> EpisodeSource | DemonstrationSource:
+        """Demonstrations are recorded or opened when first asked for: evaluation needs none.
+
+        Raises UserError as `make_simulator`, and where no demonstration can be had.
+        """
+        config = self.config
+        starts = EpisodeSource(config.tasks, config.train_size, FIRST_TRAINING_SEED + self.seed * config.train_size)
+        return starts if config.demonstrations is None else self._demonstrated(starts, config.demonstrations)
 
     def make_simulator(self, rows: int) -> VectorSim:
         """`rows` environments. Raises UserError as `sims.build`, and for tasks that the simulator does not have."""
@@ -74,15 +82,13 @@ class Manipulation:
             "episode/lost": torch.tensor([float(e.lost) for e in episodes]),
         }
 
-    def _demonstrated(self, source: EpisodeSource, seed: int) -> DemonstrationSource:
-        shown = self.config.demonstrations
-        assert shown is not None
+    def _demonstrated(self, source: EpisodeSource, shown: Demonstrations) -> DemonstrationSource:
         if shown.lerobot is not None:
             return DemonstrationSource(self._dataset(shown))
         prompts: list[Prompt] = [source[i] for i in range((shown.episodes or 200) * len(self.config.tasks))]
         starts = [(p.metadata["task"], p.metadata["seed"]) for p in prompts]
         with self.make_simulator(min(self.config.rows, len(starts))) as sim:
-            made = record_expert(sim, starts, noise=shown.noise, successful=shown.successful, seed=seed)
+            made = record_expert(sim, starts, noise=shown.noise, successful=shown.successful, seed=self.seed)
         return DemonstrationSource(made)
 
     def _dataset(self, shown: Demonstrations) -> list[Recorded]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mmrl.errors import UserError
 from mmrl.rollouts import Prompt
 from sims import Observation, VectorSim
 
@@ -66,7 +67,7 @@ def record_expert(
     """Episodes of the scripted expert from `starts` (task and seed). Executed actions are the expert's plus Gaussian
     noise of std `noise`, so that it shows how to come back; recorded are the expert's own.
 
-    Raises UserError where the simulator has no expert, and ValueError if no episode is left.
+    Raises UserError where the simulator has no expert, and if no episode is left.
     """
     rng, recorded = np.random.default_rng(seed), []
     for i in range(0, len(starts), len(sim)):
@@ -87,5 +88,5 @@ def record_expert(
                 images, state, actions = (np.stack(column) for column in zip(*steps[row], strict=True))
                 recorded.append(Recorded(f"{task}-{start}", instructions[row], images, state, actions))
     if not recorded:
-        raise ValueError(f"demonstrations: none of {len(starts)} scripted episodes succeeded; lower noise")
+        raise UserError(f"task.demonstrations: none of {len(starts)} scripted episodes succeeded; lower noise")
     return recorded

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from mmrl.errors import UserError
+from mmrl.metrics import Metrics
 from mmrl.policies.vla.policy import WEIGHTS
-from mmrl.trainer import Metrics, evaluate
+from mmrl.trainer import evaluate
 from tests.engine import workers
 from tests.engine.parts import ROBOTS, call, distance, final, make, metrics, release, timeless, train
 

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmrl.core.reduce import MODES
-from mmrl.trainer import Metrics, Trainer
+from mmrl.metrics import Metrics
+from mmrl.trainer import Trainer
 from tests.engine.parts import IMAGES, ROBOTS, distance, make, release, train
 
 ROWS = 24

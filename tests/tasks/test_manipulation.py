@@ -72,7 +72,7 @@ def test_noise_disturbs_what_is_done_not_what_is_shown():
         starts = [("go", seed) for seed in (0, 10, 20, 30)]
         made = record_expert(sim, starts, noise=0.1, successful=False, seed=0)
         again = record_expert(sim, starts, noise=0.1, successful=False, seed=0)
-        with pytest.raises(ValueError, match="none of 1 scripted episodes succeeded"):
+        with pytest.raises(UserError, match="none of 1 scripted episodes succeeded"):
             record_expert(sim, [("go", 0)], noise=50.0, successful=True, seed=4)
     steps = np.concatenate([np.diff(episode.state[:, 0]) for episode in made])
     assert steps.std() > 0.05 and all((episode.actions == 0.25).all() for episode in made)
@@ -128,7 +128,7 @@ def test_what_an_episode_earns():
 )
 def test_faulty_options_are_named(options, message):
     with pytest.raises((ValueError, UserError), match=message):
-        build({**LINE, **options}, 0)
+        assert build({**LINE, **options}, 0).train
 
 
 def test_demonstrations_come_with_the_task():
