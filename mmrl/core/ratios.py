@@ -1,4 +1,4 @@
-"""Likelihood ratios between the policy that learns, the one that made the rollouts and the engine that sampled them."""
+"""Likelihood ratios between the policy that learns and the one that made the rollouts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 LEVELS = ("decision", "segment", "sequence")
-MODES = ("truncate", "mask")
 BOUND = 20.0  # exp(20) is 5e8: beyond it a ratio says only that something is broken
 
 
@@ -52,36 +51,6 @@ def normalised(log_ratio: Tensor, divergence: Tensor, std: Tensor) -> Tensor:
     so that one clip range bounds every step alike and from both sides.
     """
     return (log_ratio + divergence.detach()) * std
-
-
-@torch.no_grad()
-def truncated_importance_weight(
-    old_logp: Tensor, behaviour_logp: Tensor, mask: Tensor, *, cap: float = 2.0, mode: str = "truncate"
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Detached weights [B, T] for decisions sampled by an engine whose likelihoods differ from the training model's.
-
-    With w = exp(old_logp - behaviour_logp): "truncate" gives min(w, cap) (truncated importance sampling), "mask" gives
-    w where w <= cap and 0 elsewhere. Weights are 0 outside `mask`.
-
-    Statistics over counted decisions (0-d): gap, the mean |old_logp - behaviour_logp|; effective_sample_size,
-    (sum w)^2 / (n sum w^2) of the weights before the cap, 1 when engine and model agree; clipped, the share above cap.
-
-    Raises ValueError for an unknown mode.
-    """
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
-    counted = mask.bool()
-    gap = (old_logp - behaviour_logp).where(counted, 0)
-    raw = gap.clamp(-BOUND, BOUND).exp().where(counted, 0)
-    over = raw > cap
-    weights = raw.clamp(max=cap) if mode == "truncate" else raw.where(~over, 0)
-    n = counted.sum().clamp(min=1)
-    stats = {
-        "gap": gap.abs().sum() / n,
-        "effective_sample_size": raw.sum().square() / (n * raw.square().sum()).clamp(min=1e-30),
-        "clipped": over.sum() / n,
-    }
-    return weights, stats
 
 
 def _segment_mean(values: Tensor, counted: Tensor, segments: Tensor) -> Tensor:

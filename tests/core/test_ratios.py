@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from mmrl.core.ratios import LEVELS, log_ratio, truncated_importance_weight
+from mmrl.core.ratios import LEVELS, log_ratio
 
 NAN, INF = math.nan, math.inf
 SEGMENTS = torch.tensor([[7, 7, -1, 7], [3, 3, 7, 7]])
@@ -74,21 +74,3 @@ def test_bad_options():
         log_ratio(x, x, x, level="token")
     with pytest.raises(ValueError, match="segments"):
         log_ratio(x, x, x, level="segment")
-    with pytest.raises(ValueError, match="truncate, mask"):
-        truncated_importance_weight(x, x, x, mode="clip")
-
-
-def test_truncated_importance_weight():
-    # weights 1/2, 1, 3 and a masked garbage entry; ESS = 4.5^2 / (3 * (1/4 + 1 + 9)) = 20.25 / 30.75
-    old = torch.tensor([[0.5, 1.0, 3.0, NAN]], dtype=torch.float64).log().requires_grad_()
-    behaviour, mask = torch.zeros(1, 4, dtype=torch.float64), torch.tensor([[1, 1, 1, 0]])
-    weights, stats = truncated_importance_weight(old, behaviour, mask)
-    torch.testing.assert_close(weights, torch.tensor([[0.5, 1, 2, 0]], dtype=torch.float64))
-    assert not weights.requires_grad
-    assert stats["gap"].item() == pytest.approx((math.log(2) + math.log(3)) / 3)
-    assert stats["effective_sample_size"].item() == pytest.approx(20.25 / 30.75)
-    assert stats["clipped"].item() == pytest.approx(1 / 3)
-    weights, _ = truncated_importance_weight(old, behaviour, mask, mode="mask", cap=0.9)
-    torch.testing.assert_close(weights, torch.tensor([[0.5, 0, 0, 0]], dtype=torch.float64))
-    _, stats = truncated_importance_weight(behaviour, behaviour, mask)
-    assert stats["effective_sample_size"] == 1 and stats["gap"] == 0 and stats["clipped"] == 0
