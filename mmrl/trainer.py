@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mmrl import checkpoints
 from mmrl.config import Config
 from mmrl.core.advantages import gae, group_advantages
+from mmrl.core.correction import correction_weight, effective_sample_size
 from mmrl.core.credit import branch_advantages
 from mmrl.core.filters import keep_informative_groups
 from mmrl.core.ratios import by_unit, normalised
@@ -67,10 +68,25 @@ class Task(Protocol):
     def measures(self, samples: list[Sample], group: Tensor) -> dict[str, Tensor]: ...
 
 
+class Generator(Protocol):
+    """An engine that generates for the policy and needs its weights: inside `generation` it has them. Gives metrics."""
+
+    def generation(self) -> AbstractContextManager[dict[str, float]]: ...
+
+
 class Trainer:
-    def __init__(self, config: Config, policy: Policy, task: Task, engine: Engine, run: Run) -> None:
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        task: Task,
+        engine: Engine,
+        run: Run,
+        generator: Generator | None = None,
+    ) -> None:
         check_batch(config, engine.world)
         self.config, self.policy, self.task, self.engine, self.run = config, policy, task, engine, run
+        self.generator = generator
         self.prompts = PromptStream(task.train, config.seed)
         self.ema = None if config.optim.ema is None else Shadow(policy.module, warmed_up(config.optim.ema))
         slow = config.algorithm.sampling_policy
@@ -91,7 +107,8 @@ class Trainer:
             self.evaluate()
         while self.step < self.config.steps and not self.stopping:
             metrics = Metrics(self.engine)
-            with metrics.phase("rollout"), applied(self.sampling_policy):
+            with metrics.phase("rollout"), applied(self.sampling_policy), awake(self.generator) as measured:
+                metrics.set(measured)
                 rollouts = self.collect(metrics)
             rollouts.advantages = self.advantages(rollouts, metrics)
             with metrics.phase("update"):
@@ -295,6 +312,7 @@ class Trainer:
         algorithm = self.config.algorithm
         replay = self.policy.replay(micro, self.engine)
         mask = micro.mask.to(replay.logp.device)
+        corrected = self.correct(micro, replay, mask)
         stats: dict[str, Tensor] = {}
         clipped = algorithm.method != "supervised" and algorithm.surrogate == "clip"
         values = torch.zeros_like(replay.logp)
@@ -328,7 +346,18 @@ class Trainer:
             error, known = self.value_error(micro, replay.value)
             stats["critic/error"] = error.detach()
             loss = loss + algorithm.ppo.value_coefficient * reduce(error, known, mode="token_mean", total=steps)
-        return loss, stats
+        return loss, stats | corrected
+
+    def correct(self, micro: Rollouts, replay: Replay, mask: Tensor) -> dict[str, Tensor]:
+        """Gives decisions that another engine sampled their weight in the loss, as `replay.weight`; statistics."""
+        if micro.behaviour_logp is None:
+            return {}
+        old = replay.logp.detach() if micro.old_logp is None else micro.old_logp
+        options = self.config.rollout.correction.model_dump(exclude={"max_gap"})
+        weight, stats = correction_weight(old, micro.behaviour_logp.to(old.device), mask.to(old.device), **options)
+        weight = weight.to(mask.device)
+        replay.weight = weight if replay.weight is None else replay.weight * weight
+        return {f"correction/{name}": value for name, value in stats.items()}
 
     def clipped(
         self, micro: Rollouts, replay: Replay, mask: Tensor, over: dict[str, Any]
@@ -413,7 +442,7 @@ class Trainer:
         """Accuracy on the first evaluation.prompts held-out prompts, by kind too where prompts have one."""
         settings = self.config.evaluation
         started = time.perf_counter()
-        with applied(self.ema):
+        with applied(self.ema), awake(self.generator):
             result, samples = evaluate(self.policy, self.task, self.engine, settings.prompts, self.config)
         accuracy = result["evaluation/accuracy"]
         result["time/evaluation"] = time.perf_counter() - started
@@ -441,6 +470,7 @@ class Trainer:
         if rollouts.accuracy is not None:
             metrics.add("accuracy", rollouts.accuracy)
         values = metrics.result()
+        self.judge_engines(values)
         values["throughput/rollouts_per_second"] = self.config.rollouts_per_step / values["time/step"]
         self.run.log(self.step, values)
         self.run.line(step_line(self.step, self.config.steps, values))
@@ -450,6 +480,21 @@ class Trainer:
             assert shown.advantages is not None
             columns["advantage"] = shown.advantages.reshape(len(shown), -1).mean(1).tolist()
             self.run.samples(f"train-{self.step:06d}", shown.samples, columns)
+
+    def judge_engines(self, values: dict[str, float]) -> None:
+        """Adds what follows from the step's means. Raises UserError, on all ranks, if the engine that samples and the
+        model that is trained are too far apart."""
+        if "correction/logp_gap" not in values:
+            return
+        squared = values.pop("correction/weight_squared")
+        values["correction/effective_sample_size"] = effective_sample_size(values["correction/weight"], squared)
+        gap, limit = values["correction/logp_gap"], self.config.rollout.correction.max_gap
+        if not gap <= limit:
+            raise UserError(
+                f"step {self.step}: log-probabilities of the sampling engine are {gap:.3g} from the trained model's on "
+                f"average, more than rollout.correction.max_gap={limit:g}; try model.dtype=float32, a lower optim.lr, "
+                "or rollout.engine=transformers"
+            )
 
     def save(self) -> None:
         state = {
@@ -535,6 +580,11 @@ def scoring_thread() -> ThreadPoolExecutor:
 def applied(shadow: Shadow | None) -> AbstractContextManager[None]:
     """Inside it the policy computes with averaged weights, where there are any."""
     return nullcontext() if shadow is None else shadow.applied()
+
+
+def awake(generator: Generator | None) -> AbstractContextManager[dict[str, float]]:
+    """Inside it an engine that generates for the policy has its present weights."""
+    return nullcontext({}) if generator is None else generator.generation()
 
 
 def total_reward(batch: Rollouts, weights: list[float]) -> Tensor:

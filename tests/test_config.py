@@ -210,3 +210,20 @@ def test_numbers_of_a_run():
         {"run_dir": "r", "steps": 5, "algorithm": {"epochs": 2, "minibatches": 3}, "rollout": {"prompts": 6}}
     )
     assert (made.group_size, made.rollouts_per_step, made.total_updates) == (8, 48, 30)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["model.kind=diffusion"], "rollout.engine=vllm is for model.kind=vision_language, not diffusion"),
+        (["algorithm.method=supervised"], "algorithm.method=supervised generates nothing"),
+        (["rollout.vllm.memroy=0.5"], "did you mean rollout.vllm.memory?"),
+        (["rollout.vllm.memory=1.5"], "rollout.vllm.memory"),
+        (["rollout.correction.weight=word"], "rollout.correction.weight"),
+        (["rollout.correction.cap=0.5"], "rollout.correction.cap"),
+        (["rollout.correction.low=1.5"], "rollout.correction.low=1.5 and high=2.0 leave out 1"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_an_engine_that_does_not_fit_the_job_is_refused(refusal, overrides, expected):
+    assert expected in refusal("rollout.engine=vllm", *overrides)

@@ -7,7 +7,7 @@ import torch
 
 from mmrl.rollouts import Prompt, Rollouts, Sample
 
-TENSORS = ("rewards", "accuracy", "advantages", "old_logp", "ref_logp")
+TENSORS = ("rewards", "accuracy", "advantages", "old_logp", "behaviour_logp", "ref_logp")
 
 
 def batch(lengths, first=0, full=True):
@@ -22,7 +22,7 @@ def batch(lengths, first=0, full=True):
         made.rewards = torch.stack([number, number + 0.5], 1)
         made.accuracy, made.advantages = number.float(), -number.float()
         made.old_logp = (number[:, None] * 100.0 + decision) * mask
-        made.ref_logp = -made.old_logp
+        made.ref_logp, made.behaviour_logp = -made.old_logp, made.old_logp / 2
     return made
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,6 +50,25 @@ def gradient(trainer, batch, **algorithm):
 
 def angle_free(a, b):
     return float((a - b).norm() / a.norm())
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "reinforce"])
+def test_decisions_that_an_engine_found_less_likely_weigh_more(trainer, batch, surrogate):
+    plain = gradient(trainer, batch, surrogate=surrogate)
+    for factor, weight in [(0.5, 0.5), (1.5, 1.5), (4.0, 2.0)]:  # 2 is the default cap
+        sampled = replace(batch, behaviour_logp=batch.old_logp - math.log(factor))
+        assert angle_free(weight * plain, gradient(trainer, sampled, surrogate=surrogate)) < 1e-5
+
+
+def test_engines_too_far_apart_stop_the_run(trainer):
+    means = {"correction/logp_gap": 0.1, "correction/weight": 1.5, "correction/weight_squared": 41 / 12}
+    trainer.judge_engines(means)
+    assert means == pytest.approx(
+        {"correction/logp_gap": 0.1, "correction/weight": 1.5, "correction/effective_sample_size": 27 / 41}
+    )
+    for gap in (0.6, math.nan):
+        with pytest.raises(UserError, match="rollout.correction.max_gap=0.5"):
+            trainer.judge_engines(means | {"correction/logp_gap": gap, "correction/weight_squared": 1.0})
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])

@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,12 @@ def start_distributed() -> None:
         }
         os.environ.update(alone)
     deepspeed.init_distributed(verbose=False, timeout=timedelta(minutes=30))
+
+
+def gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
+    """Inside it parameters are whole also where ZeRO-3 keeps a slice on each rank (a collective then)."""
+    split = [p for p in parameters if "ds_id" in vars(p)]
+    return deepspeed.zero.GatheredParameters(split) if split else nullcontext()
 
 
 def memory_estimate(module: nn.Module, zero_stage: int, world: int, dtype: str) -> list[str]:

@@ -50,8 +50,7 @@ def encode(processor: Any, prompts: Sequence[Prompt], max_length: int) -> list[T
 
 
 def _encode_alike(processor: Any, prompts: Sequence[Prompt], max_length: int) -> list[Tokens]:
-    chats = [messages(prompt) for prompt in prompts]
-    texts = processor.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    texts = chat_texts(processor, prompts)
     images = {"images": [list(p.images) for p in prompts]} if prompts[0].images else {}  # nested: by prompt
     encoded = dict(processor(text=texts, return_tensors="pt", padding=True, **images))
     real = encoded.pop("attention_mask").bool()
@@ -68,6 +67,12 @@ def _encode_alike(processor: Any, prompts: Sequence[Prompt], max_length: int) ->
         sequence = {k: v[i][real[i]] for k, v in encoded.items() if k in PER_TOKEN}
         rows.append(Tokens(ids[i][real[i]], ids.new_empty(0), sequence, {k: v[i] for k, v in pictures.items()}))
     return rows
+
+
+def chat_texts(processor: Any, prompts: Sequence[Prompt]) -> list[str]:
+    """The prompts through the chat template, with one marker a picture."""
+    chats = [messages(prompt) for prompt in prompts]
+    return processor.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
 
 
 def collate(

@@ -29,8 +29,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling, shape_logits
 from mmrl.generation.transformers import Prefix, generate, generate_groups
+from mmrl.generation.vllm import VLLM, Request
 from mmrl.kernels import hidden_logprob, token_logprob
-from mmrl.policies.prompts import Tokens, collate, encode
+from mmrl.policies.prompts import Tokens, chat_texts, collate, encode
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
 # Names of modules, as path components of parameter names, over the families of transformers.
@@ -167,6 +168,7 @@ class VisionLanguagePolicy:
         self._recompute(True)
         self.frozen = None if reference is None else TokenScorer(reference, self.sampling, logp_chunk).eval()
         self.lockstep: Lockstep | None = None
+        self.engine: VLLM | None = None  # generates instead of the model; whoever sets it keeps its weights current
 
     @property
     def device(self) -> torch.device:
@@ -208,15 +210,32 @@ class VisionLanguagePolicy:
         *,
         step: int = 0,
         temperature: float | None = None,
+        max_response_length: int | None = None,
     ) -> Rollouts:
         """Sample `group_size` responses a prompt. seeds: one a rollout, prompt by prompt. group: the prompt's place.
 
-        Sampling is the same at every `step` of training."""
+        Sampling is the same at every `step` of training. An engine's likelihoods are kept as behaviour_logp."""
         encoded = self.encode(prompts)
         repeated = [tokens for tokens in encoded for _ in range(group_size)]
         sampling = self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
+        limit = max_response_length or self.max_response_length
+        each = [prompt for prompt in prompts for _ in range(group_size)]
+        if self.engine is not None:
+            texts = chat_texts(self.processor, prompts)
+            requests = [Request(p.id, x, p.images, t.prompt) for p, x, t in zip(prompts, texts, encoded, strict=True)]
+            drawn = self.engine.generate(
+                [request for request in requests for _ in range(group_size)],
+                sampling=sampling,
+                seeds=seeds,
+                eos=self.eos,
+                limit=limit,
+            )
+            answered = [replace(t, response=ids) for t, (ids, _) in zip(repeated, drawn, strict=True)]
+            rollouts = self._rollouts(each, answered, group_size)
+            rollouts.behaviour_logp = nn.utils.rnn.pad_sequence([logp for _, logp in drawn], batch_first=True)
+            return rollouts
         core = transformers_model(self.module.model)
-        limits: dict[str, Any] = {"eos": self.eos, "max_new_tokens": self.max_response_length}
+        limits: dict[str, Any] = {"eos": self.eos, "max_new_tokens": limit}
         self._recompute(False)
         if self.shares_prompts(training=False):
             inputs = self.collate(encoded, padding_side="left")
@@ -236,7 +255,7 @@ class VisionLanguagePolicy:
             )
         self._recompute(True)
         answered = [replace(t, response=r) for t, r in zip(repeated, responses, strict=False)]
-        return self._rollouts([p for p in prompts for _ in range(group_size)], answered, group_size)
+        return self._rollouts(each, answered, group_size)
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
         """One response a prompt at the temperature of evaluation."""

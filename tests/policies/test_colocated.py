@@ -1,0 +1,129 @@
+"""Weights handed to a second engine, and the proof that they arrived. The engine here is a copy of the model that
+transformers generates with, so these tests need no vLLM; tests/engine/test_vllm.py runs the same with vLLM itself."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from mmrl.errors import UserError
+from mmrl.generation import vllm
+from mmrl.generation.sampling import Sampling
+from mmrl.policies import vlm
+from mmrl.policies.colocated import Colocated, merged_weights
+from tests.engine.parts import model_folder
+from tests.policies.conftest import PROMPTS
+
+ONE_PICTURE = [PROMPTS[2], PROMPTS[1]]
+
+
+class Copy:
+    """A second model with the same architecture, told its weights by name."""
+
+    def __init__(self, policy: vlm.VisionLanguagePolicy) -> None:
+        model = copy.deepcopy(policy.module.model)
+        if hasattr(model, "merge_and_unload"):
+            model = model.merge_and_unload()
+        self.own = vlm.VisionLanguagePolicy(model, policy.processor, sampling=Sampling(0.7), max_response_length=7)
+        self.prompts = {prompt.id: prompt for prompt in PROMPTS}
+        self.awake = True
+
+    def generate(self, requests, *, sampling, seeds, eos, limit):
+        prompts = [self.prompts[request.name] for request in requests]
+        made = self.own.rollout(prompts, 1, seeds, temperature=sampling.temperature, max_response_length=limit)
+        with torch.no_grad():
+            logp = self.own.replay(made, self.own.module).logp
+        return [(t.response, row[: len(t.response)]) for t, row in zip(made.inputs, logp, strict=True)]
+
+    def load(self, weights):
+        target = dict(self.own.module.model.named_parameters(remove_duplicate=False))
+        given = dict(weights)
+        assert given.keys() == target.keys()
+        for name, value in given.items():
+            target[name].data.copy_(value)
+
+    def sleep(self):
+        self.awake = False
+
+    def wake(self):
+        self.awake = True
+
+
+@pytest.fixture
+def colocated():
+    def make(lora=None, limit=1e-3):
+        policy = vlm.load(model_folder(), sampling=Sampling(0.7), max_response_length=7, lora=lora)
+        return Colocated(policy, Copy(policy), ONE_PICTURE, limit=limit, gather=lambda value: [value])
+
+    return make
+
+
+def disturb(policy, size=0.05):
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+
+
+LORA = {"rank": 4, "alpha": 8.0, "targets": "all-linear"}
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_generation_has_the_trained_weights_after_every_change(colocated, lora):
+    made = colocated(lora)
+    for _ in range(3):
+        disturb(made.policy)
+        assert made.probe() > 1e-2  # what the engine still has is far from what the model has now
+        with made.generation() as measured:
+            assert made.engine.awake and measured["generation/probe_gap"] < 1e-3
+            rollouts = made.policy.rollout(ONE_PICTURE, 3, range(6))
+            with torch.no_grad():
+                logp = made.policy.replay(rollouts, made.policy.module).logp
+            torch.testing.assert_close(rollouts.behaviour_logp, logp, atol=1e-3, rtol=0)
+        assert not made.engine.awake
+
+
+def test_merged_weights_are_those_that_peft_merges(colocated):
+    policy = colocated(LORA).policy
+    disturb(policy)
+    found = dict(merged_weights(policy.module.model))
+    merged = copy.deepcopy(policy.module.model).merge_and_unload()
+    want = dict(merged.named_parameters(remove_duplicate=False))
+    assert found.keys() == want.keys() and "lm_head.weight" in found  # the tied layer under both of its names
+    for name, value in want.items():
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-5)
+
+
+def test_weights_that_do_not_arrive_stop_the_run_on_every_rank(colocated):
+    made = colocated()
+    made.engine.load = lambda weights: None
+    disturb(made.policy)
+    with pytest.raises(UserError, match="rollout.vllm.probe_limit=0.001: weights or caches are stale"):
+        made.synchronise()
+    healthy = colocated()
+    healthy.gather = lambda value: [value, 0.5]  # another rank's
+    with pytest.raises(UserError, match="differ from the trained model's by 0.5"):
+        healthy.synchronise()
+
+
+def test_a_weight_that_is_left_out_is_noticed(colocated):
+    """The tied output layer of an engine that packs it by itself."""
+    made = colocated()
+    head = made.engine.own.module.model.lm_head
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    made.engine.load = lambda weights: [
+        dict(made.engine.own.module.model.named_parameters())[name].data.copy_(value)
+        for name, value in weights
+        if name != "lm_head.weight"
+    ]
+    disturb(made.policy)
+    with pytest.raises(UserError, match="stale"):
+        made.synchronise()
+
+
+def test_an_engine_that_is_not_installed_is_asked_for_in_one_line(monkeypatch):
+    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="^rollout.engine=vllm needs vLLM: install"):
+        vllm.check_installed()
