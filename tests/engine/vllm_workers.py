@@ -36,7 +36,7 @@ def one_rank(folder: Path) -> None:
         ours = policy.rollout(prompts, 4, range(16))
         alone = policy.rollout(prompts[2:], 4, range(8, 16))
         greedy = policy.rollout(prompts, 1, range(4), temperature=0.0)
-        hot = policy.rollout(prompts, 8, range(32), temperature=50.0)
+        hot = policy.rollout(prompts, 64, range(256), temperature=2.0)
     policy.engine = None
     plain = policy.rollout(prompts, 1, range(4), temperature=0.0)
     policy.engine = engine
@@ -73,9 +73,10 @@ def responses(rollouts) -> list[list[int]]:
     return [tokens.response.tolist() for tokens in rollouts.inputs]
 
 
-def two_ranks(folder: Path) -> None:
-    """ZeRO-3 from start to checkpoint to resume; each rank has an engine of its own."""
-    options = [*VLLM, "engine.zero_stage=3", "optim.lr=1e-2", "checkpoint.every=2"]
-    train(folder / "two", "steps=2", *options)
-    train(folder / "two", "steps=4", "checkpoint.resume=true", *options, resume=True)
-    (folder / "two.json").write_text(json.dumps(metrics(folder / "two")))
+def two_ranks(folder: Path, *options: str) -> None:
+    """ZeRO-3; each rank has an engine of its own."""
+    train(folder / "two", *VLLM, "engine.zero_stage=3", "optim.lr=1e-2", "checkpoint.every=2", *options)
+
+
+def two_ranks_again(folder: Path, *options: str) -> None:
+    train(folder / "two", *VLLM, "engine.zero_stage=3", "optim.lr=1e-2", "checkpoint.every=2", *options, resume=True)
