@@ -6,6 +6,7 @@ import importlib
 import shutil
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pydantic import ValidationError
@@ -16,8 +17,9 @@ from mmrl.engine import Engine, Ranks
 from mmrl.errors import UserError
 
 if TYPE_CHECKING:  # each is imported where it is built: an image run shall not wait for the language models' libraries
-    from mmrl.policies.colocated import Colocated
+    from mmrl.generation.vllm import Generator
     from mmrl.policies.diffusion import DiffusionPolicy
+    from mmrl.policies.synced import Synced
     from mmrl.policies.vla.policy import VisionLanguageActionPolicy
     from mmrl.policies.vlm import VisionLanguagePolicy
     from sims import VectorSim
@@ -179,33 +181,52 @@ def build_engine(config: Config, policy: Any) -> Engine:
     return engine
 
 
-def build_generator(config: Config, policy: Any, task: Any, ranks: Ranks) -> Colocated | None:
-    """The engine beside the model, where one is asked for; the policy then generates with it."""
+def build_generator(config: Config, policy: Any, task: Any, ranks: Ranks) -> Synced | None:
+    """The engines that generate for the policy, where some are asked for."""
     if config.rollout.engine == "transformers":
         return None
-    from mmrl.generation.vllm import VLLM, check_installed
-    from mmrl.policies.colocated import Colocated, written
+    from mmrl.generation.vllm import VLLM, EngineOptions, check_installed
+    from mmrl.policies.synced import Synced, describe
     from mmrl.policies.vlm import transformers_model
 
-    check_installed()
     rollout, settings, cuda = config.rollout, config.rollout.vllm, ranks.device.type == "cuda"
     positions = transformers_model(policy.module.model).config.get_text_config().max_position_embeddings
-    with written(policy) as folder:
-        engine = VLLM(
-            folder,
-            context=min(rollout.max_prompt_length + rollout.max_response_length, positions),
-            dtype=config.model.dtype,
-            cache_gib=settings.cache_gib if cuda or settings.cache_gib else 1.0,
-            memory=settings.memory,
-            max_sequences=settings.max_sequences,
-            images=settings.images,
-            eager=settings.eager,
-            seed=config.seed,
+    options = EngineOptions(
+        context=min(rollout.max_prompt_length + rollout.max_response_length, positions),
+        dtype=config.model.dtype,
+        cache_gib=settings.cache_gib if cuda or settings.cache_gib else 1.0,
+        memory=settings.memory,
+        max_sequences=settings.max_sequences,
+        images=settings.images,
+        eager=settings.eager,
+        seed=config.seed,
+        tensor_parallel=settings.tensor_parallel,
+    )
+    if settings.placement == "server":
+        from mmrl.generation.servers import Servers
+
+        engine: Generator = Servers(
+            Path(settings.exchange or Path(config.run_dir) / "engines"),
+            options,
+            describe=lambda folder: describe(policy, folder),
+            gather=ranks.gather,
+            rank=ranks.rank,
+            count=settings.servers,
+            addresses=settings.addresses,
+            host=settings.host,
+            first_device=settings.first_device,
+            in_flight=settings.in_flight,
+            timeout=settings.timeout,
         )
+    else:
+        check_installed()
+        with tempfile.TemporaryDirectory(prefix="mmrl-engine-") as folder:
+            describe(policy, Path(folder))
+            engine = VLLM(Path(folder), options)
     source = task.evaluation if task.train is None else task.train
     probes = [source[i] for i in range(min(settings.probes, len(source)))]
     limit = settings.probe_limit or (1e-3 if config.model.dtype == "float32" else 0.3)
-    return Colocated(policy, engine, probes, limit=limit, gather=ranks.gather)
+    return Synced(policy, engine, probes, limit=limit, gather=ranks.gather)
 
 
 def locate(target: str, key: str) -> Callable[..., Any]:

@@ -138,7 +138,7 @@ def train(config: Any, *, dry: bool = False) -> int:
     if task.train is None:
         raise UserError("the task has no questions to train on, only held-out ones; name them in task.data")
     policy = build_policy(config, task)
-    engine = build_engine(config, policy)
+    engine, generator = build_engine(config, policy), None
     try:
         check_batch(config, engine.world)
         generator = build_generator(config, policy, task, engine)
@@ -158,6 +158,8 @@ def train(config: Any, *, dry: bool = False) -> int:
         elif not trainer.stopping:
             run.line(summary(trainer.accuracies, folder))
     finally:
+        if generator is not None:
+            generator.close()
         # In order also after an error: gloo's thread otherwise aborts the interpreter and hides the message.
         engine.close()
     return 143 if trainer.stopping else 0
@@ -283,12 +285,15 @@ def held_out(options: argparse.Namespace, *overrides: str) -> Iterator[tuple[Any
     origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null", "model.warm_start=null"]
     config = load(options.config, [*options.overrides, *origin, *overrides])
     task = build_task(config)
-    policy, ranks = build_policy(config, task), Ranks()
+    policy, ranks, generator = build_policy(config, task), Ranks(), None
     try:
         policy.module.to(ranks.device)
-        with awake(build_generator(config, policy, task, ranks)):
+        generator = build_generator(config, policy, task, ranks)
+        with awake(generator):
             yield config, task, policy, ranks
     finally:
+        if generator is not None:
+            generator.close()
         ranks.close()
 
 

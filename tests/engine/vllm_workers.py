@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import torch
@@ -10,7 +14,7 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.rollouts import Prompt
-from tests.engine.parts import Fixed, Questions, make, metrics, release, spread, train
+from tests.engine.parts import Fixed, Questions, make, release, spread, train
 
 VLLM = ["rollout.engine=vllm", "rollout.max_response_length=8", "rollout.vllm.cache_gib=0.1"]
 
@@ -80,3 +84,91 @@ def two_ranks(folder: Path, *options: str) -> None:
 
 def two_ranks_again(folder: Path, *options: str) -> None:
     train(folder / "two", *VLLM, "engine.zero_stage=3", "optim.lr=1e-2", "checkpoint.every=2", *options, resume=True)
+
+
+SERVERS = ["rollout.vllm.placement=server", "rollout.vllm.servers=2", "rollout.vllm.in_flight=4"]
+
+
+def servers(folder: Path) -> None:
+    """Two engines in processes of their own: asked, killed, forgotten, held up, and then trained with."""
+    trainer = make(
+        *[
+            folder / "run",
+            *VLLM,
+            *SERVERS,
+            "optim.lr=1e-2",
+            "steps=4",
+            "rollout.ahead=1",
+            "checkpoint.every=2",
+            "checkpoint.keep=2",
+        ],
+        task=Fixed(spread),
+    )
+    policy, generator, engine = trainer.policy, trainer.generator, trainer.generator.engine
+    found: dict = {"prompts": trainer.config.rollout.prompts}
+    prompts = [trainer.prompts[i] for i in range(16)]
+    try:
+        generator.synchronise()
+        first = policy.rollout(prompts, 8, range(128))
+        with torch.no_grad():
+            gap = (policy.replay(first, policy.module).logp - first.behaviour_logp)[first.mask].abs().max()
+        found |= {"first": responses(first), "gap": float(gap), "answered": list(engine.answered)}
+        found["again"] = responses(policy.rollout(prompts, 8, range(128)))
+
+        threading.Thread(target=kill_at, args=(engine, sum(engine.answered) + 32)).start()
+        found["killed"] = responses(policy.rollout(prompts, 8, range(128)))
+        engine.answered = [0, 0]
+        found |= generator.synchronise()
+        policy.rollout(prompts, 8, range(128))
+        found["answered_after"] = engine.answered
+
+        found["stale"] = forgotten(generator, policy)
+        generator.synchronise()
+        found |= slow_second(engine, policy, prompts)
+
+        trainer.train()
+    finally:
+        generator.close()
+    release(trainer)
+    (folder / "servers.json").write_text(json.dumps(found))
+
+
+def kill_at(engine, answers: int) -> None:
+    while sum(engine.answered) < answers:
+        time.sleep(0.005)
+    os.killpg(engine.processes[0].running.pid, signal.SIGKILL)
+
+
+def forgotten(generator, policy) -> str:
+    """What a synchronisation says in which the second engine claims to have new weights."""
+    before = [p.detach().clone() for p in policy.module.parameters()]
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            parameter.mul_(1.1)
+    second = generator.engine.servers[1]
+    post, second.post = second.post, lambda path, body=None: {} if path == "collective_rpc" else post(path, body)
+    message = ""
+    try:
+        generator.synchronise()
+    except UserError as error:
+        message = str(error)
+    second.post = post
+    with torch.no_grad():
+        for parameter, value in zip(policy.module.parameters(), before, strict=True):
+            parameter.copy_(value)
+    return message
+
+
+def slow_second(engine, policy, prompts) -> dict:
+    """The same batch, the second engine behind a wire that takes half a second for everything."""
+    second, engine.answered = engine.servers[1], [0, 0]
+    post = second.post
+
+    def slowly(path, body=None):
+        time.sleep(0.5)
+        return post(path, body)
+
+    second.post = slowly
+    made = responses(policy.rollout(prompts, 8, range(128)))
+    second.post = post
+    return {"slow": made, "shares": engine.answered}

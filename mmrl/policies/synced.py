@@ -1,4 +1,4 @@
-"""vLLM beside the model that is trained: it gets the current weights before every generation, and has to prove it."""
+"""Engines that generate for the model that is trained: they get its current weights, and have to prove it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,17 +14,17 @@ from torch import Tensor, nn
 
 from mmrl.engine import gathered
 from mmrl.errors import UserError
-from mmrl.generation.vllm import VLLM
+from mmrl.generation.vllm import Answering, Generator
 from mmrl.policies.vlm import VisionLanguagePolicy, transformers_model
 from mmrl.rollouts import Prompt
 
 PROBE_TOKENS = 16
 
 
-class Colocated:
-    """Generation by an engine in this process, with weights that are known to be the trained ones.
+class Synced:
+    """Generation by engines with weights that are known to be the trained ones.
 
-    After each synchronisation the engine answers `probes`, the same prompts with the same seeds every time, and the
+    After each synchronisation every engine answers `probes`, the same prompts with the same seeds every time, and the
     trained model says how likely it finds these answers. A difference above `limit` means that weights, or what is
     remembered of earlier ones, are stale. It shows a change of weights that moves likelihoods by more than `limit`.
     """
@@ -33,13 +32,13 @@ class Colocated:
     def __init__(
         self,
         policy: VisionLanguagePolicy,
-        engine: VLLM,
+        engine: Generator,
         probes: Sequence[Prompt],
         *,
         limit: float,
         gather: Callable[[Any], list[Any]],
     ) -> None:
-        """gather: the values of all ranks; every method here is a collective."""
+        """gather: the values of all ranks; every method here but `close` is a collective."""
         self.policy, self.engine, self.probes, self.limit, self.gather = policy, engine, list(probes), limit, gather
         policy.engine = engine
         engine.sleep()
@@ -52,11 +51,11 @@ class Colocated:
         self.engine.sleep()
 
     def synchronise(self) -> dict[str, float]:
-        """Raises UserError, on all ranks, if the engine does not compute with the policy's weights afterwards."""
+        """Raises UserError, on all ranks, if an engine does not compute with the policy's weights afterwards."""
         started = time.perf_counter()
         self.engine.load(merged_weights(self.policy.module.model))
         loaded = time.perf_counter()
-        gap = max(self.gather(self.probe()))
+        gap = max(self.gather(max(self.probe(engine) for engine in self.engine.replicas)))
         if not gap <= self.limit:
             raise UserError(
                 f"after giving the weights to vLLM its log-probabilities differ from the trained model's by {gap:.2g}, "
@@ -67,29 +66,30 @@ class Colocated:
             "generation/probe_gap": gap,
             "time/synchronise": loaded - started,
             "time/probe": time.perf_counter() - loaded,
+            **self.engine.measures(),
         }
 
     @torch.no_grad()
-    def probe(self) -> float:
-        """The largest difference of log-probability between engine and model on this rank's answers to the probes."""
+    def probe(self, engine: Answering) -> float:
+        """The largest difference of log-probability between engine and model on its answers to the probes."""
         policy = self.policy
-        answers = policy.rollout(
-            self.probes, 1, range(len(self.probes)), max_response_length=min(PROBE_TOKENS, policy.max_response_length)
+        answers = policy.ask(
+            engine, self.probes, 1, range(len(self.probes)), limit=min(PROBE_TOKENS, policy.max_response_length)
         )
         assert answers.behaviour_logp is not None
         difference = policy.replay(answers, policy.module).logp.cpu() - answers.behaviour_logp
         return float(difference[answers.mask].abs().max())
 
+    def close(self) -> None:
+        self.engine.close()
 
-@contextmanager
-def written(policy: VisionLanguagePolicy) -> Iterator[Path]:
-    """A folder with all that an engine reads of a policy but its weights."""
-    with TemporaryDirectory(prefix="mmrl-engine-") as folder:
-        core = transformers_model(policy.module.model)
-        core.config.save_pretrained(folder)
-        core.generation_config.save_pretrained(folder)
-        policy.processor.save_pretrained(folder)
-        yield Path(folder)
+
+def describe(policy: VisionLanguagePolicy, folder: Path) -> None:
+    """Writes all that an engine reads of a policy but its weights."""
+    core = transformers_model(policy.module.model)
+    core.config.save_pretrained(folder)
+    core.generation_config.save_pretrained(folder)
+    policy.processor.save_pretrained(folder)
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ from mmrl.errors import UserError
 from mmrl.generation import vllm
 from mmrl.generation.sampling import Sampling
 from mmrl.policies import vlm
-from mmrl.policies.colocated import Colocated, merged_weights
+from mmrl.policies.synced import Synced, merged_weights
 from tests.engine.parts import model_folder
 from tests.policies.conftest import PROMPTS
 
@@ -28,6 +28,13 @@ class Copy:
         self.own = vlm.VisionLanguagePolicy(model, policy.processor, sampling=Sampling(0.7), max_response_length=7)
         self.prompts = {prompt.id: prompt for prompt in PROMPTS}
         self.awake = True
+
+    @property
+    def replicas(self):
+        return (self,)
+
+    def measures(self):
+        return {}
 
     def generate(self, requests, *, sampling, seeds, eos, limit):
         prompts = [self.prompts[request.name] for request in requests]
@@ -51,10 +58,10 @@ class Copy:
 
 
 @pytest.fixture
-def colocated():
+def synced():
     def make(lora=None, limit=1e-3):
         policy = vlm.load(model_folder(), sampling=Sampling(0.7), max_response_length=7, lora=lora)
-        return Colocated(policy, Copy(policy), ONE_PICTURE, limit=limit, gather=lambda value: [value])
+        return Synced(policy, Copy(policy), ONE_PICTURE, limit=limit, gather=lambda value: [value])
 
     return make
 
@@ -71,11 +78,11 @@ LORA = {"rank": 4, "alpha": 8.0, "targets": "all-linear"}
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_generation_has_the_trained_weights_after_every_change(colocated, lora):
-    made = colocated(lora)
+def test_generation_has_the_trained_weights_after_every_change(synced, lora):
+    made = synced(lora)
     for _ in range(3):
         disturb(made.policy)
-        assert made.probe() > 1e-2  # what the engine still has is far from what the model has now
+        assert made.probe(made.engine) > 1e-2  # what the engine still has is far from what the model has now
         with made.generation() as measured:
             assert made.engine.awake and measured["generation/probe_gap"] < 1e-3
             rollouts = made.policy.rollout(ONE_PICTURE, 3, range(6))
@@ -85,8 +92,8 @@ def test_generation_has_the_trained_weights_after_every_change(colocated, lora):
         assert not made.engine.awake
 
 
-def test_merged_weights_are_those_that_peft_merges(colocated):
-    policy = colocated(LORA).policy
+def test_merged_weights_are_those_that_peft_merges(synced):
+    policy = synced(LORA).policy
     disturb(policy)
     found = dict(merged_weights(policy.module.model))
     merged = copy.deepcopy(policy.module.model).merge_and_unload()
@@ -96,21 +103,21 @@ def test_merged_weights_are_those_that_peft_merges(colocated):
         torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-5)
 
 
-def test_weights_that_do_not_arrive_stop_the_run_on_every_rank(colocated):
-    made = colocated()
+def test_weights_that_do_not_arrive_stop_the_run_on_every_rank(synced):
+    made = synced()
     made.engine.load = lambda weights: None
     disturb(made.policy)
     with pytest.raises(UserError, match="rollout.vllm.probe_limit=0.001: weights or caches are stale"):
         made.synchronise()
-    healthy = colocated()
+    healthy = synced()
     healthy.gather = lambda value: [value, 0.5]  # another rank's
     with pytest.raises(UserError, match="differ from the trained model's by 0.5"):
         healthy.synchronise()
 
 
-def test_a_weight_that_is_left_out_is_noticed(colocated):
+def test_a_weight_that_is_left_out_is_noticed(synced):
     """The tied output layer of an engine that packs it by itself."""
-    made = colocated()
+    made = synced()
     head = made.engine.own.module.model.lm_head
     head.weight = nn.Parameter(head.weight.detach().clone())
     made.engine.load = lambda weights: [

@@ -1,0 +1,466 @@
+"""vLLM's servers: engines in processes of their own, started here or given by address, each a replica.
+
+They are talked to over HTTP, tokens in and tokens out. Weights go through a folder that all of them can read.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.generation.sampling import Sampling
+from mmrl.generation.vllm import (
+    ENVIRONMENT,
+    GIB,
+    Answer,
+    EngineOptions,
+    Request,
+    check_installed,
+    check_length,
+    check_read,
+    sampling_parameters,
+)
+
+NAME = "mmrl"  # of the model, for the servers
+SHARD = 2 * GIB  # bytes of a file of weights, which are held in memory until it is written
+PAUSE = 0.5  # seconds between two attempts
+# What a server that went away makes of a request, or one that is going.
+LOST = (requests.ConnectionError, requests.Timeout)
+
+
+@dataclass
+class Server:
+    """One engine by its address."""
+
+    address: str
+    timeout: float  # seconds
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Raises one of LOST where it does not answer, and UserError where it refuses."""
+        return self._read(requests.post(f"{self.address}/{path}", json=body, timeout=self.timeout), path)
+
+    def version(self) -> str:
+        path = "weight_info"
+        return self._read(requests.get(f"{self.address}/{path}", timeout=self.timeout), path)["weight_version"]
+
+    def _read(self, answer: requests.Response, path: str) -> dict[str, Any]:
+        if answer.status_code >= 500:
+            raise requests.ConnectionError(f"{answer.status_code} {one_line(answer)}")
+        if answer.status_code == 404:
+            raise UserError(
+                f"the vLLM server at {self.address} has no /{path}; start it with VLLM_SERVER_DEV_MODE=1 in its "
+                f"environment and --enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm"
+            )
+        if answer.status_code >= 400:
+            raise UserError(f"the vLLM server at {self.address} refuses /{path}: {one_line(answer)}")
+        return answer.json() if answer.content else {}
+
+    def refresh(self, folder: Path, version: str, alive: Callable[[], bool] = lambda: True) -> None:
+        """Gives it the weights of `folder` unless it has them, as soon as it answers. Raises UserError in the end."""
+        deadline, last = time.monotonic() + self.timeout, "no answer"
+        with self.lock:
+            while alive() and time.monotonic() < deadline:
+                try:
+                    if self.version() == version:
+                        return
+                    self.post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+                    self.forget()
+                    self.post("update_weight_version", {"new_version": version})
+                except LOST as error:
+                    last = " ".join(str(error).split())[-200:]
+                    time.sleep(PAUSE)
+        raise UserError(
+            f"the vLLM server at {self.address} did not answer within rollout.vllm.timeout={self.timeout:g} s ({last}); see "
+            " that it runs and that the address is right"
+        )
+
+    def forget(self) -> None:
+        """Empty the caches of keys and values, of processed pictures and of encoded pictures."""
+        for cache in ("prefix", "mm", "encoder"):
+            self.post(f"reset_{cache}_cache")
+
+
+class Servers:
+    """Engines that share the requests of a batch: each takes the next one when it has room, so a slow one holds nobody
+    up. What an engine had when it died is asked again elsewhere. Engines that were started here are started again.
+
+    Methods marked collective are called by all ranks. Rank 0 starts engines, writes weights and looks after both.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        options: EngineOptions,
+        *,
+        describe: Callable[[Path], None],
+        gather: Callable[[Any], list[Any]],
+        rank: int = 0,
+        count: int = 1,
+        addresses: Sequence[str] = (),
+        host: str = "127.0.0.1",
+        first_device: int = 0,
+        in_flight: int = 64,
+        timeout: float = 600.0,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """Collective. folder: for weights, readable by all servers. describe: writes the configuration and the
+        processor of the model into a folder. gather: a value of each rank. count: engines to start, where no
+        `addresses` are given; each gets options.tensor_parallel GPUs from first_device on. in_flight: requests that a
+        rank leaves with one engine at a time. timeout: seconds that starting, loading and a request may take.
+
+        Raises UserError where vLLM has to be started and is not installed.
+        """
+        self.folder, self.options, self.describe, self.gather, self.rank = folder, options, describe, gather, rank
+        self.in_flight, self.say = in_flight, say
+        self.processes: list[Process] = []
+        if not addresses:
+            check_installed()
+            ports = gather([free_port(host) for _ in range(count)])[0]
+            addresses = [f"http://{host}:{port}" for port in ports]
+            if rank == 0:
+                places = [first_device + i * options.tensor_parallel for i in range(count)]
+                self.processes = [
+                    Process(address, options, device, folder / f"server-{i}.log")
+                    for i, (address, device) in enumerate(zip(addresses, places, strict=True))
+                ]
+        self.servers = [Server(address.rstrip("/"), timeout) for address in addresses]
+        self.number = 0  # of the weights
+        self.restarts = self.asked_again = 0
+        self.answered = [0] * len(self.servers)
+        self._closed = threading.Event()
+        self._keeper = threading.Thread(target=self._keep_alive, daemon=True)
+
+    @property
+    def version(self) -> str:
+        return str(self.number)
+
+    @property
+    def current(self) -> Path:
+        """The checkpoint that engines have or are about to get."""
+        return self.folder / f"weights-{self.number}"
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        return [Replica(self, i) for i in range(len(self.servers))]
+
+    # --- weights ---
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Collective. Replace the weights of all engines; see `VLLM.load`. Raises UserError on every rank."""
+        if self.rank == 0:
+            coming = self.folder / f"weights-{self.number + 1}"
+            write_weights(coming, weights)
+            self.describe(coming)
+        else:
+            for _ in weights:  # parts may have to be gathered from all ranks
+                pass
+        self.number += 1
+        problem = next((found for found in self.gather(self._give() if self.rank == 0 else None) if found), None)
+        if problem:
+            raise UserError(problem)
+        if self.rank == 0:
+            shutil.rmtree(self.folder / f"weights-{self.number - 1}", ignore_errors=True)
+
+    def _give(self) -> str | None:
+        """What went wrong."""
+        for process in self.processes:
+            if process.running is None:
+                process.start(self.current)
+        if self.processes and not self._keeper.is_alive():
+            self._keeper.start()
+        try:
+            for server in self.servers:
+                server.refresh(self.current, self.version, self._bearable)
+        except UserError as error:
+            return f"{error}{self._last_words()}"
+        for process in self.processes:
+            process.failures = 0
+        return None
+
+    def _bearable(self) -> bool:
+        """Whether an engine still may come up: one that ends each time it is started does not."""
+        return all(process.failures < 3 for process in self.processes)
+
+    def _last_words(self) -> str:
+        failing = [process for process in self.processes if process.failures]
+        return "".join(f"; {process.log} ends: {process.last_words()}" for process in failing[:1])
+
+    def _keep_alive(self) -> None:
+        """Starts engines again that have ended, with the weights of now."""
+        while not self._closed.wait(PAUSE):
+            for process in self.processes:
+                if process.ended() and self._bearable():
+                    self.restarts += 1
+                    self.say(f"the vLLM server at {process.address} ended; starting it again ({process.log})")
+                    process.start(self.current)
+
+    # --- generation ---
+
+    def generate(
+        self, requests: Sequence[Request], *, sampling: Sampling, seeds: Sequence[int], eos: tuple[int, ...], limit: int
+    ) -> list[Answer]:
+        """One response a request, each exactly once. Raises UserError as `VLLM.generate`, and if no engine is left."""
+        return self.ask(range(len(self.servers)), requests, sampling=sampling, seeds=seeds, eos=eos, limit=limit)
+
+    def ask(
+        self,
+        servers: Sequence[int],
+        requests: Sequence[Request],
+        *,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        eos: tuple[int, ...],
+        limit: int,
+    ) -> list[Answer]:
+        """`generate` by these of the servers."""
+        for request in requests:
+            check_length(request, limit, self.options.context)
+        batch = Batch(
+            [
+                {**content(request), "sampling_params": sampling_parameters(sampling, seed, eos, limit)}
+                for request, seed in zip(requests, seeds, strict=True)
+            ]
+        )
+        room = min(self.in_flight, len(requests))
+        threads = [
+            threading.Thread(target=self._work, args=(i, batch), daemon=True) for i in servers for _ in range(room)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if batch.left:
+            raise batch.problems[0]
+        for request, found in zip(requests, batch.found, strict=True):
+            check_read(request, found["prompt_token_ids"])
+        return [_answer(found["choices"][0]) for found in batch.found]
+
+    def _work(self, number: int, batch: Batch) -> None:
+        """Takes requests to one server until all of the batch are answered."""
+        server = self.servers[number]
+        while (place := batch.take()) is not None:
+            try:
+                found = server.post("inference/v1/generate", batch.bodies[place])
+                if {part["version"] for part in found["choices"][0]["weight_versions"]} != {self.version}:
+                    raise requests.ConnectionError("it was started again and has other weights")
+            except LOST:
+                batch.give_back(place)
+                self.asked_again += 1
+                try:
+                    server.refresh(self.current, self.version, lambda: batch.unfinished() and not self._closed.is_set())
+                except UserError as error:
+                    batch.give_up(error)
+                    return
+            except UserError as error:
+                batch.give_up(error, for_all=True)
+                return
+            else:
+                batch.put(place, found)
+                self.answered[number] += 1
+
+    # --- life ---
+
+    def measures(self) -> dict[str, float]:
+        """Counts since the last call."""
+        counts = {"generation/restarts": float(self.restarts), "generation/asked_again": float(self.asked_again)}
+        self.restarts = self.asked_again = 0
+        return counts
+
+    def wake(self) -> None:
+        """They never sleep."""
+
+    def sleep(self) -> None:
+        """They never sleep."""
+
+    def close(self) -> None:
+        """Ends the engines that were started here."""
+        self._closed.set()
+        for process in self.processes:
+            process.stop()
+        if self.rank == 0:
+            shutil.rmtree(self.current, ignore_errors=True)
+
+
+@dataclass
+class Replica:
+    """One engine of several, to be asked by itself; weights come to all at once."""
+
+    all: Servers
+    number: int
+
+    def generate(self, requests: Sequence[Request], **options: Any) -> list[Answer]:
+        return self.all.ask([self.number], requests, **options)
+
+
+class Batch:
+    """Requests on their way: each is with one server at a time and gets one answer."""
+
+    def __init__(self, bodies: list[dict[str, Any]]) -> None:
+        self.bodies = bodies
+        self.found: list[Any] = [None] * len(bodies)
+        self.problems: list[UserError] = []
+        self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for place in range(len(bodies)):
+            self._waiting.put(place)
+        self.left = len(bodies)
+        self._over = False
+        self._lock = threading.Lock()
+
+    def take(self) -> int | None:
+        """The next place; None when there is nothing left to answer, also not what another server has."""
+        while self.unfinished():
+            try:
+                return self._waiting.get(timeout=PAUSE / 10)
+            except queue.Empty:
+                continue
+        return None
+
+    def give_back(self, place: int) -> None:
+        self._waiting.put(place)
+
+    def put(self, place: int, found: dict[str, Any]) -> None:
+        with self._lock:
+            self.found[place] = found
+            self.left -= 1
+
+    def give_up(self, error: UserError, *, for_all: bool = False) -> None:
+        with self._lock:
+            self.problems.append(error)
+            self._over = self._over or for_all
+
+    def unfinished(self) -> bool:
+        return self.left > 0 and not self._over
+
+
+@dataclass
+class Process:
+    """A server that is started here."""
+
+    address: str
+    options: EngineOptions
+    device: int  # the first of its GPUs
+    log: Path
+    running: subprocess.Popen | None = None
+    failures: int = 0  # how often it ended since all engines last had the same weights
+
+    def start(self, model: Path) -> None:
+        host, port = self.address.removeprefix("http://").rsplit(":", 1)
+        own = {"model": str(model), "served_model_name": NAME, "host": host, "port": int(port)}
+        own |= {"enable_scale_out": True, "disable_uvicorn_access_log": True}
+        if self.options.tensor_parallel == 1:
+            own["distributed_executor_backend"] = "uni"  # a process less
+        environment = {**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)  # the training's
+        if torch.cuda.is_available():
+            devices = range(self.device, self.device + self.options.tensor_parallel)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("a") as file:
+            self.running = subprocess.Popen(
+                [sys.executable, "-m", "mmrl.generation.serve", *command_line(own | self.options.arguments())],
+                env=environment,
+                stdin=subprocess.PIPE,  # it ends when this is closed
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    def ended(self) -> bool:
+        if self.running is None or self.running.poll() is None:
+            return False
+        self.failures += 1
+        self._kill()  # what it may have left
+        return True
+
+    def stop(self) -> None:
+        if self.running is not None:
+            self._kill()
+            self.running.wait()
+
+    def last_words(self) -> str:
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1][-300:] if lines else "nothing"
+
+    def _kill(self) -> None:
+        assert self.running is not None
+        try:
+            os.killpg(self.running.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return  # all have ended
+
+
+def command_line(arguments: dict[str, Any]) -> list[str]:
+    """Keyword arguments as vLLM's options; those that are None are left out."""
+    found: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None:
+            found += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return found
+
+
+def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Files in safetensors' format; at most SHARD bytes and one tensor more are in memory at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shard: dict[str, Tensor] = {}
+    size = files = 0
+    for name, value in weights:
+        shard[name] = value.detach().cpu().contiguous()
+        size += shard[name].nbytes
+        if size >= SHARD:
+            save_file(shard, folder / f"model-{files:05d}.safetensors", metadata={"format": "pt"})
+            shard, size, files = {}, 0, files + 1
+    if shard:
+        save_file(shard, folder / f"model-{files:05d}.safetensors", metadata={"format": "pt"})
+
+
+def content(request: Request) -> dict[str, Any]:
+    """Prompt and pictures as /inference/v1/generate takes them."""
+    parts = [{"type": "image_url", "url": data_url(image)} for image in request.images]
+    return {"token_ids": request.marked, "return_token_ids": True, **({"content_parts": parts} if parts else {})}
+
+
+def data_url(image: Any) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def one_line(answer: requests.Response) -> str:
+    return " ".join(answer.text.split())[:300]
+
+
+def free_port(host: str) -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def _answer(choice: dict[str, Any]) -> Answer:
+    return torch.tensor(choice["token_ids"]), torch.tensor([t["logprob"] for t in choice["logprobs"]["content"]])

