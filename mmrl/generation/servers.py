@@ -92,8 +92,8 @@ class Server:
                     last = " ".join(str(error).split())[-200:]
                     time.sleep(PAUSE)
         raise UserError(
-            f"the vLLM server at {self.address} did not answer within rollout.vllm.timeout={self.timeout:g} s ({last}); see "
-            " that it runs and that the address is right"
+            f"the vLLM server at {self.address} did not answer within rollout.vllm.timeout={self.timeout:g} s "
+            f"({last}): is it running, and the address right?"
         )
 
     def forget(self) -> None:

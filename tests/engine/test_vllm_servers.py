@@ -40,7 +40,7 @@ def test_the_next_batch_is_made_while_this_one_is_trained(folder):
     assert [row["generation/staleness"] for row in steps] == [0, 1, 1, 1]
     assert all(row["generation/probe_gap"] < 1e-3 for row in steps if "generation/probe_gap" in row)
     assert steps[0]["correction/logp_gap_max"] < 1e-3  # made with the weights of now
-    assert all(row["correction/logp_gap"] > 1e-2 for row in steps[1:])  # one step old
+    assert all(row["correction/logp_gap"] > 5e-3 for row in steps[1:])  # one step old
     assert all(row["correction/effective_sample_size"] < 1 for row in steps[1:])
 
 

@@ -96,7 +96,7 @@ def servers(folder: Path) -> None:
             folder / "run",
             *VLLM,
             *SERVERS,
-            "optim.lr=1e-2",
+            "optim.lr=3e-4",
             "steps=4",
             "rollout.ahead=1",
             "checkpoint.every=2",
@@ -171,4 +171,4 @@ def slow_second(engine, policy, prompts) -> dict:
     second.post = slowly
     made = responses(policy.rollout(prompts, 8, range(128)))
     second.post = post
-    return {"slow": made, "shares": engine.answered}
+    return {"slow": made, "shares": list(engine.answered)}

@@ -1,0 +1,78 @@
+"""The quickstart's recipe with each way to generate, from the same base at each seed: does it learn the same, how fast?
+
+    .venv/bin/python scripts/bench/vllm_learning.py [--seeds 3] [--arms transformers,ahead] [--steps 160]
+
+    transformers   the model that is trained generates
+    colocated      vLLM in the training process
+    server         one vLLM server in a process of its own
+    ahead          the same server makes the next batch while this one is trained on
+
+Runs that are already in --runs are not repeated. Prints a Markdown table: greedy accuracy on the held-out questions,
+median seconds of a step and of its parts, and the largest mean difference of log-probabilities between the engine that
+sampled and the model that is trained (with `ahead` it is one update older).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = "visual_qa_digits"
+VLLM = ["rollout.engine=vllm", "rollout.vllm.cache_gib=0.5"]
+SERVER = [*VLLM, "rollout.vllm.placement=server"]
+ARMS = {"transformers": [], "colocated": VLLM, "server": SERVER, "ahead": [*SERVER, "rollout.ahead=1"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--runs", type=Path, default=ROOT / "build/vllm")
+    options = parser.parse_args()
+    print(
+        "| generation | seed | before | after | s a step | rollout | update | synchronise | logp gap |\n|"
+        + " --- |" * 9
+    )
+    for seed in range(options.seeds):
+        base = options.runs / f"base-{seed}"
+        train(f"{CONFIG}_warm_start", base, seed, options.threads)
+        for arm in options.arms.split(","):
+            run = options.runs / f"{arm}-{seed}"
+            own = ["model.warm_start=null", f"model.path={base / 'final'}", f"steps={options.steps}", *ARMS[arm]]
+            train(CONFIG, run, seed, options.threads, *own)
+            print("| " + " | ".join([arm, str(seed), *cells(rows(run))]) + " |", flush=True)
+
+
+def train(config: str, run: Path, seed: int, threads: int, *overrides: str) -> None:
+    if not (run / "final").is_dir():
+        command = [sys.executable, "-m", "mmrl", "train", f"configs/{config}.yaml", f"seed={seed}", f"run_dir={run}"]
+        subprocess.run([*command, f"threads={threads}", *overrides], cwd=ROOT, check=True, stdout=sys.stderr)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def cells(found: list[dict[str, Any]]) -> list[str]:
+    accuracies = [row["evaluation/accuracy"] for row in found if "evaluation/accuracy" in row]
+    steps = [row for row in found if "loss" in row][2:]  # the first ones warm up
+
+    def median(name: str) -> str:
+        values = [row[name] for row in steps if name in row]
+        return f"{statistics.median(values):.2f}" if values else "-"
+
+    gaps = [row["correction/logp_gap"] for row in steps if "correction/logp_gap" in row]
+    times = [median(f"time/{name}") for name in ("step", "rollout", "update", "synchronise")]
+    return [f"{accuracies[0]:.3f}", f"{accuracies[-1]:.3f}", *times, f"{max(gaps):.1e}" if gaps else "-"]
+
+
+if __name__ == "__main__":
+    main()
