@@ -105,7 +105,15 @@ def gaussian_step(
     return x_next, kernels.denoise_logprob(x, v, x_next, *rows, reduction=reduction).logp, None
 
 
-def direct_log_ratio(
+class Comparison(NamedTuple):
+    """A step under two predictions, each [row]; see `compare_steps`."""
+
+    logp: Tensor
+    log_ratio: Tensor
+    kl: Tensor
+
+
+def compare_steps(
     x: Tensor,
     v: Tensor,
     old_v: Tensor,
@@ -113,15 +121,17 @@ def direct_log_ratio(
     x_next: Tensor,
     *,
     reduction: str = "mean",
-) -> Tensor:
-    """[row]: log Normal(x_next; mean(v), std) - log Normal(x_next; mean(old_v), std), without subtracting two logs.
+) -> Comparison:
+    """log Normal(x_next; mean(v), std), its ratio to log Normal(x_next; mean(old_v), std) without subtracting two logs,
+    and the exact KL between the two; all in one pass over the elements.
 
-    With m = a_v (v - old_v) it is m (2 (x_next - old mean) - m) / (2 std^2): exactly 0 where v equals old_v bit for
-    bit, and accurate where the difference of two log-likelihoods is lost in rounding. Gradient flows to `v`.
+    With m = a_v (v - old_v) the log-ratio is m (2 (x_next - old mean) - m) / (2 std^2): exactly 0 where v equals old_v
+    bit for bit, and accurate where the difference of two log-likelihoods is lost in rounding. Gradients flow to `v`.
     """
-    likelihood = kernels.denoise_logprob(x, v, x_next, *_rows(coefficients, v), v_old=old_v, reduction=reduction)
-    assert likelihood.log_ratio is not None
-    return likelihood.log_ratio
+    rows = _rows(coefficients, v)
+    found = kernels.denoise_logprob(x, v, x_next, *rows, v_old=old_v, v_ref=old_v, reduction=reduction)
+    assert found.log_ratio is not None and found.kl is not None
+    return Comparison(found.logp, found.log_ratio, found.kl)
 
 
 def step_kl(v: Tensor, other_v: Tensor, coefficients: Coefficients, *, reduction: str = "mean") -> Tensor:

@@ -9,7 +9,7 @@ from mmrl.core.advantages import group_advantages
 from mmrl.core.credit import branch_advantages, first_of_each_node
 from mmrl.core.ratios import BOUND, by_unit, normalised
 from mmrl.core.surrogates import contrast
-from mmrl.samplers.transitions import coefficients, direct_log_ratio, gaussian_step, step_kl
+from mmrl.samplers.transitions import coefficients, compare_steps, gaussian_step, step_kl
 
 NAN = math.nan
 
@@ -122,7 +122,7 @@ def test_normalised_ratios_are_centred_and_spread_alike_at_every_step(reduction)
         x, old = torch.randn(n, *size, generator=random), torch.randn(n, *size, generator=random)
         v = old + 0.5
         x_next, _, _ = gaussian_step(x, old, step, noise=torch.randn(n, *size, generator=random))
-        ratio = direct_log_ratio(x, v, old, step, x_next, reduction=reduction)
+        ratio = compare_steps(x, v, old, step, x_next, reduction=reduction).log_ratio
         kl = step_kl(v, old, step, reduction=reduction)
         found = normalised(ratio[:, None], kl[:, None], step.std[:, None])
         error = float(found.std()) / math.sqrt(n)

@@ -10,7 +10,7 @@ from torch.distributions import Normal, kl_divergence
 from mmrl import kernels
 from mmrl.core.regularizers import gaussian_kl
 from mmrl.samplers import sigmas
-from mmrl.samplers.transitions import KINDS, coefficients, direct_log_ratio, gaussian_step, step_kl
+from mmrl.samplers.transitions import KINDS, coefficients, compare_steps, gaussian_step, step_kl
 
 NOISY = {"flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.8, "ddim": 1.0}
 SHAPE = (5, 3, 4, 4)
@@ -109,9 +109,9 @@ def test_direct_log_ratio(kind):
     _, a_v, std = (c.double() for c in step(kind))
     mean, old_mean = (step(kind).a_x.double() * x + a_v * u for u in (v, old))
     want = (Normal(mean, std).log_prob(x_next) - Normal(old_mean, std).log_prob(x_next)).flatten(1).mean(1)
-    found = direct_log_ratio(x.float(), v.float(), old.float(), step(kind), x_next.float())
+    found = compare_steps(x.float(), v.float(), old.float(), step(kind), x_next.float()).log_ratio
     torch.testing.assert_close(found.double(), want, rtol=2e-3, atol=1e-9)  # fp32 inputs move x_next - mean itself
-    in_double = direct_log_ratio(x, v, old, step(kind), x_next)
+    in_double = compare_steps(x, v, old, step(kind), x_next).log_ratio
     torch.testing.assert_close(in_double, want, rtol=1e-7, atol=1e-11)
 
 
@@ -119,7 +119,7 @@ def test_direct_log_ratio(kind):
 def test_direct_log_ratio_on_policy_is_0_and_has_the_gradient_of_logp(kind):
     x, v = normal(0), normal(1).requires_grad_()
     x_next = gaussian_step(x, v, step(kind), noise=normal(2))[0]
-    ratio = direct_log_ratio(x, v, v.detach(), step(kind), x_next)
+    ratio = compare_steps(x, v, v.detach(), step(kind), x_next).log_ratio
     assert torch.equal(ratio, torch.zeros(5))
     logp = gaussian_step(x, v, step(kind), x_next=x_next)[1]
     torch.testing.assert_close(*(torch.autograd.grad(value.sum(), v)[0] for value in (ratio, logp)))
@@ -144,7 +144,7 @@ def test_under_the_old_policy_the_log_ratio_has_mean_minus_kl(kind):
     x, old = normal(0, (1, 4)).expand(n, 4), normal(1, (1, 4)).expand(n, 4)
     v = old + 0.1 * normal(2, (1, 4))
     x_next = gaussian_step(x, old, step(kind), noise=normal(3, (n, 4)))[0]
-    ratio = direct_log_ratio(x, v, old, step(kind), x_next, reduction="sum")
+    ratio = compare_steps(x, v, old, step(kind), x_next, reduction="sum").log_ratio
     kl = step_kl(v, old, step(kind), reduction="sum")[0]
     assert kl > 1e-4
     assert abs(float(ratio.mean() + kl)) < 4 * float(ratio.std()) / n**0.5

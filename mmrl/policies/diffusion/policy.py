@@ -21,7 +21,7 @@ from mmrl.samplers import transitions
 from mmrl.samplers.chain import Chain, Sampler, gaussian, mixed, run
 from mmrl.samplers.guidance import guided, scale_at
 from mmrl.samplers.settings import Denoising
-from mmrl.samplers.transitions import direct_log_ratio, gaussian_step, reduce_elements, step_kl
+from mmrl.samplers.transitions import compare_steps, reduce_elements, step_kl
 
 INITIAL, DRAWS = -1, -2  # counters of a rollout's noise that are not steps of its chain
 
@@ -294,13 +294,12 @@ class DiffusionPolicy:
         grid, s = self.sampler.grid, self.settings
         step = self.sampler.at(points, points + 1, torch.ones_like(points, dtype=torch.bool))
         v = self._predict(model, x, grid.sigmas[points], grid.times[points], texts, s.guidance).float()
-        _, logp, _ = gaussian_step(x, v, step, x_next=x_next, reduction=s.reduction)
         old = self._stored(rollouts.old_prediction, v)
-        log_ratio = direct_log_ratio(x, v, old, step, x_next, reduction=s.reduction)
+        compared = compare_steps(x, v, old, step, x_next, reduction=s.reduction)
         replay = Replay(
-            logp=logp.view(size),
-            log_ratio=log_ratio.view(size),
-            divergence=step_kl(v.detach(), old, step, reduction=s.reduction).view(size),
+            logp=compared.logp.view(size),
+            log_ratio=compared.log_ratio.view(size),
+            divergence=compared.kl.detach().view(size),
             prediction=v.detach().view(*size, *v.shape[1:]),
             std=step.std.view(size).to(self.device),
             weight=None if s.step_weight == "none" else self._step_weight(points).view(size),

@@ -24,7 +24,7 @@ from mmrl.policies.vla.settings import Actions
 from mmrl.samplers.chain import Sampler, gaussian, mixed, run
 from mmrl.samplers.settings import Denoising
 from mmrl.samplers.sigmas import Grid, linear
-from mmrl.samplers.transitions import direct_log_ratio, gaussian_step, reduce_elements, step_kl
+from mmrl.samplers.transitions import compare_steps, gaussian_step, reduce_elements
 
 Chosen = dict[str, Tensor]
 INITIAL, DRAWS = -1, -2  # counters of a chunk's noise that are not steps of its chain
@@ -361,11 +361,11 @@ class FlowHead(Head):
         how = self.denoising.reduction
         mean, _, _ = gaussian_step(x, before, step, noise=torch.zeros_like(x), keep_mean=False)
         seen = x_next.where(executed, mean)
-        _, logp, _ = gaussian_step(x, v, step, x_next=seen, reduction=how)
+        compared = compare_steps(x, v, before, step, seen, reduction=how)
         return {
-            "logp": logp.view(n, w),
-            "log_ratio": direct_log_ratio(x, v, before, step, seen, reduction=how).view(n, w),
-            "divergence": step_kl(v.detach(), before, step, reduction=how).view(n, w),
+            "logp": compared.logp.view(n, w),
+            "log_ratio": compared.log_ratio.view(n, w),
+            "divergence": compared.kl.detach().view(n, w),
             "std": step.std.to(x.device).view(n, w),
             "prediction": v.detach().view(n, w, *self.shape),
         }
