@@ -114,6 +114,8 @@ class Ranks:
         Called while an exception unwinds it waits for nobody: the other ranks may be in the middle of a step, and the
         launcher ends them once this one has ended.
         """
+        if not dist.is_initialized():  # an engine for generation has ended it
+            return
         if sys.exc_info()[0] is None:
             dist.barrier()
         deepspeed.comm.destroy_process_group()  # torch's own, and the groups that DeepSpeed remembers

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from PIL import Image
+from pydantic import ValidationError
 from torch import Tensor
 
 from mmrl.errors import UserError
@@ -170,9 +171,8 @@ class VLLM:
                     **options.arguments(),
                 )
         except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
-            line = next((part for part in reversed(str(error).splitlines()) if part.strip()), repr(error)).strip()
             raise UserError(
-                f"rollout.engine=vllm can not start ({line}); context {options.context} tokens, see rollout.vllm, or "
+                f"rollout.engine=vllm can not start ({_cause(error)}); context {options.context} tokens, see rollout.vllm, or "
                 "set rollout.engine=transformers"
             ) from None
 
@@ -243,7 +243,14 @@ class VLLM:
             self.llm.wake_up()
 
     def close(self) -> None:
-        """It ends with the process."""
+        """Ends the engine, and with it, as vLLM has it, the process group."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def _cause(error: Exception) -> str:
+    """One line: the last one, where vLLM says what to change."""
+    said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), repr(error))
 
 
 def _unloaded() -> str:

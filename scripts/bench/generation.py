@@ -1,6 +1,6 @@
 """Tokens a second of transformers' generate and of vLLM, and what it costs to give vLLM new weights.
 
-    .venv/bin/python scripts/bench/generation.py [--rounds 5] [--prompts 16] [--group 8] [--length 32] [--json PATH]
+    .venv/bin/python scripts/bench/generation.py [--rounds 5] [--prompts 16] [--group 8] [--length 32] [--width 512]
 
     one by one     transformers' generate, one row a response
     groups         mmrl's loop over the transformers model, which reads each prompt once for all of its responses
@@ -12,7 +12,7 @@ The arms take turns in one process; tokens a second are the median (least .. gre
 encoding of prompts and pictures, which is part of generation. Below: seconds of a synchronisation (all weights through
 vLLM's update path, caches emptied) and of the probe that follows it.
 
-The default model is the tiny one of the digits task; --model takes a folder or a hub name.
+The default model is the tiny one of the digits task; --width makes a larger one, --model takes a folder or a hub name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ from mmrl.config import load
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
 from mmrl.policies import vlm
+from mmrl.policies.tiny_qwen import Sizes, write
 from mmrl.policies.vlm import VisionLanguagePolicy
+from tasks.visual_qa.digits import CELL
+from tasks.visual_qa.tiny_model import build_tokenizer
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/visual_qa_digits_warm_start.yaml"
 
@@ -44,6 +47,9 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs/visual_qa_digits_warm_st
 def main() -> None:
     options = arguments()
     torch.set_num_threads(options.threads)
+    if options.width:
+        options.model = tempfile.mkdtemp(prefix="mmrl-generation-")
+        write(options.model, build_tokenizer(), Sizes(patch=CELL, width=options.width, layers=options.layers), seed=0)
     model = [f"model.path={options.model}", "model.build=null"] if options.model else []
     config = load(
         CONFIG,
@@ -68,6 +74,7 @@ def main() -> None:
         assert generator is not None
         prompts = [task.train[i] for i in range(options.prompts)]
         result = measure(policy, generator, prompts, options)
+        generator.close()
     except UserError as error:
         raise SystemExit(f"generation.py: {error}") from None
     finally:
@@ -86,6 +93,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--model")
+    parser.add_argument("--width", type=int, help="of a model like the tiny one, with --layers layers")
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--json", help="write the numbers here")
     return parser.parse_args()
 

@@ -60,6 +60,11 @@ def test_caches_of_earlier_weights_are_caught(found):
     assert found["healthy"] == ""
 
 
+def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(found):
+    assert found["unknown"].startswith("rollout.engine=vllm can not start (")
+    assert "NobodysForConditionalGeneration" in found["unknown"] and "\n" not in found["unknown"]
+
+
 @pytest.mark.slow
 def test_zero_3_on_two_ranks_from_start_to_checkpoint_to_resume(tmp_path):
     call(vllm_workers.two_ranks, tmp_path, "steps=2", log=tmp_path / "start.log", ranks=2, timeout=200)

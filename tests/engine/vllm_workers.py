@@ -13,6 +13,9 @@ import torch
 from PIL import Image
 
 from mmrl.errors import UserError
+from mmrl.generation.vllm import VLLM as Beside
+from mmrl.generation.vllm import EngineOptions
+from mmrl.policies.synced import describe
 from mmrl.rollouts import Prompt
 from tests.engine.parts import Fixed, Questions, make, release, spread, train
 
@@ -51,6 +54,7 @@ def one_rank(folder: Path) -> None:
     found["stale_caches"] = stale(generator, policy, without="forget")
     found["healthy"] = stale(generator, policy)
     found["stale_weights"] = stale(generator, policy, without="load")
+    found["unknown"] = unknown_model(folder / "unknown", policy)
     release(trainer)
     (folder / "one.json").write_text(json.dumps(found))
 
@@ -70,6 +74,18 @@ def stale(generator, policy, without=None) -> str:
     finally:
         if without:
             delattr(generator.engine, without)
+    return ""
+
+
+def unknown_model(folder: Path, policy) -> str:
+    folder.mkdir()
+    describe(policy, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["NobodysForConditionalGeneration"]}))
+    try:
+        Beside(folder, EngineOptions(context=64, cache_gib=0.1))
+    except UserError as error:
+        return str(error)
     return ""
 
 
