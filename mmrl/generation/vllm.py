@@ -172,8 +172,8 @@ class VLLM:
                 )
         except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
             raise UserError(
-                f"rollout.engine=vllm can not start ({_cause(error)}); context {options.context} tokens, see rollout.vllm, or "
-                "set rollout.engine=transformers"
+                f"rollout.engine=vllm can not start ({_cause(error)}); context {options.context} tokens, see "
+                "rollout.vllm, or set rollout.engine=transformers"
             ) from None
 
     @property
@@ -250,7 +250,8 @@ class VLLM:
 def _cause(error: Exception) -> str:
     """One line: the last one, where vLLM says what to change."""
     said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-    return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), repr(error))
+    line = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), repr(error))
+    return line if len(line) < 300 else f"{line[:300]} ..."  # some name all that exists
 
 
 def _unloaded() -> str:
