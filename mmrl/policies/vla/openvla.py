@@ -211,7 +211,7 @@ class OpenVLABackbone(Backbone):
     def ask(self, instruction: str) -> str:
         return PROMPT.format(instruction.lower())
 
-    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Glance]:
+    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str], state: NDArray[np.float32]) -> list[Glance]:
         """Raises UserError for a prompt that is too long."""
         return [Glance(self._fit(image), self._ids(text)) for image, text in zip(images, texts, strict=True)]
 

@@ -45,7 +45,7 @@ def by_name(folder):
 def prompts(policy):
     """The two observations, read together and so padded."""
     backbone = policy.module.backbone
-    rows = backbone.prepare(IMAGES, [backbone.ask(text) for text in ASKED])
+    rows = backbone.prepare(IMAGES, [backbone.ask(text) for text in ASKED], np.zeros((len(ASKED), 0), np.float32))
     return rows, backbone.read(backbone.collate(rows, CPU), every_layer=False)
 
 
