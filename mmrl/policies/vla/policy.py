@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -128,6 +129,7 @@ class VisionLanguageActionPolicy:
     ) -> None:
         self.module, self.settings, self.sim, self.statistics = network, settings, sim, statistics
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
+        self._counted = Counter(sim.counters)
         self.module.eval()  # dropout would make replay differ from sampling
         self.frozen = copy.deepcopy(network).requires_grad_(False) if reference else None
         self.keeps_readings = network.backbone.still and network.head.context_only
@@ -192,6 +194,13 @@ class VisionLanguageActionPolicy:
             [Decided(inputs[i], state[i], {k: v[i] for k, v in chosen.items()}, valid[i])] for i in range(len(prompts))
         ]
         return self._rollouts([Sample(prompt) for prompt in prompts], looks)
+
+    def counts(self) -> dict[str, float]:
+        """What went wrong in the simulator since this was last asked: action numbers that were not finite, episodes
+        dropped, workers restarted."""
+        new = {name: total - self._counted[name] for name, total in self.sim.counters.items()}
+        self._counted = Counter(self.sim.counters)
+        return {f"simulator/{name.removesuffix('_episodes')}": float(count) for name, count in new.items()}
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Backbone in its library's own format, head and critic beside it as `vla.safetensors`, with the
@@ -302,6 +311,7 @@ class VisionLanguageActionPolicy:
         """[rows, chunk, action] in the units of `statistics`, or in [-1, 1] -> [environments, chunk, action] in the
         robot's."""
         numbers = actions.float().cpu().numpy().astype(np.float64)
+        numbers[~np.isfinite(numbers)] = np.nan  # the simulator counts them; a clamp would make infinity an action
         numbers = numbers.clip(-1, 1) if self.statistics is None else self.statistics.to_robot(numbers)
         everyone = np.zeros((len(self.sim), *numbers.shape[1:]))
         everyone[rows] = numbers
