@@ -523,8 +523,8 @@ def evaluate(
     for kind in sorted({kind for _, kind in by_index.values()} - {""}):
         of_kind = [row["accuracy"] for row, k in by_index.values() if k == kind]
         result[f"evaluation/accuracy/{kind}"] = sum(of_kind) / len(of_kind)
-    for name, count in policy.counts().items():
-        result[f"evaluation/{name}"] = float(engine.sum(torch.tensor(count)))
+    for name, wrong in policy.counts().items():
+        result[f"evaluation/{name}"] = float(engine.sum(torch.tensor(wrong)))
     marks = torch.tensor([row["accuracy"] for row, _ in by_index.values()])
     result["evaluation/n"] = float(len(marks))
     result["evaluation/standard_error"] = float(marks.std() / len(marks) ** 0.5) if len(marks) > 1 else 0.0

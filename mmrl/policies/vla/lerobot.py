@@ -7,6 +7,7 @@ every layer, to which the action expert attends at each denoising step.
 
 from __future__ import annotations
 
+import inspect
 import json
 import warnings
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from einops import rearrange
 from lerobot.configs.policies import PreTrainedConfig
+from lerobot.policies import pi_gemma
 from lerobot.policies.common.vla_utils import make_att_2d_masks, prepare_attention_masks_4d
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from lerobot.processor import NormalizerProcessorStep, PolicyProcessorPipeline, TransitionKey
@@ -26,7 +28,7 @@ from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TO
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, masking_utils
 
 from mmrl.errors import UserError
 from mmrl.policies.vla.backbone import Backbone
@@ -221,6 +223,7 @@ class SmolVLABackbone(LeRobotBackbone):
 class Pi0Backbone(LeRobotBackbone):
     def __init__(self, policy: Any, folder: Path) -> None:
         super().__init__(policy, folder)
+        _tell_nothing_that_transformers_dropped()
         self.width: int = policy.model.paligemma_with_expert.paligemma.config.text_config.hidden_size
 
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
@@ -276,6 +279,19 @@ def made_prefix(cache: Any, mask: Tensor, state: Tensor, hidden: Tensor) -> Read
     last = hidden[torch.arange(len(mask), device=mask.device), end]
     layers = [(keys, values) for keys, values, *_ in cache]
     return cast(Reading, Prefix(layers, mask.bool(), state, last))
+
+
+def _tell_nothing_that_transformers_dropped() -> None:
+    """LeRobot 0.6 gives `create_causal_mask` the cache's position, which transformers 5.16 does not take any more; pi0
+    brings a mask of its own, for which it never mattered."""
+    usual = masking_utils.create_causal_mask
+    if "cache_position" in inspect.signature(usual).parameters:
+        return
+
+    def create_causal_mask(*, cache_position: Tensor, **options: Any) -> Any:
+        return usual(**options)
+
+    pi_gemma.create_causal_mask = create_causal_mask
 
 
 def load(

@@ -35,13 +35,16 @@ WINDOWS = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+@pytest.fixture(scope="module", params=["smolvla", "pi0"])
+def checkpoint(request, tmp_path_factory):
     from tests.policies.vla import tiny_lerobot
 
-    folder = tmp_path_factory.mktemp("lerobot") / "smolvla"
-    tiny_lerobot.write(folder)
-    return folder
+    folder = tmp_path_factory.mktemp("lerobot") / request.param
+    with pytest.MonkeyPatch.context() as changed:
+        if request.param == "pi0":
+            tiny_lerobot.shrink(changed, folder.parent)
+        tiny_lerobot.write(folder, request.param)
+        yield folder
 
 
 def load(folder, denoising="all steps", *, simulator="tests.sims.line_simulator:Line", action=None, **options):
@@ -54,8 +57,13 @@ def theirs(checkpoint):
     """The policy and its two processors as LeRobot loads them."""
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-    policy = get_policy_class("smolvla").from_pretrained(checkpoint)
+    policy = get_policy_class(checkpoint.name).from_pretrained(checkpoint)
     return policy, *make_pre_post_processors(policy.config, str(checkpoint))
+
+
+def pictures(policy, batch):
+    """A list of tensors and one of masks."""
+    return (policy.prepare_images if policy.name == "smolvla" else policy._preprocess_images)(batch)
 
 
 def shown(observation, rows):
@@ -72,11 +80,11 @@ def test_without_noise_it_acts_as_lerobot_does(checkpoint, theirs):
     """To the robot's units: from pictures, state and words through both libraries, with the same first noise."""
     policy, before, after = theirs
     ours = load(checkpoint)
-    observation = ours.sim.reset([0, 30, 70], ["go"] * 3)
+    observation = ours.sim.reset([0, 10, 30], ["go"] * 3)
     noise = gaussian([mixed(seed, 0) for seed in (5, 6, 7)], INITIAL, ours.module.head.latent)
     expected = after(policy.predict_action_chunk(before(shown(observation, [0, 1, 2])), noise=noise))
     ours.sim.simulator.received.clear()
-    ours.respond(STARTS, [5, 6, 7])
+    ours.respond(starts(0, 10, 30), [5, 6, 7])
     for row in range(3):
         moved = torch.tensor([action for r, action in ours.sim.simulator.received if r == row][:CHUNK])
         assert len(moved) > 1 and expected[row].std() > 0.01
@@ -105,7 +113,7 @@ def test_replay_of_all_steps_is_lerobots_step_by_step(checkpoint, theirs):
         found = ours.replay(rollouts, ours.module).logp
     observation, model = ours.sim.reset([0, 1, 2], ["go"] * 3), policy.model
     batch = before(shown(observation, [0, 1, 2]))
-    images, there = policy.prepare_images(batch)
+    images, there = pictures(policy, batch)
     words = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
     sigmas, velocities = torch.linspace(1, 0, STEPS + 1), []
     looks = [episode[0] for episode in rollouts.inputs]
@@ -147,7 +155,7 @@ def test_the_flow_matching_error_is_lerobots_loss(checkpoint, theirs):
     errors = []
     for sigma, noise in zip(chosen["sigma"], chosen["noise"], strict=True):
         batch = before({**shown(seen, [0]), "action": whole[None]})
-        given = policy.prepare_images(batch)
+        given = pictures(policy, batch)
         words = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
         rest = policy.prepare_state(batch), policy.prepare_action(batch), noise[None], sigma[None]
         with torch.no_grad():
@@ -177,8 +185,7 @@ def test_the_prefix_is_read_once(checkpoint, monkeypatch):
 
 @lerobot
 def test_a_frozen_prefix_is_not_read_again(checkpoint, monkeypatch):
-    """SmolVLA's language model is frozen as LeRobot has it; the connector holds the state's projection."""
-    whole, kept = load(checkpoint), load(checkpoint, freeze=["connector"])
+    whole, kept = load(checkpoint), load(checkpoint, freeze=["vision", "connector", "language"])
     assert kept.keeps_readings and not whole.keeps_readings
     expected, found = (p.rollout(STARTS, 2, SEEDS) for p in (whole, kept))
     monkeypatch.setattr(kept.module.backbone, "read", None)
@@ -188,12 +195,30 @@ def test_a_frozen_prefix_is_not_read_again(checkpoint, monkeypatch):
     for policy, replay in ((whole, one), (kept, other)):
         replay.logp.sum().backward()
         gradients.append({n: p.grad for n, p in policy.module.named_parameters() if p.grad is not None})
-    assert set(gradients[0]) - set(gradients[1]) == {
-        f"backbone.policy.model.state_proj.{n}" for n in ("weight", "bias")
-    }
-    assert all("vlm_with_expert.vlm." not in name for name in gradients[0]) and gradients[1]
+    name = "backbone.policy.model.{}.weight".format
+    assert name("action_out_proj") in gradients[1] and len(gradients[0]) > len(gradients[1])
+    assert (name("state_proj") in gradients[1]) == (checkpoint.name == "pi0")  # SmolVLA has the state in its prefix
     for name, gradient in gradients[1].items():
         torch.testing.assert_close(gradient, gradients[0][name], rtol=1e-3, atol=1e-5)
+
+
+@lerobot
+def test_a_prefix_is_the_same_alone_padded_and_kept(checkpoint):
+    backbone, cpu = load(checkpoint).module.backbone, torch.device("cpu")
+    images = np.random.default_rng(0).integers(0, 256, (2, 2, 2, 3), np.uint8)
+    rows = backbone.prepare(images, ["go from 0.30", "go"], np.array([[0.1], [0.3]], np.float32))
+    generator = torch.Generator().manual_seed(0)
+    x, sigma = torch.randn(2, *load(checkpoint).module.head.latent, generator=generator), torch.tensor([0.9, 0.4])
+    with torch.no_grad():
+        both = backbone.read(backbone.collate(rows, cpu), every_layer=False)
+        again = backbone.recall(backbone.collate_kept(backbone.keep(both), cpu))
+        alone = backbone.read(backbone.collate(rows[1:], cpu), every_layer=False)
+        expected = backbone.velocity(both, x, sigma)
+        torch.testing.assert_close(backbone.velocity(again, x, sigma), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(backbone.velocity(alone, x[1:], sigma[1:]), expected[1:], rtol=1e-4, atol=1e-5)
+    for other in (again.last[1], alone.last[0]):
+        torch.testing.assert_close(other, both.last[1], rtol=1e-4, atol=1e-5)
+    assert both.mask.sum(1).tolist() == again.mask.sum(1).tolist() and (both.last[0] - both.last[1]).abs().max() > 0.1
 
 
 @lerobot
@@ -237,11 +262,12 @@ def test_a_run_trains_it_and_lerobot_loads_what_it_saved(checkpoint, tmp_path, a
     assert len(rows) == 2 and all(row["updates_skipped"] == 0 for row in rows)
     before, after = (load_file(f / "model.safetensors") for f in (checkpoint, tmp_path / "final"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed and all(".vlm." not in name for name in changed)
+    still = ".vlm." if checkpoint.name == "smolvla" else "nothing"  # as LeRobot's default has it
+    assert changed and all(still not in name for name in changed)
     assert "model.state_proj.weight" in changed and "model.action_out_proj.weight" in changed
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-    policy = get_policy_class("smolvla").from_pretrained(tmp_path / "final", strict=True)
+    policy = get_policy_class(checkpoint.name).from_pretrained(tmp_path / "final", strict=True)
     assert all(torch.equal(tensor, after[name]) for name, tensor in policy.state_dict().items() if name in after)
     made = make_pre_post_processors(policy.config, str(tmp_path / "final"))
     values = torch.tensor([[0.3]])
@@ -264,7 +290,7 @@ def test_what_does_not_fit_is_refused(checkpoint, tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             load(checkpoint, **options)
-    broken = tmp_path / "smolvla"
+    broken = tmp_path / "broken"
     shutil.copytree(checkpoint, broken)
     tensors = load_file(broken / "model.safetensors")
     for kind, change in {

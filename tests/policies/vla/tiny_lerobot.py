@@ -4,11 +4,14 @@ from pathlib import Path
 
 import torch
 from lerobot.configs.types import FeatureType, PolicyFeature
-from lerobot.policies.factory import make_pre_post_processors
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from lerobot.policies.pi0 import modeling_pi0
+from lerobot.policies.pi0.configuration_pi0 import PI0Config
+from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
-from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoTokenizer,
     PreTrainedTokenizerFast,
     SmolVLMConfig,
     SmolVLMImageProcessor,
@@ -87,29 +90,58 @@ def stir(module: torch.nn.Module) -> None:
             parameter += scale * torch.randn(parameter.shape, generator=generator)
 
 
-def write(folder: Path, **options) -> SmolVLAPolicy:
-    """A SmolVLA in `folder`, and what stands in for its vision-language model beside it."""
-    vlm = folder.parent / "vlm"
-    write_vlm(vlm)
-    config = SmolVLAConfig(
-        **FEATURES,
-        device="cpu",
-        chunk_size=CHUNK,
-        n_action_steps=CHUNK,
-        max_state_dim=PADDED,
-        max_action_dim=PADDED,
-        resize_imgs_with_padding=(16, 16),
-        num_steps=5,
-        num_vlm_layers=4,
-        vlm_model_name=str(vlm),
-        push_to_hub=False,
-        **options,
-    )
+def write(folder: Path, kind: str) -> PreTrainedPolicy:
+    """A policy in `folder`, and what stands in for the hub's files beside it."""
+    config = {"smolvla": smolvla, "pi0": pi0}[kind](folder.parent)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        policy = SmolVLAPolicy(config).float().eval()
+        policy = get_policy_class(kind)(config).float().eval()
     stir(policy)
     policy.save_pretrained(folder)
     for processor in make_pre_post_processors(config, dataset_stats=STATISTICS):
         processor.save_pretrained(folder)
     return policy
+
+
+SIZES = {**FEATURES, "device": "cpu", "chunk_size": CHUNK, "n_action_steps": CHUNK, "push_to_hub": False}
+SIZES |= {"max_state_dim": PADDED, "max_action_dim": PADDED}
+
+
+def smolvla(beside: Path) -> SmolVLAConfig:
+    write_vlm(beside / "vlm")
+    small = {"resize_imgs_with_padding": (16, 16), "num_steps": 5, "num_vlm_layers": 4}
+    return SmolVLAConfig(**SIZES, **small, vlm_model_name=str(beside / "vlm"))
+
+
+def pi0(beside: Path) -> PI0Config:
+    """Its processor asks for a tokenizer by the hub's name; see `shrink`."""
+    return PI0Config(**SIZES, image_resolution=(16, 16), num_inference_steps=5, dtype="float32")
+
+
+def shrink(monkeypatch, beside: Path):
+    """LeRobot has pi0's three billion parameters in its code, and its tokenizer on the hub."""
+    widths = {"gemma_2b": 32, "gemma_300m": 24}
+    eyes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    eyes |= {"patch_size": 4, "projection_dim": 32}
+
+    def sizes(variant):
+        return modeling_pi0.GemmaConfig(widths[variant], depth=2, mlp_dim=48, num_heads=8, num_kv_heads=1, head_dim=8)
+
+    def smaller(made):
+        def build(config):
+            words = config.get_text_config()
+            words.vocab_size, words.pad_token_id = len(WORDS), 0
+            if config is not words:
+                config.image_token_index = 3
+                for name, value in eyes.items():
+                    setattr(config.vision_config, name, value)
+            return made(config)
+
+        return build
+
+    tokenizer().save_pretrained(beside / "words")
+    usual = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: usual(str(beside / "words")))
+    monkeypatch.setattr(modeling_pi0, "get_gemma_config", sizes)
+    for name in ("PaliGemmaForConditionalGenerationWithPiGemma", "PiGemmaForCausalLM"):
+        monkeypatch.setattr(modeling_pi0, name, smaller(getattr(modeling_pi0, name)))
