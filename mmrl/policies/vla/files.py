@@ -51,7 +51,7 @@ def load(
     """
     together = settings.head == "token" and settings.decoding == "bidirectional"
     model = {"dtype": dtype, "attention": attention, "freeze": freeze, "lora": lora, "processor": processor or {}}
-    backbone = load_backbone(path, max_prompt_length, together=together, **model)
+    backbone = load_backbone(path, max_prompt_length, together=together, crop=settings.center_crop, **model)
     if backbone.units is not None and settings.head != "flow":
         raise UserError(f"action.head={settings.head}, but model.path={path} has a flow head of its own; use head=flow")
     if backbone.units is not None and settings.statistics is not None:
@@ -77,18 +77,20 @@ def load(
     )
 
 
-def load_backbone(path: str, max_prompt_length: int, *, together: bool, **options: Any) -> Backbone:
+def load_backbone(path: str, max_prompt_length: int, *, together: bool, crop: float, **options: Any) -> Backbone:
     """By what the folder holds; else a transformers image-text model."""
     is_small = (Path(path) / small.CONFIG).is_file()
     told = {} if is_small else _told(path)
-    if lerobot_type := told.get("type") if "output_features" in told else None:
-        return _load_lerobot(path, lerobot_type, **options)
     if told.get("model_type") == "openvla":
         try:
             from mmrl.policies.vla import openvla
         except ModuleNotFoundError as error:
             raise UserError(f"OpenVLA: {error}; install it with: pip install 'mmrl[openvla]'") from error
-        return openvla.load(path, max_prompt_length, together=together, **options)
+        return openvla.load(path, max_prompt_length, together=together, crop=crop, **options)
+    if crop != 1:
+        raise UserError(f"action.center_crop={crop} is for OpenVLA, which model.path={path} is not; remove it")
+    if lerobot_type := told.get("type") if "output_features" in told else None:
+        return _load_lerobot(path, lerobot_type, **options)
     if together:
         raise UserError(f"action.decoding=bidirectional is for OpenVLA-OFT, which model.path={path} is not")
     if is_small:

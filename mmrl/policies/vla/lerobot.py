@@ -170,7 +170,12 @@ class LeRobotBackbone(Backbone):
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.beside.items():
             (folder / name).write_bytes(content)
-        weights = {name.removeprefix("policy."): value.clone().contiguous() for name, value in state.items()}
+        weights: dict[str, Tensor] = {}
+        places: set[int] = set()
+        for name, value in state.items():
+            again = value.data_ptr() in places  # tied; a file holds no memory twice
+            weights[name.removeprefix("policy.")] = value.clone() if again else value.contiguous()
+            places.add(value.data_ptr())
         save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
 
     def freeze(self, parts: Sequence[str]) -> None:
