@@ -50,6 +50,8 @@ class Policy(Protocol):
 
     def reference(self, rollouts: Rollouts) -> Replay: ...
 
+    def counts(self) -> dict[str, float]: ...  # of what went wrong since it was last asked
+
     def save(self, folder: Path, state: dict[str, Tensor]) -> None: ...
 
 
@@ -503,6 +505,8 @@ class Trainer:
                 metrics.add(name, measured)
         if rollouts.accuracy is not None:
             metrics.add("accuracy", rollouts.accuracy)
+        for name, count in self.policy.counts().items():
+            metrics.add(name, torch.tensor([count]), sums=True)
         values = metrics.result()
         self.judge_engines(values)
         values["throughput/rollouts_per_second"] = self.config.rollouts_per_step / values["time/step"]
@@ -598,6 +602,8 @@ def evaluate(
     for kind in sorted({kind for _, kind in by_index.values()} - {""}):
         of_kind = [row["accuracy"] for row, k in by_index.values() if k == kind]
         result[f"evaluation/accuracy/{kind}"] = sum(of_kind) / len(of_kind)
+    for name, wrong in policy.counts().items():
+        result[f"evaluation/{name}"] = float(engine.sum(torch.tensor(wrong)))
     marks = torch.tensor([row["accuracy"] for row, _ in by_index.values()])
     result["evaluation/n"] = float(len(marks))
     result["evaluation/standard_error"] = float(marks.std() / len(marks) ** 0.5) if len(marks) > 1 else 0.0

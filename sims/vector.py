@@ -52,6 +52,7 @@ class Transition:
     success: NDArray[np.bool_]  # [n, C], whether the task was solved after this action
     valid: NDArray[np.bool_]  # [n, C], which actions were executed: a prefix of the chunk, up to the episode's end
     errors: list[Exception | None]  # n
+    restarts: int = 0  # workers that had to be replaced since the transition before
 
     @staticmethod
     def empty(n: int, length: int, image_shape: tuple[int, int, int], state_dim: int) -> Transition:
@@ -124,7 +125,7 @@ class VectorSim:
     end_of_episode: with "freeze" an ended row stays as it ended, ignores actions and costs nothing until `reset`;
         with "auto_reset" it starts its next episode at the end of the chunk: the k-th episode after `reset` has seed
         s + k * seed_stride and the same task. Within a chunk nothing is executed after the end, in both modes.
-    counters: nan_actions (numbers that were not finite), dropped_episodes (the simulator raised).
+    counters: nan_actions (numbers that were not finite), dropped_episodes (the simulator raised), restarts (workers).
 
     Environments with one seed and one task are a group: the simulator starts them from the seed, never from a copied
     state, so their first observations are equal bit for bit.
@@ -134,7 +135,7 @@ class VectorSim:
         if end_of_episode not in ("freeze", "auto_reset"):
             raise UserError(f"end_of_episode must be 'freeze' or 'auto_reset', not {end_of_episode!r}")
         self.simulator, self.end_of_episode, self.seed_stride = simulator, end_of_episode, seed_stride
-        self.counters = Counter(nan_actions=0, dropped_episodes=0)
+        self.counters = Counter(nan_actions=0, dropped_episodes=0, restarts=0)
         self.seeds: list[int] = []  # B, of the running episodes
         self.tasks: list[str] = []  # B
         self._running = np.zeros(simulator.count, bool)
@@ -191,7 +192,7 @@ class VectorSim:
         dropped = np.zeros(len(self), bool)
         if len(rows):
             moved = self.simulator.step(rows.tolist(), np.where(bad, 0.0, chunk[rows]))
-            dropped[rows] = lost = self._count_lost(rows, moved.errors)
+            dropped[rows] = lost = self._count_lost(rows, moved)
             for name in ("reward", "terminated", "truncated", "success", "valid"):
                 getattr(out, name)[rows[~lost]] = getattr(moved, name)[~lost]
             shown.images[rows[~lost]], shown.state[rows[~lost]] = moved.images[~lost], moved.state[~lost]
@@ -256,15 +257,16 @@ class VectorSim:
         started = self.simulator.reset(
             rows.tolist(), [self.seeds[row] for row in rows], [self.tasks[row] for row in rows]
         )
-        lost = self._count_lost(rows, started.errors)
+        lost = self._count_lost(rows, started)
         self._running[rows] = ~lost
         self._observation.images[rows], self._observation.state[rows] = started.images, started.state
         for row in rows[~lost]:
             self._observation.instructions[row] = self.simulator.instruction(int(row))
         return started.errors
 
-    def _count_lost(self, rows: NDArray[np.int64], errors: Sequence[Exception | None]) -> NDArray[np.bool_]:
-        for row, error in zip(rows, errors, strict=True):
+    def _count_lost(self, rows: NDArray[np.int64], moved: Transition) -> NDArray[np.bool_]:
+        self.counters["restarts"] += moved.restarts
+        for row, error in zip(rows, moved.errors, strict=True):
             if error is not None:
                 self.counters["dropped_episodes"] += 1
                 warnings.warn(
@@ -272,7 +274,7 @@ class VectorSim:
                     RuntimeWarning,
                     stacklevel=3,
                 )
-        return np.array([error is not None for error in errors], dtype=bool)
+        return np.array([error is not None for error in moved.errors], dtype=bool)
 
 
 def run_episodes(

@@ -91,6 +91,7 @@ class Workers:
             for share in shares
         ]
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="simulator")
+        self._told = 0  # restarts that transitions have told of
         try:
             first, *_ = self._pool.map(Worker.ready, self._workers)
         except (SimulatorError, UserError):
@@ -125,7 +126,7 @@ class Workers:
             return _merge(reply, arrays, out, picked)
 
         self._each(rows, start)
-        return out
+        return self._telling_restarts(out)
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
@@ -144,7 +145,7 @@ class Workers:
                 return _spread(error, out, picked)
 
         self._each(rows, move)
-        return out
+        return self._telling_restarts(out)
 
     def instruction(self, row: int) -> str:
         worker, local = self._home[row]
@@ -169,6 +170,10 @@ class Workers:
             worker.close()
         self._workers = []
         self._pool.shutdown()
+
+    def _telling_restarts(self, out: Transition) -> Transition:
+        out.restarts, self._told = self.restarts - self._told, self.restarts
+        return out
 
     def _each(self, rows: Sequence[int], function: Callable[[Worker, list[int], list[int]], None]) -> None:
         """Calls function(worker, places in `rows`, the worker's own rows) for all workers at once that own any."""

@@ -374,6 +374,9 @@ class VisionLanguagePolicy:
 
     # --- files ---
 
+    def counts(self) -> dict[str, float]:
+        return {}
+
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Write model (or adapter) and processor in transformers' own format. state: of `self.module`."""
         weights = {name.removeprefix("model."): value for name, value in state.items()}

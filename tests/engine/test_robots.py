@@ -1,6 +1,7 @@
 """Robot runs: what ranks, resuming, the critic and lost episodes do."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -148,8 +149,34 @@ def test_workers_change_nothing_and_a_dead_one_costs_its_episodes(tmp_path):
     with pytest.warns(RuntimeWarning, match="lost its episode"):
         trainer.train()
     release(trainer)
-    lost = [row["episode/lost"] for row in metrics(tmp_path / "killed") if "loss" in row]
+    rows = [row for row in metrics(tmp_path / "killed") if "loss" in row]
+    lost = [row["episode/lost"] for row in rows]
     assert lost[0] == lost[2] == 0 and 0 < lost[1] < 1
+    assert [row["simulator/restarts"] for row in rows] == [0, 1, 0]
+    assert [row["simulator/dropped"] for row in rows] == [16 * share for share in lost]
+
+
+def test_numbers_that_no_robot_can_move_by_are_counted_where_they_happened(tmp_path):
+    """Two in the second step, three in the evaluation behind it."""
+    trainer = make(tmp_path, "steps=3", "evaluation.every=2", base=ROBOTS)
+    head, spoilt = trainer.policy.module.head, []
+    usual = head.act
+
+    def act(*arguments, training, **options):
+        chosen = usual(*arguments, training=training, **options)
+        if trainer.step == (1 if training else 2) and training not in spoilt:
+            spoilt.append(training)
+            bad = [math.nan, math.inf] if training else [math.nan, math.inf, -math.inf]
+            chosen["actions"].view(-1)[: len(bad)] = torch.tensor(bad)
+        return chosen
+
+    head.act = act
+    trainer.train()
+    release(trainer)
+    rows = metrics(tmp_path)
+    assert [row["simulator/nan_actions"] for row in rows if "loss" in row] == [0, 2, 0]
+    assert [row["evaluation/simulator/nan_actions"] for row in rows if "loss" not in row] == [3, 0]
+    assert all(row["simulator/dropped"] == row["simulator/restarts"] == 0 for row in rows if "loss" in row)
 
 
 def test_what_does_not_fit_a_robot_is_refused(tmp_path):

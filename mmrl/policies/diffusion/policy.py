@@ -122,6 +122,9 @@ class DiffusionPolicy:
         with torch.no_grad(), self.family.reference():
             return self.replay(rollouts, self.module)
 
+    def counts(self) -> dict[str, float]:
+        return {}
+
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         self.family.save(folder, state)
 

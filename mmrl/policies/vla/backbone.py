@@ -15,16 +15,39 @@ from torch import Tensor, nn
 from mmrl.generation.transformers import Prefix
 from mmrl.policies import vlm
 from mmrl.policies.prompts import Tokens, collate, encode
-from mmrl.policies.vla.heads import Reading
-from mmrl.policies.vla.settings import PROMPT
+from mmrl.policies.vla.codec import Units
+from mmrl.policies.vla.heads import ExpertHead, FlowHead, Reading
+from mmrl.policies.vla.settings import PROMPT, Actions
 from mmrl.rollouts import Prompt
+from mmrl.samplers.settings import Denoising
+
+
+class Kept:
+    """The last layer of prompts that a frozen backbone has read before."""
+
+    layers: tuple[Tensor, ...] = ()
+
+    def __init__(self, hidden: Tensor, mask: Tensor) -> None:
+        self.hidden, self.mask = hidden, mask
+        end = mask.long().cumsum(1).argmax(1)
+        self.last = hidden[torch.arange(len(hidden), device=hidden.device), end]
+
+    def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        raise NotImplementedError("only the prompt was kept")
 
 
 class Backbone(nn.Module):
-    """Reads observations. `width` of its hidden states; `vocabulary`: ids below it may be action tokens."""
+    """Reads observations. `width` of its hidden states; `vocabulary`: ids below it may be action tokens; `units` of the
+    actions that its own action head makes, if it has one."""
 
     width: int
     vocabulary: int
+    units: Units | None = None
+
+    @property
+    def still(self) -> bool:
+        """Whether training changes nothing of what `read` makes."""
+        return not any(p.requires_grad for p in self.parameters())
 
     @property
     def input_embeddings(self) -> nn.Module:
@@ -39,8 +62,9 @@ class Backbone(nn.Module):
         """The prompt it is used to; OpenVLA has its own."""
         return PROMPT.format(instruction)
 
-    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Any]:
-        """images [n, height, width, 3] RGB and n prompts -> what is kept of each, and what `collate` takes."""
+    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str], state: NDArray[np.float32]) -> list[Any]:
+        """images [n, height, width, 3] RGB, n prompts and the robot's state [n, state], which heads of our own read
+        instead -> what is kept of each, and what `collate` takes."""
         raise NotImplementedError
 
     def collate(self, rows: Sequence[Any], device: torch.device) -> dict[str, Tensor]:
@@ -48,6 +72,25 @@ class Backbone(nn.Module):
 
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
         raise NotImplementedError
+
+    def keep(self, reading: Reading) -> list[Any]:
+        """What is kept of each row of a reading that is not to be made again."""
+        lengths = reading.mask.sum(1).tolist()
+        return [hidden[:length].cpu() for hidden, length in zip(reading.hidden, lengths, strict=True)]
+
+    def collate_kept(self, rows: Sequence[Any], device: torch.device) -> dict[str, Tensor]:
+        """What `recall` takes; "hidden" among it."""
+        mask = nn.utils.rnn.pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], batch_first=True)
+        return {"hidden": nn.utils.rnn.pad_sequence(list(rows), batch_first=True).to(device), "mask": mask.to(device)}
+
+    def recall(self, inputs: dict[str, Tensor]) -> Reading:
+        return Kept(inputs["hidden"], inputs["mask"])
+
+    def flow_head(
+        self, settings: Actions, denoising: Denoising, action_dim: int, state_dim: int, supervised: bool
+    ) -> FlowHead:
+        """Raises ValueError for a window that can not be."""
+        return ExpertHead(settings, denoising, action_dim, state_dim, self.width, supervised)
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Into `folder`, in the format it was loaded from. state: of this module."""
@@ -74,7 +117,7 @@ class VisionLanguageBackbone(Backbone):
     def output_weight(self) -> Tensor:
         return vlm.transformers_model(self.model).get_output_embeddings().weight  # type: ignore[return-value]
 
-    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Tokens]:
+    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str], state: NDArray[np.float32]) -> list[Tokens]:
         """Raises UserError for a prompt that is too long."""
         prompts = [
             Prompt(str(i), text, (Image.fromarray(image),))

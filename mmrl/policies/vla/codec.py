@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -50,6 +50,14 @@ class ActionCodec:
         return columns + self.first
 
 
+class Units(Protocol):
+    """How a policy's numbers and a robot's translate, [..., chunk, action] each."""
+
+    def to_robot(self, actions: NDArray) -> NDArray[np.float64]: ...
+
+    def from_robot(self, actions: NDArray) -> NDArray[np.float64]: ...
+
+
 @dataclass(frozen=True)
 class ActionStatistics:
     """The 1 % and 99 % quantiles of a data set's actions, [action] each; where `mask` is False a number passes as it
@@ -60,7 +68,8 @@ class ActionStatistics:
     mask: NDArray[np.bool_]
 
     def to_robot(self, actions: NDArray) -> NDArray[np.float64]:
-        """[..., action] in [-1, 1] -> the robot's units: (a + 1) / 2 (q99 - q01) + q01."""
+        """[..., action], clamped to [-1, 1] -> the robot's units: (a + 1) / 2 (q99 - q01) + q01."""
+        actions = actions.clip(-1, 1)
         return np.where(self.mask, 0.5 * (actions + 1) * (self.q99 - self.q01) + self.q01, actions)
 
     def from_robot(self, actions: NDArray) -> NDArray[np.float64]:

@@ -16,12 +16,13 @@ from mmrl.policies import vlm
 from mmrl.policies.vla import small
 from mmrl.policies.vla.backbone import Backbone, VisionLanguageBackbone
 from mmrl.policies.vla.codec import ActionCodec, load_statistics
-from mmrl.policies.vla.heads import BridgeHead, FlowHead, Head, RegressionHead, TokenHead
+from mmrl.policies.vla.heads import BridgeHead, Head, RegressionHead, TokenHead
 from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy
 from mmrl.policies.vla.settings import Actions
 from mmrl.samplers.settings import Denoising
 from sims import VectorSim
 
+LEROBOT = ("smolvla", "pi0")  # types of policies that can be trained
 SHAPING = ("head", "chunk", "decoding", "bins", "width", "depth", "queries", "spread", "proprioception")
 
 
@@ -50,7 +51,11 @@ def load(
     """
     together = settings.head == "token" and settings.decoding == "bidirectional"
     model = {"dtype": dtype, "attention": attention, "freeze": freeze, "lora": lora, "processor": processor or {}}
-    backbone = load_backbone(path, max_prompt_length, together=together, **model)
+    backbone = load_backbone(path, max_prompt_length, together=together, crop=settings.center_crop, **model)
+    if backbone.units is not None and settings.head != "flow":
+        raise UserError(f"action.head={settings.head}, but model.path={path} has a flow head of its own; use head=flow")
+    if backbone.units is not None and settings.statistics is not None:
+        raise UserError(f"action.statistics is set, but model.path={path} has statistics of its own; remove it")
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -58,7 +63,7 @@ def load(
         network = Network(backbone, head, state_dim, critic)
     if (Path(path) / DESCRIPTION).is_file():
         _restore(Path(path), network, settings)
-    statistics = None
+    statistics = backbone.units
     if settings.statistics is not None:
         statistics = load_statistics(settings.statistics, settings.statistics_key, action_dim)
     return VisionLanguageActionPolicy(
@@ -72,15 +77,20 @@ def load(
     )
 
 
-def load_backbone(path: str, max_prompt_length: int, *, together: bool, **options: Any) -> Backbone:
+def load_backbone(path: str, max_prompt_length: int, *, together: bool, crop: float, **options: Any) -> Backbone:
     """By what the folder holds; else a transformers image-text model."""
     is_small = (Path(path) / small.CONFIG).is_file()
-    if not is_small and _is_openvla(path):
+    told = {} if is_small else _told(path)
+    if told.get("model_type") == "openvla":
         try:
             from mmrl.policies.vla import openvla
         except ModuleNotFoundError as error:
             raise UserError(f"OpenVLA: {error}; install it with: pip install 'mmrl[openvla]'") from error
-        return openvla.load(path, max_prompt_length, together=together, **options)
+        return openvla.load(path, max_prompt_length, together=together, crop=crop, **options)
+    if crop != 1:
+        raise UserError(f"action.center_crop={crop} is for OpenVLA, which model.path={path} is not; remove it")
+    if lerobot_type := told.get("type") if "output_features" in told else None:
+        return _load_lerobot(path, lerobot_type, **options)
     if together:
         raise UserError(f"action.decoding=bidirectional is for OpenVLA-OFT, which model.path={path} is not")
     if is_small:
@@ -92,12 +102,25 @@ def load_backbone(path: str, max_prompt_length: int, *, together: bool, **option
     return VisionLanguageBackbone(model, processor, max_prompt_length)
 
 
-def _is_openvla(path: str) -> bool:
-    """Whether `path`, or what it is a LoRA of, says so in its config.json."""
+def _told(path: str) -> dict[str, Any]:
+    """The config.json of `path`, or of what it is a LoRA of; nothing if there is none, of which `vlm.load_model`
+    complains."""
     try:
-        return PreTrainedConfig.get_config_dict(vlm.base_of(path))[0].get("model_type") == "openvla"
+        return PreTrainedConfig.get_config_dict(vlm.base_of(path))[0]
     except (OSError, ValueError):
-        return False  # no model at all, of which `vlm.load_model` complains
+        return {}
+
+
+def _load_lerobot(path: str, kind: str, *, attention: str, **options: Any) -> Backbone:
+    if kind not in LEROBOT:
+        raise UserError(f"model.path={path} is a LeRobot policy of type {kind}; only {' and '.join(LEROBOT)} are known")
+    try:
+        from mmrl.policies.vla import lerobot
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"model.path={path} is a LeRobot policy: {error}; install the extra lerobot as scripts/lerobot.txt says"
+        ) from error
+    return lerobot.load(path, **options)
 
 
 def make_head(
@@ -121,7 +144,7 @@ def make_head(
         if not supervised and settings.spread == "sampler" and denoising.likelihood == "contrast":
             raise UserError("denoising.likelihood=contrast is for images; use chain or matching")
         try:
-            flow = FlowHead(settings, denoising, *sizes, supervised)
+            flow = backbone.flow_head(settings, denoising, action_dim, state_dim, supervised)
             assert flow.decisions > 0  # asked here, so that a window that can not be is found before the run
             return flow
         except ValueError as error:
@@ -132,7 +155,7 @@ def make_head(
 def _restore(folder: Path, network: Network, settings: Actions) -> None:
     """Head and critic; a critic that is not there starts anew."""
     then: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text())
-    for name in SHAPING:
+    for name in SHAPING if network.backbone.units is None else ():
         if then[name] != getattr(settings, name):
             raise UserError(f"action.{name}={getattr(settings, name)}, but {folder} was trained with {then[name]}")
     found = load_file(folder / WEIGHTS)

@@ -268,28 +268,37 @@ class BridgeHead(LaplaceHead):
 
 
 class FlowHead(Head):
-    """An expert that denoises a chunk: velocities of a flow from noise (sigma 1) to actions (sigma 0).
+    """Denoises a chunk: velocities of a flow from noise (sigma 1) to actions (sigma 0).
 
     With likelihood "chain" a decision is a step of the sampler inside the window, one sigma-level Gaussian of the whole
-    chunk; with spread "learned" all steps together are one decision (ReinFlow, arXiv 2505.22094). With "matching" the
-    chunk is one decision whose log-ratio is the fall of the flow-matching error (FPO, arXiv 2507.21053).
+    chunk. With "matching" the chunk is one decision whose log-ratio is the fall of the flow-matching error (FPO, arXiv
+    2507.21053). `latent` is what is denoised, [chunk, action] or more on either side; only the chunk's own actions are
+    executed, and only they count.
     """
 
     context_only = True
 
     def __init__(
-        self, settings: Actions, denoising: Denoising, action_dim: int, state_dim: int, width: int, supervised: bool
+        self,
+        settings: Actions,
+        denoising: Denoising,
+        action_dim: int,
+        state_dim: int,
+        width: int,
+        supervised: bool,
+        latent: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(settings, action_dim, state_dim, width)
         self.denoising = denoising
         self.shape = (settings.chunk, action_dim)
-        self.expert = Expert(
-            *self.shape, self.state_dim, width, settings.width, settings.depth, settings.spread == "learned"
-        )
-        learned = settings.spread == "learned"
-        self.likelihood = "matching" if supervised else "joint" if learned else denoising.likelihood
+        self.latent = latent or self.shape
+        self.likelihood: str = "matching" if supervised else denoising.likelihood
         self.sampler = Sampler(grid(denoising.steps), denoising.transition, denoising.noise)
         self.careful = Sampler(grid(denoising.evaluation_steps), "ode", 0.0)
+
+    def velocity(self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        """Of noisy chunks x [m, *latent] at noise levels sigma [m], each for the observation in `rows` [m]; like x."""
+        raise NotImplementedError
 
     @property
     def decisions(self) -> int:
@@ -299,51 +308,29 @@ class FlowHead(Head):
         return self.denoising.window.steps(self.sampler.std, 0, seed)
 
     def act(self, reading: Reading, state: Tensor, seeds: Sequence[int], temperature: float, training: bool) -> Chosen:
-        x = gaussian(list(seeds), INITIAL, self.shape).to(state.device)
-        if self.likelihood == "joint" and temperature > 0:
-            return self._act_joint(reading, state, seeds, x)
+        x = gaussian(list(seeds), INITIAL, self.latent).to(state.device)
         drawn = self.likelihood == "chain" and temperature > 0 and training
         windows = [self._window(seed) if drawn else [] for seed in seeds]
+        sampler = self.sampler if training else self.careful
 
         def predict(x: Tensor, point: Tensor, rows: Tensor) -> Tensor:
-            sigma = sampler.grid.sigmas[point].to(x.device)
-            rows = rows.to(x.device)
-            return self.expert(x, sigma, state[rows], reading.hidden[rows], reading.mask[rows].bool())[0]
+            return self.velocity(reading, state, x, sampler.grid.sigmas[point].to(x.device), rows.to(x.device))
 
         def noise(step: int, rows: Tensor) -> Tensor:
-            return gaussian([seeds[i] for i in rows.tolist()], step, self.shape)
+            return gaussian([seeds[i] for i in rows.tolist()], step, self.latent)
 
-        sampler = self.sampler if training else self.careful
         chain = run(predict, x, sampler, windows, noise)
-        chosen = {"actions": chain.final}
+        chosen = {"actions": self._executed(chain.final)}
         if self.likelihood == "matching":
-            return {**chosen, **self._levels(seeds)}
+            return {**chosen, "data": chain.final, **self._levels(seeds)}
         if drawn:
             chosen |= {"points": torch.tensor(windows), "x": chain.x, "x_next": chain.x_next}
         return chosen
 
-    def _act_joint(self, reading: Reading, state: Tensor, seeds: Sequence[int], x: Tensor) -> Chosen:
-        sigmas, chain = self.sampler.grid.sigmas, [x]
-        for k in range(len(self.sampler.grid)):
-            point = torch.full((len(x),), k)
-            mean, std = self._learned_step(reading, state, chain[-1], point)
-            chain.append(mean + std * gaussian(list(seeds), k, self.shape).to(x.device))
-        assert len(chain) == len(sigmas)
-        return {"actions": chain[-1], "chain": torch.stack(chain, 1)}
-
-    def _learned_step(self, reading: Reading, state: Tensor, x: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and std, like x, of the steps from grid points `point` [n]: Euler's mean, the network's std."""
-        sigmas = self.sampler.grid.sigmas
-        v, wide = self.expert(x, sigmas[point].to(x.device), state, reading.hidden, reading.mask.bool())
-        assert wide is not None
-        dt = (sigmas[point + 1] - sigmas[point]).to(x.device)[:, None, None]
-        low, high = (math.log(bound) for bound in self.settings.spread_range)
-        return x + dt * v.float(), torch.exp(low + (wide.float() + 1) / 2 * (high - low))
-
     def score(
         self, reading: Reading, state: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None
     ) -> dict[str, Tensor]:
-        by_likelihood = {"chain": self._score_chain, "joint": self._score_joint, "matching": self._score_matching}
+        by_likelihood = {"chain": self._score_chain, "matching": self._score_matching}
         return by_likelihood[self.likelihood](reading, state, chosen, valid, old)
 
     def _score_chain(
@@ -353,7 +340,8 @@ class FlowHead(Head):
         n, w = chosen["points"].shape
         points = chosen["points"].flatten()
         x, x_next = (rearrange(chosen[key], "n w c a -> (n w) c a") for key in ("x", "x_next"))
-        v = self._velocity(reading, state, x, self.sampler.grid.sigmas[points.cpu()], w)
+        v = self._executed(self._velocity(reading, state, x, self.sampler.grid.sigmas[points.cpu()], w))
+        x, x_next = self._executed(x), self._executed(x_next)
         before = v.detach() if old is None else rearrange(old, "n w c a -> (n w) c a")
         executed = repeat(valid, "n c -> (n w) c 1", w=w)
         v = v.where(executed, before)  # actions that were never executed: equal under both, without gradient
@@ -370,35 +358,16 @@ class FlowHead(Head):
             "prediction": v.detach().view(n, w, *self.shape),
         }
 
-    def _score_joint(
-        self, reading: Reading, state: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None
-    ) -> dict[str, Tensor]:
-        chain = chosen["chain"]
-        n, k = len(chain), chain.shape[1] - 1
-        x, x_next = (rearrange(part, "n k c a -> (n k) c a") for part in (chain[:, :-1], chain[:, 1:]))
-        point = torch.arange(k).repeat(n)
-        spread = Spread(reading, k)
-        mean, std = self._learned_step(spread, state.repeat_interleave(k, 0), x, point)
-        executed = repeat(valid, "n c -> (n k) c 1", k=k)
-        logp = -((x_next - mean) / std).square() / 2 - std.log() - 0.5 * math.log(2 * math.pi)
-        entropy = std.log() + 0.5 * math.log(2 * math.pi * math.e)
-
-        def together(values: Tensor) -> Tensor:
-            rows = reduce_elements(values.where(executed, 0), self.denoising.reduction).view(n, k)
-            return (rows.mean(1) if self.denoising.reduction == "mean" else rows.sum(1))[:, None]
-
-        return {"logp": together(logp), "entropy": together(entropy)}
-
     def _score_matching(
         self, reading: Reading, state: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None
     ) -> dict[str, Tensor]:
         sigma, noise = chosen["sigma"], chosen["noise"]  # [n, draw], [n, draw, chunk, action]
         n, m = sigma.shape
-        data = chosen["actions"][:, None]
+        data = chosen["data"][:, None]
         s = sigma[..., None, None]
         x, target = (1 - s) * data + s * noise, noise - data
         v = self._velocity(reading, state, rearrange(x, "n m c a -> (n m) c a"), sigma.flatten(), m)
-        v = v.view(n, m, *self.shape)
+        v, target = self._executed(v.view(n, m, *self.latent)), self._executed(target)
         before = v.detach() if old is None else old[:, 0]
         executed = valid[:, None, :, None]
 
@@ -415,12 +384,18 @@ class FlowHead(Head):
 
     def _velocity(self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor, times: int) -> Tensor:
         """Of `times` noisy chunks an observation, in one pass."""
-        spread = Spread(reading, times)
-        state = state.repeat_interleave(times, 0)
-        return self.expert(x, sigma.to(x.device), state, spread.hidden, spread.mask.bool())[0].float()
+        rows = torch.arange(len(state), device=x.device).repeat_interleave(times)
+        return self.velocity(reading, state, x, sigma.to(x.device), rows)
+
+    def _executed(self, latent: Tensor) -> Tensor:
+        """[..., *latent] -> [..., chunk, action]"""
+        return latent[..., : self.shape[0], : self.shape[1]].contiguous()
 
     def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
-        return {"actions": actions, **self._levels(seeds)}
+        """What the chunk does not say of a latent: further actions like the last, no further numbers."""
+        longer, wider = (inner - outer for inner, outer in zip(self.latent, self.shape, strict=True))
+        data = torch.cat([actions, actions[:, -1:].expand(-1, longer, -1)], 1)
+        return {"actions": actions, "data": F.pad(data, (0, wider)), **self._levels(seeds)}
 
     def _levels(self, seeds: Sequence[int]) -> Chosen:
         """Noise levels and noises, the same whenever a chunk is scored. Levels are Beta(1.5, 1), as pi0 draws them:
@@ -431,21 +406,82 @@ class FlowHead(Head):
             generator = torch.Generator().manual_seed(mixed(seed, 1000))
             uniform = (torch.arange(m) + torch.rand(m, generator=generator)) / m
             sigmas.append(0.001 + 0.999 * uniform ** (2 / 3))
-            noises.append(torch.stack([gaussian([seed], DRAWS - j, self.shape)[0] for j in range(m)]))
+            noises.append(torch.stack([gaussian([seed], DRAWS - j, self.latent)[0] for j in range(m)]))
         return {"sigma": torch.stack(sigmas), "noise": torch.stack(noises)}
 
 
-class Spread:
-    """A reading of which each prompt stands `times` in a row."""
+class ExpertHead(FlowHead):
+    """A flow head with an expert of its own, which looks at the prompt's last layer (as pi0, arXiv 2410.24164). With
+    spread "learned" a network says how wide each step is, and all steps together are one decision (ReinFlow, arXiv
+    2505.22094)."""
 
-    def __init__(self, reading: Reading, times: int) -> None:
-        self.hidden = reading.hidden.repeat_interleave(times, 0)
-        self.mask = reading.mask.repeat_interleave(times, 0)
-        self.last = reading.last.repeat_interleave(times, 0)
-        self.layers: tuple[Tensor, ...] = ()
+    def __init__(
+        self, settings: Actions, denoising: Denoising, action_dim: int, state_dim: int, width: int, supervised: bool
+    ) -> None:
+        super().__init__(settings, denoising, action_dim, state_dim, width, supervised)
+        learned = settings.spread == "learned"
+        self.expert = Expert(*self.shape, self.state_dim, width, settings.width, settings.depth, learned)
+        if learned and not supervised:
+            self.likelihood = "joint"
 
-    def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        raise NotImplementedError("only the prompt was kept")
+    def velocity(self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        return self._ask(reading, state, x, sigma, rows)[0].float()
+
+    def act(self, reading: Reading, state: Tensor, seeds: Sequence[int], temperature: float, training: bool) -> Chosen:
+        if self.likelihood == "joint" and temperature > 0:
+            return self._act_joint(reading, state, seeds)
+        return super().act(reading, state, seeds, temperature, training)
+
+    def score(
+        self, reading: Reading, state: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None
+    ) -> dict[str, Tensor]:
+        if self.likelihood == "joint":
+            return self._score_joint(reading, state, chosen, valid)
+        return super().score(reading, state, chosen, valid, old)
+
+    def _ask(
+        self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.expert(x, sigma, state[rows], reading.hidden[rows], reading.mask[rows].bool())
+
+    def _act_joint(self, reading: Reading, state: Tensor, seeds: Sequence[int]) -> Chosen:
+        x = gaussian(list(seeds), INITIAL, self.shape).to(state.device)
+        rows = torch.arange(len(x), device=x.device)
+        sigmas, chain = self.sampler.grid.sigmas, [x]
+        for k in range(len(self.sampler.grid)):
+            point = torch.full((len(x),), k)
+            mean, std = self._learned_step(reading, state, chain[-1], point, rows)
+            chain.append(mean + std * gaussian(list(seeds), k, self.shape).to(x.device))
+        assert len(chain) == len(sigmas)
+        return {"actions": chain[-1], "chain": torch.stack(chain, 1)}
+
+    def _learned_step(
+        self, reading: Reading, state: Tensor, x: Tensor, point: Tensor, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and std, like x, of the steps from grid points `point` [n]: Euler's mean, the network's std."""
+        sigmas = self.sampler.grid.sigmas
+        v, wide = self._ask(reading, state, x, sigmas[point].to(x.device), rows)
+        assert wide is not None
+        dt = (sigmas[point + 1] - sigmas[point]).to(x.device)[:, None, None]
+        low, high = (math.log(bound) for bound in self.settings.spread_range)
+        return x + dt * v.float(), torch.exp(low + (wide.float() + 1) / 2 * (high - low))
+
+    def _score_joint(self, reading: Reading, state: Tensor, chosen: Chosen, valid: Tensor) -> dict[str, Tensor]:
+        chain = chosen["chain"]
+        n, k = len(chain), chain.shape[1] - 1
+        x, x_next = (rearrange(part, "n k c a -> (n k) c a") for part in (chain[:, :-1], chain[:, 1:]))
+        point = torch.arange(k).repeat(n)
+        rows = torch.arange(n, device=x.device).repeat_interleave(k)
+        mean, std = self._learned_step(reading, state, x, point, rows)
+        executed = repeat(valid, "n c -> (n k) c 1", k=k)
+        logp = -((x_next - mean) / std).square() / 2 - std.log() - 0.5 * math.log(2 * math.pi)
+        entropy = std.log() + 0.5 * math.log(2 * math.pi * math.e)
+
+        def together(values: Tensor) -> Tensor:
+            rows = reduce_elements(values.where(executed, 0), self.denoising.reduction).view(n, k)
+            return (rows.mean(1) if self.denoising.reduction == "mean" else rows.sum(1))[:, None]
+
+        return {"logp": together(logp), "entropy": together(entropy)}
 
 
 def grid(steps: int) -> Grid:

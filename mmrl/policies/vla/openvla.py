@@ -172,11 +172,17 @@ class OpenVLABackbone(Backbone):
     std: Tensor
 
     def __init__(
-        self, model: nn.Module, tokenizer: Tokenizer, beside: dict[str, bytes], max_prompt_length: int, together: bool
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        beside: dict[str, bytes],
+        max_prompt_length: int,
+        together: bool,
+        crop: float,
     ) -> None:
         super().__init__()
         self.model, self.tokenizer, self.beside = model, tokenizer, beside
-        self.max_prompt_length, self.together = max_prompt_length, together
+        self.max_prompt_length, self.together, self.crop = max_prompt_length, together, crop
         config = self.core.config
         assert isinstance(config.text_config, LlamaConfig)
         self.width: int = config.text_config.hidden_size
@@ -211,7 +217,7 @@ class OpenVLABackbone(Backbone):
     def ask(self, instruction: str) -> str:
         return PROMPT.format(instruction.lower())
 
-    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Glance]:
+    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str], state: NDArray[np.float32]) -> list[Glance]:
         """Raises UserError for a prompt that is too long."""
         return [Glance(self._fit(image), self._ids(text)) for image, text in zip(images, texts, strict=True)]
 
@@ -244,8 +250,8 @@ class OpenVLABackbone(Backbone):
 
     def _fit(self, image: NDArray[np.uint8]) -> Tensor:
         height, width = self.size
-        resized = Image.fromarray(image).resize((width, height), self.resampling)
-        return torch.from_numpy(np.asarray(resized).transpose(2, 0, 1).copy())
+        fitted = np.asarray(Image.fromarray(image).resize((width, height), self.resampling))
+        return torch.from_numpy(middle(fitted, self.crop).transpose(2, 0, 1).copy())
 
     def _ids(self, text: str) -> Tensor:
         ids = self.tokenizer.encode(text).ids
@@ -314,6 +320,7 @@ def load(
     max_prompt_length: int,
     *,
     together: bool,
+    crop: float,
     dtype: str,
     attention: str,
     freeze: Sequence[str],
@@ -334,7 +341,26 @@ def load(
     model: Any = _model(folder, dtype, attention)
     model = vlm.adapt(model, path, freeze=freeze, lora=lora)
     tokenizer = Tokenizer.from_str(beside[TOKENIZER].decode())
-    return OpenVLABackbone(model, tokenizer, beside, max_prompt_length, together)
+    return OpenVLABackbone(model, tokenizer, beside, max_prompt_length, together, crop)
+
+
+def middle(image: NDArray[np.uint8], area: float) -> NDArray[np.uint8]:
+    """The middle of an image [height, width, 3] with `area` of its area, at its full size again, as OpenVLA evaluates:
+    TensorFlow's crop_and_resize (linear, the crop's corners on the picture's) and conversion to bytes."""
+    if area == 1:
+        return image
+    side = np.float32(np.sqrt(area))
+
+    def between(values: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
+        n = values.shape[axis]
+        at = (1 - side) / 2 * np.float32(n - 1) + np.arange(n, dtype=np.float32) * side
+        share = np.expand_dims(at - np.floor(at), tuple(i for i in range(3) if i != axis))
+        low = at.astype(int)
+        one, other = values.take(low, axis), values.take(np.minimum(low + 1, n - 1), axis)
+        return one + (other - one) * share
+
+    scaled = between(between(image.astype(np.float32) / np.float32(255), 1), 0)
+    return (scaled.clip(0, 1) * np.float32(255.5)).astype(np.uint8)
 
 
 def _folder(path: str) -> Path:

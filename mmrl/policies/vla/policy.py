@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.policies.vla.backbone import Backbone
-from mmrl.policies.vla.codec import ActionStatistics
+from mmrl.policies.vla.codec import Units
 from mmrl.policies.vla.heads import Chosen, Head, Reading
 from mmrl.policies.vla.settings import Actions
 from mmrl.rollouts import Episode, Prompt, Replay, Rollouts, Sample
@@ -56,7 +57,7 @@ class Network(nn.Module):
 
     def read(self, inputs: dict[str, Tensor]) -> Reading:
         if "hidden" in inputs:
-            return Kept(inputs["hidden"], inputs["mask"])
+            return self.backbone.recall(inputs)
         return self.backbone.read(inputs, every_layer=self.head.every_layer)
 
 
@@ -72,20 +73,6 @@ class Critic(nn.Module):
 
     def forward(self, reading: Reading, state: Tensor) -> Tensor:
         return self.layers(torch.cat([reading.last, state.to(reading.last)], 1)).squeeze(1).float()
-
-
-class Kept:
-    """The last layer of prompts that a frozen backbone has read before."""
-
-    layers: tuple[Tensor, ...] = ()
-
-    def __init__(self, hidden: Tensor, mask: Tensor) -> None:
-        self.hidden, self.mask = hidden, mask
-        end = mask.long().cumsum(1).argmax(1)
-        self.last = hidden[torch.arange(len(hidden), device=hidden.device), end]
-
-    def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        raise NotImplementedError("only the prompt was kept")
 
 
 class Played:
@@ -135,17 +122,17 @@ class VisionLanguageActionPolicy:
         settings: Actions,
         sim: VectorSim,
         *,
-        statistics: ActionStatistics | None = None,
+        statistics: Units | None = None,
         temperature: float = 1.0,
         evaluation_temperature: float = 0.0,
         reference: bool = False,
     ) -> None:
         self.module, self.settings, self.sim, self.statistics = network, settings, sim, statistics
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
+        self._counted = Counter(sim.counters)
         self.module.eval()  # dropout would make replay differ from sampling
         self.frozen = copy.deepcopy(network).requires_grad_(False) if reference else None
-        still = not any(p.requires_grad for p in network.backbone.parameters())
-        self.keeps_readings = still and network.head.context_only
+        self.keeps_readings = network.backbone.still and network.head.context_only
 
     @property
     def device(self) -> torch.device:
@@ -207,6 +194,13 @@ class VisionLanguageActionPolicy:
             [Decided(inputs[i], state[i], {k: v[i] for k, v in chosen.items()}, valid[i])] for i in range(len(prompts))
         ]
         return self._rollouts([Sample(prompt) for prompt in prompts], looks)
+
+    def counts(self) -> dict[str, float]:
+        """What went wrong in the simulator since this was last asked: action numbers that were not finite, episodes
+        dropped, workers restarted."""
+        new = {name: total - self._counted[name] for name, total in self.sim.counters.items()}
+        self._counted = Counter(self.sim.counters)
+        return {f"simulator/{name.removesuffix('_episodes')}": float(count) for name, count in new.items()}
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Backbone in its library's own format, head and critic beside it as `vla.safetensors`, with the
@@ -314,10 +308,11 @@ class VisionLanguageActionPolicy:
             played[row].bootstrap = value
 
     def _robot_actions(self, actions: Tensor, rows: list[int]) -> NDArray[np.float64]:
-        """[rows, chunk, action] in [-1, 1] -> [environments, chunk, action] in the robot's units."""
-        numbers = actions.float().cpu().numpy().astype(np.float64).clip(-1, 1)
-        if self.statistics is not None:
-            numbers = self.statistics.to_robot(numbers)
+        """[rows, chunk, action] in the units of `statistics`, or in [-1, 1] -> [environments, chunk, action] in the
+        robot's."""
+        numbers = actions.float().cpu().numpy().astype(np.float64)
+        numbers[~np.isfinite(numbers)] = np.nan  # the simulator counts them; a clamp would make infinity an action
+        numbers = numbers.clip(-1, 1) if self.statistics is None else self.statistics.to_robot(numbers)
         everyone = np.zeros((len(self.sim), *numbers.shape[1:]))
         everyone[rows] = numbers
         return everyone
@@ -326,23 +321,16 @@ class VisionLanguageActionPolicy:
         """What is kept of each row: the prompt as the model takes it, or what a frozen backbone says of it."""
         backbone, own = self.module.backbone, self.settings.prompt
         texts = [backbone.ask(i) if own is None else own.format(instruction=i) for i in observation.instructions]
-        seen = backbone.prepare(observation.images, texts)
+        seen = backbone.prepare(observation.images, texts, observation.state)
         if not self.keeps_readings:
             return seen
         with torch.no_grad():
-            reading = backbone.read(backbone.collate(seen, self.device), every_layer=False)
-        lengths = reading.mask.sum(1).tolist()
-        return [hidden[:length].cpu() for hidden, length in zip(reading.hidden, lengths, strict=True)]
+            return backbone.keep(backbone.read(backbone.collate(seen, self.device), every_layer=False))
 
     def _collate(self, seen: list[Any]) -> dict[str, Tensor]:
-        if not self.keeps_readings:
-            return self.module.backbone.collate(seen, self.device)
-        return {
-            "hidden": nn.utils.rnn.pad_sequence(seen, batch_first=True).to(self.device),
-            "mask": nn.utils.rnn.pad_sequence([torch.ones(len(s), dtype=torch.bool) for s in seen], True).to(
-                self.device
-            ),
-        }
+        backbone = self.module.backbone
+        collate = backbone.collate_kept if self.keeps_readings else backbone.collate
+        return collate(seen, self.device)
 
     def _rollouts(self, samples: list[Sample], looks: list[list[Decided]]) -> Rollouts:
         head = self.module.head

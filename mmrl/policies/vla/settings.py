@@ -16,7 +16,8 @@ class Actions:
       token       bins of every action as tokens: one after the other (decoding=autoregressive, as OpenVLA, arXiv
                   2406.09246), or all at once, from learned queries (parallel) or from empty places in a sequence that
                   sees itself whole (bidirectional, for checkpoints of OpenVLA-OFT, arXiv 2502.19645)
-      flow        an expert denoises the chunk (pi0, arXiv 2410.24164), with the `denoising` section's sampler
+      flow        an expert denoises the chunk (pi0, arXiv 2410.24164), with the `denoising` section's sampler;
+                  LeRobot's SmolVLA and pi0 bring their own
       regression  the chunk's median and a learned scale, a Laplace distribution
       bridge      the same read from every layer of the backbone (VLA-Adapter, arXiv 2509.09372)
     level: what one decision is: a token (one number of one action), an action, or the chunk. Flow decides by chunk.
@@ -29,6 +30,7 @@ class Actions:
     level: Literal["token", "action", "chunk"] = "token"
     proprioception: bool = True  # the robot's state is an input
     prompt: str | None = None  # with {instruction}; None: the backbone's own
+    center_crop: float = 1.0  # area of OpenVLA's pictures that is kept; 0.9 for checkpoints trained on random crops
     statistics: str | None = None  # a dataset_statistics.json, or a folder with one; None: actions are within [-1, 1]
     statistics_key: str | None = None  # None: the only one in it
     horizon: int = 100  # actions; the length that algorithm.reduce=constant divides by
@@ -49,6 +51,8 @@ class Actions:
         for name in ("chunk", "horizon", "width", "depth", "queries", "scale"):
             if self.__dict__[name] <= 0:
                 raise ValueError(f"{name} must be positive, got {self.__dict__[name]}")
+        if not 0 < self.center_crop <= 1:
+            raise ValueError(f"center_crop must be above 0 and at most 1, got {self.center_crop}")
         if self.bins < 3:
             raise ValueError(f"bins must be at least 3, got {self.bins}")
         if self.prompt is not None and "{instruction}" not in self.prompt:

@@ -71,7 +71,7 @@ class SmallBackbone(Backbone):
     def output_weight(self) -> Tensor:
         return self.embeddings.weight
 
-    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str]) -> list[Glance]:
+    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str], state: NDArray[np.float32]) -> list[Glance]:
         """Unknown words become one word."""
         pixels = torch.from_numpy(rearrange(images, "n h w c -> n c h w").copy())
         return [Glance(image, self._ids(text)) for image, text in zip(pixels, texts, strict=True)]

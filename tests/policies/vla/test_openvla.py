@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from mmrl.errors import UserError
 from mmrl.policies import vlm
 from mmrl.policies.vla.codec import load_statistics
-from mmrl.policies.vla.openvla import OpenVLAConfig, OpenVLAForActionPrediction
+from mmrl.policies.vla.openvla import OpenVLAConfig, OpenVLAForActionPrediction, middle
 from tests.policies.vla import tiny_openvla as reference
 from tests.policies.vla.conftest import starts
 
@@ -45,7 +45,7 @@ def by_name(folder):
 def prompts(policy):
     """The two observations, read together and so padded."""
     backbone = policy.module.backbone
-    rows = backbone.prepare(IMAGES, [backbone.ask(text) for text in ASKED])
+    rows = backbone.prepare(IMAGES, [backbone.ask(text) for text in ASKED], np.zeros((len(ASKED), 0), np.float32))
     return rows, backbone.read(backbone.collate(rows, CPU), every_layer=False)
 
 
@@ -83,6 +83,39 @@ def test_the_published_size():
     with torch.device("meta"):
         patches = model.vision_backbone([torch.zeros(1, 3, 224, 224)] * 2)
     assert patches.shape == (1, 256, 2176)
+
+
+def test_the_middle_by_hand():
+    """Half of each side of three pixels: between the first two, the second, between the last two."""
+    row = np.array([0, 100, 200], np.uint8)
+    image = np.stack([row, row + 20, row + 40])[..., None].repeat(3, 2)
+    expected = [[60, 110, 160], [70, 120, 170], [80, 130, 180]]
+    assert middle(image, 0.25)[..., 0].tolist() == expected
+    assert middle(image, 1.0) is image
+
+
+def test_the_middle_is_that_of_openvlas_evaluation():
+    """Pixel by pixel in float64: 0.9 of the area, linear between neighbours, rounded as TensorFlow does."""
+    image = np.random.default_rng(1).integers(0, 256, (14, 14, 3), dtype=np.uint8)
+    side, most, exact = 0.9**0.5, 13, np.zeros((14, 14, 3))
+    for y, x, c in np.ndindex(exact.shape):
+        v, u = ((1 - side) / 2 * most + k * side for k in (y, x))
+        near = [(i, j) for i in (int(v), int(v) + 1) for j in (int(u), int(u) + 1)]
+        value = sum((1 - abs(v - i)) * (1 - abs(u - j)) * image[i, j, c] for i, j in near)
+        exact[y, x, c] = value / 255 * 255.5
+    clear = abs(exact - exact.round()) > 1e-3
+    assert clear.mean() > 0.98 and (middle(image, 0.9)[clear] == np.floor(exact)[clear]).all()
+
+
+def test_pictures_are_cropped_where_asked(openvla, make):
+    whole, cropped = (openvla(center_crop=area).module.backbone for area in (1.0, 0.9))
+    rows = [b.prepare(IMAGES, ASKED, np.zeros((2, 0), np.float32)) for b in (whole, cropped)]
+    for one, other in zip(*rows, strict=True):
+        kept = one.picture.permute(1, 2, 0).numpy()
+        assert (other.picture.permute(1, 2, 0).numpy() == middle(kept, 0.9)).all()
+        assert not torch.equal(one.picture, other.picture)
+    with pytest.raises(UserError, match="action.center_crop=0.9 is for OpenVLA"):
+        make("parallel", center_crop=0.9)
 
 
 def test_prompts_are_openvlas(openvla):

@@ -382,7 +382,9 @@ def test_the_prompt_may_be_continued_in_pieces(make):
     """The autoregressive head reads one token at a time; the transformer must see the same as in one piece."""
     for backbone in ("small", "qwen"):
         module = make("regression", backbone).module
-        seen = module.backbone.prepare(np.zeros((2, 32, 32, 3), np.uint8), ["go from there", "go"])
+        seen = module.backbone.prepare(
+            np.zeros((2, 32, 32, 3), np.uint8), ["go from there", "go"], np.zeros((2, 1), np.float32)
+        )
         tokens = torch.randn(2, 3, module.backbone.width, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             whole = extend(module.read(module.backbone.collate(seen, torch.device("cpu"))), tokens)
@@ -444,5 +446,5 @@ def test_learned_noise_has_the_spread_it_is_scored_with(make):
     for k in range(4):
         with torch.no_grad():
             point = torch.full((len(looks),), k)
-            mean, std = policy.module.head._learned_step(reading, state, chain[:, k], point)
+            mean, std = policy.module.head._learned_step(reading, state, chain[:, k], point, torch.arange(len(looks)))
         assert ((chain[:, k + 1] - mean) / std).std().item() == pytest.approx(1, abs=0.06)

@@ -1,0 +1,344 @@
+"""LeRobot's flow policies, SmolVLA (arXiv 2506.01844) and pi0 (arXiv 2410.24164), from the folders that LeRobot writes.
+
+Networks, normalisation and tokens are LeRobot's own code. Its time is our sigma: 1 is noise, 0 the actions, and its
+velocity is noise - actions. What is read once is the prefix (pictures, words and SmolVLA's state): keys and values of
+every layer, to which the action expert attends at each denoising step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import huggingface_hub
+import numpy as np
+import torch
+from einops import rearrange
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.policies import pi_gemma
+from lerobot.policies.common.vla_utils import make_att_2d_masks, prepare_attention_masks_4d
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from lerobot.processor import NormalizerProcessorStep, PolicyProcessorPipeline, TransitionKey
+from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS, OBS_STATE
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import DynamicCache, masking_utils
+
+from mmrl.errors import UserError
+from mmrl.policies.vla.backbone import Backbone
+from mmrl.policies.vla.heads import FlowHead, Reading
+from mmrl.policies.vla.settings import Actions
+from mmrl.policies.vlm import part_of
+from mmrl.samplers.settings import Denoising
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
+BESIDE = (CONFIG, f"{PREPROCESSOR}*", f"{POSTPROCESSOR}*")  # what a saved policy takes along as it was
+UNFIT = ("adapt_to_pi_aloha", "use_relative_actions", "compile_model", "use_peft")
+
+
+@dataclass(frozen=True)
+class Look:
+    """One observation, as it is kept."""
+
+    image: Tensor  # [3, height, width] uint8
+    state: Tensor  # [state], in the robot's units
+    text: str
+
+
+class Prefix:
+    """What the action expert sees of n observations; a `Reading` of which only `last` is known."""
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]], mask: Tensor, state: Tensor, last: Tensor) -> None:
+        """layers: keys and values [n, head, token, size] of each; mask [n, token] bool; state [n, largest state],
+        normalised; last [n, width]: the last token, behind the last layer."""
+        self.keys_and_values, self.mask, self.state, self.last = tuple(layers), mask, state, last
+
+    def select(self, rows: Tensor) -> Prefix:
+        if torch.equal(rows, torch.arange(len(self.mask), device=rows.device)):
+            return self
+        layers = [(keys[rows], values[rows]) for keys, values in self.keys_and_values]
+        return Prefix(layers, self.mask[rows], self.state[rows], self.last[rows])
+
+    def cache(self) -> DynamicCache:
+        """A new one: LeRobot appends to it."""
+        return DynamicCache(tuple((keys, values) for keys, values in self.keys_and_values))
+
+
+class LeRobotUnits:
+    """A checkpoint's own normalisation; see `mmrl.policies.vla.codec.Units`."""
+
+    def __init__(self, preprocessor: PolicyProcessorPipeline, postprocessor: PolicyProcessorPipeline) -> None:
+        self.normalise = next(step for step in preprocessor.steps if isinstance(step, NormalizerProcessorStep))
+        self.postprocessor = postprocessor
+
+    def to_robot(self, actions: NDArray) -> NDArray[np.float64]:
+        return self.postprocessor(torch.from_numpy(actions.astype(np.float32))).double().numpy()
+
+    def from_robot(self, actions: NDArray) -> NDArray[np.float64]:
+        given = {TransitionKey.ACTION: torch.from_numpy(actions.astype(np.float32))}
+        return self.normalise(given)[TransitionKey.ACTION].double().numpy()
+
+
+class LeRobotBackbone(Backbone):
+    """A whole LeRobot policy, its action expert too. What is not the expert's makes the prefix."""
+
+    def __init__(self, policy: Any, folder: Path) -> None:
+        super().__init__()
+        self.policy, config = policy, policy.config
+        self.beside = {file.name: file.read_bytes() for name in BESIDE for file in sorted(folder.glob(name))}
+        overrides = {"device_processor": {"device": "cpu"}}
+        self.preprocessor, postprocessor = make_pre_post_processors(
+            config, str(folder), preprocessor_overrides=overrides
+        )
+        self.units = LeRobotUnits(self.preprocessor, postprocessor)
+        self.action_dim, self.state_dim = config.action_feature.shape[0], config.robot_state_feature.shape[0]
+        cameras = list(config.image_features)
+        self.camera = cameras[0]
+        if len(cameras) > 1:
+            warnings.warn(
+                f"{folder} was trained on {len(cameras)} cameras; the simulator's picture stands for {self.camera}, "
+                f"the others ({', '.join(cameras[1:])}) are missing",
+                stacklevel=2,
+            )
+
+    def ask(self, instruction: str) -> str:
+        return instruction
+
+    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str], state: NDArray[np.float32]) -> list[Look]:
+        pixels = torch.from_numpy(rearrange(images, "n h w c -> n c h w").copy())
+        given = zip(pixels, torch.from_numpy(state.copy()), texts, strict=True)
+        return [Look(image, numbers, text) for image, numbers, text in given]
+
+    def collate(self, rows: Sequence[Look], device: torch.device) -> dict[str, Tensor]:
+        shown = {
+            self.camera: torch.stack([row.image for row in rows]).float() / 255,
+            OBS_STATE: torch.stack([row.state for row in rows]),
+            "task": [row.text for row in rows],
+        }
+        made = self.preprocessor(shown)
+        names = (self.camera, OBS_STATE, OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)
+        return {name: made[name].to(device) for name in names}
+
+    def keep(self, reading: Reading) -> list[dict[str, Tensor]]:
+        prefix = cast(Prefix, reading)
+        there = prefix.mask
+        layers = torch.stack([torch.stack(pair) for pair in prefix.keys_and_values])
+        layers = rearrange(layers, "l two n h t d -> n t l two h d")  # tokens first, for padding
+        return [
+            {"hidden": prefix.last[i].cpu(), "state": prefix.state[i].cpu(), "layers": layers[i][there[i]].cpu()}
+            for i in range(len(there))
+        ]
+
+    def collate_kept(self, rows: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+        layers = [row["layers"] for row in rows]
+        mask = [torch.ones(len(row), dtype=torch.bool) for row in layers]
+        found = {
+            "hidden": torch.stack([row["hidden"] for row in rows]),
+            "state": torch.stack([row["state"] for row in rows]),
+            "layers": nn.utils.rnn.pad_sequence(layers, batch_first=True),
+            "mask": nn.utils.rnn.pad_sequence(mask, batch_first=True),
+        }
+        return {name: value.to(device) for name, value in found.items()}
+
+    def recall(self, inputs: dict[str, Tensor]) -> Reading:
+        layers = rearrange(inputs["layers"], "n t l two h d -> l two n h t d")
+        pairs = [(keys, values) for keys, values in layers]
+        return cast(Reading, Prefix(pairs, inputs["mask"], inputs["state"], inputs["hidden"]))
+
+    def flow_head(
+        self, settings: Actions, denoising: Denoising, action_dim: int, state_dim: int, supervised: bool
+    ) -> FlowHead:
+        config = self.policy.config
+        for name, own, robot in (("action", self.action_dim, action_dim), ("state", self.state_dim, state_dim)):
+            if own != robot:
+                raise UserError(f"the LeRobot policy's {name} has {own} numbers, the simulator's {robot}")
+        if settings.chunk > config.chunk_size:
+            raise UserError(f"action.chunk={settings.chunk}, but the LeRobot policy plans {config.chunk_size} actions")
+        if settings.spread == "learned":
+            raise UserError("action.spread=learned is not for LeRobot policies; use spread=sampler")
+        latent = (config.chunk_size, config.max_action_dim)
+        return LeRobotHead(settings, denoising, action_dim, state_dim, self.width, supervised, latent, self)
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.beside.items():
+            (folder / name).write_bytes(content)
+        weights: dict[str, Tensor] = {}
+        places: set[int] = set()
+        for name, value in state.items():
+            again = value.data_ptr() in places  # tied; a file holds no memory twice
+            weights[name.removeprefix("policy.")] = value.clone() if again else value.contiguous()
+            places.add(value.data_ptr())
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+    def freeze(self, parts: Sequence[str]) -> None:
+        """Vision, connector (of pictures and of the state) and language; never the action expert."""
+        for name, parameter in self.policy.named_parameters():
+            if self._part(name) in parts:
+                parameter.requires_grad_(False)
+
+    @property
+    def still(self) -> bool:
+        return not any(p.requires_grad for n, p in self.policy.named_parameters() if self._part(n) != "expert")
+
+    def velocity(self, prefix: Prefix, x: Tensor, sigma: Tensor) -> Tensor:
+        """x [n, latent chunk, latent action], sigma [n] -> like x"""
+        raise NotImplementedError
+
+    def _part(self, name: str) -> str:
+        raise NotImplementedError
+
+
+class SmolVLABackbone(LeRobotBackbone):
+    def __init__(self, policy: Any, folder: Path) -> None:
+        super().__init__(policy, folder)
+        self.width: int = policy.model.vlm_with_expert.config.text_config.hidden_size
+
+    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
+        model: Any = self.policy.model
+        images, there = self.policy.prepare_images(inputs)
+        state = self.policy.prepare_state(inputs)
+        words = inputs[OBS_LANGUAGE_TOKENS], inputs[OBS_LANGUAGE_ATTENTION_MASK]
+        embeddings, mask, blocks = model.embed_prefix(images, there, *words, state=state)
+        (hidden, _), cache = model.vlm_with_expert(
+            attention_mask=make_att_2d_masks(mask, blocks),
+            position_ids=mask.cumsum(1) - 1,
+            inputs_embeds=[embeddings, None],
+            use_cache=True,
+        )
+        return made_prefix(cache, mask, state, hidden)
+
+    def velocity(self, prefix: Prefix, x: Tensor, sigma: Tensor) -> Tensor:
+        model: Any = self.policy.model
+        return model.denoise_step(prefix.mask, prefix.cache(), x, sigma)
+
+    def _part(self, name: str) -> str:
+        if ".state_proj." in name:
+            return "connector"
+        return part_of(name) if ".vlm." in name else "expert"
+
+
+class Pi0Backbone(LeRobotBackbone):
+    def __init__(self, policy: Any, folder: Path) -> None:
+        super().__init__(policy, folder)
+        _tell_nothing_that_transformers_dropped()
+        self.width: int = policy.model.paligemma_with_expert.paligemma.config.text_config.hidden_size
+
+    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
+        model: Any = self.policy.model
+        both = model.paligemma_with_expert
+        images, there = self.policy._preprocess_images(inputs)
+        words = inputs[OBS_LANGUAGE_TOKENS], inputs[OBS_LANGUAGE_ATTENTION_MASK]
+        embeddings, mask, blocks = model.embed_prefix(images, there, *words)
+        both.paligemma.model.language_model.config._attn_implementation = "eager"  # as LeRobot samples
+        (hidden, _), cache = both(
+            attention_mask=prepare_attention_masks_4d(make_att_2d_masks(mask, blocks)),
+            position_ids=mask.cumsum(1) - 1,
+            inputs_embeds=[embeddings, None],
+            use_cache=True,
+        )
+        return made_prefix(cache, mask, self.policy.prepare_state(inputs), hidden)
+
+    def velocity(self, prefix: Prefix, x: Tensor, sigma: Tensor) -> Tensor:
+        model: Any = self.policy.model
+        return model.denoise_step(prefix.state, prefix.mask, prefix.cache(), x, sigma)
+
+    def _part(self, name: str) -> str:
+        return part_of(name) if ".paligemma." in name else "expert"
+
+
+class LeRobotHead(FlowHead):
+    """The action expert of a LeRobot policy, which is a part of the backbone. It plans more actions than are executed,
+    with more numbers than the robot has; as in pi_RL (arXiv 2510.25889) those do not count."""
+
+    def __init__(
+        self,
+        settings: Actions,
+        denoising: Denoising,
+        action_dim: int,
+        state_dim: int,
+        width: int,
+        supervised: bool,
+        latent: tuple[int, int],
+        backbone: LeRobotBackbone,
+    ) -> None:
+        super().__init__(settings, denoising, action_dim, state_dim, width, supervised, latent)
+        self._backbone = [backbone]  # in a list: its parameters are not this module's
+
+    def velocity(self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        return self._backbone[0].velocity(cast(Prefix, reading).select(rows), x, sigma).float()
+
+
+BACKBONES: dict[str, type[LeRobotBackbone]] = {"smolvla": SmolVLABackbone, "pi0": Pi0Backbone}
+
+
+def made_prefix(cache: Any, mask: Tensor, state: Tensor, hidden: Tensor) -> Reading:
+    end = mask.long().cumsum(1).argmax(1)
+    last = hidden[torch.arange(len(mask), device=mask.device), end]
+    layers = [(keys, values) for keys, values, *_ in cache]
+    return cast(Reading, Prefix(layers, mask.bool(), state, last))
+
+
+def _tell_nothing_that_transformers_dropped() -> None:
+    """LeRobot 0.6 gives `create_causal_mask` the cache's position, which transformers 5.16 does not take any more; pi0
+    brings a mask of its own, for which it never mattered."""
+    usual = masking_utils.create_causal_mask
+    if "cache_position" in inspect.signature(usual).parameters:
+        return
+
+    def create_causal_mask(*, cache_position: Tensor, **options: Any) -> Any:
+        return usual(**options)
+
+    pi_gemma.create_causal_mask = create_causal_mask
+
+
+def load(
+    path: str, *, dtype: str, freeze: Sequence[str], lora: dict[str, Any] | None, processor: dict[str, Any]
+) -> LeRobotBackbone:
+    """From a folder or a hub name. Raises UserError naming the file, tensor or option that does not fit."""
+    for key, given in (("lora", lora), ("processor", processor)):
+        if given:
+            raise UserError(f"model.{key} is not for LeRobot policies; remove it")
+    if dtype != "float32":
+        raise UserError(f"model.dtype={dtype}, but LeRobot policies are trained in float32 here")
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=[WEIGHTS, *BESIDE]))
+    for name in (WEIGHTS, f"{PREPROCESSOR}.json", f"{POSTPROCESSOR}.json"):
+        if not (folder / name).is_file():
+            raise UserError(f"model.path={path} is a LeRobot policy without {name}; save it with LeRobot 0.5 or later")
+    told = json.loads((folder / CONFIG).read_text())
+    for option in UNFIT:
+        if told.get(option):
+            raise UserError(f"model.path={path}: {CONFIG} has {option}=true, which can not be trained here")
+    config = PreTrainedConfig.from_pretrained(folder)
+    config.device = "cpu"  # the engine moves it
+    if told["type"] == "smolvla":
+        config.load_vlm_weights = False  # they are in the checkpoint
+    made: Any = get_policy_class(told["type"])
+    policy = made(config).float()
+    _fill(policy, load_file(folder / WEIGHTS), path)
+    backbone = BACKBONES[told["type"]](policy, folder)
+    backbone.freeze(freeze)
+    return backbone
+
+
+def _fill(policy: nn.Module, found: dict[str, Tensor], path: str) -> None:
+    """Every tensor, which LeRobot's own loading does not insist on. One of two that are tied is enough."""
+    named = {name if name.startswith("model.") else f"model.{name}": tensor for name, tensor in found.items()}
+    own = policy.state_dict()
+    there = {own[name].data_ptr() for name in named if name in own}
+    missing = sorted(name for name in own if name not in named and own[name].data_ptr() not in there)
+    unexpected = sorted(set(named) - set(own))
+    other = sorted(name for name in named if name in own and own[name].shape != named[name].shape)
+    for kind, names in (("missing", missing), ("unexpected", unexpected), ("mismatched", other)):
+        if names:
+            raise UserError(f"model.path={path}: its weights do not fit its config.json: {kind} {names[0]}")
+    policy.load_state_dict(named, strict=False)

@@ -1,0 +1,345 @@
+"""Policies that LeRobot wrote, played, scored and trained here: what they do must be what LeRobot says they do."""
+
+import importlib.util
+import json
+import shutil
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributions import Normal
+
+from mmrl.errors import UserError
+from mmrl.policies import vla
+from mmrl.policies.vla import files
+from mmrl.policies.vla.heads import INITIAL
+from mmrl.policies.vla.settings import Actions
+from mmrl.samplers.chain import gaussian, mixed
+from mmrl.samplers.settings import Denoising
+from mmrl.samplers.transitions import coefficients
+from mmrl.samplers.windows import Window
+from sims import Observation, build
+from tests.policies.vla.conftest import starts
+
+installed = importlib.util.find_spec("lerobot") is not None
+lerobot = pytest.mark.skipif(not installed, reason="lerobot is not installed")
+CHUNK, STEPS = 4, 5
+STARTS, SEEDS = starts(0, 30, 70), [11, 12, 13, 14, 15, 16]
+WINDOWS = {
+    "one step": Denoising(steps=STEPS, evaluation_steps=STEPS, window=Window("random", size=1)),
+    "all steps": Denoising(steps=STEPS, evaluation_steps=STEPS),
+    "matching": Denoising(steps=STEPS, evaluation_steps=STEPS, likelihood="matching"),
+}
+
+
+@pytest.fixture(scope="module", params=["smolvla", "pi0"])
+def checkpoint(request, tmp_path_factory):
+    from tests.policies.vla import tiny_lerobot
+
+    folder = tmp_path_factory.mktemp("lerobot") / request.param
+    with pytest.MonkeyPatch.context() as changed:
+        if request.param == "pi0":
+            tiny_lerobot.shrink(changed, folder.parent)
+        tiny_lerobot.write(folder, request.param)
+        yield folder
+
+
+def load(folder, denoising="all steps", *, simulator="tests.sims.line_simulator:Line", action=None, **options):
+    settings = Actions(**{"head": "flow", "chunk": CHUNK, **(action or {})})
+    return files.load(str(folder), settings, WINDOWS[denoising], build(simulator, 4), **options)
+
+
+@pytest.fixture(scope="module")
+def theirs(checkpoint):
+    """The policy and its two processors as LeRobot loads them."""
+    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+    policy = get_policy_class(checkpoint.name).from_pretrained(checkpoint)
+    return policy, *make_pre_post_processors(policy.config, str(checkpoint))
+
+
+def pictures(policy, batch):
+    """A list of tensors and one of masks."""
+    return (policy.prepare_images if policy.name == "smolvla" else policy._preprocess_images)(batch)
+
+
+def shown(observation, rows):
+    """A batch as LeRobot's evaluation hands it over."""
+    return {
+        "observation.images.top": torch.from_numpy(observation.images[rows]).permute(0, 3, 1, 2) / 255,
+        "observation.state": torch.from_numpy(observation.state[rows]),
+        "task": [observation.instructions[i] for i in rows],
+    }
+
+
+@lerobot
+def test_without_noise_it_acts_as_lerobot_does(checkpoint, theirs):
+    """To the robot's units: from pictures, state and words through both libraries, with the same first noise."""
+    policy, before, after = theirs
+    ours = load(checkpoint)
+    observation = ours.sim.reset([0, 10, 30], ["go"] * 3)
+    noise = gaussian([mixed(seed, 0) for seed in (5, 6, 7)], INITIAL, ours.module.head.latent)
+    expected = after(policy.predict_action_chunk(before(shown(observation, [0, 1, 2])), noise=noise))
+    ours.sim.simulator.received.clear()
+    ours.respond(starts(0, 10, 30), [5, 6, 7])
+    for row in range(3):
+        moved = torch.tensor([action for r, action in ours.sim.simulator.received if r == row][:CHUNK])
+        assert len(moved) > 1 and expected[row].std() > 0.01
+        torch.testing.assert_close(moved.float(), expected[row, : len(moved), 0], rtol=1e-5, atol=1e-6)
+
+
+@lerobot
+@pytest.mark.parametrize("denoising", WINDOWS)
+def test_on_policy_ratio_is_exactly_one(checkpoint, denoising):
+    policy = load(checkpoint, denoising)
+    rollouts = policy.rollout(STARTS, 2, SEEDS)
+    with torch.no_grad():
+        old = policy.replay(rollouts, policy.module)
+    now = policy.replay(replace(rollouts, old_logp=old.logp, old_prediction=old.prediction), policy.module)
+    assert now.log_ratio.requires_grad and torch.equal(now.log_ratio, torch.zeros_like(now.log_ratio))
+    assert rollouts.mask.any() and torch.equal(now.logp, old.logp) and old.logp[rollouts.mask].std() > 0
+
+
+@lerobot
+def test_replay_of_all_steps_is_lerobots_step_by_step(checkpoint, theirs):
+    """Likelihoods of one look under torch's normal, the velocity of each step asked of LeRobot's model on its own."""
+    policy, before, _ = theirs
+    ours = load(checkpoint)
+    rollouts = ours.rollout(starts(0, 1, 2), 1, SEEDS[:3])
+    with torch.no_grad():
+        found = ours.replay(rollouts, ours.module).logp
+    observation, model = ours.sim.reset([0, 1, 2], ["go"] * 3), policy.model
+    batch = before(shown(observation, [0, 1, 2]))
+    images, there = pictures(policy, batch)
+    words = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
+    sigmas, velocities = torch.linspace(1, 0, STEPS + 1), []
+    looks = [episode[0] for episode in rollouts.inputs]
+
+    def recorded(x_t, timestep, **context):
+        velocities.append(usual(x_t=at[len(velocities)], timestep=timestep, **context))
+        return velocities[-1]
+
+    usual, at = model.denoise_step, torch.stack([look.chosen["x"] for look in looks], 1)
+    at = torch.cat([at, at[-1:]])  # the last step is no decision
+    model.denoise_step = recorded
+    with torch.no_grad():
+        model.sample_actions(images, there, *words, policy.prepare_state(batch), noise=at[0])
+    del model.denoise_step
+    whole = [row for row in range(3) if looks[row].valid.all()]
+    assert whole and looks[0].chosen["points"].tolist() == list(range(STEPS - 1))
+    for row in whole:
+        look = looks[row]
+        for k in range(STEPS - 1):
+            a_x, a_v, std = coefficients("flow_sde", sigmas[k], sigmas[k + 1], noise=0.7, sigma_second=sigmas[1])
+            mean = (a_x * look.chosen["x"][k] + a_v * velocities[k][row])[:CHUNK, :1]
+            expected = Normal(mean.double(), std.double()).log_prob(look.chosen["x_next"][k, :CHUNK, :1].double())
+            assert found[row, k].item() == pytest.approx(expected.mean().item(), abs=1e-4)
+
+
+@lerobot
+def test_the_flow_matching_error_is_lerobots_loss(checkpoint, theirs):
+    """Of a demonstrated chunk: statistics, padding and the error at the same noise and time."""
+    policy, before, _ = theirs
+    ours = load(checkpoint, supervised=True)
+    seen = Observation(np.full((1, 2, 2, 3), 90, np.uint8), np.full((1, 1), 0.3, np.float32), ["go from 0.30"])
+    actions = np.array([[0.3], [0.2], [-0.1], [0.0]], np.float32)
+    prompt = replace(STARTS[0], metadata={"observation": seen, "actions": actions})
+    shows = ours.demonstrate([prompt], [1])
+    with torch.no_grad():
+        found = -ours.replay(shows, ours.module).logp.item()
+    chosen = shows.inputs[0][0].chosen
+    whole = torch.from_numpy(np.concatenate([actions, actions[-1:], actions[-1:]]))
+    errors = []
+    for sigma, noise in zip(chosen["sigma"], chosen["noise"], strict=True):
+        batch = before({**shown(seen, [0]), "action": whole[None]})
+        given = pictures(policy, batch)
+        words = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
+        rest = policy.prepare_state(batch), policy.prepare_action(batch), noise[None], sigma[None]
+        with torch.no_grad():
+            errors.append(policy.model(*given, *words, *rest)[0, :CHUNK, :1].mean().item())
+    assert found == pytest.approx(sum(errors) / len(errors), rel=1e-4)
+
+
+@lerobot
+def test_the_prefix_is_read_once(checkpoint, monkeypatch):
+    """A look reads it once for all denoising steps; replay once, with one pass of the expert for all looks."""
+    policy = load(checkpoint)
+    model, calls = policy.module.backbone.policy.model, []
+
+    def counted(name):
+        usual = getattr(model, name)
+        monkeypatch.setattr(model, name, lambda *a, **k: calls.append(name) or usual(*a, **k))
+
+    counted("embed_prefix")
+    counted("denoise_step")
+    rollouts = policy.rollout(STARTS[:1], 2, SEEDS[:2])
+    looks = max(len(episode) for episode in rollouts.inputs)
+    assert calls == ["embed_prefix", *["denoise_step"] * STEPS] * looks
+    calls.clear()
+    policy.replay(rollouts, policy.module)
+    assert calls == ["embed_prefix", "denoise_step"]
+
+
+@lerobot
+def test_a_frozen_prefix_is_not_read_again(checkpoint, monkeypatch):
+    whole, kept = load(checkpoint), load(checkpoint, freeze=["vision", "connector", "language"])
+    assert kept.keeps_readings and not whole.keeps_readings
+    expected, found = (p.rollout(STARTS, 2, SEEDS) for p in (whole, kept))
+    monkeypatch.setattr(kept.module.backbone, "read", None)
+    one, other = (p.replay(r, p.module) for p, r in ((whole, expected), (kept, found)))
+    torch.testing.assert_close(one.logp, other.logp, rtol=1e-4, atol=1e-5)
+    gradients = []
+    for policy, replay in ((whole, one), (kept, other)):
+        replay.logp.sum().backward()
+        gradients.append({n: p.grad for n, p in policy.module.named_parameters() if p.grad is not None})
+    name = "backbone.policy.model.{}.weight".format
+    assert name("action_out_proj") in gradients[1] and len(gradients[0]) > len(gradients[1])
+    assert (name("state_proj") in gradients[1]) == (checkpoint.name == "pi0")  # SmolVLA has the state in its prefix
+    for name, gradient in gradients[1].items():
+        torch.testing.assert_close(gradient, gradients[0][name], rtol=1e-3, atol=1e-5)
+
+
+@lerobot
+def test_a_prefix_is_the_same_alone_padded_and_kept(checkpoint):
+    backbone, cpu = load(checkpoint).module.backbone, torch.device("cpu")
+    images = np.random.default_rng(0).integers(0, 256, (2, 2, 2, 3), np.uint8)
+    rows = backbone.prepare(images, ["go from 0.30", "go"], np.array([[0.1], [0.3]], np.float32))
+    generator = torch.Generator().manual_seed(0)
+    x, sigma = torch.randn(2, *load(checkpoint).module.head.latent, generator=generator), torch.tensor([0.9, 0.4])
+    with torch.no_grad():
+        both = backbone.read(backbone.collate(rows, cpu), every_layer=False)
+        again = backbone.recall(backbone.collate_kept(backbone.keep(both), cpu))
+        alone = backbone.read(backbone.collate(rows[1:], cpu), every_layer=False)
+        expected = backbone.velocity(both, x, sigma)
+        torch.testing.assert_close(backbone.velocity(again, x, sigma), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(backbone.velocity(alone, x[1:], sigma[1:]), expected[1:], rtol=1e-4, atol=1e-5)
+    for other in (again.last[1], alone.last[0]):
+        torch.testing.assert_close(other, both.last[1], rtol=1e-4, atol=1e-5)
+    assert both.mask.sum(1).tolist() == again.mask.sum(1).tolist() and (both.last[0] - both.last[1]).abs().max() > 0.1
+
+
+@lerobot
+def test_actions_that_are_never_executed_change_nothing(checkpoint):
+    """Those behind the chunk, and numbers that the robot does not have."""
+    policy = load(checkpoint)
+    rollouts = policy.rollout(STARTS, 1, SEEDS[:3])
+    cut = [look for episode in rollouts.inputs for look in episode if not look.valid.all()]
+    assert cut
+
+    def spoil(look):
+        chosen = {name: value.clone() for name, value in look.chosen.items()}
+        chosen["x_next"][:, CHUNK:], chosen["x_next"][..., 1:] = 99.0, 99.0
+        chosen["x_next"][:, :CHUNK][:, ~look.valid] = 99.0
+        return replace(look, chosen=chosen)
+
+    spoilt = replace(rollouts, inputs=[[spoil(look) for look in episode] for episode in rollouts.inputs])
+    found = []
+    for batch in (rollouts, spoilt):
+        policy.module.zero_grad()
+        replay = policy.replay(batch, policy.module)
+        (replay.log_ratio.exp() + replay.logp)[batch.mask].sum().backward()
+        found.append([replay.logp.detach(), *(p.grad for p in policy.module.parameters() if p.grad is not None)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@lerobot
+def test_a_run_trains_it_and_lerobot_loads_what_it_saved(checkpoint, tmp_path, alone, theirs):
+    from tests.engine.parts import ROBOTS, metrics, train
+
+    options = [
+        "action.head=flow",
+        "action.chunk=4",
+        "model.build=null",
+        f"model.path={checkpoint}",
+        "steps=2",
+        "task.train_size=30",
+    ]
+    train(tmp_path, *options, "denoising.steps=3", "denoising.evaluation_steps=3", "optim.lr=1e-3", base=ROBOTS)
+    rows = [row for row in metrics(tmp_path) if "loss" in row]
+    assert len(rows) == 2 and all(row["updates_skipped"] == 0 for row in rows)
+    before, after = (load_file(f / "model.safetensors") for f in (checkpoint, tmp_path / "final"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    still = ".vlm." if checkpoint.name == "smolvla" else "nothing"  # as LeRobot's default has it
+    assert changed and all(still not in name for name in changed)
+    assert "model.state_proj.weight" in changed and "model.action_out_proj.weight" in changed
+    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+    policy = get_policy_class(checkpoint.name).from_pretrained(tmp_path / "final", strict=True)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in policy.state_dict().items() if name in after)
+    made = make_pre_post_processors(policy.config, str(tmp_path / "final"))
+    values = torch.tensor([[0.3]])
+    assert torch.equal(made[1](values), theirs[2](values))
+    assert (tmp_path / "final/config.json").read_bytes() == (checkpoint / "config.json").read_bytes()
+    again = load(tmp_path / "final", action={"chunk": 2})
+    assert torch.equal(again.module.backbone.policy.model.state_proj.weight, after["model.state_proj.weight"])
+
+
+@lerobot
+def test_a_camera_that_the_simulator_lacks_is_told_and_seen_by_nobody(checkpoint, tmp_path):
+    folder = tmp_path / checkpoint.name
+    shutil.copytree(checkpoint, folder)
+    told = json.loads((folder / "config.json").read_text())
+    features = told["input_features"]
+    features["observation.images.wrist"] = features["observation.images.top"]
+    (folder / "config.json").write_text(json.dumps(told))
+    with pytest.warns(UserWarning, match=r"stands for observation.images.top, .*images.wrist\) are missing"):
+        two = load(folder)
+    found = [policy.rollout(STARTS, 1, SEEDS[:3]).inputs for policy in (two, load(checkpoint))]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one[0].chosen["actions"], other[0].chosen["actions"], rtol=1e-4, atol=1e-5)
+
+
+@lerobot
+def test_what_does_not_fit_is_refused(checkpoint, tmp_path):
+    for options, message in [
+        ({"action": {"head": "token"}}, "action.head=token.*head=flow"),
+        ({"action": {"chunk": 7}}, "action.chunk=7, but the LeRobot policy plans 6"),
+        ({"action": {"spread": "learned"}}, "spread=learned"),
+        ({"action": {"statistics": "x.json"}}, "action.statistics"),
+        ({"simulator": "tabletop"}, "policy's action has 1 numbers, the simulator's"),
+        ({"dtype": "bfloat16"}, "model.dtype=bfloat16"),
+        ({"lora": {"rank": 1}}, "model.lora"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            load(checkpoint, **options)
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    tensors = load_file(broken / "model.safetensors")
+    for kind, change in {
+        "missing model.state_proj.bias": lambda t: t.pop("model.state_proj.bias"),
+        "unexpected model.more": lambda t: t.update({"model.more": torch.zeros(1)}),
+        "mismatched model.state_proj.bias": lambda t: t.update({"model.state_proj.bias": torch.zeros(1)}),
+    }.items():
+        found = dict(tensors)
+        change(found)
+        save_file(found, broken / "model.safetensors")
+        with pytest.raises(UserError, match=kind):
+            load(broken)
+    (broken / "policy_preprocessor.json").unlink()
+    with pytest.raises(UserError, match="without policy_preprocessor.json"):
+        load(broken)
+
+
+def described(folder, **config):
+    """A folder with nothing but the description of a LeRobot policy."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"output_features": {}, **config}))
+    return folder
+
+
+def test_another_kind_of_policy_is_refused_by_name(tmp_path):
+    with pytest.raises(UserError, match="LeRobot policy of type act; only smolvla and pi0"):
+        load(described(tmp_path / "act", type="act"))
+
+
+def test_without_lerobot_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "mmrl.policies.vla.lerobot", raising=False)
+    monkeypatch.delattr(vla, "lerobot", raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] == "lerobot"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lerobot", None)
+    with pytest.raises(UserError, match=r"is a LeRobot policy: .*lerobot.*scripts/lerobot.txt"):
+        load(described(tmp_path / "smolvla", type="smolvla"))

@@ -1,0 +1,147 @@
+"""Tiny policies written by LeRobot itself: random weights, its own processors and statistics."""
+
+from pathlib import Path
+
+import torch
+from lerobot.configs.types import FeatureType, PolicyFeature
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from lerobot.policies.pi0 import modeling_pi0
+from lerobot.policies.pi0.configuration_pi0 import PI0Config
+from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    SmolVLMConfig,
+    SmolVLMImageProcessor,
+    SmolVLMProcessor,
+    SmolVLMVideoProcessor,
+)
+
+SPECIAL = ("<pad>", "</s>", "<unk>", "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+WORDS = [*SPECIAL, "go", "from", "0.00", "0.30", "0.70"]
+CHUNK, PADDED = 6, 8  # actions a plan, numbers an action
+STATISTICS = {
+    "observation.state": {"mean": torch.tensor([0.4]), "std": torch.tensor([0.5])},
+    "action": {"mean": torch.tensor([0.1]), "std": torch.tensor([0.2])},
+}
+FEATURES = {
+    "input_features": {
+        "observation.images.top": PolicyFeature(FeatureType.VISUAL, (3, 2, 2)),
+        "observation.state": PolicyFeature(FeatureType.STATE, (1,)),
+    },
+    "output_features": {"action": PolicyFeature(FeatureType.ACTION, (1,))},
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        extra_special_tokens={
+            "image_token": "<image>",
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+        },
+    )
+
+
+def write_vlm(folder: Path) -> None:
+    """What stands in for SmolVLM2 on the hub: a configuration and a processor, no weights."""
+    SmolVLMConfig(
+        text_config={
+            "model_type": "llama",
+            "vocab_size": len(WORDS),
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "pad_token_id": 0,
+        },
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": 4,
+        },
+        image_token_id=3,
+        pad_token_id=0,
+        scale_factor=2,
+    ).save_pretrained(folder)
+    SmolVLMProcessor(SmolVLMImageProcessor(), tokenizer(), SmolVLMVideoProcessor()).save_pretrained(folder)
+
+
+def stir(module: torch.nn.Module) -> None:
+    """Everything shall matter, and the velocities shall be about as large as actions."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            scale = 0.1 if parameter.dim() < 2 else parameter[0].numel() ** -0.5
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+
+
+def write(folder: Path, kind: str) -> PreTrainedPolicy:
+    """A policy in `folder`, and what stands in for the hub's files beside it."""
+    config = {"smolvla": smolvla, "pi0": pi0}[kind](folder.parent)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        policy = get_policy_class(kind)(config).float().eval()
+    stir(policy)
+    policy.save_pretrained(folder)
+    for processor in make_pre_post_processors(config, dataset_stats=STATISTICS):
+        processor.save_pretrained(folder)
+    return policy
+
+
+SIZES = {**FEATURES, "device": "cpu", "chunk_size": CHUNK, "n_action_steps": CHUNK, "push_to_hub": False}
+SIZES |= {"max_state_dim": PADDED, "max_action_dim": PADDED}
+
+
+def smolvla(beside: Path) -> SmolVLAConfig:
+    write_vlm(beside / "vlm")
+    small = {"resize_imgs_with_padding": (16, 16), "num_steps": 5, "num_vlm_layers": 4}
+    return SmolVLAConfig(**SIZES, **small, vlm_model_name=str(beside / "vlm"))
+
+
+def pi0(beside: Path) -> PI0Config:
+    """Its processor asks for a tokenizer by the hub's name; see `shrink`."""
+    return PI0Config(**SIZES, image_resolution=(16, 16), num_inference_steps=5, dtype="float32")
+
+
+def shrink(monkeypatch, beside: Path):
+    """LeRobot has pi0's three billion parameters in its code, and its tokenizer on the hub."""
+    widths = {"gemma_2b": 32, "gemma_300m": 24}
+    eyes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    eyes |= {"patch_size": 4, "projection_dim": 32}
+
+    def sizes(variant):
+        return modeling_pi0.GemmaConfig(widths[variant], depth=2, mlp_dim=48, num_heads=8, num_kv_heads=1, head_dim=8)
+
+    def smaller(made):
+        def build(config):
+            words = config.get_text_config()
+            words.vocab_size, words.pad_token_id = len(WORDS), 0
+            if config is not words:
+                config.image_token_index = 3
+                for name, value in eyes.items():
+                    setattr(config.vision_config, name, value)
+            return made(config)
+
+        return build
+
+    tokenizer().save_pretrained(beside / "words")
+    usual = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: usual(str(beside / "words")))
+    monkeypatch.setattr(modeling_pi0, "get_gemma_config", sizes)
+    for name in ("PaliGemmaForConditionalGenerationWithPiGemma", "PiGemmaForCausalLM"):
+        monkeypatch.setattr(modeling_pi0, name, smaller(getattr(modeling_pi0, name)))
