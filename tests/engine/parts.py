@@ -125,6 +125,8 @@ def make(folder, *overrides, task=None, base=TINY) -> Trainer:
 def release(trainer: Trainer) -> None:
     """Ends the engine, not the process group: the next one in this process uses it again."""
     trainer.run.close()
+    if trainer.generator is not None:
+        trainer.generator.close()
     trainer.engine._engine.destroy()
 
 

@@ -93,13 +93,10 @@ def responses(rollouts) -> list[list[int]]:
     return [tokens.response.tolist() for tokens in rollouts.inputs]
 
 
-def two_ranks(folder: Path, *options: str) -> None:
-    """ZeRO-3; each rank has an engine of its own."""
-    train(folder / "two", *VLLM, "engine.zero_stage=3", "optim.lr=1e-2", "checkpoint.every=2", *options)
-
-
-def two_ranks_again(folder: Path, *options: str) -> None:
-    train(folder / "two", *VLLM, "engine.zero_stage=3", "optim.lr=1e-2", "checkpoint.every=2", *options, resume=True)
+def two_ranks(folder: Path, *options: str, resume: bool = False) -> None:
+    """ZeRO-3."""
+    common = [*VLLM, "engine.zero_stage=3", "optim.lr=1e-2", "checkpoint.every=2"]
+    train(folder / "two", *common, *options, resume=resume)
 
 
 SERVERS = ["rollout.vllm.placement=server", "rollout.vllm.servers=2", "rollout.vllm.in_flight=4"]
@@ -144,8 +141,7 @@ def servers(folder: Path) -> None:
 
         trainer.train()
     finally:
-        generator.close()
-    release(trainer)
+        release(trainer)
     (folder / "servers.json").write_text(json.dumps(found))
 
 

@@ -112,6 +112,19 @@ def test_gae_against_the_core(device, rows, steps):
     assert all(torch.equal(a, g[-1:]) for a, g in zip(alone, got, strict=True))
 
 
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+def test_gae_what_is_not_finite_stays_in_its_episode(device, bad):
+    """Two episodes in a row of 40 steps; the second one's reward spoils its own steps up to that one, and no others."""
+    rewards, values, ends = torch.randn(1, 40), torch.randn(1, 40), torch.zeros(1, 40, dtype=torch.bool)
+    ends[0, [9, 39]] = True
+    args = [t.to(device) for t in (rewards, values, ends, torch.zeros_like(ends))]
+    clean, _ = gae(*args, gamma=0.9, lam=0.9)
+    args[0][0, 30] = bad
+    spoiled, _ = gae(*args, gamma=0.9, lam=0.9)
+    assert torch.equal(spoiled[0, :10], clean[0, :10]) and torch.equal(spoiled[0, 31:], clean[0, 31:])
+    assert not spoiled[0, 10:31].isfinite().any()
+
+
 def test_gae_cut_off_without_bootstrap(device):
     args = [torch.zeros(2, 3, device=device), torch.zeros(2, 3, device=device)]
     ended = torch.zeros(2, 3, dtype=torch.bool, device=device)

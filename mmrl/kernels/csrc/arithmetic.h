@@ -311,9 +311,12 @@ struct Affine {
   float add = 0, carry = 1;
 };
 
+// Where nothing is carried what comes later makes no difference, even if it is not finite.
+HD float carried_on(float add, float carry, float later) { return carry == 0.0f ? add : add + carry * later; }
+
 // first(second(A))
 HD Affine after(Affine first, Affine second) {
-  return {first.add + first.carry * second.add, first.carry * second.carry};
+  return {carried_on(first.add, first.carry, second.add), first.carry == 0.0f ? 0.0f : first.carry * second.carry};
 }
 
 HD float chosen(bool which, float a, float b) { return which ? a : b; }

@@ -416,7 +416,7 @@ std::tuple<Tensor, Tensor> gae(Tensor rewards, Tensor values, Tensor terminated,
         }
         for (int64_t t = stop - start - 1; t >= 0; --t)
 #pragma GCC unroll 8
-          for (int64_t j = 0; j < SIDE; ++j) add[j][t] = carried[j] = add[j][t] + carry[j][t] * carried[j];
+          for (int64_t j = 0; j < SIDE; ++j) add[j][t] = carried[j] = carried_on(add[j][t], carry[j][t], carried[j]);
         for (int64_t j = 0; j < n; ++j) {
           const int64_t o = (first + j) * steps;
           for_lanes(start, stop, [&](int64_t t, int64_t count) {

@@ -492,7 +492,7 @@ gae_rows(GaeRow all, int64_t rows, float gamma, float decay, float* advantages, 
       const Affine later{__shfl_up_sync(0xffffffffu, step.add, offset), __shfl_up_sync(0xffffffffu, step.carry, offset)};
       if (lane >= offset) step = after(step, later);
     }
-    const float a = step.add + step.carry * carried;
+    const float a = carried_on(step.add, step.carry, carried);
     if (t >= 0) {
       advantages[o + t] = a;
       returns[o + t] = in.counted[t] ? a + in.value[t] : 0.0f;

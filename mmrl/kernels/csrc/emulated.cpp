@@ -93,8 +93,9 @@ Tensor gae(Tensor rewards, Tensor values, Tensor terminated, Tensor truncated, T
       for (int offset = 1; offset < WARP; offset *= 2)
         for (int lane = WARP - 1; lane >= offset; --lane) lanes[lane] = after(lanes[lane], lanes[lane - offset]);
       for (int lane = 0; lane < WARP; ++lane)
-        if (stop - 1 - lane >= 0) flat<float>(out)[o + stop - 1 - lane] = lanes[lane].add + lanes[lane].carry * carried;
-      carried = lanes[WARP - 1].add + lanes[WARP - 1].carry * carried;
+        if (stop - 1 - lane >= 0)
+          flat<float>(out)[o + stop - 1 - lane] = carried_on(lanes[lane].add, lanes[lane].carry, carried);
+      carried = carried_on(lanes[WARP - 1].add, lanes[WARP - 1].carry, carried);
     }
   }
   return out;
