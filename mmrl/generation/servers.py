@@ -18,13 +18,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import requests
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -45,8 +48,7 @@ from mmrl.generation.vllm import (
 NAME = "mmrl"  # of the model, for the servers
 SHARD = 2 * GIB  # bytes of a file of weights, which are held in memory until it is written
 PAUSE = 0.5  # seconds between two attempts
-# What a server that went away makes of a request, or one that is going.
-LOST = (requests.ConnectionError, requests.Timeout)
+LOST = requests.RequestException  # what becomes of a request to a server that went away, or is going
 
 
 @dataclass
@@ -146,6 +148,7 @@ class Servers:
                     for i, (address, device) in enumerate(zip(addresses, places, strict=True))
                 ]
         self.servers = [Server(address.rstrip("/"), timeout) for address in addresses]
+        self.run = gather(uuid4().hex[:8])[0]  # engines by address may have served another one
         self.number = 0  # of the weights
         self.restarts = self.asked_again = 0
         self.answered = [0] * len(self.servers)
@@ -154,7 +157,7 @@ class Servers:
 
     @property
     def version(self) -> str:
-        return str(self.number)
+        return f"{self.run}-{self.number}"
 
     @property
     def current(self) -> Path:
@@ -169,15 +172,20 @@ class Servers:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Collective. Replace the weights of all engines; see `VLLM.load`. Raises UserError on every rank."""
+        weights, problem = iter(weights), None
         if self.rank == 0:
             coming = self.folder / f"weights-{self.number + 1}"
-            write_weights(coming, weights)
-            self.describe(coming)
-        else:
-            for _ in weights:  # parts may have to be gathered from all ranks
-                pass
+            try:
+                write_weights(coming, weights)
+                self.describe(coming)
+            except (OSError, SafetensorError) as error:
+                problem = f"{coming} can not be written ({error}); rollout.vllm.exchange names another folder"
+        for _ in weights:  # parts may have to be gathered from all ranks
+            pass
         self.number += 1
-        problem = next((found for found in self.gather(self._give() if self.rank == 0 else None) if found), None)
+        if self.rank == 0 and problem is None:
+            problem = self._give()
+        problem = next((found for found in self.gather(problem) if found), None)
         if problem:
             raise UserError(problem)
         if self.rank == 0:
@@ -244,38 +252,40 @@ class Servers:
             ]
         )
         room = min(self.in_flight, len(requests))
-        threads = [
-            threading.Thread(target=self._work, args=(i, batch), daemon=True) for i in servers for _ in range(room)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(room * len(servers)) as pool:
+            work = [pool.submit(self._work, i, batch) for i in servers for _ in range(room)]
+            try:
+                for done in as_completed(work):
+                    done.result()
+            finally:
+                batch.over = True
         if batch.left:
-            raise batch.problems[0]
+            raise next(iter(batch.lost.values()))
         for request, found in zip(requests, batch.found, strict=True):
             check_read(request, found["prompt_token_ids"])
         return [_answer(found["choices"][0]) for found in batch.found]
 
     def _work(self, number: int, batch: Batch) -> None:
-        """Takes requests to one server until all of the batch are answered."""
+        """Takes requests to one server until all of the batch are answered, or the server is lost. Raises UserError for
+        a request that it refuses."""
+
+        def hopeful() -> bool:
+            return batch.unfinished() and number not in batch.lost and not self._closed.is_set()
+
         server = self.servers[number]
         while (place := batch.take()) is not None:
             try:
                 found = server.post("inference/v1/generate", batch.bodies[place])
                 if {part["version"] for part in found["choices"][0]["weight_versions"]} != {self.version}:
-                    raise requests.ConnectionError("it was started again and has other weights")
+                    raise LOST("it was started again and has other weights")
             except LOST:
                 batch.give_back(place)
                 self.asked_again += 1
                 try:
-                    server.refresh(self.current, self.version, lambda: batch.unfinished() and not self._closed.is_set())
+                    server.refresh(self.current, self.version, hopeful)
                 except UserError as error:
-                    batch.give_up(error)
+                    batch.lost[number] = error
                     return
-            except UserError as error:
-                batch.give_up(error, for_all=True)
-                return
             else:
                 batch.put(place, found)
                 self.answered[number] += 1
@@ -320,12 +330,12 @@ class Batch:
     def __init__(self, bodies: list[dict[str, Any]]) -> None:
         self.bodies = bodies
         self.found: list[Any] = [None] * len(bodies)
-        self.problems: list[UserError] = []
+        self.lost: dict[int, UserError] = {}  # servers that did not come back
+        self.over = False  # answered or not
         self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         for place in range(len(bodies)):
             self._waiting.put(place)
         self.left = len(bodies)
-        self._over = False
         self._lock = threading.Lock()
 
     def take(self) -> int | None:
@@ -345,13 +355,8 @@ class Batch:
             self.found[place] = found
             self.left -= 1
 
-    def give_up(self, error: UserError, *, for_all: bool = False) -> None:
-        with self._lock:
-            self.problems.append(error)
-            self._over = self._over or for_all
-
     def unfinished(self) -> bool:
-        return self.left > 0 and not self._over
+        return self.left > 0 and not self.over
 
 
 @dataclass

@@ -67,14 +67,15 @@ def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(found):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("placement", ["colocated", "server"])
 def test_zero_3_on_two_ranks_from_start_to_checkpoint_to_resume(placement, tmp_path):
     """An engine on every rank, and one that rank 0 starts for both."""
     where = f"rollout.vllm.placement={placement}"
-    call(vllm_workers.two_ranks, tmp_path, where, "steps=2", log=tmp_path / "start.log", ranks=2, timeout=290)
+    call(vllm_workers.two_ranks, tmp_path, where, "steps=2", log=tmp_path / "start.log", ranks=2, timeout=590)
     resumed = partial(vllm_workers.two_ranks, resume=True)
     options = [where, "steps=4", "checkpoint.resume=true"]
-    call(resumed, tmp_path, *options, log=tmp_path / "resume.log", ranks=2, timeout=290)
+    call(resumed, tmp_path, *options, log=tmp_path / "resume.log", ranks=2, timeout=590)
     steps = [row for row in metrics(tmp_path / "two") if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert all(row["generation/probe_gap"] < 1e-3 and row["correction/logp_gap_max"] < 1e-3 for row in steps)

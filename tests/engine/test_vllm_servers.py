@@ -4,14 +4,16 @@ they generate."""
 import importlib.util
 import json
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 
 from mmrl.errors import UserError
-from mmrl.generation.servers import Batch, Servers, command_line, write_weights
-from mmrl.generation.vllm import EngineOptions
+from mmrl.generation.sampling import Sampling
+from mmrl.generation.servers import LOST, Batch, Servers, command_line, write_weights
+from mmrl.generation.vllm import EngineOptions, Request
 from tests.engine import vllm_workers
 from tests.engine.parts import call, metrics
 
@@ -115,6 +117,66 @@ def test_a_problem_on_rank_0_stops_every_rank(tmp_path):
     with pytest.raises(UserError, match="the disk is full"):
         made.load(iter([("a", torch.ones(2))]))
     assert not list(tmp_path.iterdir())  # only rank 0 writes
+
+
+def test_a_folder_that_can_not_be_written_is_named_and_other_ranks_are_not_left_waiting(tmp_path):
+    (tmp_path / "file").write_text("")
+    parts = iter([("a", torch.ones(2)), ("b", torch.ones(2))])  # each may be a collective of all ranks
+    with pytest.raises(UserError, match=r"weights-1 can not be written .*rollout.vllm.exchange"):
+        servers(tmp_path / "file", ["http://127.0.0.1:9"]).load(parts)
+    assert next(parts, None) is None
+
+
+class Scripted:
+    """A server of one line: what becomes of each request."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def post(self, path, body):
+        return self.answer(body)
+
+    def refresh(self, folder, version, hopeful):
+        raise UserError("it did not come back")
+
+
+def asked(tmp_path, *answers):
+    made = servers(tmp_path, [f"http://127.0.0.1:{9 + i}" for i in range(len(answers))])
+    made.servers = [Scripted(partial(answer, made)) for answer in answers]
+    requests = [Request(str(i), [i], (), torch.tensor([i])) for i in range(6)]
+    return made.generate(requests, sampling=Sampling(), seeds=range(6), eos=(1,), limit=2)
+
+
+def answers(made, body):
+    token = body["token_ids"][0]
+    logprobs = {"content": [{"logprob": -0.5}]}
+    choice = {"token_ids": [token], "logprobs": logprobs, "weight_versions": [{"version": made.version}]}
+    return {"prompt_token_ids": [token], "choices": [choice]}
+
+
+def goes_away(made, body):
+    raise LOST("gone")
+
+
+def refuses(made, body):
+    raise UserError("too long")
+
+
+def surprises(made, body):
+    return {}
+
+
+def test_what_a_lost_server_had_is_answered_by_another(tmp_path):
+    assert [int(ids) for ids, _ in asked(tmp_path, goes_away, answers)] == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "words"),
+    [(goes_away, UserError, "did not come back"), (refuses, UserError, "too long"), (surprises, KeyError, "choices")],
+)
+def test_a_batch_that_can_not_be_answered_ends(tmp_path, what, error, words):
+    with pytest.raises(error, match=words):
+        asked(tmp_path, what)
 
 
 def test_a_batch_hands_out_each_request_once_and_takes_back_what_was_lost():
