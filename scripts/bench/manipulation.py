@@ -1,10 +1,13 @@
-"""The tabletop's recipes at several seeds, each from a base of its own seed: success before and after, minutes in all.
+"""The robots' recipes at several seeds, each from a base of its own seed: success before and after, minutes in all.
 
     .venv/bin/python scripts/bench/manipulation.py [--seeds 3] [--recipes token,ppo,flow,control] [--runs FOLDER]
+    .venv/bin/python scripts/bench/manipulation.py --recipes maniskill
+    .venv/bin/python scripts/bench/manipulation.py --recipes maniskill_control --seeds 1
 
 Runs that are already in --runs are not repeated. `minutes` are wall-clock: demonstrations, warm start and training with
 their evaluations. `shuffled` is the trained policy's success when every episode shows the instruction of another one.
-Held-out start states, likeliest actions. Prints a Markdown table, and a JSON of the curves beside the runs.
+Held-out start states, likeliest actions. ManiSkill's recipes start from random weights and have one instruction only.
+Prints a Markdown table, and a JSON of the curves beside the runs.
 """
 
 from __future__ import annotations
@@ -27,13 +30,15 @@ RECIPES = {
     "ppo": ("token", "manipulation_tabletop_ppo"),
     "flow": ("flow", "manipulation_tabletop_flow"),
     "control": ("token", "manipulation_tabletop_random_reward"),
+    "maniskill": (None, "manipulation_maniskill_pushcube"),
+    "maniskill_control": (None, "manipulation_maniskill_pushcube_random_reward"),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--recipes", default=",".join(name for name, (head, _) in RECIPES.items() if head))
     parser.add_argument("--runs", type=Path, default=ROOT / "build/tabletop")
     options = parser.parse_args()
     print("| recipe | seed | before | after | gain (95 %) | shuffled | minutes |\n|" + " --- |" * 7)
@@ -41,14 +46,18 @@ def main() -> None:
     for seed in range(options.seeds):
         for recipe in options.recipes.split(","):
             head, config = RECIPES[recipe]
-            base, run = options.runs / f"base-{head}-{seed}", options.runs / f"{recipe}-{seed}"
-            train(BASES[head], base, seed)
-            train(config, run, seed, "model.warm_start=null", f"model.path={base / 'final'}")
+            run, bases = options.runs / f"{recipe}-{seed}", []
+            if head is None:
+                train(config, run, seed)
+            else:
+                bases = [options.runs / f"base-{head}-{seed}"]
+                train(BASES[head], bases[0], seed)
+                train(config, run, seed, "model.warm_start=null", f"model.path={bases[0] / 'final'}")
             curve = {row["step"]: row["evaluation/accuracy"] for row in rows(run) if "evaluation/accuracy" in row}
             curves[f"{recipe}-{seed}"] = curve
             (before, after), n = list(curve.values())[:: len(curve) - 1], int(rows(run)[0]["evaluation/n"])
-            minutes = (float((base / "seconds").read_text()) + float((run / "seconds").read_text())) / 60
-            shuffled = success(config, run, seed)
+            minutes = sum(float((folder / "seconds").read_text()) for folder in [*bases, run]) / 60
+            shuffled = f"{success(config, run, seed):.3f}" if bases else ""
             low, high = difference(before, after, n)
             cells = [
                 recipe,
@@ -57,7 +66,7 @@ def main() -> None:
                 f"{after:.3f}",
                 f"{after - before:+.3f} ({low:+.3f} .. {high:+.3f})",
             ]
-            print("| " + " | ".join(map(str, [*cells, f"{shuffled:.3f}", f"{minutes:.1f}"])) + " |", flush=True)
+            print("| " + " | ".join(map(str, [*cells, shuffled, f"{minutes:.1f}"])) + " |", flush=True)
     (options.runs / "curves.json").write_text(json.dumps(curves, indent=2))
 
 
