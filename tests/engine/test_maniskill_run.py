@@ -34,10 +34,10 @@ def test_a_policy_trains_in_maniskill(tmp_path):
     assert all(row["surrogate/ratio_gap_max"] == 0 and row["grad_norm"] > 0 for row in rows)
 
 
-def test_the_recipe_from_states_trains(tmp_path):
+def test_the_recipe_from_random_weights_trains(tmp_path):
     size = ["rollout.prompts=4", "evaluation.prompts=2", "task.options.max_steps=4", "task.rows=4", "steps=2"]
     once = ["algorithm.epochs=1", "algorithm.minibatches=1", "threads=1"]
-    recipe = HERE.parent.parent / "configs/manipulation_maniskill_pushcube.yaml"
+    recipe = HERE.parent.parent / "configs/manipulation_maniskill_pushcube_ppo.yaml"
     train(tmp_path / "run", *size, *once, base=recipe)
     rows = [row for row in metrics(tmp_path / "run") if "loss" in row]
     assert len(rows) == 2
@@ -53,3 +53,19 @@ def test_the_recipe_from_states_trains(tmp_path):
     seen = np.stack([look.state for episode in rollouts.inputs for look in episode])
     assert np.abs(seen[:, :7]).max() < 10 and seen.std(0).max() > 0.1  # joint angles in standard units
     release(again)
+
+
+def test_the_recipe_trains_from_its_base(tmp_path):
+    """The scripted arm is watched, then success alone counts, with the base's statistics."""
+    configs = HERE.parent.parent / "configs"
+    small = ["evaluation.prompts=1", "evaluation.before=false", "task.rows=4", "threads=1"]
+    shown = ["steps=3", "task.demonstrations.episodes=2", "task.options.max_steps=20", "rollout.prompts=4"]
+    train(tmp_path / "base", *small, *shown, base=configs / "manipulation_maniskill_pushcube_warm_start.yaml")
+    size = ["steps=2", "rollout.prompts=2", "rollout.group_size=2", "task.options.max_steps=4"]
+    reward = ["task.rewards=[{name: random}]"]  # a group of four actions has no success to learn from
+    model = ["model.warm_start=null", f"model.path={tmp_path / 'base/final'}"]
+    train(tmp_path / "run", *small, *size, *reward, *model, base=configs / "manipulation_maniskill_pushcube.yaml")
+    rows = [row for row in metrics(tmp_path / "run") if "loss" in row]
+    assert len(rows) == 2 and all(row["episode/length"] == 4 and row["grad_norm"] > 0 for row in rows)
+    base, after = (json.loads((tmp_path / run / "final/vla.json").read_text()) for run in ("base", "run"))
+    assert base["states"] == after["states"]
