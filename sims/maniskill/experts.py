@@ -1,4 +1,4 @@
-"""Scripted experts: the next action from where things are now. Motion planners, which ManiSkill has, plan whole episodes."""
+"""Scripted experts: the next action from where things are now. ManiSkill's motion planners plan whole episodes."""
 
 from __future__ import annotations
 
