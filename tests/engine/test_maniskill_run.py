@@ -66,6 +66,7 @@ def test_the_recipe_trains_from_its_base(tmp_path):
     model = ["model.warm_start=null", f"model.path={tmp_path / 'base/final'}"]
     train(tmp_path / "run", *small, *size, *reward, *model, base=configs / "manipulation_maniskill_pushcube.yaml")
     rows = [row for row in metrics(tmp_path / "run") if "loss" in row]
-    assert len(rows) == 2 and all(row["episode/length"] == 4 and row["grad_norm"] > 0 for row in rows)
+    assert [row["episode/length"] for row in rows] == [4, 4]
+    assert any(row["grad_norm"] > 0 for row in rows)  # the rewards of a group may be equal
     base, after = (json.loads((tmp_path / run / "final/vla.json").read_text()) for run in ("base", "run"))
     assert base["states"] == after["states"]
