@@ -1,10 +1,13 @@
-"""The tabletop's recipes at several seeds, each from a base of its own seed: success before and after, minutes in all.
+"""The robots' recipes at several seeds, each from a base of its own seed: success before and after, minutes in all.
 
     .venv/bin/python scripts/bench/manipulation.py [--seeds 3] [--recipes token,ppo,flow,control] [--runs FOLDER]
+    .venv/bin/python scripts/bench/manipulation.py --recipes maniskill
+    .venv/bin/python scripts/bench/manipulation.py --recipes maniskill_control --seeds 1
 
 Runs that are already in --runs are not repeated. `minutes` are wall-clock: demonstrations, warm start and training with
 their evaluations. `shuffled` is the trained policy's success when every episode shows the instruction of another one.
-Held-out start states, likeliest actions. Prints a Markdown table, and a JSON of the curves beside the runs.
+Held-out start states, likeliest actions. ManiSkill's PushCube has
+one instruction only. Prints a Markdown table, and a JSON of the curves beside the runs.
 """
 
 from __future__ import annotations
@@ -21,19 +24,25 @@ from typing import Any
 from mmrl.report.run import wilson
 
 ROOT = Path(__file__).resolve().parents[2]
-BASES = {"token": "manipulation_tabletop_warm_start", "flow": "manipulation_tabletop_flow_warm_start"}
+BASES = {
+    "token": "manipulation_tabletop_warm_start",
+    "flow": "manipulation_tabletop_flow_warm_start",
+    "push": "manipulation_maniskill_pushcube_warm_start",
+}
 RECIPES = {
     "token": ("token", "manipulation_tabletop"),
     "ppo": ("token", "manipulation_tabletop_ppo"),
     "flow": ("flow", "manipulation_tabletop_flow"),
     "control": ("token", "manipulation_tabletop_random_reward"),
+    "maniskill": ("push", "manipulation_maniskill_pushcube"),
+    "maniskill_control": ("push", "manipulation_maniskill_pushcube_random_reward"),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--recipes", default=",".join(name for name in RECIPES if "maniskill" not in name))
     parser.add_argument("--runs", type=Path, default=ROOT / "build/tabletop")
     options = parser.parse_args()
     print("| recipe | seed | before | after | gain (95 %) | shuffled | minutes |\n|" + " --- |" * 7)
@@ -48,7 +57,7 @@ def main() -> None:
             curves[f"{recipe}-{seed}"] = curve
             (before, after), n = list(curve.values())[:: len(curve) - 1], int(rows(run)[0]["evaluation/n"])
             minutes = (float((base / "seconds").read_text()) + float((run / "seconds").read_text())) / 60
-            shuffled = success(config, run, seed)
+            shuffled = "" if head == "push" else f"{success(config, run, seed):.3f}"  # there is one instruction
             low, high = difference(before, after, n)
             cells = [
                 recipe,
@@ -57,7 +66,7 @@ def main() -> None:
                 f"{after:.3f}",
                 f"{after - before:+.3f} ({low:+.3f} .. {high:+.3f})",
             ]
-            print("| " + " | ".join(map(str, [*cells, f"{shuffled:.3f}", f"{minutes:.1f}"])) + " |", flush=True)
+            print("| " + " | ".join(map(str, [*cells, shuffled, f"{minutes:.1f}"])) + " |", flush=True)
     (options.runs / "curves.json").write_text(json.dumps(curves, indent=2))
 
 

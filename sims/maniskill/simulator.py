@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from sims.maniskill.driver import choose_device
+from sims.maniskill.experts import EXPERTS
 from sims.maniskill.tasks import INSTRUCTIONS
 from sims.vector import Transition, nearest
 
@@ -112,7 +113,10 @@ class ManiSkill:
         return self._words[self._blocks[row // len(self._blocks[0].rows)].task]
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
-        raise UserError("maniskill: its motion planners are no step-by-step experts; use recorded demonstrations")
+        if length != 1:
+            raise UserError("maniskill: its experts plan one action at a time, for a scene can not be put back exactly")
+        blocks = [(self._blocks[row // len(self._blocks[0].rows)], row) for row in rows]
+        return np.stack([block.expert(row) for block, row in blocks])[:, None]
 
     def close(self) -> None:
         for block in self._blocks:
@@ -227,6 +231,13 @@ class Block:
             self._show(env, local, out, places)
         except Exception as error:
             self._lose(error, out, places)
+
+    def expert(self, row: int) -> NDArray[np.float32]:
+        """The next action [action]."""
+        if (self.task, self.recipe.control_mode) not in EXPERTS:
+            known = ", ".join(f"{task} with control_mode={mode}" for task, mode in EXPERTS)
+            raise UserError(f"maniskill: there is a scripted expert for {known}; else use recorded demonstrations")
+        return EXPERTS[self.task, self.recipe.control_mode](self._env(self.task), row - self.rows.start)
 
     def close(self) -> None:
         for env in self._made.values():

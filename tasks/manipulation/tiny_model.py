@@ -36,6 +36,11 @@ def build_small(path: str | Path, seed: int = 0) -> None:
     small.create(path, small.SmallConfig(WORDS, bins=BINS), seed)
 
 
+def build_blind(path: str | Path, seed: int = 0) -> None:
+    """The same for simulators that show states and no pictures."""
+    small.create(path, small.SmallConfig(WORDS, bins=BINS, channels=()), seed)
+
+
 def build(path: str | Path, seed: int = 0) -> None:
     """Writes model, processor and generation config to a folder that transformers' Auto classes load offline."""
     write(path, build_tokenizer(), Sizes(generation="3", merge=2, rope=(2, 7, 7)), seed)

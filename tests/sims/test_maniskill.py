@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from sims import build
+from sims import build, run_episodes
 
 pytest.importorskip("mani_skill", reason="needs ManiSkill: pip install 'mmrl[maniskill]'")
 
@@ -154,7 +154,7 @@ def test_what_does_not_exist_is_named(state):
     ]:
         with pytest.raises(UserError, match=says):
             build("maniskill", 1, options)
-    with pytest.raises(UserError, match="no step-by-step experts"):
+    with pytest.raises(UserError, match="scripted expert for PushCube-v1 with control_mode=pd_ee_delta_pos"):
         state.reset([1, 1], [PICK, PICK])
         state.expert()
 
@@ -170,3 +170,13 @@ def test_a_missing_driver_is_named_with_the_command_that_brings_one():
     )
     assert "no Vulkan driver" in lost.stdout and "bash scripts/install_renderer.sh" in lost.stdout
     assert len(lost.stdout.splitlines()) == 1
+
+
+def test_the_expert_pushes_and_says_what_it_can_not():
+    with build("maniskill", 2, {"tasks": [PUSH], "control_mode": "pd_ee_delta_pos"}) as sim:
+        success, length = run_episodes(sim, [5, 6], [PUSH, PUSH], lambda _, active: sim.expert(active))
+        assert success.all() and (length < 30).all()
+        sim.reset([5, 6], [PUSH, PUSH])
+        assert sim.expert(np.array([True, False]))[1].tolist() == [[0, 0, 0, 0]]
+        with pytest.raises(UserError, match="one action at a time"):
+            sim.expert(length=2)

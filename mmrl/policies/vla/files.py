@@ -19,6 +19,7 @@ from mmrl.policies.vla.codec import ActionCodec, load_statistics
 from mmrl.policies.vla.heads import BridgeHead, Head, RegressionHead, TokenHead
 from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy
 from mmrl.policies.vla.settings import Actions
+from mmrl.policies.vla.states import StateStatistics, measure
 from mmrl.samplers.settings import Denoising
 from sims import VectorSim
 
@@ -54,23 +55,27 @@ def load(
     backbone = load_backbone(path, max_prompt_length, together=together, crop=settings.center_crop, **model)
     if backbone.units is not None and settings.head != "flow":
         raise UserError(f"action.head={settings.head}, but model.path={path} has a flow head of its own; use head=flow")
-    if backbone.units is not None and settings.statistics is not None:
-        raise UserError(f"action.statistics is set, but model.path={path} has statistics of its own; remove it")
+    for name in ("statistics", "standardise"):
+        if backbone.units is not None and getattr(settings, name):
+            raise UserError(f"action.{name} is set, but model.path={path} has statistics of its own; remove it")
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = make_head(settings, denoising, backbone, action_dim, state_dim, supervised, temperature)
         network = Network(backbone, head, state_dim, critic)
-    if (Path(path) / DESCRIPTION).is_file():
-        _restore(Path(path), network, settings)
-    statistics = backbone.units
+    statistics, states = backbone.units, None
     if settings.statistics is not None:
         statistics = load_statistics(settings.statistics, settings.statistics_key, action_dim)
+    if (Path(path) / DESCRIPTION).is_file():
+        states = _restore(Path(path), network, settings, state_dim)
+    elif settings.standardise:
+        states = measure(sim, statistics)
     return VisionLanguageActionPolicy(
         network,
         settings,
         sim,
         statistics=statistics,
+        states=states,
         temperature=temperature,
         evaluation_temperature=evaluation_temperature,
         reference=reference,
@@ -152,8 +157,8 @@ def make_head(
     return {"regression": RegressionHead, "bridge": BridgeHead}[settings.head](settings, *sizes)
 
 
-def _restore(folder: Path, network: Network, settings: Actions) -> None:
-    """Head and critic; a critic that is not there starts anew."""
+def _restore(folder: Path, network: Network, settings: Actions, state_dim: int) -> StateStatistics | None:
+    """Head and critic, and what states are standardised by; a critic that is not there starts anew."""
     then: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text())
     for name in SHAPING if network.backbone.units is None else ():
         if then[name] != getattr(settings, name):
@@ -164,3 +169,7 @@ def _restore(folder: Path, network: Network, settings: Actions) -> None:
     if missing:
         raise UserError(f"{folder / WEIGHTS} lacks {missing[0]}")
     network.load_state_dict({n: value for n, value in found.items() if n in wanted}, strict=False)
+    known = then.get("states")  # absent before there were any
+    if settings.standardise != (known is not None):
+        raise UserError(f"action.standardise={settings.standardise}, but {folder} was trained with {known is not None}")
+    return None if known is None else StateStatistics.from_json(known, state_dim)

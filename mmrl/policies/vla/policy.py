@@ -22,6 +22,7 @@ from mmrl.policies.vla.backbone import Backbone
 from mmrl.policies.vla.codec import Units
 from mmrl.policies.vla.heads import Chosen, Head, Reading
 from mmrl.policies.vla.settings import Actions
+from mmrl.policies.vla.states import StateStatistics
 from mmrl.rollouts import Episode, Prompt, Replay, Rollouts, Sample
 from mmrl.samplers.chain import mixed
 from sims import Observation, Step, VectorSim
@@ -123,11 +124,13 @@ class VisionLanguageActionPolicy:
         sim: VectorSim,
         *,
         statistics: Units | None = None,
+        states: StateStatistics | None = None,
         temperature: float = 1.0,
         evaluation_temperature: float = 0.0,
         reference: bool = False,
     ) -> None:
-        self.module, self.settings, self.sim, self.statistics = network, settings, sim, statistics
+        self.module, self.settings, self.sim = network, settings, sim
+        self.statistics, self.states = statistics, states
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
         self._counted = Counter(sim.counters)
         self.module.eval()  # dropout would make replay differ from sampling
@@ -189,7 +192,7 @@ class VisionLanguageActionPolicy:
                 "action.statistics they must lie in [-1, 1]"
             )
         chosen = self.module.head.teach(torch.from_numpy(actions), seeds)
-        inputs, state = self._look(together), torch.from_numpy(together.state)
+        inputs, state = self._look(together), self._state(together)
         looks = [
             [Decided(inputs[i], state[i], {k: v[i] for k, v in chosen.items()}, valid[i])] for i in range(len(prompts))
         ]
@@ -205,7 +208,7 @@ class VisionLanguageActionPolicy:
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Backbone in its library's own format, head and critic beside it as `vla.safetensors`, with the
         settings in `vla.json`."""
-        save(folder, self.module, self.settings, state)
+        save(folder, self.module, self.settings, state, self.states)
 
     # --- episodes to likelihoods ---
 
@@ -273,7 +276,7 @@ class VisionLanguageActionPolicy:
         while sim.running.any():
             rows = np.flatnonzero(sim.running).tolist()
             shown = observation.select(rows)
-            seen, state = self._look(shown), torch.from_numpy(shown.state).to(self.device)
+            seen, state = self._look(shown), self._state(shown).to(self.device)
             reading = self.module.read(self._collate(seen))
             drawn = [mixed(seeds[row], look) for row in rows]
             chosen = head.act(reading, state, drawn, temperature, training=record)
@@ -303,9 +306,14 @@ class VisionLanguageActionPolicy:
             return
         shown = moved.final_observation.select(cut)
         reading = self.module.read(self._collate(self._look(shown)))
-        values = self.module.critic(reading, torch.from_numpy(shown.state).to(self.device))
+        values = self.module.critic(reading, self._state(shown).to(self.device))
         for row, value in zip(cut, values.tolist(), strict=True):
             played[row].bootstrap = value
+
+    def _state(self, observation: Observation) -> Tensor:
+        """[row, state], standardised where the policy does that."""
+        state = observation.state
+        return torch.from_numpy(state if self.states is None else self.states.standardised(state))
 
     def _robot_actions(self, actions: Tensor, rows: list[int]) -> NDArray[np.float64]:
         """[rows, chunk, action] in the units of `statistics`, or in [-1, 1] -> [environments, chunk, action] in the
@@ -359,10 +367,13 @@ class VisionLanguageActionPolicy:
                 made.step_bootstrap[b, n - 1] = p.bootstrap
 
 
-def save(folder: Path, network: Network, settings: Actions, state: dict[str, Tensor]) -> None:
+def save(
+    folder: Path, network: Network, settings: Actions, state: dict[str, Tensor], states: StateStatistics | None
+) -> None:
     """state: of `network`."""
     own = {name: value.contiguous() for name, value in state.items() if not name.startswith("backbone.")}
     backbone = {n.removeprefix("backbone."): value for n, value in state.items() if n.startswith("backbone.")}
     network.backbone.save(folder, backbone)
     save_file(own, folder / WEIGHTS)
-    (folder / DESCRIPTION).write_text(json.dumps(asdict(settings), indent=2))
+    told = asdict(settings) | ({} if states is None else {"states": states.to_json()})
+    (folder / DESCRIPTION).write_text(json.dumps(told, indent=2))

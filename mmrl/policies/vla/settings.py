@@ -29,6 +29,7 @@ class Actions:
     chunk: int = 5  # actions executed before the policy looks again
     level: Literal["token", "action", "chunk"] = "token"
     proprioception: bool = True  # the robot's state is an input
+    standardise: bool = False  # it, by mean and deviation under random actions; measured once, kept with the model
     prompt: str | None = None  # with {instruction}; None: the backbone's own
     center_crop: float = 1.0  # area of OpenVLA's pictures that is kept; 0.9 for checkpoints trained on random crops
     statistics: str | None = None  # a dataset_statistics.json, or a folder with one; None: actions are within [-1, 1]

@@ -29,7 +29,7 @@ class SmallConfig:
     width: int = 128
     layers: int = 2
     heads: int = 4
-    channels: tuple[int, int, int] = (24, 48, 64)  # of the convolutions; the first two halve the picture
+    channels: tuple[int, ...] = (24, 48, 64)  # of the three convolutions; the first two halve the picture; (): blind
 
 
 @dataclass(frozen=True)
@@ -43,25 +43,27 @@ class Glance:
 class SmallBackbone(Backbone):
     """Pictures through three convolutions with a coordinate grid (arXiv 1807.03247), scaled and shifted by the prompt
     (FiLM, arXiv 1709.07871); where each channel is strongest (spatial softmax, arXiv 1504.00702) is one token, which a
-    transformer reads with the words."""
+    transformer reads with the words. Without channels it reads words only, for simulators that show no pictures."""
 
     def __init__(self, config: SmallConfig) -> None:
         super().__init__()
         self.config = config
         self.width, self.vocabulary = config.width, len(config.words) + 1 + config.bins
-        a, b, c = config.channels
         self.embeddings = nn.Embedding(self.vocabulary, config.width)
         nn.init.normal_(self.embeddings.weight, std=config.width**-0.5)
-        self.films = nn.ModuleList(nn.Linear(config.width, 2 * n) for n in config.channels)
-        sizes = [(3, a, 5, 2), (a, b, 3, 2), (b + 2, c, 3, 1)]
-        self.convolutions = nn.ModuleList(nn.Conv2d(i, o, k, stride=s, padding=k // 2) for i, o, k, s in sizes)
-        self.sharpness = nn.Parameter(torch.ones(c))
-        self.places = nn.Sequential(
-            nn.Linear(2 * c, 2 * config.width), nn.GELU(), nn.Linear(2 * config.width, config.width)
-        )
+        if config.channels:
+            self._see(*config.channels)
         self.order = nn.Parameter(torch.randn(MAX_WORDS, config.width) * 0.02)
         self.blocks = nn.ModuleList(SmallBlock(config.width, config.heads) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
+
+    def _see(self, a: int, b: int, c: int) -> None:
+        width = self.config.width
+        self.films = nn.ModuleList(nn.Linear(width, 2 * n) for n in (a, b, c))
+        sizes = [(3, a, 5, 2), (a, b, 3, 2), (b + 2, c, 3, 1)]
+        self.convolutions = nn.ModuleList(nn.Conv2d(i, o, k, stride=s, padding=k // 2) for i, o, k, s in sizes)
+        self.sharpness = nn.Parameter(torch.ones(c))
+        self.places = nn.Sequential(nn.Linear(2 * c, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
     @property
     def input_embeddings(self) -> nn.Module:
@@ -72,7 +74,9 @@ class SmallBackbone(Backbone):
         return self.embeddings.weight
 
     def prepare(self, images: NDArray[np.uint8], texts: Sequence[str], state: NDArray[np.float32]) -> list[Glance]:
-        """Unknown words become one word."""
+        """Unknown words become one word. Raises UserError where there are no pictures for convolutions."""
+        if self.config.channels and not images.size:
+            raise UserError("the simulator shows no pictures, but this small network looks at them; make a blind one")
         pixels = torch.from_numpy(rearrange(images, "n h w c -> n c h w").copy())
         return [Glance(image, self._ids(text)) for image, text in zip(pixels, texts, strict=True)]
 
@@ -84,19 +88,23 @@ class SmallBackbone(Backbone):
 
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> SmallReading:
         words, known = self.embeddings(inputs["words"]), inputs["known"].bool()
-        told = (words * known[..., None]).sum(1)
-        h = inputs["images"].to(words) / 255 - 0.5
+        said = words + self.order[: words.shape[1]]
+        if not self.config.channels:
+            return SmallReading(self, said, known, every_layer)
+        # The picture comes first, so that the last token of a prompt is a word and has seen it.
+        tokens = torch.cat([self._seen(inputs["images"], (words * known[..., None]).sum(1))[:, None], said], 1)
+        return SmallReading(self, tokens, F.pad(known, (1, 0), value=True), every_layer)
+
+    def _seen(self, images: Tensor, told: Tensor) -> Tensor:
+        """images [n, 3, height, width], prompts [n, width] -> [n, width]"""
+        h = images.to(told) / 255 - 0.5
         for layer, (convolution, film) in enumerate(zip(self.convolutions, self.films, strict=True)):
             scale, shift = rearrange(film(told), "n (two c) -> two n c 1 1", two=2)
             h = convolution(torch.cat([h, coordinates(h)], 1) if layer == 2 else h) * (1 + scale) + shift
             h = F.relu(h) if layer < 2 else h
         where = (h.flatten(2) * self.sharpness[:, None]).softmax(-1)
         place = torch.einsum("ncp,xp->ncx", where, coordinates(h)[0].flatten(1))
-        said = words + self.order[: words.shape[1]]
-        # The picture comes first, so that the last token of a prompt is a word and has seen it.
-        tokens = torch.cat([self.places(place.flatten(1))[:, None], said], 1)
-        mask = F.pad(known, (1, 0), value=True)
-        return SmallReading(self, tokens, mask, every_layer)
+        return self.places(place.flatten(1))
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
