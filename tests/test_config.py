@@ -222,6 +222,10 @@ def test_numbers_of_a_run():
         (["rollout.correction.weight=word"], "rollout.correction.weight"),
         (["rollout.correction.cap=0.5"], "rollout.correction.cap"),
         (["rollout.correction.low=1.5"], "rollout.correction.low=1.5 and high=2.0 leave out 1"),
+        (["rollout.temperature=3"], "rollout.temperature=3: vLLM takes at most 2"),
+        (["rollout.ahead=1"], "rollout.ahead needs rollout.engine=vllm and rollout.vllm.placement=server"),
+        (["rollout.vllm.servers=2"], "rollout.vllm.addresses, servers and tensor_parallel are for"),
+        (["rollout.vllm.placement=server", "rollout.vllm.addresses=[host:80]"], "'host:80' is no address; write http"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
