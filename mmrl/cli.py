@@ -276,10 +276,10 @@ def run_sample(options: argparse.Namespace) -> int:
 @contextmanager
 def held_out(options: argparse.Namespace, *overrides: str) -> Iterator[tuple[Any, Any, Any, Any]]:
     """Configuration, task, policy with the weights that are asked for, and ranks; these are left at the end."""
+    from mmrl.batches import awake
     from mmrl.build import build_generator, build_policy, build_task
     from mmrl.config import load
     from mmrl.engine import Ranks
-    from mmrl.trainer import awake
 
     quieten()
     origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null", "model.warm_start=null"]

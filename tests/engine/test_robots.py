@@ -55,7 +55,7 @@ def trainer(tmp_path):
 
 def test_advantages_of_the_critic_by_hand(trainer):
     """Two looks, then solved; one look, then cut off. The task's reward comes last, the simulator's with each look."""
-    made = trainer.policy.rollout([trainer.prompts[i] for i in range(2)], 1, [1, 2])
+    made = trainer.policy.rollout([trainer.batches.prompts[i] for i in range(2)], 1, [1, 2])
     batch = replace(
         made,
         rewards=torch.tensor([[1.0], [0.0]]),
@@ -93,7 +93,7 @@ def gradients(trainer, batch, **ppo):
 
 
 def test_the_critic_learns_returns_and_its_terms_change_the_gradient(trainer):
-    batch = trainer.sample_round()
+    batch = trainer.batches.sample_round(0)
     batch.advantages = trainer.advantages(batch, Metrics(trainer.engine))
     one, stats = gradients(trainer, batch)
     two, _ = gradients(trainer, batch, value_coefficient=1.0)
@@ -109,7 +109,7 @@ def test_the_critic_learns_returns_and_its_terms_change_the_gradient(trainer):
 
 def test_the_value_clip_takes_the_worse_error(trainer):
     """A value that went from 0 to 0.9: near what it was it is 0.2."""
-    batch = trainer.sample_round().select(torch.tensor([0, 1]))
+    batch = trainer.batches.sample_round(0).select(torch.tensor([0, 1]))
     batch.step_mask = torch.tensor([[True], [True]])
     batch.step_values, batch.step_returns = torch.zeros(2, 1), torch.tensor([[1.0], [0.0]])
     ppo = trainer.config.algorithm.ppo.model_copy(update={"value_clip": 0.2})

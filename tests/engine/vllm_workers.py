@@ -37,7 +37,7 @@ def one_rank(folder: Path) -> None:
         folder / "one", *VLLM, "optim.lr=1e-2", "steps=4", "task.name=tests.engine.vllm_workers:long_questions"
     )
     policy, generator, engine = trainer.policy, trainer.generator, trainer.generator.engine
-    prompts = [trainer.prompts[i] for i in range(4)]
+    prompts = [trainer.batches.prompts[i] for i in range(4)]
     found: dict = {"suppressed": list(policy.sampling.suppressed)}
     with generator.generation():
         ours = policy.rollout(prompts, 4, range(16))
@@ -119,7 +119,7 @@ def servers(folder: Path) -> None:
     )
     policy, generator, engine = trainer.policy, trainer.generator, trainer.generator.engine
     found: dict = {"prompts": trainer.config.rollout.prompts}
-    prompts = [trainer.prompts[i] for i in range(16)]
+    prompts = [trainer.batches.prompts[i] for i in range(16)]
     try:
         generator.synchronise()
         first = policy.rollout(prompts, 8, range(128))

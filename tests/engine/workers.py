@@ -24,7 +24,7 @@ def splits(folder: Path) -> None:
     differences = {}
     trainer = make(folder / "splits", "algorithm.entropy_coefficient=0.01")
     engine = trainer.engine
-    batch = trainer.policy.rollout([trainer.prompts[i] for i in range(6)], 4, list(range(ROWS)))
+    batch = trainer.policy.rollout([trainer.batches.prompts[i] for i in range(6)], 4, list(range(ROWS)))
     for row in range(ROWS):  # rows of 0 to 3 decisions, so that every reduction differs from the others
         batch.mask[row, row % 5 % 4 :] = False
     batch.advantages = torch.randn(ROWS, generator=torch.Generator().manual_seed(0))
@@ -119,12 +119,12 @@ def two_ranks(folder: Path) -> None:
 def images(folder: Path, name: str) -> None:
     """A run of the image recipe, and the pictures of its first round as this rank drew them."""
     trainer = make(folder / name, base=IMAGES)
-    batch = trainer.sample_round()
+    batch = trainer.batches.sample_round(0)
     torch.save(
         {"group": batch.group, "images": torch.stack([s.image for s in batch.samples])},
         folder / f"{name}-{trainer.engine.rank}.pt",
     )
-    trainer.cursor = 0
+    trainer.batches.cursor = 0
     trainer.train()
     release(trainer)
 
