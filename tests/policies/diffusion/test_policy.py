@@ -16,7 +16,7 @@ from mmrl.samplers.settings import Denoising
 from mmrl.samplers.windows import Window
 
 CLASSES = ("sd3", "flux", "qwen_image", "sd15", "sdxl")
-SMALL = ("mlp", "transformer")
+SMALL = ("mlp", "modulated_mlp", "transformer")
 NOISE = {"flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.6, "ddim": 0.8}
 WORDS = ("red", "cat", "dog", "two")
 PROMPTS = [Prompt("a", "red cat"), Prompt("b", "two dog"), Prompt("c", "cat")]
