@@ -41,7 +41,8 @@ class ShapesData(_Made):
     kinds: tuple[Literal["count", "relation"], ...] = Field(default=("count", "relation"), min_length=1)
     colours: tuple[Literal[tuple(COLOURS)], ...] = Field(default=("red", "green", "blue", "yellow"), min_length=1)  # type: ignore[valid-type]
     max_count: int = Field(default=len(COUNTS), ge=1, le=len(COUNTS))
-    layout: Layout = "free"  # of objects to learn from: anywhere, on a grid of 3 x 3, or those of a phrase in a row of it
+    # Where objects to learn from stand: anywhere, on a grid of 3 x 3, or those of a phrase in one row of it.
+    layout: Layout = "free"
     # Combinations to train on. all: also those that evaluation asks for, as a base has seen them in its pictures; RL
     # that follows trains on "train", and what it never got a reward for is then held out from RL, not from the base.
     combinations: Literal["train", "all"] = "train"

@@ -191,11 +191,11 @@ def spoiled(scene: Scene, rng: np.random.Generator, colours: Sequence[str], max_
 class ShapesSource:
     """`size` prompts for scenes; item i depends on (split, seed, i) and the options, on nothing else.
 
-    Prompts of "train" and "heldout" are made of disjoint combinations (see `scenes`); "all" shares both's. Item i is of kind
-    `kinds[i % len(kinds)]`. Metadata: `kind`, `scene` and `target`, a picture for supervised training, [3, SIZE, SIZE]
-    float32, 0 to 1, which for the share `careless` has one thing wrong.
+    Prompts of "train" and "heldout" are made of disjoint combinations (see `scenes`), those of "all" of either's. Item
+    i is of kind `kinds[i % len(kinds)]`. Metadata: `kind`, `scene` and `target`, a picture for supervised training, [3,
+    SIZE, SIZE] float32, 0 to 1, which for the share `careless` has one thing wrong.
 
-    Raises ValueError where the options leave no scene of a kind.
+    Raises ValueError where the options leave no scene of a kind, or no room for one in a row.
     """
 
     def __init__(
@@ -221,7 +221,9 @@ class ShapesSource:
             )
         room = len(GRID) - ("relation" in self.kinds)  # of one row, beside an object to the left or right
         if layout == "row" and max_count > room:
-            raise ValueError(f"layout=row has room for {room} objects of these kinds in a row, not max_count={max_count}")
+            raise ValueError(
+                f"layout=row has room for {room} objects of these kinds in a row, not max_count={max_count}"
+            )
 
     def __len__(self) -> int:
         return self.size
