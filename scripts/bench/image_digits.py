@@ -5,8 +5,8 @@
 
 Runs that are already in --runs are not repeated; all start from one base. One thread a run. Prints a Markdown table;
 each figure is the mean over the seeds (least .. greatest). Accuracy is, of digits, that of a classifier that saw none
-of the pictures the rewarding one did; of shapes, that of the exact checker on combinations that were held out. Seconds
-are those of the training steps, without evaluation and start-up.
+of the pictures the rewarding one did; of shapes, that of the exact checker on combinations that RL never trained on.
+Time is that of the training steps, without evaluation, start-up and base.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ RECIPES = {
     "digits": ["flow", "dance", "cps", "window", "branch", "nft", "awm", "random_reward"],
     "shapes": ["", "random_reward"],
 }
+TIME = {"digits": ("seconds", 1), "shapes": ("minutes", 60)}
 GUARDS = ["out_of_gamut", "second_scorer", "sharpness"]
 
 
@@ -36,7 +37,8 @@ def main() -> None:
     options = parser.parse_args()
     recipes = RECIPES[options.data] if options.recipes is None else options.recipes.split(",")
     folder = options.runs or ROOT / f"build/image_{options.data}"
-    heads = ["recipe", "accuracy before", "after", "seconds", *(f"{guard} before, after" for guard in GUARDS)]
+    unit, seconds = TIME[options.data]
+    heads = ["recipe", "accuracy before", "after", unit, *(f"{guard} before, after" for guard in GUARDS)]
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for recipe in recipes:
         name = "_".join(filter(None, ["image", options.data, recipe]))
@@ -46,8 +48,9 @@ def main() -> None:
             mean(runs, "accuracy", 0, digits=3),
             spread([evaluations(r)[-1]["evaluation/accuracy"] for r in runs]),
         ]
-        seconds = spread([sum(row["time/step"] for row in run if "time/step" in row) for run in runs], digits=0)
-        print(f"| {' | '.join([recipe or options.data, *accuracy, seconds, *guards])} |", flush=True)
+        spent = [sum(row["time/step"] for row in run if "time/step" in row) / seconds for run in runs]
+        time = spread(spent, digits=int(seconds > 1))
+        print(f"| {' | '.join([recipe or options.data, *accuracy, time, *guards])} |", flush=True)
 
 
 def finished(name: str, run: Path, seed: int) -> list[dict[str, Any]]:

@@ -100,9 +100,9 @@ def _sources(data: DigitsData | ShapesData | PromptsData, seed: int) -> tuple[So
             digits.DigitsSource("heldout", size=data.eval_size, seed=data.eval_seed),
         )
     if isinstance(data, ShapesData):
-        allowed: dict[str, Any] = data.model_dump(include={"kinds", "colours", "max_count", "aligned"})
+        allowed: dict[str, Any] = data.model_dump(include={"kinds", "colours", "max_count", "layout"})
         return (
-            shapes.ShapesSource("train", size=data.train_size, seed=seed, careless=data.careless, **allowed),
+            shapes.ShapesSource(data.combinations, size=data.train_size, seed=seed, careless=data.careless, **allowed),
             shapes.ShapesSource("heldout", size=data.eval_size, seed=data.eval_seed, **allowed),
         )
     rows: dict[str, Any] = data.model_dump(include={"format", "max_bad_share"})

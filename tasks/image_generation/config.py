@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mmrl import sections
 from mmrl.rewards import RewardSpec
-from tasks.image_generation.shapes import COLOURS, COUNTS
+from tasks.image_generation.shapes import COLOURS, COUNTS, Layout
 
 _HERE = "tasks.image_generation"
 
@@ -41,7 +41,11 @@ class ShapesData(_Made):
     kinds: tuple[Literal["count", "relation"], ...] = Field(default=("count", "relation"), min_length=1)
     colours: tuple[Literal[tuple(COLOURS)], ...] = Field(default=("red", "green", "blue", "yellow"), min_length=1)  # type: ignore[valid-type]
     max_count: int = Field(default=len(COUNTS), ge=1, le=len(COUNTS))
-    aligned: bool = False  # objects to learn from stand on a grid of 3 x 3
+    # Where objects to learn from stand: anywhere, on a grid of 3 x 3, or those of a phrase in one row of it.
+    layout: Layout = "free"
+    # Combinations to train on. all: also those that evaluation asks for, as a base has seen them in its pictures; RL
+    # that follows trains on "train", and what it never got a reward for is then held out from RL, not from the base.
+    combinations: Literal["train", "all"] = "train"
 
 
 class PromptsData(_Section):

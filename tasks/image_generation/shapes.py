@@ -20,7 +20,7 @@ from mmrl.rollouts import Prompt
 
 SIZE = 16  # pixels a side
 OBJECT = 4  # pixels a side of an object
-GRID = (1, 6, 11)  # rows and columns of the top left of aligned objects
+GRID = (1, 6, 11)  # rows and columns of the top left of objects on the grid
 GAP = 1  # black pixels at least between two objects, sideways or up and down
 # Corners of the RGB cube on black: a pixel on the way from black to a colour is nearest to one of the two.
 COLOURS = {
@@ -39,7 +39,9 @@ SHAPES = {
 COUNTS = ("a", "two", "three", "four")
 RELATIONS = ("left of", "right of", "above", "below")  # each beside its opposite
 KINDS = ("count", "relation")
-SPLITS = ("train", "heldout")
+SPLITS = ("train", "heldout", "all")
+Split = Literal["train", "heldout", "all"]
+Layout = Literal["free", "grid", "row"]
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,11 @@ def words() -> list[str]:
     return sorted({*COUNTS, *COLOURS, *SHAPES, *plurals, *(word for r in RELATIONS for word in r.split())})
 
 
-def scenes(
-    split: Literal["train", "heldout"], kind: str, colours: Sequence[str], max_count: int = len(COUNTS)
-) -> list[Scene]:
+def scenes(split: Split, kind: str, colours: Sequence[str], max_count: int = len(COUNTS)) -> list[Scene]:
     """All scenes of a split, whatever the seed.
 
     A combination is held out where the indices of its parts sum to 3 modulo 4: a quarter of all, while each count,
-    colour, shape and relation is trained on in many others.
+    colour, shape and relation is trained on in many others. "all" is both, for a base that has seen every combination.
     """
     named, made = list(COLOURS), []
     for count, colour, (s, shape) in product(range(1, max_count + 1), colours, enumerate(SHAPES)):
@@ -110,7 +110,7 @@ def scenes(
             if other != colour:
                 scene = Scene(first, relation, Phrase(1, other, second))
                 made.append((index + r + named.index(other) + o, scene))
-    return [scene for index, scene in made if (index % 4 == 3) == (split == "heldout")]
+    return [scene for index, scene in made if split == "all" or (index % 4 == 3) == (split == "heldout")]
 
 
 def related(relation: str, first: np.ndarray, second: np.ndarray, by: float = OBJECT / 2 + 0.5) -> np.ndarray:
@@ -122,20 +122,26 @@ def related(relation: str, first: np.ndarray, second: np.ndarray, by: float = OB
     return steps.min((-2, -1)) >= by
 
 
-def place(scene: Scene, rng: np.random.Generator, aligned: bool = False) -> list[Placed]:
+def place(scene: Scene, rng: np.random.Generator, layout: Layout = "free") -> list[Placed]:
     """Random places for the objects of a scene, all at least GAP apart and `first` wholly on its side of `second`.
 
-    `aligned` puts them on a grid of 3 x 3, which a small model learns much faster.
+    "grid" puts them on a grid of 3 x 3, "row" those of a phrase in one row of it: a small model learns to count them
+    the faster, the fewer places they may have.
     """
     wanted = [phrase for phrase in reversed(scene.phrases) for _ in range(phrase.count)]  # the second leaves room first
     while True:
-        corners = np.isin(np.arange(SIZE - OBJECT + 1), GRID) if aligned else np.ones(SIZE - OBJECT + 1, dtype=bool)
+        corners = np.ones(SIZE - OBJECT + 1, dtype=bool)
+        if layout != "free":
+            corners = np.isin(np.arange(SIZE - OBJECT + 1), GRID)
         free = np.outer(corners, corners)  # top left corners that an object may have
         placed: list[Placed] = []
+        rows = {phrase: rng.choice(GRID) for phrase in scene.phrases} if layout == "row" else {}
         for phrase in wanted:
             if phrase is scene.first and scene.relation is not None and len(placed) == 1:
                 free &= _side(scene.relation, placed[0])
             places = np.flatnonzero(free)
+            if phrase in rows:
+                places = places[places // len(free) == rows[phrase]]
             if not len(places):
                 break  # a dead end: begin again
             top, left = divmod(int(places[rng.integers(len(places))]), len(free))
@@ -185,16 +191,16 @@ def spoiled(scene: Scene, rng: np.random.Generator, colours: Sequence[str], max_
 class ShapesSource:
     """`size` prompts for scenes; item i depends on (split, seed, i) and the options, on nothing else.
 
-    Training and held-out prompts are made of disjoint combinations (see `scenes`). Item i is of kind
-    `kinds[i % len(kinds)]`. Metadata: `kind`, `scene` and `target`, a picture for supervised training, [3, SIZE, SIZE]
-    float32, 0 to 1, which for the share `careless` has one thing wrong.
+    Prompts of "train" and "heldout" are made of disjoint combinations (see `scenes`), those of "all" of either's. Item
+    i is of kind `kinds[i % len(kinds)]`. Metadata: `kind`, `scene` and `target`, a picture for supervised training, [3,
+    SIZE, SIZE] float32, 0 to 1, which for the share `careless` has one thing wrong.
 
-    Raises ValueError where the options leave no scene of a kind.
+    Raises ValueError where the options leave no scene of a kind, or no room for one in a row.
     """
 
     def __init__(
         self,
-        split: Literal["train", "heldout"] = "train",
+        split: Split = "train",
         *,
         size: int,
         seed: int,
@@ -202,9 +208,9 @@ class ShapesSource:
         colours: Sequence[str] = tuple(COLOURS),
         max_count: int = len(COUNTS),
         careless: float = 0.0,
-        aligned: bool = False,
+        layout: Layout = "free",
     ):
-        self.split, self.size, self.seed, self.kinds, self.aligned = split, size, seed, tuple(kinds), aligned
+        self.split, self.size, self.seed, self.kinds, self.layout = split, size, seed, tuple(kinds), layout
         self.colours, self.max_count, self.careless = tuple(colours), max_count, careless
         self._pools = [scenes(split, kind, self.colours, max_count) for kind in self.kinds]
         empty = [kind for kind, pool in zip(self.kinds, self._pools, strict=True) if not pool]
@@ -212,6 +218,11 @@ class ShapesSource:
             raise ValueError(
                 f"no {split} scene of kind {empty[0]!r} with colours {', '.join(colours)} and max_count={max_count}; "
                 "allow more of them"
+            )
+        room = len(GRID) - ("relation" in self.kinds)  # of one row, beside an object to the left or right
+        if layout == "row" and max_count > room:
+            raise ValueError(
+                f"layout=row has room for {room} objects of these kinds in a row, not max_count={max_count}"
             )
 
     def __len__(self) -> int:
@@ -228,5 +239,5 @@ class ShapesSource:
         return Prompt(
             id=f"shapes-{self.split}-{self.seed}-{index}",
             text=str(scene),
-            metadata={"kind": self.kinds[kind], "scene": scene, "target": draw(place(shown, rng, self.aligned))},
+            metadata={"kind": self.kinds[kind], "scene": scene, "target": draw(place(shown, rng, self.layout))},
         )

@@ -14,12 +14,13 @@ def build_digits(folder: str, seed: int) -> None:
 
 
 def build_shapes(folder: str, seed: int) -> None:
-    """A perceptron for pictures of 3 x 16 x 16, of 3.0M parameters; a prompt is the sum of its words."""
+    """A modulated perceptron for pictures of 3 x 16 x 16, of 1.8M parameters; a prompt is the sum of its words."""
     config = SmallConfig(
         words=tuple(shapes.words()),
         channels=3,
         size=shapes.SIZE,
-        width=768,
+        network="modulated_mlp",
+        width=256,
         depth=4,
         max_words=12,
         predicts="data",

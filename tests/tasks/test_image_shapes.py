@@ -7,7 +7,7 @@ from scipy import ndimage
 
 from mmrl.errors import UserError
 from mmrl.rollouts import Prompt, Sample
-from tasks.image_generation import checker
+from tasks.image_generation import build, checker
 from tasks.image_generation.checker import ShapesChecked, ShapesRedrawn, marks, read
 from tasks.image_generation.shapes import (
     COLOURS,
@@ -198,6 +198,25 @@ def test_heldout_combinations_are_never_trained_on_but_all_their_parts_are():
     assert words() == sorted(words()) and {"a", "four", "red", "circles", "left", "of", "below"} <= set(words())
 
 
+def test_which_combinations_a_split_holds():
+    """1 to 3 objects, red 0 and green 1, square 0, circle 1 and triangle 2: held out where the numbers sum to 3."""
+    held = {str(scene) for scene in scenes("heldout", "count", ["red", "green"], 3)}
+    assert held == {"a red triangle", "two red circles", "three red squares", "a green circle", "two green squares"}
+    train, every = ({str(s) for s in scenes(split, "count", ["red", "green"], 3)} for split in ("train", "all"))
+    assert len(train) == 18 - 5 and not train & held and every == train | held
+
+
+def test_a_base_may_see_every_combination_while_those_of_rl_stay_held_out():
+    data = {"kind": "shapes", "kinds": ["count"], "colours": ["red", "green"], "max_count": 3, "train_size": 400}
+    base, rl = (build({"data": {**data, "combinations": name}}, seed=0) for name in ("all", "train"))
+    asked = [{prompt.text for prompt in map(source.__getitem__, range(400))} for source in (base.train, rl.train)]
+    held = {prompt.text for prompt in map(rl.evaluation.__getitem__, range(400))}
+    assert not asked[1] & held and asked[0] == asked[1] | held and len(asked[0]) == 18
+    assert [p.text for p in map(base.evaluation.__getitem__, range(9))] == [
+        p.text for p in map(rl.evaluation.__getitem__, range(9))
+    ]
+
+
 def test_sentences():
     scene = Scene(Phrase(3, "red", "circle"), "left of", Phrase(1, "blue", "square"))
     assert str(scene) == "three red circles left of a blue square"
@@ -279,8 +298,31 @@ def test_pictures_of_noise_are_read_and_redrawn():
         assert draw(found).shape == (3, SIZE, SIZE)
 
 
+def test_scenes_of_a_row_fill_one_row_of_the_grid():
+    """Of two objects in three columns there are three choices in each of three rows."""
+    source = ShapesSource("train", size=400, seed=0, kinds=["count"], max_count=3, layout="row")
+    seen = {1: set(), 2: set(), 3: set()}
+    for prompt in map(source.__getitem__, range(400)):
+        found = read(prompt.metadata["target"][None])[0]
+        assert set(marks(prompt.metadata["scene"], found).values()) == {1.0}
+        assert len({item.top for item in found}) == 1
+        seen[len(found)].add(frozenset((item.top, item.left) for item in found))
+    assert {count: len(places) for count, places in seen.items()} == {1: 9, 2: 9, 3: 3}
+    assert all(top in GRID and left in GRID for places in seen.values() for place in places for top, left in place)
+
+
+def test_a_row_that_would_be_too_short():
+    with pytest.raises(ValueError, match="layout=row has room for 3 objects of these kinds in a row, not max_count=4"):
+        ShapesSource(size=1, seed=0, kinds=["count"], layout="row")
+    with pytest.raises(ValueError, match="layout=row has room for 2 objects of these kinds in a row, not max_count=3"):
+        ShapesSource(size=1, seed=0, max_count=3, layout="row")
+    source = ShapesSource(size=200, seed=0, kinds=["relation"], max_count=2, layout="row")
+    for prompt in map(source.__getitem__, range(200)):
+        assert ShapesChecked().score([sample(prompt.metadata["scene"], prompt.metadata["target"])]) == [1]
+
+
 def test_aligned_scenes_stand_on_the_grid_and_show_what_is_asked():
-    source = ShapesSource("train", size=200, seed=0, aligned=True)
+    source = ShapesSource("train", size=200, seed=0, layout="grid")
     for prompt in map(source.__getitem__, range(200)):
         found = read(prompt.metadata["target"][None])[0]
         assert all(item.top in GRID and item.left in GRID for item in found)

@@ -29,13 +29,13 @@ class SmallConfig:
     words: tuple[str, ...]  # the vocabulary of prompts
     channels: int = 1
     size: int = 8  # pixels
-    network: Literal["mlp", "transformer"] = "mlp"
+    network: Literal["mlp", "modulated_mlp", "transformer"] = "mlp"
     width: int = 256
     depth: int = 3
     heads: int = 4
     patch: int = 2  # pixels, of the transformer
     max_words: int = 16
-    ordered: bool = False  # the mlp: whether the order of words counts
+    ordered: bool = False  # the perceptrons: whether the order of words counts
     predicts: Literal["velocity", "data"] = "velocity"  # what the last layer makes; data becomes a velocity at once
     shift: float = 1.0  # of the sigma grid, towards noise
 
@@ -62,6 +62,44 @@ class SmallMLP(nn.Module):
             h = h + F.silu(block(h))
         made = self.leave(h).view_as(x)
         return velocity(made, x, time) if self.predicts_data else made
+
+
+class ModulatedMLP(nn.Module):
+    """Residual MLP over all pixels whose every block is scaled and shifted by prompt and noise level (adaptive layer
+    normalisation, arXiv 2212.09748), so that a word can turn off what it does not want drawn; words as in SmallMLP."""
+
+    def __init__(self, config: SmallConfig) -> None:
+        super().__init__()
+        pixels, d, told = config.channels * config.size**2, config.width, 128
+        self.ordered, self.predicts_data = config.ordered, config.predicts == "data"
+        self.words = nn.Embedding(len(config.words) + 1, told, padding_idx=0)
+        said = told * (config.max_words if config.ordered else 1)
+        self.condition = nn.Sequential(nn.Linear(32 + said, told), nn.SiLU(), nn.Linear(told, told), nn.SiLU())
+        self.enter = nn.Linear(pixels, d)
+        self.norm = nn.LayerNorm(d, elementwise_affine=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(d, 2 * d), nn.SiLU(), nn.Linear(2 * d, d)) for _ in range(config.depth)
+        )
+        self.modulations = nn.ModuleList(nn.Linear(told, 2 * d) for _ in range(config.depth + 1))
+        self.leave = nn.Linear(d, pixels)
+        nn.init.zeros_(self.leave.weight)
+        nn.init.zeros_(self.leave.bias)
+
+    def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
+        """x [n, channel, height, width], time [n] in [0, 1], words [n, word] ids (0: none) -> velocity like x."""
+        said = self.words(words)
+        said = said.flatten(1) if self.ordered else said.sum(1)
+        told = self.condition(torch.cat([sinusoids(time, 32).to(x), said], 1))
+        h = self.enter(x.flatten(1))
+        for block, modulation in zip(self.blocks, self.modulations, strict=False):
+            h = h + block(self.modulated(h, modulation(told)))
+        made = self.leave(self.modulated(h, self.modulations[-1](told))).view_as(x)
+        return velocity(made, x, time) if self.predicts_data else made
+
+    def modulated(self, h: Tensor, by: Tensor) -> Tensor:
+        """h [n, width] normalised, then scaled and shifted by the halves of `by` [n, 2 width]."""
+        scale, shift = by.chunk(2, 1)
+        return self.norm(h) * (1 + scale) + shift
 
 
 class SmallTransformer(nn.Module):
@@ -192,7 +230,8 @@ def velocity(data: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
 
 
 def network(config: SmallConfig) -> nn.Module:
-    return SmallMLP(config) if config.network == "mlp" else SmallTransformer(config)
+    kinds = {"mlp": SmallMLP, "modulated_mlp": ModulatedMLP, "transformer": SmallTransformer}
+    return kinds[config.network](config)
 
 
 def create(folder: Path, config: SmallConfig, seed: int) -> None:

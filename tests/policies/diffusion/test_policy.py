@@ -16,7 +16,7 @@ from mmrl.samplers.settings import Denoising
 from mmrl.samplers.windows import Window
 
 CLASSES = ("sd3", "flux", "qwen_image", "sd15", "sdxl")
-SMALL = ("mlp", "transformer")
+SMALL = ("mlp", "modulated_mlp", "transformer")
 NOISE = {"flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.6, "ddim": 0.8}
 WORDS = ("red", "cat", "dog", "two")
 PROMPTS = [Prompt("a", "red cat"), Prompt("b", "two dog"), Prompt("c", "cat")]
@@ -494,3 +494,27 @@ class TestBadInput:
         create(tmp_path, SmallConfig(words=WORDS), seed=0)
         with pytest.raises(UserError, match=match):
             load(str(tmp_path), **options)
+
+
+class TestPerceptrons:
+    @pytest.mark.parametrize("kind", ["mlp", "modulated_mlp"])
+    @pytest.mark.parametrize("ordered", [False, True])
+    def test_the_order_of_words_counts_where_asked(self, kind, ordered):
+        family = small(kind, ordered=ordered)
+        x, time = torch.randn(1, 1, 8, 8).expand(3, -1, -1, -1), torch.full((3,), 0.5)
+        one, turned, other = family.predict(family.module, x, time, family.encode(["red cat", "cat red", "dog"]), None)
+        assert torch.allclose(one, turned, atol=1e-5) is not ordered
+        assert not torch.allclose(one, other, atol=1e-2)
+
+    def test_a_block_is_scaled_and_shifted_by_hand(self):
+        """1 and 3 have mean 2 and deviation 1: -1 and 1 once normalised."""
+        module = network(SmallConfig(words=WORDS, network="modulated_mlp", width=2, depth=1, max_words=4))
+        by = torch.tensor([[0.5, 1.0, 4.0, 0.0]])  # scales, then shifts
+        assert torch.allclose(module.modulated(torch.tensor([[1.0, 3.0]]), by), torch.tensor([[2.5, 2.0]]), atol=1e-4)
+
+    def test_a_fresh_modulated_network_that_predicts_data_draws_grey(self):
+        """It predicts 0, whatever the prompt: the velocity is x / sigma, of sigma no less than 0.05."""
+        module = network(SmallConfig(words=WORDS, network="modulated_mlp", width=8, max_words=4, predicts="data"))
+        x, words = torch.randn(2, 1, 8, 8), torch.ones(2, 4, dtype=torch.long)
+        made = module(x, torch.tensor([0.5, 0.01]), words)
+        assert torch.allclose(made, x / torch.tensor([0.5, 0.05]).view(2, 1, 1, 1))
