@@ -62,8 +62,10 @@ def test_against_torch_distributions(device, size, dtype, reduction):
     want = now.log_prob(dn), now.log_prob(dn) - old.log_prob(dn), kl_divergence(now, ref)
     want = torch.stack([over(w, 1) for w in want])
     (weights.double().cpu() * want).sum().backward()
+    # x' is rounded to fp32, which std magnifies in each residual; over many elements that averages out.
+    rounding = 2**-23 * (dn.abs().max() + 1) / dstd.min() * (noise.abs().max().item() + 1) / size**0.5
     for g, w in zip(got, want, strict=True):
-        close(g, w, atol=2e-6 * scale)
+        close(g, w, atol=(2e-6 + rounding.item()) * scale)
     tolerance = {torch.float32: 3e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
     close(leaf.grad, exact.grad, atol=tolerance * exact.grad.abs().max().item() + 1e-6, rtol=tolerance)
 
