@@ -1,0 +1,73 @@
+"""What fused kernels change in whole training steps: the small recipes with kernels.backend=cpu and torch, in turns.
+
+    .venv/bin/python scripts/bench/end_to_end.py [--steps 12] [--rounds 2] [--threads 1] [--runs FOLDER]
+
+Bases are made first, once, by each recipe's warm start. Prints a Markdown table: median seconds of a step and of its
+update over all rounds, and the largest difference of the loss at the first step, whose rollouts are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ("visual_qa_digits", "image_digits_flow", "manipulation_tabletop")
+BACKENDS = ("cpu", "torch")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--runs", type=Path, default=ROOT / "build/end_to_end")
+    options = parser.parse_args()
+    print("| recipe | step: kernels, torch | update: kernels, torch | loss apart |\n" + "|" + " --- |" * 4)
+    for recipe in RECIPES:
+        base = options.runs / f"{recipe}-base"
+        if not (base / "final").is_dir():
+            train(warm_start(recipe), base, options.threads)
+        found: dict[str, list[dict[str, Any]]] = {backend: [] for backend in BACKENDS}
+        for _ in range(options.rounds):
+            for backend in BACKENDS:
+                found[backend] += steps(recipe, base, backend, options)
+        apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(*found.values(), strict=True) if a["step"] == 1)
+        cells = [", ".join(f"{median(found[b], f'time/{part}'):.3f}" for b in BACKENDS) for part in ("step", "update")]
+        print(f"| `{recipe}` | {cells[0]} | {cells[1]} | {apart:.0e} |", flush=True)
+
+
+def warm_start(recipe: str) -> str:
+    import yaml
+
+    return Path(yaml.safe_load((ROOT / f"configs/{recipe}.yaml").read_text())["model"]["warm_start"]).stem
+
+
+def steps(recipe: str, base: Path, backend: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    run = options.runs / f"{recipe}-{backend}"
+    shutil.rmtree(run, ignore_errors=True)
+    own = ["model.warm_start=null", f"model.path={base / 'final'}", f"kernels.backend={backend}"]
+    train(
+        recipe, run, options.threads, *own, f"steps={options.steps}", "evaluation.before=false", "evaluation.prompts=1"
+    )
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row]
+
+
+def train(config: str, run: Path, threads: int, *overrides: str) -> None:
+    command = [sys.executable, "-m", "mmrl", "train", f"configs/{config}.yaml", f"run_dir={run}", f"threads={threads}"]
+    subprocess.run([*command, *overrides], cwd=ROOT, check=True, stdout=sys.stderr)
+
+
+def median(rows: list[dict[str, Any]], name: str) -> float:
+    return statistics.median(row[name] for row in rows if row["step"] > 2)  # the first ones warm up
+
+
+if __name__ == "__main__":
+    main()
