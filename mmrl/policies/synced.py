@@ -55,7 +55,8 @@ class Synced:
         started = time.perf_counter()
         self.engine.load(merged_weights(self.policy.module.model))
         loaded = time.perf_counter()
-        gap = max(self.gather(max(self.probe(engine) for engine in self.engine.replicas)))
+        gaps = self.gather([self.probe(engine) for engine in self.engine.replicas])
+        gap = float(torch.tensor([found for rank in gaps for found in rank]).max())  # of which NaN is the largest
         if not gap <= self.limit:
             raise UserError(
                 f"after giving the weights to vLLM its log-probabilities differ from the trained model's by {gap:.2g}, "

@@ -168,9 +168,8 @@ class VisionLanguagePolicy:
         self._recompute(True)
         self.frozen = None if reference is None else TokenScorer(reference, self.sampling, logp_chunk).eval()
         self.lockstep: Lockstep | None = None
-        self.engine: Answering | None = (
-            None  # generates instead of the model; whoever sets it keeps its weights current
-        )
+        # Generates instead of the model; whoever sets it keeps its weights current
+        self.engine: Answering | None = None
 
     @property
     def device(self) -> torch.device:

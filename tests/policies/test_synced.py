@@ -2,6 +2,7 @@
 transformers generates with, so these tests need no vLLM; tests/engine/test_vllm.py runs the same with vLLM itself."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -109,10 +110,11 @@ def test_weights_that_do_not_arrive_stop_the_run_on_every_rank(synced):
     disturb(made.policy)
     with pytest.raises(UserError, match="rollout.vllm.probe_limit=0.001: weights or caches are stale"):
         made.synchronise()
-    healthy = synced()
-    healthy.gather = lambda value: [value, 0.5]  # another rank's
-    with pytest.raises(UserError, match="differ from the trained model's by 0.5"):
-        healthy.synchronise()
+    for other, words in ((0.5, "0.5"), (math.nan, "nan")):
+        healthy = synced()
+        healthy.gather = lambda value, other=other: [value, [other]]  # another rank's
+        with pytest.raises(UserError, match=f"differ from the trained model's by {words}"):
+            healthy.synchronise()
 
 
 def test_a_weight_that_is_left_out_is_noticed(synced):
