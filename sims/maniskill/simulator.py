@@ -222,13 +222,13 @@ class Block:
         if left_out:
             raise UserError(f"maniskill: on a GPU all rows step at once, so rows {left_out} cannot be left inactive")
         try:
-            env = self._env(self.task)
+            env, info = self._env(self.task), None
             for c in range(actions.shape[1]):
                 playing = self._live[local]
                 if not playing.any():
                     break
-                self._advance(env, local, actions[:, c], playing, out, np.asarray(places), c)
-            self._show(env, local, out, places)
+                info = self._advance(env, local, actions[:, c], playing, out, np.asarray(places), c)
+            self._show(env, local, out, places, info)
         except Exception as error:
             self._lose(error, out, places)
 
@@ -246,8 +246,9 @@ class Block:
 
     def _advance(
         self, env: Any, local: NDArray, actions: NDArray, playing: NDArray, out: Transition, places: NDArray, c: int
-    ) -> None:
-        """One control step without an observation, which is only taken where it is shown, at the end of a chunk."""
+    ) -> dict[str, Any]:
+        """One control step without an observation, which is only taken where it is shown, at the end of a chunk; what
+        ManiSkill evaluated of it, which is slow and, in some tasks, not the same twice."""
         box = env.single_action_space
         everyone = np.zeros((len(self.rows), *box.shape), np.float32)
         everyone[local[playing]] = np.clip(actions[playing], box.low, box.high)
@@ -268,6 +269,7 @@ class Block:
         out.valid[at, c], out.reward[at, c], out.success[at, c] = True, reward[playing], success[playing]
         out.terminated[at, c], out.truncated[at, c] = terminated[playing], truncated[playing]
         self._live[local] &= ~(terminated | truncated)
+        return info
 
     def _limit(self) -> float:
         return self.max_steps or _spec(self.task).max_episode_steps or np.inf
@@ -277,13 +279,20 @@ class Block:
             self._made[task] = self.recipe.make(task, len(self.rows))
         return self._made[task]
 
-    def _show(self, env: Any, local: Sequence[int] | NDArray, out: Transition, places: Sequence[int]) -> None:
-        images, state = self._seen(env)
+    def _show(
+        self,
+        env: Any,
+        local: Sequence[int] | NDArray,
+        out: Transition,
+        places: Sequence[int],
+        info: dict[str, Any] | None = None,
+    ) -> None:
+        images, state = self._seen(env, info)
         out.images[places], out.state[places, : state.shape[1]] = images[local], state[local]
 
-    def _seen(self, env: Any) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        """Pictures [n, H, W, 3] and states [n, S] of all rows."""
-        seen = env.get_obs(unflattened=True)
+    def _seen(self, env: Any, info: dict[str, Any] | None = None) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+        """Pictures [n, H, W, 3] and states [n, S] of all rows; without `info` ManiSkill evaluates the scene."""
+        seen = env.get_obs(info, unflattened=True)
         parts = {name: seen[name] for name in ("agent", "extra")}
         state = _host(flatten_state_dict(parts, use_torch=True, device=env.device)).astype(np.float32)
         if self.recipe.observation == "rgb":
