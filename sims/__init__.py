@@ -1,7 +1,8 @@
 """Simulators behind one vector interface; none is imported before it is built."""
 
+from sims.episodes import play, run_episodes
 from sims.registry import SIMULATORS, build, renderers
-from sims.vector import Observation, Simulator, Step, Transition, VectorSim, run_episodes, run_episodes_in_turns
+from sims.vector import Observation, Simulator, Step, Transition, VectorSim
 
 __all__ = [
     "SIMULATORS",
@@ -11,7 +12,7 @@ __all__ = [
     "Transition",
     "VectorSim",
     "build",
+    "play",
     "renderers",
     "run_episodes",
-    "run_episodes_in_turns",
 ]

@@ -29,6 +29,7 @@ def build(
     end_of_episode: EndOfEpisode = "freeze",
     seed_stride: int = 1 << 20,
     workers: int = 0,
+    turns: int = 1,
     deadline_s: float = 120.0,
     python: str | None = None,
 ) -> VectorSim:
@@ -36,19 +37,24 @@ def build(
 
     name: a key of SIMULATORS, or 'package.module:Class' for one's own; see `Simulator` for what the class must offer
     and `VectorSim` for end_of_episode and seed_stride. workers: 0 runs the simulator in this process, otherwise in so
-    many of their own, with deadline_s and python as in `Workers`. Raises UserError in one line for an unknown name or
+    many of their own, with deadline_s and python as in `Workers`. turns: in so many shares the workers move, one while
+    a policy acts for the others, see `play`; 1: all at once. Raises UserError in one line for an unknown name or
     option, for a package that is not installed, and where no picture can be rendered.
     """
     if count < 1:
         raise UserError(f"simulator {name!r}: the number of environments must be at least 1, not {count}")
+    if not 1 <= turns <= max(workers, 1):
+        raise UserError(f"simulator {name!r}: turns must be 1 to the number of workers ({workers}), not {turns}")
     simulator: Simulator
+    shares = None
     if workers:
         simulator = Workers(name, count, options or {}, workers=workers, deadline_s=deadline_s, python=python)
+        shares = simulator.shares(turns)
     elif python is not None:
         raise UserError(f"simulator {name!r}: python names the interpreter of its workers, so it needs workers too")
     else:
         simulator = make(name, count, options or {})
-    return VectorSim(simulator, end_of_episode=end_of_episode, seed_stride=seed_stride)
+    return VectorSim(simulator, end_of_episode=end_of_episode, seed_stride=seed_stride, shares=shares)
 
 
 def make(name: str, count: int, options: Mapping[str, Any]) -> Simulator:

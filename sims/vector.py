@@ -7,10 +7,10 @@ them: what happens at the end of an episode, which rows cost anything, checked a
 from __future__ import annotations
 
 import difflib
+import threading
 import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -125,21 +125,32 @@ class VectorSim:
     end_of_episode: with "freeze" an ended row stays as it ended, ignores actions and costs nothing until `reset`;
         with "auto_reset" it starts its next episode at the end of the chunk: the k-th episode after `reset` has seed
         s + k * seed_stride and the same task. Within a chunk nothing is executed after the end, in both modes.
+    shares: rows that move independently of one another, so that `step` may be called for them from threads of their
+        own (freeze only); None: all rows are one share.
     counters: nan_actions (numbers that were not finite), dropped_episodes (the simulator raised), restarts (workers).
 
     Environments with one seed and one task are a group: the simulator starts them from the seed, never from a copied
     state, so their first observations are equal bit for bit.
     """
 
-    def __init__(self, simulator: Simulator, *, end_of_episode: EndOfEpisode = "freeze", seed_stride: int = 1 << 20):
+    def __init__(
+        self,
+        simulator: Simulator,
+        *,
+        end_of_episode: EndOfEpisode = "freeze",
+        seed_stride: int = 1 << 20,
+        shares: Sequence[NDArray[np.int64]] | None = None,
+    ):
         if end_of_episode not in ("freeze", "auto_reset"):
             raise UserError(f"end_of_episode must be 'freeze' or 'auto_reset', not {end_of_episode!r}")
         self.simulator, self.end_of_episode, self.seed_stride = simulator, end_of_episode, seed_stride
+        self.shares = [np.arange(simulator.count)] if shares is None else list(shares)
         self.counters = Counter(nan_actions=0, dropped_episodes=0, restarts=0)
         self.seeds: list[int] = []  # B, of the running episodes
         self.tasks: list[str] = []  # B
         self._running = np.zeros(simulator.count, bool)
         self._observation: Observation | None = None
+        self._books = threading.Lock()  # on all that the shares have in common
 
     def __len__(self) -> int:
         return self.simulator.count
@@ -187,24 +198,25 @@ class VectorSim:
         """
         shown, chunk, rows = self._checked(active), self._actions(actions), self._rows(active)
         bad = ~np.isfinite(chunk[rows])
-        self.counters["nan_actions"] += int(bad.sum())
         out = Transition.empty(len(self), chunk.shape[1], self.simulator.image_shape, self.simulator.state_dim)
         dropped = np.zeros(len(self), bool)
-        if len(rows):
-            moved = self.simulator.step(rows.tolist(), np.where(bad, 0.0, chunk[rows]))
-            dropped[rows] = lost = self._count_lost(rows, moved)
-            for name in ("reward", "terminated", "truncated", "success", "valid"):
-                getattr(out, name)[rows[~lost]] = getattr(moved, name)[~lost]
-            shown.images[rows[~lost]], shown.state[rows[~lost]] = moved.images[~lost], moved.state[~lost]
-        self._running &= ~(out.terminated.any(1) | out.truncated.any(1) | dropped)
-        final = self.observation()
-        if self.end_of_episode == "auto_reset" and not self._running.all():
-            ended = np.flatnonzero(~self._running[: len(self.seeds)])
-            for row in ended:
-                self.seeds[row] += self.seed_stride
-            self._start(ended)
-        flags = (out.reward, out.terminated, out.truncated, out.success, out.valid, dropped)
-        return Step(self.observation(), final, *flags)
+        moved = self.simulator.step(rows.tolist(), np.where(bad, 0.0, chunk[rows])) if len(rows) else None
+        with self._books:
+            self.counters["nan_actions"] += int(bad.sum())
+            if moved is not None:
+                dropped[rows] = lost = self._count_lost(rows, moved)
+                for name in ("reward", "terminated", "truncated", "success", "valid"):
+                    getattr(out, name)[rows[~lost]] = getattr(moved, name)[~lost]
+                shown.images[rows[~lost]], shown.state[rows[~lost]] = moved.images[~lost], moved.state[~lost]
+            self._running &= ~(out.terminated.any(1) | out.truncated.any(1) | dropped)
+            final = self.observation()
+            if self.end_of_episode == "auto_reset" and not self._running.all():
+                ended = np.flatnonzero(~self._running[: len(self.seeds)])
+                for row in ended:
+                    self.seeds[row] += self.seed_stride
+                self._start(ended)
+            flags = (out.reward, out.terminated, out.truncated, out.success, out.valid, dropped)
+            return Step(self.observation(), final, *flags)
 
     def expert(self, active: ArrayLike | None = None, *, length: int = 1) -> NDArray[np.float32]:
         """The next `length` actions [B, length, A] of the scripted expert; 0 for rows that are not active and after
@@ -275,60 +287,6 @@ class VectorSim:
                     stacklevel=3,
                 )
         return np.array([error is not None for error in moved.errors], dtype=bool)
-
-
-def run_episodes(
-    sim: VectorSim,
-    seeds: Sequence[int],
-    tasks: Sequence[str],
-    act: Callable[[Observation, NDArray[np.bool_]], ArrayLike],
-) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Plays one episode per row of a frozen-mode `sim`; `act` turns an observation and the active rows into actions
-    [B, C, A]. Returns whether each row ever succeeded [B] and the number of executed actions [B]."""
-    if sim.end_of_episode != "freeze":
-        raise UserError("run_episodes plays one episode a row and needs end_of_episode='freeze'")
-    observation = sim.reset(seeds, tasks)
-    success, length = np.zeros(len(sim), bool), np.zeros(len(sim), np.int64)
-    while (active := sim.running).any():
-        step = sim.step(act(observation, active), active)
-        success |= step.success.any(1)
-        length += step.valid.sum(1)
-        observation = step.observation
-    return success, length
-
-
-def run_episodes_in_turns(
-    sims: Sequence[VectorSim],
-    seeds: Sequence[int],
-    tasks: Sequence[str],
-    act: Callable[[Observation, NDArray[np.bool_]], ArrayLike],
-) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """As `run_episodes` with the rows of all `sims` (two halves, say) together: while one moves in a thread of its own,
-    `act` chooses for another. Whether that gains anything depends on `act` leaving the processor to the simulators, as
-    a policy on a GPU does, or on there being processors for both."""
-    if any(sim.end_of_episode != "freeze" for sim in sims):
-        raise UserError("run_episodes_in_turns plays one episode a row and needs end_of_episode='freeze'")
-    ends = np.cumsum([len(sim) for sim in sims])
-    success, length = np.zeros(ends[-1], bool), np.zeros(ends[-1], np.int64)
-    rows = [slice(int(end) - len(sim), int(end)) for sim, end in zip(sims, ends, strict=True)]
-    with ThreadPoolExecutor(len(sims), thread_name_prefix="turns") as pool:
-        starting = [pool.submit(sim.reset, seeds[own], tasks[own]) for sim, own in zip(sims, rows, strict=True)]
-        moving: deque[tuple[int, Future[Step]]] = deque()
-
-        def move(k: int, observation: Observation) -> None:
-            active = sims[k].running
-            if active.any():
-                moving.append((k, pool.submit(sims[k].step, act(observation, active), active)))
-
-        for k, started in enumerate(starting):
-            move(k, started.result())
-        while moving:
-            k, moved = moving.popleft()
-            step = moved.result()
-            success[rows[k]] |= step.success.any(1)
-            length[rows[k]] += step.valid.sum(1)
-            move(k, step.observation)
-    return success, length
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

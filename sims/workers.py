@@ -91,7 +91,7 @@ class Workers:
             for share in shares
         ]
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="simulator")
-        self._told = 0  # restarts that transitions have told of
+        self._told, self._telling = 0, threading.Lock()  # restarts that transitions have told of
         try:
             first, *_ = self._pool.map(Worker.ready, self._workers)
         except (SimulatorError, UserError):
@@ -108,6 +108,11 @@ class Workers:
     def pids(self) -> list[int]:
         """The running processes."""
         return [worker.process.pid for worker in self._workers]
+
+    def shares(self, count: int) -> list[NDArray[np.int64]]:
+        """`count` sets of rows, each those of some workers, which may be asked things at once by several threads."""
+        home = np.array([worker for worker, _ in self._home])
+        return [np.flatnonzero(np.isin(home, own)) for own in np.array_split(np.arange(len(self._workers)), count)]
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
@@ -172,7 +177,9 @@ class Workers:
         self._pool.shutdown()
 
     def _telling_restarts(self, out: Transition) -> Transition:
-        out.restarts, self._told = self.restarts - self._told, self.restarts
+        with self._telling:
+            now = self.restarts
+            out.restarts, self._told = now - self._told, now
         return out
 
     def _each(self, rows: Sequence[int], function: Callable[[Worker, list[int], list[int]], None]) -> None:

@@ -28,7 +28,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv
 
-from sims import VectorSim, build, run_episodes, run_episodes_in_turns
+from sims import VectorSim, build, run_episodes
 from sims.workers import Workers
 
 ROWS, PROCESSES, CHUNK = 4, 2, 8
@@ -144,24 +144,20 @@ def rate(move: Callable[[], int], seconds: float) -> float:
 def halves(name: str, options: argparse.Namespace) -> dict[str, float]:
     """Prints seconds for episodes of all rows, together and in two halves; returns them."""
     task, seeds = SETTINGS[name][2], [200 + row for row in range(ROWS)]
-    pair = [make(name, options, ROWS // 2, 1) for _ in range(2)]
-    whole = make(name, options, ROWS, 2)
-    action_dim, rng = whole.simulator.action_dim, np.random.default_rng(0)
+    sims = {"together": make(name, options, ROWS, 2), "in turns": make(name, options, ROWS, 2, turns=2)}
+    action_dim, rng = sims["together"].simulator.action_dim, np.random.default_rng(0)
 
     def act(seen: Any, active: np.ndarray) -> np.ndarray:
         time.sleep(options.policy_ms / 1e3)
         return rng.uniform(-1, 1, (len(active), CHUNK, action_dim))
 
-    taken: dict[str, list[float]] = {"together": [], "in turns": []}
+    taken: dict[str, list[float]] = {arm: [] for arm in sims}
     for _ in range(options.rounds):
-        for arm, play in (
-            ("together", lambda: run_episodes(whole, seeds, [task] * ROWS, act)),
-            ("in turns", lambda: run_episodes_in_turns(pair, seeds, [task] * ROWS, act)),
-        ):
+        for arm, sim in sims.items():
             began = time.perf_counter()
-            play()
+            run_episodes(sim, seeds, [task] * ROWS, act)
             taken[arm].append(time.perf_counter() - began)
-    for sim in (whole, *pair):
+    for sim in sims.values():
         sim.close()
     best = {arm: statistics.median(seconds) for arm, seconds in taken.items()}
     both = f"together {best['together']:.2f} s, in turns {best['in turns']:.2f} s"

@@ -55,7 +55,12 @@ class Manipulation:
         """`rows` environments. Raises UserError as `sims.build`, and for tasks that the simulator does not have."""
         config = self.config
         sim = build_simulator(
-            config.simulator, rows, config.options, workers=min(config.workers, rows), deadline_s=config.deadline_s
+            config.simulator,
+            rows,
+            config.options,
+            workers=min(config.workers, rows),
+            turns=min(config.turns, rows),
+            deadline_s=config.deadline_s,
         )
         for task in self.config.tasks:
             if task not in sim.simulator.tasks:

@@ -49,6 +49,7 @@ class ManipulationConfig(_Section):
     tasks: tuple[str, ...] = Field(default=("reach",), min_length=1)
     rows: int = Field(default=128, ge=1)  # environments at once on a rank
     workers: int = Field(default=0, ge=0)  # processes of their own for the simulator; 0: in this one
+    turns: int = Field(default=1, ge=1)  # of the workers: one share moves while the policy acts for another
     deadline_s: float = Field(default=120.0, gt=0)  # after which a silent worker is replaced and its episodes are lost
     train_size: int = Field(default=1_000_000, ge=1)  # start states
     eval_size: int = Field(default=500, ge=1)
@@ -56,6 +57,12 @@ class ManipulationConfig(_Section):
     instructions: Literal["own", "shuffled"] = "own"
     demonstrations: Demonstrations | None = None
     rewards: list[RewardSpec] = [RewardSpec("tasks.manipulation.rewards:success", label="success")]
+
+    @model_validator(mode="after")
+    def _turns_of_workers(self) -> ManipulationConfig:
+        if self.turns > max(self.workers, 1):
+            raise ValueError(f"turns={self.turns} needs as many workers; workers={self.workers}")
+        return self
 
 
 def parse(options: Mapping[str, Any]) -> ManipulationConfig:

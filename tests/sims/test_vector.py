@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from sims import build, run_episodes, run_episodes_in_turns
+from sims import VectorSim, build, run_episodes
+from tests.sims.line_simulator import Line
 
 LINE = "tests.sims.line_simulator:Line"
 
@@ -162,7 +163,7 @@ def test_run_episodes_plays_every_row_once():
         run_episodes(line(1, "auto_reset"), [0], ["go"], lambda seen, active: same(0.0, 1))
 
 
-def test_halves_in_turns_play_the_same_episodes():
+def test_shares_in_turns_play_the_same_episodes():
     seeds, tasks = [0, 50, 90, 20, 95], ["go"] * 5
 
     def act(seen, active):
@@ -170,28 +171,32 @@ def test_halves_in_turns_play_the_same_episodes():
         return np.where(seen.state[:, :1] < 0.6, 0.25, 0.1)[:, None].repeat(2, axis=1)
 
     whole = run_episodes(build(LINE, 5), seeds, tasks, act)
-    success, length = run_episodes_in_turns([build(LINE, 2), build(LINE, 3)], seeds, tasks, act)
+    with build(LINE, 5, workers=3, turns=2) as sim:
+        assert [share.tolist() for share in sim.shares] == [[0, 1, 2, 3], [4]]
+        success, length = run_episodes(sim, seeds, tasks, act)
     assert success.tolist() == whole[0].tolist() and length.tolist() == whole[1].tolist()
     assert len(set(length.tolist())) > 2
-    with pytest.raises(UserError, match="freeze"):
-        run_episodes_in_turns([line(1, "auto_reset")], [0], ["go"], act)
+    with pytest.raises(UserError, match="turns must be 1 to the number of workers .1., not 2"):
+        build(LINE, 5, workers=1, turns=2)
 
 
-def test_a_half_moves_while_the_policy_acts_for_the_other():
-    sims, chosen, calls = [build(LINE, 1), build(LINE, 1)], threading.Event(), []
-    plain = sims[0].simulator.step
+def test_a_share_moves_while_the_policy_acts_for_the_other():
+    chosen, asked = threading.Event(), []
 
-    def waiting(rows, actions):
-        assert chosen.wait(10), "the first half had to end its step before the policy was asked for the second"
-        chosen.clear()
-        return plain(rows, actions)
+    class Waiting(Line):
+        def step(self, rows, actions):
+            if rows == [0]:
+                assert chosen.wait(10), "the first share had to end its step before the policy was asked for the second"
+                chosen.clear()
+            return super().step(rows, actions)
 
     def act(seen, active):
-        calls.append(len(calls))
-        if calls[-1] % 2:  # for the second half
+        asked.append(np.flatnonzero(active).tolist())
+        if active[1]:
             chosen.set()
-        return np.full((1, 1, 1), 0.2)
+        return same(0.2, 2)
 
-    sims[0].simulator.step = waiting
-    success, _ = run_episodes_in_turns(sims, [0, 0], ["go", "go"], act)
-    assert success.all() and len(calls) == 10
+    sim = VectorSim(Waiting(2), shares=[np.array([0]), np.array([1])])
+    success, length = run_episodes(sim, [0, 0], ["go", "go"], act)
+    assert success.all() and length.tolist() == [5, 5]
+    assert asked == [[0], [1]] * 5

@@ -118,6 +118,7 @@ def test_what_an_episode_earns():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"workers": 2, "turns": 3}, "turns=3 needs as many workers; workers=2"),
         ({"taks": ["go"]}, "unknown key taks, did you mean 'tasks'"),
         ({"demonstrations": {"episode": 3}}, "unknown key demonstrations.episode, did you mean 'episodes'"),
         ({"tasks": []}, "tasks: "),

@@ -25,7 +25,7 @@ from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
 from mmrl.rollouts import Episode, Prompt, Replay, Rollouts, Sample
 from mmrl.samplers.chain import mixed
-from sims import Observation, Step, VectorSim
+from sims import Observation, Step, VectorSim, play
 
 DESCRIPTION, WEIGHTS = "vla.json", "vla.safetensors"
 
@@ -272,34 +272,37 @@ class VisionLanguageActionPolicy:
         if film:
             for i, one in enumerate(played):
                 one.frames.append(observation.images[i])
-        look = 0
-        while sim.running.any():
-            rows = np.flatnonzero(sim.running).tolist()
+        looks = Counter[int]()
+
+        def act(observation: Observation, rows: NDArray[np.int64]) -> tuple[list[NDArray], Any]:
             shown = observation.select(rows)
             seen, state = self._look(shown), self._state(shown).to(self.device)
             reading = self.module.read(self._collate(seen))
-            drawn = [mixed(seeds[row], look) for row in rows]
+            drawn = [mixed(seeds[row], looks[row]) for row in rows]
+            looks.update(rows.tolist())
             chosen = head.act(reading, state, drawn, temperature, training=record)
             values = [0.0] * len(rows) if critic is None else critic(reading, state).tolist()
             actions = self._robot_actions(chosen["actions"], rows)
             parts = np.split(actions, actions.shape[1], axis=1) if film else [actions]
-            for part in parts:
-                moved = sim.step(part)
+            return parts, (seen, state.cpu(), {name: value.cpu() for name, value in chosen.items()}, values)
+
+        def tell(rows: NDArray[np.int64], steps: list[Step], kept: Any) -> None:
+            for step in steps:
                 for row in rows:
-                    played[row].moved(moved, row, film)
-            observation = moved.observation
+                    played[row].moved(step, row, film)
             if record:
-                kept = {name: value.cpu() for name, value in chosen.items()}
+                seen, state, chosen, values = kept
                 for i, row in enumerate(rows):
-                    picked = {name: value[i] for name, value in kept.items()}
-                    valid = torch.from_numpy(moved.valid[row].copy())
-                    played[row].looks.append(Decided(seen[i], state[i].cpu(), picked, valid))
+                    picked = {name: value[i] for name, value in chosen.items()}
+                    valid = torch.from_numpy(steps[-1].valid[row].copy())
+                    played[row].looks.append(Decided(seen[i], state[i], picked, valid))
                     played[row].values.append(values[i])
-                self._value_cut_episodes(moved, rows, played)
-            look += 1
+                self._value_cut_episodes(steps[-1], rows, played)
+
+        play(sim, act, tell)
         return played
 
-    def _value_cut_episodes(self, moved: Step, rows: list[int], played: list[Played]) -> None:
+    def _value_cut_episodes(self, moved: Step, rows: NDArray[np.int64], played: list[Played]) -> None:
         """What the critic expects of episodes that the time limit has just cut."""
         cut = [row for row in rows if moved.truncated[row].any()]
         if self.module.critic is None or not cut:
@@ -315,7 +318,7 @@ class VisionLanguageActionPolicy:
         state = observation.state
         return torch.from_numpy(state if self.states is None else self.states.standardised(state))
 
-    def _robot_actions(self, actions: Tensor, rows: list[int]) -> NDArray[np.float64]:
+    def _robot_actions(self, actions: Tensor, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """[rows, chunk, action] in the units of `statistics`, or in [-1, 1] -> [environments, chunk, action] in the
         robot's."""
         numbers = actions.float().cpu().numpy().astype(np.float64)

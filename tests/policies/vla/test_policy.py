@@ -280,6 +280,24 @@ def test_an_episode_depends_on_its_seeds_alone(make, played, kind):
     assert alone.samples[0].episode.length == rollouts.samples[2].episode.length
 
 
+def test_playing_in_turns_changes_no_episode(make):
+    """Two workers, one moving while the policy acts for the other."""
+    whole = stir(make("regression", critic=True, scale=0.5))
+    turns = stir(
+        make("regression", critic=True, scale=0.5, sim=build("tests.sims.line_simulator:Line", 4, workers=2, turns=2))
+    )
+    a, b = (policy.rollout(STARTS, 2, SEEDS) for policy in (whole, turns))
+    turns.sim.close()
+    assert torch.equal(a.mask, b.mask) and len({s.episode.length for s in a.samples}) > 1
+    for one, other in zip(a.inputs, b.inputs, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            torch.testing.assert_close(mine.chosen["actions"], theirs.chosen["actions"], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(mine.state, theirs.state, rtol=1e-4, atol=1e-5)
+    for name in ("step_values", "step_rewards", "step_bootstrap"):
+        torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-4, atol=1e-5)
+    assert [s.episode.success for s in a.samples] == [s.episode.success for s in b.samples]
+
+
 def test_an_episode_is_recorded(played):
     policy, rollouts = played("regression")
     for sample, looks in zip(rollouts.samples, rollouts.inputs, strict=True):
