@@ -1,13 +1,12 @@
 """The robots' recipes at several seeds, each from a base of its own seed: success before and after, minutes in all.
 
     .venv/bin/python scripts/bench/manipulation.py [--seeds 3] [--recipes token,ppo,flow,control] [--runs FOLDER]
-    .venv/bin/python scripts/bench/manipulation.py --recipes maniskill
-    .venv/bin/python scripts/bench/manipulation.py --recipes maniskill_control --seeds 1
+    .venv/bin/python scripts/bench/manipulation.py --recipes maniskill,maniskill_control --runs build/maniskill
 
 Runs that are already in --runs are not repeated. `minutes` are wall-clock: demonstrations, warm start and training with
-their evaluations. `shuffled` is the trained policy's success when every episode shows the instruction of another one.
-Held-out start states, likeliest actions. ManiSkill's PushCube has
-one instruction only. Prints a Markdown table, and a JSON of the curves beside the runs.
+their evaluations. `shuffled` is the trained policy's success when every episode shows the instruction of another one;
+it is left out for ManiSkill's PushCube, which has one instruction and starts from random weights. Held-out start
+states, likeliest actions. Prints a Markdown table, and a JSON of the curves beside the runs.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ ROOT = Path(__file__).resolve().parents[2]
 BASES = {
     "token": "manipulation_tabletop_warm_start",
     "flow": "manipulation_tabletop_flow_warm_start",
-    "push": "manipulation_maniskill_pushcube_warm_start",
 }
-RECIPES = {
+RECIPES = {  # base and configuration; without a base: from random weights
     "token": ("token", "manipulation_tabletop"),
     "ppo": ("token", "manipulation_tabletop_ppo"),
     "flow": ("flow", "manipulation_tabletop_flow"),
     "control": ("token", "manipulation_tabletop_random_reward"),
-    "maniskill": ("push", "manipulation_maniskill_pushcube"),
-    "maniskill_control": ("push", "manipulation_maniskill_pushcube_random_reward"),
+    "maniskill": ("", "manipulation_maniskill_pushcube"),
+    "maniskill_control": ("", "manipulation_maniskill_pushcube_random_reward"),
 }
 
 
@@ -50,14 +48,16 @@ def main() -> None:
     for seed in range(options.seeds):
         for recipe in options.recipes.split(","):
             head, config = RECIPES[recipe]
-            base, run = options.runs / f"base-{head}-{seed}", options.runs / f"{recipe}-{seed}"
-            train(BASES[head], base, seed)
-            train(config, run, seed, "model.warm_start=null", f"model.path={base / 'final'}")
+            run, overrides, seconds = options.runs / f"{recipe}-{seed}", [], 0.0
+            if head:
+                base = options.runs / f"base-{head}-{seed}"
+                seconds += train(BASES[head], base, seed)
+                overrides = ["model.warm_start=null", f"model.path={base / 'final'}"]
+            seconds += train(config, run, seed, *overrides)
             curve = {row["step"]: row["evaluation/accuracy"] for row in rows(run) if "evaluation/accuracy" in row}
             curves[f"{recipe}-{seed}"] = curve
             (before, after), n = list(curve.values())[:: len(curve) - 1], int(rows(run)[0]["evaluation/n"])
-            minutes = (float((base / "seconds").read_text()) + float((run / "seconds").read_text())) / 60
-            shuffled = "" if head == "push" else f"{success(config, run, seed):.3f}"  # there is one instruction
+            shuffled = f"{success(config, run, seed):.3f}" if head else ""
             low, high = difference(before, after, n)
             cells = [
                 recipe,
@@ -66,15 +66,17 @@ def main() -> None:
                 f"{after:.3f}",
                 f"{after - before:+.3f} ({low:+.3f} .. {high:+.3f})",
             ]
-            print("| " + " | ".join(map(str, [*cells, shuffled, f"{minutes:.1f}"])) + " |", flush=True)
+            print("| " + " | ".join(map(str, [*cells, shuffled, f"{seconds / 60:.1f}"])) + " |", flush=True)
     (options.runs / "curves.json").write_text(json.dumps(curves, indent=2))
 
 
-def train(config: str, run: Path, seed: int, *overrides: str) -> None:
+def train(config: str, run: Path, seed: int, *overrides: str) -> float:
+    """Unless that was done before; returns its seconds."""
     if not (run / "seconds").is_file():
         started = time.monotonic()
         mmrl("train", f"configs/{config}.yaml", f"seed={seed}", f"run_dir={run}", *overrides)
         (run / "seconds").write_text(str(time.monotonic() - started))
+    return float((run / "seconds").read_text())
 
 
 def success(config: str, run: Path, seed: int) -> float:

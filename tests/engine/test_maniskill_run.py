@@ -37,7 +37,7 @@ def test_a_policy_trains_in_maniskill(tmp_path):
 def test_the_recipe_from_random_weights_trains(tmp_path):
     size = ["rollout.prompts=4", "evaluation.prompts=2", "task.options.max_steps=4", "task.rows=4", "steps=2"]
     once = ["algorithm.epochs=1", "algorithm.minibatches=1", "threads=1"]
-    recipe = HERE.parent.parent / "configs/manipulation_maniskill_pushcube_ppo.yaml"
+    recipe = HERE.parent.parent / "configs/manipulation_maniskill_pushcube.yaml"
     train(tmp_path / "run", *size, *once, base=recipe)
     rows = [row for row in metrics(tmp_path / "run") if "loss" in row]
     assert len(rows) == 2
@@ -64,7 +64,7 @@ def test_the_recipe_trains_from_its_base(tmp_path):
     size = ["steps=2", "rollout.prompts=2", "rollout.group_size=2", "task.options.max_steps=4"]
     reward = ["task.rewards=[{name: random}]"]  # a group of four actions has no success to learn from
     model = ["model.warm_start=null", f"model.path={tmp_path / 'base/final'}"]
-    train(tmp_path / "run", *small, *size, *reward, *model, base=configs / "manipulation_maniskill_pushcube.yaml")
+    train(tmp_path / "run", *small, *size, *reward, *model, base=configs / "manipulation_maniskill_pushcube_grpo.yaml")
     rows = [row for row in metrics(tmp_path / "run") if "loss" in row]
     assert [row["episode/length"] for row in rows] == [4, 4]
     assert any(row["grad_norm"] > 0 for row in rows)  # the rewards of a group may be equal
