@@ -6,6 +6,7 @@ users call is in `operators`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -121,9 +122,13 @@ def _(g: Tensor, log_ratio: Tensor, *_: Any) -> Tensor:
 # ---- hidden states times the output matrix, a chunk of rows at a time ------------------------------------------------
 
 
-def _logits(hidden: Tensor, weight: Tensor, excluded: Tensor | None) -> Tensor:
-    logits = hidden @ weight.t()
-    return logits if excluded is None else logits.index_fill_(1, excluded, -torch.inf)  # their gradient is 0
+def _chunks(hidden: Tensor, weight: Tensor, excluded: Tensor | None, chunk: int) -> Iterator[tuple[slice, Tensor]]:
+    """Rows and their logits; all chunks use the same memory, one after the other."""
+    memory = hidden.new_empty(min(chunk, len(hidden)), len(weight))
+    for start in range(0, len(hidden), chunk):
+        part = slice(start, min(start + chunk, len(hidden)))
+        logits = torch.mm(hidden[part], weight.t(), out=memory[: part.stop - start])
+        yield part, logits if excluded is None else logits.index_fill_(1, excluded, -torch.inf)  # their gradient is 0
 
 
 @torch.library.impl("mmrl::hidden_logprob", "CompositeExplicitAutograd")
@@ -131,8 +136,8 @@ def _(
     hidden: Tensor, weight: Tensor, targets: Tensor, excluded: Tensor | None, inverse_temperature: float, chunk: int
 ) -> Grads:
     parts = [
-        torch.ops.mmrl.token_logprob(_logits(h, weight, excluded), t, inverse_temperature)
-        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+        torch.ops.mmrl.token_logprob(logits, targets[part], inverse_temperature)
+        for part, logits in _chunks(hidden, weight, excluded, chunk)
     ]
     return tuple(torch.cat(rows) for rows in zip(*parts, strict=True))
 
@@ -157,10 +162,8 @@ def _(
     d_hidden = torch.empty_like(hidden)
     # Chunks add up in fp32: a sum of many bf16 parts would lose the small ones.
     d_weight = weight.new_zeros(weight.shape if for_weight else (0,), dtype=torch.float32)
-    for start in range(0, len(hidden), chunk):
-        part = slice(start, start + chunk)
+    for part, d_logits in _chunks(hidden, weight, excluded, chunk):
         rows = [t[part] for t in (targets, entropy, square, peak, log_sum)]
-        d_logits = _logits(hidden[part], weight, excluded)
         torch.ops.mmrl.token_logprob_backward_(
             g_logp[part], g_entropy[part], g_square[part], d_logits, *rows, inverse_temperature
         )

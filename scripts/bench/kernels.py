@@ -1,15 +1,19 @@
 """Time, peak memory and bandwidth of every fused operator, of eager PyTorch and of torch.compile, side by side.
 
-    .venv/bin/python scripts/bench/kernels.py [--threads 2] [--rounds 5] [--only token] [--no-compile]
+    .venv/bin/python scripts/bench/kernels.py [--threads 1,2] [--rounds 5] [--scale 1] [--only token] [--no-compile]
 
-Runs on the GPU if there is one, else on the CPU. Arms take turns within a round; the time is the best of the rounds,
-forward and backward together unless the name says forward. Extra memory is the peak above what the inputs hold.
-Bandwidth is the bytes that must be moved (inputs read, results written, once for each pass), over the time, as a share
-of a copy measured in the same run. Eager is `mmrl.kernels.reference`, which reads like the equations; of hidden states
-it makes all logits at once. torch.compile would unroll the loop of gae over its steps and is not run there.
+Runs on the GPU if there is one, else on the CPU, once for each number of threads. Arms take turns within a round; the
+time is the best of the rounds, forward and backward together unless the name says forward. Extra memory is the peak
+above what the inputs hold. Bandwidth is the bytes that must be moved (inputs read, results written, once for each
+pass), over the time, as a share of a copy measured in the same run. Eager is `mmrl.kernels.reference`, which reads like
+the equations; of hidden states it makes all logits at once, and over the steps of gae it loops with all rows at once;
+"python loop" goes over episodes and steps with Python's numbers. torch.compile would unroll the loop of gae over its
+steps and is not run there. Liger's fused linear losses run on a GPU where liger-kernel is installed: the GRPO loss
+returns no entropy and clips in the same pass, cross-entropy likewise returns the mean loss alone.
 """
 
 import argparse
+import importlib.util
 import os
 import threading
 import time
@@ -32,14 +36,20 @@ class Case(NamedTuple):
     arguments: tuple
     moved: int  # bytes
     compiled: bool = True
+    others: dict[str, Callable[[], object]] = {}
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str, scale: float = 1.0) -> list[Case]:
+    """`scale` changes the number of rows."""
+
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device)
 
-    k, found = SCALE[device], []
-    n, d = 64 * k, 65536
+    def rows_of(number: int) -> int:
+        return max(1, int(number * SCALE[device] * scale) // 16) * 16  # whole groups
+
+    found = []
+    n, d = rows_of(64), 65536
     x, v, noise = (normal(n, d) for _ in range(3))
     old = v + 0.01 * noise
     a_x, a_v, std = (torch.rand(n, device=device) + 0.1 for _ in range(3))
@@ -62,7 +72,7 @@ def cases(device: str) -> list[Case]:
             32 * n * d,
         )
     )
-    rows, vocabulary = 1024 * k, 32768
+    rows, vocabulary = rows_of(1024), 32768
     logits, targets = normal(rows, vocabulary), torch.randint(vocabulary, (rows,), device=device)
     leaf = logits.clone().requires_grad_()
     found.append(
@@ -91,36 +101,41 @@ def cases(device: str) -> list[Case]:
             lambda h, w: back(reference.token_logprob(h @ w.t(), targets, 1.0)[:2], h, w),
             (hidden, weight),
             0,
+            others=liger(device, hidden, weight, targets),
         )
     )
-    rewards, group = normal(65536), torch.arange(65536, device=device) // 16
+    many = rows_of(65536) if device == "cpu" else 65536
+    rewards, group = normal(many), torch.arange(many, device=device) // 16
     one = torch.ones(1, device=device)
     found.append(
         Case(
-            "group_advantage 65536 in groups of 16",
-            lambda: kernels.group_advantage(rewards, group, 4096),
-            lambda r: reference.group_advantage(r, one, group, 4096, 0, 0, 1e-6),
+            f"group_advantage {many} in groups of 16",
+            lambda: kernels.group_advantage(rewards, group, many // 16),
+            lambda r: reference.group_advantage(r, one, group, many // 16, 0, 0, 1e-6),
             (rewards[:, None],),
-            16 * 65536,
+            16 * many,
         )
     )
-    reward, value, bootstrap = (normal(256, 2048) for _ in range(3))
+    episodes = rows_of(256) if device == "cpu" else 256
+    reward, value, bootstrap = (normal(episodes, 2048) for _ in range(3))
     ended, cut, mask = reward > 2, reward < -2, torch.ones_like(reward, dtype=torch.bool)
     found.append(
         Case(
-            "gae 256x2048",
+            f"gae {episodes}x2048",
             lambda: kernels.gae(reward, value, ended, cut, gamma=0.99, lam=0.95, bootstrap=bootstrap),
             lambda *args: reference.gae(*args, 0.99, 0.95),
             (reward, value, ended, cut, mask, bootstrap),
             23 * reward.numel(),
             compiled=False,
+            others={"python loop": lambda: looped_gae(reward, value, ended, cut, bootstrap)},
         )
     )
-    ratio, advantage = (normal(2048 * k, 4096) * 0.2).requires_grad_(), normal(2048 * k)
+    rollouts = rows_of(2048)
+    ratio, advantage = (normal(rollouts, 4096) * 0.2).requires_grad_(), normal(rollouts)
     counted = torch.rand_like(ratio) < 0.8
     found.append(
         Case(
-            f"clipped_surrogate {2048 * k}x4096",
+            f"clipped_surrogate {rollouts}x4096",
             lambda: back(kernels.clipped_surrogate(ratio, advantage, counted)[:1], ratio),
             lambda r: back(
                 reference.clipped_surrogate(r, advantage[:, None].expand_as(r), counted, 0.2, 0.28, 0, None, 1.0)[:1], r
@@ -130,6 +145,36 @@ def cases(device: str) -> list[Case]:
         )
     )
     return found
+
+
+def looped_gae(reward: Tensor, value: Tensor, ended: Tensor, cut: Tensor, bootstrap: Tensor) -> Tensor:
+    """Generalised advantage estimation as it is mostly written: episode by episode, step by step."""
+    rows = []
+    for r, v, e, c, b in zip(*(t.tolist() for t in (reward, value, ended, cut, bootstrap)), strict=True):
+        row, later = [0.0] * len(r), 0.0
+        for t in reversed(range(len(r))):
+            last = t + 1 == len(r)
+            ahead = 0.0 if e[t] else b[t] if c[t] or last else v[t + 1]
+            later = 0.0 if e[t] or c[t] else later
+            row[t] = later = r[t] + 0.99 * ahead - v[t] + 0.99 * 0.95 * later
+        rows.append(row)
+    return torch.tensor(rows, device=reward.device)
+
+
+def liger(device: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Callable[[], object]]:
+    """Liger's losses from hidden states, forward and backward, with 16 rollouts; nothing where they cannot run."""
+    if device != "cuda" or importlib.util.find_spec("liger_kernel") is None:
+        return {}
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    grpo, entropy = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False), LigerFusedLinearCrossEntropyLoss()
+    ids = targets.view(16, -1)
+    mask, advantages = torch.ones_like(ids), torch.randn(16, device=device)
+    return {
+        "Liger GRPO": lambda: back((grpo(hidden.view(16, -1, 512), weight, ids, mask, advantages)[0],), hidden, weight),
+        "Liger cross-entropy": lambda: back((entropy(weight, hidden, targets),), hidden, weight),
+    }
 
 
 def back(outputs: tuple[Tensor, ...], *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -190,8 +235,9 @@ def copy_bandwidth(device: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", default="1,2", help="numbers of threads, one table each")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0, help="rows, relative to the default's")
     parser.add_argument("--only", default="", help="part of an operator's name")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--cpu-time", action="store_true", help="processor time: for one thread on a busy machine")
@@ -199,34 +245,50 @@ def main() -> None:
     if options.cpu_time:
         global clock
         clock = time.process_time
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kernels.use("cuda" if device == "cuda" else "cpu")
+    if importlib.util.find_spec("liger_kernel") is None:
+        print("Liger: not installed")
+    elif device == "cpu":
+        print("Liger: needs a GPU")
+    for threads in map(int, options.threads.split(",")) if device == "cpu" else [torch.get_num_threads()]:
+        torch.set_num_threads(threads)
+        torch.compiler.reset()  # what was compiled for another number of threads
+        table(device, threads, options)
+
+
+def table(device: str, threads: int, options: argparse.Namespace) -> None:
+    torch.manual_seed(0)
     copy = copy_bandwidth(device)
-    where = torch.cuda.get_device_name() if device == "cuda" else f"{processor()}, {options.threads} threads"
-    print(f"{where}, torch {torch.__version__}; a copy moves {copy / 1e9:.1f} GB/s\n")
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{processor()}, {threads} thread(s)"
+    print(f"\n{where}, torch {torch.__version__}; a copy moves {copy / 1e9:.1f} GB/s\n")
     heads = ["operator", "kernel ms", "eager ms", "compiled ms", "eager / kernel", "compiled / kernel"]
     heads += ["extra MiB: kernel, eager, compiled", "copy bandwidth"]
     print("| " + " | ".join(heads) + " |\n|" + " --- |" * len(heads), flush=True)
-    for case in cases(device):
+    for case in cases(device, options.scale):
         if options.only not in case.name:
             continue
         arms = {"kernel": case.kernel, "eager": lambda case=case: case.eager(*case.arguments)}
         if case.compiled and not options.no_compile:
             fused = torch.compile(case.eager)
             arms["compiled"] = lambda case=case, fused=fused: fused(*case.arguments)
+        arms |= case.others
         for arm in arms.values():
             arm()
         best = dict.fromkeys(arms, float("inf"))
         for _ in range(options.rounds):
             for name, arm in arms.items():
                 best[name] = min(best[name], timed(arm, device))
-        memory = [f"{extra_memory(arm, device) / 2**20:.1f}" for arm in arms.values()]
-        times = [f"{1000 * best[name]:.2f}" if name in best else "-" for name in ("kernel", "eager", "compiled")]
-        ratios = [f"{best[name] / best['kernel']:.1f}x" if name in best else "-" for name in ("eager", "compiled")]
+        extra = {name: extra_memory(arm, device) / 2**20 for name, arm in arms.items()}
+        shown = ("kernel", "eager", "compiled")
+        memory = [f"{extra[name]:.1f}" if name in arms else "-" for name in shown]
+        times = [f"{1000 * best[name]:.2f}" if name in arms else "-" for name in shown]
+        ratios = [f"{best[name] / best['kernel']:.1f}x" if name in arms else "-" for name in shown[1:]]
         share = f"{case.moved / best['kernel'] / copy:.0%}" if case.moved else "-"
         print("| " + " | ".join([case.name, *times, *ratios, ", ".join(memory), share]) + " |", flush=True)
+        for name in case.others:
+            cells = [f"{1000 * best[name]:.2f}", "-", f"{best[name] / best['kernel']:.1f}x", "-", f"{extra[name]:.1f}"]
+            print("| " + " | ".join([f"{case.name}, {name}", "-", *cells, "-"]) + " |", flush=True)
 
 
 if __name__ == "__main__":

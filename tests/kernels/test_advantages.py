@@ -22,6 +22,8 @@ def test_known_values(device):
     out = group_advantage(rewards, group, 4, baseline="leave_one_out", scale="none").advantages
     assert out.tolist() == [-2, 0, 2, 0, 0, 0]
     assert group_advantage(rewards, group, 4, baseline="none", scale="none").advantages.tolist() == [1, 5, 3, 5, 7, 0]
+    double = group_advantage(rewards, group, 4, weights=torch.full((1,), 2.0, device=device), scale="none")
+    assert double.advantages.tolist() == [-2, 0, 2, 0, 0, 0]
     # K rewards: a component of weight 0 is not looked at, also where it is NaN
     table = torch.tensor([[1.0, NAN, 2], [2, NAN, 4]], device=device)
     weights = torch.tensor([3.0, 0, 0.5], device=device)

@@ -75,6 +75,41 @@ def test_under_torch_compile():
         torch.testing.assert_close(a, b)
 
 
+def faces():
+    """Calls of every operator as users make them, each of one tensor [3, 5, 8]."""
+    x, noise = torch.randn(3, 5, 8), torch.randn(3, 5, 8)
+    a_x, a_v, std = torch.rand(3), -torch.rand(3), torch.rand(3) + 0.1
+    targets, weight = torch.randint(8, (3, 5)), torch.randn(20, 8)
+    ends, group, mask = torch.rand(3, 5) < 0.2, torch.tensor([1, 0, 1]), torch.rand(3, 5) < 0.7
+    return {
+        "denoise_step": lambda u: kernels.denoise_step(x, u, noise, a_x, a_v, std, keep_mean=True),
+        "denoise_logprob": lambda u: kernels.denoise_logprob(x, u, noise, a_x, a_v, std, v_old=x, v_ref=noise),
+        "token_logprob": lambda u: kernels.token_logprob(u, targets.clamp(1, 6) - 1, columns=(0, 7)),
+        "hidden_logprob": lambda u: kernels.hidden_logprob(u, weight, targets, temperature=0.7, chunk=4),
+        "group_advantage": lambda u: kernels.group_advantage(u[:, 0].detach(), group, 2, baseline="leave_one_out"),
+        "gae": lambda u: kernels.gae(
+            u[..., 0].detach(), x[..., 0], ends, ~ends, gamma=0.9, lam=0.8, bootstrap=noise[..., 0].contiguous()
+        ),
+        "clipped_surrogate": lambda u: kernels.clipped_surrogate(u[..., 0], std, mask, mode="sequence_mean")[:1],
+    }
+
+
+@pytest.mark.parametrize("name", faces())
+def test_compiled_equals_eager(name):
+    kernels.use("cpu")
+    torch.compiler.reset()
+    face, leaf = faces()[name], torch.randn(3, 5, 8)
+
+    def run(function):
+        u = leaf.clone().requires_grad_()
+        out = [t for t in function(u * 1.5) if t is not None]
+        if any(t.requires_grad for t in out):
+            sum(t.square().sum() for t in out).backward()
+        return [t.detach() for t in out], u.grad
+
+    torch.testing.assert_close(run(torch.compile(face, fullgraph=True)), run(face))
+
+
 @pytest.fixture(scope="module")
 def emulated():
     torch.ops.load_library(str(compiled.library("emulated")))

@@ -254,6 +254,13 @@ HD F token_gradient(const TokenSlope& s, F z) {
 enum Baseline : int64_t { MEAN, LEAVE_ONE_OUT, NONE };
 enum Scale : int64_t { GROUP_STD, BATCH_STD, UNSCALED };
 
+HD double widened(float x) { return x; }
+#ifndef __CUDACC__
+typedef float Eight __attribute__((vector_size(32)));
+typedef double Wide __attribute__((vector_size(64)));
+HD Wide widened(Eight x) { return __builtin_convertvector(x, Wide); }
+#endif
+
 // sum_k w_k r_k; NaN where a component that counts is NaN
 HD float combined(const float* rewards, const float* weights, int64_t components) {
   double total = 0;
@@ -262,18 +269,24 @@ HD float combined(const float* rewards, const float* weights, int64_t components
   return static_cast<float>(total);
 }
 
-struct Spread {  // of the scored values of a group
-  double count = 0, sum = 0, squares = 0;
-  float low = INFINITY, high = -INFINITY;
+// Of the scored values of a group; F is a float and D a double, or both are eight of them.
+template <class F, class D>
+struct SpreadOf {
+  D count{}, sum{}, squares{};
+  F low = F{} + INFINITY, high = F{} - INFINITY;
 
-  HD void look(float r) {
-    if (r != r) return;
-    count += 1;
-    sum += r;
+  HD void look(F r) {
+    const D wide = widened(r), one = D{} + 1.0, none = D{};
+    count += wide == wide ? one : none;
+    sum += wide == wide ? wide : none;
     low = r < low ? r : low;
     high = r > high ? r : high;
   }
-  HD void add(const Spread& o) {
+  HD void gap(F r, double mean) {
+    const D apart = widened(r) - mean, none = D{};
+    squares += apart == apart ? apart * apart : none;
+  }
+  HD void add(const SpreadOf& o) {
     count += o.count;
     sum += o.sum;
     squares += o.squares;
@@ -284,8 +297,7 @@ struct Spread {  // of the scored values of a group
   HD double mean() const { return count == 0 ? 0 : equal() ? low : sum / count; }
   HD double std() const { return equal() ? 0 : sqrt(squares / (count - 1)); }
 };
-
-HD double squared_gap(float r, double mean) { return r == r ? (r - mean) * (r - mean) : 0; }
+using Spread = SpreadOf<float, double>;
 
 // What is subtracted from the rewards of a group, and what then multiplies them.
 struct GroupLine {
@@ -307,22 +319,32 @@ HD float advantage_of(float r, GroupLine line) {
 // ---- returns --------------------------------------------------------------------------------------------------------
 
 // A_t = add + carry A_{t+1}
+template <class F>
 struct Affine {
-  float add = 0, carry = 1;
+  F add{}, carry = F{} + 1.0f;
 };
 
 // Where nothing is carried what comes later makes no difference, even if it is not finite.
-HD float carried_on(float add, float carry, float later) { return carry == 0.0f ? add : add + carry * later; }
+template <class F>
+HD F carried_on(F add, F carry, F later) {
+  const F sum = add + carry * later;
+  return carry == 0.0f ? add : sum;
+}
 
-// first(second(A))
-HD Affine after(Affine first, Affine second) {
-  return {carried_on(first.add, first.carry, second.add), first.carry == 0.0f ? 0.0f : first.carry * second.carry};
+// first(second(A)); a carry is finite
+template <class F>
+HD Affine<F> after(Affine<F> first, Affine<F> second) {
+  return {carried_on(first.add, first.carry, second.add), first.carry * second.carry};
 }
 
 HD float chosen(bool which, float a, float b) { return which ? a : b; }
 #ifndef __CUDACC__
 typedef uint8_t LanesByte __attribute__((vector_size(16)));
-HD Lanes chosen(LanesByte which, Lanes a, Lanes b) { return __builtin_convertvector(which, LanesInt) != 0 ? a : b; }
+typedef uint16_t LanesShort __attribute__((vector_size(32)));
+HD LanesInt widened(LanesByte x) {  // in two steps: in one, compilers take the bytes one by one
+  return __builtin_convertvector(__builtin_convertvector(x, LanesShort), LanesInt);
+}
+HD Lanes chosen(LanesByte which, Lanes a, Lanes b) { return widened(which) != 0 ? a : b; }
 #endif
 
 // F is a float with M a bool, or 16 floats with M 16 bytes of 0 or 1. A step outside the mask, and one that ends an
@@ -352,8 +374,8 @@ struct GaeRow {
             counted[t], !last && counted[t + 1], terminated[t], truncated[t]};
   }
   // of one lane of a warp; before the first step it changes nothing
-  HD Affine lane(int64_t t, float gamma, float decay) const {
-    return t < 0 ? Affine{} : Affine{at(t).delta(gamma), at(t).carry(decay)};
+  HD Affine<float> lane(int64_t t, float gamma, float decay) const {
+    return t < 0 ? Affine<float>{} : Affine<float>{at(t).delta(gamma), at(t).carry(decay)};
   }
 };
 

@@ -3,6 +3,10 @@
 #include "lanes.h"
 #include "tensors.h"
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 namespace mmrl {
 namespace {
 
@@ -10,6 +14,19 @@ using torch::stable::parallel_for;
 
 constexpr int64_t BLOCK = 2048;   // elements summed in lanes before the sum goes to a double; they fit in the L1 cache
 constexpr int64_t GRAIN = 32768;  // elements that are worth a thread
+
+// A result whose memory, where it is large, comes in pages of 2 MiB: zeroing 4 KiB at a time, as it is first touched, costs
+// as much as many a kernel.
+Tensor result(const Tensor& like, std::vector<int64_t> size, ScalarType dtype = FLOAT) {
+  const Tensor t = fresh(like, size, dtype);
+#ifdef __linux__
+  constexpr uintptr_t PAGE = 2 << 20;
+  const uintptr_t start = reinterpret_cast<uintptr_t>(t.data_ptr()), end = start + t.numel() * t.element_size();
+  const uintptr_t first = (start + PAGE - 1) / PAGE * PAGE, last = end / PAGE * PAGE;
+  if (last > first + PAGE) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint
+#endif
+  return t;
+}
 
 int64_t grain(int64_t elements) { return std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, elements)); }
 
@@ -81,8 +98,8 @@ std::tuple<Tensor, Tensor, Tensor> denoise_step(Tensor x, Tensor v, Tensor noise
   const DenoiseShape shape(x, v, noise, a_x, a_v, std);
   check_std(std, shape.rows);
   const auto coefficients = coefficients_of(a_x, a_v, std, shape.rows);
-  const Tensor next = fresh(x, {shape.rows, shape.size});
-  const Tensor means = fresh(x, {keep_mean ? shape.rows : 0, shape.size});
+  const Tensor next = result(x, {shape.rows, shape.size});
+  const Tensor means = result(x, {keep_mean ? shape.rows : 0, shape.size});
   std::vector<DenoiseSums<double>> parts(shape.rows * chunks_of(shape.size));
   for_dtype(v, "v", [&](auto tag) {
     using T = decltype(tag);
@@ -97,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor> denoise_step(Tensor x, Tensor v, Tensor noise
       DenoiseSums<double> whole;
       for (int64_t block = begin; block < end; block += BLOCK) {
         DenoiseSums<Lanes> sums;
-        for_lanes(block, std::min(block + BLOCK, end), [&](int64_t i, int64_t n) {
+        for_lanes(block, std::min(block + BLOCK, end), [&](int64_t i, int64_t n) INLINE {
           const Lanes mean = transition_mean(c, load(xr + i, n), load(vr + i, n));
           const Lanes stepped = mean + c.std * load(nr + i, n);
           store(out + i, n, stepped);
@@ -136,7 +153,7 @@ std::tuple<Tensor, Tensor, Tensor> denoise_logprob(Tensor x, Tensor v, Tensor ne
       DenoiseSums<double> whole;
       for (int64_t block = begin; block < end; block += BLOCK) {
         DenoiseSums<Lanes> sums;
-        for_lanes(block, std::min(block + BLOCK, end), [&](int64_t i, int64_t n) {
+        for_lanes(block, std::min(block + BLOCK, end), [&](int64_t i, int64_t n) INLINE {
           const Lanes xi = load(xr + i, n), vi = load(vr + i, n), ni = load(nr + i, n);
           const Lanes mean = transition_mean(c, xi, vi);
           const Lanes gap = ni - mean;
@@ -162,7 +179,7 @@ Tensor denoise_logprob_backward(Tensor g_logp, Tensor g_ratio, Tensor g_kl, Tens
   check_flat(g_ratio, "g_ratio", FLOAT, shape.rows, v);
   check_flat(g_kl, "g_kl", FLOAT, shape.rows, v);
   const auto coefficients = coefficients_of(a_x, a_v, std, shape.rows);
-  const Tensor gradient = fresh(v, {shape.rows, shape.size}, v.scalar_type());
+  const Tensor gradient = result(v, {shape.rows, shape.size}, v.scalar_type());
   for_dtype(v, "v", [&](auto tag) {
     using T = decltype(tag);
     const Rows<const float> xs(x), nexts(next);
@@ -175,7 +192,7 @@ Tensor denoise_logprob_backward(Tensor g_logp, Tensor g_ratio, Tensor g_kl, Tens
       const T* vr = vs.data + row * vs.stride;
       const T* rr = refs.data ? refs.data + row * refs.stride : vr;
       T* out = flat<T>(gradient) + row * shape.size;
-      for_lanes(begin, end, [&](int64_t i, int64_t n) {
+      for_lanes(begin, end, [&](int64_t i, int64_t n) INLINE {
         const Lanes vi = load(vr + i, n);
         const Lanes mean = transition_mean(c, load(xr + i, n), vi);
         store(out + i, n, denoise_gradient(slope, load(nr + i, n), mean, vi, load(rr + i, n)));
@@ -193,14 +210,15 @@ Softmax<double> softmax_of(const T* logits, int64_t columns, float inverse_tempe
   for (int64_t block = 0; block < columns; block += BLOCK) {
     const int64_t end = std::min(block + BLOCK, columns);
     Lanes top = Lanes{} - INFINITY;
-    for_lanes(block, end, [&](int64_t i, int64_t n) {
+    for_lanes(block, end, [&](int64_t i, int64_t n) INLINE {
       const Lanes z = load(logits + i, n, least);
       top = z > top ? z : top;
     });
     const double peak = std::max<double>(state.peak, largest(top) * inverse_temperature);
     const float base = peak == -INFINITY ? 0.0f : static_cast<float>(peak);
     Lanes sum{}, slope{}, square{};
-    for_lanes(block, end, [&](int64_t i, int64_t n) {
+    for_lanes(block, end, [&](int64_t i, int64_t n) INLINE {
+      __builtin_prefetch(logits + i + BLOCK);  // while this block is computed, the next one comes
       softmax_add(load(logits + i, n, least) * inverse_temperature, base, sum, slope, square);
     });
     state = rebased(state, peak);
@@ -263,7 +281,7 @@ void token_gradient_into(const Tensor& gradient, const Tensor& g_logp, const Ten
         T* out = flat<T>(gradient) + row * shape.vocabulary;
         const int64_t y = flat<const int64_t>(targets)[row];
         const Lanes target = Lanes{} + to_float(z[y]) * scale;  // before it may be overwritten
-        for_lanes(0, shape.vocabulary, [&](int64_t i, int64_t n) {
+        for_lanes(0, shape.vocabulary, [&](int64_t i, int64_t n) INLINE {
           store(out + i, n, token_gradient(s, load(z + i, n) * scale) * scale);
         });
         // The target's column once more, with its own term.
@@ -276,7 +294,7 @@ void token_gradient_into(const Tensor& gradient, const Tensor& g_logp, const Ten
 Tensor token_logprob_backward(Tensor g_logp, Tensor g_entropy, Tensor g_square, Tensor logits, Tensor targets,
                               Tensor entropy, Tensor square, Tensor peak, Tensor log_sum, double inverse_temperature) {
   const auto sizes = logits.sizes();
-  const Tensor gradient = fresh(logits, {sizes.begin(), sizes.end()}, logits.scalar_type());
+  const Tensor gradient = result(logits, {sizes.begin(), sizes.end()}, logits.scalar_type());
   token_gradient_into(gradient, g_logp, g_entropy, g_square, logits, targets, entropy, square, peak, log_sum,
                       inverse_temperature);
   return gradient;
@@ -304,55 +322,55 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantage(Tensor rewards, Tenso
     STD_TORCH_CHECK(0 <= g[i] && g[i] < groups, "group must be in [0, ", groups, "), row ", i, " has ", g[i]);
   const Tensor advantage = fresh(rewards, {rows}), count = fresh(rewards, {groups}), mean = fresh(rewards, {groups}),
                std = fresh(rewards, {groups});
-  std::vector<float> reward(rows);
   std::vector<Spread> spread(groups);
   std::vector<GroupLine> line(groups);
-  Spread batch;
   const float *r = flat<const float>(rewards), *w = flat<const float>(weights);
-  float* const out = flat<float>(advantage);
-  for (int64_t i = 0; i < rows; ++i) reward[i] = combined(r + i * components, w, components);
-  // Rows of one group mostly stand together; a run of them is summed in registers.
-  const auto for_runs = [&](auto work) {
+  std::vector<float> sums;
+  if (components > 1 || w[0] != 1) {
+    sums.resize(rows);
+    for (int64_t i = 0; i < rows; ++i) sums[i] = combined(r + i * components, w, components);
+  }
+  const float* reward = sums.empty() ? r : sums.data();
+  // Calls look(eight rewards) from row `from` to row `to`; NaN, which is not scored, fills the last ones.
+  const auto for_rewards = [=](int64_t from, int64_t to, auto look) INLINE {
+    for (int64_t i = from; i < to; i += 8) look(load_eight(reward + i, to - i, rows - i, NAN));
+  };
+  // Rows of one group mostly stand together; work(from, to, group) is called for each run of them.
+  const auto for_runs = [=](auto work) INLINE {
     for (int64_t i = 0, end; i < rows; i = end) {
       for (end = i + 1; end < rows && g[end] == g[i];) ++end;
       work(i, end, g[i]);
     }
   };
-  for_runs([&](int64_t from, int64_t to, int64_t id) {
-    Spread own, part[4];  // four chains of sums side by side
-    int64_t i = from;
-    for (; i + 4 <= to; i += 4)
-#pragma GCC unroll 4
-      for (int k = 0; k < 4; ++k) part[k].look(reward[i + k]);
-    for (; i < to; ++i) part[0].look(reward[i]);
-    for (const Spread& p : part) own.add(p);
-    spread[id].add(own);
-    if (scale == BATCH_STD) batch.add(own);
+  for_runs([&](int64_t from, int64_t to, int64_t id) INLINE {
+    SpreadOf<Eight, Wide> own;
+    for_rewards(from, to, [&](Eight some) INLINE { own.look(some); });
+    spread[id].add(total(own));
   });
-  for_runs([&](int64_t from, int64_t to, int64_t id) {
+  for_runs([&](int64_t from, int64_t to, int64_t id) INLINE {
+    SpreadOf<Eight, Wide> own;
     const double centre = spread[id].mean();
-    double part[4] = {};
-    int64_t i = from;
-    for (; i + 4 <= to; i += 4)
-#pragma GCC unroll 4
-      for (int k = 0; k < 4; ++k) part[k] += squared_gap(reward[i + k], centre);
-    for (; i < to; ++i) part[0] += squared_gap(reward[i], centre);
-    spread[id].squares += part[0] + part[1] + part[2] + part[3];
-    if (scale != BATCH_STD) return;
-    const double middle = batch.mean();
-    for (int64_t i = from; i < to; ++i) batch.squares += squared_gap(reward[i], middle);
+    for_rewards(from, to, [&](Eight some) INLINE { own.gap(some, centre); });
+    spread[id].squares += total(own.squares);
   });
+  Spread batch;
+  if (scale == BATCH_STD) {
+    for (const Spread& s : spread) batch.add(s);
+    SpreadOf<Eight, Wide> all;
+    const double centre = batch.mean();
+    for_rewards(0, rows, [&](Eight some) INLINE { all.gap(some, centre); });
+    batch.squares = total(all.squares);
+  }
+  float *const counts = flat<float>(count), *const means = flat<float>(mean), *const stds = flat<float>(std);
   for (int64_t i = 0; i < groups; ++i) {
     const double own = spread[i].std();
     line[i] = line_of(spread[i], scale == BATCH_STD ? batch.std() : own, baseline, scale, eps);
-    flat<float>(count)[i] = static_cast<float>(spread[i].count);
-    flat<float>(mean)[i] = static_cast<float>(spread[i].mean());
-    flat<float>(std)[i] = static_cast<float>(own);
+    counts[i] = static_cast<float>(spread[i].count);
+    means[i] = static_cast<float>(spread[i].mean());
+    stds[i] = static_cast<float>(own);
   }
-  for_runs([&](int64_t from, int64_t to, int64_t id) {
-    const GroupLine own = line[id];
-    for (int64_t i = from; i < to; ++i) out[i] = advantage_of(reward[i], own);
-  });
+  float* const out = flat<float>(advantage);
+  for (int64_t i = 0; i < rows; ++i) out[i] = advantage_of(reward[i], line[g[i]]);
   return {advantage, count, mean, std};
 }
 
@@ -380,7 +398,7 @@ std::tuple<Tensor, Tensor> gae(Tensor rewards, Tensor values, Tensor terminated,
   check_flat(truncated, "truncated", ScalarType::Bool, rows * steps, rewards);
   check_flat(mask, "mask", ScalarType::Bool, rows * steps, rewards);
   if (bootstrap) check_flat(*bootstrap, "bootstrap", FLOAT, rows * steps, rewards);
-  const Tensor advantages = fresh(rewards, {rows, steps}), returns = fresh(rewards, {rows, steps});
+  const Tensor advantages = result(rewards, {rows, steps}), returns = result(rewards, {rows, steps});
   const float discount = static_cast<float>(gamma), decay = static_cast<float>(gamma * lam);
   const GaeRow all{flat<const float>(rewards),   flat<const float>(values),
                    bootstrap ? flat<const float>(*bootstrap) : nullptr,
@@ -397,35 +415,22 @@ std::tuple<Tensor, Tensor> gae(Tensor rewards, Tensor values, Tensor terminated,
         STD_TORCH_CHECK(!row_at(row).at(t).is_cut(), "gae: the episode at row ", row, ", step ", t,
                         " is cut off without termination; give bootstrap [B, T]");
   }
-  constexpr int64_t SIDE = 8, SPAN = 128;  // rows whose chains of sums run side by side; steps prepared at a time
-  const int64_t bundles = (rows + SIDE - 1) / SIDE;
-  parallel_for(0, bundles, grain(SIDE * steps), [&](int64_t from, int64_t to) {
-    for (int64_t bundle = from; bundle < to; ++bundle) {
-      const int64_t first = bundle * SIDE, n = std::min(SIDE, rows - first);
-      float add[SIDE][SPAN] = {}, carry[SIDE][SPAN] = {}, value[SIDE][SPAN], carried[SIDE] = {};
-      for (int64_t stop = steps; stop > 0;) {
-        const int64_t start = std::max<int64_t>(0, stop - SPAN);
-        for (int64_t j = 0; j < n; ++j) {
-          const GaeRow row = row_at(first + j);
-          for_lanes(start, stop, [&](int64_t t, int64_t count) {
-            const auto step = lanes_of(row, t, count);
-            store(add[j] + t - start, count, step.delta(discount));
-            store(carry[j] + t - start, count, step.carry(decay));
-            store(value[j] + t - start, count, chosen(step.counted, step.value, Lanes{}));
-          });
-        }
-        for (int64_t t = stop - start - 1; t >= 0; --t)
-#pragma GCC unroll 8
-          for (int64_t j = 0; j < SIDE; ++j) add[j][t] = carried[j] = carried_on(add[j][t], carry[j][t], carried[j]);
-        for (int64_t j = 0; j < n; ++j) {
-          const int64_t o = (first + j) * steps;
-          for_lanes(start, stop, [&](int64_t t, int64_t count) {
-            const Lanes a = load(add[j] + t - start, count);
-            store(advantage_out + o + t, count, a);
-            store(return_out + o + t, count, a + load(value[j] + t - start, count));
-          });
-        }
-        stop = start;
+  parallel_for(0, rows, grain(steps), [&](int64_t from, int64_t to) {
+    for (int64_t r = from; r < to; ++r) {
+      const GaeRow row = row_at(r);
+      Lanes carried{};
+      for (int64_t t = (steps - 1) / LANES * LANES; t >= 0; t -= LANES) {
+        const int64_t count = std::min(LANES, steps - t);
+        const auto step = lanes_of(row, t, count);
+        Affine<Lanes> scan{step.delta(discount), step.carry(decay)};
+        scan = after(scan, shifted<1>(scan));
+        scan = after(scan, shifted<2>(scan));
+        scan = after(scan, shifted<4>(scan));
+        scan = after(scan, shifted<8>(scan));
+        const Lanes a = carried_on(scan.add, scan.carry, carried);
+        carried = Lanes{} + a[0];
+        store(advantage_out + r * steps + t, count, a);
+        store(return_out + r * steps + t, count, a + chosen(step.counted, step.value, Lanes{}));
       }
     }
   });
@@ -468,7 +473,7 @@ std::tuple<Tensor, Tensor, Tensor> clipped_surrogate(Tensor log_ratio, Tensor ad
     const bool* counted = flat<const bool>(mask) + row * steps;
     for (int64_t block = begin; block < end; block += BLOCK) {
       SurrogateSums<Lanes> sums;
-      for_lanes(block, std::min(block + BLOCK, end), [&](int64_t i, int64_t n) {
+      for_lanes(block, std::min(block + BLOCK, end), [&](int64_t i, int64_t n) INLINE {
         sums.look(load(ratio + i, n), a.at(row, i, n), load(counted + i, n), bottom, top);
       });
       parts[row * chunks + chunk].add(total(sums));
@@ -506,14 +511,15 @@ Tensor clipped_surrogate_backward(Tensor g, Tensor log_ratio, Tensor advantages,
   check_flat(factor, "factor", FLOAT, rows, log_ratio);
   const Advantages a(advantages);
   const float bottom = static_cast<float>(1 - low), top = static_cast<float>(1 + high);
-  const Tensor gradient = fresh(log_ratio, {rows, steps});
+  const Tensor gradient = result(log_ratio, {rows, steps});
   for_chunks(rows, steps, [&](int64_t row, int64_t, int64_t begin, int64_t end) {
     const float scale = *flat<const float>(g) * flat<const float>(factor)[row];
-    const int64_t o = row * steps;
-    for_lanes(begin, end, [&](int64_t i, int64_t n) {
-      store(flat<float>(gradient) + o + i, n,
-            surrogate_gradient(scale, load(flat<const float>(log_ratio) + o + i, n), a.at(row, i, n),
-                               load(flat<const bool>(mask) + o + i, n), bottom, top));
+    const float* ratio = flat<const float>(log_ratio) + row * steps;
+    const bool* counted = flat<const bool>(mask) + row * steps;
+    float* out = flat<float>(gradient) + row * steps;
+    for_lanes(begin, end, [&](int64_t i, int64_t n) INLINE {
+      store(out + i, n,
+            surrogate_gradient(scale, load(ratio + i, n), a.at(row, i, n), load(counted + i, n), bottom, top));
     });
   });
   return gradient;

@@ -426,7 +426,7 @@ __device__ Spread spread_of(const GroupInputs& in, int64_t group, bool all) {
   const double centre = result.mean();
   Spread squares;
   for (int64_t i = threadIdx.x; i < in.rows; i += THREADS)
-    if (all || in.group[i] == group) squares.squares += squared_gap(in.reward(i), centre);
+    if (all || in.group[i] == group) squares.gap(in.reward(i), centre);
   squares = met(squares);
   if (threadIdx.x == 0) result.squares = squares.squares;
   __syncthreads();
@@ -486,10 +486,11 @@ gae_rows(GaeRow all, int64_t rows, float gamma, float decay, float* advantages, 
   float carried = 0;
   for (int64_t stop = all.steps; stop > 0; stop -= WARP) {
     const int64_t t = stop - 1 - lane;
-    Affine step = in.lane(t, gamma, decay);
+    Affine<float> step = in.lane(t, gamma, decay);
 #pragma unroll
     for (int offset = 1; offset < WARP; offset *= 2) {
-      const Affine later{__shfl_up_sync(0xffffffffu, step.add, offset), __shfl_up_sync(0xffffffffu, step.carry, offset)};
+      const Affine<float> later{__shfl_up_sync(0xffffffffu, step.add, offset),
+                                __shfl_up_sync(0xffffffffu, step.carry, offset)};
       if (lane >= offset) step = after(step, later);
     }
     const float a = carried_on(step.add, step.carry, carried);

@@ -87,7 +87,7 @@ Tensor gae(Tensor rewards, Tensor values, Tensor terminated, Tensor truncated, T
                      steps};
     float carried = 0;
     for (int64_t stop = steps; stop > 0; stop -= WARP) {
-      Affine lanes[WARP];
+      Affine<float> lanes[WARP];
       for (int lane = 0; lane < WARP; ++lane)
         lanes[lane] = row.lane(stop - 1 - lane, static_cast<float>(gamma), static_cast<float>(gamma * lam));
       for (int offset = 1; offset < WARP; offset *= 2)

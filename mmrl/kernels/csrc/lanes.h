@@ -3,9 +3,11 @@
 #pragma once
 #include "arithmetic.h"
 
+// Of a lambda: its code goes where it is called, so that sums stay in registers.
+#define INLINE __attribute__((always_inline))
+
 namespace mmrl {
 
-typedef uint16_t LanesShort __attribute__((vector_size(32)));
 typedef _Float16 LanesHalf __attribute__((vector_size(32)));
 
 template <class V, class T>
@@ -18,9 +20,7 @@ HD V raw(const T* p) {
 HD Lanes widen(const float* p) { return raw<Lanes>(p); }
 HD Lanes widen(const Half* p) { return __builtin_convertvector(raw<LanesHalf>(p), Lanes); }
 HD Lanes widen(const Bfloat16* p) { return float_of(__builtin_convertvector(raw<LanesShort>(p), LanesInt) << 16); }
-HD Lanes widen(const bool* p) {
-  return __builtin_convertvector(__builtin_convertvector(raw<LanesByte>(p), LanesInt), Lanes);
-}
+HD Lanes widen(const bool* p) { return __builtin_convertvector(widened(raw<LanesByte>(p)), Lanes); }
 
 HD void narrow(float* p, Lanes x) { memcpy(p, &x, sizeof x); }
 HD void narrow(Half* p, Lanes x) {
@@ -37,10 +37,25 @@ HD void narrow(Bfloat16* p, Lanes x) {  // round to nearest even; NaN stays NaN
 // `count` elements from p, the other lanes `fill`.
 template <class T>
 HD Lanes load(const T* p, int64_t count, T fill = T{}) {
-  if (count >= LANES) return widen(p);
+  if (count >= LANES) {
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + 1024);
+    return widen(p);
+  }
   T padded[LANES];
   for (int64_t i = 0; i < LANES; ++i) padded[i] = i < count ? p[i] : fill;
   return widen(padded);
+}
+
+// Eight floats from p, of which `count` are wanted and `there` may be read; the others are `fill`.
+HD Eight load_eight(const float* p, int64_t count, int64_t there, float fill) {
+  const Eight rest = Eight{} + fill;
+  Eight x = rest;
+  if (there >= 8)
+    x = raw<Eight>(p);
+  else
+    for (int64_t i = 0; i < there; ++i) x[i] = p[i];
+  typedef int32_t EightInt __attribute__((vector_size(32)));
+  return EightInt{0, 1, 2, 3, 4, 5, 6, 7} < static_cast<int32_t>(count < 8 ? count : 8) ? x : rest;
 }
 
 HD LanesByte load_flags(const bool* p, int64_t count) {
@@ -64,6 +79,21 @@ inline float total(Lanes v) {
   return v[0];
 }
 
+inline double total(Wide v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+
+// v from lane BY on; the last lanes are `fill`.
+template <int BY>
+HD Lanes shifted(Lanes v, float fill) {
+  LanesInt from;
+  for (int i = 0; i < LANES; ++i) from[i] = i + BY;
+  return __builtin_shuffle(v, Lanes{} + fill, from);
+}
+
+template <int BY>
+HD Affine<Lanes> shifted(const Affine<Lanes>& a) {
+  return {shifted<BY>(a.add, 0.0f), shifted<BY>(a.carry, 1.0f)};
+}
+
 inline float largest(Lanes v) {
   float top = v[0];
   for (int i = 1; i < LANES; ++i) top = v[i] > top ? v[i] : top;
@@ -72,6 +102,14 @@ inline float largest(Lanes v) {
 
 inline DenoiseSums<double> total(const DenoiseSums<Lanes>& s) {
   return {total(s.square), total(s.ratio), total(s.distance)};
+}
+inline Spread total(const SpreadOf<Eight, Wide>& s) {
+  Spread whole{total(s.count), total(s.sum), total(s.squares)};
+  for (int i = 0; i < 8; ++i) {
+    whole.low = s.low[i] < whole.low ? s.low[i] : whole.low;
+    whole.high = s.high[i] > whole.high ? s.high[i] : whole.high;
+  }
+  return whole;
 }
 inline SurrogateSums<double> total(const SurrogateSums<Lanes>& s) {
   return {total(s.value), total(s.ratio), total(s.low), total(s.high), total(s.count)};
