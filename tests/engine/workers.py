@@ -116,6 +116,11 @@ def two_ranks(folder: Path) -> None:
     no_picture_on_a_rank(folder)
 
 
+def kernels_and_reference(folder: Path) -> None:
+    for backend in ("torch", "cpu"):
+        train(folder / backend, "steps=2", "algorithm.minibatches=2", "optim.lr=1e-2", f"kernels.backend={backend}")
+
+
 def images(folder: Path, name: str) -> None:
     """A run of the image recipe, and the pictures of its first round as this rank drew them."""
     trainer = make(folder / name, base=IMAGES)

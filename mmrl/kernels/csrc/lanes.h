@@ -84,9 +84,15 @@ inline double total(Wide v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + 
 // v from lane BY on; the last lanes are `fill`.
 template <int BY>
 HD Lanes shifted(Lanes v, float fill) {
+#ifdef __clang__
+  Lanes out = Lanes{} + fill;
+  for (int i = 0; i + BY < LANES; ++i) out[i] = v[i + BY];
+  return out;
+#else
   LanesInt from;
   for (int i = 0; i < LANES; ++i) from[i] = i + BY;
   return __builtin_shuffle(v, Lanes{} + fill, from);
+#endif
 }
 
 template <int BY>
