@@ -114,6 +114,16 @@ class VLLMConfig(Section):
         return self
 
 
+class PartialConfig(Section):
+    """A step need not wait for its longest responses: they go on in the next one, from the tokens they have and with
+    its weights (partial rollouts, arXiv 2501.12599)."""
+
+    # Prompts in the making beyond those that a step needs, over all ranks; 0: off. A step takes the first that are
+    # finished, and the others stay.
+    extra: int = Field(default=0, ge=0)
+    segment: int = Field(default=256, ge=1)  # tokens that responses grow by between two looks at who is finished
+
+
 class CorrectionConfig(Section):
     """What becomes of tokens whose likelihood in the engine that sampled them is not that in the trained model."""
 
@@ -141,6 +151,10 @@ class RolloutConfig(Section):
     # Batches that engines make while an earlier one is trained on, with weights one step old (rollout.correction
     # weighs that); 1 needs rollout.vllm.placement=server
     ahead: int = Field(default=0, ge=0, le=1)
+    partial: PartialConfig = PartialConfig()  # for rollout.engine=vllm
+    # Finished steps between the weights that drew a rollout's first token and those it trains, at most: with
+    # rollout.partial a step waits for rollouts that would be older in the next one
+    max_staleness: int = Field(default=4, ge=1)
     correction: CorrectionConfig = CorrectionConfig()
     prompts: int = Field(default=16, ge=1)  # prompts a step, over all ranks
     group_size: int = Field(default=8, ge=1)  # rollouts a prompt
@@ -153,6 +167,32 @@ class RolloutConfig(Section):
     micro_batch: int | None = Field(default=None, ge=1)  # rollouts generated at once on a rank; default: all of them
     score_in_background: bool = False  # score one micro-batch while the next is generated
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+
+    @model_validator(mode="after")
+    def _partial_rollouts_have_where_to_go(self) -> RolloutConfig:
+        partial = self.partial
+        if not partial.extra:
+            return self
+        if self.engine != "vllm":
+            raise ValueError("rollout.partial.extra needs rollout.engine=vllm; set it to 0")
+        if partial.extra > self.prompts:
+            raise ValueError(
+                f"rollout.partial.extra={partial.extra} is more than rollout.prompts={self.prompts}: steps could not "
+                "take what gets too old; lower it"
+            )
+        if partial.segment >= self.max_response_length:
+            raise ValueError(
+                f"rollout.partial.segment={partial.segment} does not divide responses of at most "
+                f"rollout.max_response_length={self.max_response_length} tokens; lower it"
+            )
+        if self.max_staleness <= self.ahead:
+            raise ValueError(
+                f"rollout.max_staleness={self.max_staleness} leaves no step for rollout.partial with rollout.ahead="
+                f"{self.ahead}; raise it"
+            )
+        if self.micro_batch is not None:
+            raise ValueError("rollout.partial keeps all of its prompts in the making; set rollout.micro_batch=null")
+        return self
 
     @model_validator(mode="after")
     def _truncation_by_name(self) -> RolloutConfig:

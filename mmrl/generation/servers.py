@@ -226,11 +226,9 @@ class Servers:
 
     # --- generation ---
 
-    def generate(
-        self, requests: Sequence[Request], *, sampling: Sampling, seeds: Sequence[int], eos: tuple[int, ...], limit: int
-    ) -> list[Answer]:
-        """One response a request, each exactly once. Raises UserError as `VLLM.generate`, and if no engine is left."""
-        return self.ask(range(len(self.servers)), requests, sampling=sampling, seeds=seeds, eos=eos, limit=limit)
+    def generate(self, requests: Sequence[Request], **options: Any) -> list[Answer]:
+        """`VLLM.generate`, each response exactly once. Raises UserError as that does, and if no engine is left."""
+        return self.ask(range(len(self.servers)), requests, **options)
 
     def ask(
         self,
@@ -240,15 +238,15 @@ class Servers:
         sampling: Sampling,
         seeds: Sequence[int],
         eos: tuple[int, ...],
-        limit: int,
+        limits: Sequence[int],
     ) -> list[Answer]:
         """`generate` by these of the servers."""
-        for request in requests:
+        for request, limit in zip(requests, limits, strict=True):
             check_length(request, limit, self.options.context)
         batch = Batch(
             [
                 {**content(request), "sampling_params": sampling_parameters(sampling, seed, eos, limit)}
-                for request, seed in zip(requests, seeds, strict=True)
+                for request, seed, limit in zip(requests, seeds, limits, strict=True)
             ]
         )
         room = min(self.in_flight, len(requests))

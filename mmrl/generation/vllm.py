@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,13 +41,23 @@ class Request:
     images: tuple[Image.Image, ...]
     ids: Tensor  # [prompt token] int64
 
+    def after(self, response: Tensor) -> Request:
+        """The prompt and the first tokens of its response, to be continued."""
+        return replace(self, marked=[*self.marked, *response.tolist()], ids=torch.cat([self.ids, response]))
+
 
 Answer = tuple[Tensor, Tensor]  # token ids [token] int64, the end token included, and their logp [token] fp32
 
 
 class Answering(Protocol):
     def generate(
-        self, requests: Sequence[Request], *, sampling: Sampling, seeds: Sequence[int], eos: tuple[int, ...], limit: int
+        self,
+        requests: Sequence[Request],
+        *,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        eos: tuple[int, ...],
+        limits: Sequence[int],
     ) -> list[Answer]: ...
 
 
@@ -181,16 +191,22 @@ class VLLM:
         return (self,)
 
     def generate(
-        self, requests: Sequence[Request], *, sampling: Sampling, seeds: Sequence[int], eos: tuple[int, ...], limit: int
+        self,
+        requests: Sequence[Request],
+        *,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        eos: tuple[int, ...],
+        limits: Sequence[int],
     ) -> list[Answer]:
-        """One response a request.
+        """One response a request. limits: the most tokens of each.
 
         Raises UserError if a prompt and its response may not fit the context, holds too many pictures, or is read as
         other tokens than by the trainer.
         """
         from vllm import SamplingParams
 
-        for request in requests:
+        for request, limit in zip(requests, limits, strict=True):
             check_length(request, limit, self.context)
         inputs: Any = [
             {"prompt_token_ids": r.marked, **({"multi_modal_data": {"image": list(r.images)}} if r.images else {})}
@@ -198,7 +214,8 @@ class VLLM:
         ]
         try:
             options = [
-                SamplingParams(**sampling_parameters(sampling, seed, eos, limit), skip_clone=True) for seed in seeds
+                SamplingParams(**sampling_parameters(sampling, seed, eos, limit), skip_clone=True)
+                for seed, limit in zip(seeds, limits, strict=True)
             ]
             # Without a GPU vLLM would still compile a helper that ranks tokens, for ten seconds in each process.
             with nullcontext() if self.sleeps else torch.compiler.set_stance("force_eager"):

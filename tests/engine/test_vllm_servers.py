@@ -138,7 +138,7 @@ def asked(tmp_path, *answers):
     made = servers(tmp_path, [f"http://127.0.0.1:{9 + i}" for i in range(len(answers))])
     made.servers = [Scripted(partial(answer, made)) for answer in answers]
     requests = [Request(str(i), [i], (), torch.tensor([i])) for i in range(6)]
-    return made.generate(requests, sampling=Sampling(), seeds=range(6), eos=(1,), limit=2)
+    return made.generate(requests, sampling=Sampling(), seeds=range(6), eos=(1,), limits=[2] * 6)
 
 
 def answers(made, body):

@@ -15,54 +15,16 @@ from mmrl.policies import vlm
 from mmrl.policies.synced import Synced, merged_weights
 from tests.engine.parts import model_folder
 from tests.policies.conftest import PROMPTS
+from tests.policies.second import Copy
 
 ONE_PICTURE = [PROMPTS[2], PROMPTS[1]]
-
-
-class Copy:
-    """A second model with the same architecture, told its weights by name."""
-
-    def __init__(self, policy: vlm.VisionLanguagePolicy) -> None:
-        model = copy.deepcopy(policy.module.model)
-        if hasattr(model, "merge_and_unload"):
-            model = model.merge_and_unload()
-        self.own = vlm.VisionLanguagePolicy(model, policy.processor, sampling=Sampling(0.7), max_response_length=7)
-        self.prompts = {prompt.id: prompt for prompt in PROMPTS}
-        self.awake = True
-
-    @property
-    def replicas(self):
-        return (self,)
-
-    def measures(self):
-        return {}
-
-    def generate(self, requests, *, sampling, seeds, eos, limit):
-        prompts = [self.prompts[request.name] for request in requests]
-        made = self.own.rollout(prompts, 1, seeds, temperature=sampling.temperature, max_response_length=limit)
-        with torch.no_grad():
-            logp = self.own.replay(made, self.own.module).logp
-        return [(t.response, row[: len(t.response)]) for t, row in zip(made.inputs, logp, strict=True)]
-
-    def load(self, weights):
-        target = dict(self.own.module.model.named_parameters(remove_duplicate=False))
-        given = dict(weights)
-        assert given.keys() == target.keys()
-        for name, value in given.items():
-            target[name].data.copy_(value)
-
-    def sleep(self):
-        self.awake = False
-
-    def wake(self):
-        self.awake = True
 
 
 @pytest.fixture
 def synced():
     def make(lora=None, limit=1e-3):
         policy = vlm.load(model_folder(), sampling=Sampling(0.7), max_response_length=7, lora=lora)
-        return Synced(policy, Copy(policy), ONE_PICTURE, limit=limit, gather=lambda value: [value])
+        return Synced(policy, Copy(policy, PROMPTS), ONE_PICTURE, limit=limit, gather=lambda value: [value])
 
     return make
 
