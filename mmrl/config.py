@@ -88,6 +88,9 @@ class VLLMConfig(Section):
     cache_gib: float | None = Field(default=None, gt=0)  # of keys and values; default: the rest of `memory`, on a CPU 1
     max_sequences: int = Field(default=256, ge=1)  # answered at the same time
     images: int = Field(default=1, ge=0)  # the most that one prompt holds
+    # How a LoRA gets to the engines. merged: all weights, the LoRA added to them. adapter: the weights once, and then
+    # the LoRA alone, which is quicker to hand over and slower to compute with; of the language model only.
+    lora: Literal["merged", "adapter"] = "merged"
     eager: bool = False  # no CUDA graphs: a quicker start and slower tokens; always so on a CPU
     probes: int = Field(default=4, ge=1)  # prompts that are answered after each synchronisation to prove it
     # The most their log-probabilities may differ from the trained model's; default: 1e-3, in bfloat16 0.3

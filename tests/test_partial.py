@@ -45,7 +45,7 @@ SERVER = ["rollout.vllm.placement=server", "rollout.ahead=1"]
 @pytest.fixture
 def policy():
     made = vlm.load(model_folder(), max_response_length=7)
-    made.eos = tuple(range(0, 512, 9))  # so that an untrained model ends its responses somewhere
+    made.eos = tuple(range(0, 340, 9))  # so that an untrained model ends its responses somewhere
     return made
 
 
@@ -134,7 +134,7 @@ def start(folder, *overrides, prompts=18) -> SimpleNamespace:
     torch.manual_seed(config.seed)
     task = Fixed(spread, image=False, size=prompts)
     policy = build.build_policy(config, task)
-    policy.eos = tuple(range(0, 512, 5))
+    policy.eos = tuple(range(0, 340, 5))
     engine = build.build_engine(config, policy)
     generator = Synced(policy, Copy(policy, task.train), task.train[:1], limit=1e-3, gather=engine.gather)
     trainer = Trainer(config, policy, task, engine, Run(Path(folder), to_yaml(config), writes=True), generator)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ ENVIRONMENT = {
 }
 GIB = 2**30
 UNLOADED = "mmrl_unloaded"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA that vLLM has room for
 NEVER = -1e9  # added to the logit of a token that is never sampled; JSON knows no infinity
 
 
@@ -69,6 +71,8 @@ class Generator(Answering, Protocol):
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...
 
+    def adapt(self, write: Callable[[Path | None], None]) -> None: ...
+
     def measures(self) -> dict[str, float]: ...
 
     def wake(self) -> None: ...
@@ -81,7 +85,8 @@ class Generator(Answering, Protocol):
 @dataclass(frozen=True)
 class EngineOptions:
     """context: tokens of the longest prompt and response. cache_gib: of keys and values; None on a GPU: what is left of
-    the share `memory` of the device. images: the most that one prompt holds. tensor_parallel: GPUs of one engine."""
+    the share `memory` of the device. images: the most that one prompt holds. tensor_parallel: GPUs of one engine.
+    lora_rank: of adapters; 0: none."""
 
     context: int
     dtype: str = "float32"
@@ -92,11 +97,17 @@ class EngineOptions:
     eager: bool = False
     seed: int = 0
     tensor_parallel: int = 1
+    lora_rank: int = 0
 
     def arguments(self) -> dict[str, Any]:
-        """By vLLM's names."""
+        """By vLLM's names. Raises UserError for a rank that vLLM has no room for."""
         gpu = torch.cuda.is_available()
+        if self.lora_rank > RANKS[-1]:
+            raise UserError(f"vLLM takes adapters of rank {RANKS[-1]} at most; set rollout.vllm.lora=merged")
+        room = next(rank for rank in RANKS if rank >= self.lora_rank)
+        adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
         return {
+            **(adapters if self.lora_rank else {}),
             "dtype": self.dtype,
             "max_model_len": self.context,
             "max_num_seqs": self.max_sequences,
@@ -171,6 +182,8 @@ class VLLM:
 
         self.context = options.context
         self.sleeps = torch.cuda.is_available()
+        self.adapter: Any = None
+        self.adapters = 0  # that it had
         try:
             with torch.random.fork_rng():  # vLLM seeds torch
                 self.llm = vllm.LLM(
@@ -205,6 +218,7 @@ class VLLM:
         other tokens than by the trainer.
         """
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMError
 
         for request, limit in zip(requests, limits, strict=True):
             check_length(request, limit, self.context)
@@ -219,9 +233,9 @@ class VLLM:
             ]
             # Without a GPU vLLM would still compile a helper that ranks tokens, for ten seconds in each process.
             with nullcontext() if self.sleeps else torch.compiler.set_stance("force_eager"):
-                outputs = self.llm.generate(inputs, options, use_tqdm=False)
-        except ValueError as error:
-            raise UserError(f"rollout.engine=vllm refuses a prompt: {error}") from None
+                outputs = self.llm.generate(inputs, options, use_tqdm=False, lora_request=self.adapter)
+        except (ValueError, VLLMError) as error:
+            raise UserError(f"rollout.engine=vllm refuses a prompt: {_cause(error)}") from None
         for request, output in zip(requests, outputs, strict=True):
             check_read(request, output.prompt_token_ids or ())
         return [_answer(output.outputs[0]) for output in outputs]
@@ -239,6 +253,29 @@ class VLLM:
             raise UserError(
                 f"vLLM does not take the trained weights ({' '.join(str(error).split())}); set "
                 "rollout.engine=transformers"
+            ) from None
+        self.forget()
+
+    def adapt(self, write: Callable[[Path | None], None]) -> None:
+        """Replace the LoRA by the one that `write` writes into a folder, in peft's format.
+
+        Raises UserError if vLLM can not take it.
+        """
+        from vllm.exceptions import VLLMError
+        from vllm.lora.request import LoRARequest
+
+        engine, old = self.llm.llm_engine, self.adapter
+        self.adapters += 1
+        self._adapter_folder = tempfile.TemporaryDirectory(prefix="mmrl-adapter-")
+        write(Path(self._adapter_folder.name))
+        self.adapter = LoRARequest(f"{self.adapters}", self.adapters, self._adapter_folder.name)
+        try:
+            if old is not None:
+                engine.remove_lora(old.lora_int_id)
+            engine.add_lora(self.adapter)
+        except (ValueError, RuntimeError, VLLMError) as error:
+            raise UserError(
+                f"vLLM does not take the LoRA ({' '.join(str(error).split())}); set rollout.vllm.lora=merged"
             ) from None
         self.forget()
 

@@ -71,6 +71,21 @@ def test_a_slow_engine_does_not_hold_up_the_others(found):
     assert quick > 3 * slow > 0 and found["slow"] == found["first"]
 
 
+@vllm_workers.needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_server_gets_each_version_of_an_adapter_and_the_last_one_again_when_it_was_started_again(tmp_path):
+    call(vllm_workers.server_with_adapters, tmp_path, log=tmp_path / "adapters.log", timeout=1100)
+    found = json.loads((tmp_path / "adapters.json").read_text())
+    steps = [row for row in metrics(tmp_path / "run") if "loss" in row]
+    assert len(steps) == 4 and all(row["generation/probe_gap"] < 1e-3 for row in steps if "generation/probe_gap" in row)
+    staleness = [row["generation/staleness_max"] for row in steps]
+    assert staleness[0] == 0 and min(staleness[1:]) >= 1 and max(staleness) == 2
+    assert found["before"] == found["killed"] and found["generation/restarts"] == 1
+    assert len(found["models"]) == 2  # the model itself and one adapter
+    assert "weights or caches are stale" in found["stale"]
+
+
 # --- without an engine ---
 
 
@@ -130,7 +145,7 @@ class Scripted:
     def post(self, path, body):
         return self.answer(body)
 
-    def refresh(self, folder, version, hopeful):
+    def refresh(self, weights, hopeful):
         raise UserError("it did not come back")
 
 
@@ -144,7 +159,7 @@ def asked(tmp_path, *answers):
 def answers(made, body):
     token = body["token_ids"][0]
     logprobs = {"content": [{"logprob": -0.5}]}
-    choice = {"token_ids": [token], "logprobs": logprobs, "weight_versions": [{"version": made.version}]}
+    choice = {"token_ids": [token], "logprobs": logprobs, "weight_versions": [{"version": made.current.version}]}
     return {"prompt_token_ids": [token], "choices": [choice]}
 
 

@@ -12,7 +12,7 @@ from mmrl.errors import UserError
 from mmrl.generation import vllm
 from mmrl.generation.sampling import Sampling
 from mmrl.policies import vlm
-from mmrl.policies.synced import Synced, merged_weights
+from mmrl.policies.synced import Synced, weights
 from tests.engine.parts import model_folder
 from tests.policies.conftest import PROMPTS
 from tests.policies.second import Copy
@@ -55,10 +55,10 @@ def test_generation_has_the_trained_weights_after_every_change(synced, lora):
         assert not made.engine.awake
 
 
-def test_merged_weights_are_those_that_peft_merges(synced):
+def test_weights_are_those_that_peft_merges(synced):
     policy = synced(LORA).policy
     disturb(policy)
-    found = dict(merged_weights(policy.module.model))
+    found = dict(weights(policy.module.model))
     merged = copy.deepcopy(policy.module.model).merge_and_unload()
     want = dict(merged.named_parameters(remove_duplicate=False))
     assert found.keys() == want.keys() and "lm_head.weight" in found  # the tied layer under both of its names
