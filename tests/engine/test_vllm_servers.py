@@ -12,7 +12,7 @@ import torch
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.servers import LOST, Batch, Servers, command_line, write_weights
-from mmrl.generation.vllm import EngineOptions, Request
+from mmrl.generation.vllm import EngineOptions, Request, last_error
 from tests.engine import vllm_workers
 from tests.engine.parts import call, metrics
 
@@ -86,7 +86,34 @@ def test_a_server_gets_each_version_of_an_adapter_and_the_last_one_again_when_it
     assert "weights or caches are stale" in found["stale"]
 
 
+@vllm_workers.needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_model_that_servers_do_not_know_is_named(tmp_path):
+    config = {"architectures": ["NobodysForConditionalGeneration"], "model_type": "qwen2"}
+    made = Servers(
+        tmp_path,
+        EngineOptions(context=16),
+        describe=lambda path: (path / "config.json").write_text(json.dumps(config)) and None,
+        gather=lambda value: [value],
+        timeout=300,
+    )
+    with pytest.raises(UserError, match="Nobodys.*installed are vLLM .* and transformers .*") as error:
+        made.load([("a", torch.ones(2))])
+    made.close()
+    assert "\n" not in str(error.value)
+
+
 # --- without an engine ---
+
+
+def test_of_a_long_log_the_line_that_says_what_went_wrong_is_shown():
+    log = (
+        "INFO started\nValueError: no such model\n  File x, line 3\nRuntimeError: Engine core initialization failed.\n"
+    )
+    assert last_error(log) == "ValueError: no such model"
+    assert last_error("one\ntwo\n") == "two" and last_error("") == "nothing"
+    assert len(last_error("Error: " + "x" * 1000)) < 310
 
 
 def servers(folder, addresses, timeout=1.0):
