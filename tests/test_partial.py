@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mmrl import build
-from mmrl.batches import Pool
+from mmrl.batches import Batches, Pool
 from mmrl.config import load, to_yaml
 from mmrl.errors import UserError
 from mmrl.policies import vlm
@@ -315,7 +315,7 @@ class Lengths:
 
     def complete(self, drafts, group_size):
         assert all(draft.finished(()) for draft in drafts)
-        return SimpleNamespace()
+        return SimpleNamespace(samples=drafts)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -332,6 +332,23 @@ def test_nothing_gets_older_than_the_limit(limit, ahead):
         oldest = max(oldest, int((step - batch.version).max()))
     assert oldest == limit
     assert trained == {p: 2 for p in range(coming) if p not in {group.position for group in pool.groups}}
+
+
+def test_ranks_share_the_prompts_and_leave_none_in_the_making_at_the_end():
+    config = load(TINY, ["run_dir=r", *PARTIAL, "rollout.prompts=4", "rollout.partial.extra=2", "steps=50"])
+    task = SimpleNamespace(
+        train=range(64), score=lambda samples, group: torch.zeros(len(group), 1), accuracy=lambda samples: None
+    )
+    ranks = [Batches(config, Lengths(), task, SimpleNamespace(rank=rank, world=2), None) for rank in (0, 1)]
+    trained: Counter = Counter()
+    for step in range(50):
+        for batches in ranks:
+            batches.version = step
+            batch = batches.sample_round(step)
+            assert len(batch.group) == 4 and int(batch.group.max()) < batches.cursor
+            trained.update(batch.group.tolist())
+        assert ranks[0].cursor == ranks[1].cursor
+    assert trained == {position: 2 for position in range(200)}
 
 
 def test_what_ranks_can_not_share_is_refused():

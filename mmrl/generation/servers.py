@@ -87,7 +87,7 @@ class Server:
             raise requests.ConnectionError(f"{answer.status_code} {one_line(answer)}")
         if answer.status_code == 404 and "does not exist" in answer.text:  # the LoRA: it was started again
             raise requests.ConnectionError(one_line(answer))
-        if answer.status_code == 404:
+        if answer.status_code == 404 and '"error"' not in answer.text:  # of the path
             more = ", VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora" if "lora" in path else ""
             raise UserError(
                 f"the vLLM server at {self.address} has no /{path}; start it with VLLM_SERVER_DEV_MODE=1 in its "

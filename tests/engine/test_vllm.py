@@ -70,10 +70,8 @@ def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(found):
 
 
 def test_an_untested_version_is_named_with_what_to_install(monkeypatch):
-    monkeypatch.setattr(vllm, "TESTED", "0.1.")
-    assert re.search(
-        r"vLLM [\d.]+ and transformers [\d.]+, but this is tested with vLLM 0.1.: install", vllm.versions()
-    )
+    monkeypatch.setattr(vllm, "TESTED", "0.1")
+    assert re.search(r"vLLM [\d.]+ and transformers [\d.]+, but this is tested with vLLM 0.1: install", vllm.versions())
 
 
 # --- a LoRA handed over as such, and responses that take several steps ---
