@@ -248,12 +248,12 @@ def forgotten(generator, policy) -> str:
 
 
 def slow_second(engine, policy, prompts) -> dict:
-    """The same batch, the second engine behind a wire that takes half a second for everything."""
+    """The same batch, the second engine behind a wire that takes two seconds for everything."""
     second, engine.answered = engine.servers[1], [0, 0]
     post = second.post
 
     def slowly(path, body=None):
-        time.sleep(0.5)
+        time.sleep(2)
         return post(path, body)
 
     second.post = slowly
