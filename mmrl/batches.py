@@ -1,10 +1,13 @@
-"""The rollouts of each step: prompts from the stream, responses, rewards; made in time, or ahead of it by engines."""
+"""The rollouts of each step: prompts from the stream, responses, rewards; made in time, or ahead of it by engines, or
+over several steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,45 +26,57 @@ class Batches:
         self.config, self.policy, self.task, self.engine, self.generator = config, policy, task, engine, generator
         self.prompts = PromptStream(task.train, config.seed)
         self.cursor = 0  # next position of the stream
+        self.version = 0  # finished steps behind the weights that engines have
+        self.pool = Pool(policy, self.prompts, config) if config.rollout.partial.extra else None
         self.coming: Coming | None = None  # with rollout.ahead, what engines are making
         self.filler = torch.zeros(0, dtype=torch.bool)  # [rollout] places that dynamic sampling could not fill
 
     def next(self, step: int, metrics: Metrics) -> Rollouts:
         """Of the step after `step` finished ones."""
         if self.config.rollout.ahead:
-            return self._look_ahead(step, metrics)
-        with awake(self.generator) as measured:
-            metrics.set(measured)
-            return self.collect(step, metrics)
+            rollouts = self._look_ahead(step, metrics)
+        else:
+            with awake(self.generator) as measured:
+                self.version = step
+                metrics.set(measured)
+                rollouts = self.collect(step, metrics)
+        if rollouts.version is not None:
+            metrics.add("generation/staleness", step - rollouts.version)
+        return rollouts
 
     def wait(self) -> None:
         """Until engines are free for something else; they have one set of weights at a time."""
         if self.coming is not None:
             wait([self.coming.rollouts])
 
-    @property
-    def untrained(self) -> int:
-        """Where the stream has to go on so that what is being made, and may be lost, is made again."""
-        return self.cursor if self.coming is None else self.coming.cursor
+    def untrained(self) -> tuple[int, dict[str, Any]]:
+        """For a checkpoint: where the stream has to go on, and with what in the making, so that nothing is lost. A
+        round that has begun is made again."""
+        return self._untrained() if self.coming is None else self.coming.before
+
+    def _untrained(self) -> tuple[int, dict[str, Any]]:
+        return self.cursor, {} if self.pool is None else self.pool.state()
+
+    def load(self, cursor: int, pool: dict[str, Any]) -> None:
+        self.cursor = cursor
+        if self.pool is not None:
+            self.pool.load(pool)
 
     def _look_ahead(self, step: int, metrics: Metrics) -> Rollouts:
         """The batch that engines made while the step before was trained; leaves them making the next one, with the
         weights of now."""
-        assert self.generator is not None
         if self.coming is None:
-            self._begin(step, metrics)
-        assert self.coming is not None
-        made_at = self.coming.step
+            self._begin(step, step, metrics)
         rollouts = self.collect(step, metrics)
-        metrics.set({"generation/staleness": float(step - made_at)})
         if step + 1 < self.config.steps:
-            self._begin(step, metrics)
+            self._begin(step + 1, step, metrics)
         return rollouts
 
-    def _begin(self, step: int, metrics: Metrics) -> None:
+    def _begin(self, step: int, version: int, metrics: Metrics) -> None:
         assert self.generator is not None
         metrics.set(self.generator.synchronise())
-        self.coming = Coming(step, self.cursor, lambda: self.sample_round(step))
+        self.version = version
+        self.coming = Coming(self._untrained(), lambda: self.sample_round(step))
 
     def _round(self, step: int) -> Rollouts:
         """What engines have been making, or a new round."""
@@ -102,11 +117,11 @@ class Batches:
         return Rollouts.concat([*kept, *spare]).select(torch.arange(wanted))
 
     def sample_round(self, step: int) -> Rollouts:
-        """One round of rollouts for this rank's share of the next prompts, scored."""
+        """One round of rollouts for this rank's share of the next prompts, scored. step: what they are for."""
         config, share = self.config, self.config.rollout.prompts // self.engine.world
-        first = self.cursor + self.engine.rank * share
-        positions = list(range(first, first + share))
-        self.cursor += config.rollout.prompts
+        if self.pool is not None:
+            return self._drawn_from_pool(self.pool, step, share)
+        positions = self._positions(share)
         prompts = [self.prompts[p] for p in positions]
         seeds = rollout_seeds(config.seed, positions, config.group_size)
         group = torch.tensor(positions).repeat_interleave(config.group_size)
@@ -128,15 +143,106 @@ class Batches:
         batch.group = group
         batch.rewards = torch.cat([score.result() for score in scores])
         batch.accuracy = self.task.accuracy(batch.samples)
+        if config.rollout.ahead:
+            batch.version = torch.full_like(group, self.version)
+        return batch
+
+    def _positions(self, share: int) -> list[int]:
+        """The next of the stream, as many on every rank."""
+        first = self.cursor + self.engine.rank * share
+        self.cursor += share * self.engine.world
+        return list(range(first, first + share))
+
+    def _drawn_from_pool(self, pool: Pool, step: int, share: int) -> Rollouts:
+        """`sample_round` of what is finished first. Every rank has as many groups in the making; towards the end of
+        the run no more than will be trained on."""
+        extra = self.config.rollout.partial.extra // self.engine.world
+        room = max(share, min(share + extra, share * (self.config.steps - step)))
+        pool.add(self._positions(max(0, room - len(pool.groups))))
+        batch = pool.take(share, step, self.version)
+        batch.rewards = self.task.score(batch.samples, batch.group)
+        batch.accuracy = self.task.accuracy(batch.samples)
         return batch
 
 
-class Coming:
-    """Rollouts in the making by engines, in a thread. step: finished steps behind the weights they are made with.
-    cursor: where the prompt stream stood: nothing is lost if they are made again."""
+@dataclass(eq=False)
+class Group:
+    """Rollouts in the making. version: finished steps behind the weights that drew their first tokens, if any did."""
 
-    def __init__(self, step: int, cursor: int, make: Callable[[], Rollouts]) -> None:
-        self.step, self.cursor = step, cursor
+    position: int
+    drafts: list[Any]
+    version: int | None = None
+
+
+class Pool:
+    """More groups in the making than a step needs, so that it need not wait for the longest responses: they go on in
+    the next step, with its weights, from the tokens they have (partial rollouts, arXiv 2501.12599).
+
+    Responses grow by whole segments; a step ends after one, when it has its groups. So what it gets does not depend on
+    time, and as long as weights stay the same a response does not depend on how many steps it took.
+    """
+
+    def __init__(self, policy: Any, prompts: PromptStream, config: Config) -> None:
+        """policy: one that drafts, see `VisionLanguagePolicy.draft`."""
+        self.policy, self.prompts, self.seed, self.rollout = policy, prompts, config.seed, config.rollout
+        self.groups: list[Group] = []  # oldest first
+
+    def add(self, positions: list[int]) -> None:
+        size = self.rollout.group_size
+        if positions:
+            seeds = rollout_seeds(self.seed, positions, size)
+            drafts = self.policy.draft([self.prompts[p] for p in positions], size, seeds)
+            for i, position in enumerate(positions):
+                self.groups.append(Group(position, drafts[i * size : (i + 1) * size]))
+
+    def take(self, count: int, step: int, version: int) -> Rollouts:
+        """The `count` oldest finished groups, as soon as there are as many. Waits for a group that would be older than
+        rollout.max_staleness in the step after `step`. version: of the weights that engines have."""
+        while not self._enough(count, step):
+            for group in self.groups:
+                group.version = version if group.version is None else group.version
+            unfinished = [draft for group in self.groups for draft in group.drafts]
+            self.policy.extend(self.policy.engine, unfinished, self.rollout.partial.segment)
+        taken = [group for group in self.groups if self._finished(group)][:count]
+        self.groups = [group for group in self.groups if group not in taken]
+        batch = self.policy.complete([draft for group in taken for draft in group.drafts], self.rollout.group_size)
+        batch.group = torch.tensor([group.position for group in taken]).repeat_interleave(self.rollout.group_size)
+        batch.version = torch.tensor([group.version for group in taken]).repeat_interleave(self.rollout.group_size)
+        return batch
+
+    def _enough(self, count: int, step: int) -> bool:
+        oldest = step + 1 - self.rollout.max_staleness
+        late = [group for group in self.groups if group.version is not None and group.version < oldest]
+        return sum(map(self._finished, self.groups)) >= count and all(map(self._finished, late))
+
+    def _finished(self, group: Group) -> bool:
+        return all(draft.finished(self.policy.eos) for draft in group.drafts)
+
+    def state(self) -> dict[str, Any]:
+        """Tensors and numbers that `load` needs; later steps do not change them."""
+        return {
+            "positions": [group.position for group in self.groups],
+            "versions": [group.version for group in self.groups],
+            "responses": [draft.tokens.response for group in self.groups for draft in group.drafts],
+            "logp": [draft.logp for group in self.groups for draft in group.drafts],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.groups = []
+        self.add(state["positions"])
+        drafts = (draft for group in self.groups for draft in group.drafts)
+        for draft, response, logp in zip(drafts, state["responses"], state["logp"], strict=True):
+            draft.grow(response, logp)
+        for group, version in zip(self.groups, state["versions"], strict=True):
+            group.version = version
+
+
+class Coming:
+    """Rollouts in the making by engines, in a thread. before: what `Batches.untrained` was: nothing is lost if they are
+    made again."""
+
+    def __init__(self, before: tuple[int, dict[str, Any]], make: Callable[[], Rollouts]) -> None:
+        self.before = before
         thread = one_thread("rollouts")
         self.rollouts = thread.submit(make)
         thread.shutdown(wait=False)

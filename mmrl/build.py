@@ -186,7 +186,7 @@ def build_generator(config: Config, policy: Any, task: Any, ranks: Ranks) -> Syn
     if config.rollout.engine == "transformers":
         return None
     from mmrl.generation.vllm import VLLM, EngineOptions, check_installed
-    from mmrl.policies.synced import Synced, describe
+    from mmrl.policies.synced import Synced, adapter_rank, describe
     from mmrl.policies.vlm import transformers_model
 
     rollout, settings, cuda = config.rollout, config.rollout.vllm, ranks.device.type == "cuda"
@@ -201,6 +201,7 @@ def build_generator(config: Config, policy: Any, task: Any, ranks: Ranks) -> Syn
         eager=settings.eager,
         seed=config.seed,
         tensor_parallel=settings.tensor_parallel,
+        lora_rank=adapter_rank(policy.module.model) if settings.lora == "adapter" else 0,
     )
     if settings.placement == "server":
         from mmrl.generation.servers import Servers
@@ -226,7 +227,7 @@ def build_generator(config: Config, policy: Any, task: Any, ranks: Ranks) -> Syn
     source = task.evaluation if task.train is None else task.train
     probes = [source[i] for i in range(min(settings.probes, len(source)))]
     limit = settings.probe_limit or (1e-3 if config.model.dtype == "float32" else 0.3)
-    return Synced(policy, engine, probes, limit=limit, gather=ranks.gather)
+    return Synced(policy, engine, probes, limit=limit, gather=ranks.gather, adapters=settings.lora == "adapter")
 
 
 def locate(target: str, key: str) -> Callable[..., Any]:

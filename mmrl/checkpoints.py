@@ -22,12 +22,10 @@ def finished(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("step-*") if p.is_dir() and not p.suffix)
 
 
-def save(
-    folder: Path, step: int, state: dict[str, Any], averages: dict[str, Any], engine: Engine, *, keep: int
-) -> Path:
+def save(folder: Path, step: int, state: dict[str, Any], own: dict[str, Any], engine: Engine, *, keep: int) -> Path:
     """Write folder/step-N and remove all but the newest `keep`. A collective: every rank calls it.
 
-    `state` is the same on all ranks; `averages` holds named dictionaries of this rank's tensors.
+    `state` is the same on all ranks; `own` holds named dictionaries of this rank's tensors, lists and numbers.
 
     Raises UserError if it can not be written (a full disk, say); earlier checkpoints stay as they were.
     """
@@ -40,8 +38,7 @@ def save(
     try:
         pending.mkdir(parents=True, exist_ok=True)
         engine.save(pending)
-        own = {"random": torch.get_rng_state(), "averages": averages}
-        torch.save(own, pending / f"rank-{engine.rank}.pt")
+        torch.save({"random": torch.get_rng_state(), "own": own}, pending / f"rank-{engine.rank}.pt")
         if engine.rank == 0:
             (pending / "trainer.json").write_text(json.dumps({"step": step, **state}))
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
@@ -59,15 +56,15 @@ def save(
 
 
 def load(path: Path, engine: Engine) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Restore engine and random state from a finished checkpoint; returns the trainer's state and the averages."""
+    """Restore engine and random state from a finished checkpoint; returns the trainer's state and this rank's own."""
     state = json.loads((path / "trainer.json").read_text())
     ranks = len(list(path.glob("rank-*.pt")))
     if ranks != engine.world:
         raise UserError(f"checkpoint {path} was written by {ranks} ranks and can not be resumed with {engine.world}")
     engine.load(path)
-    own = torch.load(path / f"rank-{engine.rank}.pt", weights_only=True)
-    torch.set_rng_state(own["random"])
-    return state, own["averages"]
+    rank = torch.load(path / f"rank-{engine.rank}.pt", weights_only=True)
+    torch.set_rng_state(rank["random"])
+    return state, rank["own"]
 
 
 def save_weights(folder: Path, policy: Any, engine: Engine) -> None:

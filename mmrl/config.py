@@ -88,6 +88,9 @@ class VLLMConfig(Section):
     cache_gib: float | None = Field(default=None, gt=0)  # of keys and values; default: the rest of `memory`, on a CPU 1
     max_sequences: int = Field(default=256, ge=1)  # answered at the same time
     images: int = Field(default=1, ge=0)  # the most that one prompt holds
+    # How a LoRA gets to the engines. merged: all weights, the LoRA added to them. adapter: the weights once, and then
+    # the LoRA alone, which is quicker to hand over and slower to compute with; of the language model only.
+    lora: Literal["merged", "adapter"] = "merged"
     eager: bool = False  # no CUDA graphs: a quicker start and slower tokens; always so on a CPU
     probes: int = Field(default=4, ge=1)  # prompts that are answered after each synchronisation to prove it
     # The most their log-probabilities may differ from the trained model's; default: 1e-3, in bfloat16 0.3
@@ -112,6 +115,16 @@ class VLLMConfig(Section):
         elif wrong := [address for address in self.addresses if not address.startswith(("http://", "https://"))]:
             raise ValueError(f"rollout.vllm.addresses: {wrong[0]!r} is no address; write http://HOST:PORT")
         return self
+
+
+class PartialConfig(Section):
+    """A step need not wait for its longest responses: they go on in the next one, from the tokens they have and with
+    its weights (partial rollouts, arXiv 2501.12599)."""
+
+    # Prompts in the making beyond those that a step needs, over all ranks; 0: off. A step takes the first that are
+    # finished, and the others stay.
+    extra: int = Field(default=0, ge=0)
+    segment: int = Field(default=256, ge=1)  # tokens that responses grow by between two looks at who is finished
 
 
 class CorrectionConfig(Section):
@@ -141,6 +154,10 @@ class RolloutConfig(Section):
     # Batches that engines make while an earlier one is trained on, with weights one step old (rollout.correction
     # weighs that); 1 needs rollout.vllm.placement=server
     ahead: int = Field(default=0, ge=0, le=1)
+    partial: PartialConfig = PartialConfig()  # for rollout.engine=vllm
+    # Finished steps between the weights that drew a rollout's first token and those it trains, at most: with
+    # rollout.partial a step waits for rollouts that would be older in the next one
+    max_staleness: int = Field(default=4, ge=1)
     correction: CorrectionConfig = CorrectionConfig()
     prompts: int = Field(default=16, ge=1)  # prompts a step, over all ranks
     group_size: int = Field(default=8, ge=1)  # rollouts a prompt
@@ -153,6 +170,32 @@ class RolloutConfig(Section):
     micro_batch: int | None = Field(default=None, ge=1)  # rollouts generated at once on a rank; default: all of them
     score_in_background: bool = False  # score one micro-batch while the next is generated
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+
+    @model_validator(mode="after")
+    def _partial_rollouts_have_where_to_go(self) -> RolloutConfig:
+        partial = self.partial
+        if not partial.extra:
+            return self
+        if self.engine != "vllm":
+            raise ValueError("rollout.partial.extra needs rollout.engine=vllm; set it to 0")
+        if partial.extra > self.prompts:
+            raise ValueError(
+                f"rollout.partial.extra={partial.extra} is more than rollout.prompts={self.prompts}: steps could not "
+                "take what gets too old; lower it"
+            )
+        if partial.segment >= self.max_response_length:
+            raise ValueError(
+                f"rollout.partial.segment={partial.segment} does not divide responses of at most "
+                f"rollout.max_response_length={self.max_response_length} tokens; lower it"
+            )
+        if self.max_staleness <= self.ahead:
+            raise ValueError(
+                f"rollout.max_staleness={self.max_staleness} leaves no step for rollout.partial with rollout.ahead="
+                f"{self.ahead}; raise it"
+            )
+        if self.micro_batch is not None:
+            raise ValueError("rollout.partial keeps all of its prompts in the making; set rollout.micro_batch=null")
+        return self
 
     @model_validator(mode="after")
     def _truncation_by_name(self) -> RolloutConfig:

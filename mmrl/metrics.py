@@ -11,6 +11,8 @@ from torch import Tensor
 
 from mmrl.engine import Ranks
 
+MAXIMA = ("_gap", "/staleness")  # names of which the largest value is told besides
+
 
 class Metrics:
     """Sums and counts of a step's numbers, made into means over all ranks once, at its end."""
@@ -29,7 +31,7 @@ class Metrics:
         known = known if sums else known[~known.isnan()]
         total, count = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = (total + float(known.sum()), 1.0 / self.engine.world if sums else count + known.numel())
-        if name.endswith("_gap") and known.numel():
+        if name.endswith(MAXIMA) and known.numel():
             self._maxima[name] = max(self._maxima.get(name, 0.0), float(known.max()))
 
     def set(self, values: dict[str, float]) -> None:

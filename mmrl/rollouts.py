@@ -74,6 +74,7 @@ class Rollouts:
     nodes: Tensor | None = None  # [rollout, decision] int64: equal ids in a group made that decision together (a tree)
     old_logp: Tensor | None = None  # [rollout, decision] float32, under the policy that made the rollout
     behaviour_logp: Tensor | None = None  # [rollout, decision] float32, as the engine that sampled it has it
+    version: Tensor | None = None  # [rollout] int64, finished steps behind the oldest weights that made decisions of it
     ref_logp: Tensor | None = None  # [rollout, decision] float32, under the reference policy
     old_prediction: Tensor | None = None  # [rollout, decision, ...] float32, what `Replay.prediction` was then
     ref_prediction: Tensor | None = None  # [rollout, decision, ...] float32, what it is under the reference policy

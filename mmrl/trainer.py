@@ -397,16 +397,17 @@ class Trainer:
             )
 
     def save(self) -> None:
+        cursor, pending = self.batches.untrained()
         state = {
-            "cursor": self.batches.untrained,
+            "cursor": cursor,
             "best": self.best,
             "bad_steps": self.bad_steps,
             "accuracies": self.accuracies,
             "config": self.config.model_dump(mode="json"),
         }
         folder = self.run.folder / "checkpoints"
-        averages = {name: shadow.state() for name, shadow in self._shadows().items()}
-        path = checkpoints.save(folder, self.step, state, averages, self.engine, keep=self.config.checkpoint.keep)
+        own = {name: shadow.state() for name, shadow in self._shadows().items()} | {"pending": pending}
+        path = checkpoints.save(folder, self.step, state, own, self.engine, keep=self.config.checkpoint.keep)
         self.run.line(f"saved {path}")
 
     def save_weights(self, name: str) -> None:
@@ -422,10 +423,11 @@ class Trainer:
     def resume(self) -> None:
         """Go on from the newest finished checkpoint of the run directory; raises as `resumable`."""
         path = resumable(self.config, self.run.folder)
-        state, averages = checkpoints.load(path, self.engine)
+        state, own = checkpoints.load(path, self.engine)
         for name, shadow in self._shadows().items():
-            shadow.load(averages[name])
-        self.step, self.batches.cursor, self.best = state["step"], state["cursor"], state["best"]
+            shadow.load(own[name])
+        self.batches.load(state["cursor"], own["pending"])
+        self.step, self.best = state["step"], state["best"]
         self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]
         self.run.forget_after(self.step)
         self.run.line(f"resumed from {path}")
@@ -486,6 +488,10 @@ def check_batch(config: Config, world: int) -> None:
     rollout, algorithm = config.rollout, config.algorithm
     if rollout.prompts % world:
         raise UserError(f"rollout.prompts={rollout.prompts} can not be shared by {world} ranks; make it a multiple")
+    if rollout.partial.extra % world:
+        raise UserError(
+            f"rollout.partial.extra={rollout.partial.extra} can not be shared by {world} ranks; make it a multiple"
+        )
     mine = config.rollouts_per_step // world
     if mine % algorithm.minibatches:
         raise UserError(

@@ -212,6 +212,9 @@ def test_numbers_of_a_run():
     assert (made.group_size, made.rollouts_per_step, made.total_updates) == (8, 48, 30)
 
 
+PARTIAL = ["rollout.partial.extra=4", "rollout.partial.segment=64"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -224,6 +227,14 @@ def test_numbers_of_a_run():
         (["rollout.correction.low=1.5"], "rollout.correction.low=1.5 and high=2.0 leave out 1"),
         (["rollout.temperature=3"], "rollout.temperature=3: vLLM takes at most 2"),
         (["rollout.ahead=1"], "rollout.ahead needs rollout.engine=vllm and rollout.vllm.placement=server"),
+        (["rollout.partial.extra=4", "rollout.engine=transformers"], "rollout.partial.extra needs rollout.engine=vllm"),
+        (["rollout.partial.extra=17"], "rollout.partial.extra=17 is more than rollout.prompts=16"),
+        (["rollout.partial.extra=4"], "rollout.partial.segment=256 does not divide responses of at most"),
+        ([*PARTIAL, "rollout.micro_batch=8"], "set rollout.micro_batch=null"),
+        (
+            [*PARTIAL, "rollout.vllm.placement=server", "rollout.ahead=1", "rollout.max_staleness=1"],
+            "rollout.max_staleness=1 leaves no step for rollout.partial with rollout.ahead=1",
+        ),
         (["rollout.vllm.servers=2"], "rollout.vllm.addresses, servers and tensor_parallel are for"),
         (["rollout.vllm.placement=server", "rollout.vllm.addresses=[host:80]"], "'host:80' is no address; write http"),
     ],

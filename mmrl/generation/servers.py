@@ -42,13 +42,28 @@ from mmrl.generation.vllm import (
     check_installed,
     check_length,
     check_read,
+    last_error,
     sampling_parameters,
+    versions,
 )
 
 NAME = "mmrl"  # of the model, for the servers
 SHARD = 2 * GIB  # bytes of a file of weights, which are held in memory until it is written
 PAUSE = 0.5  # seconds between two attempts
 LOST = requests.RequestException  # what becomes of a request to a server that went away, or is going
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What engines shall compute with: those of a folder, named `base`, and a LoRA where there is one."""
+
+    base: str
+    folder: Path
+    adapter: Path | None = None
+
+    @property
+    def version(self) -> str:
+        return self.base if self.adapter is None else f"{self.base}.{self.adapter.name}"
 
 
 @dataclass
@@ -70,26 +85,37 @@ class Server:
     def _read(self, answer: requests.Response, path: str) -> dict[str, Any]:
         if answer.status_code >= 500:
             raise requests.ConnectionError(f"{answer.status_code} {one_line(answer)}")
-        if answer.status_code == 404:
+        if answer.status_code == 404 and "does not exist" in answer.text:  # the LoRA: it was started again
+            raise requests.ConnectionError(one_line(answer))
+        if answer.status_code == 404 and '"error"' not in answer.text:  # of the path
+            more = ", VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora" if "lora" in path else ""
             raise UserError(
                 f"the vLLM server at {self.address} has no /{path}; start it with VLLM_SERVER_DEV_MODE=1 in its "
-                f"environment and --enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm"
+                f"environment and --enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm{more}"
             )
         if answer.status_code >= 400:
             raise UserError(f"the vLLM server at {self.address} refuses /{path}: {one_line(answer)}")
-        return answer.json() if answer.content else {}
+        return answer.json() if answer.content and "json" in answer.headers.get("content-type", "") else {}
 
-    def refresh(self, folder: Path, version: str, alive: Callable[[], bool] = lambda: True) -> None:
-        """Gives it the weights of `folder` unless it has them, as soon as it answers. Raises UserError in the end."""
+    def refresh(self, weights: Weights, alive: Callable[[], bool] = lambda: True) -> None:
+        """Gives it the weights unless it has them, as soon as it answers. Raises UserError in the end."""
         deadline, last = time.monotonic() + self.timeout, "no answer"
         with self.lock:
             while alive() and time.monotonic() < deadline:
                 try:
-                    if self.version() == version:
+                    if (old := self.version()) == weights.version:
                         return
-                    self.post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+                    base, _, adapter = old.partition(".")
+                    if base != weights.base:
+                        folder = {"weights_path": str(weights.folder)}
+                        self.post("collective_rpc", {"method": "reload_weights", "kwargs": folder})
+                    if weights.adapter is not None:
+                        given = {"lora_name": weights.version, "lora_path": str(weights.adapter), "load_inplace": True}
+                        self.post("v1/load_lora_adapter", given)
+                        if adapter:
+                            self.post("v1/unload_lora_adapter", {"lora_name": old})
                     self.forget()
-                    self.post("update_weight_version", {"new_version": version})
+                    self.post("update_weight_version", {"new_version": weights.version})
                 except LOST as error:
                     last = " ".join(str(error).split())[-200:]
                     time.sleep(PAUSE)
@@ -149,20 +175,17 @@ class Servers:
                 ]
         self.servers = [Server(address.rstrip("/"), timeout) for address in addresses]
         self.run = gather(uuid4().hex[:8])[0]  # engines by address may have served another one
-        self.number = 0  # of the weights
+        self.number = self.adapters = 0  # of the weights, and of LoRAs on them
         self.restarts = self.asked_again = 0
         self.answered = [0] * len(self.servers)
         self._closed = threading.Event()
         self._keeper = threading.Thread(target=self._keep_alive, daemon=True)
 
     @property
-    def version(self) -> str:
-        return f"{self.run}-{self.number}"
-
-    @property
-    def current(self) -> Path:
-        """The checkpoint that engines have or are about to get."""
-        return self.folder / f"weights-{self.number}"
+    def current(self) -> Weights:
+        """What engines have or are about to get."""
+        adapter = self.folder / f"adapter-{self.adapters}" if self.adapters else None
+        return Weights(f"{self.run}-{self.number}", self.folder / f"weights-{self.number}", adapter)
 
     @property
     def replicas(self) -> Sequence[Replica]:
@@ -179,28 +202,43 @@ class Servers:
                 write_weights(coming, weights)
                 self.describe(coming)
             except (OSError, SafetensorError) as error:
-                problem = f"{coming} can not be written ({error}); rollout.vllm.exchange names another folder"
+                problem = unwritten(coming, error)
         for _ in weights:  # parts may have to be gathered from all ranks
             pass
         self.number += 1
+        self._share(problem, self.folder / f"weights-{self.number - 1}")
+
+    def adapt(self, write: Callable[[Path | None], None]) -> None:
+        """Collective. Replace the LoRA of all engines; see `VLLM.adapt`. `write` is a collective too, and writes where
+        it gets a folder. Raises UserError on every rank."""
+        coming, problem = self.folder / f"adapter-{self.adapters + 1}", None
+        try:
+            write(coming if self.rank == 0 else None)
+        except (OSError, SafetensorError) as error:
+            problem = unwritten(coming, error)
+        self.adapters += 1
+        self._share(problem, self.folder / f"adapter-{self.adapters - 1}")
+
+    def _share(self, problem: str | None, before: Path) -> None:
+        """Gives engines what was written, unless there was a problem. before: what is not needed after that."""
         if self.rank == 0 and problem is None:
             problem = self._give()
         problem = next((found for found in self.gather(problem) if found), None)
         if problem:
             raise UserError(problem)
         if self.rank == 0:
-            shutil.rmtree(self.folder / f"weights-{self.number - 1}", ignore_errors=True)
+            shutil.rmtree(before, ignore_errors=True)
 
     def _give(self) -> str | None:
         """What went wrong."""
         for process in self.processes:
             if process.running is None:
-                process.start(self.current)
+                process.start(self.current.folder)
         if self.processes and not self._keeper.is_alive():
             self._keeper.start()
         try:
             for server in self.servers:
-                server.refresh(self.current, self.version, self._bearable)
+                server.refresh(self.current, self._bearable)
         except UserError as error:
             return f"{error}{self._last_words()}"
         for process in self.processes:
@@ -213,7 +251,7 @@ class Servers:
 
     def _last_words(self) -> str:
         failing = [process for process in self.processes if process.failures]
-        return "".join(f"; {process.log} ends: {process.last_words()}" for process in failing[:1])
+        return "".join(f"; {process.log} says: {process.last_words()}; {versions()}" for process in failing[:1])
 
     def _keep_alive(self) -> None:
         """Starts engines again that have ended, with the weights of now."""
@@ -222,15 +260,13 @@ class Servers:
                 if process.ended() and self._bearable():
                     self.restarts += 1
                     self.say(f"the vLLM server at {process.address} ended; starting it again ({process.log})")
-                    process.start(self.current)
+                    process.start(self.current.folder)
 
     # --- generation ---
 
-    def generate(
-        self, requests: Sequence[Request], *, sampling: Sampling, seeds: Sequence[int], eos: tuple[int, ...], limit: int
-    ) -> list[Answer]:
-        """One response a request, each exactly once. Raises UserError as `VLLM.generate`, and if no engine is left."""
-        return self.ask(range(len(self.servers)), requests, sampling=sampling, seeds=seeds, eos=eos, limit=limit)
+    def generate(self, requests: Sequence[Request], **options: Any) -> list[Answer]:
+        """`VLLM.generate`, each response exactly once. Raises UserError as that does, and if no engine is left."""
+        return self.ask(range(len(self.servers)), requests, **options)
 
     def ask(
         self,
@@ -240,15 +276,16 @@ class Servers:
         sampling: Sampling,
         seeds: Sequence[int],
         eos: tuple[int, ...],
-        limit: int,
+        limits: Sequence[int],
     ) -> list[Answer]:
         """`generate` by these of the servers."""
-        for request in requests:
+        for request, limit in zip(requests, limits, strict=True):
             check_length(request, limit, self.options.context)
+        model = {} if self.current.adapter is None else {"model": self.current.version}
         batch = Batch(
             [
-                {**content(request), "sampling_params": sampling_parameters(sampling, seed, eos, limit)}
-                for request, seed in zip(requests, seeds, strict=True)
+                {**model, **content(request), "sampling_params": sampling_parameters(sampling, seed, eos, limit)}
+                for request, seed, limit in zip(requests, seeds, limits, strict=True)
             ]
         )
         room = min(self.in_flight, len(requests))
@@ -276,13 +313,13 @@ class Servers:
         while (place := batch.take()) is not None:
             try:
                 found = server.post("inference/v1/generate", batch.bodies[place])
-                if {part["version"] for part in found["choices"][0]["weight_versions"]} != {self.version}:
+                if {part["version"] for part in found["choices"][0]["weight_versions"]} != {self.current.version}:
                     raise LOST("it was started again and has other weights")
             except LOST:
                 batch.give_back(place)
                 self.asked_again += 1
                 try:
-                    server.refresh(self.current, self.version, hopeful)
+                    server.refresh(self.current, hopeful)
                 except UserError as error:
                     batch.lost[number] = error
                     return
@@ -310,7 +347,8 @@ class Servers:
         for process in self.processes:
             process.stop()
         if self.rank == 0:
-            shutil.rmtree(self.current, ignore_errors=True)
+            for written in (self.current.folder, self.current.adapter):
+                shutil.rmtree(written or "", ignore_errors=True)
 
 
 @dataclass
@@ -378,6 +416,8 @@ class Process:
             own["distributed_executor_backend"] = "uni"  # a process less
         environment = {**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        if self.options.lora_rank:
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)  # the training's
         if torch.cuda.is_available():
@@ -407,8 +447,7 @@ class Process:
             self.running.wait()
 
     def last_words(self) -> str:
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1][-300:] if lines else "nothing"
+        return last_error(self.log.read_text(errors="replace"))
 
     def _kill(self) -> None:
         assert self.running is not None
@@ -459,6 +498,10 @@ def data_url(image: Any) -> str:
 
 def one_line(answer: requests.Response) -> str:
     return " ".join(answer.text.split())[:300]
+
+
+def unwritten(path: Path, error: Exception) -> str:
+    return f"{path} can not be written ({error}); rollout.vllm.exchange names another folder"
 
 
 def free_port(host: str) -> int:

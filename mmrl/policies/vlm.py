@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import torch
 from einops import rearrange
@@ -59,6 +60,26 @@ class Continuations:
     prompt: Tensor
     ids: Tensor
     mask: Tensor
+
+
+@dataclass(eq=False)
+class Draft:
+    """A response in the making by an engine, which may get other weights before it is finished."""
+
+    prompt: Prompt
+    request: Request
+    seed: int
+    limit: int  # tokens
+    tokens: Tokens  # the response as far as it goes
+    logp: Tensor  # [response token] fp32, each by the weights that drew it
+
+    def finished(self, eos: tuple[int, ...]) -> bool:
+        response = self.tokens.response
+        return len(response) > 0 and (len(response) == self.limit or int(response[-1]) in eos)
+
+    def grow(self, ids: Tensor, logp: Tensor) -> None:
+        self.tokens = replace(self.tokens, response=torch.cat([self.tokens.response, ids]))
+        self.logp = torch.cat([self.logp, logp])
 
 
 class TokenScorer(nn.Module):
@@ -257,20 +278,44 @@ class VisionLanguagePolicy:
         sampling: Sampling | None = None,
     ) -> Rollouts:
         """`rollout` by an engine, whose likelihoods are kept as behaviour_logp. The model has no part in it."""
+        drafts = self.draft(prompts, group_size, seeds, limit=limit)
+        self.extend(engine, drafts, limit, sampling=sampling)
+        return self.complete(drafts, group_size)
+
+    def draft(
+        self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, limit: int | None = None
+    ) -> list[Draft]:
+        """Responses of no tokens yet, `group_size` a prompt."""
         encoded = self.encode(prompts)
         marked = self.tokenizer(chat_texts(self.processor, prompts)).input_ids
         asked = [Request(p.id, m, p.images, t.prompt) for p, m, t in zip(prompts, marked, encoded, strict=True)]
+        places = [place for place in range(len(prompts)) for _ in range(group_size)]
+        return [
+            Draft(prompts[i], asked[i], seed, limit or self.max_response_length, encoded[i], torch.zeros(0))
+            for i, seed in zip(places, seeds, strict=True)
+        ]
+
+    def extend(
+        self, engine: Answering, drafts: Sequence[Draft], count: int, *, sampling: Sampling | None = None
+    ) -> None:
+        """Gives each draft that is not finished up to `count` tokens more. What is drawn depends on the draft's seed,
+        its tokens so far and the engine's weights; not on when that is."""
+        drafts = [draft for draft in drafts if not draft.finished(self.eos)]
+        responses = [draft.tokens.response for draft in drafts]
         drawn = engine.generate(
-            [request for request in asked for _ in range(group_size)],
+            [draft.request.after(response) for draft, response in zip(drafts, responses, strict=True)],
             sampling=sampling or self.sampling,
-            seeds=seeds,
+            seeds=[continued_seed(d.seed, len(response)) for d, response in zip(drafts, responses, strict=True)],
             eos=self.eos,
-            limit=limit,
+            limits=[min(count, d.limit - len(response)) for d, response in zip(drafts, responses, strict=True)],
         )
-        repeated = [tokens for tokens in encoded for _ in range(group_size)]
-        answered = [replace(t, response=ids) for t, (ids, _) in zip(repeated, drawn, strict=True)]
-        rollouts = self._rollouts([prompt for prompt in prompts for _ in range(group_size)], answered, group_size)
-        rollouts.behaviour_logp = nn.utils.rnn.pad_sequence([logp for _, logp in drawn], batch_first=True)
+        for draft, (ids, logp) in zip(drafts, drawn, strict=True):
+            draft.grow(ids, logp)
+
+    def complete(self, drafts: Sequence[Draft], group_size: int) -> Rollouts:
+        """Finished drafts as rollouts, `group_size` a prompt."""
+        rollouts = self._rollouts([draft.prompt for draft in drafts], [draft.tokens for draft in drafts], group_size)
+        rollouts.behaviour_logp = nn.utils.rnn.pad_sequence([draft.logp for draft in drafts], batch_first=True)
         return rollouts
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
@@ -492,6 +537,11 @@ def never_sampled(model: PreTrainedModel, tokenizer: Any, eos: tuple[int, ...]) 
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     beyond = set(range(len(tokenizer), model.get_output_embeddings().weight.shape[0]))
     return tuple(sorted((placeholders | special | beyond) - set(eos)))
+
+
+def continued_seed(seed: int, tokens: int) -> int:
+    """Of a response that goes on after so many tokens: the same seed would draw the same noise again."""
+    return seed if tokens == 0 else int(np.random.SeedSequence([seed, tokens]).generate_state(1)[0])
 
 
 def distinct_prompts(rows: Sequence[Tokens]) -> tuple[list[Tokens], list[int]]:

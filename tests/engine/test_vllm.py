@@ -1,10 +1,13 @@
 """Training with vLLM beside the model, through several synchronisations; and what happens when one goes wrong."""
 
 import json
+import re
 from functools import partial
 
 import pytest
+import transformers
 
+from mmrl.generation import vllm
 from tests.engine import vllm_workers
 from tests.engine.parts import call, metrics
 
@@ -60,6 +63,49 @@ def test_caches_of_earlier_weights_are_caught(found):
 def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(found):
     assert found["unknown"].startswith("rollout.engine=vllm can not start (")
     assert "NobodysForConditionalGeneration" in found["unknown"] and "\n" not in found["unknown"]
+    both = (
+        f"installed are vLLM {vllm.TESTED}.0 and transformers {transformers.__version__}, and a model has to be known"
+    )
+    assert both in found["unknown"]
+
+
+def test_an_untested_version_is_named_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(vllm, "TESTED", "0.1")
+    assert re.search(r"vLLM [\d.]+ and transformers [\d.]+, but this is tested with vLLM 0.1: install", vllm.versions())
+
+
+# --- a LoRA handed over as such, and responses that take several steps ---
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    path = tmp_path_factory.mktemp("adapters")
+    call(vllm_workers.adapters, path, log=path / "adapters.log", timeout=280)
+    return path
+
+
+def test_an_adapter_arrives_after_every_step(adapters):
+    steps = [row for row in metrics(adapters / "run") if "loss" in row]
+    assert len(steps) == 4 and steps[0]["correction/logp_gap_max"] < 1e-3
+    assert all(row["generation/probe_gap"] < 1e-3 and row["grad_norm"] > 0 for row in steps)
+    found = json.loads((adapters / "adapters.json").read_text())
+    assert found["loaded"] == [5] and found["adapters"] == 5  # one for each step and one for the evaluation
+    assert found["moved"] > 1e-2  # by the LoRA, from what the model was
+
+
+def test_an_adapter_that_does_not_arrive_is_caught(adapters):
+    assert "weights or caches are stale" in json.loads((adapters / "adapters.json").read_text())["stale"]
+
+
+def test_responses_that_take_several_steps(adapters):
+    found = json.loads((adapters / "adapters.json").read_text())
+    assert found["greedy_in_segments"] == found["greedy"]
+    assert sorted(found["trained"]) == sorted(2 * list(range(16)))
+    steps = [row for row in metrics(adapters / "run") if "loss" in row]
+    assert steps[0]["generation/staleness_max"] == 0
+    assert {row["generation/staleness_max"] for row in steps[1:]} == {0, 1}
+    for row in steps:  # old tokens are not as likely as they were
+        assert (row["correction/logp_gap_max"] > 1e-3) == (row["generation/staleness_max"] > 0)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.servers import LOST, Batch, Servers, command_line, write_weights
-from mmrl.generation.vllm import EngineOptions, Request
+from mmrl.generation.vllm import EngineOptions, Request, last_error
 from tests.engine import vllm_workers
 from tests.engine.parts import call, metrics
 
@@ -71,7 +71,49 @@ def test_a_slow_engine_does_not_hold_up_the_others(found):
     assert quick > 3 * slow > 0 and found["slow"] == found["first"]
 
 
+@vllm_workers.needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_server_gets_each_version_of_an_adapter_and_the_last_one_again_when_it_was_started_again(tmp_path):
+    call(vllm_workers.server_with_adapters, tmp_path, log=tmp_path / "adapters.log", timeout=1100)
+    found = json.loads((tmp_path / "adapters.json").read_text())
+    steps = [row for row in metrics(tmp_path / "run") if "loss" in row]
+    assert len(steps) == 4 and all(row["generation/probe_gap"] < 1e-3 for row in steps if "generation/probe_gap" in row)
+    staleness = [row["generation/staleness_max"] for row in steps]
+    assert staleness[0] == 0 and min(staleness[1:]) >= 1 and max(staleness) == 2
+    assert found["before"] == found["killed"] and found["generation/restarts"] == 1
+    assert len(found["models"]) == 2  # the model itself and one adapter
+    assert "weights or caches are stale" in found["stale"]
+
+
+@vllm_workers.needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_model_that_servers_do_not_know_is_named(tmp_path):
+    config = {"architectures": ["NobodysForConditionalGeneration"], "model_type": "qwen2"}
+    made = Servers(
+        tmp_path,
+        EngineOptions(context=16),
+        describe=lambda path: (path / "config.json").write_text(json.dumps(config)) and None,
+        gather=lambda value: [value],
+        timeout=300,
+    )
+    with pytest.raises(UserError, match="Nobodys.*installed are vLLM .* and transformers .*") as error:
+        made.load([("a", torch.ones(2))])
+    made.close()
+    assert "\n" not in str(error.value)
+
+
 # --- without an engine ---
+
+
+def test_of_a_long_log_the_line_that_says_what_went_wrong_is_shown():
+    log = (
+        "INFO started\nValueError: no such model\n  File x, line 3\nRuntimeError: Engine core initialization failed.\n"
+    )
+    assert last_error(log) == "ValueError: no such model"
+    assert last_error("one\ntwo\n") == "two" and last_error("") == "nothing"
+    assert len(last_error("Error: " + "x" * 1000)) < 310
 
 
 def servers(folder, addresses, timeout=1.0):
@@ -130,7 +172,7 @@ class Scripted:
     def post(self, path, body):
         return self.answer(body)
 
-    def refresh(self, folder, version, hopeful):
+    def refresh(self, weights, hopeful):
         raise UserError("it did not come back")
 
 
@@ -138,13 +180,13 @@ def asked(tmp_path, *answers):
     made = servers(tmp_path, [f"http://127.0.0.1:{9 + i}" for i in range(len(answers))])
     made.servers = [Scripted(partial(answer, made)) for answer in answers]
     requests = [Request(str(i), [i], (), torch.tensor([i])) for i in range(6)]
-    return made.generate(requests, sampling=Sampling(), seeds=range(6), eos=(1,), limit=2)
+    return made.generate(requests, sampling=Sampling(), seeds=range(6), eos=(1,), limits=[2] * 6)
 
 
 def answers(made, body):
     token = body["token_ids"][0]
     logprobs = {"content": [{"logprob": -0.5}]}
-    choice = {"token_ids": [token], "logprobs": logprobs, "weight_versions": [{"version": made.version}]}
+    choice = {"token_ids": [token], "logprobs": logprobs, "weight_versions": [{"version": made.current.version}]}
     return {"prompt_token_ids": [token], "choices": [choice]}
 
 

@@ -8,9 +8,11 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import requests
 import torch
 from PIL import Image
 
@@ -105,6 +107,74 @@ def two_ranks(folder: Path, *options: str, resume: bool = False) -> None:
     train(folder / "two", *common, *options, resume=resume)
 
 
+LORA = ["model.lora.rank=4", "model.freeze=[vision,connector]", "rollout.vllm.lora=adapter", "optim.lr=2e-3"]
+PARTIAL = [
+    "rollout.group_size=2",
+    "rollout.partial.extra=4",
+    "rollout.partial.segment=2",
+    "rollout.max_staleness=1",
+    "task.name=tests.engine.vllm_workers:long_questions",
+]
+
+
+def with_ends(trainer):
+    """Many tokens end a response, so that those of an untrained model differ in length."""
+    trainer.policy.eos = tuple(range(0, 340, 5))
+    return trainer
+
+
+def adapters(folder: Path) -> None:
+    trainer = with_ends(make(folder / "run", *VLLM, *LORA, *PARTIAL, "algorithm.kl.coefficient=0.01", "steps=4"))
+    policy, generator, engine = trainer.policy, trainer.generator, trainer.generator.engine
+    prompts = [trainer.batches.prompts[i] for i in range(4)]
+    trained, collect = [], trainer.batches.collect
+
+    def collected(*arguments):
+        batch = collect(*arguments)
+        trained.extend(batch.group.tolist())
+        return batch
+
+    trainer.batches.collect = collected
+    trainer.train()
+    found = {"trained": trained, "loaded": list(engine.llm.llm_engine.list_loras()), "adapters": engine.adapters}
+    generator.synchronise()
+    greedy, drafts = replace(policy.sampling, temperature=0.0), policy.draft(prompts, 1, range(4))
+    for _ in range(4):
+        policy.extend(engine, drafts, 2, sampling=greedy)
+        if all(draft.finished(policy.eos) for draft in drafts):
+            break
+    found["greedy_in_segments"] = [draft.tokens.response.tolist() for draft in drafts]
+    made, policy.engine = policy.complete(drafts, 1), None
+    found["greedy"] = responses(policy.rollout(prompts, 1, range(4), temperature=0.0))
+    policy.engine = engine
+    with torch.no_grad():
+        found["moved"] = float((policy.reference(made).logp - made.behaviour_logp)[made.mask].abs().max())
+    found["stale"] = stale(generator, policy, without="adapt")
+    release(trainer)
+    (folder / "adapters.json").write_text(json.dumps(found))
+
+
+def server_with_adapters(folder: Path) -> None:
+    """One engine, a batch ahead, with responses that take several steps; then it is killed."""
+    options = [*VLLM, *SERVERS, "rollout.vllm.servers=1", *LORA, *PARTIAL, "rollout.max_staleness=2", "rollout.ahead=1"]
+    trainer = with_ends(make(folder / "run", *options, "steps=4"))
+    policy, generator, engine = trainer.policy, trainer.generator, trainer.generator.engine
+    prompts = [trainer.batches.prompts[i] for i in range(8)]
+    try:
+        trainer.train()
+        generator.synchronise()
+        served = requests.get(f"{engine.servers[0].address}/v1/models", timeout=60).json()["data"]
+        found: dict = {"models": [model["id"] for model in served]}
+        found["before"] = responses(policy.rollout(prompts, 8, range(64)))
+        threading.Thread(target=kill_at, args=(engine, sum(engine.answered) + 16)).start()
+        found["killed"] = responses(policy.rollout(prompts, 8, range(64)))
+        found |= generator.synchronise()
+        found["stale"] = stale(generator, policy, without="adapt")
+    finally:
+        release(trainer)
+    (folder / "adapters.json").write_text(json.dumps(found))
+
+
 SERVERS = ["rollout.vllm.placement=server", "rollout.vllm.servers=2", "rollout.vllm.in_flight=4"]
 
 
@@ -178,12 +248,12 @@ def forgotten(generator, policy) -> str:
 
 
 def slow_second(engine, policy, prompts) -> dict:
-    """The same batch, the second engine behind a wire that takes half a second for everything."""
+    """The same batch, the second engine behind a wire that takes two seconds for everything."""
     second, engine.answered = engine.servers[1], [0, 0]
     post = second.post
 
     def slowly(path, body=None):
-        time.sleep(0.5)
+        time.sleep(2)
         return post(path, body)
 
     second.post = slowly

@@ -12,57 +12,19 @@ from mmrl.errors import UserError
 from mmrl.generation import vllm
 from mmrl.generation.sampling import Sampling
 from mmrl.policies import vlm
-from mmrl.policies.synced import Synced, merged_weights
+from mmrl.policies.synced import Synced, weights
 from tests.engine.parts import model_folder
 from tests.policies.conftest import PROMPTS
+from tests.policies.second import Copy
 
 ONE_PICTURE = [PROMPTS[2], PROMPTS[1]]
-
-
-class Copy:
-    """A second model with the same architecture, told its weights by name."""
-
-    def __init__(self, policy: vlm.VisionLanguagePolicy) -> None:
-        model = copy.deepcopy(policy.module.model)
-        if hasattr(model, "merge_and_unload"):
-            model = model.merge_and_unload()
-        self.own = vlm.VisionLanguagePolicy(model, policy.processor, sampling=Sampling(0.7), max_response_length=7)
-        self.prompts = {prompt.id: prompt for prompt in PROMPTS}
-        self.awake = True
-
-    @property
-    def replicas(self):
-        return (self,)
-
-    def measures(self):
-        return {}
-
-    def generate(self, requests, *, sampling, seeds, eos, limit):
-        prompts = [self.prompts[request.name] for request in requests]
-        made = self.own.rollout(prompts, 1, seeds, temperature=sampling.temperature, max_response_length=limit)
-        with torch.no_grad():
-            logp = self.own.replay(made, self.own.module).logp
-        return [(t.response, row[: len(t.response)]) for t, row in zip(made.inputs, logp, strict=True)]
-
-    def load(self, weights):
-        target = dict(self.own.module.model.named_parameters(remove_duplicate=False))
-        given = dict(weights)
-        assert given.keys() == target.keys()
-        for name, value in given.items():
-            target[name].data.copy_(value)
-
-    def sleep(self):
-        self.awake = False
-
-    def wake(self):
-        self.awake = True
 
 
 @pytest.fixture
 def synced():
     def make(lora=None, limit=1e-3):
         policy = vlm.load(model_folder(), sampling=Sampling(0.7), max_response_length=7, lora=lora)
-        return Synced(policy, Copy(policy), ONE_PICTURE, limit=limit, gather=lambda value: [value])
+        return Synced(policy, Copy(policy, PROMPTS), ONE_PICTURE, limit=limit, gather=lambda value: [value])
 
     return make
 
@@ -93,10 +55,10 @@ def test_generation_has_the_trained_weights_after_every_change(synced, lora):
         assert not made.engine.awake
 
 
-def test_merged_weights_are_those_that_peft_merges(synced):
+def test_weights_are_those_that_peft_merges(synced):
     policy = synced(LORA).policy
     disturb(policy)
-    found = dict(merged_weights(policy.module.model))
+    found = dict(weights(policy.module.model))
     merged = copy.deepcopy(policy.module.model).merge_and_unload()
     want = dict(merged.named_parameters(remove_duplicate=False))
     assert found.keys() == want.keys() and "lm_head.weight" in found  # the tied layer under both of its names
