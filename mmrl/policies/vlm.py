@@ -398,8 +398,13 @@ class VisionLanguagePolicy:
     def reference(self, rollouts: Rollouts) -> Replay:
         """Replay by the reference policy: with LoRA the model without its adapters, else the copy made at the start."""
         if isinstance(self.module.model, peft.PeftModel):
+            trained = [parameter.requires_grad for parameter in self.module.parameters()]
             with self.module.model.disable_adapter():
-                return self.replay(rollouts, self.module)
+                replayed = self.replay(rollouts, self.module)
+            # Leaving it, peft makes every adapter trainable, those of frozen parts too.
+            for parameter, was in zip(self.module.parameters(), trained, strict=True):
+                parameter.requires_grad_(was)
+            return replayed
         assert self.frozen is not None
         return self.replay(rollouts, self.frozen.to(self.device))
 

@@ -528,8 +528,13 @@ def test_lora_trains_adapters_only_and_refers_to_the_base(family, load):
 
 def test_lora_leaves_frozen_parts_alone(family, load):
     policy = load(family, lora=LORA, freeze=["vision", "connector"])
-    trained = {vlm.part_of(name) for name, p in policy.module.named_parameters() if p.requires_grad}
-    assert trained == {"language"}
+
+    def trained():
+        return {vlm.part_of(name) for name, p in policy.module.named_parameters() if p.requires_grad}
+
+    assert trained() == {"language"}
+    policy.reference(mixed(policy))
+    assert trained() == {"language"}
 
 
 def test_reference_is_a_copy_of_the_start(load):
