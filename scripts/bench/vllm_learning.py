@@ -1,15 +1,15 @@
 """The quickstart's recipe with each way to generate, from the same base at each seed: does it learn the same, how fast?
 
-    .venv/bin/python scripts/bench/vllm_learning.py [--seeds 3] [--arms transformers,ahead] [--steps 160]
+    .venv/bin/python scripts/bench/vllm_learning.py [--seeds 3] [--arms server,ahead] [KEY=VALUE ...]
 
     transformers   the model that is trained generates
     colocated      vLLM in the training process
     server         one vLLM server in a process of its own
     ahead          the same server makes the next batch while this one is trained on
 
-Runs that are already in --runs are not repeated. Prints a Markdown table: greedy accuracy on the held-out questions,
-median seconds of a step and of its parts, and the largest mean difference of log-probabilities between the engine that
-sampled and the model that is trained (with `ahead` it is one update older).
+KEY=VALUE: more overrides of every arm. Runs that are already in --runs are not repeated. Prints a Markdown table: greedy
+accuracy on the held-out questions, median seconds of a step and of its parts, and the largest mean difference of
+log-probabilities between the engine that sampled and the model that is trained (with `ahead` it is one update older).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--runs", type=Path, default=ROOT / "build/vllm")
+    parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     print(
         "| generation | seed | before | after | s a step | rollout | update | synchronise | logp gap |\n|"
@@ -47,7 +48,7 @@ def main() -> None:
         for arm in options.arms.split(","):
             run = options.runs / f"{arm}-{seed}"
             own = ["model.warm_start=null", f"model.path={base / 'final'}", f"steps={options.steps}", *ARMS[arm]]
-            train(CONFIG, run, seed, options.threads, *own)
+            train(CONFIG, run, seed, options.threads, *own, *options.overrides)
             print("| " + " | ".join([arm, str(seed), *cells(rows(run))]) + " |", flush=True)
 
 
