@@ -7,9 +7,9 @@
     server         one vLLM server in a process of its own
     ahead          the same server makes the next batch while this one is trained on
 
-KEY=VALUE: more overrides of every arm. Runs that are already in --runs are not repeated. Prints a Markdown table: greedy
-accuracy on the held-out questions, median seconds of a step and of its parts, and the largest mean difference of
-log-probabilities between the engine that sampled and the model that is trained (with `ahead` it is one update older).
+KEY=VALUE: more overrides of every arm. Runs that are already in --runs are not repeated. Prints a Markdown table:
+greedy accuracy on the held-out questions, median seconds of a step and of its parts, and the largest mean difference
+of log-probabilities between the engine that sampled and the model that is trained (with `ahead` it is one update old).
 """
 
 from __future__ import annotations
