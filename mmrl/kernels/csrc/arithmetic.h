@@ -315,6 +315,12 @@ HD GroupLine line_of(const Spread& group, double scale_std, int64_t baseline, in
 HD float advantage_of(float r, GroupLine line) {
   return r == r ? static_cast<float>((r - line.baseline) * line.factor) : 0;
 }
+#ifndef __CUDACC__
+HD Eight advantage_of(Eight r, GroupLine line) {
+  const Eight moved = __builtin_convertvector((widened(r) - line.baseline) * line.factor, Eight);
+  return r == r ? moved : Eight{};
+}
+#endif
 
 // ---- returns --------------------------------------------------------------------------------------------------------
 

@@ -318,7 +318,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantage(Tensor rewards, Tenso
   check_flat(weights, "weights", FLOAT, components, rewards);
   check_flat(group, "group", ScalarType::Long, rows, rewards);
   const int64_t* g = flat<const int64_t>(group);
-  for (int64_t i = 0; i < rows; ++i)
+  bool outside = false;  // all rows first, several at a time; which one it was is seldom asked
+  for (int64_t i = 0; i < rows; ++i) outside |= static_cast<uint64_t>(g[i]) >= static_cast<uint64_t>(groups);
+  for (int64_t i = 0; outside && i < rows; ++i)
     STD_TORCH_CHECK(0 <= g[i] && g[i] < groups, "group must be in [0, ", groups, "), row ", i, " has ", g[i]);
   const Tensor advantage = fresh(rewards, {rows}), count = fresh(rewards, {groups}), mean = fresh(rewards, {groups}),
                std = fresh(rewards, {groups});
@@ -336,10 +338,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantage(Tensor rewards, Tenso
     for (int64_t i = from; i < to; i += 8) look(load_eight(reward + i, to - i, rows - i, NAN));
   };
   // Rows of one group mostly stand together; work(from, to, group) is called for each run of them.
-  const auto for_runs = [=](auto work) INLINE {
-    for (int64_t i = 0, end; i < rows; i = end) {
-      for (end = i + 1; end < rows && g[end] == g[i];) ++end;
-      work(i, end, g[i]);
+  std::vector<int64_t> ends;
+  ends.reserve(rows / 8);
+  for (int64_t i = 1; i <= rows; ++i)
+    if (i == rows || g[i] != g[i - 1]) ends.push_back(i);
+  const auto for_runs = [&](auto work) INLINE {
+    int64_t from = 0;
+    for (const int64_t to : ends) {
+      work(from, to, g[from]);
+      from = to;
     }
   };
   for_runs([&](int64_t from, int64_t to, int64_t id) INLINE {
@@ -370,7 +377,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantage(Tensor rewards, Tenso
     stds[i] = static_cast<float>(own);
   }
   float* const out = flat<float>(advantage);
-  for (int64_t i = 0; i < rows; ++i) out[i] = advantage_of(reward[i], line[g[i]]);
+  for_runs([&](int64_t from, int64_t to, int64_t id) INLINE {
+    int64_t i = from;
+    for (; i + 8 <= to; i += 8) narrow(out + i, advantage_of(raw<Eight>(reward + i), line[id]));
+    for (; i < to; ++i) out[i] = advantage_of(reward[i], line[id]);
+  });
   return {advantage, count, mean, std};
 }
 

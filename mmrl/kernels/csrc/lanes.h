@@ -23,6 +23,7 @@ HD Lanes widen(const Bfloat16* p) { return float_of(__builtin_convertvector(raw<
 HD Lanes widen(const bool* p) { return __builtin_convertvector(widened(raw<LanesByte>(p)), Lanes); }
 
 HD void narrow(float* p, Lanes x) { memcpy(p, &x, sizeof x); }
+HD void narrow(float* p, Eight x) { memcpy(p, &x, sizeof x); }
 HD void narrow(Half* p, Lanes x) {
   const LanesHalf h = __builtin_convertvector(x, LanesHalf);
   memcpy(p, &h, sizeof h);
