@@ -157,10 +157,16 @@ def test_pictures_matter(shared):
 @pytest.mark.parametrize("whole", [True, False], ids=["the matrix itself", "through the layer"])
 def test_logits_of_a_batch_never_exist(shared, whole, monkeypatch):
     policy, rollouts = shared
-    seen, made = [], ops._logits
+    seen, made = [], ops._chunks
+
+    def watched(*args):
+        for part, logits in made(*args):
+            seen.append(logits.shape)
+            yield part, logits
+
     head = policy.module.model.get_output_embeddings()
     handle = head.register_forward_hook(lambda module, args, out: seen.append(out.shape))
-    monkeypatch.setattr(ops, "_logits", lambda *args: seen.append((out := made(*args)).shape) or out)
+    monkeypatch.setattr(ops, "_chunks", watched)
     monkeypatch.setattr(policy, "lockstep", None if whole else vlm.Lockstep(lambda chunks: chunks))
     kernels.use("cpu")
     got = replay(policy, rollouts)
