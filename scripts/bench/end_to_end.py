@@ -24,7 +24,7 @@ SHORT = {  # of the warm start, and of the recipe
     "visual_qa_digits": (["steps=60", "evaluation.prompts=1"], []),
     "image_digits_flow": (["steps=200", "evaluation.prompts=10"], []),
     "manipulation_tabletop": (
-        ["steps=20", "rollout.prompts=32", "task.demonstrations.episodes=100", "evaluation.prompts=1"],
+        ["steps=250", "rollout.prompts=64", "task.demonstrations.episodes=200", "evaluation.prompts=1"],
         ["rollout.prompts=8"],
     ),
 }
