@@ -158,6 +158,7 @@ def train(config: Any, *, dry: bool = False) -> int:
         elif not trainer.stopping:
             run.line(summary(trainer.accuracies, folder))
     finally:
+        engine.release()
         if generator is not None:
             generator.close()
         # In order also after an error: gloo's thread otherwise aborts the interpreter and hides the message.

@@ -247,10 +247,16 @@ class Engine(Ranks):
         _, client = self._engine.load_checkpoint(folder, tag="engine", load_lr_scheduler_states=False)
         self.updates = client["updates"]
 
+    def release(self) -> None:
+        """Give up weights and optimizer. Before an engine for generation is closed: that may end the process group,
+        which DeepSpeed still asks here under ZeRO-3."""
+        if self._engine is not None:
+            self._engine.destroy()
+            self._engine = None
+            gc.collect()
+
     def close(self) -> None:
-        self._engine.destroy()
-        del self._engine
-        gc.collect()
+        self.release()
         super().close()
 
 

@@ -125,9 +125,9 @@ def make(folder, *overrides, task=None, base=TINY) -> Trainer:
 def release(trainer: Trainer) -> None:
     """Ends the engine, not the process group: the next one in this process uses it again."""
     trainer.run.close()
+    trainer.engine._engine.destroy()  # first: under ZeRO-3 it asks the process group, which vLLM ends with its engine
     if trainer.generator is not None:
         trainer.generator.close()
-    trainer.engine._engine.destroy()
 
 
 def train(folder, *overrides, task=None, resume=False, base=TINY) -> SimpleNamespace:
