@@ -102,7 +102,7 @@ class VLLMConfig(Section):
     host: str = "127.0.0.1"  # where they listen; with ranks on several hosts a name that all of them know
     addresses: list[str] = []  # of engines that were started elsewhere, http://host:port; none is started then
     exchange: str | None = None  # folder for weights that all engines can read; default RUN/engines; /dev/shm is fast
-    in_flight: int = Field(default=64, ge=1)  # requests that a rank leaves with one engine at a time
+    in_flight: int = Field(default=32, ge=1)  # prompts, with their groups, that a rank leaves with one engine at a time
     timeout: float = Field(default=600, gt=0)  # seconds that a start, new weights or a response may take
 
     @model_validator(mode="after")

@@ -39,6 +39,7 @@ from mmrl.generation.vllm import (
     Answer,
     EngineOptions,
     Request,
+    bundled,
     check_installed,
     check_length,
     check_read,
@@ -149,14 +150,15 @@ class Servers:
         addresses: Sequence[str] = (),
         host: str = "127.0.0.1",
         first_device: int = 0,
-        in_flight: int = 64,
+        in_flight: int = 32,
         timeout: float = 600.0,
         say: Callable[[str], None] = print,
     ) -> None:
         """Collective. folder: for weights, readable by all servers. describe: writes the configuration and the
         processor of the model into a folder. gather: a value of each rank. count: engines to start, where no
-        `addresses` are given; each gets options.tensor_parallel GPUs from first_device on. in_flight: requests that a
-        rank leaves with one engine at a time. timeout: seconds that starting, loading and a request may take.
+        `addresses` are given; each gets options.tensor_parallel GPUs from first_device on. in_flight: prompts that a
+        rank leaves with one engine at a time, with all responses to each. timeout: seconds that starting, loading and a
+        request may take.
 
         Raises UserError where vLLM has to be started and is not installed.
         """
@@ -264,30 +266,19 @@ class Servers:
 
     # --- generation ---
 
-    def generate(self, requests: Sequence[Request], **options: Any) -> list[Answer]:
+    def generate(self, requests: Sequence[Request], *, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
         """`VLLM.generate`, each response exactly once. Raises UserError as that does, and if no engine is left."""
-        return self.ask(range(len(self.servers)), requests, **options)
+        return self.ask(range(len(self.servers)), requests, sampling, eos)
 
     def ask(
-        self,
-        servers: Sequence[int],
-        requests: Sequence[Request],
-        *,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        eos: tuple[int, ...],
-        limits: Sequence[int],
+        self, servers: Sequence[int], requests: Sequence[Request], sampling: Sampling, eos: tuple[int, ...]
     ) -> list[Answer]:
         """`generate` by these of the servers."""
-        for request, limit in zip(requests, limits, strict=True):
-            check_length(request, limit, self.options.context)
-        model = {} if self.current.adapter is None else {"model": self.current.version}
-        batch = Batch(
-            [
-                {**model, **content(request), "sampling_params": sampling_parameters(sampling, seed, eos, limit)}
-                for request, seed, limit in zip(requests, seeds, limits, strict=True)
-            ]
-        )
+        for request in requests:
+            check_length(request, self.options.context)
+        share = -(-len(requests) // len(servers))  # so that there is something for each of them
+        requests = bundled(requests, min(share, self.options.max_sequences))
+        batch = Batch(self._bodies(requests, sampling, eos))
         room = min(self.in_flight, len(requests))
         with ThreadPoolExecutor(room * len(servers)) as pool:
             work = [pool.submit(self._work, i, batch) for i in servers for _ in range(room)]
@@ -300,7 +291,16 @@ class Servers:
             raise next(iter(batch.lost.values()))
         for request, found in zip(requests, batch.found, strict=True):
             check_read(request, found["prompt_token_ids"])
-        return [_answer(found["choices"][0]) for found in batch.found]
+        return [_answer(choice) for found in batch.found for choice in found["choices"]]
+
+    def _bodies(self, requests: Sequence[Request], sampling: Sampling, eos: tuple[int, ...]) -> list[dict[str, Any]]:
+        """As /inference/v1/generate takes them."""
+        model = {} if self.current.adapter is None else {"model": self.current.version}
+        pictures = {id(r.images): [data_url(image) for image in r.images] for r in requests}
+        return [
+            {**content(r, pictures[id(r.images)]), **model, "sampling_params": sampling_parameters(r, sampling, eos)}
+            for r in requests
+        ]
 
     def _work(self, number: int, batch: Batch) -> None:
         """Takes requests to one server until all of the batch are answered, or the server is lost. Raises UserError for
@@ -313,7 +313,8 @@ class Servers:
         while (place := batch.take()) is not None:
             try:
                 found = server.post("inference/v1/generate", batch.bodies[place])
-                if {part["version"] for part in found["choices"][0]["weight_versions"]} != {self.current.version}:
+                parts = [part for choice in found["choices"] for part in choice["weight_versions"]]
+                if {part["version"] for part in parts} != {self.current.version}:
                     raise LOST("it was started again and has other weights")
             except LOST:
                 batch.give_back(place)
@@ -325,7 +326,7 @@ class Servers:
                     return
             else:
                 batch.put(place, found)
-                self.answered[number] += 1
+                self.answered[number] += len(found["choices"])
 
     # --- life ---
 
@@ -358,8 +359,8 @@ class Replica:
     all: Servers
     number: int
 
-    def generate(self, requests: Sequence[Request], **options: Any) -> list[Answer]:
-        return self.all.ask([self.number], requests, **options)
+    def generate(self, requests: Sequence[Request], *, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
+        return self.all.ask([self.number], requests, sampling, eos)
 
 
 class Batch:
@@ -484,9 +485,9 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
         save_file(shard, folder / f"model-{files:05d}.safetensors", metadata={"format": "pt"})
 
 
-def content(request: Request) -> dict[str, Any]:
+def content(request: Request, pictures: Sequence[str]) -> dict[str, Any]:
     """Prompt and pictures as /inference/v1/generate takes them."""
-    parts = [{"type": "image_url", "url": data_url(image)} for image in request.images]
+    parts = [{"type": "image_url", "url": picture} for picture in pictures]
     return {"token_ids": request.marked, "return_token_ids": True, **({"content_parts": parts} if parts else {})}
 
 
@@ -511,4 +512,5 @@ def free_port(host: str) -> int:
 
 
 def _answer(choice: dict[str, Any]) -> Answer:
-    return torch.tensor(choice["token_ids"]), torch.tensor([t["logprob"] for t in choice["logprobs"]["content"]])
+    logp = [token["logprob"] for token in choice["logprobs"]["content"]]
+    return Answer(torch.tensor(choice["token_ids"]), torch.tensor(logp))

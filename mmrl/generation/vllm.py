@@ -39,31 +39,40 @@ NEVER = -1e9  # added to the logit of a token that is never sampled; JSON knows 
 @dataclass(frozen=True)
 class Request:
     """A prompt for vLLM, with one marker a picture as the chat template writes it; and the ids that the trainer's
-    processor makes of text and pictures."""
+    processor makes of text and pictures. Wanted are `count` responses of at most `limit` tokens; the first one is drawn
+    with `seed`, the next with `seed` + 1, and so on, as vLLM has it."""
 
     name: str
     marked: list[int]  # ids of the text with its markers
     images: tuple[Image.Image, ...]
     ids: Tensor  # [prompt token] int64
+    seed: int = 0
+    limit: int = 1
+    count: int = 1
 
     def after(self, response: Tensor) -> Request:
         """The prompt and the first tokens of its response, to be continued."""
         return replace(self, marked=[*self.marked, *response.tolist()], ids=torch.cat([self.ids, response]))
 
+    def continued_by(self, other: Request) -> bool:
+        """Whether the other one asks for the next response to the same prompt."""
+        return (
+            other.seed == self.seed + self.count
+            and other.limit == self.limit
+            and other.marked == self.marked
+            and other.images is self.images
+            and torch.equal(other.ids, self.ids)
+        )
 
-Answer = tuple[Tensor, Tensor]  # token ids [token] int64, the end token included, and their logp [token] fp32
+
+@dataclass(frozen=True)
+class Answer:
+    ids: Tensor  # [token] int64, the end token included
+    logp: Tensor  # [token] fp32
 
 
 class Answering(Protocol):
-    def generate(
-        self,
-        requests: Sequence[Request],
-        *,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        eos: tuple[int, ...],
-        limits: Sequence[int],
-    ) -> list[Answer]: ...
+    def generate(self, requests: Sequence[Request], *, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]: ...
 
 
 class Generator(Answering, Protocol):
@@ -127,27 +136,40 @@ class EngineOptions:
         }
 
 
-def sampling_parameters(sampling: Sampling, seed: int, eos: tuple[int, ...], limit: int) -> dict[str, Any]:
+def bundled(requests: Sequence[Request], most: int) -> list[Request]:
+    """Neighbours that differ in their seeds alone as one request, for at most so many responses: a prompt and its
+    pictures are prepared once for all of them."""
+    found: list[Request] = []
+    for request in requests:
+        if found and found[-1].count + request.count <= most and found[-1].continued_by(request):
+            found[-1] = replace(found[-1], count=found[-1].count + request.count)
+        else:
+            found.append(request)
+    return found
+
+
+def sampling_parameters(request: Request, sampling: Sampling, eos: tuple[int, ...]) -> dict[str, Any]:
     """By vLLM's names."""
     return {
+        "n": request.count,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "seed": seed,
+        "seed": request.seed,
         "logit_bias": {token: NEVER for token in sampling.suppressed} or None,
         "stop_token_ids": list(eos),
         "ignore_eos": True,
-        "max_tokens": limit,
+        "max_tokens": request.limit,
         "logprobs": 0,
         "detokenize": False,
     }
 
 
-def check_length(request: Request, limit: int, context: int) -> None:
+def check_length(request: Request, context: int) -> None:
     """Raises UserError if a prompt and its response may not fit the context."""
-    if len(request.ids) + limit > context:
+    if len(request.ids) + request.limit > context:
         raise UserError(
-            f"prompt {request.name} has {len(request.ids)} tokens and may get {limit} more, but the engine's "
+            f"prompt {request.name} has {len(request.ids)} tokens and may get {request.limit} more, but the engine's "
             f"context is {context}; lower rollout.max_response_length, or the prompt's length"
         )
 
@@ -209,7 +231,7 @@ class VLLM:
                 f"vLLM can not be imported ({last_error(str(error))}); {versions()}, or set rollout.engine=transformers"
             ) from None
 
-        self.context = options.context
+        self.context, self.max_sequences = options.context, options.max_sequences
         self.sleeps = torch.cuda.is_available()
         self.adapter: Any = None
         self.adapters = 0  # that it had
@@ -233,16 +255,8 @@ class VLLM:
     def replicas(self) -> Sequence[VLLM]:
         return (self,)
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        *,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        eos: tuple[int, ...],
-        limits: Sequence[int],
-    ) -> list[Answer]:
-        """One response a request. limits: the most tokens of each.
+    def generate(self, requests: Sequence[Request], *, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
+        """The responses that are asked for, in order.
 
         Raises UserError if a prompt and its response may not fit the context, holds too many pictures, or is read as
         other tokens than by the trainer.
@@ -250,17 +264,15 @@ class VLLM:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMError
 
-        for request, limit in zip(requests, limits, strict=True):
-            check_length(request, limit, self.context)
+        for request in requests:
+            check_length(request, self.context)
+        requests = bundled(requests, self.max_sequences)
         inputs: Any = [
             {"prompt_token_ids": r.marked, **({"multi_modal_data": {"image": list(r.images)}} if r.images else {})}
             for r in requests
         ]
         try:
-            options = [
-                SamplingParams(**sampling_parameters(sampling, seed, eos, limit), skip_clone=True)
-                for seed, limit in zip(seeds, limits, strict=True)
-            ]
+            options = [SamplingParams(**sampling_parameters(r, sampling, eos), skip_clone=True) for r in requests]
             # Without a GPU vLLM would still compile a helper that ranks tokens, for ten seconds in each process.
             with nullcontext() if self.sleeps else torch.compiler.set_stance("force_eager"):
                 outputs = self.llm.generate(inputs, options, use_tqdm=False, lora_request=self.adapter)
@@ -268,7 +280,7 @@ class VLLM:
             raise UserError(f"rollout.engine=vllm refuses a prompt: {_cause(error)}") from None
         for request, output in zip(requests, outputs, strict=True):
             check_read(request, output.prompt_token_ids or ())
-        return [_answer(output.outputs[0]) for output in outputs]
+        return [_answer(choice) for output in outputs for choice in output.outputs]
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights; names and layout are those of the model's checkpoint, tied weights under both names.
@@ -357,6 +369,7 @@ def _unloaded() -> str:
     return UNLOADED
 
 
-def _answer(output: Any) -> Answer:
-    ids = list(output.token_ids)
-    return torch.tensor(ids), torch.tensor([places[i].logprob for i, places in zip(ids, output.logprobs, strict=True)])
+def _answer(choice: Any) -> Answer:
+    ids = list(choice.token_ids)
+    logp = [places[i].logprob for i, places in zip(ids, choice.logprobs, strict=True)]
+    return Answer(torch.tensor(ids), torch.tensor(logp))

@@ -67,15 +67,19 @@ class Draft:
     """A response in the making by an engine, which may get other weights before it is finished."""
 
     prompt: Prompt
-    request: Request
-    seed: int
-    limit: int  # tokens
+    request: Request  # for all of it
     tokens: Tokens  # the response as far as it goes
     logp: Tensor  # [response token] fp32, each by the weights that drew it
 
     def finished(self, eos: tuple[int, ...]) -> bool:
         response = self.tokens.response
-        return len(response) > 0 and (len(response) == self.limit or int(response[-1]) in eos)
+        return len(response) > 0 and (len(response) == self.request.limit or int(response[-1]) in eos)
+
+    def next(self, count: int) -> Request:
+        """For so many tokens more."""
+        request, length = self.request.after(self.tokens.response), len(self.tokens.response)
+        seed = continued_seed(self.request.seed, length)
+        return replace(request, seed=seed, limit=min(count, self.request.limit - length))
 
     def grow(self, ids: Tensor, logp: Tensor) -> None:
         self.tokens = replace(self.tokens, response=torch.cat([self.tokens.response, ids]))
@@ -285,15 +289,16 @@ class VisionLanguagePolicy:
     def draft(
         self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, limit: int | None = None
     ) -> list[Draft]:
-        """Responses of no tokens yet, `group_size` a prompt."""
+        """Responses of no tokens yet, `group_size` a prompt. A group is drawn with the first of its seeds and those
+        that follow it, by which an engine takes it as one request."""
         encoded = self.encode(prompts)
         marked = self.tokenizer(chat_texts(self.processor, prompts)).input_ids
-        asked = [Request(p.id, m, p.images, t.prompt) for p, m, t in zip(prompts, marked, encoded, strict=True)]
-        places = [place for place in range(len(prompts)) for _ in range(group_size)]
-        return [
-            Draft(prompts[i], asked[i], seed, limit or self.max_response_length, encoded[i], torch.zeros(0))
-            for i, seed in zip(places, seeds, strict=True)
-        ]
+        limit, found = limit or self.max_response_length, []
+        for prompt, ids, tokens, seed in zip(prompts, marked, encoded, seeds[::group_size], strict=True):
+            first = Request(prompt.id, ids, prompt.images, tokens.prompt, seed, limit)
+            group = [replace(first, seed=seed + i) for i in range(group_size)]
+            found += [Draft(prompt, request, tokens, torch.zeros(0)) for request in group]
+        return found
 
     def extend(
         self, engine: Answering, drafts: Sequence[Draft], count: int, *, sampling: Sampling | None = None
@@ -301,16 +306,10 @@ class VisionLanguagePolicy:
         """Gives each draft that is not finished up to `count` tokens more. What is drawn depends on the draft's seed,
         its tokens so far and the engine's weights; not on when that is."""
         drafts = [draft for draft in drafts if not draft.finished(self.eos)]
-        responses = [draft.tokens.response for draft in drafts]
-        drawn = engine.generate(
-            [draft.request.after(response) for draft, response in zip(drafts, responses, strict=True)],
-            sampling=sampling or self.sampling,
-            seeds=[continued_seed(d.seed, len(response)) for d, response in zip(drafts, responses, strict=True)],
-            eos=self.eos,
-            limits=[min(count, d.limit - len(response)) for d, response in zip(drafts, responses, strict=True)],
-        )
-        for draft, (ids, logp) in zip(drafts, drawn, strict=True):
-            draft.grow(ids, logp)
+        requests = [draft.next(count) for draft in drafts]
+        drawn = engine.generate(requests, sampling=sampling or self.sampling, eos=self.eos)
+        for draft, answer in zip(drafts, drawn, strict=True):
+            draft.grow(answer.ids, answer.logp)
 
     def complete(self, drafts: Sequence[Draft], group_size: int) -> Rollouts:
         """Finished drafts as rollouts, `group_size` a prompt."""

@@ -44,6 +44,7 @@ def test_greedy_responses_are_those_of_transformers(found):
 def test_a_response_depends_on_its_own_seed_alone(found):
     assert found["seeded"] == found["alone"]
     assert len({tuple(row) for row in found["seeded"]}) > 4
+    assert found["together"] == found["one_by_one"]  # also where a group is one request
 
 
 def test_tokens_that_stand_for_pixels_are_never_sampled(found):
@@ -103,7 +104,7 @@ def test_responses_that_take_several_steps(adapters):
     assert sorted(found["trained"]) == sorted(2 * list(range(16)))
     steps = [row for row in metrics(adapters / "run") if "loss" in row]
     assert steps[0]["generation/staleness_max"] == 0
-    assert {row["generation/staleness_max"] for row in steps[1:]} == {0, 1}
+    assert max(row["generation/staleness_max"] for row in steps) == 1
     for row in steps:  # old tokens are not as likely as they were
         assert (row["correction/logp_gap_max"] > 1e-3) == (row["generation/staleness_max"] > 0)
 

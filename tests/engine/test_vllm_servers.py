@@ -3,6 +3,7 @@ they generate."""
 
 import json
 import threading
+from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,7 +13,7 @@ import torch
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.servers import LOST, Batch, Servers, command_line, write_weights
-from mmrl.generation.vllm import EngineOptions, Request, last_error
+from mmrl.generation.vllm import EngineOptions, Request, bundled, last_error
 from tests.engine import vllm_workers
 from tests.engine.parts import call, metrics
 
@@ -176,18 +177,25 @@ class Scripted:
         raise UserError("it did not come back")
 
 
+def groups():
+    """Three prompts with two responses each."""
+    ids = [torch.tensor([i]) for i in range(3)]
+    return [Request(str(i), [i], (), ids[i], seed=10 * i + k, limit=2) for i in range(3) for k in range(2)]
+
+
 def asked(tmp_path, *answers):
     made = servers(tmp_path, [f"http://127.0.0.1:{9 + i}" for i in range(len(answers))])
     made.servers = [Scripted(partial(answer, made)) for answer in answers]
-    requests = [Request(str(i), [i], (), torch.tensor([i])) for i in range(6)]
-    return made.generate(requests, sampling=Sampling(), seeds=range(6), eos=(1,), limits=[2] * 6)
+    return made.generate(groups(), sampling=Sampling(), eos=(1,))
 
 
 def answers(made, body):
-    token = body["token_ids"][0]
-    logprobs = {"content": [{"logprob": -0.5}]}
-    choice = {"token_ids": [token], "logprobs": logprobs, "weight_versions": [{"version": made.current.version}]}
-    return {"prompt_token_ids": [token], "choices": [choice]}
+    """Each response is the prompt's token and its seed."""
+    token, wanted = body["token_ids"][0], body["sampling_params"]
+    seeds = range(wanted["seed"], wanted["seed"] + wanted["n"])
+    logprobs, version = {"content": [{"logprob": -0.5}] * 2}, [{"version": made.current.version}]
+    choices = [{"token_ids": [token, seed], "logprobs": logprobs, "weight_versions": version} for seed in seeds]
+    return {"prompt_token_ids": [token], "choices": choices}
 
 
 def goes_away(made, body):
@@ -203,7 +211,45 @@ def surprises(made, body):
 
 
 def test_what_a_lost_server_had_is_answered_by_another(tmp_path):
-    assert [int(ids) for ids, _ in asked(tmp_path, goes_away, answers)] == list(range(6))
+    found = [answer.ids.tolist() for answer in asked(tmp_path, goes_away, answers)]
+    assert found == [[0, 0], [0, 1], [1, 10], [1, 11], [2, 20], [2, 21]]
+
+
+def test_a_group_is_one_request():
+    ids, picture = torch.tensor([7]), (object(),)
+    first = Request("a", [7], picture, ids, seed=3, limit=5)
+
+    def counts(*others, most=8):
+        return [request.count for request in bundled([first, *others], most)]
+
+    follows = partial(replace, first, seed=4)
+    assert counts(follows(), replace(first, seed=5)) == [3]
+    assert bundled([first, follows()], 8)[0] == replace(first, count=2)
+    assert counts(follows(), replace(first, seed=5), most=2) == [2, 1]
+    for other in (
+        replace(first, seed=5),
+        follows(limit=4),
+        follows(marked=[8]),
+        follows(images=(picture[0],)),
+        follows(ids=torch.tensor([8])),
+        replace(first, seed=2),
+    ):
+        assert counts(other) == [1, 1]
+
+
+def test_every_engine_gets_a_part_of_a_single_group(tmp_path):
+    made = servers(tmp_path, [f"http://127.0.0.1:{9 + i}" for i in range(4)])
+    bodies = []
+
+    def kept(body):
+        bodies.append(body)
+        return answers(made, body)
+
+    made.servers = [Scripted(kept)] * 4
+    request = Request("a", [7], (), torch.tensor([7]), seed=0, limit=2)
+    found = made.generate([replace(request, seed=i) for i in range(8)], sampling=Sampling(), eos=(1,))
+    assert [answer.ids.tolist() for answer in found] == [[7, i] for i in range(8)]
+    assert [body["sampling_params"]["n"] for body in bodies] == [2] * 4
 
 
 @pytest.mark.parametrize(

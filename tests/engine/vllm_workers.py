@@ -50,6 +50,9 @@ def one_rank(folder: Path) -> None:
     with generator.generation():
         ours = policy.rollout(prompts, 4, range(16))
         alone = policy.rollout(prompts[2:], 4, range(8, 16))
+        drafts = [draft for i in range(4) for draft in policy.draft(prompts[i : i + 1], 4, range(4 * i, 4 * i + 4))]
+        for draft in drafts:  # each as a request of its own
+            policy.extend(engine, [draft], 8)
         greedy = policy.rollout(prompts, 1, range(4), temperature=0.0)
         hot = policy.rollout(prompts, 64, range(256), temperature=2.0)
     policy.engine = None
@@ -57,6 +60,7 @@ def one_rank(folder: Path) -> None:
     policy.engine = engine
     found["greedy"], found["plain"] = responses(greedy), responses(plain)
     found["seeded"], found["alone"] = responses(ours)[8:], responses(alone)
+    found["together"], found["one_by_one"] = responses(ours), [d.tokens.response.tolist() for d in drafts]
     found["hot"] = sorted({token for row in responses(hot) for token in row})
     trainer.train()
     found["stale_caches"] = stale(generator, policy, without="forget")
@@ -175,7 +179,7 @@ def server_with_adapters(folder: Path) -> None:
     (folder / "adapters.json").write_text(json.dumps(found))
 
 
-SERVERS = ["rollout.vllm.placement=server", "rollout.vllm.servers=2", "rollout.vllm.in_flight=4"]
+SERVERS = ["rollout.vllm.placement=server", "rollout.vllm.servers=2", "rollout.vllm.in_flight=2"]
 
 
 def servers(folder: Path) -> None:

@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.transformers import generate
+from mmrl.generation.vllm import Answer
 from mmrl.policies import vlm
 
 
@@ -29,7 +30,7 @@ class Copy:
     def measures(self):
         return {}
 
-    def generate(self, requests, *, sampling: Sampling, seeds, eos, limits):
+    def generate(self, requests, *, sampling: Sampling, eos):
         own, prompts = self.own, [self.prompts[request.name] for request in requests]
         rows = []
         for tokens, request in zip(own.encode(prompts), requests, strict=True):
@@ -43,16 +44,16 @@ class Copy:
             own.module.model,
             own.collate(rows, padding_side="left"),
             sampling=sampling,
-            seeds=list(seeds),
+            seeds=[request.seed for request in requests],
             eos=eos,
             pad=own.pad,
-            max_new_tokens=max(limits),
+            max_new_tokens=max(request.limit for request in requests),
         )
         own._recompute(True)
-        rows = [replace(row, response=ids[:limit]) for row, ids, limit in zip(rows, drawn, limits, strict=True)]
+        rows = [replace(row, response=ids[: r.limit]) for row, ids, r in zip(rows, drawn, requests, strict=True)]
         with torch.no_grad():
             logp = own.replay(own._rollouts(prompts, rows, 1), own.module).logp
-        return [(row.response, found[: len(row.response)]) for row, found in zip(rows, logp, strict=True)]
+        return [Answer(row.response, found[: len(row.response)]) for row, found in zip(rows, logp, strict=True)]
 
     def load(self, weights):
         target = dict(self.own.module.model.named_parameters(remove_duplicate=False))
