@@ -4,7 +4,8 @@
 
     one by one     transformers' generate, one row a response
     groups         mmrl's loop over the transformers model, which reads each prompt once for all of its responses
-    vllm           the engine beside the model, with its caches emptied before every round
+    vllm           the engine beside the model (--placement server: in processes of its own), its caches emptied before
+                   every round
 
 The same in all arms: model and weights, prompts and pictures, sampling at temperature 1 with suppressed tokens, a seed
 a response, and exactly `length` tokens a response (end tokens are suppressed too). fp32 unless --dtype says otherwise.
@@ -62,6 +63,8 @@ def main() -> None:
             "rollout.engine=vllm",
             f"rollout.max_response_length={options.length}",
             f"rollout.vllm.max_sequences={options.prompts * options.group}",
+            f"rollout.vllm.placement={options.placement}",
+            f"rollout.vllm.exchange={tempfile.gettempdir()}/mmrl-generation-engines",
         ],
     )
     ranks = Ranks()
@@ -92,6 +95,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--placement", default="colocated", choices=["colocated", "server"])
     parser.add_argument("--model")
     parser.add_argument("--width", type=int, help="of a model like the tiny one, with --layers layers")
     parser.add_argument("--layers", type=int, default=8)
@@ -108,6 +112,7 @@ def endless(policy: VisionLanguagePolicy) -> None:
 
 def measure(policy: VisionLanguagePolicy, generator: Any, prompts: list[Any], options: Any) -> dict[str, Any]:
     engine, sharing = policy.engine, vlm.PREFIX_SHARING
+    servers = generator.engine.servers if options.placement == "server" else [generator.engine]
     count = options.prompts * options.group
 
     def arm(*, with_engine: bool, shared: bool) -> Callable[[int], float]:
@@ -115,7 +120,8 @@ def measure(policy: VisionLanguagePolicy, generator: Any, prompts: list[Any], op
             policy.engine = engine if with_engine else None
             vlm.PREFIX_SHARING = sharing if shared else set()
             if with_engine:
-                engine.forget()
+                for own in servers:
+                    own.forget()
             started = time.perf_counter()
             made = policy.rollout(prompts, options.group, range(number * count, (number + 1) * count))
             if torch.cuda.is_available():

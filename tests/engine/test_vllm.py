@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from functools import partial
 
 import pytest
@@ -111,14 +112,23 @@ def test_responses_that_take_several_steps(adapters):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "options", [[], [*vllm_workers.LORA, *vllm_workers.PARTIAL]], ids=["plain", "adapters, partial"]
+)
 @pytest.mark.parametrize("placement", ["colocated", "server"])
-def test_zero_3_on_two_ranks_from_start_to_checkpoint_to_resume(placement, tmp_path):
+def test_zero_3_on_two_ranks_from_start_to_checkpoint_to_resume(placement, options, tmp_path):
     """An engine on every rank, and one that rank 0 starts for both."""
-    where = f"rollout.vllm.placement={placement}"
-    call(vllm_workers.two_ranks, tmp_path, where, "steps=2", log=tmp_path / "start.log", ranks=2, timeout=590)
+    options = [*options, f"rollout.vllm.placement={placement}"]
+    call(vllm_workers.two_ranks, tmp_path, *options, log=tmp_path / "start.log", ranks=2, timeout=590)
+    whole = [row for row in metrics(tmp_path / "two") if "loss" in row]
+    shutil.rmtree(tmp_path / "two/checkpoints/step-000004")
     resumed = partial(vllm_workers.two_ranks, resume=True)
-    options = [where, "steps=4", "checkpoint.resume=true"]
-    call(resumed, tmp_path, *options, log=tmp_path / "resume.log", ranks=2, timeout=590)
+    call(resumed, tmp_path, *options, "checkpoint.resume=true", log=tmp_path / "resume.log", ranks=2, timeout=590)
     steps = [row for row in metrics(tmp_path / "two") if "loss" in row]
-    assert [row["step"] for row in steps] == [1, 2, 3, 4]
-    assert all(row["generation/probe_gap"] < 1e-3 and row["correction/logp_gap_max"] < 1e-3 for row in steps)
+    assert [row["step"] for row in steps] == [row["step"] for row in whole] == [1, 2, 3, 4]
+    assert steps[:2] == whole[:2]
+    for row in whole + steps[2:]:
+        assert row["generation/probe_gap"] < 1e-3
+        assert row["correction/logp_gap_max"] < 1e-3 or row["generation/staleness_max"] > 0
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in steps[2:]] == pytest.approx([row[name] for row in whole[2:]], rel=1e-4), name

@@ -21,7 +21,7 @@ from mmrl.generation.vllm import VLLM as Beside
 from mmrl.generation.vllm import EngineOptions
 from mmrl.policies.synced import describe
 from mmrl.rollouts import Prompt
-from tests.engine.parts import Fixed, Questions, make, release, spread, train
+from tests.engine.parts import Fixed, Questions, make, release, spread
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
@@ -105,12 +105,6 @@ def responses(rollouts) -> list[list[int]]:
     return [tokens.response.tolist() for tokens in rollouts.inputs]
 
 
-def two_ranks(folder: Path, *options: str, resume: bool = False) -> None:
-    """ZeRO-3."""
-    common = [*VLLM, "engine.zero_stage=3", "optim.lr=1e-2", "checkpoint.every=2"]
-    train(folder / "two", *common, *options, resume=resume)
-
-
 LORA = ["model.lora.rank=4", "model.freeze=[vision,connector]", "rollout.vllm.lora=adapter", "optim.lr=2e-3"]
 PARTIAL = [
     "rollout.group_size=2",
@@ -125,6 +119,16 @@ def with_ends(trainer):
     """Many tokens end a response, so that those of an untrained model differ in length."""
     trainer.policy.eos = tuple(range(0, 340, 5))
     return trainer
+
+
+def two_ranks(folder: Path, *options: str, resume: bool = False) -> None:
+    """ZeRO-3."""
+    common = [*VLLM, "engine.zero_stage=3", "optim.lr=1e-2", "checkpoint.every=2", "checkpoint.keep=2", "steps=4"]
+    trainer = with_ends(make(folder / "two", *common, *options))
+    if resume:
+        trainer.resume()
+    trainer.train()
+    release(trainer)
 
 
 def adapters(folder: Path) -> None:
