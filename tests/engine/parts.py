@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -44,6 +45,7 @@ def model_folder() -> str:
     folder = os.environ.get(MODEL)
     if folder is None:
         folder = os.environ[MODEL] = tempfile.mkdtemp(prefix="mmrl-tests-")
+        atexit.register(shutil.rmtree, folder)
         tiny_model.build(folder, seed=0)
     return folder
 
