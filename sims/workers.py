@@ -1,9 +1,9 @@
 """Any simulator in processes of its own, so that one that dies or hangs costs the episodes it was playing and no more.
 
 Each worker is a fresh interpreter that makes the simulator for its share of the rows and keeps it until `close`.
-Messages go over a socket pair as a JSON header and the plain bytes of arrays; nothing is pickled in either direction. A
-busy worker sends a sign of life every second, by which a stopped process is told from a slow one, and by which a worker
-notices that nobody is left to answer to.
+Messages go over a socket pair, or over TCP where Ray placed the worker on another host, as a JSON header and the plain
+bytes of arrays; nothing is pickled in either direction. A busy worker sends a sign of life every second, by which a
+stopped process is told from a slow one, and by which a worker notices that nobody is left to answer to.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import shutil
 import socket
 import struct
@@ -28,12 +29,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
+from mmrl.placement import Cluster, Placed, end_with_parent
 from sims.vector import Simulator, Transition
 
 BEAT_S = 1.0  # between a busy worker's signs of life
 SILENT_S = 60.0  # without one a worker counts as stopped; a compiler of shaders may hold Python for some time
 START_S = 300.0  # until a simulator is made, on a busy machine
 LEAVE_S = 10.0  # for a simulator to close itself
+POLL_S = 0.5  # between two looks at whether a worker that has not called yet still runs
+CALL_S = 5.0  # for who calls to say who it is
 
 Message = tuple[dict[str, Any], dict[str, NDArray]]
 
@@ -41,7 +45,10 @@ _ARRAYS = ("images", "state", "reward", "terminated", "truncated", "success", "v
 _FACTS = ("action_dim", "state_dim", "image_shape", "tasks")
 _DTYPES = {"|u1", "|b1", "<f4", "<f8", "<i8"}
 _LENGTH = struct.Struct("!Q")
-_MAIN = "import sys; from sims.workers import serve; serve(int(sys.argv[1]))"
+_MAIN = "import sys; from sims.workers import serve_here; serve_here(int(sys.argv[1]))"
+_MAIN_PLACED = "import sys; from sims.workers import serve_there; serve_there(sys.argv[1], int(sys.argv[2]))"
+_TOKEN = "MMRL_WORKER_TOKEN"  # by which a worker that calls from another host is known; not for others' eyes
+_TOKEN_BYTES = 32
 _log = logging.getLogger(__name__)
 
 
@@ -58,10 +65,12 @@ class Workers:
         `Transition.errors`, the rows of other workers go on, and the next reset finds a new worker.
     python: the interpreter of the workers, where a simulator needs an environment of its own. mmrl must be importable
         there; its dependencies are not needed.
+    ray: address of a Ray cluster, or "auto", on whose hosts the workers play; None: on this host. The simulator must be
+        importable there, and its worker takes one CPU. A host that is lost costs the episodes it was playing.
     restarts: how many workers had to be replaced.
 
-    Raises UserError for options that are no JSON and for what the simulator itself refuses, RuntimeError if a worker
-    does not start.
+    Raises UserError for options that are no JSON, for what the simulator itself refuses and for a cluster that is not
+    there or has no room, RuntimeError if a worker does not start.
     """
 
     def __init__(
@@ -73,12 +82,13 @@ class Workers:
         workers: int,
         deadline_s: float = 120.0,
         python: str | None = None,
+        ray: str | None = None,
     ):
         if not 1 <= workers <= count:
             raise UserError(f"simulator {name!r}: workers must be 1 to {count} (the environments), not {workers}")
         if deadline_s <= 0:
             raise UserError(f"simulator {name!r}: deadline_s must be positive, not {deadline_s:g}")
-        if python is not None and shutil.which(python) is None:
+        if python is not None and ray is None and shutil.which(python) is None:
             raise UserError(f"simulator {name!r}: there is no interpreter at {python}")
         try:
             options = json.loads(json.dumps(dict(options)))
@@ -86,8 +96,9 @@ class Workers:
             raise UserError(f"simulator {name!r}: behind workers, options travel as JSON: {error}") from error
         self.count, shares = count, np.array_split(np.arange(count), workers)
         self._home = [(w, local) for w, share in enumerate(shares) for local in range(len(share))]
+        cluster = None if ray is None else Cluster(ray, f"simulator {name!r}: ray")
         self._workers = [
-            Worker({"name": name, "count": len(share), "options": options}, deadline_s, python or sys.executable)
+            Worker({"name": name, "count": len(share), "options": options}, deadline_s, python, cluster)
             for share in shares
         ]
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="simulator")
@@ -106,7 +117,7 @@ class Workers:
 
     @property
     def pids(self) -> list[int]:
-        """The running processes."""
+        """The running processes, each on its own host."""
         return [worker.process.pid for worker in self._workers]
 
     def shares(self, count: int) -> list[NDArray[np.int64]]:
@@ -200,25 +211,32 @@ class Workers:
 class Worker:
     """One process and the rows that play in it. Started at once, awaited when it is first asked something."""
 
-    def __init__(self, recipe: dict[str, Any], deadline_s: float, python: str):
-        self.recipe, self.deadline_s, self.python = recipe, deadline_s, python
+    def __init__(self, recipe: dict[str, Any], deadline_s: float, python: str | None, cluster: Cluster | None):
+        self.recipe, self.deadline_s, self.python, self.cluster = recipe, deadline_s, python, cluster
         self.restarts, self.fault = 0, ""
+        self._call: Call | None = None
         self._start()
 
     def _start(self) -> None:
         self.instructions: dict[int, str] = {}  # of the rows that have begun an episode in this process
         self._facts: dict[str, Any] | None = None
+        self.process: subprocess.Popen | Placed
+        self._channel: socket.socket | None
         # The same interpreter finds the same modules; another one must not see this one's packages.
-        mine = self.python == sys.executable
-        path = os.pathsep.join(filter(None, sys.path)) if mine else ""
+        own = self.python in (None, sys.executable)
+        if self.cluster is not None:
+            self._channel, self._call, self.process = None, Call(self.cluster.host), self.cluster.place()
+            arguments = [*([] if own else ["-E"]), "-c", _MAIN_PLACED, *map(str, self._call.address)]
+            self.process.run(arguments, {_TOKEN: self._call.token}, self.python)
+            return
         self._channel, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [self.python, "-c", _MAIN, str(theirs.fileno())],
+                [self.python or sys.executable, "-c", _MAIN, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the trainer, which then ends the worker
-                env=os.environ | {"PYTHONPATH": path},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)) if own else ""},
             )
 
     def ready(self) -> dict[str, Any]:
@@ -239,7 +257,10 @@ class Worker:
 
     def dismiss(self) -> None:
         """The worker leaves when nobody listens."""
-        self._channel.close()
+        if self._channel is not None:
+            self._channel.close()
+        if self._call is not None:
+            self._call.close()
 
     def close(self) -> None:
         self.dismiss()
@@ -253,14 +274,16 @@ class Worker:
         self, fields: Mapping[str, Any], arrays: Mapping[str, NDArray], limit_s: float, silent_s: float
     ) -> Message:
         try:
-            reply, received = _converse(self._channel, fields, arrays, limit_s, silent_s)
+            reply, received = _converse(self._connected(), fields, arrays, limit_s, silent_s)
         except TimeoutError as error:
             self._replace(str(error))
             raise SimulatorError(self.fault) from error
         except ConnectionError as error:
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(1)
-            self._replace(f"its process ended with {self.process.returncode}")
+            try:
+                why = f"its process ended with {self.process.wait(1)}"
+            except subprocess.TimeoutExpired:  # it may take Ray some time to find that a host is gone
+                why = f"its connection ended ({error})"
+            self._replace(why)
             raise SimulatorError(self.fault) from error
         if "refused" in reply:
             raise UserError(reply["refused"])
@@ -276,8 +299,45 @@ class Worker:
         )
         self.process.kill()
         self.process.wait()
-        self._channel.close()
+        self.dismiss()
         self._start()
+
+    def _connected(self) -> socket.socket:
+        """Awaits the call of a worker on another host. Raises UserError if no host has room for it."""
+        if self._channel is None:
+            assert isinstance(self.process, Placed) and self._call is not None
+            self.process.room(START_S)
+            self._channel = self._call.accept(self.process, START_S)
+        return self._channel
+
+
+class Call:
+    """Where one worker on another host calls, and what it says first. Anybody else who calls is turned away."""
+
+    def __init__(self, host: str) -> None:
+        self.token = secrets.token_hex(_TOKEN_BYTES // 2)
+        self._listener = socket.create_server((host, 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+
+    def accept(self, process: Placed, limit_s: float) -> socket.socket:
+        """Raises ConnectionError if the process ends before it calls, TimeoutError if it does not call."""
+        end = time.monotonic() + limit_s
+        self._listener.settimeout(POLL_S)
+        while time.monotonic() < end:
+            with suppress(TimeoutError):
+                channel, _ = self._listener.accept()
+                channel.settimeout(CALL_S)
+                with suppress(OSError):
+                    if secrets.compare_digest(bytes(_exactly(channel, _TOKEN_BYTES)), self.token.encode()):
+                        channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                        return channel
+                channel.close()
+            if process.poll() is not None:
+                raise ConnectionResetError("its process ended")
+        raise TimeoutError(f"no call in {limit_s:g} s")
+
+    def close(self) -> None:
+        self._listener.close()
 
 
 def _spread(error: Exception, out: Transition, picked: Sequence[int]) -> None:
@@ -304,25 +364,25 @@ def _send(channel: socket.socket, fields: Mapping[str, Any], arrays: Mapping[str
 
 def _receive(channel: socket.socket) -> Message:
     """The next message. Raises TimeoutError where the channel's timeout passes, ConnectionError at its end."""
-
-    def exactly(count: int) -> bytearray:
-        data = bytearray(count)
-        view = memoryview(data)
-        while view:
-            got = channel.recv_into(view)
-            if not got:
-                raise ConnectionResetError("the other side ended")
-            view = view[got:]
-        return data
-
-    header = json.loads(exactly(*_LENGTH.unpack(exactly(_LENGTH.size))))
+    header = json.loads(_exactly(channel, *_LENGTH.unpack(_exactly(channel, _LENGTH.size))))
     arrays = {}
     for name, dtype, shape in header["arrays"]:
         if dtype not in _DTYPES:
             raise ConnectionAbortedError(f"array {name} has dtype {dtype}, which no simulator sends")
         kind = np.dtype(dtype)
-        arrays[name] = np.frombuffer(exactly(int(np.prod(shape)) * kind.itemsize), kind).reshape(shape)
+        arrays[name] = np.frombuffer(_exactly(channel, int(np.prod(shape)) * kind.itemsize), kind).reshape(shape)
     return header["fields"], arrays
+
+
+def _exactly(channel: socket.socket, count: int) -> bytearray:
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        got = channel.recv_into(view)
+        if not got:
+            raise ConnectionResetError("the other side ended")
+        view = view[got:]
+    return data
 
 
 def _converse(
@@ -348,7 +408,20 @@ def _converse(
 # The worker's side
 
 
-def serve(descriptor: int) -> None:
+def serve_here(descriptor: int) -> None:
+    serve(socket.socket(fileno=descriptor))
+
+
+def serve_there(host: str, port: int) -> None:
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    channel = socket.create_connection((host, port), CALL_S)
+    channel.settimeout(None)
+    channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    channel.sendall(os.environ.pop(_TOKEN).encode())
+    serve(channel)
+
+
+def serve(connection: socket.socket) -> None:
     """Makes the simulator that the first message describes and answers requests until the other side closes."""
     from sims.registry import make
 
@@ -359,7 +432,7 @@ def serve(descriptor: int) -> None:
         made.append(make(recipe["name"], recipe["count"], recipe["options"]))
         return {name: getattr(made[0], name) for name in _FACTS}, {}
 
-    with socket.socket(fileno=descriptor) as channel, suppress(ConnectionError):
+    with connection as channel, suppress(ConnectionError):
         lock, busy = threading.Lock(), threading.Event()
         threading.Thread(target=_beat, args=(channel, lock, busy), daemon=True).start()
 

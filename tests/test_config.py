@@ -235,7 +235,12 @@ PARTIAL = ["rollout.partial.extra=4", "rollout.partial.segment=64"]
             [*PARTIAL, "rollout.vllm.placement=server", "rollout.ahead=1", "rollout.max_staleness=1"],
             "rollout.max_staleness=1 leaves no step for rollout.partial with rollout.ahead=1",
         ),
-        (["rollout.vllm.servers=2"], "rollout.vllm.addresses, servers and tensor_parallel are for"),
+        (["rollout.vllm.servers=2"], "rollout.vllm.addresses, servers, tensor_parallel and ray are for"),
+        (["rollout.vllm.ray=auto"], "rollout.vllm.addresses, servers, tensor_parallel and ray are for"),
+        (
+            ["rollout.vllm.placement=server", "rollout.vllm.ray=auto", "rollout.vllm.addresses=[http://host:80]"],
+            "rollout.vllm.ray=auto starts engines, and rollout.vllm.addresses names some; keep one",
+        ),
         (["rollout.vllm.placement=server", "rollout.vllm.addresses=[host:80]"], "'host:80' is no address; write http"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

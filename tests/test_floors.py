@@ -11,6 +11,7 @@ FLOORS = [
     ["mmrl.kernels"],
     ["mmrl.core", "mmrl.samplers"],
     ["mmrl.rollouts", "mmrl.errors", "mmrl.sections"],  # the words everyone above shares
+    ["mmrl.placement"],
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "sims", "mmrl.report", "mmrl.data"],
     ["mmrl.policies", "mmrl.checkpoints", "mmrl.metrics"],
     ["tasks", "mmrl.config", "mmrl.protocols"],

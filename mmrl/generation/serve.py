@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import threading
+from pathlib import Path
+
+from mmrl.placement import end_with_parent
 
 
 def main() -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    model = Path(sys.argv[sys.argv.index("--model") + 1])
+    if not model.is_dir():
+        sys.exit(
+            f"Error: this host does not see {model}; rollout.vllm.exchange has to name a folder that all hosts share"
+        )
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     serve()
-
-
-def _end_with_parent() -> None:
-    """The parent holds the other end of our standard input and never writes; it closes however the parent ends."""
-    sys.stdin.read()
-    os.killpg(0, signal.SIGKILL)  # the engine's own processes too
 
 
 if __name__ == "__main__":

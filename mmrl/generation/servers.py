@@ -1,4 +1,4 @@
-"""vLLM's servers: engines in processes of their own, started here or given by address, each a replica.
+"""vLLM's servers: engines in processes of their own, started here, placed by Ray or given by address, each a replica.
 
 They are talked to over HTTP, tokens in and tokens out. Weights go through a folder that all of them can read.
 """
@@ -19,8 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -30,6 +31,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
@@ -47,6 +49,7 @@ from mmrl.generation.vllm import (
     sampling_parameters,
     versions,
 )
+from mmrl.placement import Cluster, Placed
 
 NAME = "mmrl"  # of the model, for the servers
 SHARD = 2 * GIB  # bytes of a file of weights, which are held in memory until it is written
@@ -69,11 +72,15 @@ class Weights:
 
 @dataclass
 class Server:
-    """One engine by its address."""
+    """One engine. where: its address, which may be another one after it was started again."""
 
-    address: str
+    where: Callable[[], str]
     timeout: float  # seconds
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def address(self) -> str:
+        return self.where()
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Raises one of LOST where it does not answer, and UserError where it refuses."""
@@ -152,36 +159,64 @@ class Servers:
         first_device: int = 0,
         in_flight: int = 32,
         timeout: float = 600.0,
+        ray: str | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         """Collective. folder: for weights, readable by all servers. describe: writes the configuration and the
         processor of the model into a folder. gather: a value of each rank. count: engines to start, where no
         `addresses` are given; each gets options.tensor_parallel GPUs from first_device on. in_flight: prompts that a
         rank leaves with one engine at a time, with all responses to each. timeout: seconds that starting, loading and a
-        request may take.
+        request may take. ray: address of a Ray cluster, or "auto", that finds hosts and GPUs for the engines, instead
+        of host and first_device.
 
-        Raises UserError where vLLM has to be started and is not installed.
+        Raises UserError where vLLM has to be started and is not installed, and where there is no such cluster.
         """
         self.folder, self.options, self.describe, self.gather, self.rank = folder, options, describe, gather, rank
         self.in_flight, self.say = in_flight, say
         self.processes: list[Process] = []
+        self.known: TCPStore | None = None  # where Ray has them, for all ranks
         if not addresses:
             check_installed()
-            ports = gather([free_port(host) for _ in range(count)])[0]
-            addresses = [f"http://{host}:{port}" for port in ports]
-            if rank == 0:
-                places = [first_device + i * options.tensor_parallel for i in range(count)]
-                self.processes = [
-                    Process(address, options, device, folder / f"server-{i}.log")
-                    for i, (address, device) in enumerate(zip(addresses, places, strict=True))
-                ]
-        self.servers = [Server(address.rstrip("/"), timeout) for address in addresses]
+            logs = [folder / f"server-{i}.log" for i in range(count)]
+            if ray is not None:
+                self._prepare(ray, logs, timeout)
+            else:
+                ports = gather([free_port(host) for _ in range(count)])[0]
+                addresses = [f"http://{host}:{port}" for port in ports]
+                if rank == 0:
+                    places = [first_device + i * options.tensor_parallel for i in range(count)]
+                    self.processes = [Process(options, *own) for own in zip(logs, addresses, places, strict=True)]
+        if self.known is None:
+            self.servers = [Server(partial(str, address.rstrip("/")), timeout) for address in addresses]
+        else:
+            self.servers = [Server(partial(read, self.known, i), timeout) for i in range(count)]
         self.run = gather(uuid4().hex[:8])[0]  # engines by address may have served another one
         self.number = self.adapters = 0  # of the weights, and of LoRAs on them
         self.restarts = self.asked_again = 0
         self.answered = [0] * len(self.servers)
         self._closed = threading.Event()
         self._keeper = threading.Thread(target=self._keep_alive, daemon=True)
+
+    def _prepare(self, ray: str, logs: Sequence[Path], timeout: float) -> None:
+        """Collective. Engines that Ray will place, and the store in which rank 0 tells the others where."""
+        problem = host = port = None
+        if self.rank == 0:
+            try:
+                cluster = Cluster(ray, "rollout.vllm.ray")
+                host, self.known = cluster.host, TCPStore(cluster.host, 0, is_master=True, wait_for_workers=False)
+                tell = [partial(self.known.set, str(i)) for i in range(len(logs))]
+                self.processes = [
+                    PlacedProcess(self.options, log, cluster=cluster, tell=told, patience=timeout)
+                    for log, told in zip(logs, tell, strict=True)
+                ]
+                port = self.known.port
+            except UserError as error:
+                problem = str(error)
+        problem, host, port = self.gather((problem, host, port))[0]
+        if problem:
+            raise UserError(problem)
+        if self.known is None:
+            self.known = TCPStore(host, port, wait_for_workers=False)
 
     @property
     def current(self) -> Weights:
@@ -233,9 +268,12 @@ class Servers:
 
     def _give(self) -> str | None:
         """What went wrong."""
-        for process in self.processes:
-            if process.running is None:
-                process.start(self.current.folder)
+        new = [process for process in self.processes if process.running is None]
+        try:
+            with ThreadPoolExecutor(max(1, len(new))) as pool:
+                list(pool.map(lambda process: process.start(self.current.folder), new))
+        except (UserError, ConnectionError) as error:
+            return str(error)
         if self.processes and not self._keeper.is_alive():
             self._keeper.start()
         try:
@@ -259,10 +297,14 @@ class Servers:
         """Starts engines again that have ended, with the weights of now."""
         while not self._closed.wait(PAUSE):
             for process in self.processes:
-                if process.ended() and self._bearable():
+                if process.ended() and self._bearable() and not self._closed.is_set():
                     self.restarts += 1
                     self.say(f"the vLLM server at {process.address} ended; starting it again ({process.log})")
-                    process.start(self.current.folder)
+                    try:
+                        process.start(self.current.folder)
+                    except (UserError, ConnectionError) as error:  # no host has room
+                        with process.log.open("a") as file:
+                            file.write(f"Error: {error}\n")
 
     # --- generation ---
 
@@ -402,23 +444,16 @@ class Batch:
 class Process:
     """A server that is started here."""
 
-    address: str
     options: EngineOptions
-    device: int  # the first of its GPUs
     log: Path
-    running: subprocess.Popen | None = None
+    address: str = ""
+    device: int = 0  # the first of its GPUs
+    running: subprocess.Popen | Placed | None = None
     failures: int = 0  # how often it ended since all engines last had the same weights
 
     def start(self, model: Path) -> None:
         host, port = self.address.removeprefix("http://").rsplit(":", 1)
-        own = {"model": str(model), "served_model_name": NAME, "host": host, "port": int(port)}
-        own |= {"enable_scale_out": True, "disable_uvicorn_access_log": True}
-        if self.options.tensor_parallel == 1:
-            own["distributed_executor_backend"] = "uni"  # a process less
-        environment = {**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        if self.options.lora_rank:
-            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        environment = {**os.environ, **self.environment()}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)  # the training's
         if torch.cuda.is_available():
@@ -427,13 +462,27 @@ class Process:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("a") as file:
             self.running = subprocess.Popen(
-                [sys.executable, "-m", "mmrl.generation.serve", *command_line(own | self.options.arguments())],
+                [sys.executable, *self.arguments(model, host, int(port))],
                 env=environment,
                 stdin=subprocess.PIPE,  # it ends when this is closed
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
             )
+
+    def arguments(self, model: Path, host: str, port: int) -> list[str]:
+        own = {"model": str(model), "served_model_name": NAME, "host": host, "port": port}
+        own |= {"enable_scale_out": True, "disable_uvicorn_access_log": True}
+        if self.options.tensor_parallel == 1:
+            own["distributed_executor_backend"] = "uni"  # a process less
+        return ["-m", "mmrl.generation.serve", *command_line(own | self.options.arguments())]
+
+    def environment(self) -> dict[str, str]:
+        found = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        if self.options.lora_rank:
+            found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        return found
 
     def ended(self) -> bool:
         if self.running is None or self.running.poll() is None:
@@ -452,10 +501,36 @@ class Process:
 
     def _kill(self) -> None:
         assert self.running is not None
-        try:
+        with suppress(ProcessLookupError):  # all have ended
             os.killpg(self.running.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return  # all have ended
+
+
+@dataclass(kw_only=True)
+class PlacedProcess(Process):
+    """A server that is started on a host that Ray chooses, each time anew."""
+
+    cluster: Cluster
+    tell: Callable[[str], None]  # where that is
+    patience: float  # seconds to wait for room
+
+    def start(self, model: Path) -> None:
+        """Raises UserError if there is no room, ConnectionError if the host is lost."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        gpus = self.options.tensor_parallel if torch.cuda.is_available() else 0
+        self.running = placed = self.cluster.place(gpus=gpus, log=self.log)
+        host, port = placed.room(self.patience)
+        self.address = f"http://{host}:{port}"
+        self.tell(self.address)
+        placed.run(self.arguments(model, host, port), self.environment())
+
+    def _kill(self) -> None:
+        assert isinstance(self.running, Placed)
+        self.running.kill()
+
+
+def read(store: TCPStore, number: int) -> str:
+    """The address of an engine, as rank 0 told it."""
+    return store.get(str(number)).decode()
 
 
 def command_line(arguments: dict[str, Any]) -> list[str]:

@@ -59,6 +59,7 @@ class Manipulation:
             rows,
             config.options,
             workers=min(config.workers, rows),
+            ray=config.ray,
             turns=min(config.turns, rows),
             deadline_s=config.deadline_s,
         )

@@ -49,6 +49,7 @@ class ManipulationConfig(_Section):
     tasks: tuple[str, ...] = Field(default=("reach",), min_length=1)
     rows: int = Field(default=128, ge=1)  # environments at once on a rank
     workers: int = Field(default=0, ge=0)  # processes of their own for the simulator; 0: in this one
+    ray: str | None = None  # of the workers: on hosts of this Ray cluster, HOST:PORT of its head, or auto; None: here
     turns: int = Field(default=1, ge=1)  # of the workers: one share moves while the policy acts for another
     deadline_s: float = Field(default=120.0, gt=0)  # after which a silent worker is replaced and its episodes are lost
     train_size: int = Field(default=1_000_000, ge=1)  # start states
@@ -59,7 +60,9 @@ class ManipulationConfig(_Section):
     rewards: list[RewardSpec] = [RewardSpec("tasks.manipulation.rewards:success", label="success")]
 
     @model_validator(mode="after")
-    def _turns_of_workers(self) -> ManipulationConfig:
+    def _of_workers(self) -> ManipulationConfig:
+        if self.ray is not None and self.workers == 0:
+            raise ValueError(f"ray={self.ray} places workers; workers=0")
         if self.turns > max(self.workers, 1):
             raise ValueError(f"turns={self.turns} needs as many workers; workers={self.workers}")
         return self

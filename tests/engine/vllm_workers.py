@@ -22,6 +22,7 @@ from mmrl.generation.vllm import EngineOptions
 from mmrl.policies.synced import describe
 from mmrl.rollouts import Prompt
 from tests.engine.parts import Fixed, Questions, make, release, spread
+from tests.processes import environment, group
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
@@ -227,6 +228,52 @@ def servers(folder: Path) -> None:
     finally:
         release(trainer)
     (folder / "servers.json").write_text(json.dumps(found))
+
+
+def placed(folder: Path, address: str) -> None:
+    """The same batch by a server of this host and by one that Ray placed, whose host is lost in the middle of another
+    batch."""
+    one = [*VLLM, *SERVERS, "rollout.vllm.servers=1", "steps=2"]
+
+    def batch(trainer) -> list[list[int]]:
+        return responses(trainer.policy.rollout([trainer.batches.prompts[i] for i in range(16)], 8, range(128)))
+
+    here = make(folder / "here", *one, task=Fixed(spread))
+    try:
+        here.generator.synchronise()
+        found: dict = {"here": batch(here)}
+    finally:
+        release(here)
+    there = make(folder / "there", *one, f"rollout.vllm.ray={address}", task=Fixed(spread))
+    generator, engine = there.generator, there.generator.engine
+    try:
+        generator.synchronise()
+        found |= {
+            "there": batch(there),
+            "pids": group(engine.processes[0].running.pid),
+            "before": engine.servers[0].address,
+        }
+        threading.Thread(target=lose_host, args=(engine, sum(engine.answered) + 32)).start()
+        found["killed"] = batch(there)
+        found |= generator.synchronise()
+        found["moved"] = engine.servers[0].address != found["before"]
+        found["after"] = batch(there)
+        found["pids"] += group(engine.processes[0].running.pid)
+        there.train()
+    finally:
+        release(there)
+    (folder / "placed.json").write_text(json.dumps(found))
+
+
+def lose_host(engine, answers: int) -> None:
+    """Ray's daemon and its actor end at the same time."""
+    pid = engine.processes[0].running.pid
+    raylet = next(int(word.partition("=")[2]) for word in environment(pid) if word.startswith("RAY_RAYLET_PID="))
+    actor = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    while sum(engine.answered) < answers:
+        time.sleep(0.005)
+    os.kill(raylet, signal.SIGKILL)
+    os.kill(actor, signal.SIGKILL)
 
 
 def kill_at(engine, answers: int) -> None:
