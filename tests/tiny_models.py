@@ -36,6 +36,8 @@ from transformers import (
     Qwen2VLVideoProcessor,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
@@ -169,6 +171,21 @@ def qwen3_vl() -> Built:
     )
 
 
+def qwen3_vl_moe() -> Built:
+    """Two of eight experts a token, in every layer. vLLM on a CPU has kernels for heads of 32."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return qwen(
+        Qwen3VLMoeConfig,
+        Qwen3VLMoeForConditionalGeneration,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+        {"rope_parameters": rope, "head_dim": 32, **experts},
+        {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        tied=False,
+    )
+
+
 def idefics3() -> Built:
     """Every image becomes 2 or 4 tiles and a global view, of 4 tokens each."""
     eos, image = "<end_of_utterance>", "<image>"
@@ -246,7 +263,7 @@ def internvl() -> Built:
 
 
 MAKERS: dict[str, Callable[[], Built]] = {
-    maker.__name__: maker for maker in (qwen2_5_vl, qwen3_vl, idefics3, llava_onevision, internvl)
+    maker.__name__: maker for maker in (qwen2_5_vl, qwen3_vl, qwen3_vl_moe, idefics3, llava_onevision, internvl)
 }
 FAMILIES = tuple(MAKERS)
 

@@ -39,7 +39,7 @@ from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 CONNECTORS = {"merger", "deepstack_merger_list", "connector", "multi_modal_projector", "projector", "image_newline"}
 VISION_TOWERS = {"visual", "vision_model", "vision_tower", "vision_backbone"}
 # Families (model_type) whose prompts are read once for all of their responses.
-PREFIX_SHARING = {"qwen2_5_vl", "qwen3_vl", "idefics3", "llava_onevision", "internvl"}
+PREFIX_SHARING = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "llava_onevision", "internvl"}
 # Keys of a model's configuration whose token stands for pixels and so can not be an answer.
 PLACEHOLDER_KEYS = (
     "image_token_id",

@@ -62,6 +62,7 @@ def logits_alone(model, tokens, **dtype):
 def brute_force(policy, rollouts, temperature):
     """logp and entropy of every rollout, each alone, in float64."""
     model = copy.deepcopy(policy.module.model).double()
+    model.set_experts_implementation("eager")  # the grouped multiplication knows no float64
     logp, entropy = torch.zeros(rollouts.mask.shape), torch.zeros(rollouts.mask.shape)
     for row, tokens in enumerate(rollouts.inputs):
         logits = logits_alone(model, tokens, dtype=torch.float64).double()
