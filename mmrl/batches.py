@@ -225,14 +225,16 @@ class Pool:
             "versions": [group.version for group in self.groups],
             "responses": [draft.tokens.response for group in self.groups for draft in group.drafts],
             "logp": [draft.logp for group in self.groups for draft in group.drafts],
+            "experts": [draft.tokens.experts for group in self.groups for draft in group.drafts],
         }
 
     def load(self, state: dict[str, Any]) -> None:
         self.groups = []
         self.add(state["positions"])
         drafts = (draft for group in self.groups for draft in group.drafts)
-        for draft, response, logp in zip(drafts, state["responses"], state["logp"], strict=True):
-            draft.grow(response, logp)
+        kept = zip(drafts, state["responses"], state["logp"], state["experts"], strict=True)
+        for draft, response, logp, experts in kept:
+            draft.grow(response, logp, experts)
         for group, version in zip(self.groups, state["versions"], strict=True):
             group.version = version
 

@@ -202,7 +202,10 @@ def build_generator(config: Config, policy: Any, task: Any, ranks: Ranks) -> Syn
         seed=config.seed,
         tensor_parallel=settings.tensor_parallel,
         lora_rank=adapter_rank(policy.module.model) if settings.lora == "adapter" else 0,
+        return_experts=settings.routing_replay,
     )
+    if settings.routing_replay:
+        policy.replay_routing()
     if settings.placement == "server":
         from mmrl.generation.servers import Servers
 

@@ -91,6 +91,8 @@ class VLLMConfig(Section):
     # How a LoRA gets to the engines. merged: all weights, the LoRA added to them. adapter: the weights once, and then
     # the LoRA alone, which is quicker to hand over and slower to compute with; of the language model only.
     lora: Literal["merged", "adapter"] = "merged"
+    # Replay with the experts that the engines routed tokens to (R3, arXiv 2510.11370); for a mixture of experts on GPUs
+    routing_replay: bool = False
     eager: bool = False  # no CUDA graphs: a quicker start and slower tokens; always so on a CPU
     probes: int = Field(default=4, ge=1)  # prompts that are answered after each synchronisation to prove it
     # The most their log-probabilities may differ from the trained model's; default: 1e-3, in bfloat16 0.3

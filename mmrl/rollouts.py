@@ -146,3 +146,5 @@ class Replay:
     segments: Tensor | None = None  # int64, the unit of level "segment" that a decision belongs to
     errors: tuple[Tensor, Tensor] | None = None  # of the implicit positive and negative policy (DiffusionNFT)
     value: Tensor | None = None  # [rollout, step], of a policy with a critic
+    # Share of the replayed experts of the token before it that routers would not choose; NaN where none are
+    routing_differs: Tensor | None = None

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import requests
 import torch
 from safetensors import SafetensorError
@@ -46,6 +47,7 @@ from mmrl.generation.vllm import (
     check_length,
     check_read,
     last_error,
+    recorded,
     sampling_parameters,
     versions,
 )
@@ -588,4 +590,6 @@ def free_port(host: str) -> int:
 
 def _answer(choice: dict[str, Any]) -> Answer:
     logp = [token["logprob"] for token in choice["logprobs"]["content"]]
-    return Answer(torch.tensor(choice["token_ids"]), torch.tensor(logp))
+    experts = choice.get("routed_experts")  # a file of numpy's
+    array = None if experts is None else np.load(io.BytesIO(base64.b64decode(experts)))
+    return Answer(torch.tensor(choice["token_ids"]), torch.tensor(logp), recorded(array))

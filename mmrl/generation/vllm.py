@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from pydantic import ValidationError
 from torch import Tensor
@@ -69,6 +71,8 @@ class Request:
 class Answer:
     ids: Tensor  # [token] int64, the end token included
     logp: Tensor  # [token] fp32
+    # [prompt and response token but the last, layer, k] int16: of a mixture of experts, where they are asked for
+    experts: Tensor | None = None
 
 
 class Answering(Protocol):
@@ -98,7 +102,7 @@ class Generator(Answering, Protocol):
 class EngineOptions:
     """context: tokens of the longest prompt and response. cache_gib: of keys and values; None on a GPU: what is left of
     the share `memory` of the device. images: the most that one prompt holds. tensor_parallel: GPUs of one engine.
-    lora_rank: of adapters; 0: none."""
+    lora_rank: of adapters; 0: none. return_experts: tell which ones tokens were routed to."""
 
     context: int
     dtype: str = "float32"
@@ -110,6 +114,7 @@ class EngineOptions:
     seed: int = 0
     tensor_parallel: int = 1
     lora_rank: int = 0
+    return_experts: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """By vLLM's names. Raises UserError for a rank that vLLM has no room for."""
@@ -120,6 +125,7 @@ class EngineOptions:
         adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
         return {
             **(adapters if self.lora_rank else {}),
+            **({"enable_return_routed_experts": True} if self.return_experts else {}),
             "dtype": self.dtype,
             "max_model_len": self.context,
             "max_num_seqs": self.max_sequences,
@@ -372,4 +378,9 @@ def _unloaded() -> str:
 def _answer(choice: Any) -> Answer:
     ids = list(choice.token_ids)
     logp = [places[i].logprob for i, places in zip(ids, choice.logprobs, strict=True)]
-    return Answer(torch.tensor(ids), torch.tensor(logp))
+    return Answer(torch.tensor(ids), torch.tensor(logp), recorded(choice.routed_experts))
+
+
+def recorded(experts: NDArray[Any] | None) -> Tensor | None:
+    """vLLM's array of experts as a tensor that can be indexed; it has the narrowest unsigned type."""
+    return None if experts is None else torch.from_numpy(experts.astype(np.int16))

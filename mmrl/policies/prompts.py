@@ -20,12 +20,14 @@ PER_TOKEN = {"mm_token_type_ids", "token_type_ids"}
 @dataclass(frozen=True)
 class Tokens:
     """One rollout as the model sees it. `sequence` holds further inputs with one value a prompt token
-    (mm_token_type_ids), `pictures` those that are laid out by picture (pixel_values, image_grid_thw)."""
+    (mm_token_type_ids), `pictures` those that are laid out by picture (pixel_values, image_grid_thw). `experts` are
+    those that an engine routed prompt and response to, but for the last token, which it only drew."""
 
     prompt: Tensor  # [prompt token] int64
     response: Tensor  # [response token] int64
     sequence: dict[str, Tensor]
     pictures: dict[str, Tensor]
+    experts: Tensor | None = None  # [token, layer, k] int16
 
 
 def encode(processor: Any, prompts: Sequence[Prompt], max_length: int) -> list[Tokens]:

@@ -13,6 +13,7 @@ import peft
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from mmrl.engine import gathered
 from mmrl.errors import UserError
@@ -131,8 +132,8 @@ def write_adapter(model: Any, folder: Path | None) -> None:
 
 
 def weights(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of every parameter of the transformers model, LoRA merged or left out, a tied one under each of
-    its names.
+    """Every parameter of the transformers model by the name and in the layout of its published checkpoint, LoRA merged
+    or left out, a tied one under each of its names.
 
     Under ZeRO-3 one module at a time is gathered, so the peak is one module's weights; a collective then.
     """
@@ -149,5 +150,5 @@ def weights(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, Ten
             found = {name: value.detach().clone() for name, value in layer.named_parameters(recurse=False)}
             for adapter in module.active_adapters if merged and isinstance(module, LoraLayer) else ():
                 found["weight"] += module.get_delta_weight(adapter).detach()
-        for name, value in found.items():
-            yield f"{path}.{name}" if path else name, value
+        named = {f"{path}.{name}" if path else name: value for name, value in found.items()}
+        yield from revert_weight_conversion(core, named).items()

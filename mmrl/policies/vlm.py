@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicLayer
+from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mmrl.errors import UserError
@@ -33,6 +35,7 @@ from mmrl.generation.transformers import Prefix, generate, generate_groups
 from mmrl.generation.vllm import Answering, Request
 from mmrl.kernels import hidden_logprob, token_logprob
 from mmrl.policies.prompts import Tokens, chat_texts, collate, encode
+from mmrl.policies.routing import Routing, collate_routes
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
 # Names of modules, as path components of parameter names, over the families of transformers.
@@ -81,8 +84,13 @@ class Draft:
         seed = continued_seed(self.request.seed, length)
         return replace(request, seed=seed, limit=min(count, self.request.limit - length))
 
-    def grow(self, ids: Tensor, logp: Tensor) -> None:
-        self.tokens = replace(self.tokens, response=torch.cat([self.tokens.response, ids]))
+    def grow(self, ids: Tensor, logp: Tensor, experts: Tensor | None) -> None:
+        """experts: of all tokens but the last, where they are recorded. Of what was known before the old record stays:
+        a token keeps the experts with which the token after it was drawn, like that one's likelihood."""
+        old = self.tokens.experts
+        if experts is not None and old is not None:
+            experts = torch.cat([old, experts[len(old) :]])
+        self.tokens = replace(self.tokens, response=torch.cat([self.tokens.response, ids]), experts=experts)
         self.logp = torch.cat([self.logp, logp])
 
 
@@ -195,6 +203,13 @@ class VisionLanguagePolicy:
         self.lockstep: Lockstep | None = None
         # Generates instead of the model; whoever sets it keeps its weights current
         self.engine: Answering | None = None
+        self.routing: Routing | None = None
+
+    def replay_routing(self) -> None:
+        """From now on engines have to tell the experts they routed tokens to, and replay repeats their choice.
+
+        Raises UserError as `Routing` does."""
+        self.routing = Routing(transformers_model(self.module.model))
 
     @property
     def device(self) -> torch.device:
@@ -308,8 +323,12 @@ class VisionLanguagePolicy:
         drafts = [draft for draft in drafts if not draft.finished(self.eos)]
         requests = [draft.next(count) for draft in drafts]
         drawn = engine.generate(requests, sampling=sampling or self.sampling, eos=self.eos)
-        for draft, answer in zip(drafts, drawn, strict=True):
-            draft.grow(answer.ids, answer.logp)
+        for draft, request, answer in zip(drafts, requests, drawn, strict=True):
+            experts = None
+            if self.routing is not None:
+                length = len(request.ids) + len(answer.ids) - 1
+                experts = self.routing.check(request.name, length, answer.experts)
+            draft.grow(answer.ids, answer.logp, experts)
 
     def complete(self, drafts: Sequence[Draft], group_size: int) -> Rollouts:
         """Finished drafts as rollouts, `group_size` a prompt."""
@@ -365,14 +384,17 @@ class VisionLanguagePolicy:
 
     def replay(self, rollouts: Rollouts, model: nn.Module, *, padding_side: str = "right") -> Replay:
         """logp and entropy [rollout, decision] of the responses under `model`: `self.module`, the engine around it, or
-        the reference. Decisions that do not count hold 0."""
+        the reference. Decisions that do not count hold 0.
+
+        Tokens with a record of their experts go to these again; such rows read their prompts each for itself."""
         rows: list[Tokens] = rollouts.inputs
         answers = [tokens.response for tokens in rows]
         targets = torch.cat(answers).to(self.device)
         places = [(number, t) for number, answer in enumerate(answers) for t in range(len(answer))]
         row, decision = torch.tensor(places, device=self.device).unbind(1)
+        routes = None if self.routing is None else collate_routes(self._with_ballast(rows), padding_side, self.device)
         prompts, which = distinct_prompts(rows)
-        if len(prompts) < len(rows) and self.shares_prompts(training=True):
+        if routes is None and len(prompts) < len(rows) and self.shares_prompts(training=True):
             inputs = self.collate(prompts, padding_side=padding_side)
             ids = [answer[:-1] for answer in answers]
             continuations = Continuations(
@@ -388,14 +410,24 @@ class VisionLanguagePolicy:
             first = [length - len(t.response) if padding_side == "left" else len(t.prompt) for t in rows]
             column = torch.tensor(first, device=self.device)[row] + decision - 1
         chunks = None if self.lockstep is None else self.lockstep.max(-(-len(targets) // self.module.chunk))
-        logp, entropy = model(inputs, continuations, row, column, targets, chunks)
+        with nullcontext() if self.routing is None else self.routing.replayed(routes):
+            logp, entropy = model(inputs, continuations, row, column, targets, chunks)
         blank = torch.zeros(rollouts.mask.shape, device=self.device)
         place = (row, decision)
-        return Replay(logp=blank.index_put(place, logp), entropy=blank.index_put(place, entropy))
+        found = Replay(logp=blank.index_put(place, logp), entropy=blank.index_put(place, entropy))
+        if self.routing is not None and routes is not None:
+            differing = self.routing.differences().view(routes.shape[:2])[row, column]
+            found.routing_differs = blank.index_put(place, differing)
+        return found
 
     @torch.no_grad()
     def reference(self, rollouts: Rollouts) -> Replay:
-        """Replay by the reference policy: with LoRA the model without its adapters, else the copy made at the start."""
+        """Replay by the reference policy: with LoRA the model without its adapters, else the copy made at the start.
+
+        It routes tokens by itself, as it would if it were used: what is likely with experts that it did not choose says
+        nothing of it, and a trained router could move away unseen."""
+        bare = [replace(tokens, experts=None) for tokens in rollouts.inputs]
+        rollouts = replace(rollouts, inputs=bare)
         if isinstance(self.module.model, peft.PeftModel):
             trained = [parameter.requires_grad for parameter in self.module.parameters()]
             with self.module.model.disable_adapter():
@@ -478,8 +510,22 @@ def load_model(
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
     model: Any = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype, attn_implementation=attention)
+    write_as_published(model)
     model = adapt(model, path, freeze=freeze, lora=lora)
     return model, AutoProcessor.from_pretrained(path, **(processor or {}))
+
+
+def write_as_published(model: PreTrainedModel) -> None:
+    """Has transformers write all weights in the layout of the published checkpoint, which is what other libraries read.
+
+    Where experts lie transposed in it, transformers reads both layouts, told apart by their shape; but by the same rule
+    it finds that what it writes need not be transposed back, unless ZeRO-3 has emptied the parameter it compares with.
+    """
+    for conversion in model._weight_conversions:
+        if isinstance(conversion, WeightConverter):
+            for operation in conversion.operations:
+                if isinstance(operation, Transpose):
+                    operation.check_dims = False
 
 
 def base_of(path: str) -> str:

@@ -56,11 +56,14 @@ class Copy:
         return [Answer(row.response, found[: len(row.response)]) for row, found in zip(rows, logp, strict=True)]
 
     def load(self, weights):
-        target = dict(self.own.module.model.named_parameters(remove_duplicate=False))
-        given = dict(weights)
-        assert given.keys() == target.keys()
-        for name, value in given.items():
-            target[name].data.copy_(value)
+        """Reads them as it would read a published checkpoint."""
+        model = self.own.module.model
+        given, keep = dict(weights), {"dtype": model.dtype, "output_loading_info": True}
+        read, found = type(model).from_pretrained(None, config=model.config, state_dict=given, **keep)
+        assert not any(found.values()), found
+        values = dict(read.named_parameters(remove_duplicate=False))
+        for name, own in model.named_parameters(remove_duplicate=False):
+            own.data.copy_(values[name])
 
     def sleep(self):
         self.awake = False

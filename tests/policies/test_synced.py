@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from mmrl.errors import UserError
@@ -55,15 +56,34 @@ def test_generation_has_the_trained_weights_after_every_change(synced, lora):
         assert not made.engine.awake
 
 
-def test_weights_are_those_that_peft_merges(synced):
+def test_weights_are_those_that_peft_merges(synced, tmp_path):
     policy = synced(LORA).policy
     disturb(policy)
     found = dict(weights(policy.module.model))
-    merged = copy.deepcopy(policy.module.model).merge_and_unload()
-    want = dict(merged.named_parameters(remove_duplicate=False))
-    assert found.keys() == want.keys() and "lm_head.weight" in found  # the tied layer under both of its names
+    copy.deepcopy(policy.module.model).merge_and_unload().save_pretrained(tmp_path)
+    want = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == {*want, "lm_head.weight"}  # the tied layer under both of its names
     for name, value in want.items():
         torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-5)
+
+
+def test_weights_are_those_of_the_published_checkpoint(family, load, folders, tmp_path):
+    """Names and layout are those of the file that was loaded, also where the model has others, and of the file that it
+    saves."""
+    policy = load(family)
+    file = load_file(folders[family] / "model.safetensors")
+    policy.save(tmp_path, policy.module.state_dict())
+    found, saved = dict(weights(policy.module.model)), load_file(tmp_path / "model.safetensors")
+    for want in (published(file), saved):
+        assert found.keys() - want.keys() <= {"lm_head.weight"} and not want.keys() - found.keys()
+        assert all(torch.equal(found[name], value) for name, value in want.items())
+
+
+def published(file):
+    """transformers leaves experts as they lie in its model; those of Qwen3-VL-MoE are published transposed, input
+    features first."""
+    experts = ("experts.gate_up_proj", "experts.down_proj")
+    return {name: value.mT if name.endswith(experts) else value for name, value in file.items()}
 
 
 def test_weights_that_do_not_arrive_stop_the_run_on_every_rank(synced):
@@ -84,11 +104,14 @@ def test_a_weight_that_is_left_out_is_noticed(synced):
     made = synced()
     head = made.engine.own.module.model.lm_head
     head.weight = nn.Parameter(head.weight.detach().clone())
-    made.engine.load = lambda weights: [
-        dict(made.engine.own.module.model.named_parameters())[name].data.copy_(value)
-        for name, value in weights
-        if name != "lm_head.weight"
-    ]
+    load = made.engine.load
+
+    def load_but_head(weights):
+        kept = head.weight.detach().clone()
+        load(weights)
+        head.weight.data.copy_(kept)
+
+    made.engine.load = load_but_head
     disturb(made.policy)
     with pytest.raises(UserError, match="stale"):
         made.synchronise()
