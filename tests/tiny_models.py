@@ -175,6 +175,7 @@ def qwen3_vl_moe() -> Built:
     """Two of eight experts a token, in every layer. vLLM on a CPU has kernels for heads of 32."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    experts["norm_topk_prob"] = True  # as published; transformers always does so, vLLM reads it
     return qwen(
         Qwen3VLMoeConfig,
         Qwen3VLMoeForConditionalGeneration,

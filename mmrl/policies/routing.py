@@ -68,8 +68,8 @@ class Routing:
             )
         if experts.shape != (tokens, *self.shape) or not 0 <= int(experts.min()) <= int(experts.max()) < self.experts:
             raise UserError(
-                f"vLLM returned experts {list(experts.shape)} up to {int(experts.max())} for prompt {prompt}, where the "
-                f"model has {[tokens, *self.shape]} of {self.experts}; set rollout.vllm.routing_replay=false"
+                f"vLLM returned experts {list(experts.shape)} up to {int(experts.max())} for prompt {prompt}, where "
+                f"the model has {[tokens, *self.shape]} of {self.experts}; set rollout.vllm.routing_replay=false"
             )
         return experts
 

@@ -515,7 +515,7 @@ def load_model(
     return model, AutoProcessor.from_pretrained(path, **(processor or {}))
 
 
-def write_as_published(model: PreTrainedModel) -> None:
+def write_as_published(model: Any) -> None:
     """Has transformers write all weights in the layout of the published checkpoint, which is what other libraries read.
 
     Where experts lie transposed in it, transformers reads both layouts, told apart by their shape; but by the same rule

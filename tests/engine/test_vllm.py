@@ -6,6 +6,7 @@ import shutil
 from functools import partial
 
 import pytest
+import torch
 import transformers
 
 from mmrl.generation import vllm
@@ -108,6 +109,20 @@ def test_responses_that_take_several_steps(adapters):
     assert max(row["generation/staleness_max"] for row in steps) == 1
     for row in steps:  # old tokens are not as likely as they were
         assert (row["correction/logp_gap_max"] > 1e-3) == (row["generation/staleness_max"] > 0)
+
+
+# --- a mixture of experts ---
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's vLLM tells its routing, and keeps experts unpacked")
+def test_the_experts_of_a_mixture_arrive(tmp_path):
+    call(vllm_workers.experts, tmp_path, log=tmp_path / "log", timeout=280)
+    steps = [row for row in metrics(tmp_path / "run") if "loss" in row]
+    assert len(steps) == 2 and all(row["grad_norm"] > 0 for row in steps)
+    assert all(row["generation/probe_gap"] < 1e-3 and row["correction/logp_gap_max"] < 1e-3 for row in steps)
+    refused = (tmp_path / "refused.txt").read_text()  # it was asked
+    assert refused.startswith("rollout.engine=vllm can not start (")
+    assert "AuxOutput Connector requires Model Runner V2" in refused
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from mmrl.generation.vllm import VLLM as Beside
 from mmrl.generation.vllm import EngineOptions
 from mmrl.policies.synced import describe
 from mmrl.rollouts import Prompt
+from tests import tiny_models
 from tests.engine.parts import Fixed, Questions, make, release, spread
 from tests.processes import environment, group
 
@@ -315,3 +316,41 @@ def slow_second(engine, policy, prompts) -> dict:
     made = responses(policy.rollout(prompts, 8, range(128)))
     second.post = post
     return {"slow": made, "shares": list(engine.answered)}
+
+
+def build_experts(folder: str, seed: int) -> None:
+    tiny_models.build("qwen3_vl_moe", Path(folder), seed=seed)
+
+
+EXPERTS = ["model.build=tests.engine.vllm_workers:build_experts", "rollout.group_size=2"]
+
+
+def repack(model) -> None:
+    """Lets vLLM pack expert weights for its CPU kernel again. After a reload it copies them unpacked over packed ones
+    (UnquantizedFusedMoEMethod._setup_kernel: experts process weights in the first call alone); on a GPU they are not
+    packed."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            module.quant_method.moe_kernel = None
+
+
+def experts(folder: Path) -> None:
+    """A mixture of experts, trained; and what vLLM says on a CPU where it is asked for its routing."""
+    trainer = make(folder / "run", *VLLM, *EXPERTS, "optim.lr=1e-2", "steps=2", task=long_questions({}, 0))
+    engine = trainer.generator.engine
+    load = engine.load
+
+    def load_packed(weights):
+        engine.llm.apply_model(repack)
+        load(weights)
+
+    engine.load = load_packed
+    trainer.train()
+    describe(trainer.policy, folder / "asked")
+    try:
+        Beside(folder / "asked", EngineOptions(context=64, cache_gib=0.1, return_experts=True))
+    except UserError as error:
+        (folder / "refused.txt").write_text(str(error))
+    release(trainer)
