@@ -51,6 +51,7 @@ class Routing:
         self.shape = (len(decoder.layers), text.num_experts_per_tok)
         self.experts = text.num_experts
         self.routes: Tensor | None = None
+        self.current: Tensor | None = None  # [token, k] of the layer that is running
         self.differing: dict[int, Tensor] = {}  # [token] by layer, of the last pass
         decoder.register_forward_pre_hook(self._enter, with_kwargs=True)
         for number, layer in enumerate(decoder.layers):

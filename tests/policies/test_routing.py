@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from mmrl import build
 from mmrl.batches import Pool
 from mmrl.config import load as load_config
 from mmrl.errors import UserError
@@ -362,6 +363,32 @@ def test_records_are_read_as_vllm_writes_them():
 
 
 # --- options and messages ---
+
+
+def made(policy, monkeypatch, *overrides):
+    """The generator of a run with an engine that tells its routing, and what was asked of it."""
+    asked = []
+
+    def engine(folder, options):
+        asked.append(options)
+        return Recording(policy, PROMPTS, second_best=True)
+
+    monkeypatch.setattr(vllm, "VLLM", engine)
+    monkeypatch.setattr(vllm, "check_installed", lambda: None)
+    config = load_config(TINY, ["run_dir=r", "rollout.engine=vllm", *overrides])
+    ranks = SimpleNamespace(device=torch.device("cpu"), gather=lambda value: [value])
+    return build.build_generator(config, policy, SimpleNamespace(train=PROMPTS), ranks), asked[0]
+
+
+def test_a_run_asks_for_experts_and_replays_them(load, monkeypatch):
+    generator, asked = made(load(FAMILY), monkeypatch, "rollout.vllm.routing_replay=true")
+    assert asked.return_experts and generator.synchronise()["generation/probe_gap"] < 1e-5
+    generator, asked = made(load(FAMILY), monkeypatch)
+    assert not asked.return_experts
+    with pytest.raises(UserError, match="differ from the trained model's"):  # the engine has routes of its own
+        generator.synchronise()
+    with pytest.raises(UserError, match="^rollout.vllm.routing_replay is for"):
+        made(load("qwen3_vl"), monkeypatch, "rollout.vllm.routing_replay=true")
 
 
 def test_engines_are_asked_for_experts_where_they_are_wanted():
