@@ -233,8 +233,8 @@ def test_recomputed_layers_get_the_experts_of_their_own_pass(policy, load, rollo
 def test_outside_replay_tokens_are_routed_by_the_model_itself(policy, load, rollouts):
     plain = load(FAMILY)
     replay(policy, with_records(rollouts, elsewhere))
-    assert torch.equal(replay(policy, rollouts).logp, replay(plain, rollouts).logp)
     sampled, want = (made.rollout(PROMPTS, 2, range(6)) for made in (policy, plain))
+    assert torch.equal(replay(policy, rollouts).logp, replay(plain, rollouts).logp)
     assert [t.response.tolist() for t in sampled.inputs] == [t.response.tolist() for t in want.inputs]
 
 
