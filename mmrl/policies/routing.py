@@ -61,7 +61,7 @@ class Routing:
                     module.register_forward_hook(partial(self._choose, number))
 
     def check(self, prompt: str, tokens: int, experts: Tensor | None) -> Tensor:
-        """The record of so many tokens. Raises UserError where an engine gave none, or one of another shape."""
+        """The record [token, layer, k] of so many tokens. Raises UserError where an engine gave none, or one of another shape."""
         if experts is None:
             raise UserError(
                 "rollout.vllm.routing_replay is set and vLLM returned no experts; start servers of "
@@ -69,8 +69,8 @@ class Routing:
             )
         if experts.shape != (tokens, *self.shape) or not 0 <= int(experts.min()) <= int(experts.max()) < self.experts:
             raise UserError(
-                f"vLLM returned experts {list(experts.shape)} up to {int(experts.max())} for prompt {prompt}, where "
-                f"the model has {[tokens, *self.shape]} of {self.experts}; set rollout.vllm.routing_replay=false"
+                f"vLLM returned experts {list(experts.shape)} for prompt {prompt}, where the model has "
+                f"{[tokens, *self.shape]} of 0 to {self.experts - 1}; set rollout.vllm.routing_replay=false"
             )
         return experts
 

@@ -410,6 +410,13 @@ def test_an_engine_that_tells_no_or_other_experts_is_named(policy):
     routing = Routing(vlm.transformers_model(policy.module.model))
     known = torch.zeros(9, LAYERS, K, dtype=torch.int16)
     assert routing.check("p", 9, known) is known
-    for tokens, experts in ((10, known), (9, known[:, :1]), (9, known[..., :1]), (9, known + EXPERTS), (9, known - 1)):
+    for tokens, experts in (
+        (10, known),
+        (9, known[:0]),
+        (9, known[:, :1]),
+        (9, known[..., :1]),
+        (9, known + EXPERTS),
+        (9, known - 1),
+    ):
         with pytest.raises(UserError, match="for prompt p, where the model has"):
             routing.check("p", tokens, experts)
