@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextTopKRouter
 
 from mmrl.errors import UserError
 from mmrl.policies.prompts import Tokens
@@ -30,9 +29,9 @@ def renormalised_softmax(logits: Tensor, experts: Tensor) -> Tensor:
     return (chosen / chosen.sum(-1, keepdim=True)).to(logits.dtype)
 
 
-# Families (model_type) for which replay was tested: the module that chooses experts, which returns logits
+# Families (model_type) for which replay was tested: the part of a layer that chooses experts, which returns logits
 # [token, expert], weights and experts [token, k]; and how it gets weights from logits and experts.
-ROUTERS = {"qwen3_vl_moe": (Qwen3VLMoeTextTopKRouter, renormalised_softmax)}
+ROUTERS = {"qwen3_vl_moe": ("mlp.gate", renormalised_softmax)}
 
 
 class Routing:
@@ -56,12 +55,12 @@ class Routing:
         decoder.register_forward_pre_hook(self._enter, with_kwargs=True)
         for number, layer in enumerate(decoder.layers):
             layer.register_forward_pre_hook(partial(self._enter_layer, number), with_kwargs=True)
-            for module in layer.modules():
-                if isinstance(module, router):
+            for name, module in layer.named_modules():
+                if name == router:
                     module.register_forward_hook(partial(self._choose, number))
 
     def check(self, prompt: str, tokens: int, experts: Tensor | None) -> Tensor:
-        """The record [token, layer, k] of so many tokens. Raises UserError where an engine gave none, or one of another shape."""
+        """The record [token, layer, k] of so many tokens. Raises UserError where an engine gave none, or another."""
         if experts is None:
             raise UserError(
                 "rollout.vllm.routing_replay is set and vLLM returned no experts; start servers of "
