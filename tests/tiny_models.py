@@ -5,6 +5,7 @@ load from `path`. Images of 16 to 64 pixels cost a few tokens each.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +280,6 @@ def build(family: str, path: Path, *, seed: int = 0) -> Path:
     model.float().save_pretrained(path)
     processor.save_pretrained(path)
     return Path(path)
+
+
+build_experts = partial(build, "qwen3_vl_moe")  # named by configurations

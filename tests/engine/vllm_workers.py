@@ -21,7 +21,6 @@ from mmrl.generation.vllm import VLLM as Beside
 from mmrl.generation.vllm import EngineOptions
 from mmrl.policies.synced import describe
 from mmrl.rollouts import Prompt
-from tests import tiny_models
 from tests.engine.parts import Fixed, Questions, make, release, spread
 from tests.processes import environment, group
 
@@ -318,11 +317,7 @@ def slow_second(engine, policy, prompts) -> dict:
     return {"slow": made, "shares": list(engine.answered)}
 
 
-def build_experts(folder: str, seed: int) -> None:
-    tiny_models.build("qwen3_vl_moe", Path(folder), seed=seed)
-
-
-EXPERTS = ["model.build=tests.engine.vllm_workers:build_experts", "rollout.group_size=2"]
+EXPERTS = ["model.build=tests.tiny_models:build_experts", "rollout.group_size=2"]
 
 
 def repack(model) -> None:
