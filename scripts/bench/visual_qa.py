@@ -39,7 +39,9 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build/bench-trl"
 CONFIG = ROOT / "configs/visual_qa_digits_warm_start.yaml"
 TRL = ["torch", "torchvision", "transformers", "accelerate", "datasets", "scikit-learn", "pydantic", "trl==1.16.0"]
-DATA = {"kind": "digits", "train_size": 100_000, "eval_size": 10_000}
+KINDS = ["sum", "largest", "above_five"]
+DATA = {"kind": "digits", "kinds": KINDS, "cells": 2, "train_size": 100_000, "eval_size": 10_000}
+ASKED = DATA | {"kinds": f"[{','.join(KINDS)}]"}  # as overrides
 PROMPTS, GROUP, LENGTH = 16, 8, 4
 WARM_UP = 2  # steps not timed
 
@@ -69,8 +71,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--warm-start", type=int, default=60, help="supervised steps before, the same for all")
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--warm-start", type=int, default=200, help="supervised steps before, the same for all")
     parser.add_argument("--held-out", type=int, default=2000, help="questions the outcome is evaluated on")
     parser.add_argument("--arms", default="mmrl,trl,plain")
     parser.add_argument("--json", help="write the numbers here")
@@ -141,7 +143,7 @@ def measure(arm: str, base: Path, seed: int, options: argparse.Namespace) -> dic
     run([python, __file__, *same, *child_of], environment, out / "log.txt")
     held_out = [
         f"evaluation.prompts={options.held_out}",
-        f"task.data.eval_size={DATA['eval_size']}",
+        *(f"task.data.{key}={value}" for key, value in ASKED.items()),
         f"threads={options.threads}",
     ]
     run([ROOT / ".venv/bin/mmrl", "eval", out / "final", CONFIG, *held_out], environment, out / "eval.txt")
@@ -252,13 +254,14 @@ def train_mmrl(options: argparse.Namespace) -> Outcome:
         "threads": options.threads,
         "model.build": "null",
         "model.path": options.base,
-        "task.data.train_size": DATA["train_size"],
+        **{f"task.data.{key}": value for key, value in ASKED.items()},
         "algorithm.method": "grpo",
         "rollout.prompts": PROMPTS,
         "rollout.group_size": GROUP,
         "rollout.max_response_length": LENGTH,
         "optim.lr": options.lr,
         "optim.warmup_steps": 0,
+        "optim.schedule": "constant",
         "engine.micro_batch": PROMPTS * GROUP,
         "evaluation.before": "false",
         "evaluation.prompts": 1,  # the one evaluation after the last step is not timed
