@@ -254,6 +254,8 @@ class Trainer:
         weight, stats = correction_weight(old, micro.behaviour_logp.to(old.device), mask.to(old.device), **options)
         weight = weight.to(mask.device)
         replay.weight = weight if replay.weight is None else replay.weight * weight
+        if replay.routing_differs is not None:
+            stats["routing_differs"] = replay.routing_differs
         return {f"correction/{name}": value for name, value in stats.items()}
 
     def clipped(
