@@ -14,11 +14,15 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from mmrl import build
 from mmrl.batches import Pool
 from mmrl.config import load as load_config
+from mmrl.config import to_yaml
 from mmrl.errors import UserError
 from mmrl.generation import servers, vllm
 from mmrl.policies import vlm
 from mmrl.policies.routing import Routing, renormalised_softmax
-from tests.engine.parts import TINY
+from mmrl.policies.synced import Synced
+from mmrl.report.run import Run
+from mmrl.trainer import Trainer
+from tests.engine.parts import TINY, Fixed, metrics, release, spread
 from tests.policies.conftest import LENGTH, PROMPTS, mixed
 from tests.policies.second import Copy
 
@@ -389,6 +393,21 @@ def test_a_run_asks_for_experts_and_replays_them(load, monkeypatch):
         generator.synchronise()
     with pytest.raises(UserError, match="^rollout.vllm.routing_replay is for"):
         made(load("qwen3_vl"), monkeypatch, "rollout.vllm.routing_replay=true")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_says_how_much_of_the_routing_is_not_its_own(load, tmp_path):
+    policy, task = load(FAMILY), Fixed(spread, image=False, size=8)
+    policy.replay_routing()
+    config = load_config(TINY, [f"run_dir={tmp_path}", "steps=1", "evaluation.prompts=1"])
+    engine = build.build_engine(config, policy)
+    recording = Recording(policy, task.train, second_best=True)
+    generator = Synced(policy, recording, task.train[:1], limit=1e-3, gather=engine.gather)
+    trainer = Trainer(config, policy, task, engine, Run(tmp_path, to_yaml(config), writes=True), generator)
+    trainer.train()
+    release(trainer)
+    step = next(row for row in metrics(tmp_path) if "loss" in row)
+    assert step["correction/routing_differs"] == 0.5 and step["correction/logp_gap_max"] < 1e-3
 
 
 def test_engines_are_asked_for_experts_where_they_are_wanted():
