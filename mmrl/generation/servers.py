@@ -29,10 +29,12 @@ from uuid import uuid4
 import numpy as np
 import requests
 import torch
+from requests.adapters import HTTPAdapter
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import TCPStore
+from urllib3.connection import HTTPConnection
 
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
@@ -57,6 +59,7 @@ NAME = "mmrl"  # of the model, for the servers
 SHARD = 2 * GIB  # bytes of a file of weights, which are held in memory until it is written
 PAUSE = 0.5  # seconds between two attempts
 LOST = requests.RequestException  # what becomes of a request to a server that went away, or is going
+SILENT = 60  # seconds without a sign of a host's network after which it is lost
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,26 @@ class Weights:
         return self.base if self.adapter is None else f"{self.base}.{self.adapter.name}"
 
 
+class Watched(HTTPAdapter):
+    """Connections that end where the other host has gone silent: one without power does not say that it is gone, and a
+    response may be long in coming."""
+
+    def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
+        watching = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+        if sys.platform == "linux":  # others wait as long as they are set to
+            tcp, probe = socket.IPPROTO_TCP, SILENT // 4
+            watching += [(tcp, socket.TCP_KEEPIDLE, probe), (tcp, socket.TCP_KEEPINTVL, probe)]
+            watching += [(tcp, socket.TCP_USER_TIMEOUT, 1000 * SILENT)]
+        super().init_poolmanager(*arguments, socket_options=watching, **options)
+
+
+def watched() -> requests.Session:
+    session = requests.Session()
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, Watched(pool_maxsize=1024))  # more than are ever in flight with one engine
+    return session
+
+
 @dataclass
 class Server:
     """One engine. where: its address, which may be another one after it was started again."""
@@ -79,6 +102,7 @@ class Server:
     where: Callable[[], str]
     timeout: float  # seconds
     lock: threading.Lock = field(default_factory=threading.Lock)
+    session: requests.Session = field(default_factory=watched)
 
     @property
     def address(self) -> str:
@@ -86,11 +110,11 @@ class Server:
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Raises one of LOST where it does not answer, and UserError where it refuses."""
-        return self._read(requests.post(f"{self.address}/{path}", json=body, timeout=self.timeout), path)
+        return self._read(self.session.post(f"{self.address}/{path}", json=body, timeout=self.timeout), path)
 
     def version(self) -> str:
         path = "weight_info"
-        return self._read(requests.get(f"{self.address}/{path}", timeout=self.timeout), path)["weight_version"]
+        return self._read(self.session.get(f"{self.address}/{path}", timeout=self.timeout), path)["weight_version"]
 
     def _read(self, answer: requests.Response, path: str) -> dict[str, Any]:
         if answer.status_code >= 500:

@@ -126,6 +126,37 @@ def test_ranks_on_two_hosts_share_an_engine_with_an_address(hosts, tmp_path):
     trained(tmp_path / "run")
 
 
+def test_an_engine_whose_host_loses_power_is_lost_within_its_seconds(hosts):
+    """No packet says so, while a response is awaited and before the next request."""
+    listening = f"import socket, time; s = socket.create_server(('{HOSTS[1]}', 9000)); print(flush=True)"
+    accepting = "c = s.accept(); print(flush=True); time.sleep(1000)"
+    engine = subprocess.Popen(
+        [*hosts.on(1), sys.executable, "-c", f"{listening}; {accepting}"], stdout=subprocess.PIPE, text=True
+    )
+    assert engine.stdout.readline()
+    asking = f"""
+import time
+from mmrl.generation import servers
+servers.SILENT = 4
+server = servers.Server(lambda: "http://{HOSTS[1]}:9000", 100)
+for _ in range(2):
+    began = time.monotonic()
+    try:
+        server.post("generate", {{}})
+    except servers.LOST:
+        print(time.monotonic() - began, flush=True)
+"""
+    command = [*hosts.on(0), sys.executable, "-c", asking]
+    asker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    assert engine.stdout.readline()
+    hosts.call(*hosts.on(1), "ip", "addr", "flush", "dev", "eth0")  # it hears, and never answers
+    said, _ = asker.communicate(timeout=120)
+    engine.kill()
+    engine.wait()
+    waited = [float(word) for word in said.split()]
+    assert len(waited) == 2 and 1 < waited[0] < 20 and waited[1] < 20
+
+
 def trained(folder: Path) -> None:
     steps = [row for row in metrics(folder) if "loss" in row]
     assert len(steps) == 2 and all(row["generation/probe_gap"] < 1e-3 for row in steps if "generation/probe_gap" in row)
