@@ -505,7 +505,8 @@ class Process:
 
     def environment(self) -> dict[str, str]:
         found = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-        found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        if torch.cuda.is_available():
+            found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # on a CPU it would add a process between engine and model
         if self.options.lora_rank:
             found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         return found
