@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.generation.servers import Process
+from mmrl.generation.processes import Process
 from mmrl.generation.vllm import EngineOptions
 from tests.engine import vllm_workers
 from tests.engine.parts import HERE, MODEL, TINY, metrics, model_folder

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
+from mmrl.generation.processes import command_line
 from mmrl.generation.sampling import Sampling
-from mmrl.generation.servers import LOST, Batch, Servers, command_line, write_weights
+from mmrl.generation.servers import LOST, Batch, Servers, write_weights
 from mmrl.generation.vllm import EngineOptions, Request, bundled, last_error
 from tests.engine import vllm_workers
 from tests.engine.parts import call, metrics

@@ -16,7 +16,7 @@ from mmrl.batches import Pool
 from mmrl.config import load as load_config
 from mmrl.config import to_yaml
 from mmrl.errors import UserError
-from mmrl.generation import servers, vllm
+from mmrl.generation import processes, servers, vllm
 from mmrl.policies import vlm
 from mmrl.policies.routing import Routing, renormalised_softmax
 from mmrl.policies.synced import Synced
@@ -414,7 +414,7 @@ def test_engines_are_asked_for_experts_where_they_are_wanted():
     name = "enable_return_routed_experts"
     assert name not in vllm.EngineOptions(context=8).arguments()
     wanted = vllm.EngineOptions(context=8, return_experts=True).arguments()
-    assert wanted[name] is True and "--enable-return-routed-experts" in servers.command_line(wanted)
+    assert wanted[name] is True and "--enable-return-routed-experts" in processes.command_line(wanted)
 
 
 def test_a_model_without_experts_is_refused(load):

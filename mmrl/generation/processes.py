@@ -1,0 +1,122 @@
+"""The processes of vLLM's servers that are started here, or by Ray on a host that it chooses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmrl.generation.vllm import ENVIRONMENT, EngineOptions, last_error
+from mmrl.placement import Cluster, Placed
+
+NAME = "mmrl"  # of the model, for the servers
+
+
+@dataclass
+class Process:
+    """A server that is started here."""
+
+    options: EngineOptions
+    log: Path
+    address: str = ""
+    device: int = 0  # the first of its GPUs
+    running: subprocess.Popen | Placed | None = None
+    failures: int = 0  # how often it ended since all engines last had the same weights
+
+    def start(self, model: Path) -> None:
+        host, port = self.address.removeprefix("http://").rsplit(":", 1)
+        environment = {**os.environ, **self.environment()}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)  # the training's
+        if torch.cuda.is_available():
+            devices = range(self.device, self.device + self.options.tensor_parallel)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("a") as file:
+            self.running = subprocess.Popen(
+                [sys.executable, *self.arguments(model, host, int(port))],
+                env=environment,
+                stdin=subprocess.PIPE,  # it ends when this is closed
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    def arguments(self, model: Path, host: str, port: int) -> list[str]:
+        own = {"model": str(model), "served_model_name": NAME, "host": host, "port": port}
+        own |= {"enable_scale_out": True, "disable_uvicorn_access_log": True}
+        if self.options.tensor_parallel == 1:
+            own["distributed_executor_backend"] = "uni"  # a process less
+        return ["-m", "mmrl.generation.serve", *command_line(own | self.options.arguments())]
+
+    def environment(self) -> dict[str, str]:
+        found = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        if torch.cuda.is_available():
+            found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # on a CPU it would add a process between engine and model
+        if self.options.lora_rank:
+            found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        return found
+
+    def ended(self) -> bool:
+        if self.running is None or self.running.poll() is None:
+            return False
+        self.failures += 1
+        self._kill()  # what it may have left
+        return True
+
+    def stop(self) -> None:
+        if self.running is not None:
+            self._kill()
+            self.running.wait()
+
+    def last_words(self) -> str:
+        return last_error(self.log.read_text(errors="replace"))
+
+    def _kill(self) -> None:
+        assert self.running is not None
+        with suppress(ProcessLookupError):  # all have ended
+            os.killpg(self.running.pid, signal.SIGKILL)
+
+
+@dataclass(kw_only=True)
+class PlacedProcess(Process):
+    """A server that is started on a host that Ray chooses, each time anew."""
+
+    cluster: Cluster
+    tell: Callable[[str], None]  # where that is
+    patience: float  # seconds to wait for room
+
+    def start(self, model: Path) -> None:
+        """Raises UserError if there is no room, ConnectionError if the host is lost."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        gpus = self.options.tensor_parallel if torch.cuda.is_available() else 0
+        self.running = placed = self.cluster.place(gpus=gpus, log=self.log)
+        host, port = placed.room(self.patience)
+        self.address = f"http://{host}:{port}"
+        self.tell(self.address)
+        placed.run(self.arguments(model, host, port), self.environment())
+
+    def _kill(self) -> None:
+        assert isinstance(self.running, Placed)
+        self.running.kill()
+
+
+def command_line(arguments: dict[str, Any]) -> list[str]:
+    """Keyword arguments as vLLM's options; those that are None are left out."""
+    found: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None:
+            found += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return found
