@@ -263,10 +263,11 @@ def test_only_the_worker_itself_may_call():
 @pytest.mark.parametrize(("how", "then"), [(signal.SIGKILL, "sim.step(actions)"), (signal.SIGINT, "time.sleep(1000)")])
 def test_nobody_is_left_behind(nodes, how, then):
     words = f"""
-import time, numpy as np
+import signal, time, numpy as np
 from sims import build
 from tests.sims.trouble import HANG
 from tests.processes import family
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a script runs in the background
 sim = build("tests.sims.trouble:Trouble", 2, workers=2, ray="auto")
 sim.reset([1, 2], ["go", "go"])
 actions = np.full((2, 1, 1), 0.1)
