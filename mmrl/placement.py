@@ -41,7 +41,7 @@ class Cluster:
         global _joined
         self.name = f"{key}={address}"
         if importlib.util.find_spec("ray") is None:
-            raise UserError(f"{self.name} needs Ray; install it with: pip install 'mmrl[ray]'")
+            raise UserError(f"{self.name} needs Ray; install it with: pip install -e '.[ray]'")
         import ray
 
         if not ray.is_initialized():

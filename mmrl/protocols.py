@@ -2,49 +2,100 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from mmrl.data import Source
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
 
+class Source(Protocol):
+    """Prompts by index: the same index gives the same prompt."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Prompt: ...
+
+
 class Policy(Protocol):
-    module: nn.Module
-    max_decisions: int  # of a rollout
+    """A model that makes rollouts and says how likely they are."""
 
-    def rollout(self, prompts: list[Prompt], group_size: int, seeds: list[int], *, step: int) -> Rollouts: ...
+    @property
+    def module(self) -> nn.Module: ...
 
-    def respond(self, prompts: list[Prompt], seeds: list[int]) -> list[Sample]: ...
+    @property
+    def max_decisions(self) -> int:
+        """Of the longest rollout."""
 
-    def demonstrate(self, prompts: list[Prompt], seeds: list[int]) -> Rollouts: ...
+    def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int) -> Rollouts: ...
 
-    def replay(self, rollouts: Rollouts, model: Any) -> Replay: ...
+    def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]: ...
 
-    def reference(self, rollouts: Rollouts) -> Replay: ...
+    def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts: ...
 
-    def counts(self) -> dict[str, float]: ...  # of what went wrong since it was last asked
+    def replay(self, rollouts: Rollouts, model: Any, *, reference: bool = False) -> Replay:
+        """model: `module`, or the engine around it. reference: its weights are those of the reference policy now."""
+
+    def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
+        """The same rollouts as answers to changed prompts."""
+
+    def trained_by(self, engine: Any) -> None:
+        """Told once which engine trains it, whose ranks it may have to keep step with."""
+
+    def counts(self) -> dict[str, float]:
+        """Of what went wrong since it was last asked."""
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None: ...
 
 
+class Drafting(Policy, Protocol):
+    """A policy whose rollouts can be made bit by bit."""
+
+    engine: Any
+    eos: tuple[int, ...]
+
+    def draft(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int]) -> list[Any]: ...
+
+    def extend(self, generator: Any, drafts: Sequence[Any], count: int) -> None: ...
+
+    def complete(self, drafts: Sequence[Any], group_size: int) -> Rollouts: ...
+
+
 class Task(Protocol):
-    train: Source
-    evaluation: Source
-    reward_names: list[str]
-    reward_weights: list[float]
+    """Prompts, what a rollout earns, and what counts as success. train: None where it can only be evaluated."""
 
-    def score(self, samples: list[Sample], group: Tensor) -> Tensor: ...
+    @property
+    def train(self) -> Source | None: ...
 
-    def accuracy(self, samples: list[Sample]) -> Tensor: ...
+    @property
+    def evaluation(self) -> Source: ...
 
-    def measures(self, samples: list[Sample], group: Tensor) -> dict[str, Tensor]: ...
+    @property
+    def reward_names(self) -> Sequence[str]: ...
+
+    @property
+    def reward_weights(self) -> Sequence[float]: ...
+
+    def score(self, samples: Sequence[Sample], group: Tensor) -> Tensor: ...
+
+    def accuracy(self, samples: Sequence[Sample]) -> Tensor: ...
+
+    def measures(self, samples: Sequence[Sample], group: Tensor) -> dict[str, Tensor]: ...
 
 
-class Generator(Protocol):
+@runtime_checkable
+class SimulatedTask(Protocol):
+    """A task whose prompts are start states of episodes."""
+
+    simulator_rows: int  # environments that may exist at once on a rank
+
+    def make_simulator(self, rows: int) -> Any: ...
+
+
+class SyncedGenerator(Protocol):
     """Engines that generate for the policy and need its weights. Inside `generation`, and after `synchronise`, they
     have them; both give metrics."""
 

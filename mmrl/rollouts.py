@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -55,80 +56,94 @@ class Sample:
     episode: Episode | None = None
 
 
+FRESH, DEMONSTRATION, REPLAYED = 0, 1, 2  # origins of a rollout
+
+
+def column(pad: float | None = None) -> Any:
+    """A field of a record that is filled in later: a tensor whose first dimension is the rollout. pad: its second
+    dimension has its own length in every batch, and this fills up the shorter ones; None: all have the same."""
+    return field(default=None, metadata={"pad": pad})
+
+
 @dataclass
-class Rollouts:
+class Record:
+    """Columns of a batch: lists, tensors and further records, all of them by rollout."""
+
+    def select(self, index: Tensor) -> Self:
+        """The rollouts at `index` ([n] int64, or [rollout] bool), in that order."""
+        if index.dtype == torch.bool:
+            index = index.nonzero().flatten()
+        rows = index.tolist()
+        return replace(self, **{f.name: _picked(vars(self)[f.name], index, rows) for f in fields(self)})
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """All rollouts of `parts`, padded as their fields say. A field must be filled in all parts or in none.
+
+        Raises ValueError naming a field for which that does not hold.
+        """
+        return cls(**{f.name: _joined(f, [vars(part)[f.name] for part in parts]) for f in fields(cls)})
+
+
+@dataclass
+class Rollouts(Record):
     """A batch of rollouts, whatever the policy: B rollouts, at most T decisions each, K reward components.
 
-    Where decisions are made in an environment it moves in at most S steps, of T / S decisions each; what a critic needs
-    is kept by step. `inputs` belongs to the policy that made the batch (tokens and pictures, latents, observations);
-    nobody else looks inside. Fields that are filled in later are None until then.
+    `inputs` belongs to the policy that made the batch (tokens and pictures, latents, observations); nobody else looks
+    inside. Fields that are filled in later are None until then. `extras` holds what only some policies and algorithms
+    know of, by name, each a record of its own.
     """
 
     samples: list[Sample]  # B
     inputs: list[Any]  # B, private to the policy
     group: Tensor  # [rollout] int64, which prompt a rollout answers
-    mask: Tensor  # [rollout, decision] bool, True where a decision counts
-    rewards: Tensor | None = None  # [rollout, component] float32, NaN where a component could not be scored
-    accuracy: Tensor | None = None  # [rollout] float32, the task's own measure of success, NaN where unknown
-    advantages: Tensor | None = None  # [rollout] float32, or [rollout, decision] where credit differs by decision
-    nodes: Tensor | None = None  # [rollout, decision] int64: equal ids in a group made that decision together (a tree)
-    old_logp: Tensor | None = None  # [rollout, decision] float32, under the policy that made the rollout
-    behaviour_logp: Tensor | None = None  # [rollout, decision] float32, as the engine that sampled it has it
-    version: Tensor | None = None  # [rollout] int64, finished steps behind the oldest weights that made decisions of it
-    ref_logp: Tensor | None = None  # [rollout, decision] float32, under the reference policy
-    old_prediction: Tensor | None = None  # [rollout, decision, ...] float32, what `Replay.prediction` was then
-    ref_prediction: Tensor | None = None  # [rollout, decision, ...] float32, what it is under the reference policy
-    step_mask: Tensor | None = None  # [rollout, step] bool, True where the episode was still on
-    step_rewards: Tensor | None = None  # [rollout, step] float32, the simulator's own
-    step_values: Tensor | None = None  # [rollout, step] float32, what the critic expected before the step
-    step_terminated: Tensor | None = None  # [rollout, step] bool, the episode ended in it for a reason of its own
-    step_bootstrap: Tensor | None = None  # [rollout, step] float32, the critic's value of where the time limit cut it
-    step_returns: Tensor | None = None  # [rollout, step] float32, what the critic shall learn
+    mask: Tensor = field(metadata={"pad": 0})  # [rollout, decision] bool, True where a decision counts
+    rewards: Tensor | None = column()  # [rollout, component] float32, NaN where a component could not be scored
+    accuracy: Tensor | None = column()  # [rollout] float32, the task's own measure of success, NaN where unknown
+    origin: Tensor | None = column()  # [rollout] int64: FRESH, DEMONSTRATION or REPLAYED; None: all fresh
+    prompt: Tensor | None = column()  # [rollout] int64, the prompt's index in the task's training source
+    filler: Tensor | None = column()  # [rollout] bool, True where dynamic sampling found nothing better; None: nowhere
+    version: Tensor | None = column()  # [rollout] int64, finished steps behind the oldest weights that made it
+    advantages: Tensor | None = column()  # [rollout, decision] float32
+    old_logp: Tensor | None = column(0)  # [rollout, decision] float32, under the policy that made the rollout
+    old_entropy: Tensor | None = column(0)  # [rollout, decision] float32, under it
+    old_square_sum: Tensor | None = column(0)  # [rollout, decision] float32, sum of squared probabilities under it
+    old_prediction: Tensor | None = column(0)  # [rollout, decision, ...] float32, what `Replay.prediction` was then
+    behaviour_logp: Tensor | None = column(0)  # [rollout, decision] float32, as the engine that sampled it has it
+    ref_logp: Tensor | None = column(0)  # [rollout, decision] float32, under the reference policy
+    ref_prediction: Tensor | None = column(0)  # [rollout, decision, ...] float32, what it is under the reference policy
+    nodes: Tensor | None = column()  # [rollout, decision] int64: equal ids in a group made that decision together
+    extras: dict[str, Record] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def select(self, index: Tensor) -> Rollouts:
-        """The rollouts at `index` ([n] int64, or [rollout] bool), in that order."""
-        if index.dtype == torch.bool:
-            index = index.nonzero().flatten()
-        rows = index.tolist()
-        chosen: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, list):
-                chosen[f.name] = [value[row] for row in rows]
-            else:
-                chosen[f.name] = None if value is None else value[index]
-        return Rollouts(**chosen)
 
-    @staticmethod
-    def concat(parts: list[Rollouts]) -> Rollouts:
-        """All rollouts of `parts`, decisions and steps padded to the longest.
+@dataclass
+class Steps(Record):
+    """What a critic needs of rollouts whose decisions are made in an environment, in at most S steps of T / S decisions
+    each; `Rollouts.extras["steps"]`."""
 
-        A field must be filled in all parts or in none.
-
-        Raises ValueError naming a field for which that does not hold.
-        """
-        joined: dict[str, Any] = {}
-        for f in fields(Rollouts):
-            values = [getattr(part, f.name) for part in parts]
-            if isinstance(values[0], list):
-                joined[f.name] = [item for value in values for item in value]
-            elif all(value is None for value in values):
-                joined[f.name] = None
-            elif any(value is None for value in values):
-                raise ValueError(f"{f.name} is filled in some of the batches and None in others")
-            elif f.name in PADDED:
-                width = max(value.shape[1] for value in values)
-                joined[f.name] = torch.cat([F.pad(value, (0, width - value.shape[1])) for value in values])
-            else:
-                joined[f.name] = torch.cat(values)
-        return Rollouts(**joined)
+    mask: Tensor = field(metadata={"pad": 0})  # [rollout, step] bool, True where the episode was still on
+    rewards: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, the simulator's own
+    values: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, what the critic expected before the step
+    terminated: Tensor = field(metadata={"pad": 0})  # [rollout, step] bool, the episode ended in it of its own
+    bootstrap: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, the value of where the time limit cut it
+    returns: Tensor | None = column(0)  # [rollout, step] float32, what the critic shall learn
 
 
-PADDED = {"mask", "old_logp", "behaviour_logp", "ref_logp"}
-PADDED |= {f.name for f in fields(Rollouts) if f.name.startswith("step_")}
+@dataclass
+class Matching:
+    """What final samples are compared with at a noise level, [rollout, decision, ...] each; see
+    `core.surrogates.contrast`."""
+
+    noisy: Tensor  # the sample with noise
+    prediction: Tensor  # of the policy, with its gradient
+    old: Tensor  # of the policy that made the rollouts
+    data: Tensor  # the sample itself
+    sigma: Tensor  # [rollout, decision] the noise level
+    signal: Tensor  # [rollout, decision] how much of the sample is left in `noisy`
+    noise_space: bool  # whether the noise is predicted, rather than the velocity
 
 
 @dataclass
@@ -137,14 +152,45 @@ class Replay:
 
     logp: Tensor
     entropy: Tensor | None = None  # None where it is constant (a Gaussian step of fixed variance)
+    square_sum: Tensor | None = None  # sum of squared probabilities, of decisions with a finite choice
     log_ratio: Tensor | None = None  # given where the policy has a more exact form than logp - old_logp
-    divergence: Tensor | None = None  # exact KL to the old policy, where there is one
-    reference_kl: Tensor | None = None  # to the reference policy, where rollouts.ref_prediction is given
+    divergence: Tensor | None = None  # exact KL to the old policy, where there is one, with its gradient
+    reference_kl: Tensor | None = None  # exact, to the reference policy, where rollouts.ref_prediction is given
+    reference_error: Tensor | None = None  # squared distance of predictions from the reference policy's, likewise
     prediction: Tensor | None = None  # [rollout, decision, ...] detached: what old and reference are compared by
     std: Tensor | None = None  # of a Gaussian step
     weight: Tensor | None = None  # detached, of the decision in the loss; None: all alike
     segments: Tensor | None = None  # int64, the unit of level "segment" that a decision belongs to
-    errors: tuple[Tensor, Tensor] | None = None  # of the implicit positive and negative policy (DiffusionNFT)
+    matching: Matching | None = None  # of a policy whose decisions compare final samples
     value: Tensor | None = None  # [rollout, step], of a policy with a critic
-    # Share of the replayed experts of the token before it that routers would not choose; NaN where none are
+    # Fraction of the recorded experts that the trainer's router would not have picked for the previous token; NaN where
+    # nothing was recorded
     routing_differs: Tensor | None = None
+    views: dict[str, Replay] = field(default_factory=dict)  # of the same responses under other views of their prompts
+
+
+def _picked(value: Any, index: Tensor, rows: list[int]) -> Any:
+    if isinstance(value, list):
+        return [value[row] for row in rows]
+    if isinstance(value, dict):
+        return {name: record.select(index) for name, record in value.items()}
+    return None if value is None else value[index]
+
+
+def _joined(column: Any, values: list[Any]) -> Any:
+    if isinstance(values[0], list):
+        return [item for value in values for item in value]
+    if isinstance(values[0], dict):
+        return {name: type(record).concat([value[name] for value in values]) for name, record in values[0].items()}
+    if all(value is None for value in values):
+        return None
+    if any(value is None for value in values):
+        raise ValueError(f"{column.name} is filled in some of the batches and None in others")
+    pad = column.metadata.get("pad")
+    return torch.cat(values if pad is None else widened(values, pad))
+
+
+def widened(values: Sequence[Tensor], pad: float) -> list[Tensor]:
+    """Tensors [row, n, ...] with the same n, the longest, filled up with `pad`."""
+    width = max(value.shape[1] for value in values)
+    return [F.pad(v, (*[0] * (2 * (v.dim() - 2)), 0, width - v.shape[1]), value=pad) for v in values]

@@ -1,65 +1,53 @@
-"""Sections of a configuration, and how to name what is wrong in one."""
+"""Sections that every job has, of rooms that are too heavy to be asked for their settings."""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import typing
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Literal
 
-from pydantic import BaseModel, ValidationError
-
-Model = TypeVar("Model", bound=BaseModel)
-UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's names for a key that a section does not have
+from mmrl.settings import Section, option
 
 
-def parse(model: type[Model], options: Mapping[str, Any], name: str) -> Model:
-    """`options` as a `model`. Raises ValueError in one line that names the key at fault, or the section `name` where it
-    is none in particular, and the nearest valid key."""
-    try:
-        return model.model_validate(dict(options))
-    except ValidationError as error:
-        first = error.errors()[0]
-        path, known = follow(model, first["loc"])
-        where = ".".join(path)
-        if first["type"] in UNKNOWN:
-            near = difflib.get_close_matches(path[-1], known, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown key {where}{hint} (known: {', '.join(known)})") from error
-        raise ValueError(f"{where or name}: {first['msg'].removeprefix('Value error, ')}") from error
+class Evaluation(Section):
+    """Measuring on held-out prompts while training."""
+
+    every: int = option(50, "steps between two evaluations; 0: only before and after training", unit="steps", ge=0)
+    prompts: int = option(256, "the first N held-out prompts", ge=1)
+    before: bool = option(True, "evaluate before training too")
+    max_unscored: float = option(0.5, "share of unscored rollouts above which the run stops", ge=0, le=1)
+    micro_batch: int = option(256, "prompts answered at once on a rank", ge=1)
 
 
-def follow(model: type, location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
-    """The keys that lead to pydantic's `location`, as the user wrote them, and the keys of the section the last one is
-    in. Pydantic puts the `kind` of a section that may be of several among them, which is a value."""
-    sections, path = [model], []
-    for place, part in enumerate(location):
-        of_this_kind = [section for section in sections if len(sections) > 1 and _kind(section) == part]
-        if of_this_kind:
-            sections = of_this_kind
-            continue
-        path.append(str(part))
-        if place + 1 < len(location) and isinstance(part, str):
-            sections = sections_in(fields(sections[0]).get(part)) or sections
-    return path, list(fields(sections[0]))
+class Checkpoint(Section):
+    """Saving and going on."""
+
+    every: int = option(
+        50,
+        "steps between two checkpoints; 0: none but on a signal. 50, as often as evaluation: what a kill costs stays "
+        "small, and so does the time for writing",
+        unit="steps",
+        ge=0,
+    )
+    keep: int = option(2, "finished checkpoints that are kept; the best weights are kept besides", ge=1)
+    best: bool = option(True, "write the weights of the best evaluation as RUN/best")
+    resume: Literal["auto", True, False] = option(
+        "auto",
+        "auto: go on from the newest intact checkpoint of run_dir, start where there is none, and do nothing where the "
+        "run has reached its end, so that one command line serves a requeue; true: there has to be one; false: run_dir "
+        "has to be new",
+    )
 
 
-def fields(model: type) -> dict[str, Any]:
-    """Field names and annotations of a section, be it a pydantic model or a dataclass."""
-    if issubclass(model, BaseModel):
-        return {name: field.annotation for name, field in model.model_fields.items()}
-    hints = typing.get_type_hints(model)
-    return {name: hint for name, hint in hints.items() if hint is not typing.ClassVar}
+class Kernels(Section):
+    """Who computes the fused operators (mmrl.kernels). The choices agree to rounding."""
+
+    backend: Literal["auto", "cuda", "cpu", "torch"] = option(
+        "auto", "auto: the compiled kernels of each tensor's device, where they can be built; torch: plain PyTorch"
+    )
 
 
-def sections_in(annotation: Any) -> list[type]:
-    """All sections that a field with this annotation may hold."""
-    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
-        return [annotation]
-    return [m for argument in typing.get_args(annotation) for m in sections_in(argument)]
+class Log(Section):
+    """What is written about a run, beside metrics.jsonl and TensorBoard."""
 
-
-def _kind(section: type) -> Any:
-    kinds = typing.get_args(fields(section).get("kind"))
-    return kinds[0] if len(kinds) == 1 else None
+    samples_every: int = option(50, "steps between two tables of samples; 0: none", unit="steps", ge=0)
+    samples: int = option(8, "samples of a table", ge=1)
+    wandb: str | None = option(None, "a Weights & Biases project")

@@ -7,5 +7,8 @@ bash scripts/setup.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 .venv/bin/ruff check mmrl tasks sims tests scripts
 .venv/bin/ruff format --check --quiet mmrl tasks sims tests scripts
+# mypy does not follow package-dir: it is given the packages as they are installed, as a tree of links.
+rm -rf build/types && mkdir -p build/types/mmrl
+ln -s "$PWD"/mmrl/* "$PWD/tasks" "$PWD/sims" build/types/mmrl/
 .venv/bin/mypy
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile "$@"

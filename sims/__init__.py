@@ -1,8 +1,8 @@
 """Simulators behind one vector interface; none is imported before it is built."""
 
-from sims.episodes import play, run_episodes
-from sims.registry import SIMULATORS, build, renderers
-from sims.vector import Observation, Simulator, Step, Transition, VectorSim
+from mmrl.sims.episodes import play, run_episodes
+from mmrl.sims.registry import SIMULATORS, build, renderers
+from mmrl.sims.vector import Observation, Simulator, Step, Transition, VectorSim
 
 __all__ = [
     "SIMULATORS",

@@ -8,18 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from mmrl.sims.vector import Observation, Step, VectorSim
 from numpy.typing import ArrayLike, NDArray
 
 from mmrl.errors import UserError
-from sims.vector import Observation, Step, VectorSim
 
 
 def play(
     sim: VectorSim,
     act: Callable[[Observation, NDArray[np.int64]], tuple[Sequence[ArrayLike], Any]],
     tell: Callable[[NDArray[np.int64], list[Step], Any], None],
+    *,
+    most_looks: int | None = None,
 ) -> None:
-    """Plays the episodes that `sim.reset` has started to their ends.
+    """Plays the episodes that `sim.reset` has started to their ends; one that goes on after `most_looks` chunks is
+    dropped.
 
     act(observation, rows) returns chunks of actions [B, C, A], to be executed one after the other in `rows` (indices of
     those that are running and whose turn it is), and something to remember; tell(rows, steps, remembered) hears what
@@ -29,6 +32,7 @@ def play(
     """
     if sim.end_of_episode != "freeze":
         raise UserError("whole episodes are played with end_of_episode='freeze'")
+    looks = np.zeros(len(sim), np.int64)
     moving: deque[tuple[NDArray[np.int64], NDArray[np.int64], Any, Callable[[], list[Step]]]] = deque()
     with ThreadPoolExecutor(len(sim.shares), thread_name_prefix="turns") as pool:
 
@@ -37,6 +41,7 @@ def play(
             if not len(rows):
                 return
             chunks, remembered = act(observation, rows)
+            looks[rows] += 1
             active = np.isin(np.arange(len(sim)), rows)
 
             def move() -> list[Step]:
@@ -52,6 +57,10 @@ def play(
         while moving:
             share, rows, remembered, moved = moving.popleft()
             steps = moved()
+            endless = rows[sim.running[rows] & (looks[rows] >= (most_looks or np.inf))]
+            if len(endless):
+                sim.drop(endless, f"no end after {most_looks} chunks; is action.horizon too short for the simulator?")
+                steps[-1].dropped[endless] = True
             tell(rows, steps, remembered)
             begin(share, steps[-1].observation)
 

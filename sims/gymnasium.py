@@ -8,10 +8,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from mmrl.sims.vector import Transition
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
-from sims.vector import Transition
 
 RENDER = "render"
 DEFAULT_TASK = "default"  # where an environment has one task
@@ -75,9 +75,9 @@ class GymnasiumSimulator:
         return out
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
-        left_out = sorted(set(np.flatnonzero(self._live).tolist()) - set(rows))
-        if left_out:
-            raise UserError(f"gymnasium steps all environments at once, so rows {left_out} cannot be left inactive")
+        if missed := [row for row in rows if not self._live[row]]:
+            raise UserError(f"gymnasium steps all environments at once, so rows {missed} cannot be left inactive")
+        self._live &= np.isin(np.arange(self.count), rows)  # episodes left out are lost: they move unseen
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
         try:
             for c in range(actions.shape[1]):

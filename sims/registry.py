@@ -7,16 +7,17 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mmrl.errors import UserError
-from sims.vector import EndOfEpisode, Simulator, VectorSim, nearest
-from sims.workers import Workers
+from mmrl.sims.vector import EndOfEpisode, Simulator, VectorSim, nearest
+from mmrl.sims.workers import Workers
+
+from mmrl.errors import UserError, told
 
 SIMULATORS = {
-    "tabletop": "sims.mujoco:Tabletop",
-    "gymnasium": "sims.gymnasium:GymnasiumSimulator",
-    "maniskill": "sims.maniskill:ManiSkill",
-    "libero": "sims.libero:Libero",
-    "metaworld": "sims.metaworld:MetaWorld",
+    "tabletop": "mmrl.sims.mujoco:Tabletop",
+    "gymnasium": "mmrl.sims.gymnasium:GymnasiumSimulator",
+    "maniskill": "mmrl.sims.maniskill:ManiSkill",
+    "libero": "mmrl.sims.libero:Libero",
+    "metaworld": "mmrl.sims.metaworld:MetaWorld",
 }
 EXTRAS = {"tabletop": "mujoco", "gymnasium": "mujoco"}  # others are called what their simulator is
 
@@ -47,7 +48,7 @@ def build(
     if not 1 <= turns <= max(workers, 1):
         raise UserError(f"simulator {name!r}: turns must be 1 to the number of workers ({workers}), not {turns}")
     simulator: Simulator
-    shares = None
+    shares, patience_s = None, None
     if workers:
         simulator = Workers(name, count, options or {}, workers=workers, deadline_s=deadline_s, python=python, ray=ray)
         shares = simulator.shares(turns)
@@ -56,19 +57,32 @@ def build(
     elif ray is not None:
         raise UserError(f"simulator {name!r}: ray={ray} is where its workers play, so it needs workers too")
     else:
-        simulator = make(name, count, options or {})
-    return VectorSim(simulator, end_of_episode=end_of_episode, seed_stride=seed_stride, shares=shares)
+        simulator, patience_s = make(name, count, options or {}), deadline_s
+    return VectorSim(
+        simulator,
+        end_of_episode=end_of_episode,
+        seed_stride=seed_stride,
+        shares=shares,
+        name=name,
+        patience_s=patience_s,
+    )
 
 
 def make(name: str, count: int, options: Mapping[str, Any]) -> Simulator:
-    """The bare simulator, in this process; names, options and errors as in `build`."""
+    """The bare simulator, in this process; names, options and errors as in `build`, and UserError for what it raises
+    while it is made."""
     simulator = _load(name)
     known = list(inspect.signature(simulator).parameters)[1:]
     for key in options:
         if key not in known:
             valid = ", ".join(known) or "none"
             raise UserError(f"simulator {name!r} has no option {key!r}{nearest(key, known)}; known: {valid}")
-    return simulator(count, **options)
+    try:
+        return simulator(count, **options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"simulator {name!r} cannot be made: {told(error)}") from error
 
 
 def renderers() -> dict[str, str]:
@@ -76,11 +90,11 @@ def renderers() -> dict[str, str]:
     found = {}
     if importlib.util.find_spec("mujoco") is not None:
         try:
-            found["mujoco"] = importlib.import_module("sims.mujoco.gl").choose_backend()
+            found["mujoco"] = importlib.import_module("mmrl.sims.mujoco.gl").choose_backend()
         except UserError as error:
             found["mujoco"] = str(error)
     if importlib.util.find_spec("mani_skill") is not None:
-        found["maniskill"] = importlib.import_module("sims.maniskill.driver").describe()
+        found["maniskill"] = importlib.import_module("mmrl.sims.maniskill.driver").describe()
     return found
 
 
@@ -94,7 +108,7 @@ def _load(name: str) -> Callable[..., Simulator]:
     except ModuleNotFoundError as error:
         if name in SIMULATORS:
             raise UserError(
-                f"simulator {name!r}: {error}; install it with: pip install 'mmrl[{EXTRAS.get(name, name)}]'"
+                f"simulator {name!r}: {error}; install it with: pip install -e '.[{EXTRAS.get(name, name)}]'"
             ) from error
         raise UserError(f"simulator {name!r}: {error}; is its folder on PYTHONPATH?") from error
     if attribute not in members:

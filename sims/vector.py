@@ -10,14 +10,29 @@ import difflib
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
+from mmrl.sims.checks import (
+    SimulatorFault,
+    all_lost,
+    check_facts,
+    checked_actions,
+    mark_what_is_not_finite,
+    misfit,
+)
+from mmrl.sims.transitions import Simulator, Transition
+from mmrl.sims.watch import watched
 from numpy.typing import ArrayLike, NDArray
 
-from mmrl.errors import UserError
+from mmrl.errors import UserError, told
+
+__all__ = ["EndOfEpisode", "Observation", "Simulator", "Step", "Transition", "VectorSim", "nearest"]
+
+MOST_IDLE = 2  # chunks in a row of which nothing is executed
+LONGEST = 10_000  # actions of an episode
 
 EndOfEpisode = Literal["freeze", "auto_reset"]
 
@@ -37,66 +52,6 @@ class Observation:
         """The rows at `rows` (indices, or [B] bool), in that order."""
         index = np.flatnonzero(rows) if np.asarray(rows).dtype == bool else np.asarray(rows, dtype=np.int64)
         return Observation(self.images[index], self.state[index], [self.instructions[i] for i in index])
-
-
-@dataclass
-class Transition:
-    """What became of n rows of a simulator; C actions each. A row whose simulator raised has its exception in `errors`
-    and arbitrary values elsewhere."""
-
-    images: NDArray[np.uint8]  # [n, height, width, 3], after the last executed action
-    state: NDArray[np.float32]  # [n, S]
-    reward: NDArray[np.float32]  # [n, C], 0 where nothing was executed
-    terminated: NDArray[np.bool_]  # [n, C], True at the action that ended the episode for a reason of its own
-    truncated: NDArray[np.bool_]  # [n, C], True at the action that used up the episode's last step
-    success: NDArray[np.bool_]  # [n, C], whether the task was solved after this action
-    valid: NDArray[np.bool_]  # [n, C], which actions were executed: a prefix of the chunk, up to the episode's end
-    errors: list[Exception | None]  # n
-    restarts: int = 0  # workers that had to be replaced since the transition before
-
-    @staticmethod
-    def empty(n: int, length: int, image_shape: tuple[int, int, int], state_dim: int) -> Transition:
-        return Transition(
-            np.zeros((n, *image_shape), np.uint8),
-            np.zeros((n, state_dim), np.float32),
-            np.zeros((n, length), np.float32),
-            np.zeros((n, length), bool),
-            np.zeros((n, length), bool),
-            np.zeros((n, length), bool),
-            np.zeros((n, length), bool),
-            [None] * n,
-        )
-
-
-class Simulator(Protocol):
-    """What a simulator must be able to do to sit behind `VectorSim`; made by `Class(count, **options)`.
-
-    Rows are numbered 0 to count - 1 and live until `close`. The same seed and task must give the same episode bit for
-    bit, whatever happened in the row before. A row that fails is reported in `errors`; the other rows go on.
-    """
-
-    count: int
-    action_dim: int
-    state_dim: int
-    image_shape: tuple[int, int, int]
-    tasks: tuple[str, ...]
-
-    def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
-        """Starts an episode in each of `rows`. The transition has C = 0: only pictures, state and errors count."""
-        ...
-
-    def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
-        """Executes `actions` [n, C, A], all finite, one after the other until the row's episode ends."""
-        ...
-
-    def instruction(self, row: int) -> str: ...
-
-    def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
-        """The next actions [n, length, A] of a scripted expert, 0 after the episode's end; UserError if there is
-        none."""
-        ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -127,7 +82,12 @@ class VectorSim:
         s + k * seed_stride and the same task. Within a chunk nothing is executed after the end, in both modes.
     shares: rows that move independently of one another, so that `step` may be called for them from threads of their
         own (freeze only); None: all rows are one share.
-    counters: nan_actions (numbers that were not finite), dropped_episodes (the simulator raised), restarts (workers).
+    counters: nan_actions (numbers that were not finite), dropped_episodes, restarts (workers).
+
+    An episode is dropped where the simulator reports or raises an error, gives a state or reward that is not finite,
+    executes nothing of two chunks in a row without an end, or comes to no end in LONGEST actions. What the simulator
+    gives must have the shapes and kinds of `Transition`: the first time that it has not is a UserError, for then it
+    never will; later ones cost the episodes.
 
     Environments with one seed and one task are a group: the simulator starts them from the seed, never from a copied
     state, so their first observations are equal bit for bit.
@@ -140,15 +100,26 @@ class VectorSim:
         end_of_episode: EndOfEpisode = "freeze",
         seed_stride: int = 1 << 20,
         shares: Sequence[NDArray[np.int64]] | None = None,
+        name: str | None = None,
+        patience_s: float | None = None,
     ):
+        """name: by which messages call the simulator; None: its class. patience_s: seconds that a reset or a step may
+        take before a warning; None: somebody else looks after that."""
         if end_of_episode not in ("freeze", "auto_reset"):
             raise UserError(f"end_of_episode must be 'freeze' or 'auto_reset', not {end_of_episode!r}")
+        self.name = name or type(simulator).__name__
+        check_facts(self.name, simulator)
         self.simulator, self.end_of_episode, self.seed_stride = simulator, end_of_episode, seed_stride
         self.shares = [np.arange(simulator.count)] if shares is None else list(shares)
         self.counters = Counter(nan_actions=0, dropped_episodes=0, restarts=0)
         self.seeds: list[int] = []  # B, of the running episodes
         self.tasks: list[str] = []  # B
         self._running = np.zeros(simulator.count, bool)
+        self._idle = np.zeros(simulator.count, np.int64)  # chunks in a row of which nothing was executed
+        self._actions_taken = np.zeros(simulator.count, np.int64)  # in the running episode
+        self._patience_s = patience_s
+        self._fitted: set[str] = set()  # what has given what it should: "reset", "step"
+        self._begun = False  # whether any episode ever started
         self._observation: Observation | None = None
         self._books = threading.Lock()  # on all that the shares have in common
 
@@ -163,8 +134,8 @@ class VectorSim:
     def reset(self, seeds: Sequence[int], tasks: Sequence[str]) -> Observation:
         """Starts an episode in the first len(seeds) rows, at most B; the others are idle and show black pictures.
 
-        Raises UserError for a wrong number of seeds or tasks, a negative seed or an unknown task, and RuntimeError if
-        the simulator could start none of them.
+        Raises UserError for a wrong number of seeds or tasks, a negative seed or an unknown task, and if no episode has
+        ever started and none does now; later a reset may lose all of them.
         """
         if not 0 < len(seeds) <= len(self) or len(tasks) != len(seeds):
             raise UserError(
@@ -185,8 +156,11 @@ class VectorSim:
         )
         self._running[:] = False
         dropped = self._start(np.arange(len(seeds)))
-        if all(dropped):
-            raise RuntimeError(f"no environment could be reset; the first says: {dropped[0]}") from dropped[0]
+        self._begun |= not all(dropped)
+        if not self._begun and dropped[0] is not None:
+            raise UserError(
+                f"simulator {self.name!r}: no environment could be reset; the first says: {told(dropped[0])}"
+            ) from dropped[0]
         return self.observation()
 
     def step(self, actions: ArrayLike, active: ArrayLike | None = None) -> Step:
@@ -200,7 +174,7 @@ class VectorSim:
         bad = ~np.isfinite(chunk[rows])
         out = Transition.empty(len(self), chunk.shape[1], self.simulator.image_shape, self.simulator.state_dim)
         dropped = np.zeros(len(self), bool)
-        moved = self.simulator.step(rows.tolist(), np.where(bad, 0.0, chunk[rows])) if len(rows) else None
+        moved = self._step(rows, np.where(bad, 0.0, chunk[rows])) if len(rows) else None
         with self._books:
             self.counters["nan_actions"] += int(bad.sum())
             if moved is not None:
@@ -225,8 +199,21 @@ class VectorSim:
         actions = np.zeros((len(self), length, self.simulator.action_dim), np.float32)
         rows = self._rows(active)
         if len(rows):
-            actions[rows] = self.simulator.expert(rows.tolist(), length)
+            wanted = (len(rows), length, self.simulator.action_dim)
+            try:
+                actions[rows] = checked_actions(self.name, self.simulator.expert(rows.tolist(), length), wanted)
+            except UserError:
+                raise
+            except Exception as error:
+                self.drop(rows, f"its expert failed: {told(error)}")
         return actions
+
+    def drop(self, rows: NDArray[np.int64], why: str) -> None:
+        """Gives up the running episodes of `rows`, which are counted."""
+        with self._books:
+            for row in rows:
+                self._tell_of_loss(int(row), SimulatorFault(why))
+            self._running[rows] = False
 
     def observation(self) -> Observation:
         """A copy of what all environments show now; ended ones show their last picture."""
@@ -266,27 +253,67 @@ class VectorSim:
     def _start(self, rows: NDArray[np.int64]) -> list[Exception | None]:
         """Starts episodes in `rows` from self.seeds and self.tasks; returns what went wrong in each."""
         assert self._observation is not None
-        started = self.simulator.reset(
-            rows.tolist(), [self.seeds[row] for row in rows], [self.tasks[row] for row in rows]
-        )
+        seeds, tasks = [self.seeds[row] for row in rows], [self.tasks[row] for row in rows]
+        started = self._asked("reset", len(rows), None, lambda: self.simulator.reset(rows.tolist(), seeds, tasks))
         lost = self._count_lost(rows, started)
-        self._running[rows] = ~lost
+        self._running[rows], self._idle[rows], self._actions_taken[rows] = ~lost, 0, 0
         self._observation.images[rows], self._observation.state[rows] = started.images, started.state
         for row in rows[~lost]:
-            self._observation.instructions[row] = self.simulator.instruction(int(row))
+            self._observation.instructions[row] = self._instruction(int(row))
         return started.errors
+
+    def _instruction(self, row: int) -> str:
+        words = self.simulator.instruction(row)
+        if not isinstance(words, str):
+            raise UserError(f"simulator {self.name!r}: instruction must give text, not {type(words).__name__}")
+        return words
+
+    def _step(self, rows: NDArray[np.int64], chunk: NDArray[np.float64]) -> Transition:
+        length = chunk.shape[1]
+        moved = self._asked("step", len(rows), length, lambda: self.simulator.step(rows.tolist(), chunk))
+        ended: NDArray[np.bool_] = np.any(moved.terminated | moved.truncated, axis=1)
+        self._idle[rows] = np.where(moved.valid.any(1) | ended, 0, self._idle[rows] + 1)
+        self._actions_taken[rows] += moved.valid.sum(1)
+        for i, row in enumerate(rows):
+            if moved.errors[i] is None and self._idle[row] >= MOST_IDLE:
+                moved.errors[i] = SimulatorFault(f"it executed nothing of {MOST_IDLE} chunks in a row")
+            elif moved.errors[i] is None and not ended[i] and self._actions_taken[row] > LONGEST:
+                moved.errors[i] = SimulatorFault(f"no end after {self._actions_taken[row]} actions")
+        return moved
+
+    def _asked(self, what: str, rows: int, length: int | None, ask: Callable[[], Transition]) -> Transition:
+        """What the simulator says of a reset or a step, if it can be used; else every row has an error."""
+        try:
+            with watched(self.name, what, self._patience_s):
+                moved = ask()
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:
+            fault = error if isinstance(error, Exception) else SimulatorFault(told(error))
+            return all_lost(rows, length or 0, self.simulator, fault)
+        if (wrong := misfit(moved, rows, length, self.simulator)) is None:
+            self._fitted.add(what)
+            mark_what_is_not_finite(moved)
+            return moved
+        if what not in self._fitted:
+            raise UserError(f"simulator {self.name!r}: {what} {wrong}")
+        return all_lost(rows, length or 0, self.simulator, SimulatorFault(f"{what} {wrong}"))
 
     def _count_lost(self, rows: NDArray[np.int64], moved: Transition) -> NDArray[np.bool_]:
         self.counters["restarts"] += moved.restarts
         for row, error in zip(rows, moved.errors, strict=True):
             if error is not None:
-                self.counters["dropped_episodes"] += 1
-                warnings.warn(
-                    f"environment {row} (task {self.tasks[row]}, seed {self.seeds[row]}) lost its episode: {error!r}",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
+                self._tell_of_loss(int(row), error)
         return np.array([error is not None for error in moved.errors], dtype=bool)
+
+    def _tell_of_loss(self, row: int, error: Exception) -> None:
+        self.counters["dropped_episodes"] += 1
+        warnings.warn(
+            f"environment {row} (task {self.tasks[row]}, seed {self.seeds[row]}) of simulator {self.name} lost its "
+            f"episode: {told(error)}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -26,11 +26,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from mmrl.sims.checks import SimulatorFault, checked_actions, misfit
+from mmrl.sims.transitions import Simulator, Transition
 from numpy.typing import NDArray
 
-from mmrl.errors import UserError
+from mmrl.errors import UserError, told
 from mmrl.placement import Cluster, Placed, end_with_parent
-from sims.vector import Simulator, Transition
 
 BEAT_S = 1.0  # between a busy worker's signs of life
 SILENT_S = 60.0  # without one a worker counts as stopped; a compiler of shaders may hold Python for some time
@@ -45,8 +46,8 @@ _ARRAYS = ("images", "state", "reward", "terminated", "truncated", "success", "v
 _FACTS = ("action_dim", "state_dim", "image_shape", "tasks")
 _DTYPES = {"|u1", "|b1", "<f4", "<f8", "<i8"}
 _LENGTH = struct.Struct("!Q")
-_MAIN = "import sys; from sims.workers import serve_here; serve_here(int(sys.argv[1]))"
-_MAIN_PLACED = "import sys; from sims.workers import serve_there; serve_there(sys.argv[1], int(sys.argv[2]))"
+_MAIN = "import sys; from mmrl.sims.workers import serve_here; serve_here(int(sys.argv[1]))"
+_MAIN_PLACED = "import sys; from mmrl.sims.workers import serve_there; serve_there(sys.argv[1], int(sys.argv[2]))"
 _TOKEN = "MMRL_WORKER_TOKEN"  # by which a worker that calls from another host is known; not for others' eyes
 _TOKEN_BYTES = 32
 _log = logging.getLogger(__name__)
@@ -69,8 +70,8 @@ class Workers:
         importable there, and its worker takes one CPU. A host that is lost costs the episodes it was playing.
     restarts: how many workers had to be replaced.
 
-    Raises UserError for options that are no JSON, for what the simulator itself refuses and for a cluster that is not
-    there or has no room, RuntimeError if a worker does not start.
+    Raises UserError for options that are no JSON, for what the simulator itself refuses, for a cluster that is not
+    there or has no room, and if a worker does not start.
     """
 
     def __init__(
@@ -105,9 +106,12 @@ class Workers:
         self._told, self._telling = 0, threading.Lock()  # restarts that transitions have told of
         try:
             first, *_ = self._pool.map(Worker.ready, self._workers)
-        except (SimulatorError, UserError):
+        except UserError:
             self.close()
             raise
+        except SimulatorError as error:
+            self.close()
+            raise UserError(f"simulator {name!r}: a worker does not start: {error}") from error
         self.action_dim, self.state_dim = first["action_dim"], first["state_dim"]
         self.image_shape, self.tasks = tuple(first["image_shape"]), tuple(first["tasks"])
 
@@ -136,10 +140,11 @@ class Workers:
             }
             try:
                 reply, arrays = worker.ask("reset", fields)
+                _merge(reply, arrays, out, picked)
             except SimulatorError as error:
                 return _spread(error, out, picked)
             worker.instructions |= dict(zip(local, reply["instructions"], strict=True))
-            return _merge(reply, arrays, out, picked)
+            return None
 
         self._each(rows, start)
         return self._telling_restarts(out)
@@ -253,7 +258,7 @@ class Worker:
             if kind != "reset":
                 raise SimulatorError(self.fault)
         self.ready()
-        return self._exchange({"kind": kind, **fields}, arrays, self.deadline_s, SILENT_S)
+        return self._exchange({"kind": kind, "name": self.recipe["name"], **fields}, arrays, self.deadline_s, SILENT_S)
 
     def dismiss(self) -> None:
         """The worker leaves when nobody listens."""
@@ -346,8 +351,12 @@ def _spread(error: Exception, out: Transition, picked: Sequence[int]) -> None:
 
 
 def _merge(reply: Mapping[str, Any], arrays: Mapping[str, NDArray], out: Transition, picked: Sequence[int]) -> None:
+    """Raises SimulatorError for a worker whose simulator has other dimensions than the first one's."""
     for name in _ARRAYS:
-        getattr(out, name)[picked] = arrays[name]
+        place, array = vars(out)[name], arrays[name]
+        if array.shape != (len(picked), *place.shape[1:]):
+            raise SimulatorError(f"{name} of shape {array.shape}, where another worker has {place.shape[1:]} a row")
+        place[picked] = array
     for i, text in zip(picked, reply["errors"], strict=True):
         out.errors[i] = None if text is None else SimulatorError(text)
 
@@ -423,7 +432,7 @@ def serve_there(host: str, port: int) -> None:
 
 def serve(connection: socket.socket) -> None:
     """Makes the simulator that the first message describes and answers requests until the other side closes."""
-    from sims.registry import make
+    from mmrl.sims.registry import make
 
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what simulators print is no result of a program's
     made: list[Simulator] = []
@@ -444,37 +453,48 @@ def serve(connection: socket.socket) -> None:
             except UserError as error:
                 fields, arrays = {"refused": str(error)}, {}
             except Exception as error:
-                fields, arrays = {"raised": _told(error)}, {}
+                fields, arrays = {"raised": told(error)}, {}
             busy.clear()
             with lock:
                 _send(channel, fields, arrays)
             return bool(made) and "raised" not in fields
 
         recipe, _ = _receive(channel)
-        going = answer(begin)
+        going, fitted = answer(begin), set[str]()
         while going:
             request = _receive(channel)
-            going = answer(partial(_respond, made[0], *request))
+            going = answer(partial(_respond, made[0], fitted, *request))
     for simulator in made:
         simulator.close()
 
 
-def _respond(simulator: Simulator, fields: Mapping[str, Any], arrays: Mapping[str, NDArray]) -> Message:
+def _respond(
+    simulator: Simulator, fitted: set[str], fields: Mapping[str, Any], arrays: Mapping[str, NDArray]
+) -> Message:
+    """fitted: what has given what it should, as in `VectorSim`; arrays that do not fit could not be told from others on
+    the way."""
     kind, rows = fields["kind"], fields["rows"]
     if kind == "expert":
-        return {}, {"actions": simulator.expert(rows, fields["length"])}
+        wanted = (len(rows), fields["length"], simulator.action_dim)
+        return {}, {"actions": checked_actions(fields["name"], simulator.expert(rows, fields["length"]), wanted)}
     if kind == "reset":
-        moved = simulator.reset(rows, fields["seeds"], fields["tasks"])
+        moved, length = simulator.reset(rows, fields["seeds"], fields["tasks"]), None
+    else:
+        moved, length = simulator.step(rows, arrays["actions"]), arrays["actions"].shape[1]
+    if wrong := misfit(moved, len(rows), length, simulator):
+        raise (SimulatorFault if kind in fitted else UserError)(f"simulator {fields['name']!r}: {kind} {wrong}")
+    fitted.add(kind)
+    extra = {}
+    if kind == "reset":
         begun = zip(rows, moved.errors, strict=True)
         extra = {"instructions": [simulator.instruction(row) if error is None else "" for row, error in begun]}
-    else:
-        moved, extra = simulator.step(rows, arrays["actions"]), {}
-    errors = [None if error is None else _told(error) for error in moved.errors]
-    return {"errors": errors, **extra}, {name: getattr(moved, name) for name in _ARRAYS}
+    errors = [None if error is None else told(error) for error in moved.errors]
+    return {"errors": errors, **extra}, {name: _plain(vars(moved)[name]) for name in _ARRAYS}
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _plain(array: NDArray) -> NDArray:
+    """In one of _DTYPES: other integers and floats are as good, but nobody expects them."""
+    return array if array.dtype.kind in "b" or array.dtype == np.uint8 else array.astype(np.float32)
 
 
 def _beat(channel: socket.socket, lock: threading.Lock, busy: threading.Event) -> None:

@@ -11,10 +11,11 @@ from mmrl.cli import main
 ROOT = Path(__file__).parent.parent
 WARM_START = str(ROOT / "configs" / "visual_qa_digits_warm_start.yaml")
 TINY = ["steps=2", "rollout.prompts=8", "evaluation.prompts=8", "task.data.train_size=100", "threads=1"]
+GRPO = ["algorithm.type=grpo", "rollout.group_size=4"]
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
-    ["mmrl.trainer", "mmrl.policies.vlm", "tasks.visual_qa", "tasks.visual_qa.tiny_model"]
+    ["mmrl.trainer", "mmrl.policies.vlm.policy", "mmrl.tasks.visual_qa", "mmrl.tasks.visual_qa.tiny_model"]
 )
 
 

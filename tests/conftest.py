@@ -1,6 +1,10 @@
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("MMRL_ROW_CACHE", tempfile.mkdtemp(prefix="mmrl-rows-"))  # no verdict of the user's is used
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +22,31 @@ def alone():
         deepspeed.comm.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)
+
+
+# What needs neither a process of its own nor a model: a minute and a half in all, with the set-up done.
+FAST = (
+    "core/",
+    "samplers/",
+    "joints/",
+    "report/",
+    "rewards/test_compose.py",
+    "rewards/test_verifiers.py",
+    "tasks/test_digits.py",
+    "tasks/test_visual_qa.py",
+    "test_config.py",
+    "test_controls.py",
+    "test_facts.py",
+    "test_floors.py",
+    "test_prompt_samplers.py",
+    "test_readme.py",
+    "test_rollouts.py",
+    "test_settings.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    for item in items:
+        if str(item.path.relative_to(here)).startswith(FAST) and item.get_closest_marker("slow") is None:
+            item.add_marker(pytest.mark.fast)

@@ -6,15 +6,15 @@ import subprocess
 import sys
 
 import pytest
+from mmrl.tasks.visual_qa import tiny_model
 from PIL import Image
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from mmrl.checkpoints import files
 from mmrl.config import load
-from tasks.visual_qa import tiny_model
-from tests.command_line import ROOT, TINY, WARM_START, Result, mmrl
-
-GRPO = ["algorithm.method=grpo", "rollout.group_size=4"]
+from mmrl.settings import plain
+from tests.command_line import GRPO, ROOT, TINY, WARM_START, Result, mmrl
 
 
 @pytest.fixture
@@ -56,10 +56,10 @@ def one_line(result: Result) -> str:
 
 
 def test_the_real_command_line_refuses_a_misspelt_key(tmp_path):
-    command = [sys.executable, "-m", "mmrl", "train", WARM_START, "rollout.groupsize=3", f"run_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "mmrl", "train", WARM_START, "rollout.promts=3", f"run_dir={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     message = one_line(Result(done.returncode, done.stdout, done.stderr))
-    assert "unknown key rollout.groupsize; did you mean rollout.group_size?" in message
+    assert "unknown key rollout.promts; did you mean rollout.prompts?" in message
     assert not (tmp_path / "run").exists()
 
 
@@ -78,24 +78,25 @@ def test_the_real_command_line_ends_in_order_after_a_late_error(tmp_path):
     [
         (["optim.lrr=1"], "optim.lrr; did you mean optim.lr?"),
         (["steps"], "override 'steps'"),
-        (["algorithm.method=grpo", "rollout.group_size=1"], "rollout.group_size=1"),
+        ([*GRPO, "rollout.group_size=1"], "rollout.group_size=1"),
         ([*GRPO, "algorithm.minibatches=5"], "algorithm.minibatches=5"),
-        (["task.name=visual_q"], "task.name=visual_q is unknown; use one of visual_qa"),
-        (["task.name=tasks.visual_qa:bild"], "task.name=tasks.visual_qa:bild"),
-        (["task.name=:build"], "task.name=:build"),
-        (["task.nam=x"], "unknown key nam"),
-        (["task.data.train_sizes=1"], "unknown key data.train_sizes, did you mean 'train_size'"),
+        (["task.type=visual_q"], "task.type=visual_q is unknown (did you mean visual_qa?); use one of visual_qa"),
+        (["task.type=mmrl.tasks.visual_qa:bild"], "task.type=mmrl.tasks.visual_qa:bild"),
+        (["task.type=:build"], "task.type=:build"),
+        (["task.type=mmrl.rewards.settings:RewardSpec"], "does not inherit from mmrl.tasks.settings:TaskSettings"),
+        (["task.typ=x"], "unknown key task.typ; did you mean task.type?"),
+        (["task.data.train_sizes=1"], "unknown key task.data.train_sizes; did you mean task.data.train_size?"),
         (["task.data.cells=9"], "cells must be"),
         (["task.rewards=[{name: exact_mach}]"], "unknown reward 'exact_mach' (did you mean 'exact_match'?)"),
         (["task.rewards=[{name: exact_match, wait: 2}]"], "wait"),
         (["model.build=null"], "model.path is not set"),
         (["model.build=tasks.visual_qa.tiny_model:bild"], "model.build=tasks.visual_qa.tiny_model:bild"),
         (["model.freeze=[vision, connector, language]"], "model.freeze="),
-        ([*GRPO, "algorithm.surrogate_options={cap: 2}"], "algorithm.surrogate_options: surrogate 'clip'"),
-        (
-            [*GRPO, "algorithm.surrogate=divergence_mask"],
-            "algorithm.surrogate_options: surrogate 'divergence_mask' needs",
-        ),
+        ([*GRPO, "algorithm.surrogate.cap=2"], "unknown key algorithm.surrogate.cap; valid keys: type, low, high"),
+        ([*GRPO, "algorithm.surrogate=divergence_mask"], "algorithm.surrogate.bound: Field required"),
+        ([*GRPO, "algorithm.surrogate=tests.test_bad_input:contents"], "does not inherit from"),
+        ([*GRPO, "algorithm.type=tests.test_bad_input:Nowhere"], "tests.test_bad_input has no Nowhere"),
+        (["algorithm.type=ppo"], "algorithm.type=ppo needs a critic"),
         (["checkpoint.resume=true"], "checkpoint.resume=true"),
         (["model.lora.targets=[nowhere]"], "nowhere"),
     ],
@@ -119,7 +120,7 @@ def test_a_configuration_file_that_is_not_there(tmp_path):
 
 def questions(tmp_path, *lines):
     Image.new("RGB", (16, 16)).save(tmp_path / "good.png")
-    (tmp_path / "torn.png").write_bytes((tmp_path / "good.png").read_bytes()[:40])
+    (tmp_path / "torn.png").write_bytes((tmp_path / "good.png").read_bytes()[:20])
     path = tmp_path / "questions.jsonl"
     path.write_text("".join(line + "\n" for line in lines))
     return path
@@ -131,9 +132,9 @@ def row(**fields):
 
 def own_data(tmp_path, train, evaluation=None, **options):
     """A configuration whose task reads files; the recipe's own keys of digits do not belong there."""
-    data = {"kind": "files", "train": str(train), "eval": str(evaluation or train)} | options
+    data = {"type": "files", "train": str(train), "eval": str(evaluation or train)} | options
     path = tmp_path / "own.yaml"
-    config = {"task": {"data": data}, "model": {"build": "tasks.visual_qa.tiny_model:build"}, "steps": 2}
+    config = {"task": {"data": data}, "model": {"build": "mmrl.tasks.visual_qa.tiny_model:build"}, "steps": 2}
     config |= {"rollout": {"prompts": 2, "group_size": 2, "max_response_length": 4}, "run_dir": str(tmp_path / "run")}
     path.write_text(json.dumps(config))
     return path
@@ -162,8 +163,8 @@ def test_rows_within_the_allowed_share_are_left_out(tmp_path):
     path = questions(tmp_path, row(), "{not json", row(), row())
     result = mmrl(tmp_path, "train", own_data(tmp_path, path, max_bad_share=0.25), "threads=1", "steps=1")
     assert result.code == 0
-    assert f"{path}: 1 of 4 rows cannot be used and are left out:" in result.err
-    assert f"{path}, line 2: not JSON" in result.err
+    assert f"{path}: 1 of 4 rows cannot be used and are left out:" in result.out
+    assert f"{path}, line 2: not JSON" in result.out
 
 
 def test_files_that_are_not_there_or_not_questions(tmp_path):
@@ -216,7 +217,9 @@ def test_eval_and_sample_refuse_alike(refused, tmp_path, command):
 def test_a_run_is_not_overwritten(refused, run):
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     message = refused()
-    assert f"run_dir={run}" in message and "checkpoint.resume=true" in message
+    assert f"run_dir={run} holds a run whose config.yaml can not be read; name another one" in message
+    message = refused("checkpoint.resume=false")
+    assert f"run_dir={run}" in message and "checkpoint.resume=auto" in message
 
 
 def test_a_run_that_failed_at_its_first_prompt_can_be_started_again(refused, run, tmp_path):
@@ -229,10 +232,11 @@ def test_resume_with_a_changed_configuration_changes_nothing(refused, run):
     saved = load(WARM_START, [*TINY, f"run_dir={run}"])
     step = run / "checkpoints" / "step-000001"
     step.mkdir()
-    (step / "trainer.json").write_text(json.dumps({"step": 1, "config": saved.model_dump(mode="json")}))
+    (step / "trainer.json").write_text(json.dumps({"step": 1, "config": plain(saved)}))
+    files.write_manifest(step, {})
     (run / "config.yaml").write_text("the old one")
-    message = refused("checkpoint.resume=true", "optim.lr=0.5")
-    assert "optim.lr is 0.5" in message and "0.001" in message and str(step) in message
+    message = refused("checkpoint.resume=true", "optim.eps=0.5")
+    assert "optim.eps is 0.5" in message and "1e-08" in message and str(step) in message
 
 
 def test_a_run_dir_that_is_a_file(tmp_path):

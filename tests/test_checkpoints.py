@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from mmrl import checkpoints
+from mmrl.checkpoints import files
 from mmrl.errors import UserError
 from tests.engine.parts import Fixed, make, release, spread, train
 
 pytestmark = pytest.mark.usefixtures("alone")
+ORIGIN = {"step": 1, "digest": "", "config": {}}
 
 
 def names(folder):
@@ -55,9 +57,10 @@ def test_a_full_disk_is_one_line_and_costs_nothing_saved(tmp_path, error):
     usual = trainer.engine.save
 
     def save(folder):
-        usual(folder)
+        written = usual(folder)
         if trainer.step == 2:
             raise error
+        return written
 
     trainer.engine.save = save
     with pytest.raises(UserError, match="step-000002 could not be written.*earlier checkpoints are intact") as caught:
@@ -70,7 +73,7 @@ def test_a_full_disk_is_one_line_and_costs_nothing_saved(tmp_path, error):
 
 def test_a_full_disk_while_weights_are_written_keeps_those_before(tmp_path):
     trainer = make(tmp_path, "steps=1")
-    checkpoints.save_weights(tmp_path / "best", trainer.policy, trainer.engine)
+    checkpoints.save_weights(tmp_path / "best", trainer.policy, trainer.engine, ORIGIN)
     before = {p.name: p.read_bytes() for p in (tmp_path / "best").iterdir()}
     usual = trainer.policy.save
 
@@ -80,7 +83,7 @@ def test_a_full_disk_while_weights_are_written_keeps_those_before(tmp_path):
 
     trainer.policy.save = save
     with pytest.raises(UserError, match="best could not be written .*No space left"):
-        checkpoints.save_weights(tmp_path / "best", trainer.policy, trainer.engine)
+        checkpoints.save_weights(tmp_path / "best", trainer.policy, trainer.engine, ORIGIN)
     release(trainer)
     assert {p.name: p.read_bytes() for p in (tmp_path / "best").iterdir()} == before
     assert not list(tmp_path.glob("*.pending"))
@@ -90,12 +93,10 @@ def test_weights_are_never_absent_while_they_are_replaced(tmp_path, monkeypatch)
     """Killed between any two file operations, either the old or the new weights can be found under their name."""
     trainer = make(tmp_path, "steps=1")
     best = tmp_path / "best"
-    checkpoints.save_weights(best, trainer.policy, trainer.engine)
-    commit, seen = checkpoints._commit, []
-    monkeypatch.setattr(
-        checkpoints, "_commit", lambda *paths: (seen.append((best / "config.json").exists()), commit(*paths))
-    )
-    checkpoints.save_weights(best, trainer.policy, trainer.engine)
+    checkpoints.save_weights(best, trainer.policy, trainer.engine, ORIGIN)
+    commit, seen = files.commit, []
+    monkeypatch.setattr(files, "commit", lambda *paths: (seen.append((best / "config.json").exists()), commit(*paths)))
+    checkpoints.save_weights(best, trainer.policy, trainer.engine, ORIGIN)
     release(trainer)
     assert seen == [True]
     assert names(tmp_path).count("best") == 1 and not [n for n in names(tmp_path) if n.startswith("best.")]
@@ -116,7 +117,7 @@ def test_a_torn_checkpoint_is_never_loaded(tmp_path):
 
 
 def test_resume_refuses_what_it_can_not_continue(tmp_path):
-    trainer = make(tmp_path, "steps=1")
+    trainer = make(tmp_path, "steps=1", "checkpoint.resume=true")
     with pytest.raises(UserError, match="holds no finished checkpoint"):
         trainer.resume()
     trainer.config = trainer.config.model_copy(
@@ -125,10 +126,10 @@ def test_resume_refuses_what_it_can_not_continue(tmp_path):
     trainer.train()
     release(trainer)
     for override, key in [
-        ("optim.lr=2e-3", "optim.lr is 0.002"),
+        ("optim.eps=2e-3", "optim.eps is 0.002"),
         ("seed=1", "seed is 1"),
         ("task.data.train_size=65", "task.data.train_size is 65"),
-        ("algorithm.kl.coefficient=0.1", "algorithm.kl.coefficient is 0.1"),
+        ("algorithm.surrogate.high=0.1", "algorithm.surrogate.high is 0.1"),
     ]:
         trainer = make(tmp_path, override)
         with pytest.raises(UserError, match=f"changed configuration: {key} but .*step-000001 was trained with"):
@@ -137,7 +138,4 @@ def test_resume_refuses_what_it_can_not_continue(tmp_path):
     trainer = make(tmp_path, "steps=3", "checkpoint.keep=5", "evaluation.prompts=2")  # these may change
     trainer.resume()
     assert trainer.step == 1
-    (tmp_path / "checkpoints" / "step-000001" / "rank-1.pt").touch()
-    with pytest.raises(UserError, match="was written by 2 ranks and can not be resumed with 1"):
-        trainer.resume()
     release(trainer)

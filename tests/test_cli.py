@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmrl.config import load, to_yaml
-from tests.command_line import ROOT, TINY, WARM_START, mmrl
+from tests.command_line import GRPO, ROOT, TINY, WARM_START, mmrl
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def test_eval_writes_protocol_seed_and_versions(warm, tmp_path):
     assert (result.code, result.err) == (0, "")
     record = json.loads((warm / "evaluation.json").read_text())
     assert record["evaluation/n"] == 8 and record["model"] == str(warm)
-    assert record["protocol"]["seed"] == 3 and record["protocol"]["temperature"] == 0
-    assert record["protocol"]["task"]["data"]["kind"] == "digits"
+    assert record["protocol"]["seed"] == 3 and record["protocol"]["evaluation"]["temperature"] == 0
+    assert record["protocol"]["task"]["data"]["type"] == "digits"
     assert record["versions"] == json.loads((warm / "versions.json").read_text())
     assert record["evaluation/accuracy"] == metrics(warm)[-1]["evaluation/accuracy"]  # the same weights and prompts
     assert re.search(r"accuracy +\d\.\d{4}", result.out)
@@ -68,7 +68,7 @@ def test_eval_writes_protocol_seed_and_versions(warm, tmp_path):
 
 def test_eval_takes_a_run_directory_whose_name_yaml_would_read_otherwise(warm, tmp_path):
     (tmp_path / "lr: 3 #2").symlink_to(warm)
-    result = mmrl(tmp_path, "eval", "lr: 3 #2", WARM_START, *TINY, "rollout.group_size=1", cwd=str(tmp_path))
+    result = mmrl(tmp_path, "eval", "lr: 3 #2", WARM_START, *TINY, "rollout.max_prompt_length=999", cwd=str(tmp_path))
     assert (result.code, result.err) == (0, "")
 
 
@@ -82,7 +82,7 @@ def test_sample_writes_pictures_and_answers(warm, tmp_path):
 
 def test_grpo_logs_what_a_run_is_judged_by(warm, tmp_path):
     run, random = tmp_path / "run", "task.rewards=[{name: exact_match}, {name: random, weight: 0.5}]"
-    grpo = ["algorithm.method=grpo", "rollout.group_size=4", "algorithm.minibatches=2", "log.samples_every=1"]
+    grpo = [*GRPO, "algorithm.minibatches=2", "log.samples_every=1"]
     origin = ["model.build=null", f"model.path={warm / 'final'}"]
     result = mmrl(tmp_path, "train", WARM_START, *TINY, *grpo, *origin, random, f"run_dir={run}", "optim.lr=1e-2")
     assert (result.code, result.err) == (0, "")
@@ -103,7 +103,7 @@ def test_grpo_logs_what_a_run_is_judged_by(warm, tmp_path):
 
 
 def test_the_ratio_is_exactly_one_before_the_first_update(warm, tmp_path):
-    grpo = ["algorithm.method=grpo", "rollout.group_size=4", "task.rewards=[{name: random}]", "engine.micro_batch=5"]
+    grpo = [*GRPO, "task.rewards=[{name: random}]", "engine.micro_batch=5"]
     # Weights that can hardly move, but whose old_logp is computed as for any run with several updates.
     grpo += ["steps=1", "optim.lr=1e-30", "algorithm.epochs=2"]
     result = mmrl(tmp_path, "train", WARM_START, *TINY, *grpo, f"run_dir={tmp_path / 'run'}")
@@ -113,7 +113,7 @@ def test_the_ratio_is_exactly_one_before_the_first_update(warm, tmp_path):
 
 
 def test_dry_run_prints_the_arithmetic_and_keeps_nothing(tmp_path):
-    grpo = ["algorithm.method=grpo", "rollout.group_size=4", "algorithm.minibatches=2", "engine.micro_batch=6"]
+    grpo = [*GRPO, "algorithm.minibatches=2", "engine.micro_batch=6"]
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     arguments = ["train", WARM_START, *TINY, *grpo, f"run_dir={tmp_path / 'run'}", "--dry-run"]
@@ -129,7 +129,8 @@ def test_print_config_is_complete_and_stops(tmp_path):
     result = mmrl(tmp_path, "train", WARM_START, "optim.lr=3e-5", f"run_dir={tmp_path / 'run'}", "--print-config")
     assert (result.code, result.err) == (0, "")
     printed = yaml.safe_load(result.out)
-    assert printed["optim"]["lr"] == 3e-5 and printed["algorithm"]["kl"]["kind"] == "k3"
+    assert printed["optim"]["lr"] == 3e-5 and printed["algorithm"]["reduce"] == "token_mean"
+    assert printed["task"]["rewards"] == [{"name": "exact_match", "weight": 1.0}] and "surrogate" not in result.out
     assert not (tmp_path / "run").exists()
 
 

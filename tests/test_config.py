@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmrl.config import Config, load, to_yaml
+from mmrl.config import load, to_yaml, validate
 from mmrl.errors import UserError
 from tests.command_line import ROOT
 
@@ -42,10 +42,14 @@ def refusal(config):
         ("optim.learning_rate=1", "unknown key optim.learning_rate; "),
         ("optim.lr_=1", "unknown key optim.lr_; did you mean optim.lr?"),
         ("rollout.groupsize=8", "unknown key rollout.groupsize; did you mean rollout.group_size?"),
-        ("algorithm.kl.coeficient=1", "unknown key algorithm.kl.coeficient; did you mean algorithm.kl.coefficient?"),
         (
-            "rollout.dynamic_sampling.enabld=true",
-            "unknown key rollout.dynamic_sampling.enabld; did you mean rollout.dynamic_sampling.enabled?",
+            "algorithm.terms=[{type: kl, coeficient: 1}]",
+            "unknown key algorithm.terms.0.coeficient; did you mean algorithm.terms.0.coefficient?",
+        ),
+        ("algorithm.surrogate.hihg=1", "unknown key algorithm.surrogate.hihg; did you mean algorithm.surrogate.high?"),
+        (
+            "rollout.dynamic_sampling.max_round=2",
+            "unknown key rollout.dynamic_sampling.max_round; did you mean rollout.dynamic_sampling.max_rounds?",
         ),
         ("model.lora.rnk=3", "unknown key model.lora.rnk; did you mean model.lora.rank?"),  # an optional section
         ("log.zzzz=1", "unknown key log.zzzz; valid keys: samples_every, samples, wandb"),
@@ -66,7 +70,6 @@ def test_a_misspelt_required_key_is_called_misspelt_not_missing(refusal):
     [
         "optim.lr=fast",
         "optim.lr=0",
-        "optim.lr=",
         "optim.lr=nan",
         "optim.betas=0.9",
         "optim=3",
@@ -76,13 +79,15 @@ def test_a_misspelt_required_key_is_called_misspelt_not_missing(refusal):
         "rollout.top_p=1.5",
         "rollout.temperature=0",
         "rollout.group_size=many",
-        "rollout.dynamic_sampling.enabled=perhaps",
+        "rollout.dynamic_sampling=perhaps",
+        "rollout.dynamic_sampling.max_rounds=0",
         "algorithm.surrogate=clipp",
+        "algorithm.surrogate.high=-1",
+        "algorithm.terms=kl",
         "engine.zero_stage=4",
-        "model=null",
         "run_dir=3",
         "run_dir=${nothing.there}",
-        "algorithm.surrogate_options={cap: high}",
+        "algorithm.surrogate={type: dual_clip, cap: high}",
     ],
 )
 def test_a_wrong_value_names_its_key(refusal, tmp_path, override):
@@ -90,7 +95,17 @@ def test_a_wrong_value_names_its_key(refusal, tmp_path, override):
     assert message.startswith(f"{tmp_path / 'run.yaml'}: ") and override.split("=")[0] in message
 
 
-@pytest.mark.parametrize("override", ["optim.lr", "lr 3", "optim.lr=[1,", "optim.lr={"])
+def test_null_unsets_a_key(config):
+    made = config(
+        "model=null",
+        "optim.lr=null",
+        "rollout.dynamic_sampling=null",
+        text="run_dir: r\nmodel: {path: x, dtype: float32}\noptim: {lr: 3}\nrollout: {dynamic_sampling: {low: 0.1}}\n",
+    )
+    assert made.model.path is None and made.optim.lr == 1e-6 and made.rollout.dynamic_sampling is None
+
+
+@pytest.mark.parametrize("override", ["optim.lr", "lr 3", "optim.lr=[1,", "optim.lr={", "optim.lr=", "=3"])
 def test_an_override_that_is_none_is_quoted(refusal, override):
     assert refusal(override).startswith(f"override {override!r}")
 
@@ -156,10 +171,11 @@ def test_a_missing_file_is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
 def test_what_is_printed_loads_as_the_same_configuration(path, tmp_path):
-    made = load(path, ["optim.lr=1.25e-7", "model.lora.rank=4"])
+    lora = ["model.lora.rank=4"] if "lora" in type(load(path).model).model_fields else []
+    made = load(path, ["optim.lr=1.25e-7", "algorithm.masks=[truncated]", *lora])
     (tmp_path / "printed.yaml").write_text(to_yaml(made))
     assert load(tmp_path / "printed.yaml") == made
-    assert made.model.lora.rank == 4 and made.task.options
+    assert made.optim.lr == 1.25e-7 and (not lora or made.model.lora.rank == 4) and made.task == load(path).task
 
 
 def test_there_are_recipes():
@@ -171,7 +187,7 @@ def test_a_group_of_one_with_a_group_baseline_is_refused(refusal, config, baseli
     alone = ["rollout.group_size=1", f"algorithm.baseline={baseline}"]
     message = refusal(*alone)
     assert "rollout.group_size=1" in message and f"algorithm.baseline={baseline}" in message
-    assert config(*alone, "algorithm.method=supervised").group_size == 1  # where there are no groups
+    assert config("algorithm.type=supervised").group_size == 1  # where there are no groups
     assert config(*alone, "algorithm.baseline=none").rollouts_per_step == 16
 
 
@@ -191,6 +207,13 @@ def test_half_precision_needs_master_weights(refusal, config):
     ("overrides", "key"),
     [
         (["model.path=a", "model.build=b:c"], "model: path and build"),
+        (["model.path=a", "model.warm_start=b.yaml"], "model: path and warm_start"),
+        (["rollout.dynamic_sampling={low: 0.5, high: 0.4}"], "rollout.dynamic_sampling: low=0.5 is above high=0.4"),
+        (["optim.hold_steps=3"], "optim: hold_steps=3 leaves nothing to learn"),
+        (
+            ["rollout.max_response_length={type: additive, start: 9, metric: m, target: 1, rate: 1, low: 4}"],
+            "rollout: max_response_length may grow without a bound; set its `high`",
+        ),
         (["engine.offload=all", "engine.zero_stage=2"], "engine.zero_stage=3"),
         (["engine.offload=optimizer"], "engine.zero_stage of 1"),
         (["model.lora.dropout=0.1"], "model.lora: dropout"),
@@ -202,48 +225,66 @@ def test_values_that_exclude_each_other_are_refused(refusal, overrides, key):
 
 def test_a_configuration_can_not_be_changed_by_those_who_read_it():
     with pytest.raises(ValueError, match="frozen"):
-        Config(run_dir="r").optim.lr = 3
+        validate({"run_dir": "r"}, "here").optim.lr = 3
 
 
 def test_numbers_of_a_run():
-    made = Config.model_validate(
-        {"run_dir": "r", "steps": 5, "algorithm": {"epochs": 2, "minibatches": 3}, "rollout": {"prompts": 6}}
-    )
+    tree = {"run_dir": "r", "steps": 5, "algorithm": {"epochs": 2, "minibatches": 3}, "rollout": {"prompts": 6}}
+    made = validate(tree, "here")
     assert (made.group_size, made.rollouts_per_step, made.total_updates) == (8, 48, 30)
 
 
-PARTIAL = ["rollout.partial.extra=4", "rollout.partial.segment=64"]
+COLOCATED, SERVER = ["rollout.generator=vllm_colocated"], ["rollout.generator=vllm_server"]
+PARTIAL = ["rollout.generator.partial={oversample: 4, segment: 64}"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["model.kind=diffusion"], "rollout.engine=vllm is for model.kind=vision_language, not diffusion"),
-        (["algorithm.method=supervised"], "algorithm.method=supervised generates nothing"),
-        (["rollout.vllm.memroy=0.5"], "did you mean rollout.vllm.memory?"),
-        (["rollout.vllm.memory=1.5"], "rollout.vllm.memory"),
-        (["rollout.correction.weight=word"], "rollout.correction.weight"),
-        (["rollout.correction.cap=0.5"], "rollout.correction.cap"),
-        (["rollout.correction.low=1.5"], "rollout.correction.low=1.5 and high=2.0 leave out 1"),
-        (["rollout.temperature=3"], "rollout.temperature=3: vLLM takes at most 2"),
-        (["rollout.ahead=1"], "rollout.ahead needs rollout.engine=vllm and rollout.vllm.placement=server"),
-        (["rollout.partial.extra=4", "rollout.engine=transformers"], "rollout.partial.extra needs rollout.engine=vllm"),
-        (["rollout.partial.extra=17"], "rollout.partial.extra=17 is more than rollout.prompts=16"),
-        (["rollout.partial.extra=4"], "rollout.partial.segment=256 does not divide responses of at most"),
-        ([*PARTIAL, "rollout.micro_batch=8"], "set rollout.micro_batch=null"),
+        (["model.type=diffusion", *COLOCATED], "unknown key rollout.generator"),
+        (["algorithm.type=supervised", *COLOCATED], "unknown key rollout.generator"),
+        (["rollout.generator=vllm_servr"], "rollout.generator.type=vllm_servr is unknown (did you mean vllm_server?)"),
+        ([*COLOCATED, "rollout.generator.memroy=0.5"], "did you mean rollout.generator.memory?"),
+        ([*COLOCATED, "rollout.generator.memory=1.5"], "rollout.generator.memory"),
+        ([*COLOCATED, "rollout.generator.correction.weight.level=word"], "rollout.generator.correction.weight.level"),
+        ([*COLOCATED, "rollout.generator.correction.weight.cap=0.5"], "rollout.generator.correction.weight.cap"),
+        ([*COLOCATED, "rollout.generator.correction.reject.low=1.5"], "rollout.generator.correction.reject.low"),
+        ([*COLOCATED, "rollout.generator.correction.reject.high=0.5"], "rollout.generator.correction.reject.high"),
+        ([*COLOCATED, "rollout.temperature=3"], "rollout.temperature=3: vLLM takes at most 2"),
         (
-            [*PARTIAL, "rollout.vllm.placement=server", "rollout.ahead=1", "rollout.max_staleness=1"],
-            "rollout.max_staleness=1 leaves no step for rollout.partial with rollout.ahead=1",
+            [*COLOCATED, "rollout.temperature={type: linear, start: 1, end: 2.5, steps: 9}"],
+            "rollout.temperature=2.5: vLLM takes at most 2",
         ),
-        (["rollout.vllm.servers=2"], "rollout.vllm.addresses, servers, tensor_parallel and ray are for"),
-        (["rollout.vllm.ray=auto"], "rollout.vllm.addresses, servers, tensor_parallel and ray are for"),
+        ([*COLOCATED, "rollout.generator.async_steps=1"], "unknown key rollout.generator.async_steps"),
+        (["rollout.generator.partial.oversample=4"], "unknown key rollout.generator.partial"),
         (
-            ["rollout.vllm.placement=server", "rollout.vllm.ray=auto", "rollout.vllm.addresses=[http://host:80]"],
-            "rollout.vllm.ray=auto starts engines, and rollout.vllm.addresses names some; keep one",
+            [*COLOCATED, "rollout.generator.partial.oversample=17"],
+            "rollout.generator.partial.oversample=17 is more than rollout.prompts=16",
         ),
-        (["rollout.vllm.placement=server", "rollout.vllm.addresses=[host:80]"], "'host:80' is no address; write http"),
+        (
+            [*COLOCATED, "rollout.generator.partial.oversample=4"],
+            "rollout.generator.partial.segment=256 does not divide responses of at most",
+        ),
+        ([*COLOCATED, *PARTIAL, "rollout.micro_batch=8"], "set rollout.micro_batch=null"),
+        (
+            [*SERVER, *PARTIAL, "rollout.generator.async_steps=1", "rollout.generator.partial.max_staleness=1"],
+            "rollout.generator: partial.max_staleness=1 leaves no step with async_steps=1",
+        ),
+        ([*COLOCATED, "rollout.generator.servers=2"], "unknown key rollout.generator.servers"),
+        ([*COLOCATED, "rollout.generator.ray=auto"], "unknown key rollout.generator.ray"),
+        (
+            [*SERVER, "rollout.generator.ray=auto", "rollout.generator.addresses=[http://host:80]"],
+            "rollout.generator: ray=auto starts engines, and addresses names some; keep one",
+        ),
+        ([*SERVER, "rollout.generator.addresses=[host:80]"], "'host:80' is no address; write http"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_an_engine_that_does_not_fit_the_job_is_refused(refusal, overrides, expected):
-    assert expected in refusal("rollout.engine=vllm", *overrides)
+def test_a_generator_that_does_not_fit_the_job_is_refused(refusal, overrides, expected):
+    assert expected in refusal(*overrides)
+
+
+def test_a_generator_that_fits_is_taken(config):
+    made = config(*SERVER, *PARTIAL, "rollout.generator.async_steps=1", "rollout.generator.partial.max_staleness=2")
+    assert made.generator.steps_ahead == 1 and made.generator.unfinished.oversample == 4
+    assert made.correction.weight.cap == 2 and config().generator.unfinished is None

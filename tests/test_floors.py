@@ -1,6 +1,7 @@
 """Who may import whom: each room stands on a floor and sees only lower ones, also from inside functions."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,36 +10,74 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["mmrl.kernels"],
-    ["mmrl.core", "mmrl.samplers"],
-    ["mmrl.rollouts", "mmrl.errors", "mmrl.sections"],  # the words everyone above shares
-    ["mmrl.placement"],
-    ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "sims", "mmrl.report", "mmrl.data"],
-    ["mmrl.policies", "mmrl.checkpoints", "mmrl.metrics"],
-    ["tasks", "mmrl.config", "mmrl.protocols"],
+    ["mmrl.core", "mmrl.rollouts", "mmrl.errors", "mmrl.lazy", "mmrl.seeds"],  # the words everyone above shares
+    ["mmrl.settings", "mmrl.tree", "mmrl.files", "mmrl.records", "mmrl.placement"],
+    ["mmrl.controls", "mmrl.sections", "mmrl.needs", "mmrl.prompt_samplers", "mmrl.views", "mmrl.samplers"],
+    ["mmrl.sources", "mmrl.terms", "mmrl.facts", "mmrl.protocols"],
+    ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.sims", "mmrl.report", "mmrl.collection"],
+    ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics", "mmrl.tasks.settings"],
+    ["mmrl.tasks"],
+    ["mmrl.config"],
+    ["mmrl.evaluation", "mmrl.pool", "mmrl.preparation", "mmrl.reference", "mmrl.skeleton"],
     ["mmrl.batches"],
     ["mmrl.trainer", "mmrl.build"],
     ["mmrl.cli"],
     ["mmrl.__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-SEE_THE_CONFIGURATION = {"mmrl.config", "mmrl.batches", "mmrl.trainer", "mmrl.build", "mmrl.cli"}
+SEE_THE_CONFIGURATION = {room for rooms in FLOORS[9:] for room in rooms}
 ONLY_TORCH = {"mmrl.core", "mmrl.samplers"}  # besides the standard library and kernels
+# Whatever begins like this is imported when a configuration is read, and so is every module named `settings`.
+LIGHT = tuple(
+    f"mmrl.{name}"
+    for name in (
+        "algorithms",
+        "collection",
+        "config",
+        "controls",
+        "errors",
+        "lazy",
+        "needs",
+        "prompt_samplers",
+        "settings",
+        "sources",
+        "terms",
+        "tree",
+        "views",
+    )
+)
+HEAVY = {"torch", "transformers", "diffusers", "deepspeed", "numpy", "PIL"}
+
+
+def light(module: str) -> bool:
+    """Whether a configuration can not be read without the module: it must not import torch."""
+    return module.endswith(".settings") or module.startswith(LIGHT)
 
 
 def room_of(module: str) -> str:
     """The room a module belongs to; each folder under tasks is a room of its own on the floor of tasks."""
     parts = module.split(".")
-    return ".".join(parts[: 1 if parts[0] == "sims" else 2])
+    return ".".join(parts[: 3 if parts[:2] == ["mmrl", "tasks"] else 2])
 
 
 def floor_of(room: str) -> int | None:
-    return FLOOR.get("tasks" if room.split(".")[0] == "tasks" else room)
+    return FLOOR.get(room, FLOOR["mmrl.tasks"] if room.startswith("mmrl.tasks.") else None)
 
 
-def imported(source: str, module: str, is_package: bool) -> list[tuple[int, str]]:
-    """Line and full name of everything `source` imports anywhere; of `from a import b` it is a.b."""
+class ForTypes(ast.NodeTransformer):
+    """Takes out what is imported for type checkers alone."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        alone = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        return node.orelse if alone else self.generic_visit(node)
+
+
+def imported(source: str, module: str, is_package: bool, types: bool) -> list[tuple[int, str]]:
+    """Line and full name of everything `source` imports anywhere; of `from a import b` it is a.b. types: also what it
+    imports for type checkers alone."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    for node in ast.walk(tree if types else ForTypes().visit(tree)):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -50,14 +89,14 @@ def imported(source: str, module: str, is_package: bool) -> list[tuple[int, str]
 
 def faults(source: str, module: str, is_package: bool = False) -> list[str]:
     here = room_of(module)
-    if module in ("mmrl", "tasks", "sims") and is_package:
+    if module in ("mmrl", "mmrl.tasks") and is_package:
         here = module
     elif floor_of(here) is None:
         return [f"{module} stands on no floor; name it in FLOORS"]
     found = []
-    for line, name in imported(source, module, is_package):
+    for line, name in imported(source, module, is_package, here in ONLY_TORCH):
         where, top = f"{module}:{line} imports {name}", name.split(".")[0]
-        if top in ("mmrl", "tasks", "sims"):
+        if top == "mmrl":
             there = room_of(name)
             if there == here:
                 continue
@@ -66,17 +105,20 @@ def faults(source: str, module: str, is_package: bool = False) -> list[str]:
             elif floor_of(here) is None or floor_of(there) >= floor_of(here):
                 found.append(f"{where}, which is not on a lower floor")
             if there == "mmrl.config" and here not in SEE_THE_CONFIGURATION:
-                found.append(f"{where}: only cli and trainer see the configuration")
+                found.append(f"{where}: only those above it see the configuration")
+        elif top in ("tasks", "sims"):
+            found.append(f"{where}: it is mmrl.{top}")
         elif top == "tests":
             found.append(f"{where}: tests are no part of the program")
-        elif here in ONLY_TORCH and top != "torch" and top not in sys.stdlib_module_names:
+        elif here in ONLY_TORCH and not light(module) and top != "torch" and top not in sys.stdlib_module_names:
             found.append(f"{where}: {here} imports only torch")
     return found
 
 
 def modules() -> list[tuple[str, Path]]:
     paths = [path for folder in ("mmrl", "tasks", "sims") for path in sorted((ROOT / folder).rglob("*.py"))]
-    return [(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), path) for path in paths]
+    named = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    return [(n if n.split(".")[0] == "mmrl" else f"mmrl.{n}", path) for n, path in zip(named, paths, strict=True)]
 
 
 @pytest.mark.parametrize(("module", "path"), modules(), ids=[module for module, _ in modules()])
@@ -86,7 +128,29 @@ def test_imports_go_down(module, path):
 
 def test_every_room_is_looked_at():
     seen = {room_of(module) for module, _ in modules()}
-    assert {"mmrl.core", "mmrl.policies", "mmrl.engine", "mmrl.trainer", "mmrl.cli", "tasks.visual_qa", "sims"} <= seen
+    assert {"mmrl.core", "mmrl.policies", "mmrl.engine", "mmrl.trainer", "mmrl.cli", "mmrl.sims"} <= seen
+    assert "mmrl.tasks.visual_qa" in seen
+    assert {name for name, _ in modules() if light(name)} >= set(LIGHT)
+
+
+def test_a_configuration_is_read_without_torch():
+    """Every module that holds settings, in one new process; it names the first that brings something heavy along."""
+    names = ["mmrl.config", *sorted(name for name, _ in modules() if light(name))]
+    code = f"""if True:
+        import importlib, sys
+        for name in {names}:
+            importlib.import_module(name)
+            found = {HEAVY} & sys.modules.keys()
+            assert not found, f"{{name}} imports {{found}}"
+        from mmrl.config import load, to_yaml
+        from pathlib import Path
+        for recipe in sorted(Path("configs").rglob("*.yaml")):
+            to_yaml(load(recipe))
+            found = {HEAVY} & sys.modules.keys()
+            assert not found, f"{{recipe}} imports {{found}}"
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -104,15 +168,23 @@ def test_every_room_is_looked_at():
         ("mmrl.engine.deepspeed", "class A:\n    def f(self):\n        import mmrl.policies.vlm"),
         ("mmrl.policies.vlm", "from mmrl.config import Config"),
         ("mmrl.policies.vlm", "from mmrl import config"),
-        ("mmrl.policies.vlm", "from tasks.visual_qa import build"),
+        ("mmrl.policies.vlm", "from mmrl.tasks.visual_qa import build"),
         ("mmrl.trainer", "from mmrl import cli"),
         ("mmrl.trainer", "from mmrl.unheard import of"),
-        ("tasks.visual_qa.files", "from mmrl.trainer import Trainer"),
-        ("tasks.visual_qa.files", "from mmrl.cli import main"),
-        ("tasks.visual_qa.files", "from mmrl.config import load"),
-        ("tasks.visual_qa.files", "from tasks.image_generation import prompts"),
-        ("sims.mujoco.env", "import mmrl.policies"),
+        ("mmrl.tasks.visual_qa.files", "from mmrl.trainer import Trainer"),
+        ("mmrl.tasks.visual_qa.files", "from mmrl.cli import main"),
+        ("mmrl.tasks.visual_qa.files", "from mmrl.config import load"),
+        ("mmrl.tasks.visual_qa.files", "from mmrl.tasks.image_generation import prompts"),
+        ("mmrl.sims.mujoco.env", "import mmrl.policies"),
         ("mmrl.unheard", "import torch"),
+        ("mmrl.tasks.visual_qa.files", "import sims.mujoco"),
+        ("mmrl.settings", "from mmrl.controls import Control"),
+        ("mmrl.terms.kl", "from mmrl.algorithms.base import Algorithm"),
+        ("mmrl.algorithms.grpo", "def f():\n    from mmrl.engine import Engine\n    from mmrl.trainer import Trainer"),
+        ("mmrl.algorithms.grpo", "from mmrl.policies.settings import ModelSettings"),
+        ("mmrl.tasks.settings", "from mmrl.tasks.visual_qa.settings import VisualQASettings"),
+        ("mmrl.core.reduce", "if TYPE_CHECKING:\n    from mmrl.rollouts import Rollouts"),
+        ("mmrl.policies.vlm", "if TYPE_CHECKING:\n    pass\nelse:\n    from mmrl.config import Config"),
     ],
 )
 def test_a_planted_fault_is_found(module, source):
@@ -125,10 +197,13 @@ def test_a_planted_fault_is_found(module, source):
         ("mmrl.core.reduce", "import math, torch.nn\nfrom mmrl.kernels import fused\nfrom .ratios import BOUND"),
         ("mmrl.policies.vlm", "from mmrl.rollouts import Rollouts\nfrom mmrl.core import ratios\nimport transformers"),
         (
-            "tasks.visual_qa.files",
-            "from tasks.visual_qa.rows import Rows\nfrom mmrl.rewards import Reward\nimport sims.mujoco",
+            "mmrl.tasks.visual_qa.files",
+            "from mmrl.tasks.visual_qa.rows import Rows\nfrom mmrl.rewards import Reward\nimport mmrl.sims.mujoco",
         ),
         ("mmrl.trainer", "from mmrl.config import Config\nfrom mmrl import checkpoints"),
+        ("mmrl.policies.vlm", "if TYPE_CHECKING:\n    from mmrl.config import Config"),
+        ("mmrl.algorithms.grpo", "def f():\n    from mmrl.core import advantages"),
+        ("mmrl.samplers.settings", "from mmrl.settings import option\nfrom pydantic import model_validator"),
     ],
 )
 def test_what_is_allowed_is_not_a_fault(module, source):

@@ -13,50 +13,41 @@ import pytest
 import torch
 
 from mmrl import build
-from mmrl.batches import Batches, Pool
+from mmrl.batches import Batches
 from mmrl.config import load, to_yaml
 from mmrl.errors import UserError
-from mmrl.policies import vlm
-from mmrl.policies.synced import Synced
+from mmrl.policies.vlm.synced import Synced
+from mmrl.pool import Pool
+from mmrl.prompt_samplers import Permutation
 from mmrl.report.run import Run
 from mmrl.rollouts import Rollouts
 from mmrl.trainer import Trainer, check_batch
 from tests.engine.parts import TINY, Fixed, final, metrics, model_folder, release, spread, timeless
-from tests.policies.conftest import PROMPTS
-from tests.policies.second import Copy
+from tests.policies.conftest import PROMPTS, loaded
+from tests.policies.second import Copy, moved
 
 pytestmark = pytest.mark.usefixtures("alone")
 SEGMENT, LIMIT = 2, 8
 PARTIAL = [
-    "rollout.engine=vllm",
     "rollout.group_size=2",
     "rollout.prompts=3",
-    "rollout.partial.extra=3",
-    f"rollout.partial.segment={SEGMENT}",
+    "rollout.generator.type=vllm_colocated",
+    "rollout.generator.partial.oversample=3",
+    f"rollout.generator.partial.segment={SEGMENT}",
     f"rollout.max_response_length={LIMIT}",
     "steps=6",
     "optim.lr=2e-4",
     "engine.micro_batch=6",
     "evaluation.prompts=1",
 ]
-SERVER = ["rollout.vllm.placement=server", "rollout.ahead=1"]
+SERVER = [f"rollout.generator={{type: vllm_server, async_steps: 1, partial: {{oversample: 3, segment: {SEGMENT}}}}}"]
 
 
 @pytest.fixture
 def policy():
-    made = vlm.load(model_folder(), max_response_length=7)
+    made = loaded(model_folder(), max_response_length=7)
     made.eos = tuple(range(0, 340, 9))  # so that an untrained model ends its responses somewhere
     return made
-
-
-def moved(policy):
-    """The same policy with other weights."""
-    other = copy.deepcopy(policy)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in other.module.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return other
 
 
 def responses(drafts):
@@ -73,13 +64,13 @@ def replayed(policy, drafts):
 
 
 def test_the_likeliest_response_is_the_same_in_segments(policy):
-    engine, greedy = Copy(policy, PROMPTS), vlm.replace(policy.sampling, temperature=0.0)
-    whole, parts = (policy.draft(PROMPTS, 1, [1, 2, 3]) for _ in range(2))
+    engine = Copy(policy, PROMPTS)
+    whole, parts = (policy.draft(PROMPTS, 1, [1, 2, 3], temperature=0.0) for _ in range(2))
     policy.eos = policy.eos[:1]
-    policy.extend(engine, whole, 7, sampling=greedy)
+    policy.extend(engine, whole, 7)
     for count in (2, 1, 3, 3):
         assert {len(r) for r in responses(parts)} != {7}
-        policy.extend(engine, parts, count, sampling=greedy)
+        policy.extend(engine, parts, count)
     assert responses(parts) == responses(whole) and {len(r) for r in responses(parts)} == {7}
     assert {draft.finished(policy.eos) for draft in parts} == {True}
 
@@ -206,9 +197,12 @@ def test_every_prompt_is_trained_on_once(runs, kind):
     assert [len(batch) for batch in kept.batches] == [6] * 6
     assert Counter(positions) == {position: 2 for position in range(18)}
     assert positions != sorted(positions)  # some took longer
-    prompts = kept.trainer.batches.prompts
+    order = Permutation()
+    order.start(18, 0)
+    prompts = order.draw(18)
     for batch in kept.batches:
-        assert [s.prompt.id for s in batch.samples] == [prompts[g].id for g in batch.group.tolist()]
+        assert batch.prompt.tolist() == [prompts[g] for g in batch.group.tolist()]
+        assert [s.prompt.id for s in batch.samples] == [str(prompts[g]) for g in batch.group.tolist()]
 
 
 @KINDS
@@ -221,7 +215,7 @@ def test_staleness_counts_from_the_oldest_token(runs, kind):
         assert row["generation/staleness"] == pytest.approx(float(staleness.double().mean()))
         assert row["generation/staleness_max"] == staleness.max()
         largest.append(int(staleness.max()))
-    assert largest[0] == 0 and max(largest) > kept.trainer.config.rollout.ahead
+    assert largest[0] == 0 and max(largest) > kept.trainer.config.generator.steps_ahead
 
 
 @KINDS
@@ -230,7 +224,9 @@ def test_tokens_of_several_versions_are_each_weighed_by_their_own(runs, kind):
     policy, of_several = kept.trainer.policy, 0
     rows = [row for row in metrics(folder) if "loss" in row]
     for step, (batch, row) in enumerate(zip(kept.batches, rows, strict=True)):
-        now = step if step in (0, 3) else step - kept.trainer.config.rollout.ahead  # nothing is ahead at a beginning
+        now = (
+            step if step in (0, 3) else step - kept.trainer.config.generator.steps_ahead
+        )  # nothing is ahead at a beginning
         logp = torch.stack([under(policy, weights, batch) for weights in kept.weights[: step + 1]])
         gap = (logp[step] - batch.behaviour_logp).abs()[batch.mask]
         assert row["correction/logp_gap"] == pytest.approx(float(gap.mean()), abs=2e-5)
@@ -266,8 +262,10 @@ def test_a_resumed_run_goes_on_with_what_was_in_the_making(runs, tmp_path):
 # --- the pool by itself ---
 
 
-def make_pool(policy, prompts, **rollout):
-    return Pool(policy, prompts, load(TINY, ["run_dir=r", *PARTIAL, *(f"rollout.{k}={v}" for k, v in rollout.items())]))
+def make_pool(policy, prompts, **partial):
+    overrides = [f"rollout.generator.partial.{name}={value}" for name, value in partial.items()]
+    config = load(TINY, ["run_dir=r", *PARTIAL, *overrides])
+    return Pool(policy, prompts, config.seed, config.rollout, config.generator.partial)
 
 
 def test_as_long_as_weights_stay_a_response_does_not_depend_on_how_many_steps_it_took(policy):
@@ -277,8 +275,9 @@ def test_as_long_as_weights_stay_a_response_does_not_depend_on_how_many_steps_it
     for coming in ([[0, 1, 2], [3, 4], [5]], [[0, 1, 2, 3], [4, 5], []]):
         pool, rows = make_pool(policy, PROMPTS * 2), []
         for step, positions in enumerate(coming):
-            pool.add(positions)
+            pool.add(positions, positions)
             batch = pool.take(2, step, step)
+            assert torch.equal(batch.prompt, batch.group)
             rows += zip(batch.group.tolist(), [t.response.tolist() for t in batch.inputs], strict=True)
             versions.append(batch.version.tolist())
         assert pool.groups == []
@@ -325,7 +324,7 @@ def test_nothing_gets_older_than_the_limit(limit, ahead):
     trained, oldest, coming = Counter(), 0, 0
     for step in range(200):
         more = 6 - len(pool.groups)
-        pool.add(list(range(coming, coming + more)))
+        pool.add(range(coming, coming + more), range(coming, coming + more))
         coming += more
         batch = pool.take(3, step, max(0, step - ahead))
         trained.update(batch.group.tolist())
@@ -335,7 +334,9 @@ def test_nothing_gets_older_than_the_limit(limit, ahead):
 
 
 def test_ranks_share_the_prompts_and_leave_none_in_the_making_at_the_end():
-    config = load(TINY, ["run_dir=r", *PARTIAL, "rollout.prompts=4", "rollout.partial.extra=2", "steps=50"])
+    config = load(
+        TINY, ["run_dir=r", *PARTIAL, "rollout.prompts=4", "rollout.generator.partial.oversample=2", "steps=50"]
+    )
     task = SimpleNamespace(
         train=range(64), score=lambda samples, group: torch.zeros(len(group), 1), accuracy=lambda samples: None
     )
@@ -345,13 +346,13 @@ def test_ranks_share_the_prompts_and_leave_none_in_the_making_at_the_end():
         for batches in ranks:
             batches.version = step
             batch = batches.sample_round(step)
-            assert len(batch.group) == 4 and int(batch.group.max()) < batches.cursor
+            assert len(batch.group) == 4 and int(batch.group.max()) < batches.drawn
             trained.update(batch.group.tolist())
-        assert ranks[0].cursor == ranks[1].cursor
+        assert ranks[0].drawn == ranks[1].drawn
     assert trained == {position: 2 for position in range(200)}
 
 
 def test_what_ranks_can_not_share_is_refused():
-    config = load(TINY, ["run_dir=r", *PARTIAL, "rollout.partial.extra=3", "rollout.prompts=4"])
-    with pytest.raises(UserError, match="rollout.partial.extra=3 can not be shared by 2 ranks"):
+    config = load(TINY, ["run_dir=r", *PARTIAL, "rollout.prompts=4"])
+    with pytest.raises(UserError, match="rollout.generator.partial.oversample=3 can not be shared by 2 ranks"):
         check_batch(config, 2)

@@ -11,26 +11,29 @@ import threading
 import time
 from pathlib import Path
 
+import mmrl.sims.workers
 import numpy as np
 import pytest
 import torch
+from mmrl.sims import build
+from mmrl.sims.workers import Call
 
-import sims.workers
 from mmrl import placement
 from mmrl.errors import UserError
+from mmrl.generation import processes
 from mmrl.generation import servers as engines
 from mmrl.generation.sampling import Sampling
+from mmrl.generation.settings import VLLMServer
 from mmrl.generation.vllm import EngineOptions, Request
 from mmrl.placement import Cluster
-from sims import build
-from sims.workers import Call
 from tests.engine import vllm_workers
 from tests.engine.parts import call, metrics
 from tests.processes import SOON, environment, family, gone, running
+from tests.sims.alike import assert_alike
 from tests.sims.trouble import DIE, HANG
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'mmrl[ray]'"
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install -e '.[ray]'"
 )
 ROOT = Path(__file__).parent.parent
 LINE, TROUBLE = "tests.sims.line_simulator:Line", "tests.sims.trouble:Trouble"
@@ -158,14 +161,15 @@ def test_a_lost_actor_ends_its_process_and_what_that_started(nodes, what, tmp_pa
 
 def test_no_room_is_one_line(nodes, monkeypatch, caplog):
     monkeypatch.setattr(placement, "NOTICE_S", 0.2)
-    placed = Cluster("auto", "rollout.vllm.ray").place(gpus=2)
+    placed = Cluster("auto", "rollout.generator.ray").place(gpus=2)
     wanted = (
-        r"rollout.vllm.ray=auto: no host .* given room for 1 CPU and 2 GPUs; free on all together are 4 CPUs and 0 GPUs"
+        r"rollout.generator.ray=auto: no host .* given room for 1 CPU and 2 GPUs; "
+        r"free on all together are 4 CPUs and 0 GPUs"
     )
     with pytest.raises(UserError, match=wanted):
         placed.room(0.4)
     assert "waiting for up to 0.4 s" in caplog.text and placed.poll() is not None
-    monkeypatch.setattr(sims.workers, "START_S", 0.4)
+    monkeypatch.setattr(mmrl.sims.workers, "START_S", 0.4)
     with pytest.raises(UserError, match="'tests.sims.line_simulator:Line': ray=auto: no host .* add hosts, or ask for"):
         build(LINE, 5, workers=5, ray="auto")
 
@@ -184,7 +188,7 @@ def test_a_cluster_that_can_not_be_joined_is_one_line(nodes, monkeypatch):
         Cluster("there", "ray")
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"ray=auto needs Ray; install it with: pip install 'mmrl\[ray\]'"):
+    with pytest.raises(UserError, match=r"ray=auto needs Ray; install it with: pip install -e '.\[ray\]'"):
         Cluster("auto", "ray")
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(UserError, match="so it needs workers too"):
@@ -197,18 +201,7 @@ def test_a_cluster_that_can_not_be_joined_is_one_line(nodes, monkeypatch):
 def test_workers_on_other_hosts_change_nothing(nodes, behind):
     plain, split = build(LINE, 5), behind(LINE, 5, 2)
     assert len({nodes.of(pid) for pid in split.simulator.pids}) == 2
-    tasks, seeds = ["go", "stay", "go", "go", "go"], [0, 50, 90, 3, 300]
-    firsts = [sim.reset(seeds, tasks) for sim in (plain, split)]
-    assert np.array_equal(firsts[0].images, firsts[1].images)
-    for active in ([1, 1, 1, 1, 1], [0, 1, 1, 0, 1], [1, 1, 1, 1, 1]):
-        actions = np.random.default_rng(0).uniform(0, 0.4, (5, 3, 1))
-        a, b = (sim.step(actions, np.array(active, bool)) for sim in (plain, split))
-        for name in ("reward", "terminated", "truncated", "success", "valid", "dropped"):
-            assert np.array_equal(getattr(a, name), getattr(b, name)), name
-        assert np.array_equal(a.observation.state, b.observation.state)
-        assert np.array_equal(a.observation.images, b.observation.images)
-        assert a.observation.instructions == b.observation.instructions
-    assert np.array_equal(plain.expert(length=2), split.expert(length=2)) and split.simulator.restarts == 0
+    assert_alike(plain, split)
     pids = family(*split.simulator.pids)
     split.close()
     assert len(pids) == 4 and not any(running(pid) for pid in pids)
@@ -264,7 +257,7 @@ def test_only_the_worker_itself_may_call():
 def test_nobody_is_left_behind(nodes, how, then):
     words = f"""
 import signal, time, numpy as np
-from sims import build
+from mmrl.sims import build
 from tests.sims.trouble import HANG
 from tests.processes import family
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a script runs in the background
@@ -338,14 +331,10 @@ def stand_ins(nodes, monkeypatch, tmp_path):
         def build(rank):
             return engines.Servers(
                 tmp_path,
-                EngineOptions(context=16),
+                EngineOptions(context=16, settings=VLLMServer(servers=count, timeout=60, ray=address, in_flight=2)),
                 describe=lambda path: None,
                 gather=lambda value: ranks.gather(rank, value),
                 rank=rank,
-                count=count,
-                timeout=60,
-                ray=address,
-                in_flight=2,
             )
 
         made.extend(ranks.both(build))
@@ -360,7 +349,7 @@ def stand_ins(nodes, monkeypatch, tmp_path):
 def ask(server, count=40):
     ids = [torch.tensor([i]) for i in range(count)]
     requests = [Request(str(i), [i], (), ids[i], seed=2 * i + k, limit=2) for i in range(count) for k in range(2)]
-    return [answer.ids.tolist() for answer in server.generate(requests, sampling=Sampling(), eos=(1,))]
+    return [answer.ids.tolist() for answer in server.generate(requests, sampling=Sampling(), eos=(999,))]
 
 
 WHOLE = [[i, 2 * i + k] for i in range(40) for k in range(2)]
@@ -395,7 +384,7 @@ def test_when_a_host_is_lost_the_engine_comes_up_on_another_one_and_every_rank_f
 
 
 def test_engines_that_have_nowhere_to_go_end_the_run_with_the_reason(nodes, stand_ins, monkeypatch):
-    with pytest.raises(UserError, match="rollout.vllm.ray=127.0.0.1:9: this process is in"):
+    with pytest.raises(UserError, match="rollout.generator.ray=127.0.0.1:9: this process is in"):
         stand_ins(1, "127.0.0.1:9")
     (first, second), ranks = stand_ins(1)
     for process in first.processes:
@@ -404,8 +393,10 @@ def test_engines_that_have_nowhere_to_go_end_the_run_with_the_reason(nodes, stan
         nodes.lose(node)
     while first._bearable():
         time.sleep(0.1)
-    monkeypatch.setattr(engines, "versions", lambda: "")
-    with pytest.raises(UserError, match="server-0.log says: Error: rollout.vllm.ray=auto: no host of the Ray cluster"):
+    monkeypatch.setattr(processes, "versions", lambda: "")
+    with pytest.raises(
+        UserError, match="server-0.log says: Error: rollout.generator.ray=auto: no host of the Ray cluster"
+    ):
         ranks.both(lambda rank: (first, second)[rank].load(iter([("a", torch.ones(2))])))
 
 

@@ -5,9 +5,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from mmrl.rollouts import Prompt, Rollouts, Sample
+from mmrl.rollouts import Prompt, Rollouts, Sample, Steps, widened
 
-TENSORS = ("rewards", "accuracy", "advantages", "old_logp", "behaviour_logp", "ref_logp")
+TENSORS = [f.name for f in fields(Rollouts) if f.default is None]
 
 
 def batch(lengths, first=0, full=True):
@@ -23,13 +23,31 @@ def batch(lengths, first=0, full=True):
         made.accuracy, made.advantages = number.float(), -number.float()
         made.old_logp = (number[:, None] * 100.0 + decision) * mask
         made.ref_logp, made.behaviour_logp = -made.old_logp, made.old_logp / 2
+        made.old_entropy, made.old_square_sum = made.old_logp / 4, made.old_logp / 8
+        made.old_prediction = made.old_logp[:, :, None, None] + torch.arange(3.0)
+        made.ref_prediction = -made.old_prediction
+        made.origin, made.prompt, made.version = number % 3, number + 50, number + 70
+        made.filler = number % 2 == 0
+        made.nodes = number[:, None] * 10 + torch.arange(2)
+        made.extras = {"steps": steps(number, mask)}
+        assert all(vars(made)[name] is not None for name in TENSORS)
     return made
 
 
+def steps(number, mask):
+    values = number[:, None] * 10.0 + torch.arange(mask.shape[1])
+    return Steps(mask, values, -values, mask, values / 2)
+
+
 def assert_equal(a, b):
-    for f in fields(Rollouts):
-        left, right = getattr(a, f.name), getattr(b, f.name)
-        assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right, f.name
+    for f in fields(a):
+        left, right = vars(a)[f.name], vars(b)[f.name]
+        if isinstance(left, dict):
+            assert left.keys() == right.keys()
+            for name in left:
+                assert_equal(left[name], right[name])
+        else:
+            assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right, f.name
 
 
 def test_select_keeps_the_fields_of_a_rollout_together_in_the_order_asked():
@@ -39,6 +57,8 @@ def test_select_keeps_the_fields_of_a_rollout_together_in_the_order_asked():
     assert chosen.mask.sum(1).tolist() == [4, 3, 4] and chosen.group.tolist() == [1, 0, 1]
     assert chosen.rewards.tolist() == [[2, 2.5], [0, 0.5], [2, 2.5]] and chosen.advantages.tolist() == [-2, 0, -2]
     assert chosen.old_logp[:, 1].tolist() == [201, 1, 201] and chosen.ref_logp[0, 3] == -203
+    assert chosen.extras["steps"].rewards[:, 2].tolist() == [22, 2, 22]
+    assert chosen.extras["steps"].mask.sum(1).tolist() == [4, 3, 4] and chosen.extras["steps"].returns is None
 
 
 def test_select_by_mask_equals_select_by_index():
@@ -61,11 +81,16 @@ def test_concat_pads_decisions_that_do_not_count():
     assert joined.mask.tolist() == [[True, False, False, False], [True, True, False, False], [True] * 4]
     assert joined.old_logp.tolist() == [[0, 0, 0, 0], [100, 101, 0, 0], [200, 201, 202, 203]]
     assert torch.equal(joined.ref_logp, -joined.old_logp)
+    assert joined.old_prediction[:, :, 0, 1].tolist() == [[1, 1, 0, 0], [101, 102, 0, 0], [201, 202, 203, 204]]
+    assert joined.old_prediction.shape == (3, 4, 1, 3)
+    assert joined.extras["steps"].rewards.tolist() == [[0, 1, 0, 0], [10, 11, 0, 0], [20, 21, 22, 23]]
+    assert joined.nodes.tolist() == [[0, 1], [10, 11], [20, 21]]  # these have the same length in every batch
 
 
 def test_fields_that_are_not_filled_stay_so():
     bare = Rollouts.concat([batch([1, 2], full=False).select(torch.tensor([1, 0])), batch([4], full=False)])
-    assert [getattr(bare, name) for name in TENSORS] == [None] * len(TENSORS)
+    assert [vars(bare)[name] for name in TENSORS] == [None] * len(TENSORS)
+    assert bare.extras == {}
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -74,3 +99,10 @@ def test_concat_refuses_a_field_that_only_some_parts_fill(name, swap):
     parts = [batch([2]), replace(batch([2]), **{name: None})]
     with pytest.raises(ValueError, match=f"^{name} is filled in some"):
         Rollouts.concat(parts[::-1] if swap else parts)
+
+
+def test_widened_fills_up_the_second_dimension_alone():
+    one, other = widened([torch.ones(2, 1, 3), torch.ones(1, 3, 3)], -1)
+    assert one.shape == (2, 3, 3) and one[:, 1:].eq(-1).all() and one[:, :1].eq(1).all() and other.eq(1).all()
+    flags = widened([torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 2, dtype=torch.bool)], 0)
+    assert flags[0].tolist() == [[True, False]]

@@ -7,18 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmrl.engine import learning_rate
+from mmrl.algorithms.surrogates import Surrogate
+from mmrl.config import load
+from mmrl.engine.deepspeed import learning_rate
 from mmrl.errors import UserError
 from mmrl.metrics import Metrics
-from mmrl.trainer import Trainer
-from tests.engine.parts import Fixed, distance, final, make, metrics, release, spread, train
+from mmrl.prompt_samplers import Permutation
+from tests.engine import parts
+from tests.engine.parts import TINY, Fixed, distance, final, make, metrics, release, spread, train, under
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    made = make(tmp_path_factory.mktemp("run"), "algorithm.kl.coefficient=0.1")
+    made = make(tmp_path_factory.mktemp("run"), "algorithm.terms=[{type: kl, coefficient: 0.1}]")
     yield made
     release(made)
 
@@ -26,9 +29,9 @@ def trainer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def batch(trainer):
     """Rollouts of an earlier policy: old_logp and ref_logp differ from what is replayed now, by up to e."""
-    made = trainer.policy.rollout([trainer.batches.prompts[i] for i in range(2)], 4, list(range(8)))
+    made = trainer.policy.rollout([trainer.task.train[i] for i in range(2)], 4, list(range(8)))
     generator = torch.Generator().manual_seed(0)
-    made.advantages = torch.randn(8, generator=generator)
+    made.advantages = torch.randn(8, generator=generator)[:, None].expand(made.mask.shape)
     with torch.no_grad():
         now = trainer.policy.replay(made, trainer.engine).logp
     made.old_logp = now + (2 * torch.rand(now.shape, generator=generator) - 1) * made.mask
@@ -36,86 +39,105 @@ def batch(trainer):
     return made
 
 
-def gradient(trainer, batch, **algorithm):
-    """The gradient of one batch under a changed algorithm section, flat."""
-    kl = trainer.config.algorithm.kl.model_copy(update=algorithm.pop("kl", {"coefficient": 0.0}))
-    changed = trainer.config.algorithm.model_copy(update={"kl": kl, **algorithm})
-    probe = Trainer.__new__(Trainer)
-    probe.__dict__.update(trainer.__dict__, config=trainer.config.model_copy(update={"algorithm": changed}))
-    probe.engine = trainer.policy.module  # autograd in place of the engine's backward
-    loss, _ = probe.loss(batch, batch.mask.sum())
-    found = torch.autograd.grad(loss, list(trainer.policy.module.parameters()), allow_unused=True)
-    return torch.cat([g.flatten() for g in found if g is not None])
+def configured(*overrides):
+    return load(TINY, ["run_dir=r", *overrides])
 
 
-def angle_free(a, b):
+def gradient(trainer, batch, *overrides):
+    """The gradient of one batch under a changed algorithm, flat."""
+    return parts.gradient(under(trainer, configured(*overrides)), batch)
+
+
+def apart(a, b):
     return float((a - b).norm() / a.norm())
+
+
+def kl(coefficient, estimator="k3"):
+    return f"algorithm.terms=[{{type: kl, coefficient: {coefficient}, estimator: {estimator}}}]"
+
+
+def entropy(coefficient):
+    return f"algorithm.terms=[{{type: entropy, coefficient: {coefficient}}}]"
 
 
 @pytest.mark.parametrize("surrogate", ["clip", "reinforce"])
 def test_decisions_that_an_engine_found_less_likely_weigh_more(trainer, batch, surrogate):
-    plain = gradient(trainer, batch, surrogate=surrogate)
+    options = ["rollout.generator=vllm_colocated", f"algorithm.surrogate={surrogate}"]
+    plain = gradient(trainer, batch, *options)
     for factor, weight in [(0.5, 0.5), (1.5, 1.5), (4.0, 2.0)]:  # 2 is the default cap
         sampled = replace(batch, behaviour_logp=batch.old_logp - math.log(factor))
-        assert angle_free(weight * plain, gradient(trainer, sampled, surrogate=surrogate)) < 1e-5
+        assert apart(weight * plain, gradient(trainer, sampled, *options)) < 1e-5
 
 
 def test_engines_too_far_apart_stop_the_run(trainer):
     means = {"correction/logp_gap": 0.1, "correction/weight": 1.5, "correction/weight_squared": 41 / 12}
-    trainer.judge_engines(means)
+    sampled = under(trainer, configured("rollout.generator=vllm_colocated"))
+    sampled.judge_generator(means)
     assert means == pytest.approx(
         {"correction/logp_gap": 0.1, "correction/weight": 1.5, "correction/effective_sample_size": 27 / 41}
     )
     for gap in (0.6, math.nan):
-        with pytest.raises(UserError, match="rollout.correction.max_gap=0.5"):
-            trainer.judge_engines(means | {"correction/logp_gap": gap, "correction/weight_squared": 1.0})
+        with pytest.raises(UserError, match="rollout.generator.correction.max_gap=0.5"):
+            sampled.judge_generator(means | {"correction/logp_gap": gap, "correction/weight_squared": 1.0})
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_the_kl_term_changes_the_gradient_in_proportion(trainer, batch, kind):
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_term_changes_the_gradient_in_proportion(trainer, batch, estimator):
     none = gradient(trainer, batch)
-    one, two = (gradient(trainer, batch, kl={"coefficient": c, "kind": kind}) for c in (0.1, 0.2))
-    assert angle_free(none, one) > 1e-3
+    one, two = (gradient(trainer, batch, kl(c, estimator)) for c in (0.1, 0.2))
+    assert apart(none, one) > 1e-3
     torch.testing.assert_close(two - none, 2 * (one - none), atol=1e-5, rtol=1e-3)
 
 
-def test_the_kinds_of_kl_differ(trainer, batch):
-    one, two, three = (gradient(trainer, batch, kl={"coefficient": 0.1, "kind": k}) for k in ("k1", "k2", "k3"))
-    assert min(angle_free(one, two), angle_free(two, three), angle_free(one, three)) > 1e-3
+def test_the_estimators_of_kl_differ(trainer, batch):
+    one, two, three = (gradient(trainer, batch, kl(0.1, estimator)) for estimator in ("k1", "k2", "k3"))
+    assert min(apart(one, two), apart(two, three), apart(one, three)) > 1e-3
 
 
 def test_the_entropy_term_changes_the_gradient_in_proportion(trainer, batch):
-    none, one, less = (gradient(trainer, batch, entropy_coefficient=c) for c in (0.0, 0.1, -0.1))
-    assert angle_free(none, one) > 1e-3
+    none, one, less = (gradient(trainer, batch, entropy(c)) for c in (0.0, 0.1, -0.1))
+    assert apart(none, one) > 1e-3
+    assert apart(none, gradient(trainer, batch)) < 1e-6
     torch.testing.assert_close(one - none, none - less, atol=1e-5, rtol=1e-3)
 
 
+def test_terms_add_up(trainer, batch):
+    none, one, other = (
+        gradient(trainer, batch),
+        gradient(trainer, batch, kl(0.1)),
+        gradient(trainer, batch, entropy(0.1)),
+    )
+    both = gradient(trainer, batch, "algorithm.terms=[{type: kl, coefficient: 0.1}, {type: entropy, coefficient: 0.1}]")
+    torch.testing.assert_close(both - none, (one - none) + (other - none), atol=1e-5, rtol=1e-3)
+
+
 def test_every_surrogate_has_a_gradient_of_its_own_off_policy(trainer, batch):
-    options = {"divergence_mask": {"bound": 0.05}}
-    kinds = ["clip", "dual_clip", "cispo", "soft", "divergence_mask", "gaussian_weight", "reinforce"]
-    found = {
-        k: gradient(
-            trainer, batch, surrogate=k, surrogate_options=options.get(k, {"cap": 1.05} if k == "dual_clip" else {})
-        )
-        for k in kinds
-    }
+    options = {"divergence_mask": "{type: divergence_mask, bound: 0.05}", "dual_clip": "{type: dual_clip, cap: 1.05}"}
+    kinds = list(Surrogate.kinds)
+    assert len(kinds) == 7
+    found = {k: gradient(trainer, batch, f"algorithm.surrogate={options.get(k, k)}") for k in kinds}
     for i, a in enumerate(kinds):
         for b in kinds[:i]:
-            assert angle_free(found[a], found[b]) > 1e-3, (a, b)
+            assert apart(found[a], found[b]) > 1e-3, (a, b)
+
+
+SUPERVISED = ["algorithm.type=supervised", "rollout={prompts: 4, max_response_length: 3}"]
 
 
 @pytest.mark.parametrize(
-    "change", [{"level": "sequence"}, {"clip_low": 0.5}, {"clip_high": 0.9}, {"method": "supervised"}]
+    "change",
+    [["algorithm.level=sequence"], ["algorithm.surrogate.low=0.5"], ["algorithm.surrogate.high=0.9"], SUPERVISED],
+    ids=lambda change: change[0],
 )
 def test_each_option_of_the_loss_changes_the_gradient(trainer, batch, change):
-    assert angle_free(gradient(trainer, batch), gradient(trainer, batch, **change)) > 1e-3
+    assert apart(gradient(trainer, batch), gradient(trainer, batch, *change)) > 1e-3
 
 
 def test_truncated_rollouts_can_be_left_out(tmp_path):
     """Every response of the untrained model is cut at 1 token, so that with the mask nothing is left to learn from."""
     settings = ["steps=1", "rollout.max_response_length=1"]
-    for name, option in (("with", "false"), ("without", "true")):
-        train(tmp_path / name, *settings, f"algorithm.mask_truncated={option}")
+    for name, masks in (("with", "[]"), ("without", "[truncated]")):
+        train(tmp_path / name, *settings, f"algorithm.masks={masks}")
     assert metrics(tmp_path / "with")[0]["grad_norm"] > 0.1
     assert metrics(tmp_path / "without")[0]["grad_norm"] == 0
     assert metrics(tmp_path / "without")[0]["updates_skipped"] == 0
@@ -150,10 +172,16 @@ def test_only_the_adapters_of_lora_train(tmp_path):
     assert {n for n in after if "lora_B" in n} <= changed
 
 
+def prepared(trainer, rollouts, step=0):
+    """The minibatches of a step, as `Trainer.train` has them made."""
+    shuffle = torch.Generator().manual_seed(step)
+    return trainer.preparation.minibatches(rollouts, step, shuffle, Metrics(trainer.engine))[0]
+
+
 def test_an_update_moves_towards_rewarded_responses(tmp_path):
     trainer = make(tmp_path, "optim.lr=1e-3")
     rollouts = trainer.batches.collect(0, Metrics(trainer.engine))
-    rollouts.advantages = trainer.advantages(rollouts, Metrics(trainer.engine))
+    minibatches = prepared(trainer, rollouts)
     assert rollouts.advantages.abs().max() > 0.5
 
     def total():
@@ -161,26 +189,25 @@ def test_an_update_moves_towards_rewarded_responses(tmp_path):
             return trainer.policy.replay(rollouts, trainer.engine).logp.sum(1)
 
     before = total()
-    for minibatch in trainer.minibatches(rollouts):
+    for minibatch in minibatches:
         trainer.update(minibatch, Metrics(trainer.engine))
     moved = total() - before
     release(trainer)
-    assert moved[rollouts.advantages > 0].mean() > 0 > moved[rollouts.advantages < 0].mean()
+    good = rollouts.advantages[:, 0]
+    assert moved[good > 0].mean() > 0 > moved[good < 0].mean()
 
 
 def test_rollouts_of_a_prompt_stay_together_in_a_random_order(trainer, batch):
     kept = batch.select(torch.arange(8).repeat(3))
     kept.group = torch.arange(6).repeat_interleave(4) + 40
-    kept.advantages = torch.arange(24.0)  # a name for each
+    kept.rewards, kept.accuracy = torch.rand(24, 1), torch.arange(24.0)  # a name for each
     orders = []
     for step in (0, 0, 1, 2):
-        trainer.step = step
-        (minibatch,) = trainer.minibatches(kept)
+        (minibatch,) = prepared(trainer, kept, step)
         assert [len(micro) for micro in minibatch] == [3] * 8
-        orders.append(torch.cat([micro.advantages for micro in minibatch]).tolist())
+        orders.append(torch.cat([micro.accuracy for micro in minibatch]).tolist())
         groups = [int(name) // 4 for name in orders[-1]]
         assert sorted(orders[-1]) == list(range(24)) and groups == [g for g in groups[::4] for _ in range(4)]
-    trainer.step = 0
     assert orders[0] == orders[1] and len({tuple(order) for order in orders}) == 3
 
 
@@ -224,15 +251,16 @@ def test_learning_rates_by_hand(schedule, warmup, values):
 
 def test_bad_steps_in_a_row_end_the_run_and_name_the_rollouts(tmp_path):
     trainer = make(tmp_path, "steps=9", "engine.max_bad_steps=2")
-    usual = trainer.loss
+    usual = trainer.losses
     bad = {1: math.nan, 3: math.nan, 4: math.inf}
 
-    def loss(micro, total, steps):
-        value, stats = usual(micro, total)
-        return value * bad.get(trainer.step, 1.0), stats
+    def losses(micro, totals):
+        found, stats = usual(micro, totals)
+        return {name: part * bad.get(trainer.step, 1.0) for name, part in found.items()}, stats
 
-    trainer.loss = loss
-    with pytest.raises(UserError, match="2 updates in a row had a loss that is not finite.*bad-step-5-rank0.jsonl"):
+    trainer.losses = losses
+    named = "2 updates in a row had a loss of algorithm.type=grpo that is not finite.*bad-step-5-rank0.jsonl"
+    with pytest.raises(UserError, match=named):
         trainer.train()
     release(trainer)
     assert trainer.engine.updates == 2 and trainer.step == 4
@@ -256,7 +284,7 @@ def test_bf16_trains(tmp_path):
     assert {v.dtype for v in final(tmp_path).values()} == {torch.bfloat16}
 
 
-DYNAMIC = ["rollout.dynamic_sampling.enabled=true", "rollout.dynamic_sampling.max_rounds=3"]
+DYNAMIC = ["rollout.dynamic_sampling.max_rounds=3"]
 
 
 def sampled(folder, mark, *more):
@@ -269,39 +297,41 @@ def sampled(folder, mark, *more):
 
     trainer.batches.sample_round = sample_round
     kept = trainer.batches.collect(0, Metrics(trainer.engine))
-    kept.advantages = trainer.advantages(kept, Metrics(trainer.engine))
+    prepared(trainer, kept)
     release(trainer)
     return trainer, rounds, kept
 
 
-def dull(trainer, count):
-    """The ids of the first `count` prompts of the stream."""
-    return {trainer.batches.prompts[i].id for i in range(count)}
+def dull(count):
+    """The ids of the first `count` prompts that are drawn."""
+    order = Permutation()
+    order.start(64, 0)
+    return {str(i) for i in order.draw(count)}
 
 
 def test_dynamic_sampling_refills_the_batch(tmp_path):
-    first = dull(make(tmp_path / "order", task=Fixed(spread)), 6)
+    first = dull(6)
     trainer, rounds, kept = sampled(tmp_path / "run", lambda s: 1.0 if s.prompt.id in first else spread(s))
-    assert len(rounds) == 3 and trainer.batches.cursor == 12  # 0, 2 and 4 informative groups of 4
+    assert len(rounds) == 3 and trainer.batches.drawn == 12  # 0, 2 and 4 informative groups of 4
     assert len(kept) == 16 and not first & {s.prompt.id for s in kept.samples}
-    assert kept.advantages.reshape(4, 4).abs().sum(1).min() > 0
+    assert kept.advantages[:, 0].reshape(4, 4).abs().sum(1).min() > 0
     assert kept.group.tolist() == [g for g in (6, 7, 8, 9) for _ in range(4)]
 
 
 def test_dynamic_sampling_stops_when_full(tmp_path):
     trainer, rounds, kept = sampled(tmp_path, spread)
-    assert len(rounds) == 1 and trainer.batches.cursor == 4 and len(kept) == 16
+    assert len(rounds) == 1 and trainer.batches.drawn == 4 and len(kept) == 16
 
 
 def test_dynamic_sampling_goes_on_with_what_it_has(tmp_path):
-    first = dull(make(tmp_path / "order", task=Fixed(spread)), 11)
+    first = dull(11)
     trainer, rounds, kept = sampled(tmp_path / "run", lambda s: 1.0 if s.prompt.id in first else spread(s))
-    assert len(rounds) == 3 and trainer.batches.cursor == 12 and len(kept) == 16
-    assert (kept.advantages.reshape(4, 4).abs().sum(1) > 0).tolist() == [True, False, False, False]
+    assert len(rounds) == 3 and trainer.batches.drawn == 12 and len(kept) == 16
+    assert (kept.advantages[:, 0].reshape(4, 4).abs().sum(1) > 0).tolist() == [True, False, False, False]
 
 
 def test_groups_outside_the_wanted_accuracy_teach_nothing(tmp_path):
     """Every group is informative but too hard, so that all places are filled with groups that were turned down."""
     _, rounds, kept = sampled(tmp_path, spread, "rollout.dynamic_sampling.low=0.99")
     assert len(rounds) == 3 and len(kept) == 16
-    assert kept.advantages.tolist() == [0.0] * 16
+    assert kept.advantages[:, 0].tolist() == [0.0] * 16

@@ -102,7 +102,7 @@ def group_advantages(
     if w.shape != table.shape[1:]:
         raise ValueError(f"weights has shape {tuple(w.shape)}, rewards have {table.shape[1]} components")
     index, groups = group_index(group)
-    total = _gated(table, w, gates) if components == "gated" else _weighted(table, w)
+    total = gated_reward(table, w, gates) if components == "gated" else _weighted(table, w)
     scored = ~total.isnan()
     within, overall = moments(total, index, groups), moments(total, torch.zeros_like(index), 1)
     flat = within.equal  # groups without signal
@@ -134,7 +134,7 @@ def group_advantages(
     else:
         result = advantage(total)
 
-    if baseline != "none" and bool((torch.bincount(index) == 1).any()):
+    if baseline != "none" and bool((torch.bincount(index)[within.scored > 0] == 1).any()):
         warnings.warn("a group of one rollout has no baseline: its advantage is 0", stacklevel=2)
     stats = {
         "groups": torch.tensor(float(groups)),
@@ -145,6 +145,12 @@ def group_advantages(
         "reward_std": overall.std[0],
     }
     return result, stats
+
+
+def combined_reward(rewards: Tensor, weights: Tensor) -> Tensor:
+    """[rollout, component], [component] -> [rollout]: the weighted sum of the components that weigh anything; NaN where
+    one of those is."""
+    return _weighted(rewards, weights.to(rewards))
 
 
 def _table(rewards: Tensor, group: Tensor) -> Tensor:
@@ -160,7 +166,7 @@ def _weighted(table: Tensor, w: Tensor) -> Tensor:
     return torch.where(w != 0, table * w, 0).sum(1)
 
 
-def _gated(table: Tensor, w: Tensor, gates: int) -> Tensor:
+def gated_reward(table: Tensor, w: Tensor, gates: int) -> Tensor:
     """[B, K], [K] -> [B]; the product of the first `gates` columns times the weighted sum of the others."""
     if not 0 < gates < table.shape[1]:
         raise ValueError(f"gates must be between 1 and {table.shape[1] - 1}, got {gates}")

@@ -6,27 +6,6 @@ import torch
 from torch import Tensor
 
 
-def per_decision(advantages: Tensor, mask: Tensor) -> Tensor:
-    """[B], [B, T] -> [B, T]: every counted decision gets the advantage of its rollout, the others 0."""
-    return advantages[:, None].where(mask.bool(), 0)
-
-
-def from_step_rewards(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """Discounted return to go [B, T] of step `rewards` [B, T]: G_t = r_t + gamma G_{t+1}.
-
-    Steps outside `mask` have reward 0, whatever they hold, and get 0; time passes in them, so returns from beyond a
-    masked stretch reach the steps before it, discounted.
-    """
-    counted = mask.bool()
-    rewards = rewards.where(counted, 0)
-    returns = torch.zeros_like(rewards)
-    carried = torch.zeros_like(rewards[:, 0])
-    for t in reversed(range(rewards.shape[1])):
-        carried = rewards[:, t] + gamma * carried
-        returns[:, t] = carried
-    return returns.where(counted, 0)
-
-
 def branch_advantages(
     rewards: Tensor, group: Tensor, nodes: Tensor, *, scale: str = "group_std", eps: float = 1e-6
 ) -> Tensor:
@@ -56,14 +35,3 @@ def branch_advantages(
                 advantage = advantage / (known.std() + eps)
             result[rows, t] = advantage.nan_to_num(0.0)[place]
     return result
-
-
-def first_of_each_node(group: Tensor, nodes: Tensor) -> Tensor:
-    """[B, T] bool: True for the first rollout of each node, so that a shared decision is counted once."""
-    first = torch.zeros(nodes.shape, dtype=torch.bool, device=nodes.device)
-    seen: list[set[tuple[int, int]]] = [set() for _ in range(nodes.shape[1])]
-    for row, (g, ids) in enumerate(zip(group.tolist(), nodes.tolist(), strict=True)):
-        for t, node in enumerate(ids):
-            first[row, t] = (g, node) not in seen[t]
-            seen[t].add((g, node))
-    return first

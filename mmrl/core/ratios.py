@@ -47,10 +47,11 @@ def normalised(log_ratio: Tensor, divergence: Tensor, std: Tensor) -> Tensor:
     """GRPO-Guard's regulated log-ratio of Gaussian steps, (log_ratio + divergence) std (arXiv 2510.22319).
 
     All [B, T]; `divergence` is the exact KL to the old policy in the units of log_ratio (mean or sum over elements),
-    detached here. Under the old policy log_ratio has mean -KL and a spread that goes as 1 / std: this takes out both,
-    so that one clip range bounds every step alike and from both sides.
+    with its gradient. Under the old policy log_ratio has mean -KL and a spread that goes as 1 / std: this takes out
+    both, so that one clip range bounds every step alike and from both sides. log_ratio + KL is linear in the mean of
+    the step, so the gradient of the sum has mean 0 under the old policy; that of log_ratio alone has not.
     """
-    return (log_ratio + divergence.detach()) * std
+    return (log_ratio + divergence) * std
 
 
 def _segment_mean(values: Tensor, counted: Tensor, segments: Tensor) -> Tensor:

@@ -63,23 +63,6 @@ def surrogate(
     return values, {name: s.detach().to(values.dtype) for name, s in stats.items()}
 
 
-def contrast(
-    positive: Tensor, negative: Tensor, advantages: Tensor, *, strength: float = 1.0, bound: float = 5.0
-) -> Result:
-    """DiffusionNFT's forward-process objective (arXiv 2509.16117): values [B, T] to minimise, bound / strength times
-
-        r positive + (1 - r) negative,      r = clamp(A / (2 bound) + 1/2, 0, 1)
-
-    `positive`, `negative` [B, T]: matching errors of the implicit policies (1 - b) v_old + b v and
-    (1 + b) v_old - b v, with b = `strength`; `advantages` [B] or [B, T], detached. At v = v_old and r = 1/2 the
-    gradient is 0. Statistics: "optimality" r.
-    """
-    advantages = advantages.detach()
-    a = advantages[:, None] if advantages.dim() == 1 else advantages
-    r = (a / (2 * bound) + 0.5).clamp(0, 1).expand_as(positive)
-    return bound / strength * (r * positive + (1 - r) * negative), {"optimality": r.to(positive.dtype)}
-
-
 def _clip(log_ratio: Tensor, a: Tensor, *, low: float, high: float) -> Result:
     ratio = log_ratio.exp()
     values = -torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)

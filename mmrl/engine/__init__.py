@@ -1,6 +1,34 @@
-"""DeepSpeed behind a few verbs: backward, step, sum and gather over ranks, save and load."""
+"""Who trains: DeepSpeed, the ranks of a job, and averages of weights."""
 
-from mmrl.engine.deepspeed import Engine, Ranks, gathered, learning_rate, memory_estimate
-from mmrl.engine.shadow import Shadow, ramp, warmed_up
+from typing import TYPE_CHECKING
 
-__all__ = ["Engine", "Ranks", "Shadow", "gathered", "learning_rate", "memory_estimate", "ramp", "warmed_up"]
+from mmrl import lazy
+
+if TYPE_CHECKING:
+    from mmrl.engine.deepspeed import Engine, Ranks, gathered, memory_estimate
+    from mmrl.engine.files import weights_only
+    from mmrl.engine.interruption import Interruption
+    from mmrl.engine.launcher import end_with_launcher
+    from mmrl.engine.shadow import Shadow, applied, ramp, warmed_up
+
+__all__ = [
+    "Engine",
+    "Interruption",
+    "Ranks",
+    "Shadow",
+    "applied",
+    "end_with_launcher",
+    "gathered",
+    "memory_estimate",
+    "ramp",
+    "warmed_up",
+    "weights_only",
+]
+
+__getattr__ = lazy.attributes(
+    __name__,
+    {name: "mmrl.engine.deepspeed" for name in ("Engine", "Ranks", "gathered", "memory_estimate")}
+    | {"weights_only": "mmrl.engine.files", "Interruption": "mmrl.engine.interruption"}
+    | {"end_with_launcher": "mmrl.engine.launcher"}
+    | {name: "mmrl.engine.shadow" for name in ("Shadow", "applied", "ramp", "warmed_up")},
+)

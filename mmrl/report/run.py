@@ -7,6 +7,7 @@ import html
 import importlib.metadata
 import io
 import json
+import os
 import platform
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from mmrl.report.lock import RunLock
 from mmrl.rollouts import Episode, Sample
 
 PACKAGES = ("mmrl", "torch", "torchvision", "transformers", "deepspeed", "peft")
@@ -41,8 +43,9 @@ class Run:
         if not writes:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(config_yaml)
-        (folder / "versions.json").write_text(json.dumps(versions(), indent=2))
+        self._lock = RunLock(folder)
+        replace(folder / "config.yaml", config_yaml.encode())
+        replace(folder / "versions.json", json.dumps(versions(), indent=2).encode())
         self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
         self._board = SummaryWriter(str(folder / "tensorboard"))
         if wandb is not None:
@@ -59,18 +62,28 @@ class Run:
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
 
+    def sync(self) -> None:
+        """Make the metrics durable. Before a checkpoint: after a power loss it shall not know more steps than they."""
+        if self.writes:
+            os.fsync(self._metrics.fileno())
+
     def forget_after(self, step: int) -> None:
-        """Drop metrics of steps beyond `step`, which a resumed run makes again, and a line torn by a kill."""
+        """Drop metrics of steps beyond `step`, which a resumed run makes again, and lines torn by a kill or damaged.
+        Where more than the last one is, the file is kept beside as it was."""
         if not self.writes:
             return
         path = self.folder / "metrics.jsonl"
-        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        data = path.read_bytes() if path.exists() else b""
+        lines = data.splitlines(keepends=True)
+        steps = [logged_step(line) for line in lines]
         self._metrics.close()
-        pending = path.with_suffix(".pending")
-        pending.write_text("".join(kept))
-        pending.replace(path)  # at once: a kill in between loses nothing
+        if (damaged := steps[:-1].count(None)) > 0:
+            replace(path.with_suffix(".damaged.jsonl"), data)
+            self.line(f"{path}: {damaged} damaged lines are left out; as it was it is {path.stem}.damaged.jsonl")
+        replace(path, b"".join(line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step))
         self._metrics = path.open("a", buffering=1)
+        self._board.close()
+        self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1)
 
     def line(self, text: str) -> None:
         self.console.print(text)
@@ -85,8 +98,29 @@ class Run:
         if self.writes:
             self._metrics.close()
             self._board.close()
+            self._lock.release()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def logged_step(line: bytes) -> int | None:
+    """The step of a line of metrics.jsonl; None if it is not a whole one."""
+    try:
+        row = json.loads(line)
+    except ValueError:  # no JSON, or no UTF-8
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if isinstance(step, int) and line.endswith(b"\n") else None
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write a file so that a kill or a power loss leaves the old one or the new one."""
+    pending = path.with_name(path.name + ".pending")
+    with pending.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    pending.replace(path)
 
 
 def versions() -> dict[str, str]:

@@ -5,111 +5,123 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.rewards.registry import build
+from mmrl.rewards.failures import Failures
+from mmrl.rewards.guarded import Guarded
+from mmrl.rewards.isolated import IsolatedReward
+from mmrl.rewards.registry import LOWEST, build, is_own
+from mmrl.rewards.settings import RewardSpec
 from mmrl.rewards.types import BatchReward, Reward, Score
 from mmrl.rollouts import Sample
 
+SAMPLE_S, BATCH_S = 60.0, 600.0  # that a reward of one's own may take in this process
 
-@dataclass(frozen=True)
-class RewardSpec:
-    """One component: a name of the registry, 'package.module:function' or 'package.module:Class', weight and options.
 
-    `label` names the column where one reward is used twice. `isolated` and `deadline_s` run it in a process of its own.
-    `batch_size` bounds how many samples a batched reward gets at once; None gives it all of them.
-    """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-    name: str
-    weight: float = 1.0
-    options: dict[str, Any] = field(default_factory=dict)
-    label: str | None = None
-    isolated: bool | None = None
-    deadline_s: float | None = None
-    batch_size: int | None = None
-
-    def build(self) -> Reward | BatchReward:
-        """The reward itself; ValueError as `mmrl.rewards.build`, and for a batch size where there are no batches."""
-        reward = build(self.name, self.options, isolated=self.isolated, deadline_s=self.deadline_s)
-        if self.batch_size is not None:
-            if not isinstance(reward, BatchReward) or reward.scope != "sample":
-                raise ValueError(f"reward {self.name!r} takes no batch_size: it scores samples one by one or by group")
-            if self.batch_size < 1:
-                raise ValueError(f"reward {self.name!r}: batch_size must be at least 1, not {self.batch_size}")
+def build_reward(spec: RewardSpec) -> Guarded | IsolatedReward:
+    """The reward itself, behind what keeps its faults from the run; ValueError as `mmrl.rewards.build`, for a
+    deadline where nothing could keep it, and for a batch size where there are no batches."""
+    late = LOWEST.get(spec.name, 0.0) if spec.on_timeout == "lowest" else None
+    failures = Failures(spec.column, late)
+    reward = build(
+        spec.name,
+        spec.options,
+        isolated=spec.isolated,
+        deadline_s=spec.deadline_s,
+        workers=spec.workers,
+        limits=spec.limits,
+        failures=failures,
+    )
+    _check_deadline(spec, reward)
+    _check_batch_size(spec, reward)
+    if isinstance(reward, IsolatedReward):
         return reward
+    patience = BATCH_S if isinstance(reward, BatchReward) else SAMPLE_S
+    return Guarded(reward, failures, (spec.deadline_s or patience) if is_own(spec.name) else None)
+
+
+def _check_deadline(spec: RewardSpec, reward: Reward | BatchReward) -> None:
+    if spec.deadline_s is not None and spec.deadline_s <= 0:
+        raise ValueError(f"reward {spec.name!r}: deadline_s must be positive, not {spec.deadline_s}")
+    asked = "on_timeout" if spec.on_timeout != "unscored" else "deadline_s" if spec.deadline_s is not None else None
+    if asked is not None and not is_own(spec.name) and not isinstance(reward, IsolatedReward):
+        raise ValueError(f"reward {spec.name!r}: {asked} needs isolated: true, for only then it is stopped in time")
+
+
+def _check_batch_size(spec: RewardSpec, reward: Reward | BatchReward) -> None:
+    if spec.batch_size is None:
+        return
+    if not isinstance(reward, BatchReward) or isinstance(reward, IsolatedReward) or reward.scope != "sample":
+        raise ValueError(f"reward {spec.name!r} takes no batch_size: it scores samples one by one or by group")
+    if spec.batch_size < 1:
+        raise ValueError(f"reward {spec.name!r}: batch_size must be at least 1, not {spec.batch_size}")
 
 
 class RewardSet:
     """The rewards of a task: `names`, `weights` (both of length K) and `score`.
 
-    Raises ValueError for no component at all, two of the same name, a weight that is not finite, and as `build`.
+    Raises ValueError for no component at all, two of the same name, and as `build_reward`.
     """
 
     def __init__(self, specs: Iterable[RewardSpec]):
         self._specs = tuple(specs)
-        self.names = tuple(spec.label or spec.name for spec in self._specs)
+        self.names = tuple(spec.column for spec in self._specs)
         self.weights = tuple(float(spec.weight) for spec in self._specs)
         if not self._specs:
             raise ValueError("rewards: at least one component is needed")
         twice = next((name for name in self.names if self.names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"rewards: two components are named {twice!r}; give one of them a label")
-        infinite = next((n for n, w in zip(self.names, self.weights, strict=True) if not math.isfinite(w)), None)
-        if infinite is not None:
-            raise ValueError(f"rewards: the weight of {infinite!r} is not finite")
-        self.components = tuple(spec.build() for spec in self._specs)
+        self.components = tuple(build_reward(spec) for spec in self._specs)
         self._one_at_a_time = threading.Lock()  # models and worker processes serve one caller
 
     def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
         """Unweighted components [rollout, component], float32; NaN where a component could not be scored.
 
         group: [rollout] integers, which prompt a rollout answers; only rewards that compare the rollouts of a group
-        need it. A value that is None, NaN or infinite could not be scored and becomes NaN, never 0. Raises UserError
-        naming the reward for a wrong number of values, a value that is no number, a group that is missing, a reward
-        server that is down, and a sample of the wrong kind.
+        need it. A value that is None, NaN or infinite could not be scored and becomes NaN, never 0. A reward that
+        raises, ends its process or takes too long loses samples, which it counts and warns of. Raises UserError naming
+        the reward for a wrong number of values, a value that is no number, a group that is missing, a reward server
+        that is down, and a sample of the wrong kind.
         """
         if group is not None and group.shape != (len(samples),):
             raise ValueError(f"group has the shape {tuple(group.shape)}, for {len(samples)} samples")
         scores = torch.full((len(samples), len(self.components)), math.nan)
         with self._one_at_a_time:
             for column, (name, spec, reward) in enumerate(zip(self.names, self._specs, self.components, strict=True)):
+                rows = [row for row, sample in enumerate(samples) if _applies(spec, sample)]
+                scores[[row for row in range(len(samples)) if row not in set(rows)], column] = 0.0
                 try:
-                    for index in _calls(reward, spec.batch_size, len(samples), group):
-                        part = [samples[row] for row in index]
-                        values = reward.score(part) if isinstance(reward, BatchReward) else [reward(s) for s in part]
-                        scores[index, column] = _column(values, len(part))
+                    for index in _calls(reward, spec.batch_size, rows, group):
+                        scores[index, column] = _column(reward.score([samples[row] for row in index]))
                 except UserError as error:
                     raise UserError(f"reward {name!r}: {error}") from error
         return scores
 
 
-def _calls(reward: Reward | BatchReward, batch_size: int | None, count: int, group: Tensor | None) -> list[list[int]]:
-    """Which samples go into each call of the reward."""
-    rows = list(range(count))
-    if not isinstance(reward, BatchReward) or reward.scope == "sample":
-        size = batch_size or max(1, count)
-        return [rows[first : first + size] for first in range(0, count, size)]
+def _applies(spec: RewardSpec, sample: Sample) -> bool:
+    """Whether the component is for the sample's prompt; it is so for all rollouts of a group or for none."""
+    return all(sample.prompt.metadata.get(key) == value for key, value in spec.where.items())
+
+
+def _calls(
+    reward: Guarded | IsolatedReward, batch_size: int | None, rows: list[int], group: Tensor | None
+) -> list[list[int]]:
+    """Which of the samples `rows` go into each call of the reward."""
+    if reward.scope == "sample":
+        size = batch_size or max(1, len(rows))
+        return [rows[first : first + size] for first in range(0, len(rows), size)]
     if group is None:
         raise UserError("it compares the rollouts of a group, and score() was not told the groups")
     members: dict[int, list[int]] = {}
-    for row, key in zip(rows, group.tolist(), strict=True):
-        members.setdefault(key, []).append(row)
+    for row in rows:
+        members.setdefault(int(group[row]), []).append(row)
     return list(members.values())
 
 
-def _column(values: Sequence[Score], count: int) -> Tensor:
-    try:
-        numbers = [math.nan if value is None else float(value) for value in values]
-    except (TypeError, ValueError) as error:
-        raise UserError(f"expected one number a sample: {error}") from None
-    if len(numbers) != count:
-        raise UserError(f"gave {len(numbers)} values for {count} samples")
-    column = torch.tensor(numbers, dtype=torch.float32)
-    return column.where(column.isfinite(), math.nan)
+def _column(values: Sequence[Score]) -> Tensor:
+    column = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
+    return column.where(column.isfinite(), math.nan)  # 1e300 is finite in float64 only

@@ -135,7 +135,7 @@ def _exchange(url: str, body: bytes, headers: Mapping[str, str], deadline_s: flo
 def _json_object(url: str, text: bytes) -> dict[str, Any]:
     try:
         answer = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
         raise UserError(f"server {url} answered with something else than a JSON object: {text[:200]!r}")

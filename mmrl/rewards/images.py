@@ -15,7 +15,7 @@ from mmrl.errors import UserError
 from mmrl.rewards.types import Reward, Score, as_pil, device_of, load_object, picture, score_finite
 from mmrl.rollouts import Sample
 
-_QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
+_QUOTED = re.compile(r'"([^"]+)"|“([^“”]+)”')
 
 
 def jpeg_incompressibility(*, quality: int = 95) -> Reward:
@@ -97,7 +97,7 @@ def ocr(*, threads: int = 1) -> Reward:
     try:
         from rapidocr_onnxruntime import RapidOCR
     except ImportError as error:
-        raise ValueError(f"reading text needs the extra `ocr`: pip install 'mmrl[ocr]' ({error})") from error
+        raise ValueError(f"reading text needs the extra `ocr`: pip install -e '.[ocr]' ({error})") from error
     # As Flow-GRPO's reader: no enlarging of small pictures (fifty times the time) and no turned text.
     reader = RapidOCR(intra_op_num_threads=threads, det_limit_type="max", use_cls=False)
 

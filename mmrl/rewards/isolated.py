@@ -1,125 +1,216 @@
-"""Rewards that may hang or crash, run in a process of their own that is killed at a deadline.
+"""Rewards that nobody vouches for, run in processes of their own that are killed at a deadline.
 
 A nursery, a fresh interpreter, builds the reward once and forks a worker whenever one is needed, so a worker that was
 killed is replaced in milliseconds. The training process itself is never forked: it holds threads and perhaps a CUDA
-context. Messages are length-prefixed pickles over socket pairs, which no third party ever sees.
+context. Samples go out as pickles, which a worker may trust; answers come back as short JSON, for nothing that comes
+from a worker is trusted. `mmrl.rewards.worker` is the other side.
+
+It is a net, no prison: a worker has the user's name, files and network.
 """
 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import pickle
-import signal
+import queue
 import socket
-import struct
 import subprocess
 import sys
-import time
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
+from mmrl.errors import UserError
+from mmrl.rewards.failures import Failure, Failures
+from mmrl.rewards.limits import Limits, clean_environment, end_group
+from mmrl.rewards.types import Score, numbers
+from mmrl.rewards.worker import DISMISS, ENLIST, ORDER, START_S, receive_answer, send_frame
 from mmrl.rollouts import Sample
 
-START_S = 120.0  # a new interpreter that imports torch on a busy machine
-_HEADER = struct.Struct("!Q")
-_NURSERY = "import sys; from mmrl.rewards.isolated import nursery; nursery(int(sys.argv[1]))"
-_log = logging.getLogger(__name__)
+WORKERS = 2
+ORDER_S = 20.0  # for a nursery to fork or end a worker
+_NURSERY = "import sys; from mmrl.rewards.worker import nursery; nursery(int(sys.argv[1]))"
 
 
 class IsolatedReward:
-    """The reward `name(options)` of the registry, evaluated in a worker process; None where that fails.
+    """The reward `name(options)` of the registry, evaluated by `workers` processes; where that fails the sample is
+    counted in `failures`.
 
-    The worker starts at the first call and stays. One call may take `deadline_s` seconds: a verifier that hangs, or
-    ends its process, costs its own sample, and the next call gets a new worker. `failures` counts the samples lost, by
-    cause. Pictures stay behind: the worker sees the prompt without its images unless `images=True`.
+    Workers start at the first call and stay. One sample may take `deadline_s` seconds: a verifier that hangs, or ends
+    its process, costs its own sample, and the next one gets a new worker. Each worker leads a process group of its own,
+    uses no more than `limits` allow and sees no credential in its environment; what it has started ends with each
+    answer, and all ends with this process, however that ends. Pictures stay behind: a worker sees the prompt without
+    its images unless `images=True`.
 
-    Raises ValueError at the first call if the reward cannot be built in its own process, RuntimeError if that process
-    does not start.
+    score() raises UserError if the reward cannot be built in its own process, if that process does not start, and for a
+    value that is no number.
     """
 
-    def __init__(self, name: str, options: Mapping[str, Any], deadline_s: float, *, images: bool = False):
+    scope: Literal["sample"] = "sample"
+
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        deadline_s: float,
+        *,
+        failures: Failures | None = None,
+        workers: int = WORKERS,
+        limits: Limits | None = None,
+        images: bool = False,
+    ):
         self.name, self.options, self.deadline_s, self.images = name, dict(options), deadline_s, images
-        self.failures = {"deadline": 0, "crash": 0, "error": 0}
-        self._nursery: tuple[subprocess.Popen[bytes], socket.socket] | None = None
-        self._worker: tuple[int, socket.socket] | None = None
+        self.failures, self.workers = failures or Failures(name), workers
+        self.limits = limits or Limits()
+        self._nursery: Nursery | None = None
+        self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()  # None: one that has to be started
+        self._opening = threading.Lock()
         _LIVE.add(self)
 
-    def __call__(self, sample: Sample) -> float | None:
-        self.start()
-        assert self._worker is not None
-        _, channel = self._worker
-        stripped = sample if self.images else replace(sample, prompt=replace(sample.prompt, images=()))
-        try:
-            channel.settimeout(self.deadline_s)
-            _send(channel, stripped)
-            ok, value = _receive(channel, self.deadline_s)
-        except TimeoutError:
-            self._dismiss()
-            return self._lost(sample, "deadline", f"no answer in {self.deadline_s:g} s")
-        except ConnectionError:
-            self._dismiss()
-            return self._lost(sample, "crash", "its process ended")
-        return value if ok else self._lost(sample, "error", value)
-
-    def start(self) -> None:
-        """Makes sure that a worker waits, so that the next call pays nothing for it."""
-        if self._worker is not None:
-            return
-        if self._nursery is None or self._nursery[0].poll() is not None:
-            self.close()
-            self._nursery = self._open_nursery()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._nursery[1], [b"!"], [theirs.fileno()])
-        self._worker = (_receive(ours, START_S), ours)
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        with ThreadPoolExecutor(self.workers, "isolated-reward") as pool:
+            return list(pool.map(self._score, samples))
 
     def close(self) -> None:
-        """Ends the worker and its nursery; a later call starts others."""
-        self._dismiss()
-        if self._nursery is not None:
-            process, control = self._nursery
-            self._nursery = None
-            control.close()
-            process.kill()
-            process.wait()
+        """Ends all workers and their nursery; a later call starts others."""
+        with self._opening:
+            self._idle = queue.SimpleQueue()
+            if self._nursery is not None:
+                self._nursery.close()
+                self._nursery = None
 
-    def _dismiss(self) -> None:
-        if self._worker is not None:
-            pid, channel = self._worker
-            self._worker = None
-            _kill(pid)
-            channel.close()
+    def _score(self, sample: Sample) -> Score:
+        stripped = sample if self.images else replace(sample, prompt=replace(sample.prompt, images=()))
+        nursery = self._opened()
+        idle = self._idle
+        worker = idle.get()
+        try:
+            worker = worker or nursery.enlist()
+            answer = worker.ask(stripped, self.deadline_s)
+        except TimeoutError:
+            answer = Failure("deadline", f"no answer in {self.deadline_s:g} s")
+        except (ConnectionError, ValueError) as error:
+            answer = Failure("crash", f"its process ended or answered nonsense ({' '.join(str(error).split())})")
+        except UserError:
+            idle.put(worker)
+            raise
+        if worker is not None and (worker.spent or (isinstance(answer, Failure) and answer.cause != "error")):
+            nursery.dismiss(worker)
+            worker = None
+        idle.put(worker)
+        return self.failures.lost(sample, answer) if isinstance(answer, Failure) else answer
 
-    def _lost(self, sample: Sample, cause: str, what: str) -> float | None:
-        self.failures[cause] += 1
-        _log.warning("reward %s could not score prompt %s: %s", self.name, sample.prompt.id, what)
-        return None
+    def _opened(self) -> Nursery:
+        with self._opening:
+            if self._nursery is None or self._nursery.process.poll() is not None:
+                if self._nursery is not None:
+                    self._nursery.close()
+                self._nursery = Nursery(self.name, self.options, self.limits)
+                self._idle = queue.SimpleQueue()
+                for _ in range(self.workers):
+                    self._idle.put(None)
+            return self._nursery
 
-    def _open_nursery(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        ours, theirs = socket.socketpair()
+
+class Nursery:
+    """The process that builds a reward and forks its workers. Raises UserError where it cannot."""
+
+    def __init__(self, name: str, options: Mapping[str, Any], limits: Limits) -> None:
+        self._ordering = threading.Lock()
+        self._workers: dict[int, Worker] = {}
+        self._control, theirs = socket.socketpair()
         with theirs:
-            process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", _NURSERY, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the trainer, which then ends the worker
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""},
+                start_new_session=True,  # Ctrl-C is for the trainer, which then ends the workers
+                env=clean_environment()
+                | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""},
             )
         try:
-            _send(ours, (self.name, self.options, self.deadline_s))
-            ok, problem = _receive(ours, START_S)
-        except (TimeoutError, ConnectionError) as error:
-            process.kill()
-            process.wait()
-            raise RuntimeError(f"the process of reward {self.name!r} did not start: {error!r}") from error
-        if not ok:
-            process.wait()
-            raise ValueError(problem)
-        return process, ours
+            self._control.settimeout(START_S)
+            send_frame(self._control, pickle.dumps((name, dict(options), limits)))
+            problem = receive_answer(self._control, START_S)["problem"]
+        except (OSError, ValueError, KeyError) as error:
+            self.close()
+            raise UserError(f"its process did not start: {error!r}") from error
+        if problem is not None:
+            self.close()
+            raise UserError(str(problem))
+
+    def enlist(self) -> Worker:
+        """A new worker. Raises ConnectionError where the nursery has ended or does not answer."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            pid = self._order(ENLIST, 0, theirs.fileno())
+        self._workers[pid] = Worker(pid, ours)
+        return self._workers[pid]
+
+    def dismiss(self, worker: Worker) -> None:
+        """Kills the worker and all that it has started."""
+        self._workers.pop(worker.pid, None)
+        worker.channel.close()
+        with suppress(ConnectionError):  # then it has ended with its nursery
+            self._order(DISMISS, worker.pid)
+
+    def close(self) -> None:
+        """The nursery kills its workers and ends when nobody listens to it."""
+        self._control.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(ORDER_S)
+        self._end()
+
+    def _end(self) -> None:
+        """A worker may have stopped or killed the nursery, or kept it busy: then its workers' groups end from here."""
+        if self.process.poll() != 0:
+            self.process.kill()
+            self.process.wait()
+            for pid in self._workers:
+                end_group(pid)
+        for worker in self._workers.values():
+            worker.channel.close()
+        self._workers = {}
+
+    def _order(self, kind: bytes, pid: int, *descriptors: int) -> int:
+        with self._ordering:
+            try:
+                self._control.settimeout(ORDER_S)
+                socket.send_fds(self._control, [ORDER.pack(kind, pid)], descriptors)
+                return int(receive_answer(self._control, ORDER_S)["done"])
+            except (OSError, ValueError, KeyError) as error:
+                self._end()
+                raise ConnectionAbortedError(f"its nursery ended: {error!r}") from error
+
+
+class Worker:
+    """One process that scores samples; its process group has its id."""
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid, self.channel = pid, channel
+        self.spent = False  # it wants to be replaced
+        self._asked = 0
+
+    def ask(self, sample: Sample, deadline_s: float) -> Score | Failure:
+        """Raises TimeoutError, ConnectionError, ValueError for an answer that cannot be read, and UserError for a value
+        that is no number."""
+        self._asked += 1
+        self.channel.settimeout(deadline_s)
+        send_frame(self.channel, pickle.dumps((self._asked, sample)))
+        answer = receive_answer(self.channel, deadline_s)
+        if answer.get("number") != self._asked:
+            raise ValueError("an answer to nothing that was asked")
+        self.spent = answer.get("spent") is True
+        if "refused" in answer:
+            raise UserError(str(answer["refused"]))
+        if "raised" in answer:
+            return Failure("error", str(answer["raised"]))
+        return numbers([answer.get("value")], 1)[0]
 
 
 _LIVE: weakref.WeakSet[IsolatedReward] = weakref.WeakSet()
@@ -129,73 +220,3 @@ _LIVE: weakref.WeakSet[IsolatedReward] = weakref.WeakSet()
 def _close_all() -> None:
     for reward in list(_LIVE):
         reward.close()
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # it ended by itself
-
-
-def _send(channel: socket.socket, message: Any) -> None:
-    data = pickle.dumps(message)
-    channel.sendall(_HEADER.pack(len(data)) + data)
-
-
-def _receive(channel: socket.socket, deadline_s: float | None) -> Any:
-    """The next message. Raises TimeoutError after `deadline_s` seconds, ConnectionError where the other side ended."""
-    end = None if deadline_s is None else time.monotonic() + deadline_s
-
-    def exactly(count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            channel.settimeout(None if end is None else max(1e-3, end - time.monotonic()))
-            chunk = channel.recv(count - len(data))
-            if not chunk:
-                raise ConnectionResetError("the other side ended")
-            data += chunk
-        return data
-
-    return pickle.loads(exactly(_HEADER.unpack(exactly(_HEADER.size))[0]))
-
-
-def nursery(descriptor: int) -> None:
-    """Builds the reward that the first message names, then forks a worker for each socket it is handed, to the end."""
-    from mmrl.rewards.registry import build
-
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what verifiers print is no result of a program's
-    with socket.socket(fileno=descriptor) as control:
-        name, options, deadline_s = _receive(control, None)
-        try:
-            reward = build(name, options, isolated=False)
-        except ValueError as error:
-            return _send(control, (False, str(error)))
-        _send(control, (True, None))
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that end leave nothing to wait for
-        while (handed := socket.recv_fds(control, 1, 1))[0]:
-            if os.fork() == 0:
-                control.close()
-                _work(handed[1][0], reward, deadline_s)
-            os.close(handed[1][0])
-    return None
-
-
-def _work(descriptor: int, reward: Any, deadline_s: float) -> None:
-    """Scores one sample a message until the other side closes; never returns."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        with socket.socket(fileno=descriptor) as channel:
-            _send(channel, os.getpid())
-            while True:
-                sample = _receive(channel, None)
-                signal.setitimer(signal.ITIMER_REAL, 2 * deadline_s)  # ends a hanging worker whose trainer was killed
-                reply: tuple[bool, Any]
-                try:
-                    reply = (True, reward(sample))
-                except Exception as error:  # any fault of a verifier costs this sample only
-                    reply = (False, repr(error))
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                _send(channel, reply)
-    finally:
-        os._exit(0)  # whatever happened, the nursery's own frames must not run on in a copy

@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any
 
 from mmrl.rewards import clip, http, images, judges, verifiers
-from mmrl.rewards.isolated import IsolatedReward
+from mmrl.rewards.failures import Failures
+from mmrl.rewards.isolated import WORKERS, IsolatedReward
+from mmrl.rewards.limits import Limits
 from mmrl.rewards.types import BatchReward, Reward, load_object, nearest
 
 REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
@@ -35,7 +37,8 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "http": http.HttpReward,
 }
 ISOLATED = frozenset({"math"})  # may hang, so they never run in this process
-DEADLINE_S = 5.0
+DEADLINE_S = 5.0  # of a sample in an isolated reward
+LOWEST = {"box_giou": -1.0, "overlong_penalty": -1.0}  # scores; of all others 0
 
 
 def build(
@@ -44,23 +47,26 @@ def build(
     *,
     isolated: bool | None = None,
     deadline_s: float | None = None,
+    workers: int | None = None,
+    limits: Limits | None = None,
+    failures: Failures | None = None,
 ) -> Reward | BatchReward:
-    """The reward `name` made with `options`; an isolated one runs in a worker process killed after `deadline_s`
-    seconds.
+    """The reward `name` made with `options`; an isolated one runs in `workers` processes within `limits`, each killed
+    where a sample takes more than `deadline_s` seconds, and counts what it loses in `failures`.
 
     name: a key of REWARDS, or a reward of one's own: 'package.module:function' for `function(sample, **options)`,
     'package.module:Class' for a `BatchReward` made by `Class(**options)`. `isolated` None isolates those that are known
     to hang. Raises ValueError in one line for an unknown name, an unknown or missing option, an option's value that the
-    reward refuses, and a batched reward that shall be isolated.
+    reward refuses, a batched reward that shall be isolated, and workers or limits of one that is not.
     """
     options = dict(options or {})
-    if deadline_s is not None and deadline_s <= 0:
-        raise ValueError(f"reward {name!r}: deadline_s must be positive, not {deadline_s}")
     isolated = name in ISOLATED if isolated is None else isolated
-    if deadline_s is not None and not isolated:
-        raise ValueError(f"reward {name!r}: deadline_s needs isolated: true, for only a process can be stopped in time")
+    if not isolated and (workers is not None or limits is not None):
+        raise ValueError(f"reward {name!r}: workers and limits need isolated: true, which gives it processes")
+    if workers is not None and workers < 1:
+        raise ValueError(f"reward {name!r}: workers must be at least 1, not {workers}")
     reward: Reward | BatchReward
-    target = load_object(name) if ":" in name else None
+    target = load_object(name) if is_own(name) else None
     if target is not None and not inspect.isclass(target):
         _check_options(name, list(inspect.signature(target).parameters.values())[1:], options)
         reward = partial(target, **options)
@@ -75,7 +81,16 @@ def build(
             raise ValueError(f"reward {name!r}: {' '.join(str(error).split())}") from error
     if isinstance(reward, BatchReward) and isolated:
         raise ValueError(f"reward {name!r} scores batches; isolated: true is for rewards that score one sample")
-    return IsolatedReward(name, options, deadline_s or DEADLINE_S) if isolated else reward
+    if not isolated:
+        return reward
+    return IsolatedReward(
+        name, options, deadline_s or DEADLINE_S, workers=workers or WORKERS, limits=limits, failures=failures
+    )
+
+
+def is_own(name: str) -> bool:
+    """Whether a reward is somebody's own, and not one of REWARDS."""
+    return ":" in name
 
 
 def _check_name(name: str) -> None:

@@ -30,7 +30,8 @@ class RewardServer(ThreadingHTTPServer):
     """Listens at once; `serve_forever()` answers until `shutdown()`. Requests are scored one at a time.
 
     Status 400 for a request that can not be read, 411 for one without a length, 413 for one that is too long, 415 for
-    another type, 422 for samples that the reward refuses, 500 where the reward fails; the text is {"error": ...}.
+    another type, 422 for samples that the reward refuses, 500 for a fault of the server; the text is {"error": ...}. A
+    sample on which the reward fails gets null.
     """
 
     daemon_threads = True
@@ -64,8 +65,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(length))
         try:
             samples, group = decode(body, "json" if kind == JSON else "npz", max_bytes=self.server.max_bytes)
-        except (ValueError, RecursionError) as error:
-            return 400, {"error": str(error)}
+        except Exception as error:  # whatever a library says of bytes from the network
+            return 400, {"error": f"{type(error).__name__}: {error}"}
         try:
             values = self.server.rewards.score(samples, group)[:, 0].tolist()
         except UserError as error:
@@ -77,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, answer: dict[str, Any]) -> None:
         text = json.dumps(answer).encode()
-        self.close_connection = status != 200  # what was not read of a refused request would be taken for the next one
+        self.close_connection |= status != 200  # what was not read of a refused request would be taken for the next one
         self.send_response(status)
         self.send_header("Content-Type", JSON)
         self.send_header("Content-Length", str(len(text)))
@@ -104,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     options: Any = OmegaConf.to_container(OmegaConf.from_dotlist(given.option))
     try:
-        serve(RewardSpec(given.reward, options=options), given.host, given.port)
+        serve(RewardSpec(name=given.reward, options=options), given.host, given.port)
     except (ValueError, OSError) as error:
         print(f"mmrl.rewards.server: {error}", file=sys.stderr)
         return 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -59,6 +60,26 @@ def score_finite(samples: Sequence[Sample], score: Callable[[list[Sample]], Sequ
     kept = [sample for sample, good in zip(samples, finite, strict=True) if good]
     values = iter(score(kept) if kept else [])
     return [next(values) if good else None for good in finite]
+
+
+def numbers(values: Any, count: int) -> list[Score]:
+    """`values` as plain numbers, None where one is None, NaN or infinite. Raises UserError where they are not `count`
+    numbers."""
+    try:
+        found = [None if value is None else _finite(value) for value in values]
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
+        raise UserError(f"expected one number a sample: {' '.join(str(error).split())}") from None
+    if len(found) != count:
+        raise UserError(f"gave {len(found)} values for {count} samples")
+    return found
+
+
+def _finite(value: Any) -> Score:
+    try:
+        number = float(value)
+    except OverflowError:  # an integer that no float can hold
+        return None
+    return number if math.isfinite(number) else None
 
 
 def load_object(path: str) -> Any:

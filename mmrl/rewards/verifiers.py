@@ -1,7 +1,8 @@
 """Verifiers: does a response answer its prompt, and does it have the wanted form?
 
 Each public function here takes its options and returns a reward, `(sample) -> float | None`. Options are checked when
-the reward is made; None is returned only where a sample cannot be scored at all.
+the reward is made; None is returned only where a sample cannot be scored at all. The time that a response takes grows
+with its length, never with the square of it: regular expressions that could try one place in many ways are possessive.
 """
 
 from __future__ import annotations
@@ -13,24 +14,34 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mmrl.errors import UserError
 from mmrl.rewards.types import Reward
 from mmrl.rollouts import Sample
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPEN, _CLOSE = "<answer>", "</answer>"
 _FORMAT = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
-_TAG = re.compile(r"</?(?:think|answer)>")
-_NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-_SIDE = r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*"
+_TAGS = ("<think>", "</think>", _OPEN, _CLOSE)
+_EXPONENT = r"(?:[eE][-+]?\d++)?+"
+_NUMBER = rf"[-+]?(?:\d[\d,]*+(?:\.\d*+)?+|\.\d++){_EXPONENT}"
+_SIDE = rf"\s*+([-+]?(?:\d++(?:\.\d*+)?+|\.\d++){_EXPONENT})\s*+"
 _BOX = re.compile(rf"\[{_SIDE},{_SIDE},{_SIDE},{_SIDE}\]")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def extract_answer(response: str) -> str:
     """The last <answer>...</answer>, in it or else in the response the last \\boxed{...}, else all of it; stripped."""
-    tagged = _ANSWER.findall(response)
-    text = tagged[-1] if tagged else response
+    tagged = _last_tagged(response)
+    text = response if tagged is None else tagged
     boxed = _last_boxed(text)
     return (text if boxed is None else boxed).strip()
+
+
+def _last_tagged(response: str) -> str | None:
+    """What stands between the tags of the last pair; a pair begins at the first opening tag after the one before."""
+    found, place = None, 0
+    while (begin := response.find(_OPEN, place)) >= 0 and (end := response.find(_CLOSE, begin)) >= 0:
+        found, place = response[begin + len(_OPEN) : end], end + len(_CLOSE)
+    return found
 
 
 def _last_boxed(text: str) -> str | None:
@@ -66,13 +77,13 @@ def _normalise(text: str, articles: bool, punctuation: bool) -> str:
 
 
 def _strip_marks(word: str) -> str:
-    number = re.fullmatch(rf"\W*?({_NUMBER})\W*", word)
+    number = re.fullmatch(rf"\W*?({_NUMBER})\W*+", word)
     return number[1].replace(",", "").removesuffix(".") if number else word.translate(_PUNCTUATION)
 
 
 def _golds(sample: Sample) -> Sequence[Any]:
     if sample.prompt.answer is None:
-        raise ValueError(f"prompt {sample.prompt.id!r} has no answer to compare with")
+        raise UserError(f"prompt {sample.prompt.id!r} has no answer to compare with")
     return sample.prompt.answer if isinstance(sample.prompt.answer, (list, tuple)) else [sample.prompt.answer]
 
 
@@ -158,8 +169,9 @@ def think_answer() -> Reward:
     """1 where the whole response is <think>...</think><answer>...</answer>, each tag once and neither empty; else 0."""
 
     def reward(sample: Sample) -> float:
-        match = _FORMAT.fullmatch(sample.response)
-        return float(match is not None and all(part.strip() and not _TAG.search(part) for part in match.groups()))
+        once = all(sample.response.count(tag) == 1 for tag in _TAGS)
+        match = _FORMAT.fullmatch(sample.response) if once else None
+        return float(match is not None and all(part.strip() for part in match.groups()))
 
     return reward
 
@@ -168,8 +180,8 @@ def answer_tag() -> Reward:
     """1 where the response holds exactly one <answer>...</answer>; else 0."""
 
     def reward(sample: Sample) -> float:
-        tags = [sample.response.count(tag) for tag in ("<answer>", "</answer>")]
-        return float(tags == [1, 1] and bool(_ANSWER.search(sample.response)))
+        tags = [sample.response.count(tag) for tag in (_OPEN, _CLOSE)]
+        return float(tags == [1, 1] and _last_tagged(sample.response) is not None)
 
     return reward
 

@@ -1,1 +1,1 @@
-"""Denoising: sigma grids, transitions, windows, guidance, and the chain that joins them; only torch and kernels."""
+"""Denoising: sigma grids, transitions, windows, guidance, the chain that joins them, and the scorer of its samples."""

@@ -3,51 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from mmrl.samplers.settings import DPM, Euler, Space, Tail, Transition
 from mmrl.samplers.sigmas import Grid
 from mmrl.samplers.transitions import Coefficients, coefficients, gaussian_step
 
-TAILS = ("ode", "dpm++")
+INITIAL, DRAWS = -1, -2  # counters of a sample's noise that are not steps of its chain: its start; DRAWS - j for draw j
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """A grid with its two kinds of step: `kind` with `noise` inside a window, deterministic outside.
+    """A grid with its two kinds of step: `transition` inside a window, deterministic outside; without a transition
+    every step is deterministic.
 
-    `tail` "dpm++" takes deterministic steps with the second-order multistep DPM-Solver++ (arXiv 2211.01095). Behind a
-    window the chain takes `tail_steps` steps of what is left of the grid (None: all); without a window it takes all.
+    Where `tail` is `DPM`, deterministic steps are of the second order (arXiv 2211.01095). Behind a window the chain
+    takes tail.steps steps of what is left of the grid (None: all); without a window it takes all. `space` is what the
+    network predicts.
     """
 
     grid: Grid
-    kind: str
-    noise: float
-    tail: str = "ode"
-    tail_steps: int | None = None
+    transition: Transition | None = None
+    tail: Tail = field(default_factory=Euler)
+    space: Space = "velocity"
 
     @property
-    def still(self) -> str:
-        """The deterministic kind that goes with `kind`."""
-        return "ddim" if self.kind == "ddim" else "ode"
+    def deterministic(self) -> str:
+        """The kind of deterministic step that goes with what the network predicts."""
+        return "ddim" if self.space == "noise" else "ode"
 
     @property
     def std(self) -> Tensor:
         """[steps], of the stochastic transition at every step of the grid."""
-        steps = torch.arange(len(self.grid))
-        return self.at(steps, steps + 1, torch.ones(len(steps), dtype=torch.bool)).std
+        return self.drawn(torch.arange(len(self.grid))).std
 
     def at(self, step: Tensor, after: Tensor, drawn: Tensor) -> Coefficients:
         """Coefficients [row] from grid points `step` to grid points `after`, stochastic where `drawn`."""
         sigmas = self.grid.sigmas
         ends = sigmas[step], sigmas[after]
-        still = coefficients(self.still, *ends)
-        if not bool(drawn.any()) or self.kind == "ode":
-            return still
-        moving = coefficients(self.kind, *ends, noise=self.noise, sigma_second=sigmas[1])
-        return Coefficients(*(m.where(drawn, s) for m, s in zip(moving, still, strict=True)))
+        fixed = coefficients(self.deterministic, *ends)
+        if not bool(drawn.any()) or self.transition is None:
+            return fixed
+        moving = self.transition.coefficients(*ends, sigmas[1])
+        return Coefficients(*(m.where(drawn, f) for m, f in zip(moving, fixed, strict=True)))
+
+    def drawn(self, step: Tensor) -> Coefficients:
+        """Coefficients of the stochastic steps from grid points `step` [...] to the next ones, [...]."""
+        return self.at(step, step + 1, torch.ones_like(step, dtype=torch.bool))
 
     def schedule(self, windows: list[list[int]], start: list[int], stop: list[int]) -> tuple[Tensor, Tensor]:
         """Grid points [row, visit + 1] that rows with these windows visit from `start` to `stop`, and whether the step
@@ -66,7 +71,7 @@ class Sampler:
         if stop < last:
             return list(range(start, stop + 1))
         left = last - free
-        steps = left if self.tail_steps is None or not window else min(left, self.tail_steps)
+        steps = left if self.tail.steps is None or not window else min(left, self.tail.steps)
         behind = [free + round(i * left / steps) for i in range(steps + 1)] if steps else [last]
         return [*range(start, free), *behind]
 
@@ -112,8 +117,8 @@ def run(
             here = random & (at == s)
             z[here] = noise(s, rows[here]).to(z)
         moved, _, _ = gaussian_step(x[rows], v, step, noise=z, keep_mean=False)
-        if sampler.tail == "dpm++":
-            data = _data(x[rows], v, sampler.grid.sigmas[at], sampler.still)
+        if isinstance(sampler.tail, DPM):
+            data = _data(x[rows], v, sampler.grid.sigmas[at], sampler.deterministic)
             if previous is not None and visit > 0:
                 before = points[rows, visit - 1]
                 second = ~random & ~drawn[rows, visit - 1]
@@ -150,7 +155,7 @@ def _second_order(
     (h is infinite there, and the first order is what diffusers takes too) or the earlier level is pure noise.
     """
     sigmas = sampler.grid.sigmas.double()
-    signal = (1 - sigmas.square()).sqrt() if sampler.still == "ddim" else 1 - sigmas
+    signal = (1 - sigmas.square()).sqrt() if sampler.deterministic == "ddim" else 1 - sigmas
     rate = signal.log() - sigmas.log()
     h, h_before = rate[after] - rate[at], rate[at] - rate[start]
     gain = signal[after] * -torch.expm1(-h) * h / (2 * h_before)

@@ -1,67 +1,259 @@
-"""How pictures are drawn and their likelihood measured: the `denoising` section of a configuration."""
+"""How samples are denoised, and how likely a sample is: kinds of transition, window, solver and likelihood.
+
+These sections hold no tensors; what they name is computed in `transitions`, `chain` and `score`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+import math
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mmrl.samplers.windows import Window
+from mmrl.settings import Choice, option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.samplers.transitions import Coefficients
+
+Space = Literal["velocity", "noise"]  # what a network predicts
+StepWeight = Literal["none", "std", "inverse_dt"]
 
 
-@dataclass(frozen=True)
-class Denoising:
-    """Options of a diffusion policy; raises ValueError naming the one that can not be.
+class Transition(Choice):
+    """The Gaussian step of a chain from one noise level to the next."""
 
-    likelihood
-      chain      the steps of the sampler inside the window, each a Gaussian (Flow-GRPO, DDPO)
-      matching   -w(s) |v - (noise - data)|^2 of the final picture at `draws` levels and noises that are the same for
-                 every policy that is compared (AWM, arXiv 2509.25050; with weight "elbo" arXiv 2602.04663)
-      contrast   the errors of DiffusionNFT's implicit policies (arXiv 2509.16117), for algorithm.surrogate=contrast
+    title: ClassVar[str] = "transition"
+    kinds: ClassVar[dict[str, str]] = {
+        "flow_sde": "mmrl.samplers.settings:FlowSDE",
+        "dance_sde": "mmrl.samplers.settings:DanceSDE",
+        "cps": "mmrl.samplers.settings:CPS",
+        "ddim": "mmrl.samplers.settings:DDIM",
+    }
+    test: ClassVar[str] = "tests/samplers/test_transitions.py"
+    space: ClassVar[Space] = "velocity"  # what the network has to predict
+
+    @abstractmethod
+    def coefficients(self, sigma: Tensor, sigma_next: Tensor, sigma_second: Tensor) -> Coefficients:
+        """The step from noise levels `sigma` to `sigma_next`, both [row]; sigma_second: the grid's second level."""
+
+
+class FlowSDE(Transition):
+    """Flow-GRPO's stochastic step: noise that grows with the noise level."""
+
+    equation: ClassVar[str] = "g = noise sqrt(s / (1 - s)); mean = x + (v + g^2 (x + (1 - s) v) / (2 s)) dt"
+    source: ClassVar[str] = "Flow-GRPO, arXiv 2505.05470"
+    type: str = "flow_sde"
+    noise: float = option(0.7, "the paper's a", ge=0)
+
+    def coefficients(self, sigma: Tensor, sigma_next: Tensor, sigma_second: Tensor) -> Coefficients:
+        from mmrl.samplers.transitions import coefficients
+
+        return coefficients("flow_sde", sigma, sigma_next, noise=self.noise, sigma_second=sigma_second)
+
+
+class DanceSDE(Transition):
+    """DanceGRPO's stochastic step: the same noise at every level."""
+
+    equation: ClassVar[str] = "g = noise; mean = x + (v + g^2 (x + (1 - s) v) / (2 s)) dt"
+    source: ClassVar[str] = "DanceGRPO, arXiv 2505.07818"
+    type: str = "dance_sde"
+    noise: float = option(0.7, "the paper's eta", ge=0)
+
+    def coefficients(self, sigma: Tensor, sigma_next: Tensor, sigma_second: Tensor) -> Coefficients:
+        from mmrl.samplers.transitions import coefficients
+
+        return coefficients("dance_sde", sigma, sigma_next, noise=self.noise)
+
+
+class CPS(Transition):
+    """Coefficient-preserving sampling: the noise level of the next latent is exactly what the grid says."""
+
+    equation: ClassVar[str] = (
+        "std = s' sin(noise pi / 2); mean = (1 - s') (x - s v) + sqrt(s'^2 - std^2) (x + (1 - s) v)"
+    )
+    source: ClassVar[str] = "Flow-CPS, arXiv 2509.05952"
+    type: str = "cps"
+    noise: float = option(0.8, "the paper's eta", ge=0, le=1)
+
+    def coefficients(self, sigma: Tensor, sigma_next: Tensor, sigma_second: Tensor) -> Coefficients:
+        from mmrl.samplers.transitions import coefficients
+
+        return coefficients("cps", sigma, sigma_next, noise=self.noise)
+
+
+class DDIM(Transition):
+    """The stochastic step of models that predict noise, such as Stable Diffusion 1.5."""
+
+    equation: ClassVar[str] = "std = noise sqrt((1 - ab') / (1 - ab) (1 - ab / ab')), ab = 1 - s^2"
+    source: ClassVar[str] = "DDIM, arXiv 2010.02502; DDPO, arXiv 2305.13301"
+    type: str = "ddim"
+    space: ClassVar[Space] = "noise"
+    noise: float = option(1.0, "the paper's eta", ge=0, le=1)
+
+    def coefficients(self, sigma: Tensor, sigma_next: Tensor, sigma_second: Tensor) -> Coefficients:
+        from mmrl.samplers.transitions import coefficients
+
+        return coefficients("ddim", sigma, sigma_next, noise=self.noise)
+
+
+class Window(Choice):
+    """Which steps of a chain are stochastic and trained. It is chosen once a group and training step, never a rollout.
+
+    `first` and `last` bound the usable steps [first, last); by default all that have noise but the last one, whose
+    noise would stay in the sample.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
+    title: ClassVar[str] = "window"
+    kinds: ClassVar[dict[str, str]] = {
+        "all": "mmrl.samplers.settings:AllSteps",
+        "first_half": "mmrl.samplers.settings:FirstHalf",
+        "sliding": "mmrl.samplers.settings:Sliding",
+        "random": "mmrl.samplers.settings:RandomStart",
+    }
+    test: ClassVar[str] = "tests/samplers/test_sigmas_windows_guidance.py"
+    first: int = option(0, "first usable step of the chain", unit="steps", ge=0)
+    last: int | None = option(None, "the step behind the last usable one; default: as many as the transition allows")
 
-    steps: int = 10  # of a chain in training
-    evaluation_steps: int = 40
-    resolution: int | None = None  # pixels; None: the model's own
-    evaluation_resolution: int | None = None  # None: as in training
-    # --- chain ---
-    transition: Literal["flow_sde", "dance_sde", "cps", "ddim"] = "flow_sde"
-    noise: float = 0.7  # the transition's own measure: Flow-SDE's a, Dance-SDE's and DDIM's eta, CPS's eta
-    window: Window = field(default_factory=Window)
-    branching: tuple[int, ...] = ()  # children at each step of the window; their product is the group size. (): no tree
-    tail: Literal["ode", "dpm++"] = "ode"  # solver of the deterministic steps
-    tail_steps: int | None = None  # after the window; None: all that are left
-    reduction: Literal["mean", "sum"] = "mean"  # over the elements of a latent
-    step_weight: Literal["none", "std", "inverse_dt"] = "none"  # std: TempFlow-GRPO; inverse_dt: GRPO-Guard
-    chunks: tuple[int, ...] = ()  # lengths of the chunks that algorithm.level=segment averages over (GCPO)
-    # --- matching and contrast ---
-    likelihood: Literal["chain", "matching", "contrast"] = "chain"
-    draws: int = 4  # levels and noises a picture
-    draw_range: tuple[float, float] = (0.02, 0.98)  # of the uniform draw that a level is made from
-    matching_weight: Literal["one", "sigma", "sigma_squared", "elbo"] = "one"
-    strength: float = 1.0  # DiffusionNFT's b
-    # --- guidance ---
-    guidance: float = 1.0  # classifier-free; 1: none
-    guidance_interval: tuple[float, float] = (0.0, 1.0)  # sigmas at which it acts
-    evaluation_guidance: float | None = None  # None: as in training
-    embedded_guidance: float = 3.5  # told to guidance-distilled networks (FLUX)
-    negative_prompt: str = ""
-    prompt_dropout: float = 0.0  # share of demonstrations shown without their prompt, which guidance needs
-    prompt_cache: int = 256  # prompts whose embeddings are kept
+    @abstractmethod
+    def width(self, usable: int) -> int:
+        """Steps of a window, of `usable` ones."""
 
-    def __post_init__(self) -> None:
-        for name in ("steps", "evaluation_steps", "draws", "strength", "prompt_cache"):
-            if self.__dict__[name] <= 0:
-                raise ValueError(f"{name} must be positive, got {self.__dict__[name]}")
-        if self.tail_steps is not None and self.tail_steps < 1:
-            raise ValueError(f"tail_steps must be at least 1, got {self.tail_steps}")
-        low, high = self.draw_range
-        if not 0 < low < high < 1:
-            raise ValueError(f"draw_range must lie inside (0, 1) and rise, got {self.draw_range}")
-        if not 0 <= self.prompt_dropout < 1:
-            raise ValueError(f"prompt_dropout must be in [0, 1), got {self.prompt_dropout}")
-        if any(n < 1 for n in (*self.branching, *self.chunks)):
-            raise ValueError("branching and chunks hold positive numbers")
-        if self.branching and self.likelihood != "chain":
-            raise ValueError("branching needs likelihood=chain: only a chain has steps to branch at")
+    @abstractmethod
+    def start(self, usable: int, steps: int, iteration: int, seed: int) -> int:
+        """Where among the usable steps the window of training step `iteration` begins, for the group whose seed is
+        `seed`; steps: of the whole chain."""
+
+
+class AllSteps(Window):
+    """Every usable step (Flow-GRPO)."""
+
+    source: ClassVar[str] = "Flow-GRPO, arXiv 2505.05470"
+    type: str = "all"
+
+    def width(self, usable: int) -> int:
+        return max(1, usable)
+
+    def start(self, usable: int, steps: int, iteration: int, seed: int) -> int:
+        return 0
+
+
+class RandomStart(Window):
+    """`size` steps that begin anywhere."""
+
+    source: ClassVar[str] = "Flow-GRPO-Fast"
+    type: str = "random"
+    size: int = option(2, "steps of a window", unit="steps", ge=1)
+
+    def width(self, usable: int) -> int:
+        return self.size
+
+    def start(self, usable: int, steps: int, iteration: int, seed: int) -> int:
+        return self._draw(usable - self.size + 1, seed)
+
+    def _draw(self, starts: int, seed: int) -> int:
+        import torch
+
+        return int(torch.randint(starts, (), generator=torch.Generator().manual_seed(seed)))
+
+
+class FirstHalf(RandomStart):
+    """`size` steps that begin at random in the first half of the chain."""
+
+    source: ClassVar[str] = "Flow-GRPO-Fast"
+    type: str = "first_half"
+
+    def start(self, usable: int, steps: int, iteration: int, seed: int) -> int:
+        return self._draw(min(usable - self.size + 1, max(1, steps // 2)), seed)
+
+
+class Sliding(Window):
+    """`size` steps that move on by `stride` after `every` training steps and begin again after the end."""
+
+    equation: ClassVar[str] = "the stay at start t is every exp(-decay max(0, t - threshold)) training steps"
+    source: ClassVar[str] = "MixGRPO, arXiv 2507.21802"
+    type: str = "sliding"
+    size: int = option(2, "steps of a window", unit="steps", ge=1)
+    every: int = option(25, "training steps at one place", unit="steps", ge=1)
+    stride: int = option(1, "steps of the chain that it moves on by", unit="steps", ge=1)
+    decay: float = option(0.0, "how fast the stays shrink", ge=0)
+    threshold: int = option(0, "place from which on they shrink", unit="steps", ge=0)
+
+    def width(self, usable: int) -> int:
+        return self.size
+
+    def start(self, usable: int, steps: int, iteration: int, seed: int) -> int:
+        places = range(0, usable - self.size + 1, self.stride)
+        stays = [max(1, round(self.every * math.exp(-self.decay * max(0, t - self.threshold)))) for t in places]
+        rest = iteration % sum(stays)
+        for place, stay in zip(places, stays, strict=True):
+            if rest < stay:
+                return place
+            rest -= stay
+        raise AssertionError("unreachable: rest is below the sum of the stays")
+
+
+class Tail(Choice):
+    """The solver of a chain's deterministic steps."""
+
+    title: ClassVar[str] = "tail"
+    kinds: ClassVar[dict[str, str]] = {"ode": "mmrl.samplers.settings:Euler", "dpm++": "mmrl.samplers.settings:DPM"}
+    test: ClassVar[str] = "tests/samplers/test_chain.py"
+    steps: int | None = option(None, "steps behind the window; default: all that are left of the grid", ge=1)
+
+
+class Euler(Tail):
+    """First-order steps."""
+
+    type: str = "ode"
+
+
+class DPM(Tail):
+    """Second-order multistep DPM-Solver++ steps."""
+
+    source: ClassVar[str] = "DPM-Solver++(2M), arXiv 2211.01095"
+    type: str = "dpm++"
+
+
+class Likelihood(Choice):
+    """What a decision of a denoised sample is, and how likely it is."""
+
+    title: ClassVar[str] = "likelihood"
+    reduction: Literal["mean", "sum"] = option("mean", "over the elements of a latent")
+
+
+class ChainLikelihood(Likelihood):
+    """The steps of the chain inside the window, each a Gaussian."""
+
+    equation: ClassVar[str] = "log Normal(x'; a_x x + a_v v, std)"
+    source: ClassVar[str] = "Flow-GRPO, arXiv 2505.05470; DDPO, arXiv 2305.13301"
+    test: ClassVar[str] = "tests/policies/diffusion/test_policy.py"
+    type: str = "chain"
+    transition: Transition = option(FlowSDE(), "the Gaussian step inside the window")
+    window: Window = option(AllSteps(), "which steps are stochastic and trained")
+    step_weight: StepWeight = option(
+        "none", "weight of a step in the loss: std (TempFlow-GRPO), inverse_dt (GRPO-Guard), of mean 1 over the window"
+    )
+
+
+class Draws(Likelihood):
+    """A final sample, compared with the network's prediction at noise levels and noises that are the same for every
+    policy that is compared."""
+
+    draws: int = option(4, "noise levels and noises a sample", ge=1)
+
+
+class MatchingLikelihood(Draws):
+    """The flow-matching error of the final sample as a log-likelihood."""
+
+    equation: ClassVar[str] = "-w(s) |v - (noise - data)|^2"
+    source: ClassVar[str] = "AWM, arXiv 2509.25050; FPO, arXiv 2507.21053; weight elbo: arXiv 2602.04663"
+    test: ClassVar[str] = "tests/policies/diffusion/test_policy.py"
+    type: str = "matching"
+
+
+def check_draw_range(bounds: tuple[float, float]) -> None:
+    """Raises ValueError for bounds of noise levels that are not inside (0, 1)."""
+    low, high = bounds
+    if not 0 < low < high < 1:
+        raise ValueError(f"draw_range must lie inside (0, 1) and rise, got {bounds}")

@@ -36,22 +36,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mmrl.tasks.image_generation import tiny_model
 
-from mmrl.core.surrogates import contrast, surrogate
-from mmrl.policies.diffusion import DiffusionPolicy, Family, load
+from mmrl.core.contrast import contrast, implicit_errors
+from mmrl.core.surrogates import surrogate
+from mmrl.policies.diffusion.family import Family
+from mmrl.policies.diffusion.loading import load
+from mmrl.policies.diffusion.policy import DiffusionPolicy
+from mmrl.policies.diffusion.settings import (
+    Denoising,
+    DiffusionModel,
+    PictureChain,
+    PictureContrast,
+    PictureMatching,
+)
 from mmrl.rollouts import Prompt, Rollouts
-from mmrl.samplers.settings import Denoising
-from mmrl.samplers.windows import Window
-from tasks.image_generation import tiny_model
+from mmrl.samplers.settings import RandomStart
 
-WINDOW = Window("random", size=2, last=6)
+WINDOW = PictureChain(window=RandomStart(size=2, last=6))
 ARMS = {
     "full + CFG": Denoising(guidance=4.5),
     "full": Denoising(),
-    "window + CFG": Denoising(window=WINDOW, guidance=4.5),
-    "window": Denoising(window=WINDOW),
-    "contrast": Denoising(likelihood="contrast"),
-    "matching": Denoising(likelihood="matching"),
+    "window + CFG": Denoising(likelihood=WINDOW, guidance=4.5),
+    "window": Denoising(likelihood=WINDOW),
+    "contrast": Denoising(likelihood=PictureContrast()),
+    "matching": Denoising(likelihood=PictureMatching()),
 }
 
 
@@ -82,7 +91,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if options.model is None:
             tiny_model.build_shapes(folder, seed=0)
-        family = load(options.model or folder)
+        family = load(options.model or folder, DiffusionModel())
     family.module.to(options.device)
     prompts = [Prompt(str(i), f"{n} red circles") for i, n in enumerate(("two", "three", "four", "two"))]
     prompts = [prompts[i % 4] for i in range(options.prompts)]
@@ -128,8 +137,9 @@ def step_of(family: Family, settings: Denoising, prompts: list[Prompt], group: i
         rollouts = policy.rollout(prompts, group, list(range(len(prompts) * group)))
         counter.phase = "replay"
         replay = policy.replay(rollouts, mine.module)
-        if replay.errors is not None:
-            values, _ = contrast(*replay.errors, advantages)
+        if isinstance(settings.likelihood, PictureContrast):
+            assert replay.matching is not None
+            values, _ = contrast(*implicit_errors(replay.matching, 1.0), advantages)
         else:
             assert replay.log_ratio is not None
             values, _ = surrogate(replay.log_ratio, advantages, clip_low=1e-4, clip_high=1e-4)

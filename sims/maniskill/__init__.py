@@ -8,7 +8,7 @@ with warnings.catch_warnings():
     import mani_skill.envs  # noqa: F401
 logging.getLogger("mani_skill").setLevel(logging.ERROR)  # it warns of how its own tasks are written
 
-from sims.maniskill.simulator import ManiSkill  # noqa: E402
-from sims.maniskill.tasks import INSTRUCTIONS  # noqa: E402
+from mmrl.sims.maniskill.simulator import ManiSkill  # noqa: E402
+from mmrl.sims.maniskill.tasks import INSTRUCTIONS  # noqa: E402
 
 __all__ = ["INSTRUCTIONS", "ManiSkill"]

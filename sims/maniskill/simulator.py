@@ -14,13 +14,13 @@ from mani_skill.envs.utils.system import backend
 from mani_skill.utils import download_asset
 from mani_skill.utils.common import flatten_state_dict
 from mani_skill.utils.registration import REGISTERED_ENVS
+from mmrl.sims.maniskill.driver import choose_device
+from mmrl.sims.maniskill.experts import EXPERTS
+from mmrl.sims.maniskill.tasks import INSTRUCTIONS
+from mmrl.sims.vector import Transition, nearest
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
-from sims.maniskill.driver import choose_device
-from sims.maniskill.experts import EXPERTS
-from sims.maniskill.tasks import INSTRUCTIONS
-from sims.vector import Transition, nearest
 
 OBSERVATIONS = ("state", "rgb", "video")
 RENDERED_ALWAYS = {"PushT-v1"}  # it touches its visual shapes also where nothing is shown
@@ -218,9 +218,9 @@ class Block:
     def step(self, rows: list[int], actions: NDArray[np.float64], out: Transition, places: Sequence[int]) -> None:
         """Plays a chunk [n, C, A]; writes `out` at `places`."""
         local = np.array(rows) - self.rows.start
-        left_out = set(np.flatnonzero(self._live)) - set(local)
-        if left_out:
-            raise UserError(f"maniskill: on a GPU all rows step at once, so rows {left_out} cannot be left inactive")
+        if missed := local[~self._live[local]].tolist():
+            raise UserError(f"maniskill: on a GPU all rows step at once, so rows {missed} cannot be left inactive")
+        self._live &= np.isin(np.arange(len(self._live)), local)  # episodes left out are lost: they move unseen
         try:
             env, info = self._env(self.task), None
             for c in range(actions.shape[1]):

@@ -10,12 +10,12 @@ from typing import Literal
 import numpy as np
 from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
 from metaworld.policies import ENV_POLICY_MAP
+from mmrl.sims.metaworld.tasks import INSTRUCTIONS
+from mmrl.sims.mujoco.gl import Renderer, choose_backend
+from mmrl.sims.vector import Transition, nearest
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
-from sims.metaworld.tasks import INSTRUCTIONS
-from sims.mujoco.gl import Renderer, choose_backend
-from sims.vector import Transition, nearest
 
 MAX_STEPS = 500  # beyond which an environment refuses to step
 MAX_GEOMS = 1000

@@ -11,14 +11,14 @@ from typing import Literal
 
 import mujoco
 import numpy as np
+from mmrl.sims.mujoco import scene
+from mmrl.sims.mujoco.arm import FINGER_TRAVEL, HIGH, HOME, LOW, inverse_kinematics
+from mmrl.sims.mujoco.gl import Renderer, choose_backend
+from mmrl.sims.mujoco.tasks import COLOURS, STEP, TASKS, Scene, Task, View
+from mmrl.sims.vector import Transition, nearest
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
-from sims.mujoco import scene
-from sims.mujoco.arm import FINGER_TRAVEL, HIGH, HOME, LOW, inverse_kinematics
-from sims.mujoco.gl import Renderer, choose_backend
-from sims.mujoco.tasks import COLOURS, STEP, TASKS, Scene, Task, View
-from sims.vector import Transition, nearest
 
 STATE_DIM = 5
 ACTION_DIM = 4

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from mmrl.sims.mujoco.arm import HIGH, LOW
+from mmrl.sims.mujoco.scene import CUBE, PAD, PADS
 from numpy.random import Generator
 from numpy.typing import NDArray
-
-from sims.mujoco.arm import HIGH, LOW
-from sims.mujoco.scene import CUBE, PAD, PADS
 
 STEP = 0.03  # metres that the fingertips move for an action of 1
 COLOURS = {

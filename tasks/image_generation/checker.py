@@ -10,14 +10,14 @@ from typing import Literal
 
 import numpy as np
 import torch
+from mmrl.tasks.image_generation.pictures import stack_pictures
+from mmrl.tasks.image_generation.shapes import COLOURS, OBJECT, SHAPES, SIZE, Placed, Scene, draw, related, template
 from scipy import ndimage
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmrl.rewards.types import picture, score_finite
 from mmrl.rollouts import Sample
-from tasks.image_generation.pictures import stack_pictures
-from tasks.image_generation.shapes import COLOURS, OBJECT, SHAPES, SIZE, Placed, Scene, draw, related, template
 
 SPECK = 4  # connected pixels of a colour below which they are no object
 MATCH = 0.7  # intersection over union with the template from which a component has a shape

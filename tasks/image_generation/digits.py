@@ -16,12 +16,12 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from mmrl.tasks.image_generation.pictures import stack_pictures
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from mmrl.rewards.types import score_finite
 from mmrl.rollouts import Prompt, Sample
-from tasks.image_generation.pictures import stack_pictures
 
 SIZE = 8  # pixels a side
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

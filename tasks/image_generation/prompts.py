@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from mmrl.records import LONGEST_LINE, RowError, check_length, check_value, parsed, places
 from mmrl.rollouts import Prompt
 
 Format = Literal["plain", "geneval", "ocr"]
-QUOTED = re.compile(r'"[^"]+"|“[^”]+”')
+QUOTED = re.compile(r'"[^"]+"|“[^“”]+”')
 log = logging.getLogger(__name__)
-
-
-class RowError(ValueError):
-    """A row cannot be used; the message says why, in one line."""
 
 
 def load(path: str | Path, *, format: Format = "plain", max_bad_share: float = 0.0) -> list[Prompt]:
@@ -81,19 +78,22 @@ def _rows(path: Path) -> Iterator[tuple[int, bytes]]:
         raise FileNotFoundError(f"{path}: no such file of prompts")
     if path.suffix not in (".txt", ".jsonl"):
         raise ValueError(f"{path}: a file of prompts ends in .txt or .jsonl")
-    for line, text in enumerate(path.read_bytes().rstrip().split(b"\n"), start=1):
-        if text.strip() or path.suffix == ".txt":
-            yield line, text
+    with path.open("rb") as file:
+        last = 0
+        for place in list(places(file)):
+            if path.suffix == ".txt":
+                yield from ((blank, b"") for blank in range(last + 1, place.line))
+            last = place.line
+            file.seek(place.offset)
+            yield place.line, file.read(min(place.size, LONGEST_LINE + 1))
 
 
-def _prompt(line_text: bytes, path: Path, line: int, format: Format) -> Prompt:
-    try:
-        text = line_text.decode("utf-8-sig").strip()
-        row = json.loads(text) if path.suffix == ".jsonl" else {"prompt": text}
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RowError(f"not {'JSON' if isinstance(error, json.JSONDecodeError) else 'UTF-8'}: {error}") from error
-    if not isinstance(row, Mapping):
-        raise RowError(f"a row must be an object, not {type(row).__name__}")
+def _prompt(text: bytes, path: Path, line: int, format: Format) -> Prompt:
+    check_length(text)
+    row = _row(text.removeprefix(codecs.BOM_UTF8).strip(), path.suffix)
+    for key, value in row.items():
+        check_value(key, key)
+        check_value(value, key)
     asked = _text(row, "prompt")
     if format == "geneval":
         _check_geneval(row)
@@ -103,6 +103,18 @@ def _prompt(line_text: bytes, path: Path, line: int, format: Format) -> Prompt:
         _text(row, "text")
     rest = {key: value for key, value in row.items() if key != "prompt"}
     return Prompt(id=f"{path.stem}:{line}", text=asked, metadata=rest)
+
+
+def _row(text: bytes, suffix: str) -> Mapping[str, Any]:
+    if suffix == ".txt":
+        try:
+            return {"prompt": text.decode()}
+        except UnicodeDecodeError as error:
+            raise RowError(f"not UTF-8: {error}") from None
+    row = parsed(text)
+    if not isinstance(row, Mapping):
+        raise RowError(f"a row must be an object, not {type(row).__name__}")
+    return row
 
 
 def _value(row: Mapping[str, Any], key: str, kind: type, name: str, where: str = "") -> Any:

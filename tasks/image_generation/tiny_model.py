@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mmrl.tasks.image_generation import digits, shapes
+
 from mmrl.policies.diffusion.small import SmallConfig, create
-from tasks.image_generation import digits, shapes
 
 
 def build_digits(folder: str, seed: int) -> None:

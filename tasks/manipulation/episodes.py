@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from mmrl.sims import Observation, VectorSim
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from mmrl.rollouts import Prompt
-from sims import Observation, VectorSim
 
 FIRST_TRAINING_SEED = 1 << 32  # held-out seeds lie below
 DEMONSTRATED = 16  # actions shown after each observation; a policy takes as many as its chunk has

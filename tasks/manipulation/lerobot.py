@@ -21,11 +21,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as parquet
+from mmrl.tasks.manipulation.episodes import Recorded
 from numpy.typing import NDArray
 from PIL import Image
 
 from mmrl.errors import UserError
-from tasks.manipulation.episodes import Recorded
 
 GIBIBYTE = 1 << 30
 
@@ -233,5 +233,5 @@ def _table(file: Path, names: list[str], filters: Any = None) -> Any:
 
 def _existing(file: Path) -> Path:
     if not file.is_file():
-        raise UserError(f"task.demonstrations.lerobot: {file} is missing")
+        raise UserError(f"task.demonstrations.path: {file} is missing")
     return file

@@ -1,4 +1,4 @@
-"""A vision-language model small enough to act on a laptop's CPU: see `mmrl.policies.tiny_qwen`.
+"""A vision-language model small enough to act on a laptop's CPU: see `mmrl.policies.vlm.tiny_qwen`.
 
 A picture of 64 pixels is 16 tokens. The vocabulary holds the words of the tabletop's instructions, and at its end 256
 ids for actions.
@@ -11,8 +11,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mmrl.policies.tiny_qwen import END, PAD, START, VISION, Sizes, fast_tokenizer, write
 from mmrl.policies.vla import small
+from mmrl.policies.vlm.tiny_qwen import END, PAD, START, VISION, Sizes, fast_tokenizer, write
 
 UNKNOWN = "<|unknown|>"
 WORDS = (  # what roles, the prompt and the tabletop's instructions are made of

@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.visual_qa.rows import Fields, RowSource
+from mmrl.tasks.visual_qa import verdicts
+from mmrl.tasks.visual_qa.bounds import MAX_PIXELS
+from mmrl.tasks.visual_qa.pictures import Pictures
+from mmrl.tasks.visual_qa.rows import Fields, RowSource
 
 
 class HuggingFaceSource(RowSource):
     """Questions of `split` of the dataset `name`, fields mapped and rows checked as by `FileSource`.
 
     name: what `datasets.load_dataset` takes (a hub name, or 'parquet' with `options={"data_files": ...}`), or a folder
-    written by `save_to_disk`. `bad` and the prompt ids, '<name>:<row>', count rows from 0 as `datasets` does.
+    written by `save_to_disk`. `bad` and the prompt ids, '<name>:<row>', count rows from 0 as `datasets` does. Pictures
+    that are files are opened below `image_root` only, also by the absolute paths that `datasets` writes.
 
     Raises ModuleNotFoundError where `datasets` is not installed, ValueError as `RowSource`, and what `datasets` raises.
     """
@@ -28,6 +32,7 @@ class HuggingFaceSource(RowSource):
         problem_field: str = "problem",
         answer_field: str = "answer",
         image_root: str | Path | None = None,
+        max_pixels: int = MAX_PIXELS,
         max_bad_share: float = 0.01,
         validate: bool = True,
         options: Mapping[str, Any] | None = None,
@@ -35,7 +40,7 @@ class HuggingFaceSource(RowSource):
         root = None if image_root is None else Path(image_root)
         super().__init__(
             _Rows(_load(name, split, dict(options or {}))),
-            Fields(image_field, problem_field, answer_field, root),
+            Fields(image_field, problem_field, answer_field, Pictures(root, max_pixels, absolute=True)),
             name=f"{name} ({split})",
             prefix=name,
             max_bad_share=max_bad_share,
@@ -60,10 +65,14 @@ class _Rows:
     def number(self, row: int) -> int:
         return row
 
+    def stamp(self) -> list[Any] | None:
+        files = [Path(file["filename"]) for file in self._dataset.cache_files]
+        return [verdicts.stamp(file) for file in files] if files else None  # none: it lies in memory
+
 
 def _load(name: str, split: str, options: dict[str, Any]) -> Any:
     if importlib.util.find_spec("datasets") is None:
-        raise ModuleNotFoundError("kind: huggingface needs the package datasets: pip install 'mmrl[huggingface]'")
+        raise ModuleNotFoundError("kind: huggingface needs the package datasets: pip install -e '.[huggingface]'")
     import datasets
 
     folder = Path(name)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import io
+import difflib
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, Protocol
 
-from PIL import Image
+from mmrl.tasks.visual_qa import verdicts
+from mmrl.tasks.visual_qa.pictures import Pictures
 
+from mmrl.errors import UserError
+from mmrl.records import RowError, check_finite, check_value
 from mmrl.rollouts import Prompt
 
 MARKER = "<image>"
+SHOWN = 5  # bad rows in an error
+CHECKED_AT_ONCE = 256  # rows, by one thread
+THREADS = 8  # that wait for disks
 log = logging.getLogger(__name__)
-
-
-class RowError(ValueError):
-    """A row cannot be used; the message is one line that names the field."""
 
 
 @dataclass(frozen=True)
@@ -31,42 +34,52 @@ class BadRow:
 
 @dataclass(frozen=True)
 class Fields:
-    """Which field of a row holds what, and the folder that relative paths of pictures start from.
+    """Which field of a row holds what.
 
-    The picture field may be absent or empty (a question without pictures), one picture, or a list of them; a picture is
-    a path, {"bytes": ..., "path": ...} with either filled, or a PIL image.
+    The picture field may be absent or empty (a question without pictures), one picture, or a list of them; see
+    `Pictures` for what a picture is. A row without one that has a field of nearly the same name is refused: it would
+    be a question without the picture it is about.
     """
 
     images: str = "images"
     problem: str = "problem"
     answer: str = "answer"
-    image_root: Path | None = None
+    pictures: Pictures = Pictures()
 
     def prompt(self, row: Any, prompt_id: str) -> Prompt:
         """The prompt of a row, its pictures decoded to RGB; what the row holds besides goes to metadata.
 
-        Raises RowError for a row that is no object, a problem or an answer that is missing or empty, a picture that
-        cannot be read, and markers that do not match the pictures.
+        Raises RowError as `check`, and for a picture that cannot be decoded.
         """
-        text, answer = self.checked(row)
-        images = tuple(self._open(picture, index) for index, picture in enumerate(self._pictures(row)))
+        text, answer, pictures = self._checked(row)
+        images = tuple(self._each(pictures, self.pictures.decoded))
         used = (self.images, self.problem, self.answer)
         rest = {key: value for key, value in row.items() if key not in used}
         return Prompt(id=prompt_id, text=text, images=images, answer=answer, metadata=rest)
 
-    def checked(self, row: Any) -> tuple[str, Any]:
-        """Problem and answer of a row, checked as in `prompt` but for the pictures themselves."""
+    def check(self, row: Any) -> None:
+        """Raises RowError for a row that is no object, a problem or an answer that is missing or empty, markers that do
+        not match the pictures, values that cannot be used, and a picture whose header says that it cannot be."""
+        _, _, pictures = self._checked(row)
+        self._each(pictures, self.pictures.check)
+
+    def _checked(self, row: Any) -> tuple[str, Any, list[Any]]:
         if not isinstance(row, Mapping):
             raise RowError(f"a row must be an object, not {type(row).__name__}")
+        for key, value in row.items():
+            check_value(key, str(key))
+            check_value(value, str(key))
         problem, answer = (self._filled(row, name) for name in (self.problem, self.answer))
         if not isinstance(problem, str):
             raise RowError(f"field {self.problem!r} must be text, not {type(problem).__name__}")
-        markers, pictures = problem.count(MARKER), len(self._pictures(row))
-        if markers not in (0, pictures):
+        check_finite(answer, self.answer)
+        pictures = self._listed(row)
+        if (markers := problem.count(MARKER)) not in (0, len(pictures)):
             raise RowError(
-                f"field {self.problem!r} has {markers} {MARKER} markers, field {self.images!r} has {pictures} pictures"
+                f"field {self.problem!r} has {markers} {MARKER} markers, field {self.images!r} has {len(pictures)} "
+                "pictures"
             )
-        return problem, answer
+        return problem, answer, pictures
 
     def _filled(self, row: Mapping[str, Any], name: str) -> Any:
         if name not in row:
@@ -76,92 +89,137 @@ class Fields:
             raise RowError(f"field {name!r} is empty")
         return value
 
-    def _pictures(self, row: Mapping[str, Any]) -> list[Any]:
+    def _listed(self, row: Mapping[str, Any]) -> list[Any]:
         value = row.get(self.images)
-        return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+        if value is None or value == []:
+            self._refuse_a_near_name(row)
+            return []
+        return list(value) if isinstance(value, (list, tuple)) else [value]
 
-    def _open(self, picture: Any, index: int) -> Image.Image:
-        if isinstance(picture, Image.Image):
-            return picture.convert("RGB")
-        data = picture.get("bytes") if isinstance(picture, Mapping) else None
-        path = picture.get("path") if isinstance(picture, Mapping) else picture
-        if not data and not (isinstance(path, str) and path):
-            raise RowError(f"field {self.images!r}, picture {index}: neither a path nor bytes")
-        source = io.BytesIO(data) if data else (self.image_root or Path()) / str(path)
-        try:
-            with Image.open(source) as opened:
-                return opened.convert("RGB")  # decodes everything, so a torn file is found here
-        except (OSError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
-            what = "bytes" if data else str(source)
-            raise RowError(f"field {self.images!r}, picture {index}: cannot read {what}: {_one_line(error)}") from error
+    def _refuse_a_near_name(self, row: Mapping[str, Any]) -> None:
+        others = [key for key, value in row.items() if value and key not in (self.images, self.problem, self.answer)]
+        if near := difflib.get_close_matches(self.images, others, n=1, cutoff=0.8):
+            raise RowError(
+                f"field {self.images!r} is missing, but there is {near[0]!r}: set image_field={near[0]}, or rename it"
+            )
 
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    def _each(self, pictures: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
+        found = []
+        for index, picture in enumerate(pictures):
+            try:
+                found.append(function(picture))
+            except RowError as error:
+                raise RowError(f"field {self.images!r}, picture {index}: {error}") from None
+        return found
 
 
 class Rows(Protocol):
-    """Rows by index, read when asked for; `unit` is what `number` counts, for messages: 'line 7', 'row 7'."""
+    """Rows by index, read when asked for, by several threads at once; `unit` is what `number` counts, for messages:
+    'line 7', 'row 7'. `stamp` changes when the rows do; None: nobody knows."""
 
     unit: str
 
     def __len__(self) -> int: ...
     def __getitem__(self, row: int, /) -> Any: ...
     def number(self, row: int) -> int: ...
+    def stamp(self) -> list[Any] | None: ...
 
 
 class RowSource:
     """Prompts from rows: a pass that checks every row and holds none of them, then lazy access to the good ones.
 
-    Bad rows are left out, counted and listed in `bad`. With `validate=False` nothing is checked at construction, and a
-    bad row raises ValueError when it is read. Raises ValueError where the share of bad rows exceeds `max_bad_share` and
-    where no row is left.
+    The pass reads what rows say and the headers of their pictures; what it finds is kept for the next start with the
+    same file (see `verdicts`). Bad rows are left out, counted and listed in `bad`. Pictures are decoded when they are
+    used: a row that turns out bad then, or was never checked (`validate=False`), is left out from there on, and the
+    next good row takes its place.
+
+    Raises ValueError where the share of bad rows exceeds `max_bad_share` and where no row is left; UserError for the
+    first when a prompt is asked for.
     """
 
     def __init__(self, rows: Rows, fields: Fields, *, name: str, prefix: str, max_bad_share: float, validate: bool):
         if not 0 <= max_bad_share <= 1:
             raise ValueError(f"max_bad_share must lie in 0 .. 1, not {max_bad_share}")
-        self.name, self.bad = name, list[BadRow]()
+        self.name, self.max_bad_share = name, max_bad_share
         self._rows, self._fields, self._prefix = rows, fields, prefix
+        self._reasons = self._verdict() if validate else {}
+        if problem := self._too_many():
+            raise ValueError(problem)
+        self._warn()
         self._good: Sequence[int] = range(len(rows))
-        if validate:
-            self._good = [row for row in range(len(rows)) if self._usable(row)]
-            self._refuse_too_many(max_bad_share)
+        if self._reasons:
+            self._good = [row for row in range(len(rows)) if row not in self._reasons]
         if not self._good:
             raise ValueError(f"{name}: no question in it")
 
     def __len__(self) -> int:
         return len(self._good)
 
+    @property
+    def bad(self) -> list[BadRow]:
+        """The rows that are known to be bad."""
+        return [BadRow(self._rows.number(row), self._line(row)) for row in sorted(self._reasons)]
+
     def __getitem__(self, index: int) -> Prompt:
         if not 0 <= index < len(self):
             raise IndexError(f"item {index} of {len(self)}")
-        return self._prompt(self._good[index])
+        for place in chain(range(index, len(self)), range(index)):
+            row = self._good[place]
+            if row in self._reasons:
+                continue
+            try:
+                return self._fields.prompt(self._rows[row], f"{self._prefix}:{self._rows.number(row)}")
+            except RowError as error:
+                self._lose(row, str(error))
+        raise UserError(f"{self.name}: no row of it can be used; the first: {self._line(min(self._reasons))}")
 
-    def _prompt(self, row: int) -> Prompt:
-        number = self._rows.number(row)
-        try:
-            return self._fields.prompt(self._rows[row], f"{self._prefix}:{number}")
-        except RowError as error:
-            raise RowError(f"{self.name}, {self._rows.unit} {number}: {error}") from error
+    def _lose(self, row: int, reason: str) -> None:
+        self._reasons[row] = reason
+        log.warning("left out, the next row takes its place: %s", self._line(row))
+        if problem := self._too_many():
+            raise UserError(problem)
 
-    def _usable(self, row: int) -> bool:
-        try:
-            self._prompt(row)
-        except RowError as error:
-            self.bad.append(BadRow(self._rows.number(row), str(error)))
-            return False
-        return True
+    def _verdict(self) -> dict[int, str]:
+        """Bad rows by index, with the reason."""
+        facts = self._rows.stamp()
+        key = None if facts is None else [self.name, *facts, asdict(self._fields)]
+        known = None if key is None else verdicts.recall(key, len(self._rows))
+        if known is not None:
+            return known
+        starts = range(0, len(self._rows), CHECKED_AT_ONCE)
+        with ThreadPoolExecutor(THREADS, "rows") as pool:
+            parts = pool.map(self._checked, starts)
+            found = {row: reason for part in parts for row, reason in part.items()}
+        if key is not None:
+            verdicts.remember(key, len(self._rows), found)
+        return found
 
-    def _refuse_too_many(self, max_bad_share: float, shown: int = 5) -> None:
-        total = len(self._rows)
-        if len(self.bad) > max_bad_share * total:
-            listed = "; ".join(row.reason for row in self.bad[:shown]) + ("; ..." if len(self.bad) > shown else "")
-            raise ValueError(
-                f"{self.name}: {len(self.bad)} of {total} rows cannot be used, more than "
-                f"max_bad_share={max_bad_share:g} allows; mend or remove them, or raise max_bad_share: {listed}"
+    def _checked(self, start: int) -> dict[int, str]:
+        found = {}
+        for row in range(start, min(start + CHECKED_AT_ONCE, len(self._rows))):
+            try:
+                self._fields.check(self._rows[row])
+            except RowError as error:
+                found[row] = str(error)
+        return found
+
+    def _line(self, row: int) -> str:
+        return f"{self.name}, {self._rows.unit} {self._rows.number(row)}: {self._reasons[row]}"
+
+    def _too_many(self) -> str | None:
+        total, bad = len(self._rows), sorted(self._reasons)
+        if len(bad) <= self.max_bad_share * total:
+            return None
+        listed = "; ".join(map(self._line, bad[:SHOWN])) + ("; ..." if len(bad) > SHOWN else "")
+        return (
+            f"{self.name}: {len(bad)} of {total} rows cannot be used, more than max_bad_share={self.max_bad_share:g} "
+            f"allows; mend or remove them, or raise max_bad_share: {listed}"
+        )
+
+    def _warn(self) -> None:
+        if self._reasons:
+            log.warning(
+                "%s: %d of %d rows cannot be used and are left out:", self.name, len(self._reasons), len(self._rows)
             )
-        if self.bad:
-            log.warning("%s: %d of %d rows cannot be used and are left out:", self.name, len(self.bad), total)
-        for row in self.bad:
-            log.warning("  %s", row.reason)
+        for row in self._reasons:
+            log.warning("  %s", self._line(row))

@@ -1,9 +1,9 @@
-"""A vision-language model of 0.6M parameters that reads the canvases of `DigitsSource`: see `mmrl.policies.tiny_qwen`.
+"""A vision-language model of 0.6M parameters that reads the canvases of `DigitsSource`; see `policies.vlm.tiny_qwen`.
 
 Its 8-pixel patches are the cells of a canvas, so a handwritten digit is one image token; its tokenizer is trained on
 the questions and answers of `DigitsSource`.
 
-    python -m tasks.visual_qa.tiny_model PATH [--seed 0]
+    python -m mmrl.tasks.visual_qa.tiny_model PATH [--seed 0]
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mmrl.tasks.visual_qa.digits import CELL, DigitsSource
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mmrl.policies.tiny_qwen import END, PAD, START, VISION, Sizes, fast_tokenizer, write
-from tasks.visual_qa.digits import CELL, DigitsSource
+from mmrl.policies.vlm.tiny_qwen import END, PAD, START, VISION, Sizes, fast_tokenizer, write
 
 VOCABULARY = 512
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from mmrl.core.advantages import group_advantages
-from mmrl.core.credit import branch_advantages, first_of_each_node
+from mmrl.core.contrast import contrast
+from mmrl.core.credit import branch_advantages
 from mmrl.core.ratios import BOUND, by_unit, normalised
-from mmrl.core.surrogates import contrast
-from mmrl.samplers.transitions import coefficients, compare_steps, gaussian_step, step_kl
+from mmrl.samplers.transitions import Coefficients, coefficients, compare_steps, gaussian_step, step_kl
 
 NAN = math.nan
 
@@ -28,7 +28,6 @@ def test_a_tree_of_two_by_two_by_hand():
     scaled = branch_advantages(rewards, group, nodes)
     wanted = plain / torch.tensor([3 / math.sqrt(2), math.sqrt(14 / 3)])
     torch.testing.assert_close(scaled, wanted, atol=1e-5, rtol=1e-5)
-    assert first_of_each_node(group, nodes).tolist() == [[True, True], [False, True], [True, True], [False, True]]
 
 
 def brute_force(rewards, group, nodes):
@@ -66,16 +65,6 @@ def test_trees_equal_brute_force_and_unscored_leaves_are_left_out():
     assert not found[rewards.isnan(), 1].any()  # an unscored leaf has no credit at a step of its own ...
     lone = (group == 4) & rewards.isnan()
     assert found[lone, 0].item() != 0  # ... but its shared step has that of the scored leaves
-
-
-def test_first_of_each_node_counts_every_node_once():
-    _, group, nodes = random_trees()
-    first = first_of_each_node(group, nodes)
-    for t in range(2):
-        pairs = [
-            (g, n) for g, n, f in zip(group.tolist(), nodes[:, t].tolist(), first[:, t].tolist(), strict=True) if f
-        ]
-        assert sorted(pairs) == sorted(set(zip(group.tolist(), nodes[:, t].tolist(), strict=True)))
 
 
 @pytest.mark.parametrize("scale", ["group_std", "none"])
@@ -134,12 +123,32 @@ def test_normalised_ratios_are_centred_and_spread_alike_at_every_step(reduction)
     assert raw_means[0] < 10 * raw_means[-1] < 0  # what was taken out
 
 
-def test_normalised_does_not_differentiate_the_divergence():
-    ratio, kl, std = (torch.full((1, 1), c, requires_grad=True) for c in (0.3, 0.2, 0.5))
-    value = normalised(ratio, kl, std.detach())
-    assert float(value.detach()) == pytest.approx(0.25)
-    value.sum().backward()
-    assert kl.grad is None and float(ratio.grad) == 0.5
+def test_the_gradient_of_the_normalised_ratio_is_that_of_its_value():
+    """Through steps of the sampler in float64, against central differences in every number of the prediction; and the
+    ratio is linear in it, so that the gradient is the same wherever the policy has moved to."""
+    random = torch.Generator().manual_seed(3)
+    x, old, noise = (torch.randn(2, 5, generator=random, dtype=torch.float64) for _ in range(3))
+    step = Coefficients(*(torch.full((2,), c, dtype=torch.float64) for c in (0.9, -0.2, 0.15)))
+    x_next = 0.9 * x - 0.2 * old + 0.15 * noise
+
+    def value(v):
+        found = compare_steps(x, v, old, step, x_next)
+        return normalised(found.log_ratio[:, None], found.kl[:, None], step.std[:, None]).sum()
+
+    gradients = []
+    for moved in (0.3, -1.5):
+        v = (old + moved).requires_grad_()
+        (exact,) = torch.autograd.grad(value(v), v)
+        gradients.append(exact)
+        for row, i in ((0, 0), (0, 3), (1, 4)):
+            h = torch.zeros_like(old)
+            h[row, i] = 1e-4
+            with torch.no_grad():
+                difference = (value(v + h) - value(v - h)) / 2e-4
+            assert float(exact[row, i]) == pytest.approx(float(difference), rel=1e-6)
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+    # By hand: the mean moves by a_v, the residual is x' - old mean, and the ratio is their product / std, per element.
+    torch.testing.assert_close(gradients[0], -0.2 * noise / 5, rtol=1e-9, atol=1e-12)
 
 
 # --- contrast ---

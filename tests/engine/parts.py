@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import json
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -18,17 +20,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from mmrl.tasks.settings import TaskSettings
+from mmrl.tasks.visual_qa import tiny_model
 from PIL import Image
 from safetensors.torch import load_file
 
-import mmrl.policies.vlm  # noqa: F401  (imported once, in the server that workers are forked from)
+import mmrl.policies.vlm.policy  # noqa: F401  (imported once, in the server that workers are forked from)
 from mmrl import build, cli
-from mmrl.config import load, to_yaml
-from mmrl.policies.vla import small
+from mmrl.config import Config, load, to_yaml
 from mmrl.report.run import Run
-from mmrl.rollouts import Prompt
+from mmrl.rollouts import Prompt, Rollouts
 from mmrl.trainer import Trainer
-from tasks.visual_qa import tiny_model
 
 HERE = Path(__file__).parent
 TINY = HERE / "tiny.yaml"
@@ -56,6 +58,8 @@ def build_model(folder: str, seed: int) -> None:
 
 def build_robot(folder: str, seed: int) -> None:
     """It starts from arbitrary weights, so that its episodes differ in length and outcome."""
+    from mmrl.policies.vla import small  # here, so that other jobs need not wait for it
+
     small.create(folder, small.SmallConfig(("go", "from"), bins=8, width=32, channels=(4, 8, 8)), seed)
 
 
@@ -89,25 +93,94 @@ class Fixed:
         return {}
 
 
-def blind_on_rank_one(options, seed):
-    return Fixed(spread, image=os.environ["RANK"] != "1")
+class BlindOnRankOne(TaskSettings):
+    def build(self, seed):
+        return Fixed(spread, image=os.environ["RANK"] != "1")
 
 
-def broken_on_rank_one(options, seed):
-    def mark(sample):
-        if os.environ["RANK"] == "1":
-            raise RuntimeError("no reward today")
-        return spread(sample)
+class BrokenOnRankOne(TaskSettings):
+    def build(self, seed):
+        def mark(sample):
+            if os.environ["RANK"] == "1":
+                raise RuntimeError("no reward today")
+            return spread(sample)
 
-    return Fixed(mark)
+        return Fixed(mark)
 
 
-def pictures(options, seed):
+class Steady(TaskSettings):
+    def build(self, seed):
+        return Fixed(spread)
+
+
+class DiesOnce(TaskSettings):
+    """As `Steady`, but rank 1 is killed in its second step, unless it was before."""
+
+    def build(self, seed):
+        marked = []
+
+        def mark(sample):
+            marked.append(sample)
+            seen = Path(os.environ["MMRL_TESTS_DIED"])
+            if os.environ["RANK"] == "1" and len(marked) == 20 and not seen.exists():
+                seen.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return spread(sample)
+
+        return Fixed(mark)
+
+
+class Sleeps(TaskSettings):
+    """A reward that takes for ever."""
+
+    def build(self, seed):
+        def mark(sample):
+            print("asleep", flush=True)
+            time.sleep(1000)
+
+        return Fixed(mark)
+
+
+class SleepsOnRankOne(TaskSettings):
+    """As `Steady`, but from its second step on rank 1 takes for ever."""
+
+    def build(self, seed):
+        marked = []
+
+        def mark(sample):
+            marked.append(sample)
+            if os.environ["RANK"] == "1" and len(marked) > 16:  # each is marked twice, for reward and accuracy
+                time.sleep(1000)
+            return spread(sample)
+
+        return Fixed(mark)
+
+
+class SlowOnRankOne(TaskSettings):
+    def build(self, seed):
+        def mark(sample):
+            time.sleep(0.05 if os.environ["RANK"] == "1" else 0)
+            return spread(sample)
+
+        return Fixed(mark)
+
+
+class SleepsFirst(TaskSettings):
+    """A task that takes for ever to build."""
+
+    def build(self, seed):
+        print("asleep", flush=True)
+        time.sleep(1000)
+
+
+class Pictures(TaskSettings):
     """Digits asked for, and a reward that pictures of an untrained model get in all sizes: their brightness."""
-    task = Fixed(lambda sample: float(sample.image.mean()))
-    texts = [f"a handwritten {name}" for name in ("zero", "one", "two", "three", "four", "five", "six", "seven")]
-    task.train = task.evaluation = Questions(Prompt(str(i), text) for i, text in enumerate(texts))
-    return task
+
+    def build(self, seed):
+        task = Fixed(lambda sample: float(sample.image.mean()))
+        texts = [f"a handwritten {name}" for name in ("zero", "one", "two", "three", "four", "five", "six", "seven")]
+        task.train = task.evaluation = Questions(Prompt(str(i), text) for i, text in enumerate(texts))
+        return task
 
 
 # --- runs ---
@@ -122,6 +195,22 @@ def make(folder, *overrides, task=None, base=TINY) -> Trainer:
     engine = build.build_engine(config, policy)
     run = Run(Path(folder), to_yaml(config), writes=engine.rank == 0)
     return Trainer(config, policy, task, engine, run, build.build_generator(config, policy, task, engine))
+
+
+def under(trainer: Trainer, config: Config) -> Trainer:
+    """The trainer as it would be under another configuration. Its losses know no engine: they are for autograd."""
+    probe = copy.copy(trainer)
+    probe.config, probe.algorithm, probe.needs = config, config.algorithm, config.needs
+    probe.engine = trainer.policy.module
+    return probe
+
+
+def gradient(trainer: Trainer, batch: Rollouts) -> torch.Tensor:
+    """The gradient of the losses of one batch, flat."""
+    parts, _ = trainer.losses(batch, trainer.algorithm.denominators(batch))
+    trained = [p for p in trainer.policy.module.parameters() if p.requires_grad]
+    found = torch.autograd.grad(torch.stack(list(parts.values())).sum(), trained, allow_unused=True)
+    return torch.cat([g.flatten() for g in found if g is not None])
 
 
 def release(trainer: Trainer) -> None:

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from mmrl.generation.processes import Process
+from mmrl.generation.settings import VLLMColocated
 from mmrl.generation.vllm import EngineOptions
 from tests.engine import vllm_workers
 from tests.engine.parts import HERE, MODEL, TINY, metrics, model_folder
 
 UNSHARED = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
-SERVER = ["rollout.vllm.placement=server", "rollout.vllm.timeout=240", "steps=2"]
+SERVER = [*vllm_workers.SERVER, "rollout.generator.timeout=240", "steps=2"]
 HOSTS = ["10.77.0.1", "10.77.0.2"]
 
 
@@ -29,7 +30,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
     vllm_workers.needs_vllm,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'mmrl[ray]'"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install -e '.[ray]'"),
 ]
 
 
@@ -64,7 +65,7 @@ class Hosts:
         for i in range(2):
             launch = ["torch.distributed.run", "--nnodes", "2", "--node_rank", str(i), "--nproc_per_node", "1"]
             launch += ["--master_addr", HOSTS[0], "--master_port", "29500", "--module"]
-            run = ["mmrl.cli", "train", str(TINY), f"run_dir={folder}", *vllm_workers.VLLM, *SERVER, *overrides]
+            run = ["mmrl.cli", "train", str(TINY), f"run_dir={folder}", *SERVER, *overrides]
             with (folder.parent / f"{folder.name}-{i}.log").open("w") as log:
                 command = [*self.on(i), sys.executable, "-m", *launch, *run]
                 ranks.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment()))
@@ -99,12 +100,12 @@ def test_ranks_on_two_hosts_share_an_engine_that_ray_placed(hosts, tmp_path):
     head = ["--head", "--port", "6379", "--include-dashboard", "false", "--num-cpus", "0"]
     hosts.call(*hosts.on(0), *ray, *head, "--node-ip-address", HOSTS[0])
     hosts.call(*hosts.on(1), *ray, "--address", f"{HOSTS[0]}:6379", "--num-cpus", "1", "--node-ip-address", HOSTS[1])
-    hosts.train(tmp_path / "run", f"rollout.vllm.ray={HOSTS[0]}:6379")
+    hosts.train(tmp_path / "run", f"rollout.generator.ray={HOSTS[0]}:6379")
     trained(tmp_path / "run")
 
 
 def test_ranks_on_two_hosts_share_an_engine_with_an_address(hosts, tmp_path):
-    process = Process(EngineOptions(context=512, cache_gib=0.1), tmp_path / "log")
+    process = Process(EngineOptions(context=512, settings=VLLMColocated(cache_gib=0.1)), tmp_path / "log")
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
@@ -119,7 +120,7 @@ def test_ranks_on_two_hosts_share_an_engine_with_an_address(hosts, tmp_path):
             start_new_session=True,  # it ends with all of its group
         )
     try:
-        hosts.train(tmp_path / "run", f"rollout.vllm.addresses=[http://{HOSTS[1]}:{port}]")
+        hosts.train(tmp_path / "run", f"rollout.generator.addresses=[http://{HOSTS[1]}:{port}]")
     finally:
         server.kill()
         server.wait()

@@ -6,11 +6,24 @@ import time
 import pytest
 import torch
 
-from mmrl.data import rollout_seeds
+from mmrl.config import load
 from mmrl.errors import UserError
-from mmrl.trainer import Trainer
-from tests.engine import workers
-from tests.engine.parts import IMAGES, call, distance, final, make, metrics, pictures, release, timeless, train
+from mmrl.policies.diffusion.policy import DiffusionPolicy
+from mmrl.seeds import rollout_seeds
+from tests.engine import parts, workers
+from tests.engine.parts import (
+    IMAGES,
+    Pictures,
+    call,
+    distance,
+    final,
+    make,
+    metrics,
+    release,
+    timeless,
+    train,
+    under,
+)
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -48,7 +61,7 @@ def test_two_ranks_train_as_one(ranks):
     "options",
     [
         ["optim.ema=0.9", "algorithm.epochs=2", "algorithm.minibatches=2"],
-        ["denoising.likelihood=contrast", "algorithm.surrogate=contrast", "algorithm.sampling_policy.slope=0.2"],
+        ["denoising.likelihood={type: contrast}", "algorithm={type: contrast, sampling_policy: {slope: 0.2}}"],
     ],
     ids=["ema", "sampling policy"],
 )
@@ -64,20 +77,20 @@ def test_four_steps_equal_two_and_two(tmp_path, options):
 def test_scoring_in_the_background_changes_nothing(tmp_path):
     """Also with rewards slow enough that two micro-batches wait for them."""
 
-    def slow(options, seed):
-        task = pictures(options, seed)
+    def slow():
+        task = Pictures().build(0)
         mark = task.mark
         task.mark = lambda sample: time.sleep(0.01) or mark(sample)
         return task
 
     options = ["steps=2", "rollout.micro_batch=4"]
     train(tmp_path / "at once", *options, base=IMAGES)
-    train(tmp_path / "later", *options, "rollout.score_in_background=true", task=slow({}, 0), base=IMAGES)
+    train(tmp_path / "later", *options, "rollout.score_in_background=true", task=slow(), base=IMAGES)
     assert distance(final(tmp_path / "at once"), final(tmp_path / "later")) == 0
 
 
 def test_a_reward_that_fails_in_the_background_ends_the_run(tmp_path):
-    task = pictures({}, 0)
+    task = Pictures().build(0)
     task.score = lambda samples, group: (_ for _ in ()).throw(UserError("reward server: no answer"))
     trainer = make(tmp_path, "rollout.micro_batch=4", "rollout.score_in_background=true", task=task, base=IMAGES)
     with pytest.raises(UserError, match="no answer"):
@@ -100,9 +113,13 @@ def test_the_average_is_what_is_evaluated_and_kept(tmp_path):
     release(trainer)
 
 
+def kl(coefficient):
+    return f"algorithm.terms=[{{type: kl, coefficient: {coefficient}, estimator: exact}}]"
+
+
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    made = make(tmp_path_factory.mktemp("run"), "algorithm.kl={coefficient: 0.1, kind: exact}", base=IMAGES)
+    made = make(tmp_path_factory.mktemp("run"), kl(0.1), base=IMAGES)
     yield made
     release(made)
 
@@ -110,7 +127,7 @@ def trainer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def batch(trainer):
     """Rollouts of an earlier policy and a reference that differ from what is replayed now."""
-    made = trainer.policy.rollout([trainer.batches.prompts[i] for i in range(2)], 4, list(range(8)), step=0)
+    made = trainer.policy.rollout([trainer.task.train[i] for i in range(2)], 4, list(range(8)), step=0)
     generator = torch.Generator().manual_seed(0)
     made.advantages = torch.randn(8, generator=generator)
     with torch.no_grad():
@@ -121,19 +138,12 @@ def batch(trainer):
     return made
 
 
-def gradient(trainer, batch, denoising=None, kl=None, **algorithm):
-    """The gradient of one batch under changed options, flat."""
-    section = trainer.config.algorithm
-    section = section.model_copy(update={"kl": section.kl.model_copy(update=kl or {"coefficient": 0.0}), **algorithm})
-    probe = Trainer.__new__(Trainer)
-    probe.__dict__.update(trainer.__dict__, config=trainer.config.model_copy(update={"algorithm": section}))
-    probe.engine = trainer.policy.module  # autograd in place of the engine's backward
-    before = trainer.policy.settings
-    trainer.policy.settings = type(before)(**{**before.__dict__, **(denoising or {})})
-    loss, _ = probe.loss(batch, batch.mask.sum())
-    trainer.policy.settings = before
-    found = torch.autograd.grad(loss, list(trainer.policy.module.parameters()), allow_unused=True)
-    return torch.cat([g.flatten() for g in found if g is not None])
+def gradient(trainer, batch, *overrides):
+    """The gradient of one batch under a changed configuration, flat."""
+    config = load(IMAGES, ["run_dir=r", *overrides])
+    probe = under(trainer, config)
+    probe.policy = DiffusionPolicy(trainer.policy.family, config.section("denoising"))
+    return parts.gradient(probe, batch)
 
 
 def apart(a, b):
@@ -143,24 +153,24 @@ def apart(a, b):
 @pytest.mark.parametrize(
     "change",
     [
-        {"ratio": "normalised"},
-        {"surrogate": "divergence_mask", "surrogate_options": {"bound": 1e-5}},
-        {"surrogate": "cispo"},
-        {"surrogate": "reinforce"},
-        {"level": "sequence"},
-        {"level": "segment", "denoising": {"chunks": (1, 2)}},
-        {"clip_low": 1e-2, "clip_high": 1e-2},
-        {"denoising": {"step_weight": "std"}},
-        {"denoising": {"reduction": "sum"}},
-        {"kl": {"coefficient": 0.1, "kind": "exact"}},
+        ["algorithm.ratio=normalised"],
+        ["algorithm.surrogate={type: divergence_mask, bound: 1e-5}"],
+        ["algorithm.surrogate={type: cispo, low: 1e-3, high: 1e-3}"],
+        ["algorithm.surrogate={type: reinforce}"],
+        ["algorithm.level=sequence"],
+        ["algorithm.level=segment", "denoising.likelihood.chunks=[1,2]"],
+        ["algorithm.surrogate={low: 1e-2, high: 1e-2}"],
+        ["denoising.likelihood.step_weight=std"],
+        ["denoising.likelihood.reduction=sum"],
+        [kl(0.1)],
     ],
-    ids=lambda change: "-".join(str(v) for v in change.values()),
+    ids=lambda change: change[0],
 )
 def test_each_option_of_the_loss_changes_the_gradient(trainer, batch, change):
-    assert apart(gradient(trainer, batch), gradient(trainer, batch, **change)) > 1e-3
+    assert apart(gradient(trainer, batch), gradient(trainer, batch, *change)) > 1e-3
 
 
 def test_the_kl_term_grows_in_proportion(trainer, batch):
-    none = gradient(trainer, batch)
-    one, two = (gradient(trainer, batch, kl={"coefficient": c, "kind": "exact"}) for c in (0.1, 0.2))
+    none, one, two = (gradient(trainer, batch, kl(coefficient)) for coefficient in (0, 0.1, 0.2))
+    torch.testing.assert_close(none, gradient(trainer, batch))
     torch.testing.assert_close(two - none, 2 * (one - none), atol=1e-6, rtol=1e-3)

@@ -8,9 +8,9 @@ import pytest
 from mmrl.errors import UserError
 from tests.engine.parts import HERE, ROBOTS, make, metrics, release, train
 
-pytest.importorskip("mani_skill", reason="needs ManiSkill: pip install 'mmrl[maniskill]'")
+pytest.importorskip("mani_skill", reason="needs ManiSkill: pip install -e '.[maniskill]'")
 
-from sims.maniskill.driver import choose_device  # noqa: E402
+from mmrl.sims.maniskill.driver import choose_device  # noqa: E402
 
 try:
     choose_device()
@@ -25,7 +25,7 @@ def test_a_policy_trains_in_maniskill(tmp_path):
         "task.simulator=maniskill",
         "task.tasks=[PickCube-v1]",
         "task.options={observation: rgb, image_size: 64, max_steps: 4, reward: dense}",
-        "task.rewards=[{name: 'tasks.manipulation.rewards:simulator'}]",
+        "task.rewards=[{name: 'mmrl.tasks.manipulation.rewards:simulator'}]",
     ]
     size = ["steps=2", "rollout.prompts=1", "rollout.group_size=2", "evaluation.prompts=1", "action.prompt=null"]
     train(tmp_path / "run", *task, *size, base=ROBOTS)

@@ -8,14 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mmrl.algorithms.base import Reduction
+from mmrl.config import load
 from mmrl.errors import UserError
-from mmrl.metrics import Metrics
+from mmrl.evaluation import evaluate
+from mmrl.facts import Batch
 from mmrl.policies.vla.policy import WEIGHTS
-from mmrl.trainer import evaluate
+from mmrl.rollouts import Replay, Steps
 from tests.engine import workers
-from tests.engine.parts import ROBOTS, call, distance, final, make, metrics, release, timeless, train
+from tests.engine.parts import ROBOTS, TINY, call, distance, final, make, metrics, release, timeless, train, under
 
 pytestmark = pytest.mark.usefixtures("alone")
+PPO = "algorithm={type: ppo, simulator_reward: 0.5, gamma: 0.9, lam: 0.8}"
 
 
 def weights(folder):
@@ -35,7 +39,7 @@ def test_two_ranks_train_as_one(tmp_path):
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_four_steps_equal_two_and_two(tmp_path, method):
-    options = [f"algorithm.method={method}", "algorithm.epochs=2", "algorithm.minibatches=2"]
+    options = [f"algorithm={{type: {method}, epochs: 2, minibatches: 2}}"]
     train(tmp_path / "whole", *options, base=ROBOTS)
     train(tmp_path / "parts", *options, "steps=2", "checkpoint.every=2", base=ROBOTS)
     train(tmp_path / "parts", *options, "checkpoint.every=2", resume=True, base=ROBOTS)
@@ -46,27 +50,36 @@ def test_four_steps_equal_two_and_two(tmp_path, method):
 
 @pytest.fixture
 def trainer(tmp_path):
-    made = make(
-        tmp_path, "algorithm.method=ppo", "algorithm.ppo={simulator_reward: 0.5, gamma: 0.9, lam: 0.8}", base=ROBOTS
-    )
+    made = make(tmp_path, PPO, base=ROBOTS)
     yield made
     release(made)
 
 
+def set_advantages(trainer, batch):
+    """As a step does it, of a batch that one rank has."""
+    task = trainer.task
+    batch.advantages = trainer.algorithm.advantages(Batch(batch, task.reward_names, task.reward_weights))
+    return batch.advantages
+
+
 def test_advantages_of_the_critic_by_hand(trainer):
     """Two looks, then solved; one look, then cut off. The task's reward comes last, the simulator's with each look."""
-    made = trainer.policy.rollout([trainer.batches.prompts[i] for i in range(2)], 1, [1, 2])
+    made = trainer.policy.rollout([trainer.task.train[i] for i in range(2)], 1, [1, 2])
     batch = replace(
         made,
         rewards=torch.tensor([[1.0], [0.0]]),
         mask=torch.ones(2, 8, dtype=torch.bool),
-        step_mask=torch.tensor([[True, True], [True, False]]),
-        step_rewards=torch.tensor([[0.2, 0.4], [0.6, 9.0]]),
-        step_values=torch.tensor([[0.5, 0.7], [0.1, 9.0]]),
-        step_terminated=torch.tensor([[False, True], [False, False]]),
-        step_bootstrap=torch.tensor([[0.0, 0.0], [0.3, 9.0]]),
+        extras={
+            "steps": Steps(
+                mask=torch.tensor([[True, True], [True, False]]),
+                rewards=torch.tensor([[0.2, 0.4], [0.6, 9.0]]),
+                values=torch.tensor([[0.5, 0.7], [0.1, 9.0]]),
+                terminated=torch.tensor([[False, True], [False, False]]),
+                bootstrap=torch.tensor([[0.0, 0.0], [0.3, 9.0]]),
+            )
+        },
     )
-    found = trainer.estimated_advantages(batch, Metrics(trainer.engine))
+    found = set_advantages(trainer, batch)
     last = (0.5 * 0.4 + 1.0) - 0.7
     first = 0.5 * 0.2 + 0.9 * 0.7 - 0.5 + 0.9 * 0.8 * last
     cut = 0.5 * 0.6 + 0.9 * 0.3 - 0.1
@@ -76,55 +89,62 @@ def test_advantages_of_the_critic_by_hand(trainer):
     torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found[1, :4], expected[1], rtol=1e-4, atol=1e-5)
     assert (found[1, 4:] == 0).all()
-    torch.testing.assert_close(batch.step_returns[0], torch.tensor([first + 0.5, last + 0.7]))
+    torch.testing.assert_close(batch.extras["steps"].returns[0], torch.tensor([first + 0.5, last + 0.7]))
 
 
-def gradients(trainer, batch, **ppo):
-    algorithm = trainer.config.algorithm
-    changed = algorithm.model_copy(update={"ppo": algorithm.ppo.model_copy(update=ppo)})
-    kept = trainer.config, trainer.engine
-    trainer.config = trainer.config.model_copy(update={"algorithm": changed})
-    trainer.engine = trainer.policy.module  # gradients are looked at, not stepped with
+def configured(*overrides):
+    return load(ROBOTS, ["run_dir=r", PPO, *overrides])
+
+
+def gradients(trainer, batch, *overrides):
+    probe = under(trainer, configured(*overrides))
     trainer.policy.module.zero_grad()
-    loss, stats = trainer.loss(batch, torch.tensor(float(batch.mask.sum())), torch.tensor(float(batch.step_mask.sum())))
-    trainer.config, trainer.engine = kept
-    loss.backward()
+    losses, stats = probe.losses(batch, probe.algorithm.denominators(batch))
+    torch.stack(list(losses.values())).sum().backward()
     return {n: p.grad.clone() for n, p in trainer.policy.module.named_parameters() if p.grad is not None}, stats
 
 
 def test_the_critic_learns_returns_and_its_terms_change_the_gradient(trainer):
     batch = trainer.batches.sample_round(0)
-    batch.advantages = trainer.advantages(batch, Metrics(trainer.engine))
+    set_advantages(trainer, batch)
     one, stats = gradients(trainer, batch)
-    two, _ = gradients(trainer, batch, value_coefficient=1.0)
-    name = "critic.layers.2.bias"
-    known = batch.step_mask
-    expected = 2 * (batch.step_values - batch.step_returns)[known].mean()  # d of the mean square, the bias adds to all
+    two, _ = gradients(trainer, batch, "algorithm.value_coefficient=1.0")
+    name, steps = "critic.layers.2.bias", batch.extras["steps"]
+    known = steps.mask
+    expected = 2 * (steps.values - steps.returns)[known].mean()  # d of the mean square, the bias adds to all
     assert one[name].item() == pytest.approx(0.5 * expected.item(), rel=1e-3)
     assert two[name].item() == pytest.approx(expected.item(), rel=1e-3)
     assert stats["critic/error"][known].mean().item() == pytest.approx(
-        (batch.step_values - batch.step_returns)[known].square().mean().item(), rel=1e-3
+        (steps.values - steps.returns)[known].square().mean().item(), rel=1e-3
     )
 
 
 def test_the_value_clip_takes_the_worse_error(trainer):
     """A value that went from 0 to 0.9: near what it was it is 0.2."""
     batch = trainer.batches.sample_round(0).select(torch.tensor([0, 1]))
-    batch.step_mask = torch.tensor([[True], [True]])
-    batch.step_values, batch.step_returns = torch.zeros(2, 1), torch.tensor([[1.0], [0.0]])
-    ppo = trainer.config.algorithm.ppo.model_copy(update={"value_clip": 0.2})
-    algorithm = trainer.config.algorithm.model_copy(update={"ppo": ppo})
-    trainer.config = trainer.config.model_copy(update={"algorithm": algorithm})
-    error, known = trainer.value_error(batch, torch.tensor([[0.9], [0.9]]))
-    torch.testing.assert_close(error, torch.tensor([[0.8**2], [0.9**2]]))
-    assert known.all()
+    nothing = torch.zeros(2, 1)
+    batch.extras["steps"] = Steps(
+        mask=torch.ones(2, 1, dtype=torch.bool),
+        rewards=nothing,
+        values=nothing,
+        terminated=nothing.bool(),
+        bootstrap=nothing,
+        returns=torch.tensor([[1.0], [0.0]]),
+    )
+    batch.advantages = torch.zeros(batch.mask.shape)
+    replay = Replay(logp=torch.zeros(batch.mask.shape), value=torch.tensor([[0.9], [0.9]]))
+    algorithm = configured("algorithm.value_clip=0.2", "algorithm.value_coefficient=0.3").algorithm
+    totals = algorithm.denominators(batch)
+    loss, stats = algorithm.objective(batch, replay, Reduction(algorithm.reduce, batch.mask, totals, 4))
+    torch.testing.assert_close(stats["critic/error"], torch.tensor([[0.8**2], [0.9**2]]))
+    assert float(loss) == pytest.approx(0.3 * (0.8**2 + 0.9**2) / 2)  # without advantages nothing else is left
 
 
 def test_lost_episodes_are_counted_and_the_run_goes_on(tmp_path):
     broken = f"task.options={{unstartable: [{(1 << 32) + 1}, {(1 << 32) + 2}]}}"
     for method in ("grpo", "ppo"):
         with pytest.warns(RuntimeWarning, match="lost its episode"):
-            train(tmp_path / method, f"algorithm.method={method}", "task.train_size=6", broken, base=ROBOTS)
+            train(tmp_path / method, f"algorithm={{type: {method}}}", "task.train_size=6", broken, base=ROBOTS)
         rows = metrics(tmp_path / method)
         assert len(rows) >= 4 and max(row.get("episode/lost", 0) for row in rows) > 0
         assert all(row["updates_skipped"] == 0 for row in rows if "loss" in row) and rows[0]["grad_norm"] > 0
@@ -162,11 +182,11 @@ def test_numbers_that_no_robot_can_move_by_are_counted_where_they_happened(tmp_p
     head, spoilt = trainer.policy.module.head, []
     usual = head.act
 
-    def act(*arguments, training, **options):
-        chosen = usual(*arguments, training=training, **options)
-        if trainer.step == (1 if training else 2) and training not in spoilt:
-            spoilt.append(training)
-            bad = [math.nan, math.inf] if training else [math.nan, math.inf, -math.inf]
+    def act(reading, state, how):
+        chosen = usual(reading, state, how)
+        if trainer.step == (1 if how.training else 2) and how.training not in spoilt:
+            spoilt.append(how.training)
+            bad = [math.nan, math.inf] if how.training else [math.nan, math.inf, -math.inf]
             chosen["actions"].view(-1)[: len(bad)] = torch.tensor(bad)
         return chosen
 
@@ -182,16 +202,61 @@ def test_numbers_that_no_robot_can_move_by_are_counted_where_they_happened(tmp_p
 def test_what_does_not_fit_a_robot_is_refused(tmp_path):
     for options, message in [
         (["engine.zero_stage=3"], "engine.zero_stage=3"),
-        (["model.activation_checkpointing=true"], "model.activation_checkpointing"),
-        (["action.head=flow", "algorithm.entropy_coefficient=0.1"], "entropy_coefficient"),
-        (["model.kind=vision_language", "algorithm.method=ppo"], "algorithm.method=ppo"),
+        (["model.activation_checkpointing=true"], "unknown key model.activation_checkpointing"),
+        (
+            ["action.head={type: flow}", "algorithm.terms=[{type: entropy, coefficient: 0.1}]"],
+            r"algorithm.terms.0 \(entropy\) needs an entropy of each decision .*which action.head.type=flow does not",
+        ),
+        (["action.hed=flow"], "unknown key action.hed; did you mean action.head"),
         (["task.tasks=[fly]"], "task.tasks.*fly"),
         (["task.simulator=tabeltop"], "tabletop"),
-        (["action.hed=flow"], "did you mean action.head"),
         (["task.demonstration={}"], "demonstrations"),
     ]:
         with pytest.raises(UserError, match=message):
             make(tmp_path, *options, base=ROBOTS)
+
+
+def test_ppo_is_refused_where_there_is_no_critic():
+    with pytest.raises(UserError, match="algorithm.type=ppo needs a critic, which model.type=vision_language does not"):
+        load(TINY, ["run_dir=r", "algorithm={type: ppo}"])
+
+
+HEADS = {
+    "token": "{type: token, bins: 8}",
+    "autoregressive": "{type: token, bins: 8, decoding: autoregressive, level: chunk}",
+    "chain": "{type: flow, width: 32, depth: 1, steps: 4, evaluation_steps: 4}",
+    "window": "{type: flow, width: 32, depth: 1, steps: 4, likelihood: {window: {type: random, size: 1}}}",
+    "matching": "{type: flow, width: 32, depth: 1, steps: 4, likelihood: {type: matching, draws: 2}}",
+    "learned": "{type: flow, width: 32, depth: 1, steps: 4, likelihood: {type: learned}}",
+    "regression": "{type: regression, level: action}",
+    "bridge": "{type: bridge, width: 32, depth: 2, queries: 4}",
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_trains(tmp_path, head):
+    """Two updates a step: before the first one the ratio to what the policy said when it was asked is exactly 1."""
+    options = ["steps=2", "algorithm.minibatches=2", "task.rewards=[{name: random}]"]
+    trainer = make(tmp_path, *options, f"action.head={HEADS[head]}", base=ROBOTS)
+    usual, gaps = trainer.losses, {}
+
+    def losses(micro, totals):
+        parts, stats = usual(micro, totals)
+        gap = float(stats["surrogate/ratio_gap"][micro.mask].max())
+        update = trainer.step, trainer.engine.updates % 2
+        gaps[update] = max(gap, gaps.get(update, 0.0))
+        return parts, stats
+
+    trainer.losses = losses
+    before = {n: p.detach().clone() for n, p in trainer.policy.module.named_parameters()}
+    trainer.train()
+    release(trainer)
+    assert gaps[0, 0] == gaps[1, 0] == 0 < min(gaps[0, 1], gaps[1, 1])
+    rows = [row for row in metrics(tmp_path) if "loss" in row]
+    assert len(rows) == 2 and all(row["grad_norm"] > 0 and row["updates_skipped"] == 0 for row in rows)
+    after = dict(trainer.policy.module.named_parameters())
+    still = {n.split(".")[0] for n in after} - {n.split(".")[0] for n in after if not torch.equal(before[n], after[n])}
+    assert not still, f"nothing of {still} has learned"
 
 
 def test_evaluation_counts_each_start_once(trainer):

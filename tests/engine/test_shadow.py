@@ -1,10 +1,14 @@
 """Averages of the weights, by hand."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 from mmrl.engine.shadow import Shadow, ramp, warmed_up
+from tests.engine import workers
+from tests.engine.parts import call, distance, final
 
 
 def module(*values, dtype=torch.float32):
@@ -79,3 +83,12 @@ def test_state_round_trip_goes_on_with_the_same_decay():
     assert one.updates == other.updates == 2
     assert all(torch.equal(a, b) for a, b in zip(one.average, other.average, strict=True))
     assert not torch.equal(one.average[0], state["0"])
+
+
+def test_averages_under_zero_3_are_what_a_forward_pass_computes_with(tmp_path):
+    """DeepSpeed keeps small parameters whole on every rank between steps, beside the slices that averages are of."""
+    call(workers.averages, tmp_path, log=tmp_path / "log", ranks=2)
+    found = json.loads((tmp_path / "averages.json").read_text())
+    assert len(found) == 4 and all(step["kept"] > 0 and step["moved"] > 1e-4 for step in found)
+    assert all(step["inside"] < 1e-6 and step["after"] == 0 for step in found)
+    assert distance(final(tmp_path / "averages"), final(tmp_path / "plain")) == 0

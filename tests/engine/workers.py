@@ -7,31 +7,35 @@ import math
 from pathlib import Path
 
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from safetensors.torch import load_file, save_file
 
+from mmrl.batches import Batches
 from mmrl.core.reduce import MODES
+from mmrl.engine import Shadow
 from mmrl.metrics import Metrics
 from mmrl.trainer import Trainer
 from tests.engine.parts import IMAGES, ROBOTS, distance, make, release, train
 
 ROWS = 24
 MICRO = (1, 3, 8)
+METHODS = {"grpo": [], "ppo": ["algorithm={type: ppo}"]}
 GRPO = ["steps=4", "engine.micro_batch=6", "optim.schedule=linear", "optim.warmup_steps=2"]
 
 
 def splits(folder: Path) -> None:
     """Loss and gradient of one fixed batch, cut into ranks and micro-batches, against the batch in one piece."""
     differences = {}
-    trainer = make(folder / "splits", "algorithm.entropy_coefficient=0.01")
+    trainer = make(folder / "splits", "algorithm.terms=[{type: entropy, coefficient: 0.01}]")
     engine = trainer.engine
-    batch = trainer.policy.rollout([trainer.batches.prompts[i] for i in range(6)], 4, list(range(ROWS)))
+    batch = trainer.policy.rollout([trainer.task.train[i] for i in range(6)], 4, list(range(ROWS)))
     for row in range(ROWS):  # rows of 0 to 3 decisions, so that every reduction differs from the others
         batch.mask[row, row % 5 % 4 :] = False
-    batch.advantages = torch.randn(ROWS, generator=torch.Generator().manual_seed(0))
+    drawn = torch.randn(ROWS, generator=torch.Generator().manual_seed(0))
+    batch.advantages = drawn[:, None].expand(batch.mask.shape)
     mine = batch.select(torch.arange(ROWS).tensor_split(engine.world)[engine.rank])
     for mode in MODES:
-        algorithm = trainer.config.algorithm.model_copy(update={"reduce": mode})
-        trainer.config = trainer.config.model_copy(update={"algorithm": algorithm})
+        trainer.algorithm = trainer.algorithm.model_copy(update={"reduce": mode})
         reference = folder / f"{mode}.safetensors"
         if engine.world == 1:
             save_file(gradient(trainer, [batch]), reference)
@@ -72,7 +76,7 @@ def trained(folder: Path, name: str, stages: list[int]) -> None:
 
 
 def no_picture_on_a_rank(folder: Path) -> None:
-    blind = ["engine.zero_stage=3", "task.name=tests.engine.parts:blind_on_rank_one", "evaluation.before=true"]
+    blind = ["engine.zero_stage=3", "task={type: tests.engine.parts:BlindOnRankOne}", "evaluation.before=true"]
     train(folder / "blind", "steps=2", *blind)
 
 
@@ -83,19 +87,20 @@ def one_bad_loss(folder: Path) -> None:
         name = f"{stage}-{dtype}"
         options = [f"engine.zero_stage={stage}", f"model.dtype={dtype}", "steps=3", "optim.lr=1e-2"]
         trainer = make(folder / f"bad-{name}", *options)
-        engine, usual = trainer.engine, trainer.loss
+        engine, usual = trainer.engine, trainer.losses
         seen: list[dict] = [{k: v.clone() for k, v in engine.state().items()}]
         bad = math.inf if stage % 2 else math.nan
 
-        def loss(micro, total, steps, trainer=trainer, engine=engine, usual=usual, bad=bad):
-            value, stats = usual(micro, total)
-            return (value + bad if trainer.step == 1 and engine.rank == engine.world - 1 else value), stats
+        def losses(micro, totals, trainer=trainer, engine=engine, usual=usual, bad=bad):
+            parts, stats = usual(micro, totals)
+            broken = trainer.step == 1 and engine.rank == engine.world - 1
+            return ({name: part + bad for name, part in parts.items()} if broken else parts), stats
 
         def update(minibatch, metrics, trainer=trainer, engine=engine, seen=seen):
             Trainer.update(trainer, minibatch, metrics)
             seen.append({k: v.clone() for k, v in engine.state().items()})
 
-        trainer.loss, trainer.update = loss, update
+        trainer.losses, trainer.update = losses, update
         trainer.train()
         same = [all(torch.equal(a[k], b[k]) for k in a) for a, b in zip(seen, seen[1:], strict=False)]
         found[name] = {"same": same, "updates": engine.updates, "bad_steps": trainer.bad_steps}
@@ -129,7 +134,7 @@ def images(folder: Path, name: str) -> None:
         {"group": batch.group, "images": torch.stack([s.image for s in batch.samples])},
         folder / f"{name}-{trainer.engine.rank}.pt",
     )
-    trainer.batches.cursor = 0
+    trainer.batches = Batches(trainer.config, trainer.policy, trainer.task, trainer.engine, None)  # from the beginning
     trainer.train()
     release(trainer)
 
@@ -137,4 +142,72 @@ def images(folder: Path, name: str) -> None:
 def robots(folder: Path, name: str) -> None:
     """Runs of the robot recipe with groups and with a critic."""
     for method in ("grpo", "ppo"):
-        train(folder / f"{name}-{method}", f"algorithm.method={method}", base=ROBOTS)
+        train(folder / f"{name}-{method}", *METHODS[method], base=ROBOTS)
+
+
+def averages(folder: Path) -> None:
+    """Averages of the weights under ZeRO-3, against those made by hand of the weights of a run without: what a forward
+    pass computes with inside `applied`, and after it."""
+    stage = ["engine.zero_stage=3", *GRPO]
+    plain = make(folder / "plain", *stage)
+    whole = [plain.engine.state()]
+
+    def remember(minibatch: list, metrics: Metrics) -> None:
+        Trainer.update(plain, minibatch, metrics)
+        whole.append(plain.engine.state())
+
+    plain.update = remember
+    plain.train()
+    release(plain)
+    trainer, found = make(folder / "averages", *stage), []
+    shadow = Shadow(trainer.policy.module, lambda updates: 0.5)
+
+    def compare(minibatch: list, metrics: Metrics) -> None:
+        """Nothing here may gather weights before `applied` does: DeepSpeed would drop the copies that it kept."""
+        Trainer.update(trainer, minibatch, metrics)
+        shadow.update()
+        kept = sum(p.ds_status is ZeroParamStatus.AVAILABLE for p in trainer.policy.module.parameters())
+        with shadow.applied():
+            inside = used(trainer) if trainer.step % 2 else {}
+        after = used(trainer)
+        if trainer.engine.rank > 0:
+            return
+        history = whole[: trainer.step + 2]
+        average = history[0]
+        for weights in history[1:]:
+            average = {name: 0.5 * average[name] + 0.5 * weights[name] for name in average}
+        found.append(
+            {
+                "kept": kept,
+                "moved": distance(average, history[-1]),
+                "inside": unlike(inside, average),
+                "after": unlike(after, history[-1]),
+            }
+        )
+
+    trainer.update = compare
+    trainer.train()
+    release(trainer)
+    if trainer.engine.rank == 0:
+        (folder / "averages.json").write_text(json.dumps(found))
+
+
+def unlike(some: dict[str, torch.Tensor], all_: dict[str, torch.Tensor]) -> float:
+    """The largest difference of an element; tied weights have one name in `some`."""
+    return max((float((value - all_[name]).abs().max()) for name, value in some.items()), default=0.0)
+
+
+def used(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The weights that a forward pass computes with, as its modules find them."""
+    found: dict[str, torch.Tensor] = {}
+    names = {p: name for name, p in trainer.policy.module.named_parameters()}
+
+    def look(module: torch.nn.Module, arguments: tuple) -> None:
+        found.update({names[p]: p.detach().clone() for p in module.parameters(recurse=False) if p.numel() > 0})
+
+    hooks = [module.register_forward_pre_hook(look) for module in trainer.policy.module.modules()]
+    with torch.no_grad():
+        trainer.policy.respond([trainer.task.evaluation[0]], [0])
+    for hook in hooks:
+        hook.remove()
+    return found

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from mmrl.generation import transformers as generation
 from mmrl.generation.sampling import Sampling, draw, shape_logits
@@ -49,12 +50,48 @@ def test_suppressed_tokens_are_impossible_and_the_rest_is_renormalised():
         ({"top_p": 0.99}, [0.5, 0.2, 0.15, 0.1, 0.05]),
         ({"top_p": 0.72, "top_k": 2}, [5 / 7, 2 / 7, 0, 0, 0]),
         ({"top_p": 0.4, "top_k": 2}, [1, 0, 0, 0, 0]),
+        ({"top_p": 0.8, "top_k": 3}, [5 / 7, 2 / 7, 0, 0, 0]),  # of the best three the first two have 0.82
         ({"top_p": 0.75, "suppressed": (0,)}, [0, 4 / 9, 3 / 9, 2 / 9, 0]),  # of what is left: 0.4, 0.3, 0.2, 0.1
         ({"top_p": 0.75, "temperature": 0.5}, [1, 0, 0, 0, 0]),  # after the temperature: the first has 0.77
     ],
 )
 def test_truncation(options, want):
     same(probabilities(**options), [float(w) for w in want])
+
+
+BOTH = [(20, 0.8), (5, 0.9), (2, 0.3), (1, 0.5), (50, 0.6), (0, 0.7), (7, 1.0)]
+
+
+def rows_of_logits():
+    return 3 * torch.randn(2000, 50, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), BOTH)
+def test_both_together_are_what_vllm_makes_of_them(top_k, top_p):
+    sampler = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
+    rows = rows_of_logits()
+    k, p = torch.full((len(rows),), top_k or rows.shape[1]), torch.full((len(rows),), top_p)
+    want = sampler.apply_top_k_top_p_pytorch(rows.clone(), k, p).log_softmax(-1)
+    same_distribution(shape_logits(rows, Sampling(top_k=top_k, top_p=top_p)).log_softmax(-1), want)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), BOTH)
+def test_both_together_are_what_transformers_makes_of_them(top_k, top_p):
+    rows = rows_of_logits()
+    want = TopKLogitsWarper(top_k)(None, rows) if top_k else rows
+    want = (TopPLogitsWarper(top_p)(None, want) if top_p < 1 else want).log_softmax(-1)
+    same_distribution(shape_logits(rows, Sampling(top_k=top_k, top_p=top_p)).log_softmax(-1), want)
+
+
+def same_distribution(got, want):
+    assert torch.equal(got.isfinite(), want.isfinite())
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+def test_equals_of_the_last_of_the_best_stay_inside():
+    """As in vLLM and transformers."""
+    rows = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
+    assert shape_logits(rows, Sampling(top_k=2)).isfinite().tolist() == [[True, True, True, False]]
 
 
 def test_truncation_is_by_row_and_by_value_not_by_place():

@@ -7,8 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
+from mmrl.config import Config, validate
 from mmrl.generation.sampling import Sampling
-from mmrl.policies import vlm
+from mmrl.policies.vlm import policy as vlm
 from mmrl.rollouts import Prompt, Rollouts
 from tests.tiny_models import FAMILIES, build
 
@@ -25,6 +26,25 @@ PROMPTS = [
     Prompt("none", "What is the sum of 3 and 4?", answer="12 and", system="Answer with one number."),
     Prompt("one", "What digit is shown in the image?", (picture(48, 40),), answer="5"),
 ]
+
+
+def configured(folder, *, sampling=None, logp_chunk=1024, **options) -> Config:
+    """A job whose policy is in a folder. sampling: of rollouts; other options are keys of `rollout` or `model`."""
+    drawn = sampling or Sampling()
+    limits = {name: options.pop(name) for name in ("max_prompt_length", "max_response_length") if name in options}
+    shape = {"temperature": drawn.temperature, "top_p": drawn.top_p, "top_k": drawn.top_k}
+    tree = {
+        "run_dir": "unset",
+        "model": {"path": str(folder), **options},
+        "rollout": {**shape, "allow_truncated_sampling": True, **limits},
+        "engine": {"logp_chunk": logp_chunk, "zero_stage": 1},
+    }
+    return validate(tree, "test")
+
+
+def loaded(folder, **options) -> vlm.VisionLanguagePolicy:
+    config = configured(folder, **options)
+    return config.model.load(config, None, str(folder))
 
 
 def mixed(policy: vlm.VisionLanguagePolicy) -> Rollouts:
@@ -44,7 +64,7 @@ def load(folders):
 
     def loader(family, **options) -> vlm.VisionLanguagePolicy:
         options = {"sampling": Sampling(temperature=0.7), "max_response_length": LENGTH, "logp_chunk": 4} | options
-        return vlm.load(str(folders.get(family, family)), **options)
+        return loaded(folders.get(family, family), **options)
 
     return loader
 
@@ -53,7 +73,7 @@ def load(folders):
 def shared(request, folders) -> tuple[vlm.VisionLanguagePolicy, Rollouts]:
     """A policy and its rollouts, for tests that only look."""
     options = {"sampling": Sampling(temperature=0.7), "max_response_length": LENGTH, "logp_chunk": 4}
-    policy = vlm.load(str(folders[request.param]), **options)
+    policy = loaded(folders[request.param], **options)
     return policy, mixed(policy)
 
 

@@ -1,7 +1,6 @@
 """Replaying the experts that an engine routed tokens to, on the tiny mixture of experts: two of eight in two layers."""
 
 import base64
-import copy
 import io
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,15 +15,16 @@ from mmrl.batches import Pool
 from mmrl.config import load as load_config
 from mmrl.config import to_yaml
 from mmrl.errors import UserError
-from mmrl.generation import processes, servers, vllm
-from mmrl.policies import vlm
-from mmrl.policies.routing import Routing, renormalised_softmax
-from mmrl.policies.synced import Synced
+from mmrl.generation import answers, processes, vllm
+from mmrl.generation.settings import VLLMColocated
+from mmrl.policies.vlm import policy as vlm
+from mmrl.policies.vlm.routing import Routing, renormalised_softmax
+from mmrl.policies.vlm.synced import Synced
 from mmrl.report.run import Run
 from mmrl.trainer import Trainer
 from tests.engine.parts import TINY, Fixed, metrics, release, spread
 from tests.policies.conftest import LENGTH, PROMPTS, mixed
-from tests.policies.second import Copy
+from tests.policies.second import Copy, moved
 
 FAMILY, LAYERS, EXPERTS, K = "qwen3_vl_moe", 2, 8, 2
 
@@ -244,11 +244,11 @@ def test_outside_replay_tokens_are_routed_by_the_model_itself(policy, load, roll
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0, "targets": "all-linear"}], ids=["full", "lora"])
 def test_the_reference_routes_tokens_by_itself(load, rollouts, lora):
-    policy = load(FAMILY, lora=lora, reference=True)
+    policy = load(FAMILY, lora=lora)
     policy.replay_routing()
     recorded = with_records(rollouts, elsewhere)
     want = replay(policy, rollouts).logp.detach()
-    torch.testing.assert_close(policy.reference(recorded).logp, want, atol=1e-6, rtol=0)
+    torch.testing.assert_close(replay(policy, recorded, reference=True).logp.detach(), want, atol=1e-6, rtol=0)
     assert (replay(policy, recorded).logp - want).abs().max() > 1e-2
 
 
@@ -297,15 +297,6 @@ def test_replay_finds_what_an_engine_with_other_routes_found_and_no_other(policy
     assert gap(lambda tokens: None) > 1e-2
     assert gap(lambda tokens: tokens.experts.roll(1, 0)) > 1e-2
     assert gap(lambda tokens: tokens.experts.flip(1)) > 1e-2  # layers
-
-
-def moved(policy):
-    other = copy.deepcopy(policy)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in other.module.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return other
 
 
 def in_two_segments(policy, later):
@@ -359,10 +350,10 @@ def test_records_are_read_as_vllm_writes_them():
         np.save(buffer, experts, allow_pickle=False)
         text = base64.b64encode(buffer.getvalue()).decode()
         choice = {"token_ids": [5, 6], "logprobs": {"content": [{"logprob": -1.0}] * 2}, "routed_experts": text}
-        for answer in (vllm._answer(completion(experts)), servers._answer(choice)):
+        for answer in (vllm._answer(completion(experts)), answers._answer(choice)):
             assert answer.experts.tolist() == experts.tolist() and answer.experts.dtype == torch.int16
     for nothing in ({}, {"routed_experts": None}):
-        assert servers._answer({k: v for k, v in choice.items() if k != "routed_experts"} | nothing).experts is None
+        assert answers._answer({k: v for k, v in choice.items() if k != "routed_experts"} | nothing).experts is None
     assert vllm._answer(completion(None)).experts is None
 
 
@@ -379,20 +370,20 @@ def made(policy, monkeypatch, *overrides):
 
     monkeypatch.setattr(vllm, "VLLM", engine)
     monkeypatch.setattr(vllm, "check_installed", lambda: None)
-    config = load_config(TINY, ["run_dir=r", "rollout.engine=vllm", *overrides])
+    config = load_config(TINY, ["run_dir=r", "rollout.generator=vllm_colocated", *overrides])
     ranks = SimpleNamespace(device=torch.device("cpu"), gather=lambda value: [value])
     return build.build_generator(config, policy, SimpleNamespace(train=PROMPTS), ranks), asked[0]
 
 
 def test_a_run_asks_for_experts_and_replays_them(load, monkeypatch):
-    generator, asked = made(load(FAMILY), monkeypatch, "rollout.vllm.routing_replay=true")
+    generator, asked = made(load(FAMILY), monkeypatch, "rollout.generator.routing_replay=true")
     assert asked.return_experts and generator.synchronise()["generation/probe_gap"] < 1e-5
     generator, asked = made(load(FAMILY), monkeypatch)
     assert not asked.return_experts
     with pytest.raises(UserError, match="differ from the trained model's"):  # the engine has routes of its own
         generator.synchronise()
-    with pytest.raises(UserError, match="^rollout.vllm.routing_replay is for"):
-        made(load("qwen3_vl"), monkeypatch, "rollout.vllm.routing_replay=true")
+    with pytest.raises(UserError, match="^rollout.generator.routing_replay is for"):
+        made(load("qwen3_vl"), monkeypatch, "rollout.generator.routing_replay=true")
 
 
 @pytest.mark.usefixtures("alone")
@@ -413,12 +404,14 @@ def test_a_run_says_how_much_of_the_routing_is_not_its_own(load, tmp_path):
 def test_engines_are_asked_for_experts_where_they_are_wanted():
     name = "enable_return_routed_experts"
     assert name not in vllm.EngineOptions(context=8).arguments()
-    wanted = vllm.EngineOptions(context=8, return_experts=True).arguments()
+    wanted = vllm.EngineOptions(context=8, settings=VLLMColocated(routing_replay=True)).arguments()
     assert wanted[name] is True and "--enable-return-routed-experts" in processes.command_line(wanted)
 
 
 def test_a_model_without_experts_is_refused(load):
-    with pytest.raises(UserError, match="^rollout.vllm.routing_replay is for .*qwen3_vl_moe, and .* qwen3_vl model"):
+    with pytest.raises(
+        UserError, match="^rollout.generator.routing_replay is for .*qwen3_vl_moe, and .* qwen3_vl model"
+    ):
         load("qwen3_vl").replay_routing()
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from mmrl.errors import UserError
 from mmrl.generation import vllm
 from mmrl.generation.sampling import Sampling
-from mmrl.policies import vlm
-from mmrl.policies.synced import Synced, weights
+from mmrl.policies.vlm.proof import Gap
+from mmrl.policies.vlm.synced import Synced, weights
 from tests.engine.parts import model_folder
-from tests.policies.conftest import PROMPTS
+from tests.policies.conftest import PROMPTS, loaded
 from tests.policies.second import Copy
 
 ONE_PICTURE = [PROMPTS[2], PROMPTS[1]]
@@ -24,7 +24,7 @@ ONE_PICTURE = [PROMPTS[2], PROMPTS[1]]
 @pytest.fixture
 def synced():
     def make(lora=None, limit=1e-3):
-        policy = vlm.load(model_folder(), sampling=Sampling(0.7), max_response_length=7, lora=lora)
+        policy = loaded(model_folder(), sampling=Sampling(0.7), max_response_length=7, lora=lora)
         return Synced(policy, Copy(policy, PROMPTS), ONE_PICTURE, limit=limit, gather=lambda value: [value])
 
     return make
@@ -46,7 +46,7 @@ def test_generation_has_the_trained_weights_after_every_change(synced, lora):
     made = synced(lora)
     for _ in range(3):
         disturb(made.policy)
-        assert made.probe(made.engine) > 1e-2  # what the engine still has is far from what the model has now
+        assert made.probe(made.engine).mean > 1e-2  # what the engine still has is far from what the model has now
         with made.generation() as measured:
             assert made.engine.awake and measured["generation/probe_gap"] < 1e-3
             rollouts = made.policy.rollout(ONE_PICTURE, 3, range(6))
@@ -88,14 +88,22 @@ def published(file):
 
 def test_weights_that_do_not_arrive_stop_the_run_on_every_rank(synced):
     made = synced()
-    made.engine.load = lambda weights: None
+    made.engine.load = lambda weights: None  # nor asks for them
     disturb(made.policy)
-    with pytest.raises(UserError, match="rollout.vllm.probe_limit=0.001: weights or caches are stale"):
+    with pytest.raises(UserError, match=r"69 of 69 tensors are not as they were sent: visual.patch_embed"):
         made.synchronise()
+    healthy = synced()
+    healthy.gather = lambda value: [value, "another rank's"]
+    with pytest.raises(UserError, match="another rank's"):
+        healthy.synchronise()
+
+
+def test_an_engine_that_computes_otherwise_stops_the_run_on_every_rank(synced):
     for other, words in ((0.5, "0.5"), (math.nan, "nan")):
         healthy = synced()
-        healthy.gather = lambda value, other=other: [value, [other]]  # another rank's
-        with pytest.raises(UserError, match=f"differ from the trained model's by {words}"):
+        healthy.compare = lambda arrivals: {}
+        healthy.gather = lambda value, other=other: [value, [Gap(other)]]  # another rank's
+        with pytest.raises(UserError, match=f"differ from .* by {words} in the mean, .*probe_limit=0.001"):
             healthy.synchronise()
 
 
@@ -113,11 +121,11 @@ def test_a_weight_that_is_left_out_is_noticed(synced):
 
     made.engine.load = load_but_head
     disturb(made.policy)
-    with pytest.raises(UserError, match="stale"):
+    with pytest.raises(UserError, match="1 of 69 tensors are not as they were sent: lm_head.weight;"):
         made.synchronise()
 
 
 def test_an_engine_that_is_not_installed_is_asked_for_in_one_line(monkeypatch):
     monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="^rollout.engine=vllm needs vLLM: install"):
+    with pytest.raises(UserError, match="^rollout.generator needs vLLM: install"):
         vllm.check_installed()

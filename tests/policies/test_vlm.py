@@ -10,13 +10,15 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mmrl import kernels
+from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
 from mmrl.generation import transformers as generation
 from mmrl.generation.sampling import Sampling
 from mmrl.kernels import ops
-from mmrl.policies import prompts, vlm
+from mmrl.policies.vlm import loading, prompts
+from mmrl.policies.vlm import policy as vlm
 from mmrl.rollouts import Prompt, Rollouts
-from tests.policies.conftest import LENGTH, PROMPTS, mixed, picture
+from tests.policies.conftest import LENGTH, PROMPTS, loaded, mixed, picture
 
 CONNECTORS = (
     "model.visual.merger.",
@@ -278,7 +280,7 @@ def test_the_shortest_responses_can_be_shared(load, length):
 
 def test_the_vision_tower_sees_every_picture_once(family, load):
     policy = load(family)
-    tower = next(m for n, m in policy.module.named_modules() if n.split(".")[-1] in vlm.VISION_TOWERS)
+    tower = next(m for n, m in policy.module.named_modules() if n.split(".")[-1] in loading.VISION_TOWERS)
     seen = []
     tower.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append((args or tuple(kwargs.values()))[0].numel()), with_kwargs=True
@@ -483,7 +485,7 @@ def test_responses_end_with_any_end_token(load, folders, tmp_path):
 def test_parts_cover_every_parameter(shared):
     policy, _ = shared
     names = [name for name, _ in policy.module.model.named_parameters()]
-    assert {name: vlm.part_of(name) for name in names} == {name: part(name) for name in names}
+    assert {name: loading.part_of(name) for name in names} == {name: part(name) for name in names}
     assert {part(name) for name in names} == {"vision", "connector", "language"}
 
 
@@ -512,6 +514,12 @@ def shake(policy, scale=0.05):
                 parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
 
 
+def reference(snapshot, policy, rollouts):
+    """What the reference policy says, as training asks for it."""
+    with torch.no_grad(), snapshot.applied():
+        return replay(policy, rollouts, reference=True).logp
+
+
 def test_lora_trains_adapters_only_and_refers_to_the_base(family, load):
     policy, base = load(family, lora=LORA), load(family)
     rollouts = mixed(base)
@@ -523,10 +531,10 @@ def test_lora_trains_adapters_only_and_refers_to_the_base(family, load):
     assert {name for name, p in policy.module.named_parameters() if p.grad is not None} <= names
     want = replay(base, rollouts).logp.detach()
     close(got.logp.detach(), want)
-    reference = policy.reference(rollouts).logp
-    close(reference, want)
+    start = Snapshot(policy.module)
+    close(reference(start, policy, rollouts), want)
     shake(policy)
-    assert torch.equal(policy.reference(rollouts).logp, reference)
+    assert torch.equal(reference(start, policy, rollouts), got.logp.detach())
     moved = replay(policy, rollouts).logp
     assert moved.requires_grad and (moved - want).abs().max() > 1e-3
     sampled = policy.rollout(PROMPTS, 2, range(6))  # from the adapted model
@@ -537,22 +545,25 @@ def test_lora_leaves_frozen_parts_alone(family, load):
     policy = load(family, lora=LORA, freeze=["vision", "connector"])
 
     def trained():
-        return {vlm.part_of(name) for name, p in policy.module.named_parameters() if p.requires_grad}
+        return {loading.part_of(name) for name, p in policy.module.named_parameters() if p.requires_grad}
 
     assert trained() == {"language"}
-    policy.reference(mixed(policy))
+    reference(Snapshot(policy.module), policy, mixed(policy))
     assert trained() == {"language"}
 
 
 def test_reference_is_a_copy_of_the_start(load):
-    policy = load("internvl", reference=True)
-    rollouts = mixed(policy)
+    policy = load("internvl")
+    start, rollouts = Snapshot(policy.module), mixed(policy)
     want = replay(policy, rollouts).logp.detach()
-    assert not policy.reference(rollouts).logp.requires_grad
+    assert not reference(start, policy, rollouts).requires_grad
     shake(policy)
-    assert torch.equal(policy.reference(rollouts).logp, want)
-    assert (replay(policy, rollouts).logp - want).abs().max() > 1e-3
-    assert not any(p.requires_grad for p in policy.frozen.parameters())
+    moved = replay(policy, rollouts).logp.detach()
+    assert torch.equal(reference(start, policy, rollouts), want) and (moved - want).abs().max() > 1e-3
+    assert torch.equal(replay(policy, rollouts).logp.detach(), moved)  # what is trained is back
+    start.take()
+    assert torch.equal(reference(start, policy, rollouts), moved)
+    assert not any(kept.requires_grad for kept in start.kept)
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
@@ -609,7 +620,7 @@ def test_lockstep_adds_a_picture_and_changes_nothing(family, load):
     rollouts = policy.demonstrate(PROMPTS[1:2])
     want = replay(policy, rollouts)
     calls = []
-    tower = next(m for n, m in policy.module.named_modules() if n.split(".")[-1] in vlm.VISION_TOWERS)
+    tower = next(m for n, m in policy.module.named_modules() if n.split(".")[-1] in loading.VISION_TOWERS)
     tower.register_forward_hook(lambda *_: calls.append(1))
     replay(policy, rollouts)
     assert not calls
@@ -709,12 +720,12 @@ def test_a_text_model_is_refused(tmp_path):
     tiny = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     Qwen2ForCausalLM(Qwen2Config(vocab_size=32, num_key_value_heads=2, **tiny)).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"model\.path=.*qwen2"):
-        vlm.load(str(tmp_path))
+        loaded(tmp_path)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"model\.path="):
-        vlm.load(str(tmp_path))
+        loaded(tmp_path)
 
 
 def test_a_model_without_an_end_is_refused(shared):

@@ -74,6 +74,7 @@ def test_forget_after_drops_later_steps_and_goes_on(run):
     assert sorted(p.name for p in run.folder.iterdir()) == [
         "config.yaml",
         "metrics.jsonl",
+        "run.lock",
         "tensorboard",
         "versions.json",
     ]

@@ -8,6 +8,7 @@ import torch
 from mmrl.core.advantages import group_advantages
 from mmrl.errors import UserError
 from mmrl.rewards import REWARDS, BatchReward, RewardSet, RewardSpec, build
+from mmrl.rewards.compose import build_reward
 from mmrl.rollouts import Prompt, Sample
 
 HERE = __name__
@@ -60,29 +61,30 @@ def value_of(sample, *, table):
 
 
 def test_both_kinds_side_by_side():
-    rewards = RewardSet([RewardSpec(f"{HERE}:Doubled", label="twice"), RewardSpec("answer_tag")])
+    rewards = RewardSet([RewardSpec(name=f"{HERE}:Doubled", label="twice"), RewardSpec(name="answer_tag")])
     tagged = [sample(3), Sample(Prompt("q", "?"), response="1")]
     assert rewards.score(tagged).tolist() == [[6, 0], [2, 0]]
-    assert rewards.components[0].calls == [["3", "1"]]  # all at once
-    assert isinstance(rewards.components[0], BatchReward) and not isinstance(rewards.components[1], BatchReward)
+    assert rewards.components[0].reward.calls == [["3", "1"]]  # all at once
+    whole, single = (component.reward for component in rewards.components)
+    assert isinstance(whole, BatchReward) and not isinstance(single, BatchReward)
     assert rewards.score([]).shape == (0, 2)
-    assert rewards.components[0].calls == [["3", "1"]]
+    assert rewards.components[0].reward.calls == [["3", "1"]]
 
 
 def test_batch_size_changes_the_calls_and_not_the_scores():
     samples = [sample(n) for n in (5, 3, 8, 1, 9)]
-    whole = RewardSet([RewardSpec(f"{HERE}:Doubled")])
-    parts = RewardSet([RewardSpec(f"{HERE}:Doubled", batch_size=2)])
+    whole = RewardSet([RewardSpec(name=f"{HERE}:Doubled")])
+    parts = RewardSet([RewardSpec(name=f"{HERE}:Doubled", batch_size=2)])
     assert torch.equal(whole.score(samples), parts.score(samples))
-    assert parts.components[0].calls == [["5", "3"], ["8", "1"], ["9"]]
+    assert parts.components[0].reward.calls == [["5", "3"], ["8", "1"], ["9"]]
 
 
 def test_a_group_reward_gets_exactly_its_group_in_order():
     samples = [sample(n) for n in (5, 3, 8, 1, 9)]
     group = torch.tensor([7, 2, 7, 2, 7])
-    rewards = RewardSet([RewardSpec(f"{HERE}:Lead", options={"factor": 1.0}), RewardSpec(f"{HERE}:Doubled")])
+    rewards = RewardSet([RewardSpec(name=f"{HERE}:Lead", options={"factor": 1.0}), RewardSpec(name=f"{HERE}:Doubled")])
     scores = rewards.score(samples, group)
-    assert rewards.components[0].calls == [["5", "8", "9"], ["3", "1"]]
+    assert rewards.components[0].reward.calls == [["5", "8", "9"], ["3", "1"]]
     assert scores.tolist() == [[0, 10], [2, 6], [3, 16], [0, 2], [4, 18]]
     order = torch.tensor([4, 1, 0, 3, 2])
     turned = rewards.score([samples[i] for i in order], group[order])
@@ -90,7 +92,7 @@ def test_a_group_reward_gets_exactly_its_group_in_order():
 
 
 def test_a_group_reward_needs_groups():
-    rewards = RewardSet([RewardSpec(f"{HERE}:Lead", label="lead")])
+    rewards = RewardSet([RewardSpec(name=f"{HERE}:Lead", label="lead")])
     with pytest.raises(UserError, match="reward 'lead': .*not told the groups"):
         rewards.score([sample(1)])
     with pytest.raises(ValueError, match="group has the shape"):
@@ -102,8 +104,8 @@ def test_what_could_not_be_scored_is_nan_and_never_zero():
     samples = [sample(n) for n in range(5)]
     rewards = RewardSet(
         [
-            RewardSpec(f"{HERE}:Says", options={"values": bad}),
-            RewardSpec(f"{HERE}:value_of", options={"table": bad}),
+            RewardSpec(name=f"{HERE}:Says", options={"values": bad}),
+            RewardSpec(name=f"{HERE}:value_of", options={"table": bad}),
         ]
     )
     scores = rewards.score(samples)
@@ -113,7 +115,7 @@ def test_what_could_not_be_scored_is_nan_and_never_zero():
 
 @pytest.mark.parametrize("values", [torch.tensor([1.0, 2.0]), (1, 2), [True, torch.tensor(2.0)]])
 def test_values_of_many_types(values):
-    rewards = RewardSet([RewardSpec(f"{HERE}:Says", options={"values": values})])
+    rewards = RewardSet([RewardSpec(name=f"{HERE}:Says", options={"values": values})])
     assert rewards.score([sample(0), sample(1)]).tolist() == [[1], [2]]
 
 
@@ -130,7 +132,7 @@ def test_values_of_many_types(values):
     ],
 )
 def test_wrong_values_are_refused_by_name(values, words):
-    rewards = RewardSet([RewardSpec(f"{HERE}:Says", options={"values": values}, label="judge")])
+    rewards = RewardSet([RewardSpec(name=f"{HERE}:Says", options={"values": values}, label="judge")])
     with pytest.raises(UserError, match=f"reward 'judge': .*{words}") as caught:
         rewards.score([sample(0), sample(1)])
     assert "\n" not in str(caught.value)
@@ -146,11 +148,11 @@ def test_options_of_classes_are_checked():
     with pytest.raises(ValueError, match="scores batches"):
         build(f"{HERE}:Doubled", isolated=True)
     with pytest.raises(ValueError, match="'answer_tag' takes no batch_size"):
-        RewardSpec("answer_tag", batch_size=2).build()
+        build_reward(RewardSpec(name="answer_tag", batch_size=2))
     with pytest.raises(ValueError, match="takes no batch_size"):
-        RewardSpec(f"{HERE}:Lead", batch_size=2).build()
-    with pytest.raises(ValueError, match="batch_size must be at least 1"):
-        RewardSpec(f"{HERE}:Doubled", batch_size=0).build()
+        build_reward(RewardSpec(name=f"{HERE}:Lead", batch_size=2))
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        build_reward(RewardSpec(name=f"{HERE}:Doubled", batch_size=0))
 
 
 def test_every_name_of_the_registry_refuses_an_option_it_does_not_have():
@@ -165,8 +167,8 @@ def test_two_scales_keep_their_columns_and_gdpo_weighs_them_alike():
     group = torch.zeros(4, dtype=torch.int64)
     rewards = RewardSet(
         [
-            RewardSpec(f"{HERE}:Doubled", 1.0, {"factor": 1000.0}, label="large"),
-            RewardSpec(f"{HERE}:Says", 1.0, {"values": [0.01, 0.03, 0.02, 0.04]}, label="small"),
+            RewardSpec(name=f"{HERE}:Doubled", weight=1.0, options={"factor": 1000.0}, label="large"),
+            RewardSpec(name=f"{HERE}:Says", weight=1.0, options={"values": [0.01, 0.03, 0.02, 0.04]}, label="small"),
         ]
     )
     scores = rewards.score(samples, group)

@@ -94,7 +94,7 @@ def test_open_clip_similarity(open_clip_folder):
     assert by_folder.score(samples()) == pytest.approx(expected, abs=1e-5)
     assert by_folder.score(samples()[::-1]) == pytest.approx(expected[::-1], abs=1e-5)
     by_file = {"model": "tiny-clip", "pretrained": str(open_clip_folder / "checkpoint.pt")}
-    parts = RewardSet([RewardSpec("clip_similarity", options=by_file, batch_size=3)])
+    parts = RewardSet([RewardSpec(name="clip_similarity", options=by_file, batch_size=3)])
     assert parts.score(samples()).flatten().tolist() == pytest.approx(expected, abs=1e-5)
 
 

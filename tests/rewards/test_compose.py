@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from mmrl.rewards import RewardSet, RewardSpec, build, registry
+from mmrl.rewards.compose import build_reward
+from mmrl.rewards.limits import Limits
 from mmrl.rollouts import Prompt, Sample
 
 
@@ -23,7 +26,11 @@ OWN = f"{__name__}:longest"
 
 def test_columns_keep_names_and_weights():
     rewards = RewardSet(
-        [RewardSpec("exact_match"), RewardSpec("numeric", 0.5, {"atol": 1.0}), RewardSpec(OWN, 0.1, label="short")]
+        [
+            RewardSpec(name="exact_match"),
+            RewardSpec(name="numeric", weight=0.5, options={"atol": 1.0}),
+            RewardSpec(name=OWN, weight=0.1, label="short"),
+        ]
     )
     assert rewards.names == ("exact_match", "numeric", "short")
     assert rewards.weights == (1.0, 0.5, 0.1)
@@ -63,15 +70,27 @@ def test_bad_sets():
     with pytest.raises(ValueError, match="at least one"):
         RewardSet([])
     with pytest.raises(ValueError, match="two components are named 'numeric'"):
-        RewardSet([RewardSpec("numeric"), RewardSpec("numeric", options={"atol": 1.0})])
-    with pytest.raises(ValueError, match="weight of 'numeric'"):
-        RewardSet([RewardSpec("numeric", math.nan)])
+        RewardSet([RewardSpec(name="numeric"), RewardSpec(name="numeric", options={"atol": 1.0})])
+    with pytest.raises(ValueError, match="finite"):
+        RewardSet([RewardSpec(name="numeric", weight=math.nan)])
     with pytest.raises(ValueError, match="deadline_s needs isolated"):
-        RewardSet([RewardSpec("numeric", deadline_s=1.0)])
+        RewardSet([RewardSpec(name="numeric", deadline_s=1.0)])
+    with pytest.raises(ValueError, match="on_timeout needs isolated"):
+        RewardSet([RewardSpec(name="numeric", on_timeout="lowest")])
     with pytest.raises(ValueError, match="deadline_s must be positive"):
-        RewardSet([RewardSpec("math", deadline_s=0.0)])
+        RewardSet([RewardSpec(name="math", deadline_s=0.0)])
 
 
 def test_rewards_import_no_room_above_them():
     for path in Path(registry.__file__).parent.glob("*.py"):
-        assert not re.search(r"mmrl\.(?!rewards|rollouts|errors|core)\w+", path.read_text()), path
+        assert not re.search(r"mmrl\.(?!rewards|rollouts|errors|core|settings|lazy)\w+", path.read_text()), path
+
+
+def test_limits_are_a_section_of_their_own():
+    spec = TypeAdapter(RewardSpec)
+    made = spec.validate_python({"name": "math", "workers": 3, "limits": {"memory_gib": 0.5}, "on_timeout": "lowest"})
+    reward = build_reward(made)
+    assert made.limits == Limits(memory_gib=0.5) and reward.limits.memory_gib == 0.5 and reward.workers == 3
+    for wrong in ({"limits": {"memory": 1}}, {"limits": {"cpu_s": 0}}, {"on_timeout": "zero"}, {"isolation": True}):
+        with pytest.raises(ValidationError, match="|".join(wrong)):
+            spec.validate_python({"name": "math"} | wrong)

@@ -49,7 +49,7 @@ def test_jpeg_prefers_what_it_should():
 @pytest.mark.parametrize("name", ["jpeg_compressibility", "jpeg_incompressibility", "classifier_logp", "ocr"])
 def test_broken_and_missing_pictures(name):
     options = {"classifier_logp": {"classifier": f"{HERE}:brightness_classifier"}}.get(name, {})
-    rewards = RewardSet([RewardSpec(name, options=options)])
+    rewards = RewardSet([RewardSpec(name=name, options=options)])
     broken = noise()
     broken[0, 0, 0] = math.nan
     good = sample(noise(), 1, 'a sign that says "A"')
@@ -85,12 +85,12 @@ def no_classifier():
 
 def test_classifier_log_probability():
     BUILT.clear()
-    rewards = RewardSet([RewardSpec("classifier_logp", options={"classifier": f"{HERE}:brightness_classifier"})])
+    rewards = RewardSet([RewardSpec(name="classifier_logp", options={"classifier": f"{HERE}:brightness_classifier"})])
     half, over = torch.full((1, 4, 4), 0.5), torch.full((1, 4, 4), 3.0)  # clamped to 1
     scores = rewards.score([sample(half, 0), sample(half, 1), sample(over, 1)])
     expected = [-math.log(1 + math.exp(2)), -math.log(1 + math.exp(-2)), -math.log(1 + math.exp(-4))]
     torch.testing.assert_close(scores[:, 0], torch.tensor(expected))
-    spec = RewardSpec("classifier_logp", options={"classifier": f"{HERE}:brightness_classifier"}, batch_size=2)
+    spec = RewardSpec(name="classifier_logp", options={"classifier": f"{HERE}:brightness_classifier"}, batch_size=2)
     parts = RewardSet([spec])
     torch.testing.assert_close(parts.score([sample(half, 0), sample(half, 1), sample(over, 1)]), scores)
     assert len(BUILT) == 2  # once a reward, never a call
@@ -98,7 +98,7 @@ def test_classifier_log_probability():
 
 @pytest.mark.parametrize("answer", [None, 2, -1, "1", 0.0])
 def test_a_class_the_classifier_does_not_have(answer):
-    rewards = RewardSet([RewardSpec("classifier_logp", options={"classifier": f"{HERE}:brightness_classifier"})])
+    rewards = RewardSet([RewardSpec(name="classifier_logp", options={"classifier": f"{HERE}:brightness_classifier"})])
     with pytest.raises(UserError, match="answer of prompt 'p' is .*not a class in 0 .. 1"):
         rewards.score([sample(noise(), answer)])
 
@@ -108,7 +108,7 @@ def test_classifiers_that_are_none():
         build("classifier_logp", {"classifier": f"{HERE}:no_classifier"})
     with pytest.raises(ValueError, match="did you mean 'no_classifier'"):
         build("classifier_logp", {"classifier": f"{HERE}:no_classifer"})
-    rewards = RewardSet([RewardSpec("classifier_logp", options={"classifier": f"{HERE}:brightness_classifier"})])
+    rewards = RewardSet([RewardSpec(name="classifier_logp", options={"classifier": f"{HERE}:brightness_classifier"})])
     with pytest.raises(UserError, match="pictures of one size"):
         rewards.score([sample(noise(), 0), sample(noise()[:, :8], 0)])
 
@@ -149,7 +149,7 @@ def test_ocr_does_not_depend_on_order(ocr):
     samples = [
         sample(rendered(word), text=f'It says "{asked}"') for word, asked in (("STOP", "STOP"), ("EXIT", "EDIT"))
     ]
-    rewards = RewardSet([RewardSpec("ocr")])
+    rewards = RewardSet([RewardSpec(name="ocr")])
     scores = rewards.score(samples)
     assert scores.flatten().tolist() == [1, 0.75]
     assert torch.equal(rewards.score(samples[::-1]), scores.flip(0))

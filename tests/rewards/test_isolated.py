@@ -1,110 +1,307 @@
 import os
+import resource
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec, build
+from mmrl.rewards.compose import build_reward
+from mmrl.rewards.limits import LINUX, Limits, clean_environment, end_descendants
 from mmrl.rollouts import Prompt, Sample
+from tests.processes import gone, running
+
+pytestmark = pytest.mark.skipif(not LINUX, reason="only Linux ends what a verifier leaves behind")
 
 
-def sample(response, answer="7"):
-    return Sample(Prompt("p", "question", answer=answer), response, 5, False, 100)
+SECRETS = ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "SSH_AUTH_SOCK", "STORE"]
+
+
+def sample(response, answer="7", **prompt):
+    return Sample(Prompt("p", "question", answer=answer, **prompt), response, 5, False, 100)
+
+
+class Command:
+    """An object whose pickle creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+    def __float__(self):
+        return 1.0
+
+
+def leave_children(count, *, own_session, wait_s=1000):
+    for _ in range(count):
+        if os.fork() == 0:
+            if own_session:
+                os.setsid()
+            time.sleep(wait_s)
+            os._exit(0)
 
 
 def obey(sample):
     """Does what the response says; runs in the worker."""
-    if sample.response == "hang":
+    word, _, rest = sample.response.partition(" ")
+    if word == "hang":
         while True:
             pass
-    if sample.response == "exit":
+    if word == "crowd":
+        leave_children(3, own_session=False)
+        leave_children(3, own_session=True)
+        if rest == "hang":
+            signal.pause()
+    if word == "exit":
         os._exit(3)
-    if sample.response == "segfault":
+    if word == "leave":
+        sys.exit(3)
+    if word == "interrupt":
+        raise KeyboardInterrupt
+    if word == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
-    if sample.response == "raise":
+    if word == "raise":
         raise KeyError("nothing there")
-    if sample.response == "pictures":
+    if word == "end-nursery":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
+    if word == "pictures":
         return float(len(sample.prompt.images))
+    if word == "hog":
+        return float(len(bytearray(3 << 30)) > 0)
+    if word == "command":
+        return Command(rest)
+    if word == "value":
+        return {"text": "seven", "list": [1.0], "complex": 1j, "huge": 10**400, "nan": float("nan")}[rest]
+    if word == "environment":
+        return float(rest in os.environ)
+    if word == "limit":
+        return float(resource.getrlimit(vars(resource)[rest])[1])
+    if word == "slow":
+        time.sleep(0.5)
     return float(os.getpid())
+
+
+def obeying(**options):
+    return build(f"{__name__}:obey", isolated=True, **{"deadline_s": 1.0, "workers": 1} | options)
+
+
+def ask(reward, *responses):
+    values = reward.score([sample(response) for response in responses])
+    return values[0] if len(values) == 1 else values
 
 
 @pytest.fixture(scope="module")
 def reward():
-    reward = build(f"{__name__}:obey", isolated=True, deadline_s=1.0)
-    yield reward
-    reward.close()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*SECRETS, "HARMLESS"):
+            patch.setenv(name, "https://user:word@host" if name == "STORE" else "https://host")
+        reward = obeying(limits=Limits(memory_gib=1.0))
+        yield reward
+        reward.close()
 
 
 @pytest.fixture(autouse=True)
 def no_failures_yet(request):
     if "reward" in request.fixturenames:
-        reward = request.getfixturevalue("reward")
-        reward.failures = dict.fromkeys(reward.failures, 0)
+        request.getfixturevalue("reward").failures.causes.clear()
 
 
-def ends(pid, within=3.0):
-    """Whether the process is gone, reaped included, within so many seconds."""
-    end = time.monotonic() + within
-    while time.monotonic() < end:
-        try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.01)
-    return False
+def nursery_of(reward):
+    return reward._nursery.process.pid
+
+
+def family(pid):
+    found = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout.split()
+    parent = dict(zip(map(int, found[::2]), map(int, found[1::2]), strict=True))
+    own, more = {pid}, {pid}
+    while more := {child for child, of in parent.items() if of in own} - own:
+        own |= more
+    return own
 
 
 def test_one_worker_serves_all_and_an_error_costs_its_sample(reward):
-    first = reward(sample("pid"))
+    first = ask(reward, "pid")
     assert first not in (None, os.getpid())
-    assert reward(sample("raise")) is None
-    assert reward(sample("pictures")) == 0
-    assert reward(sample("pid")) == first
-    assert reward.failures == {"deadline": 0, "crash": 0, "error": 1}
+    assert ask(reward, "raise") is None
+    assert ask(reward, "pictures") == 0
+    assert ask(reward, "leave") is None and ask(reward, "interrupt") is None
+    assert ask(reward, "value nan") is None and ask(reward, "value huge") is None
+    assert ask(reward, "pid") == first
+    assert reward.failures.causes == {"error": 3}
 
 
 def test_a_hanging_verifier_is_killed_at_the_deadline(reward):
-    first = reward(sample("pid"))
+    first = ask(reward, "pid")
     start = time.monotonic()
-    assert reward(sample("hang")) is None
-    assert 1.0 <= time.monotonic() - start < 2.0
-    assert ends(first)
+    assert ask(reward, "hang") is None
+    assert 1.0 <= time.monotonic() - start < 3.0
+    assert gone([int(first)])
     start = time.monotonic()
-    assert reward(sample("pid")) not in (None, first)
+    assert ask(reward, "pid") not in (None, first)
     assert time.monotonic() - start < 1.0  # the next worker is forked, not started from nothing
-    assert reward.failures == {"deadline": 1, "crash": 0, "error": 0}
+    assert reward.failures.causes == {"deadline": 1}
 
 
 @pytest.mark.parametrize("how", ["exit", "segfault"])
 def test_a_crash_costs_its_sample(reward, how):
-    first = reward(sample("pid"))
-    assert reward(sample(how)) is None
-    assert reward(sample("pid")) not in (None, first)
-    assert reward.failures == {"deadline": 0, "crash": 1, "error": 0}
+    first = ask(reward, "pid")
+    assert ask(reward, how) is None
+    assert ask(reward, "pid") not in (None, first)
+    assert reward.failures.causes == {"crash": 1}
 
 
-def test_processes_end_when_the_trainer_does(reward):
-    worker = reward(sample("pid"))
-    process, control = reward._nursery
-    reward._worker[1].close()  # what the kernel does for a trainer that was killed
-    control.close()
-    assert process.wait(timeout=3.0) == 0
-    assert ends(worker)
-    reward._worker = None
-    assert reward(sample("pid")) not in (None, worker)  # and a lost nursery is replaced
-    worker, process = reward._worker[0], reward._nursery[0]
+def test_a_timeout_may_count_as_the_lowest_score():
+    rewards = RewardSet([RewardSpec(name=f"{__name__}:obey", isolated=True, deadline_s=0.5, on_timeout="lowest")])
+    scores = rewards.score([sample("hang"), sample("raise"), sample("pictures")])[:, 0].tolist()
+    assert scores[0] == scores[2] == 0 and scores[1] != scores[1]
+    assert rewards.components[0].failures.causes == {"deadline": 1, "error": 1}
+    rewards.components[0].close()
+    assert build_reward(RewardSpec(name="box_giou", isolated=True, on_timeout="lowest")).failures.late == -1
+
+
+def test_workers_score_at_once():
+    reward = obeying(workers=3)
+    ask(reward, "pid")
+    start = time.monotonic()
+    pids = ask(reward, *["slow"] * 6)
+    assert time.monotonic() - start < 2.5 and len(set(pids)) == 3  # one after the other they need 3 s
     reward.close()
-    assert process.returncode is not None
-    assert ends(worker)
+
+
+@pytest.mark.parametrize("how", ["crowd", "crowd hang"])
+def test_what_a_verifier_starts_ends_with_its_answer(reward, how):
+    ask(reward, "pid")
+    ask(reward, how)
+    assert len(family(nursery_of(reward))) <= 2  # the nursery and the worker, if there is one
+
+
+def test_all_end_on_close(reward):
+    worker = int(ask(reward, "pid"))
+    everyone = family(nursery_of(reward))
+    assert worker in everyone
+    reward.close()
+    assert not any(running(pid) for pid in everyone)
+    assert ask(reward, "pid") not in (None, worker)
+
+
+def test_a_verifier_that_kills_the_nursery_costs_its_sample(reward):
+    ask(reward, "pid")
+    everyone = family(nursery_of(reward))
+    assert ask(reward, "end-nursery") is None
+    assert ask(reward, "pid") is not None
+    assert gone(everyone) and reward.failures.causes.total() == 1
+
+
+def test_all_end_with_a_trainer_that_is_killed():
+    """Also while a verifier hangs, with children in sessions of their own, and another worker is idle."""
+    script = """
+from tests.rewards.test_isolated import ask, obeying
+reward = obeying(deadline_s=60.0, workers=2)
+ask(reward, "slow", "slow")
+ask(reward, "crowd hang")
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", script])
+    everyone = awaited(trainer.pid, 10)
+    trainer.kill()
+    trainer.wait()
+    assert gone(everyone)
+
+
+def test_all_end_with_a_trainer_that_is_killed_while_the_reward_is_built(tmp_path):
+    """A reward that hangs then does not listen to anybody."""
+    script = f"""
+from mmrl.rewards.isolated import IsolatedReward
+from tests.rewards.test_isolated import sample
+options = {{"mark": {str(tmp_path / "building")!r}}}
+IsolatedReward("tests.rewards.hostile:HangsWhenBuilt", options, 1.0).score([sample("")])
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", script])
+    everyone = awaited(trainer.pid, 2)
+    end = time.monotonic() + 60
+    while not (tmp_path / "building").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert (tmp_path / "building").exists()
+    trainer.kill()
+    trainer.wait()
+    assert gone(everyone)
+
+
+def awaited(pid, at_least, within=60):
+    end = time.monotonic() + within
+    while len(everyone := family(pid)) < at_least and time.monotonic() < end:
+        time.sleep(0.05)
+    assert len(everyone) >= at_least
+    return everyone
+
+
+def test_hard_limits_reach_the_worker(reward):
+    """What binds root too is tried below."""
+    space, cpu, core, tasks = ask(reward, *(f"limit RLIMIT_{name}" for name in ("AS", "CPU", "CORE", "NPROC")))
+    assert 1 << 30 < space < 100 << 30 and 600 <= cpu <= 700 and core == 0 and 65 <= tasks < 100_000
+
+
+def test_memory_is_limited(reward):
+    first = ask(reward, "pid")
+    assert ask(reward, "hog") is None
+    assert ask(reward, "pid") == first  # it was a MemoryError, after which the worker goes on
+    assert reward.failures.causes == {"error": 1}
+
+
+def test_cpu_time_is_limited_and_a_worker_retires_before(tmp_path):
+    reward = obeying(limits=Limits(cpu_s=1.0), deadline_s=30.0)
+    start = time.monotonic()
+    assert ask(reward, "hang") is None
+    assert time.monotonic() - start < 15 and reward.failures.causes == {"crash": 1}
+    reward.close()
+    assert Limits(cpu_s=1e-6).spent() and not Limits(cpu_s=1e6).spent()
+
+
+def test_no_credential_reaches_a_worker(reward):
+    assert not {*SECRETS} & clean_environment().keys() and "HARMLESS" in clean_environment()
+    seen = ask(reward, *(f"environment {name}" for name in [*SECRETS, "HARMLESS", "PATH"]))
+    assert seen == [0] * len(SECRETS) + [1, 1]
+
+
+def test_nothing_that_a_worker_sends_is_unpickled(reward, tmp_path):
+    assert ask(reward, f"command {tmp_path / 'made'}") == 1.0
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("value", ["text", "list", "complex"])
+def test_a_value_that_is_no_number_ends_the_run(reward, value):
+    with pytest.raises(UserError, match="expected one number a sample"):
+        ask(reward, f"value {value}")
+    assert ask(reward, "pid") is not None
 
 
 def test_a_reward_that_cannot_be_built_is_refused_here():
     with pytest.raises(ValueError, match="did you mean"):
         build(f"{__name__}:oby", isolated=True)
+    for wrong, words in (
+        ({"workers": 0}, "workers must be at least 1"),
+        ({"isolated": False, "workers": 2}, "need is"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            build("math", **{"isolated": True} | wrong)
+
+
+def test_killing_descendants_spares_those_to_keep():
+    sleeping = [subprocess.Popen(["sleep", "100"]) for _ in range(3)]
+    end_descendants(keep=family(os.getpid()) - {os.getpid(), sleeping[0].pid, sleeping[1].pid})
+    assert not running(sleeping[0].pid) and not running(sleeping[1].pid) and running(sleeping[2].pid)
+    sleeping[2].kill()
+    [one.wait() for one in sleeping]
 
 
 def test_math_and_its_place_in_a_set():
-    rewards = RewardSet([RewardSpec("math"), RewardSpec("exact_match")])
+    rewards = RewardSet([RewardSpec(name="math"), RewardSpec(name="exact_match")])
     cases = [
         (r"\boxed{\frac{1}{2}}", "0.5", 1),
         ("<answer>2x+1</answer>", "1+2x", 1),

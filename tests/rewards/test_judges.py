@@ -72,7 +72,7 @@ def prefers_light(handler, body):
 
 def judge(server, name="vlm_judge", **options):
     options = {"base_url": f"{server.url}/v1/", "model": "judge-7b", **options}
-    return RewardSet([RewardSpec(name, options=options, label="judge")])
+    return RewardSet([RewardSpec(name=name, options=options, label="judge")])
 
 
 # --- pointwise ---
@@ -269,7 +269,7 @@ def test_a_model_in_process_prefers(model):
                 a, b = first_token_probabilities(model, images, "Is it a digit?", ["first", "second"])
                 won[i] += float(a > b) / 4
                 won[j] += float(b > a) / 4
-    rewards = RewardSet([RewardSpec("vlm_preference", options=options)])
+    rewards = RewardSet([RewardSpec(name="vlm_preference", options=options)])
     torch.testing.assert_close(rewards.score(samples, torch.zeros(3)).flatten(), won)
 
 

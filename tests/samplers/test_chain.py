@@ -5,14 +5,17 @@ import torch
 from diffusers import DPMSolverMultistepScheduler
 
 from mmrl.samplers.chain import Sampler, gaussian, run
+from mmrl.samplers.settings import DDIM, DPM, Tail, Transition
 from mmrl.samplers.sigmas import Grid, ddim_grid, shifted
+from mmrl.samplers.transitions import Coefficients
+from mmrl.settings import choose
 
 SHAPE = (2, 4, 4)
 
 
-def sampler(steps=10, kind="flow_sde", noise=0.7, shift=1.0, **options):
+def sampler(steps=10, kind="flow_sde", noise=0.7, shift=1.0, tail="ode"):
     sigmas = shifted(steps, shift)
-    return Sampler(Grid(sigmas, sigmas[:-1]), kind, noise, **options)
+    return Sampler(Grid(sigmas, sigmas[:-1]), choose(Transition, {"type": kind, "noise": noise}), choose(Tail, tail))
 
 
 def exact(sampler, mean=0.5, std=0.3):
@@ -58,7 +61,7 @@ class TestVisits:
         ],
     )
     def test_tail_steps_thin_out_what_lies_behind_the_window_and_end_at_data(self, window, tail_steps, expected):
-        points, drawn = sampler(8, tail_steps=tail_steps).schedule([window], [0], [8])
+        points, drawn = sampler(8, tail={"type": "ode", "steps": tail_steps}).schedule([window], [0], [8])
         assert points[0].tolist() == expected
         assert points[0, :-1][drawn[0]].tolist() == window
 
@@ -73,10 +76,10 @@ class TestVisits:
         assert drawn.tolist() == [[False] * 3, [False, False, True]]
 
 
-@pytest.mark.parametrize("tail", [{}, {"tail": "dpm++"}, {"tail": "dpm++", "tail_steps": 2}])
+@pytest.mark.parametrize("tail", ["ode", "dpm++", {"type": "dpm++", "steps": 2}])
 @pytest.mark.parametrize("kind", ["flow_sde", "dance_sde", "cps"])
 def test_rows_with_starts_stops_and_windows_of_their_own_equal_each_row_alone(kind, tail):
-    made = sampler(kind=kind, **tail)
+    made = sampler(kind=kind, tail=tail)
     windows, begins, ends = [[2, 3], [5, 6], [0, 1], [2, 3]], [0, 0, 0, 1], [10, 10, 2, 7]
     x, predict = start(4), exact(made)
     together = run(predict, x, made, windows, noise_of([7, 8, 9, 10]), start=begins, stop=ends)
@@ -136,23 +139,23 @@ class TestSecondOrder:
         found = {}
         for steps, tail in ((10, "ode"), (10, "dpm++"), (500, "ode")):
             grid = ddim_grid(alphas, torch.linspace(999, 0, steps).round())
-            made = Sampler(grid, "ddim", 0.0, tail)
+            made = Sampler(grid, DDIM(noise=0.0), choose(Tail, tail), "noise")
             found[steps, tail] = run(predict_with(made), start(3), made, [[]] * 3, no_noise).final
         error = {k: float((v - found[500, "ode"]).norm()) for k, v in found.items()}
         assert error[10, "dpm++"] < 0.75 * error[10, "ode"]  # measured: 0.62
 
-    @pytest.mark.parametrize("space", ["flow", "noise"])
+    @pytest.mark.parametrize("space", ["velocity", "noise"])
     def test_equals_diffusers(self, space):
         """All steps of DPM-Solver++(2M) on the scheduler's own sigmas, with a prediction that is not linear in time."""
         settings = {"algorithm_type": "dpmsolver++", "solver_order": 2, "final_sigmas_type": "zero"}
-        if space == "flow":
+        if space == "velocity":
             settings |= {"use_flow_sigmas": True, "flow_shift": 3.0, "prediction_type": "flow_prediction"}
         scheduler = DPMSolverMultistepScheduler(**settings)
         scheduler.set_timesteps(7)
         sigmas = scheduler.sigmas.double()
         if space == "noise":  # the scheduler's are noise / signal
             sigmas = sigmas / (1 + sigmas**2).sqrt()
-        made = Sampler(Grid(sigmas, scheduler.timesteps), "ddim" if space == "noise" else "flow_sde", 0.7, "dpm++")
+        made = Sampler(Grid(sigmas, scheduler.timesteps), None, DPM(), space)
         asked = []
 
         def predict(x, point, rows):
@@ -181,3 +184,28 @@ def test_noise_depends_on_seed_and_counter_alone():
     others = torch.cat([draws, gaussian([3, 4], 1, (1000,)), gaussian([3], -1, (1000,)), gaussian([3], -2, (1000,))])
     assert (torch.corrcoef(others) - torch.eye(6)).abs().max() < 0.15
     assert abs(float(others.mean())) < 0.05 and float(others.std()) == pytest.approx(1, abs=0.05)
+
+
+class Reversed(Transition):
+    """A transition of one's own: the mean of Euler's step, and a noise that grows towards the data."""
+
+    type: str = "tests.samplers.test_chain:Reversed"
+    most: float = 0.5
+
+    def coefficients(self, sigma, sigma_next, sigma_second):
+        dt = sigma_next - sigma
+        return Coefficients(torch.ones_like(dt), dt, self.most * (1 - sigma_next) * sigma_second)
+
+
+def test_a_transition_of_ones_own_by_hand():
+    """Named as package.module:Class. Four steps of the grid 1, 0.75, 0.5, 0.25, 0, of which the second is drawn."""
+    own = choose(Transition, {"type": "tests.samplers.test_chain:Reversed", "most": 0.4})
+    sigmas = shifted(4, 1.0)
+    made = Sampler(Grid(sigmas, sigmas[:-1]), own)
+    torch.testing.assert_close(made.std, 0.4 * 0.75 * torch.tensor([0.25, 0.5, 0.75, 1.0]))
+    chain = run(lambda x, point, rows: x * (1 + point.view(-1, 1, 1, 1)), start(1), made, [[1]], noise_of([5]))
+    x = start(1) * (1 - 0.25)
+    torch.testing.assert_close(chain.x[:, 0], x)
+    x = x - 0.25 * 2 * x + 0.4 * 0.75 * 0.5 * gaussian([5], 1, SHAPE)
+    torch.testing.assert_close(chain.x_next[:, 0], x)
+    torch.testing.assert_close(chain.final, x * (1 - 0.25 * 3) * (1 - 0.25 * 4))

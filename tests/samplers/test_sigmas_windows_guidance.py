@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 
+from mmrl.policies.diffusion.settings import Denoising, DenoisingDemonstrations
 from mmrl.samplers import sigmas
 from mmrl.samplers.guidance import guided, scale_at
-from mmrl.samplers.settings import Denoising
-from mmrl.samplers.windows import Window
+from mmrl.samplers.settings import AllSteps, RandomStart, Sliding, Window
+from mmrl.samplers.windows import window_steps
+from mmrl.settings import SettingsError, choose, make
 
 STD = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05])
 
@@ -51,67 +53,89 @@ def test_bad_grids(call):
 
 
 def test_all_leaves_out_the_last_step():
-    assert Window().steps(STD, 0, 0) == list(range(9))
-    assert Window(last=10).steps(STD, 0, 0) == list(range(10))
+    assert window_steps(AllSteps(), STD, 0, 0) == list(range(9))
+    assert window_steps(AllSteps(last=10), STD, 0, 0) == list(range(10))
 
 
 def test_a_window_is_the_same_for_the_same_seed_and_covers_its_range():
     for kind, starts in (("random", range(8)), ("first_half", range(5))):
-        window = Window(kind, size=2)
-        seen = {tuple(window.steps(STD, 0, seed)) for seed in range(200)}
+        window = choose(Window, {"type": kind, "size": 2})
+        seen = {tuple(window_steps(window, STD, 0, seed)) for seed in range(200)}
         assert seen == {(i, i + 1) for i in starts}
-        assert window.steps(STD, 0, 7) == window.steps(STD, 99, 7)
+        assert window_steps(window, STD, 0, 7) == window_steps(window, STD, 99, 7)
 
 
 def test_a_sliding_window_moves_on_and_begins_again():
-    window = Window("sliding", size=3, every=2, stride=2)  # 7 starts, of which 0, 2, 4, 6
-    starts = [window.steps(STD, i, 0)[0] for i in range(10)]
+    window = Sliding(size=3, every=2, stride=2)  # 7 starts, of which 0, 2, 4, 6
+    starts = [window_steps(window, STD, i, 0)[0] for i in range(10)]
     assert starts == [0, 0, 2, 2, 4, 4, 6, 6, 0, 0]
-    assert window.steps(STD, 3, 0) == window.steps(STD, 3, 12345) == [2, 3, 4]
+    assert window_steps(window, STD, 3, 0) == window_steps(window, STD, 3, 12345) == [2, 3, 4]
 
 
 def test_a_decaying_stay():
     """8 exp(-0.5 max(0, t - 1)) = 8, 8, 4.9, 2.9, 1.8 iterations at the five starts, then from the beginning."""
-    window = Window("sliding", size=5, every=8, decay=0.5, threshold=1)
-    starts = [window.steps(STD, i, 0)[0] for i in range(30)]
+    window = Sliding(size=5, every=8, decay=0.5, threshold=1)
+    starts = [window_steps(window, STD, i, 0)[0] for i in range(30)]
     assert [starts.count(s) for s in range(5)] == [8 + 4, 8, 5, 3, 2]
 
 
 @pytest.mark.parametrize(
     ("window", "std", "message"),
     [
-        (Window(last=10), torch.cat([STD[:-1], torch.zeros(1)]), "reaches step 9, which has std 0"),
-        (Window(first=0, last=3), torch.cat([torch.zeros(2), STD[:4]]), "step 0, which has std 0"),
-        (Window(), torch.zeros(4), "no step of this chain has noise"),
-        (Window("random", size=4, first=7), STD, "a window of 4 steps does not fit into steps 7 to 9"),
-        (Window(last=12), STD, "only 10 steps"),
+        (AllSteps(last=10), torch.cat([STD[:-1], torch.zeros(1)]), "reaches step 9, which has std 0"),
+        (AllSteps(first=0, last=3), torch.cat([torch.zeros(2), STD[:4]]), "step 0, which has std 0"),
+        (AllSteps(), torch.zeros(4), "no step of this chain has noise"),
+        (RandomStart(size=4, first=7), STD, "a window of 4 steps does not fit into steps 7 to 9"),
+        (AllSteps(last=12), STD, "only 10 steps"),
     ],
 )
 def test_a_window_never_holds_a_step_without_noise(window, std, message):
     with pytest.raises(ValueError, match=message):
-        window.steps(std, 0, 0)
+        window_steps(window, std, 0, 0)
+
+
+class Ahead(Window):
+    """A window of one's own, which begins where it should not."""
+
+    type: str = "tests.samplers.test_sigmas_windows_guidance:Ahead"
+
+    def width(self, usable):
+        return 3
+
+    def start(self, usable, steps, iteration, seed):
+        return iteration
+
+
+def test_a_window_of_ones_own_is_taken_and_held_to_its_place():
+    own = choose(Window, "tests.samplers.test_sigmas_windows_guidance:Ahead")
+    assert window_steps(own, STD, 6, 0) == [6, 7, 8]
+    with pytest.raises(ValueError, match="begins at usable step 7; 3 of 9 steps fit only from 0 to 6"):
+        window_steps(own, STD, 7, 0)
 
 
 @pytest.mark.parametrize("options", [{"size": 0}, {"every": 0}, {"stride": 0}, {"decay": -1.0}, {"first": -1}])
 def test_bad_windows(options):
-    with pytest.raises(ValueError):
-        Window("sliding", **options)
+    with pytest.raises(SettingsError, match=next(iter(options))):
+        choose(Window, {"type": "sliding", **options})
 
 
 @pytest.mark.parametrize(
-    ("options", "name"),
+    ("section", "options", "name"),
     [
-        ({"steps": 0}, "steps"),
-        ({"draws": 0}, "draws"),
-        ({"draw_range": (0.5, 0.5)}, "draw_range"),
-        ({"prompt_dropout": 1.0}, "prompt_dropout"),
-        ({"branching": (2, 0)}, "branching"),
-        ({"branching": (2,), "likelihood": "matching"}, "branching"),
+        (Denoising, {"steps": 0}, "steps"),
+        (Denoising, {"likelihood": {"type": "matching", "draws": 0}}, "likelihood.draws"),
+        (Denoising, {"likelihood": {"type": "matching", "draw_range": (0.5, 0.5)}}, "draw_range"),
+        (Denoising, {"likelihood": {"branching": (2, 0)}}, "branching"),
+        (Denoising, {"likelihood": {"branching": (2,), "type": "matching"}}, "unknown key likelihood.branching"),
+        (Denoising, {"likelihood": {"tail": {"type": "dpm++", "steps": 0}}}, "likelihood.tail.steps"),
+        (Denoising, {"likelihood": {"transition": {"type": "cps", "noise": 1.5}}}, "likelihood.transition.noise"),
+        (DenoisingDemonstrations, {"prompt_dropout": 1.0}, "prompt_dropout"),
+        (DenoisingDemonstrations, {"draw_range": (0.0, 1.0)}, "draw_range"),
     ],
 )
-def test_bad_settings_name_the_option(options, name):
-    with pytest.raises(ValueError, match=name):
-        Denoising(**options)
+def test_bad_settings_name_the_option(section, options, name):
+    with pytest.raises(SettingsError, match=name):
+        make(section, options)
 
 
 def test_guidance_by_hand():

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
+from mmrl.sims import build
 
 from mmrl.errors import UserError
-from sims import build
 
 gymnasium = pytest.importorskip("gymnasium")
 
@@ -131,11 +131,23 @@ def test_one_that_raises_loses_the_episodes_of_all(walk):
     assert sim.reset([0, 1], ["default"] * 2).state[0] == np.float32(by_hand(0, [])[0])
 
 
+def test_others_go_on_where_one_is_dropped(walk):
+    sim = walk(2)
+    sim.reset([0, 1], ["default"] * 2)
+    with pytest.warns(RuntimeWarning, match="enough"):
+        sim.drop(np.array([1]), "enough")
+    step = sim.step(np.full((2, 1, 1), 0.1))
+    assert step.valid.tolist() == [[True], [False]] and sim.running.tolist() == [True, False]
+    np.testing.assert_allclose(step.observation.state[0], by_hand(0, [0.1])[-1], atol=1e-6)
+    assert sim.reset([0, 1], ["default"] * 2).state[1] == np.float32(by_hand(1, [])[0])
+
+
 def test_what_gymnasium_cannot_do_is_refused(walk):
     sim = walk(2)
     sim.reset([0, 1], ["default"] * 2)
+    sim.step(np.zeros((2, 1, 1)), np.array([True, False]))
     with pytest.raises(UserError, match=r"rows \[1\] cannot be left inactive"):
-        sim.step(np.zeros((2, 1, 1)), np.array([True, False]))
+        sim.step(np.zeros((2, 1, 1)))
     with pytest.raises(UserError, match="no scripted expert"):
         sim.expert()
     with pytest.raises(UserError, match="DISABLED or NEXT_STEP"):

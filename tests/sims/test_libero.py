@@ -2,21 +2,21 @@
 
 import numpy as np
 import pytest
+from mmrl.sims import build
 
 from mmrl.errors import UserError
-from sims import build
 
-pytest.importorskip("libero", reason="needs LIBERO: pip install 'mmrl[libero]'")
+pytest.importorskip("libero", reason="needs LIBERO: pip install -e '.[libero]'")
 pytest.importorskip("mujoco")
 
-from sims.mujoco.gl import choose_backend  # noqa: E402
+from mmrl.sims.mujoco.gl import choose_backend  # noqa: E402
 
 try:
     choose_backend()
 except UserError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-from sims.libero.simulator import (  # noqa: E402
+from mmrl.sims.libero.simulator import (  # noqa: E402
     EVALUATION_STARTS,
     IDLE,
     ControlEnv,

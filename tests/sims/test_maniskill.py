@@ -6,13 +6,13 @@ import sys
 
 import numpy as np
 import pytest
+from mmrl.sims import build, run_episodes
 
 from mmrl.errors import UserError
-from sims import build, run_episodes
 
-pytest.importorskip("mani_skill", reason="needs ManiSkill: pip install 'mmrl[maniskill]'")
+pytest.importorskip("mani_skill", reason="needs ManiSkill: pip install -e '.[maniskill]'")
 
-from sims.maniskill.driver import choose_device, describe  # noqa: E402
+from mmrl.sims.maniskill.driver import choose_device, describe  # noqa: E402
 
 try:
     choose_device()
@@ -162,7 +162,7 @@ def test_what_does_not_exist_is_named(state):
 def test_a_missing_driver_is_named_with_the_command_that_brings_one():
     assert describe()
     lost = subprocess.run(
-        [sys.executable, "-c", "from sims.maniskill.driver import describe; print(describe())"],
+        [sys.executable, "-c", "from mmrl.sims.maniskill.driver import describe; print(describe())"],
         env=os.environ | {"VK_ICD_FILENAMES": "/nowhere.json", "VK_DRIVER_FILES": "", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

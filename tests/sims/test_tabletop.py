@@ -7,17 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mmrl.sims import build, run_episodes
 
 from mmrl.errors import UserError
-from sims import build, run_episodes
 
 mujoco = pytest.importorskip("mujoco")
 
-from sims.mujoco import TASKS  # noqa: E402
-from sims.mujoco.arm import HIGH, LOW, inverse_kinematics  # noqa: E402
-from sims.mujoco.gl import choose_backend  # noqa: E402
-from sims.mujoco.scene import CUBE, compile_model  # noqa: E402
-from sims.mujoco.tasks import COLOURS, View, placed, pushed, reached, stacked  # noqa: E402
+from mmrl.sims.mujoco import TASKS  # noqa: E402
+from mmrl.sims.mujoco.arm import HIGH, LOW, inverse_kinematics  # noqa: E402
+from mmrl.sims.mujoco.gl import choose_backend  # noqa: E402
+from mmrl.sims.mujoco.scene import CUBE, compile_model  # noqa: E402
+from mmrl.sims.mujoco.tasks import COLOURS, View, placed, pushed, reached, stacked  # noqa: E402
 
 try:
     choose_backend()
@@ -352,7 +352,7 @@ def test_the_backend_is_chosen_and_an_unclosed_simulator_leaves_quietly():
 
 def test_a_missing_package_is_named_with_its_extra():
     done = in_process("import sys; sys.modules['mujoco'] = None\n" + BUILD)
-    assert "UserError: simulator 'tabletop': " in done.stderr and "pip install 'mmrl[mujoco]'" in done.stderr
+    assert "UserError: simulator 'tabletop': " in done.stderr and "pip install -e '.[mujoco]'" in done.stderr
 
 
 # Persistence

@@ -5,12 +5,14 @@ import sys
 import time
 from pathlib import Path
 
+import mmrl.sims.workers
 import numpy as np
 import pytest
+from mmrl.sims import build, run_episodes
 
-import sims.workers
 from mmrl.errors import UserError
-from sims import build, run_episodes
+from tests.processes import running
+from tests.sims.alike import assert_alike
 from tests.sims.trouble import DIE, HANG, RAISE
 
 LINE, TROUBLE = "tests.sims.line_simulator:Line", "tests.sims.trouble:Trouble"
@@ -37,35 +39,15 @@ def chunk(count, amount=0.1, **others):
     return actions
 
 
-def running(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-
-
 def test_workers_change_nothing(behind):
     plain, split = build(LINE, 5), behind(LINE, 5, 2)
     assert len(split.simulator._workers) == 2 and split.simulator.tasks == ("go", "stay")
-    tasks, seeds = ["go", "stay", "go", "go", "go"], [0, 50, 90, 3, 300]
-    for sim in (plain, split):
-        sim.reset(seeds, tasks)
-    for active in ([1, 1, 1, 1, 1], [0, 1, 1, 0, 1], [1, 1, 1, 1, 1]):
-        actions = np.random.default_rng(0).uniform(0, 0.4, (5, 3, 1))
-        a, b = (sim.step(actions, np.array(active, bool)) for sim in (plain, split))
-        for name in ("reward", "terminated", "truncated", "success", "valid", "dropped"):
-            assert np.array_equal(getattr(a, name), getattr(b, name)), name
-        assert np.array_equal(a.observation.state, b.observation.state)
-        assert np.array_equal(a.observation.images, b.observation.images)
-        assert a.observation.instructions == b.observation.instructions
-    assert np.array_equal(plain.expert(length=2), split.expert(length=2))
-    assert split.simulator.restarts == 0
+    assert_alike(plain, split)
 
 
 def test_the_tabletop_plays_the_same_episodes_in_a_process_of_its_own(behind):
     pytest.importorskip("mujoco")
-    from sims.mujoco.gl import choose_backend
+    from mmrl.sims.mujoco.gl import choose_backend
 
     try:
         choose_backend()
@@ -132,7 +114,7 @@ def test_rows_left_inactive_while_their_worker_dies_are_lost_too(behind):
 
 
 def test_a_stopped_process_is_found_before_its_deadline(behind, monkeypatch):
-    monkeypatch.setattr(sims.workers, "SILENT_S", 2.5)
+    monkeypatch.setattr(mmrl.sims.workers, "SILENT_S", 2.5)
     sim = behind(TROUBLE, 1, 1, deadline_s=60)
     sim.reset([1], ["go"])
     os.kill(sim.simulator.pids[0], signal.SIGSTOP)
@@ -143,7 +125,7 @@ def test_a_stopped_process_is_found_before_its_deadline(behind, monkeypatch):
 
 
 def test_a_slow_chunk_is_not_taken_for_a_stopped_process(behind, monkeypatch):
-    monkeypatch.setattr(sims.workers, "SILENT_S", 4)
+    monkeypatch.setattr(mmrl.sims.workers, "SILENT_S", 4)
     sim = behind(TROUBLE, 1, 1, deadline_s=6)
     sim.reset([1], ["go"])
     with pytest.warns(RuntimeWarning, match="no answer in 6 s"):
@@ -181,7 +163,7 @@ def test_what_is_asked_wrongly_is_refused_in_one_line(behind):
         build(LINE, 1, workers=1, deadline_s=0)
     with pytest.raises(UserError, match="needs workers"):
         build(LINE, 1, python=sys.executable)
-    with pytest.raises(RuntimeError, match="OSError: out of arms"):
+    with pytest.raises(UserError, match="cannot be made: OSError: out of arms"):
         build(TROUBLE, 1, {"refuse_start": True}, workers=1)
     sim = behind(LINE, 1, 1)
     sim.close()
@@ -208,7 +190,7 @@ def test_nobody_is_left_behind(behind):
     assert not any(running(pid) for pid in before)
     script = """
 import sys, numpy as np
-from sims import build
+from mmrl.sims import build
 from tests.sims.trouble import HANG
 sim = build("tests.sims.trouble:Trouble", 2, workers=2)
 sim.reset([1, 2], ["go", "go"])

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
+from mmrl.tasks.visual_qa.digits import CELL, KINDS, PLACES, DigitsSource, split_indices
 
-from tasks.visual_qa import build
-from tasks.visual_qa.digits import CELL, KINDS, PLACES, DigitsSource, split_indices
+from tests.tasks.choosing import build
 
 
 def expected(prompt):
@@ -96,7 +96,7 @@ def test_careless_demonstrations_are_one_too_high_and_change_nothing_else():
 
 
 def test_held_out_demonstrations_are_never_careless():
-    task = build({"data": {"kind": "digits", "careless": 1.0, "train_size": 50, "eval_size": 50}}, 0)
+    task = build("visual_qa", {"data": {"type": "digits", "careless": 1.0, "train_size": 50, "eval_size": 50}}, 0)
     assert all(p.metadata["demonstration"] == p.answer for p in task.evaluation)
     assert any(p.metadata["demonstration"] != p.answer for p in task.train)
 
@@ -109,7 +109,7 @@ def test_layouts(cells):
 
 
 def test_jitter_moves_pixels_inside_their_cell():
-    from tasks.visual_qa.digits import canvas
+    from mmrl.tasks.visual_qa.digits import canvas
 
     images = np.zeros((2, 8, 8), dtype=np.uint8)
     images[:, 3, 4] = 200

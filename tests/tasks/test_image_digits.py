@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 import torch
+from mmrl.tasks.image_generation import digits
+from mmrl.tasks.image_generation.digits import DigitCorrect, DigitsSource, heldout_accuracy, split_indices, texts, words
+from mmrl.tasks.visual_qa.digits import split_indices as visual_qa_split
 
 from mmrl.errors import UserError
 from mmrl.rollouts import Prompt, Sample
-from tasks.image_generation import digits
-from tasks.image_generation.digits import DigitCorrect, DigitsSource, heldout_accuracy, split_indices, texts, words
-from tasks.visual_qa.digits import split_indices as visual_qa_split
 
 
 def drawn(answer, image):

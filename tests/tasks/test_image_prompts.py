@@ -3,8 +3,7 @@ import logging
 import re
 
 import pytest
-
-from tasks.image_generation.prompts import hold_out, load, warn_of_overlap
+from mmrl.tasks.image_generation.prompts import hold_out, load, warn_of_overlap
 
 GENEVAL = {
     "tag": "position",
@@ -63,6 +62,10 @@ def included(**changes):
     "format, line, reason",
     [
         ("plain", '{"prompt": "a cat"', "not JSON"),
+        ("plain", '{"prompt": "half \\ud83d"}', "field 'prompt': half of a surrogate pair"),
+        ("plain", "[" * 100_000, "more than 64 levels deep"),
+        ("plain", '{"prompt": "a", "more": ' + "[" * 99 + "]" * 99 + "}", "field 'more': more than 64 levels"),
+        ("plain", '{"prompt": "a", "more": ' + "9" * 5000 + "}", "not to be read: Exceeds the limit"),
         ("plain", '["a cat"]', "a row must be an object, not list"),
         ("plain", {"text": "a cat"}, r"key 'prompt' is missing \(keys: text\)"),
         ("plain", {"prompt": " "}, "key 'prompt' is empty"),
@@ -102,6 +105,8 @@ def test_bad_files(tmp_path):
     (tmp_path / "latin.txt").write_bytes("a café".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin.txt, line 1: not UTF-8"):
         load(tmp_path / "latin.txt")
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfa cat\r\na dog\n\n\n")
+    assert [(p.id, p.text) for p in load(tmp_path / "marked.txt")] == [("marked:1", "a cat"), ("marked:2", "a dog")]
     with pytest.raises(ValueError, match="ends in .txt or .jsonl"):
         load(write(tmp_path, ["a cat"], "prompts.csv"))
     with pytest.raises(ValueError, match="empty.jsonl: no prompt in it"):

@@ -3,13 +3,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from scipy import ndimage
-
-from mmrl.errors import UserError
-from mmrl.rollouts import Prompt, Sample
-from tasks.image_generation import build, checker
-from tasks.image_generation.checker import ShapesChecked, ShapesRedrawn, marks, read
-from tasks.image_generation.shapes import (
+from mmrl.tasks.image_generation import checker
+from mmrl.tasks.image_generation.checker import ShapesChecked, ShapesRedrawn, marks, read
+from mmrl.tasks.image_generation.shapes import (
     COLOURS,
     GAP,
     GRID,
@@ -27,6 +23,11 @@ from tasks.image_generation.shapes import (
     scenes,
     words,
 )
+from scipy import ndimage
+
+from mmrl.errors import UserError
+from mmrl.rollouts import Prompt, Sample
+from tests.tasks.choosing import build
 
 RED, GREEN, BLUE = (1.0, 0, 0), (0, 1.0, 0), (0, 0, 1.0)
 BY_HAND = """
@@ -207,8 +208,10 @@ def test_which_combinations_a_split_holds():
 
 
 def test_a_base_may_see_every_combination_while_those_of_rl_stay_held_out():
-    data = {"kind": "shapes", "kinds": ["count"], "colours": ["red", "green"], "max_count": 3, "train_size": 400}
-    base, rl = (build({"data": {**data, "combinations": name}}, seed=0) for name in ("all", "train"))
+    data = {"type": "shapes", "scenes": ["count"], "colours": ["red", "green"], "max_count": 3, "train_size": 400}
+    base, rl = (
+        build("image_generation", {"data": {**data, "combinations": name}}, seed=0) for name in ("all", "train")
+    )
     asked = [{prompt.text for prompt in map(source.__getitem__, range(400))} for source in (base.train, rl.train)]
     held = {prompt.text for prompt in map(rl.evaluation.__getitem__, range(400))}
     assert not asked[1] & held and asked[0] == asked[1] | held and len(asked[0]) == 18

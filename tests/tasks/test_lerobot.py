@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from mmrl.errors import UserError
-from tasks.manipulation import build
+from tests.tasks.choosing import build
 
 FPS, SIZE, LENGTHS = 10, 32, (5, 3, 4)
 TASKS = ["push the cube", "lift the cube"]
@@ -123,11 +123,12 @@ class Table:
 
 def source(root, options=None, **demonstrations):
     return build(
+        "manipulation",
         {
             "simulator": "tests.tasks.test_lerobot:Table",
             "options": options or {},
             "tasks": ["go"],
-            "demonstrations": {"lerobot": str(root), **demonstrations},
+            "demonstrations": {"type": "lerobot", "path": str(root), **demonstrations},
         },
         seed=0,
     ).train
@@ -198,9 +199,9 @@ def test_what_does_not_fit_is_named(dataset, tmp_path):
     (torn / "data/chunk-000/episode_000001.parquet").unlink()
     with pytest.raises(UserError, match=r"episode_000001\.parquet is missing"):
         source(torn)
-    with pytest.raises(ValueError, match="noise is for the scripted expert"):
+    with pytest.raises(ValueError, match=r"unknown key task\.demonstrations\.noise"):  # of the scripted expert
         source(dataset(), noise=0.1)
-    with pytest.raises(ValueError, match="camera is for the data set"):
-        build({"demonstrations": {"camera": FRONT}}, seed=0)
-    with pytest.raises(ValueError, match="did you mean 'lerobot'"):
-        build({"demonstrations": {"lerobt": "x"}}, seed=0)
+    with pytest.raises(ValueError, match=r"unknown key task\.demonstrations\.camera"):  # of the data set
+        build("manipulation", {"demonstrations": {"camera": FRONT}}, seed=0)
+    with pytest.raises(ValueError, match=r"task\.demonstrations\.type=lerobt is unknown .did you mean lerobot"):
+        build("manipulation", {"demonstrations": {"type": "lerobt", "path": "x"}}, seed=0)

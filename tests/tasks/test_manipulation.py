@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from mmrl.tasks.manipulation import tiny_model
+from mmrl.tasks.manipulation.episodes import DEMONSTRATED, DemonstrationSource, EpisodeSource, record_expert
 
 from mmrl.errors import UserError
 from mmrl.rollouts import Episode, Prompt, Sample
-from tasks.manipulation import build, tiny_model
-from tasks.manipulation.episodes import DEMONSTRATED, DemonstrationSource, EpisodeSource, record_expert
+from tests.tasks.choosing import build
 
 LINE = {"simulator": "tests.sims.line_simulator:Line", "tasks": ["go"]}
 EPISODE = Episode("go", success=True, success_at_end=False, length=3, reward=1.5)
@@ -20,9 +21,9 @@ def seeds(source, n):
 
 
 def test_training_and_held_out_starts_never_meet():
-    held_out = build({**LINE, "eval_size": 1_000_000, "eval_seed": 999_999}, 0).evaluation
+    held_out = build("manipulation", {**LINE, "eval_size": 1_000_000, "eval_seed": 999_999}, 0).evaluation
     latest = held_out[len(held_out) - 1].metadata["seed"]
-    tasks = [build({**LINE, "train_size": 1000}, seed) for seed in (0, 1)]
+    tasks = [build("manipulation", {**LINE, "train_size": 1000}, seed) for seed in (0, 1)]
     assert latest < min(seeds(tasks[0].train, 1000))
     assert not seeds(tasks[0].train, 1000) & seeds(tasks[1].train, 1000)
     assert len(seeds(tasks[0].train, 1000)) == 1000
@@ -41,7 +42,8 @@ def test_tasks_take_turns_and_share_seeds():
 
 
 def test_every_word_of_the_tabletop_is_known():
-    task = build({"tasks": ["reach", "push", "lift", "pick_and_place", "stack"], "options": {"image_size": 8}}, 0)
+    tasks = ["reach", "push", "lift", "pick_and_place", "stack"]
+    task = build("manipulation", {"tasks": tasks, "options": {"image_size": 8}}, 0)
     tokenizer = tiny_model.build_tokenizer()
     with task.make_simulator(20) as sim:
         for seed in range(0, 60, 20):
@@ -55,7 +57,7 @@ def test_every_word_of_the_tabletop_is_known():
 
 def test_the_expert_is_recorded_step_by_step():
     """On the line it always moves by 0.25: from 0.2 it needs 4 moves, and each image shows the seed it started from."""
-    with build(LINE, 0).make_simulator(2) as sim:
+    with build("manipulation", LINE, 0).make_simulator(2) as sim:
         made = record_expert(sim, [("go", 20), ("go", 60), ("go", 70)], noise=0.0, successful=True, seed=0)
     assert [len(episode.actions) for episode in made] == [4, 2, 2]
     np.testing.assert_allclose(made[0].state[:, 0], [0.2, 0.45, 0.7, 0.95], atol=1e-6)
@@ -68,7 +70,7 @@ def test_the_expert_is_recorded_step_by_step():
 
 
 def test_noise_disturbs_what_is_done_not_what_is_shown():
-    with build(LINE, 0).make_simulator(4) as sim:
+    with build("manipulation", LINE, 0).make_simulator(4) as sim:
         starts = [("go", seed) for seed in (0, 10, 20, 30)]
         made = record_expert(sim, starts, noise=0.1, successful=False, seed=0)
         again = record_expert(sim, starts, noise=0.1, successful=False, seed=0)
@@ -82,7 +84,7 @@ def test_noise_disturbs_what_is_done_not_what_is_shown():
 
 def test_failed_episodes_are_left_out():
     """Noise that mostly pushes back: some episodes run out of time."""
-    with build(LINE, 0).make_simulator(50) as sim:
+    with build("manipulation", LINE, 0).make_simulator(50) as sim:
         starts = [("go", seed) for seed in range(50)]
         every = record_expert(sim, starts, noise=0.3, successful=False, seed=1)
         good = record_expert(sim, starts, noise=0.3, successful=True, seed=1)
@@ -90,8 +92,8 @@ def test_failed_episodes_are_left_out():
 
 
 def test_shuffled_instructions_are_another_episodes():
-    own = build({**LINE}, 0).make_simulator(4)
-    other = build({**LINE, "instructions": "shuffled"}, 0).make_simulator(4)
+    own = build("manipulation", {**LINE}, 0).make_simulator(4)
+    other = build("manipulation", {**LINE, "instructions": "shuffled"}, 0).make_simulator(4)
     mine = own.reset([1, 2, 2, 3], ["go"] * 4).instructions
     theirs = other.reset([1, 2, 2, 3], ["go"] * 4).instructions
     assert all(a != b for a, b in zip(mine, theirs, strict=True)) and set(theirs) <= set(mine)
@@ -100,8 +102,8 @@ def test_shuffled_instructions_are_another_episodes():
 
 
 def test_what_an_episode_earns():
-    rewards = [{"name": f"tasks.manipulation.rewards:{n}"} for n in ("success", "success_at_end", "simulator")]
-    task = build({**LINE, "rewards": rewards}, 0)
+    rewards = [{"name": f"mmrl.tasks.manipulation.rewards:{n}"} for n in ("success", "success_at_end", "simulator")]
+    task = build("manipulation", {**LINE, "rewards": rewards}, 0)
     samples = [
         Sample(Prompt("a", "go"), episode=EPISODE),
         Sample(Prompt("b", "go"), episode=replace(EPISODE, lost=True)),
@@ -119,8 +121,11 @@ def test_what_an_episode_earns():
     ("options", "message"),
     [
         ({"workers": 2, "turns": 3}, "turns=3 needs as many workers; workers=2"),
-        ({"taks": ["go"]}, "unknown key taks, did you mean 'tasks'"),
-        ({"demonstrations": {"episode": 3}}, "unknown key demonstrations.episode, did you mean 'episodes'"),
+        ({"taks": ["go"]}, r"unknown key task\.taks; did you mean task\.tasks"),
+        (
+            {"demonstrations": {"episode": 3}},
+            r"unknown key task\.demonstrations\.episode; did you mean .*\.episodes",
+        ),
         ({"tasks": []}, "tasks: "),
         ({"rewards": [{"name": "sucess"}]}, "unknown reward 'sucess'"),
         ({"demonstrations": {"episodes": 1}, "tasks": ["fly"]}, "has no 'fly'"),
@@ -129,11 +134,11 @@ def test_what_an_episode_earns():
 )
 def test_faulty_options_are_named(options, message):
     with pytest.raises((ValueError, UserError), match=message):
-        assert build({**LINE, **options}, 0).train
+        assert build("manipulation", {**LINE, **options}, 0).train
 
 
 def test_demonstrations_come_with_the_task():
-    task = build({**LINE, "demonstrations": {"episodes": 3}, "rows": 2}, 0)
+    task = build("manipulation", {**LINE, "demonstrations": {"episodes": 3}, "rows": 2}, 0)
     assert isinstance(task.train, DemonstrationSource) and len(task.train.episodes) == 3
     assert isinstance(task.evaluation, EpisodeSource)
     assert torch.tensor(task.train[0].metadata["observation"].state).shape == (1, 1)

@@ -1,15 +1,23 @@
 import importlib.util
 import io
 import json
+import logging
+import os
 import re
+import struct
+import zlib
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from mmrl.tasks.visual_qa import files
+from mmrl.tasks.visual_qa.files import FileSource
+from mmrl.tasks.visual_qa.huggingface import HuggingFaceSource
+from mmrl.tasks.visual_qa.rows import Fields
 from PIL import Image
 
-from tasks.visual_qa.files import FileSource
-from tasks.visual_qa.huggingface import HuggingFaceSource
+from mmrl import records
+from mmrl.errors import UserError
 
 
 def png(red):
@@ -75,7 +83,7 @@ def test_jsonl_by_path(pictures):
 
 
 def test_bad_rows_are_listed_with_file_line_and_field(pictures):
-    (pictures / "torn.png").write_bytes(png(1)[:50])
+    (pictures / "torn.png").write_bytes(png(1)[:20])
     bad = [
         ("{'not': json}", "not JSON"),
         ('["a list"]', "object"),
@@ -109,8 +117,251 @@ def test_share_of_bad_rows_stops_or_not(pictures):
         FileSource(path, max_bad_share=0.09)
     unchecked = FileSource(path, validate=False)
     assert len(unchecked) == 10 and unchecked[0].answer == "0"
-    with pytest.raises(ValueError, match="line 10: not JSON"):
+    with pytest.raises(UserError, match="1 of 10 rows cannot be used.*line 10: not JSON"):
         unchecked[9]
+
+
+def test_a_picture_that_turns_out_torn_costs_its_row_when_it_is_used(pictures, caplog):
+    (pictures / "torn.png").write_bytes(png(9)[:50])  # the header is whole
+    path = write_jsonl(pictures, [question(n % 4) for n in range(8)] + [question(1, images=["torn.png"])] * 2)
+    source = FileSource(path, max_bad_share=0.2)
+    assert len(source) == 10 and source.bad == []
+    with caplog.at_level(logging.WARNING):
+        assert [red(source[i]) for i in (8, 9, 8, 0)] == [[0]] * 4  # the next good row, and after the last the first
+    assert [row.line for row in source.bad] == [9, 10]
+    assert caplog.text.count("left out, the next row takes its place") == 2 and "line 9: field 'images'" in caplog.text
+    assert len(source) == 10  # the places of all others stay as they are
+    strict = FileSource(path, max_bad_share=0.1)
+    with pytest.raises(UserError, match="2 of 10 rows cannot be used.*torn.png"):
+        strict[8]
+
+
+def test_where_no_row_can_be_used(pictures):
+    (pictures / "torn.png").write_bytes(png(9)[:50])
+    source = FileSource(write_jsonl(pictures, [question(1, images=["torn.png"])] * 2), max_bad_share=1)
+    with pytest.raises(UserError, match="no row of it can be used; the first: .*line 1"):
+        source[1]
+
+
+REFUSED = {
+    "absolute": ("/etc/hostname", "is an absolute path; write it relative to image_root="),
+    "up": ("../secret.png", r"goes up by \.\.; write"),
+    "up and down": ("sub/../0.png", r"goes up by \.\.; write"),
+    "link out": ("link.png", "leads out of image_root="),
+    "folder that leads out": ("way/secret.png", "leads out of image_root="),
+    "itself": (".", "leads out of image_root="),
+    "loop": ("loop.png", "cannot read 'loop.png'"),
+    "pipe": ("pipe.png", "is no regular file"),
+    "folder": ("sub", "is no regular file"),
+    "long": ("x" * 5000, "File name too long"),
+    "zero byte": ("a\0.png", "embedded null"),
+    "program": ("page.eps", "cannot read 'page.eps': no PNG, JPEG, WEBP, GIF, BMP or TIFF"),
+    "huge": ("huge.png", "has 13000 x 13000 pixels, more than max_pixels=40000000"),
+    "number": (7, "neither a path nor bytes"),
+    "bytes of JSON": ({"bytes": "abc"}, "neither a path nor bytes"),
+}
+
+
+@pytest.fixture
+def traps(pictures):
+    root = pictures / "root"
+    (root / "sub").mkdir(parents=True)
+    (pictures / "secret.png").write_bytes(png(1))
+    (root / "0.png").write_bytes(png(0))
+    (root / "inner.png").symlink_to("0.png")
+    (root / "link.png").symlink_to(pictures / "secret.png")
+    (root / "way").symlink_to(pictures)
+    (root / "loop.png").symlink_to("loop.png")
+    os.mkfifo(root / "pipe.png")
+    Image.new("RGB", (4, 4)).save(root / "page.eps")
+    header = b"IHDR" + struct.pack(">IIBBBBB", 13000, 13000, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    (root / "huge.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 4) + b"IDAT" + bytes(8))
+    return root
+
+
+@pytest.mark.parametrize(("picture", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_pictures_that_a_file_may_not_open(traps, picture, reason):
+    path = write_jsonl(traps, [question(0), question(0, images=[picture])])
+    source = FileSource(path, max_bad_share=0.5)
+    assert len(source) == 1
+    assert re.search(f"line 2: field 'images', picture 0: .*{reason}", source.bad[0].reason), source.bad[0].reason
+    assert "\n" not in source.bad[0].reason
+
+
+def test_links_and_roots_that_lead_below_are_followed(traps):
+    assert red(FileSource(write_jsonl(traps, [question(0, images=["inner.png"])]))[0]) == [0]
+    (traps.parent / "other").symlink_to(traps)
+    path = write_jsonl(traps.parent, [question(0)])
+    assert red(FileSource(path, image_root=traps.parent / "other")[0]) == [0]
+    with pytest.raises(ValueError, match="has 5 x 4 pixels, more than max_pixels=19"):
+        FileSource(path, max_pixels=19)
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_formats_that_are_read(tmp_path, format):
+    Image.new("RGB", (8, 8), (200, 0, 0)).save(tmp_path / "picture", format)
+    (image,) = FileSource(write_jsonl(tmp_path, [question(0, images=["picture"])]))[0].images
+    assert image.mode == "RGB" and image.size == (8, 8) and abs(image.getpixel((0, 0))[0] - 200) < 9
+
+
+ROWS = {
+    "surrogate": ('{"problem": "half \\ud83d", "answer": "1"}', "field 'problem': half of a surrogate pair"),
+    "surrogate inside": ('{"problem": "?", "answer": "1", "more": [{"a": "\\udc00"}]}', "field 'more': half of a"),
+    "surrogate in a name": ('{"problem": "?", "answer": "1", "a\\udc00": 1}', "half of a surrogate pair"),
+    "deep": ('{"problem": "?", "answer": "1", "more": ' + "[" * 100 + "]" * 100 + "}", "field 'more': more than 64"),
+    "very deep": ("[" * 100_000, "more than 64 levels deep"),
+    "many digits": ('{"problem": "?", "answer": ' + "9" * 5000 + "}", "not to be read: Exceeds the limit"),
+    "digits": ('{"problem": "?", "answer": ' + "9" * 400 + "}", "field 'answer': an integer of 1329 bits"),
+    "infinite": ('{"problem": "?", "answer": 1e999}', "field 'answer' is inf, which no answer equals"),
+    "no number": ('{"problem": "?", "answer": NaN}', "field 'answer' is nan, which no answer equals"),
+    "not UTF-8": (b'{"problem": "caf\xe9", "answer": "1"}', "not JSON, for it is not UTF-8"),
+    "image": ({"problem": "?", "answer": "1", "image": "0.png"}, "is missing, but there is 'image': set image_field="),
+    "Images": ({"problem": "?", "answer": "1", "Images": ["0.png"]}, "is missing, but there is 'Images'"),
+    "empty images": ({"problem": "?", "answer": "1", "images": None, "image": "0.png"}, "but there is 'image'"),
+}
+
+
+@pytest.mark.parametrize(("row", "reason"), ROWS.values(), ids=ROWS.keys())
+def test_rows_that_would_end_the_run_later_are_named(pictures, row, reason):
+    path = write_jsonl(pictures, [question(0)])
+    line = row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    source = FileSource(path, max_bad_share=0.5)
+    assert len(source) == 1
+    assert re.search(f"line 2: .*{reason}", source.bad[0].reason), source.bad[0].reason
+    source.bad[0].reason.encode()
+
+
+def test_names_that_are_not_near_are_metadata(pictures):
+    path = write_jsonl(pictures, [{"problem": "?", "answer": "1", "image_id": 7, "image": None}])
+    assert FileSource(path)[0].metadata == {"image_id": 7, "image": None}
+
+
+def test_a_line_that_is_too_long_is_not_read(pictures, monkeypatch):
+    monkeypatch.setattr(records, "LONGEST_LINE", 1000)
+    path = write_jsonl(pictures, [question(0), question(1, more="x" * 5000), question(2)])
+    monkeypatch.setattr(files, "LONGEST_LINE", 1000)
+    source = FileSource(path, max_bad_share=0.5)
+    assert [red(source[i]) for i in range(2)] == [[0], [2]] and source[1].id == "questions:3"
+    assert source.bad[0].line == 2 and "longer than" in source.bad[0].reason
+
+
+@pytest.fixture
+def counted(monkeypatch, tmp_path):
+    """How many rows are checked."""
+    monkeypatch.setenv("MMRL_ROW_CACHE", str(tmp_path / "cache"))
+    checked, check = [], Fields.check
+
+    def count(self, row):
+        checked.append(row)
+        return check(self, row)
+
+    monkeypatch.setattr(Fields, "check", count)
+    return checked
+
+
+def test_a_verdict_is_kept_until_the_file_or_an_option_changes(pictures, counted):
+    path = write_jsonl(pictures, [question(0), "oops", question(1)])
+    first = FileSource(path, max_bad_share=0.5)
+    assert len(counted) == 2 and len(first) == 2
+    again = FileSource(path, max_bad_share=0.5)
+    assert len(counted) == 2 and again.bad == first.bad and [red(again[i]) for i in range(2)] == [[0], [1]]
+    with pytest.raises(ValueError, match="1 of 3 rows"):  # the share is asked about each time
+        FileSource(path)
+    FileSource(path, max_bad_share=0.5, max_pixels=50)
+    assert len(counted) == 4
+    os.utime(path, ns=(1, 1))
+    FileSource(path, max_bad_share=0.5)
+    assert len(counted) == 6
+    write_jsonl(pictures, [question(0), question(1), question(2)])
+    os.utime(path, ns=(1, 1))
+    assert len(FileSource(path)) == 3 and len(counted) == 9
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"count": 3, "bad": [[7, "x"]]}', '{"count": 3, "bad": 1}', "[" * 99999])
+def test_a_verdict_that_cannot_be_read_is_none(pictures, counted, text, tmp_path):
+    path = write_jsonl(pictures, [question(0), question(1), question(2)])
+    FileSource(path)
+    (kept,) = (tmp_path / "cache").glob("*.json")
+    kept.write_text(text)
+    assert len(FileSource(path)) == 3 and len(counted) == 6
+
+
+def test_verdicts_that_cannot_be_kept_are_no_fault(pictures, counted, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    for _ in range(2):
+        assert len(FileSource(write_jsonl(pictures, [question(0)]))) == 1
+    assert len(counted) == 2
+
+
+def test_parquet_row_groups_are_read_once_and_as_many_kept_as_fit(tmp_path, caplog):
+    path = tmp_path / "questions.parquet"
+    pq.write_table(pa.Table.from_pylist(rows(12)), path, row_group_size=3)
+    reads = []
+
+    def source(gib):
+        made = FileSource(path, validate=False, parquet_gib=gib)
+        unpacked = made._rows._unpacked
+        made._rows._unpacked = lambda group: (reads.append(group), unpacked(group))[1]
+        return made
+
+    with caplog.at_level(logging.WARNING):
+        everything = source(1.0)
+        assert [red(everything[i])[0] for i in (0, 11, 1, 10, 4, 0)] == [0, 11, 1, 10, 4, 0] and reads == [0, 3, 1]
+        assert caplog.text == ""
+        reads.clear()
+        one = source(0.0)
+        assert [red(one[i])[0] for i in (0, 11, 10, 1)] == [0, 11, 10, 1] and reads == [0, 3, 0]
+    assert "each prompt may read one; raise parquet_gib" in caplog.text
+
+
+def test_parquet_bombs_are_refused_by_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_GROUP", 1 << 20)
+    path = tmp_path / "questions.parquet"
+    wide = pa.array(["x" * 1000] * 20_000)
+    table = pa.table({"problem": wide, "answer": pa.array(["1"] * 20_000)})
+    pq.write_table(table, path)  # 20 MB behind a dictionary of one entry
+    assert path.stat().st_size < 20_000
+    with pytest.raises(ValueError, match="row 1: row group 0: it unpacks to more than"):
+        FileSource(path)
+    monkeypatch.setattr(files, "MAX_ROWS", 10_000)
+    with pytest.raises(ValueError, match="20000 rows in row groups of up to 20000; 10000 in groups of 4000000 are"):
+        FileSource(path)
+    monkeypatch.setattr(files, "MAX_ROWS", 20_000)
+    monkeypatch.setattr(files, "MAX_GROUP_ROWS", 10_000)
+    with pytest.raises(ValueError, match="in groups of 10000 are read at most"):
+        FileSource(path)
+
+
+def test_a_parquet_bomb_is_read_no_further_than_it_may_unpack(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_GROUP", 1 << 20)
+    monkeypatch.setattr(files, "MOST_AT_ONCE", 64)
+    path, read = tmp_path / "questions.parquet", []
+    pq.write_table(pa.table({"problem": ["x" * 1000] * 20_000, "answer": ["1"] * 20_000}), path)
+    source = FileSource(path, validate=False)
+    batches = pq.ParquetFile.iter_batches
+
+    def counted(file, *arguments, **options):
+        for part in batches(file, *arguments, **options):
+            read.append(len(part))
+            yield part
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
+    with pytest.raises(UserError, match="unpacks to more than"):
+        source[0]
+    assert 1000 < sum(read) < 1200  # of 20 000
+
+
+def test_a_torn_row_group_costs_its_rows(tmp_path):
+    path = tmp_path / "questions.parquet"
+    pq.write_table(pa.Table.from_pylist(rows(6)), path, row_group_size=3)
+    data = bytearray(path.read_bytes())
+    data[4:200] = bytes(196)
+    path.write_bytes(data)
+    source = FileSource(path, max_bad_share=0.5)
+    assert [row.line for row in source.bad] == [1, 2, 3] and "row group 0" in source.bad[0].reason
+    assert red(source[0]) == [3]
 
 
 @pytest.mark.parametrize("validate", [True, False])
@@ -147,8 +398,9 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="ends in .jsonl or .parquet"):
         FileSource(tmp_path / "a.csv")
     (tmp_path / "a.parquet").write_text("x")
-    with pytest.raises(ValueError, match="a.parquet: not a Parquet file"):
+    with pytest.raises(ValueError, match="a.parquet: not a Parquet file") as caught:
         FileSource(tmp_path / "a.parquet")
+    assert "\n" not in str(caught.value)
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match="no question in it"):
         FileSource(tmp_path / "a.jsonl")
@@ -182,6 +434,23 @@ def test_huggingface_saved_folder_and_parquet(tmp_path):
     options = {"data_files": str(tmp_path / "q.parquet"), "cache_dir": str(tmp_path / "cache")}
     source = HuggingFaceSource("parquet", "train", options=options)
     assert (len(source), red(source[2]), source[2].id) == (3, [2], "parquet:2")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs mmrl[huggingface]")
+def test_huggingface_opens_files_below_the_root_only(pictures):
+    import datasets
+
+    root = pictures / "root"
+    root.mkdir()
+    (root / "0.png").write_bytes(png(0))
+    paths = [root / "0.png", pictures / "1.png"]  # datasets writes absolute paths
+    table = [{"images": [{"bytes": None, "path": str(path)}], "problem": "?", "answer": "1"} for path in paths]
+    datasets.Dataset.from_list(table).save_to_disk(pictures / "saved")
+    source = HuggingFaceSource(str(pictures / "saved"), image_root=root, max_bad_share=0.5)
+    assert red(source[0]) == [0] and "row 1: field 'images', picture 0: " in source.bad[0].reason
+    assert "leads out of image_root" in source.bad[0].reason
+    with pytest.raises(ValueError, match="is a path, but there is no image_root"):
+        HuggingFaceSource(str(pictures / "saved"))
 
 
 def test_huggingface_without_datasets(monkeypatch):

@@ -1,9 +1,8 @@
 import pytest
 import torch
+from mmrl.tasks.visual_qa.digits import DigitsSource
+from mmrl.tasks.visual_qa.tiny_model import build
 from transformers import AutoModelForImageTextToText, AutoProcessor
-
-from tasks.visual_qa.digits import DigitsSource
-from tasks.visual_qa.tiny_model import build
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,12 @@ import math
 import re
 from pathlib import Path
 
+import mmrl.tasks.visual_qa as visual_qa
 import pytest
 import torch
 
-import tasks.visual_qa as visual_qa
 from mmrl.rollouts import Sample
-from tasks.visual_qa import build
+from tests.tasks.choosing import build
 
 
 def answered(prompt, response):
@@ -16,7 +16,7 @@ def answered(prompt, response):
 
 
 def test_digits_by_default():
-    task = build({}, seed=3)
+    task = build("visual_qa", {}, seed=3)
     assert (len(task.train), len(task.evaluation)) == (20_000, 500)
     assert task.train[0].id == "digits-train-3-0"
     assert task.evaluation[0].id == "digits-heldout-0-0"  # every run is judged on the same questions
@@ -29,13 +29,13 @@ def test_digits_by_default():
 
 def test_rewards_may_differ_from_what_is_reported():
     options = {
-        "data": {"kind": "digits", "train_size": 5, "eval_size": 5, "kinds": ["sum"], "scale": 2},
+        "data": {"type": "digits", "train_size": 5, "eval_size": 5, "questions": ["sum"], "scale": 2},
         "rewards": [{"name": "random"}, {"name": "numeric", "weight": 0.5, "options": {"atol": 2}, "label": "near"}],
         "accuracy": {"name": "numeric"},
         "instruction": "Answer in digits.",
         "system": "You add.",
     }
-    task = build(options, seed=0)
+    task = build("visual_qa", options, seed=0)
     prompt = task.train[0]
     assert prompt.text == "What is the sum of the digits?\nAnswer in digits." and prompt.system == "You add."
     assert prompt.images[0].size == (48, 16)
@@ -47,7 +47,7 @@ def test_rewards_may_differ_from_what_is_reported():
 def test_files_and_what_cannot_be_scored(tmp_path):
     path = tmp_path / "eval.jsonl"
     path.write_text(json.dumps({"problem": "2 + 2?", "answer": "four"}) + "\n")
-    task = build({"data": {"kind": "files", "eval": str(path)}, "accuracy": {"name": "numeric"}}, seed=0)
+    task = build("visual_qa", {"data": {"type": "files", "eval": str(path)}, "accuracy": {"name": "numeric"}}, seed=0)
     assert task.train is None
     values = task.accuracy([answered(task.evaluation[0], "4")])
     assert values.dtype == torch.float32 and math.isnan(values[0])
@@ -56,20 +56,26 @@ def test_files_and_what_cannot_be_scored(tmp_path):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"dat": {}}, "unknown key dat, did you mean 'data'"),
-        ({"data": {"kind": "digits", "train_sise": 4}}, r"data\.train_sise, did you mean 'train_size'"),
-        ({"data": {"kind": "digit"}}, "data.*'digits', 'files', 'huggingface'"),
-        ({"data": {"kind": "files"}}, r"data\.eval: Field required"),
-        ({"data": {"kind": "digits", "train_size": 0}}, r"data\.train_size"),
-        ({"data": {"kind": "digits", "kinds": ["product"]}}, "kinds must be some of"),
-        ({"rewards": [{"name": "numeric", "wieght": 1}]}, r"rewards\.0\.wieght, did you mean 'weight'"),
-        ({"rewards": []}, "at least one"),
+        ({"dat": {}}, r"unknown key task\.dat; did you mean task\.data\?"),
+        ({"data": {"type": "digits", "train_sise": 4}}, r"task\.data\.train_sise; did you mean task\.data\.train_size"),
+        (
+            {"data": {"type": "digit"}},
+            r"task\.data\.type=digit is unknown .did you mean digits.*; .* digits, files, huggingface,",
+        ),
+        ({"data": {"type": "files"}}, r"^task\.data\.eval: Field required"),
+        ({"data": {"type": "digits", "train_size": 0}}, r"^task\.data\.train_size: .* .got 0."),
+        ({"data": {"type": "digits", "questions": ["product"]}}, r"^task\.data\.questions\.0: .* 'which'"),
+        (
+            {"rewards": [{"name": "numeric", "wieght": 1}]},
+            r"task\.rewards\.0\.wieght; did you mean .*\.weight",
+        ),
+        ({"rewards": []}, r"^task\.rewards: .* at least 1 item"),
         ({"accuracy": {"name": "exact"}}, "unknown reward 'exact'"),
     ],
 )
 def test_bad_options(options, words):
     with pytest.raises(ValueError, match=words) as caught:
-        build(options, seed=0)
+        build("visual_qa", options, seed=0)
     assert "\n" not in str(caught.value)
 
 

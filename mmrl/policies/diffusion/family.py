@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from mmrl.samplers.settings import Space
 from mmrl.samplers.sigmas import Grid
 
+Shape = tuple[int, ...]  # of a latent
 Condition = dict[str, Tensor]  # what the text encoders say of one prompt; no batch dimension, on the CPU
 
 
@@ -18,20 +19,20 @@ class Family(Protocol):
     """One loaded model: how its prompts are encoded, its network called and its latents decoded.
 
     Latents are always [channel, height, width] an image, fp32, however the network packs them. `space` says what the
-    network predicts: "flow" the velocity noise - data at x = (1 - sigma) data + sigma noise, "noise" the noise at
+    network predicts: "velocity" the velocity noise - data at x = (1 - sigma) data + sigma noise, "noise" the noise at
     x = sqrt(1 - sigma^2) data + sigma noise.
     """
 
     module: nn.Module  # what is trained, and what the engine wraps
 
     @property
-    def space(self) -> Literal["flow", "noise"]: ...
+    def space(self) -> Space: ...
 
-    def latent_shape(self, resolution: int | None) -> tuple[int, int, int]:
+    def latent_shape(self, resolution: int | None) -> Shape:
         """Of one image of `resolution` x `resolution` pixels; None: the model's own size."""
         ...
 
-    def grid(self, steps: int, shape: tuple[int, int, int]) -> Grid:
+    def grid(self, steps: int, shape: Shape) -> Grid:
         """The noise levels of a chain of `steps` steps over latents of `shape`."""
         ...
 
@@ -59,10 +60,6 @@ class Family(Protocol):
 
     def to_latents(self, pixels: Tensor) -> Tensor:
         """The inverse of `decode` [n, 3 or 1, height, width] -> [n, channel, height, width], for demonstrations."""
-        ...
-
-    def reference(self) -> AbstractContextManager[None]:
-        """Inside it `module` is the model that training started from. Raises UserError where that is not kept."""
         ...
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:

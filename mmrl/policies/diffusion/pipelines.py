@@ -5,14 +5,13 @@ Prompts are encoded and latents decoded by the pipeline's own parts; its schedul
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,7 +22,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.errors import UserError
-from mmrl.policies.diffusion.family import Condition
+from mmrl.policies.diffusion.family import Condition, Shape
+from mmrl.policies.diffusion.settings import DiffusionModel
+from mmrl.policies.settings import LoRA
+from mmrl.samplers.settings import Space
 from mmrl.samplers.sigmas import Grid, ddim_grid, dynamic_shift, shift_towards_noise
 
 BASE_FILE = "mmrl_base.json"  # beside saved LoRA weights: the pipeline that they belong to
@@ -36,20 +38,18 @@ class Pipeline(ABC):
     on the CPU and visit the network's device while they are needed.
     """
 
-    space: Literal["flow", "noise"]
+    space: Space
     trained: ClassVar[str]  # the component that is trained
     encoders: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()  # encoders that a folder may lack
     patch: ClassVar[int] = 2  # latent sides are multiples of it
     packed: ClassVar[bool] = False  # the network takes patches [n, token, channel] instead of a picture
 
-    def __init__(self, pipe: Any, base: str, *, lora: bool = False, reference: nn.Module | None = None) -> None:
+    def __init__(self, pipe: Any, base: str, *, lora: bool = False) -> None:
         self.pipe = pipe
         self.base = base
         self.lora = lora
         self.module: Any = pipe.components[self.trained]
-        self._copy = reference
-        self._in_place: nn.Module | None = None  # answers instead of the model, inside `reference()`
 
     @property
     def device(self) -> torch.device:
@@ -66,7 +66,7 @@ class Pipeline(ABC):
         return channels, pixels // scale, pixels // scale
 
     @abstractmethod
-    def grid(self, steps: int, shape: tuple[int, int, int]) -> Grid: ...
+    def grid(self, steps: int, shape: Shape) -> Grid: ...
 
     @abstractmethod
     def levels(self, uniform: Tensor) -> tuple[Tensor, Tensor]: ...
@@ -93,9 +93,8 @@ class Pipeline(ABC):
         _, _, height, width = x.shape
         sizes = {"h": height // self.patch, "p": self.patch, "q": self.patch}
         packed = rearrange(x, "n c (h p) (w q) -> n (h w) (c p q)", **sizes) if self.packed else x
-        network = model if self._in_place is None else self._in_place
         inputs = self._inputs(time, texts, (height, width), guidance)
-        (out,) = network(packed.to(dtype), **inputs, return_dict=False)
+        (out,) = model(packed.to(dtype), **inputs, return_dict=False)
         return (rearrange(out, "n (h w) (c p q) -> n c (h p) (w q)", **sizes) if self.packed else out).float()
 
     def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -147,29 +146,7 @@ class Pipeline(ABC):
             for part in parts:
                 part.to("cpu")
 
-    # --- reference and files ---
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """With LoRA the base model, adapters off (also where training went on from a saved adapter); else the frozen
-        copy that `load(reference=True)` made. Raises UserError where there is neither."""
-        if self.lora:
-            self.module.disable_adapters()
-            try:
-                yield
-            finally:
-                self.module.enable_adapters()
-        elif self._copy is not None:
-            self._in_place = self._copy.to(self.device)
-            try:
-                yield
-            finally:
-                self._in_place = None
-        else:
-            raise UserError(
-                "the model that training started from is not kept: set algorithm.kl.coefficient above 0, or train "
-                "adapters with model.lora"
-            )
+    # --- files ---
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         """With LoRA what `pipe.load_lora_weights(folder)` takes, and the name of the base beside it; else the whole
@@ -196,10 +173,10 @@ class Pipeline(ABC):
 class FlowPipeline(Pipeline):
     """Rectified flow (arXiv 2209.03003): the network predicts noise - data."""
 
-    space = "flow"
+    space = "velocity"
     trained = "transformer"
 
-    def grid(self, steps: int, shape: tuple[int, int, int]) -> Grid:
+    def grid(self, steps: int, shape: Shape) -> Grid:
         """The scheduler's levels from 1, 1 - 1/steps, ..., 1/steps.
 
         These are what the pipelines of FLUX and Qwen-Image use. Stable Diffusion 3's own call shifts twice, the second
@@ -325,7 +302,7 @@ class NoisePipeline(Pipeline):
                 "pipelines those that predict the noise (epsilon) are supported"
             )
 
-    def grid(self, steps: int, shape: tuple[int, int, int]) -> Grid:
+    def grid(self, steps: int, shape: Shape) -> Grid:
         """The training timesteps that diffusers' DDIM visits with this pipeline's spacing and offset, then the data."""
         self._ddim.set_timesteps(steps)
         return ddim_grid(self._ddim.alphas_cumprod, self._ddim.timesteps)
@@ -385,46 +362,34 @@ CLASSES: dict[str, type[Pipeline]] = {
 }
 
 
-def load(
-    path: str,
-    *,
-    dtype: str = "float32",
-    lora: dict[str, Any] | None = None,
-    freeze: Sequence[str] = (),
-    activation_checkpointing: bool = False,
-    attention: str = "sdpa",
-    reference: bool = False,
-) -> Pipeline:
+def load(path: str, model: DiffusionModel) -> Pipeline:
     """A family from a pipeline's folder or hub name, or from a folder with LoRA weights that `save` wrote.
 
-    Only the transformer or U-Net is trained: all of it, or with `lora` (rank, alpha, targets) adapters on it, which
-    have its dtype. The VAE runs in fp32. `reference` keeps a frozen copy where there are no adapters.
+    Only the transformer or U-Net is trained: all of it, or with model.lora adapters on it, which have its dtype. The
+    VAE runs in fp32.
 
     Raises UserError if there is no usable pipeline at `path`, or a setting does not apply to it.
     """
-    if freeze:
-        raise UserError(f"model.freeze={list(freeze)}: a diffusion pipeline trains its transformer or U-Net only")
-    if attention != "sdpa":
-        raise UserError(f"model.attention={attention}: diffusion pipelines run with sdpa")
+    if model.attention != "sdpa":
+        raise UserError(f"model.attention={model.attention}: diffusion pipelines run with sdpa")
     base, adapter = _base_of(path)
-    pipe, family = _pipeline(path, base, dtype)
+    pipe, family = _pipeline(path, base, model.dtype)
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()  # dropout would make replay differ from sampling
     pipe.vae.enable_slicing()
     network = pipe.components[family.trained]
-    adapted = adapter or lora is not None
-    frozen_copy = copy.deepcopy(network) if reference and not adapted else None
+    adapted = adapter or model.lora is not None
     if adapter:
         pipe.load_lora_weights(path, adapter_name="default")
-        _same_adapter(path, network.peft_config["default"], lora)
-    elif lora is not None:
-        _add_lora(network, lora)
+        _same_adapter(path, network.peft_config["default"], model.lora)
+    elif model.lora is not None:
+        _add_lora(network, model.lora)
     for name, parameter in network.named_parameters():
         parameter.requires_grad_("lora_" in name or not adapted)
-    if activation_checkpointing:
+    if model.activation_checkpointing:
         network.enable_gradient_checkpointing()
-    return family(pipe, base, lora=adapted, reference=frozen_copy)
+    return family(pipe, base, lora=adapted)
 
 
 def _base_of(path: str) -> tuple[str, bool]:
@@ -460,18 +425,24 @@ def _pipeline(path: str, base: str, dtype: str) -> tuple[Any, type[Pipeline]]:
     return pipe, family
 
 
-def _add_lora(network: Any, lora: dict[str, Any]) -> None:
-    targets = lora["targets"]
+def _add_lora(network: Any, lora: LoRA) -> None:
+    targets = lora.targets
     if targets == "all-linear":
         targets = [name for name, part in network.named_modules() if isinstance(part, nn.Linear)]
     try:
-        network.add_adapter(LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"], target_modules=targets))
+        network.add_adapter(
+            LoraConfig(
+                r=lora.rank,
+                lora_alpha=lora.alpha,  # type: ignore[arg-type]
+                target_modules=targets,
+            )
+        )
     except ValueError as error:
         raise UserError(f"model.lora.targets={targets}: {_first_line(error)}") from None
 
 
-def _same_adapter(path: str, saved: LoraConfig, lora: dict[str, Any] | None) -> None:
-    if lora is not None and (lora["rank"], lora["alpha"]) != (saved.r, saved.lora_alpha):
+def _same_adapter(path: str, saved: LoraConfig, lora: LoRA | None) -> None:
+    if lora is not None and (lora.rank, lora.alpha) != (saved.r, saved.lora_alpha):
         raise UserError(
             f"model.path={path} holds an adapter of rank {saved.r} and alpha {saved.lora_alpha}; set model.lora to "
             "these or leave it out"

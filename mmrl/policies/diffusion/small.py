@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
-from mmrl.policies.diffusion.family import Condition
+from mmrl.policies.diffusion.family import Condition, Shape
 from mmrl.policies.embeddings import sinusoids
+from mmrl.samplers.settings import Space
 from mmrl.samplers.sigmas import Grid, shift_towards_noise, shifted
 
 CONFIG, WEIGHTS = "small_diffusion.json", "model.safetensors"
@@ -159,20 +158,18 @@ class Block(nn.Module):
 class SmallFamily:
     """Pixels in [-1, 1] are the latents; the word embeddings are part of the trained network."""
 
-    space: Literal["flow"] = "flow"
+    space: Space = "velocity"
 
-    def __init__(self, config: SmallConfig, module: nn.Module, *, reference: bool = False) -> None:
+    def __init__(self, config: SmallConfig, module: nn.Module) -> None:
         self.config, self.module = config, module.eval()
         self._ids = {word: i + 1 for i, word in enumerate(config.words)}
-        self._reference = deepcopy(module).requires_grad_(False) if reference else None
-        self._as_reference = False
 
     def latent_shape(self, resolution: int | None) -> tuple[int, int, int]:
         if resolution not in (None, self.config.size):
             raise UserError(f"denoising.resolution={resolution}: this model draws {self.config.size} pixels only")
         return self.config.channels, self.config.size, self.config.size
 
-    def grid(self, steps: int, shape: tuple[int, int, int]) -> Grid:
+    def grid(self, steps: int, shape: Shape) -> Grid:
         sigmas = shifted(steps, self.config.shift)
         return Grid(sigmas, sigmas[:-1])
 
@@ -197,8 +194,6 @@ class SmallFamily:
         self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
         words = torch.stack([c["words"] for c in conditions]).to(x.device)
-        if self._as_reference:
-            model = self._reference
         dtype = next(self.module.parameters()).dtype
         return model(x.to(dtype), time.to(x), words).float()
 
@@ -207,17 +202,6 @@ class SmallFamily:
 
     def to_latents(self, pixels: Tensor) -> Tensor:
         return pixels * 2 - 1
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        if self._reference is None:
-            raise UserError("the reference model was not kept: set algorithm.kl.coefficient above 0")
-        self._reference.to(next(self.module.parameters()).device)
-        self._as_reference = True
-        try:
-            yield
-        finally:
-            self._as_reference = False
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         write(folder, self.config, state)
@@ -247,8 +231,8 @@ def write(folder: Path, config: SmallConfig, state: dict[str, Tensor]) -> None:
     (folder / CONFIG).write_text(json.dumps(asdict(config), indent=2))
 
 
-def load(folder: Path, *, dtype: str = "float32", reference: bool = False) -> SmallFamily:
+def load(folder: Path, *, dtype: str) -> SmallFamily:
     config = SmallConfig(**json.loads((folder / CONFIG).read_text()))
     module = network(config)
     module.load_state_dict(load_file(folder / WEIGHTS))
-    return SmallFamily(config, module.to(getattr(torch, dtype)), reference=reference)
+    return SmallFamily(config, module.to(getattr(torch, dtype)))

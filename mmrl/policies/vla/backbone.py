@@ -13,16 +13,16 @@ from PIL import Image
 from torch import Tensor, nn
 
 from mmrl.generation.transformers import Prefix
-from mmrl.policies import vlm
-from mmrl.policies.prompts import Tokens, collate, encode
 from mmrl.policies.vla.codec import Units
-from mmrl.policies.vla.heads import ExpertHead, FlowHead, Reading
-from mmrl.policies.vla.settings import PROMPT, Actions
+from mmrl.policies.vla.flows import ExpertHead, FlowHead
+from mmrl.policies.vla.heads import Reading
+from mmrl.policies.vla.settings import PROMPT, Actions, FlowActions, TaughtFlow
+from mmrl.policies.vlm import policy as vlm
+from mmrl.policies.vlm.prompts import Tokens, collate, encode, save_processor
 from mmrl.rollouts import Prompt
-from mmrl.samplers.settings import Denoising
 
 
-class Kept:
+class CachedReading:
     """The last layer of prompts that a frozen backbone has read before."""
 
     layers: tuple[Tensor, ...] = ()
@@ -45,7 +45,7 @@ class Backbone(nn.Module):
     units: Units | None = None
 
     @property
-    def still(self) -> bool:
+    def frozen(self) -> bool:
         """Whether training changes nothing of what `read` makes."""
         return not any(p.requires_grad for p in self.parameters())
 
@@ -84,13 +84,13 @@ class Backbone(nn.Module):
         return {"hidden": nn.utils.rnn.pad_sequence(list(rows), batch_first=True).to(device), "mask": mask.to(device)}
 
     def recall(self, inputs: dict[str, Tensor]) -> Reading:
-        return Kept(inputs["hidden"], inputs["mask"])
+        return CachedReading(inputs["hidden"], inputs["mask"])
 
     def flow_head(
-        self, settings: Actions, denoising: Denoising, action_dim: int, state_dim: int, supervised: bool
+        self, settings: FlowActions | TaughtFlow, action: Actions, action_dim: int, state_dim: int
     ) -> FlowHead:
-        """Raises ValueError for a window that can not be."""
-        return ExpertHead(settings, denoising, action_dim, state_dim, self.width, supervised)
+        """Raises UserError for a window that can not be, and where the backbone's own expert does not fit."""
+        return ExpertHead(settings, action, action_dim, state_dim, self.width)
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Into `folder`, in the format it was loaded from. state: of this module."""
@@ -135,4 +135,4 @@ class VisionLanguageBackbone(Backbone):
         weights = {name.removeprefix("model."): value for name, value in state.items()}
         model: Any = self.model
         model.save_pretrained(folder, state_dict=weights)
-        self.processor.save_pretrained(folder)
+        save_processor(self.processor, folder)

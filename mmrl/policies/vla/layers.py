@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -97,12 +99,19 @@ class BridgeBlock(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.raw, self.queries = Attention(width, context_width, heads), Attention(width, context_width, heads)
         self.own = Attention(width, width, heads)
-        self.gate = nn.Parameter(torch.zeros(()))
+        self.gate = nn.Parameter(torch.zeros(1))
         self.join = nn.Linear(3 * width, width)
         self.mlp = Feedforward(width)
+        self.register_load_state_dict_pre_hook(_widen_gate)
 
     def forward(self, h: Tensor, prompt: Tensor, mask: Tensor, queries: Tensor) -> Tensor:
         a = self.norms[0](h)
         streams = [self.raw(a, prompt, mask) * torch.tanh(self.gate), self.queries(a, queries), self.own(a, a)]
         h = h + self.join(torch.cat(streams, -1))
         return h + self.mlp(self.norms[1](h))
+
+
+def _widen_gate(block: nn.Module, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+    """Gates were saved without a dimension once, which DeepSpeed can not broadcast."""
+    if (gate := state.get(f"{prefix}gate")) is not None:
+        state[f"{prefix}gate"] = gate.reshape(1)

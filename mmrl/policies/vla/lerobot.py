@@ -32,10 +32,10 @@ from transformers import DynamicCache, masking_utils
 
 from mmrl.errors import UserError
 from mmrl.policies.vla.backbone import Backbone
-from mmrl.policies.vla.heads import FlowHead, Reading
-from mmrl.policies.vla.settings import Actions
-from mmrl.policies.vlm import part_of
-from mmrl.samplers.settings import Denoising
+from mmrl.policies.vla.flows import FlowHead
+from mmrl.policies.vla.heads import Reading
+from mmrl.policies.vla.settings import Actions, FlowActions, TaughtFlow, VisionLanguageActionModel
+from mmrl.policies.vlm.loading import part_of
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
@@ -44,7 +44,7 @@ UNFIT = ("adapt_to_pi_aloha", "use_relative_actions", "compile_model", "use_peft
 
 
 @dataclass(frozen=True)
-class Look:
+class Glance:
     """One observation, as it is kept."""
 
     image: Tensor  # [3, height, width] uint8
@@ -111,12 +111,12 @@ class LeRobotBackbone(Backbone):
     def ask(self, instruction: str) -> str:
         return instruction
 
-    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str], state: NDArray[np.float32]) -> list[Look]:
+    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str], state: NDArray[np.float32]) -> list[Glance]:
         pixels = torch.from_numpy(rearrange(images, "n h w c -> n c h w").copy())
         given = zip(pixels, torch.from_numpy(state.copy()), texts, strict=True)
-        return [Look(image, numbers, text) for image, numbers, text in given]
+        return [Glance(image, numbers, text) for image, numbers, text in given]
 
-    def collate(self, rows: Sequence[Look], device: torch.device) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[Glance], device: torch.device) -> dict[str, Tensor]:
         shown = {
             self.camera: torch.stack([row.image for row in rows]).float() / 255,
             OBS_STATE: torch.stack([row.state for row in rows]),
@@ -153,18 +153,16 @@ class LeRobotBackbone(Backbone):
         return cast(Reading, Prefix(pairs, inputs["mask"], inputs["state"], inputs["hidden"]))
 
     def flow_head(
-        self, settings: Actions, denoising: Denoising, action_dim: int, state_dim: int, supervised: bool
+        self, settings: FlowActions | TaughtFlow, action: Actions, action_dim: int, state_dim: int
     ) -> FlowHead:
         config = self.policy.config
         for name, own, robot in (("action", self.action_dim, action_dim), ("state", self.state_dim, state_dim)):
             if own != robot:
                 raise UserError(f"the LeRobot policy's {name} has {own} numbers, the simulator's {robot}")
-        if settings.chunk > config.chunk_size:
-            raise UserError(f"action.chunk={settings.chunk}, but the LeRobot policy plans {config.chunk_size} actions")
-        if settings.spread == "learned":
-            raise UserError("action.spread=learned is not for LeRobot policies; use spread=sampler")
+        if action.chunk > config.chunk_size:
+            raise UserError(f"action.chunk={action.chunk}, but the LeRobot policy plans {config.chunk_size} actions")
         latent = (config.chunk_size, config.max_action_dim)
-        return LeRobotHead(settings, denoising, action_dim, state_dim, self.width, supervised, latent, self)
+        return LeRobotHead(settings, action, action_dim, state_dim, latent, self)
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -185,7 +183,7 @@ class LeRobotBackbone(Backbone):
                 parameter.requires_grad_(False)
 
     @property
-    def still(self) -> bool:
+    def frozen(self) -> bool:
         return not any(p.requires_grad for n, p in self.policy.named_parameters() if self._part(n) != "expert")
 
     def velocity(self, prefix: Prefix, x: Tensor, sigma: Tensor) -> Tensor:
@@ -260,16 +258,14 @@ class LeRobotHead(FlowHead):
 
     def __init__(
         self,
-        settings: Actions,
-        denoising: Denoising,
+        settings: FlowActions | TaughtFlow,
+        action: Actions,
         action_dim: int,
         state_dim: int,
-        width: int,
-        supervised: bool,
         latent: tuple[int, int],
         backbone: LeRobotBackbone,
     ) -> None:
-        super().__init__(settings, denoising, action_dim, state_dim, width, supervised, latent)
+        super().__init__(settings, action, action_dim, state_dim, latent)
         self._backbone = [backbone]  # in a list: its parameters are not this module's
 
     def velocity(self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
@@ -299,15 +295,13 @@ def _tell_nothing_that_transformers_dropped() -> None:
     pi_gemma.create_causal_mask = create_causal_mask
 
 
-def load(
-    path: str, *, dtype: str, freeze: Sequence[str], lora: dict[str, Any] | None, processor: dict[str, Any]
-) -> LeRobotBackbone:
+def load(path: str, model: VisionLanguageActionModel) -> LeRobotBackbone:
     """From a folder or a hub name. Raises UserError naming the file, tensor or option that does not fit."""
-    for key, given in (("lora", lora), ("processor", processor)):
-        if given:
+    for key in ("lora", "processor"):
+        if vars(model)[key]:
             raise UserError(f"model.{key} is not for LeRobot policies; remove it")
-    if dtype != "float32":
-        raise UserError(f"model.dtype={dtype}, but LeRobot policies are trained in float32 here")
+    if model.dtype != "float32":
+        raise UserError(f"model.dtype={model.dtype}, but LeRobot policies are trained in float32 here")
     folder = Path(path)
     if not folder.is_dir():
         folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=[WEIGHTS, *BESIDE]))
@@ -326,7 +320,7 @@ def load(
     policy = made(config).float()
     _fill(policy, load_file(folder / WEIGHTS), path)
     backbone = BACKBONES[told["type"]](policy, folder)
-    backbone.freeze(freeze)
+    backbone.freeze(model.freeze)
     return backbone
 
 

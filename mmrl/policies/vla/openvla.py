@@ -27,9 +27,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTra
 
 from mmrl.errors import UserError
 from mmrl.generation.transformers import Prefix, positions
-from mmrl.policies import vlm
 from mmrl.policies.vla.backbone import Backbone
 from mmrl.policies.vla.heads import Reading
+from mmrl.policies.vla.settings import VisionLanguageActionModel
+from mmrl.policies.vlm import loading
+from mmrl.policies.vlm import policy as vlm
 
 WEIGHTS = "*.safetensors"
 PREPROCESSOR, TOKENIZER = "preprocessor_config.json", "tokenizer.json"
@@ -316,30 +318,21 @@ class Together:
 
 
 def load(
-    path: str,
-    max_prompt_length: int,
-    *,
-    together: bool,
-    crop: float,
-    dtype: str,
-    attention: str,
-    freeze: Sequence[str],
-    lora: dict[str, Any] | None,
-    processor: dict[str, Any],
+    path: str, settings: VisionLanguageActionModel, max_prompt_length: int, *, together: bool, crop: float
 ) -> OpenVLABackbone:
     """From a folder or a hub name, with its LoRA if it is one. Raises UserError naming the file, tensor or option that
     does not fit."""
-    if processor:
-        raise UserError(f"model.processor.{next(iter(processor))} is not for OpenVLA; remove it")
-    if together and attention == "flash_attention_2":
-        raise UserError("action.decoding=bidirectional needs model.attention=sdpa or eager")
-    folder = _folder(vlm.base_of(path))
+    if settings.processor:
+        raise UserError(f"model.processor.{next(iter(settings.processor))} is not for OpenVLA; remove it")
+    if together and settings.attention == "flash_attention_2":
+        raise UserError("action.head.decoding=bidirectional needs model.attention=sdpa or eager")
+    folder = _folder(loading.base_of(path))
     beside = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
     missing = next((name for name in (PREPROCESSOR, TOKENIZER) if name not in beside), None)
     if missing is not None:
         raise UserError(f"model.path={path}: {folder / missing} is missing")
-    model: Any = _model(folder, dtype, attention)
-    model = vlm.adapt(model, path, freeze=freeze, lora=lora)
+    model: Any = _model(folder, settings.dtype, settings.attention)
+    model = loading.adapt(model, path, freeze=settings.freeze, lora=settings.lora)
     tokenizer = Tokenizer.from_str(beside[TOKENIZER].decode())
     return OpenVLABackbone(model, tokenizer, beside, max_prompt_length, together, crop)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,24 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from mmrl.controls import Control
 from mmrl.errors import UserError
+from mmrl.files import share
 from mmrl.policies.vla.backbone import Backbone
 from mmrl.policies.vla.codec import Units
-from mmrl.policies.vla.heads import Chosen, Head, Reading
+from mmrl.policies.vla.heads import ActionSampling, Chosen, Head, Reading
 from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
-from mmrl.rollouts import Episode, Prompt, Replay, Rollouts, Sample
+from mmrl.rollouts import Episode, Prompt, Replay, Rollouts, Sample, Steps
 from mmrl.samplers.chain import mixed
-from sims import Observation, Step, VectorSim, play
+from mmrl.settings import plain
+from mmrl.sims import Observation, Step, VectorSim, play
 
 DESCRIPTION, WEIGHTS = "vla.json", "vla.safetensors"
 
 
 @dataclass(frozen=True)
-class Decided:
+class Look:
     """One look of one episode: what was seen, what was chosen, and which actions of the chunk were executed."""
 
     seen: Any  # of the backbone's `prepare`; or, from a frozen one, its last layer [token, width]
@@ -49,11 +51,17 @@ class Network(nn.Module):
         self.critic = None if not critic else Critic(backbone.width + state_dim)
 
     def forward(
-        self, inputs: dict[str, Tensor], state: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None
+        self,
+        inputs: dict[str, Tensor],
+        state: Tensor,
+        chosen: Chosen,
+        valid: Tensor,
+        old: Tensor | None,
+        reference: Tensor | None,
     ) -> dict[str, Tensor]:
         """What `Head.score` says of n looks, and "value" [n] where there is a critic."""
         reading = self.read(inputs)
-        scored = self.head.score(reading, state, chosen, valid, old)
+        scored = self.head.score(reading, state, chosen, valid, old, reference)
         return scored if self.critic is None else {**scored, "value": self.critic(reading, state)}
 
     def read(self, inputs: dict[str, Tensor]) -> Reading:
@@ -76,14 +84,14 @@ class Critic(nn.Module):
         return self.layers(torch.cat([reading.last, state.to(reading.last)], 1)).squeeze(1).float()
 
 
-class Played:
-    """An episode while it is played."""
+class EpisodeRecord:
+    """An episode, filled in while it is played."""
 
     def __init__(self, prompt: Prompt, instruction: str, lost: bool) -> None:
         self.prompt, self.instruction, self.lost = prompt, instruction, lost
         self.success = self.success_at_end = self.terminated = False
         self.length, self.bootstrap = 0, 0.0
-        self.looks: list[Decided] = []
+        self.looks: list[Look] = []
         self.values: list[float] = []  # by look
         self.rewards: list[float] = []  # by step of the simulator
         self.frames: list[NDArray[np.uint8]] = []
@@ -109,6 +117,17 @@ class Played:
         return Sample(self.prompt, response="success" if self.success else "failure", episode=episode)
 
 
+@dataclass(frozen=True)
+class PlayOptions:
+    """How episodes are played. training: whether looks are recorded, to be scored. film: whether pictures are kept.
+    step: finished training steps."""
+
+    temperature: float
+    training: bool
+    film: bool = False
+    step: int = 0
+
+
 class VisionLanguageActionPolicy:
     """Plays episodes in a simulator and says how likely its actions were.
 
@@ -120,22 +139,21 @@ class VisionLanguageActionPolicy:
     def __init__(
         self,
         network: Network,
-        settings: Actions,
+        action: Actions,
         sim: VectorSim,
         *,
+        temperature: Control,
+        evaluation_temperature: float = 0.0,
         statistics: Units | None = None,
         states: StateStatistics | None = None,
-        temperature: float = 1.0,
-        evaluation_temperature: float = 0.0,
-        reference: bool = False,
     ) -> None:
-        self.module, self.settings, self.sim = network, settings, sim
+        """temperature: of rollouts, as it is when they are made; heads that have none do not look at it."""
+        self.module, self.action, self.sim = network, action, sim
         self.statistics, self.states = statistics, states
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
         self._counted = Counter(sim.counters)
         self.module.eval()  # dropout would make replay differ from sampling
-        self.frozen = copy.deepcopy(network).requires_grad_(False) if reference else None
-        self.keeps_readings = network.backbone.still and network.head.context_only
+        self.keeps_readings = network.backbone.frozen and network.head.context_only
 
     @property
     def device(self) -> torch.device:
@@ -143,25 +161,31 @@ class VisionLanguageActionPolicy:
 
     @property
     def max_decisions(self) -> int:
-        return -(-self.settings.horizon // self.settings.chunk) * self.module.head.decisions
+        return -(-self.action.horizon // self.action.chunk) * self.module.head.decisions
 
     # --- start states to episodes ---
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
-        """Play `group_size` episodes a prompt. seeds: one a rollout, prompt by prompt; the same at every `step`."""
+        """Play `group_size` episodes a prompt. seeds: one a rollout, prompt by prompt. What a group shares, such as the
+        window of its chains, comes from its first seed and training step `step`."""
         starts = [p for p in prompts for _ in range(group_size)]
-        played = self._play(starts, seeds, self.temperature, record=True, film=False)
-        made = self._rollouts([p.sample for p in played], [p.looks for p in played])
-        made.mask &= ~torch.tensor([p.lost for p in played])[:, None]
+        groups = [seed for seed in seeds[::group_size] for _ in range(group_size)]
+        records = self._play(starts, seeds, groups, PlayOptions(self.temperature.value, training=True, step=step))
+        made = self._rollouts([r.sample for r in records], [r.looks for r in records])
+        made.mask &= ~torch.tensor([r.lost for r in records])[:, None]
         made.group = torch.arange(len(prompts)).repeat_interleave(group_size)
         if self.module.critic is not None:
-            self._for_the_critic(made, played)
+            made.extras["steps"] = steps_of(records)
         return made
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
         """One episode a prompt at the temperature of evaluation."""
-        played = self._play(prompts, seeds, self.evaluation_temperature, record=False, film=self.settings.film)
-        return [p.sample for p in played]
+        how = PlayOptions(self.evaluation_temperature, training=False, film=self.action.film)
+        return [record.sample for record in self._play(prompts, seeds, seeds, how)]
+
+    def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
+        """Raises UserError: what an episode was shown came from the simulator, not from its prompt."""
+        raise UserError("views of prompts are not for model.type=vision_language_action; remove what asks for them")
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
         """Single looks with the chunk that an expert then executed, from metadata: "observation", an `Observation` of
@@ -169,8 +193,7 @@ class VisionLanguageActionPolicy:
         missing = next((p.id for p in prompts if "actions" not in p.metadata), None)
         if missing is not None:
             raise UserError(
-                f"prompt {missing} shows no actions to learn from: algorithm.method=supervised needs "
-                "task.demonstrations"
+                f"prompt {missing} shows no actions to learn from: algorithm.type=supervised needs task.demonstrations"
             )
         seen = [p.metadata["observation"] for p in prompts]
         together = Observation(
@@ -178,7 +201,7 @@ class VisionLanguageActionPolicy:
             np.concatenate([o.state for o in seen]),
             [o.instructions[0] for o in seen],
         )
-        chunk, size = self.settings.chunk, self.sim.simulator.action_dim
+        chunk, size = self.action.chunk, self.sim.simulator.action_dim
         actions = np.zeros((len(prompts), chunk, size), np.float32)
         valid = torch.zeros(len(prompts), chunk, dtype=torch.bool)
         for i, prompt in enumerate(prompts):
@@ -194,9 +217,12 @@ class VisionLanguageActionPolicy:
         chosen = self.module.head.teach(torch.from_numpy(actions), seeds)
         inputs, state = self._look(together), self._state(together)
         looks = [
-            [Decided(inputs[i], state[i], {k: v[i] for k, v in chosen.items()}, valid[i])] for i in range(len(prompts))
+            [Look(inputs[i], state[i], {k: v[i] for k, v in chosen.items()}, valid[i])] for i in range(len(prompts))
         ]
         return self._rollouts([Sample(prompt) for prompt in prompts], looks)
+
+    def trained_by(self, engine: Any) -> None:
+        """It has nothing to keep step with."""
 
     def counts(self) -> dict[str, float]:
         """What went wrong in the simulator since this was last asked: action numbers that were not finite, episodes
@@ -208,14 +234,14 @@ class VisionLanguageActionPolicy:
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Backbone in its library's own format, head and critic beside it as `vla.safetensors`, with the
         settings in `vla.json`."""
-        save(folder, self.module, self.settings, state, self.states)
+        save(folder, self.module, self.action, state, self.states)
 
     # --- episodes to likelihoods ---
 
-    def replay(self, rollouts: Rollouts, model: Any) -> Replay:
-        """What `model` (`self.module`, the engine around it, or the reference) says of every decision; looks at all
-        episodes in one batch. What does not count holds 0."""
-        episodes: list[list[Decided]] = rollouts.inputs
+    def replay(self, rollouts: Rollouts, model: Any, *, reference: bool = False) -> Replay:
+        """What `model` (`self.module` or the engine around it) says of every decision; looks at all episodes in one
+        batch. What does not count holds 0."""
+        episodes: list[list[Look]] = rollouts.inputs
         flat = [look for episode in episodes for look in episode]
         if not flat:  # the simulator lost them all before the first look
             nothing = next(self.module.parameters()).sum() * 0
@@ -230,79 +256,77 @@ class VisionLanguageActionPolicy:
             blank = values.new_zeros(*shape, *values.shape[1:])
             return blank.index_put((row.to(values.device), step.to(values.device)), values)
 
-        old = rollouts.old_prediction
-        if old is not None:
-            old = rearrange(old, "b (s d) ... -> b s d ...", d=decisions)[row, step].to(self.device)
+        def at_looks(values: Tensor | None) -> Tensor | None:
+            if values is None:
+                return None
+            return rearrange(values, "b (s d) ... -> b s d ...", d=decisions)[row, step].to(self.device)
+
+        old, before = at_looks(rollouts.old_prediction), at_looks(rollouts.ref_prediction)
         chosen = {k: torch.stack([look.chosen[k] for look in flat]).to(self.device) for k in flat[0].chosen}
         valid = torch.stack([look.valid for look in flat]).to(self.device)
         state = torch.stack([look.state for look in flat]).to(self.device)
-        scored = dict(model(self._collate([look.seen for look in flat]), state, chosen, valid, old))
+        scored = dict(model(self._collate([look.seen for look in flat]), state, chosen, valid, old, before))
         value = scored.pop("value", None)
         fields: dict[str, Any] = {n: rearrange(spread(v), "b s d ... -> b (s d) ...") for n, v in scored.items()}
         if "std" in fields:
             fields["std"] = fields["std"].where(fields["std"] > 0, 1)  # of looks that do not exist
         return Replay(**fields, value=None if value is None else spread(value))
 
-    @torch.no_grad()
-    def reference(self, rollouts: Rollouts) -> Replay:
-        """Replay by a copy of the policy as training found it."""
-        assert self.frozen is not None
-        return self.replay(rollouts, self.frozen.to(self.device))
-
     # --- details ---
 
     @torch.no_grad()
     def _play(
-        self, starts: Sequence[Prompt], seeds: Sequence[int], temperature: float, *, record: bool, film: bool
-    ) -> list[Played]:
-        played = []
+        self, starts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int], how: PlayOptions
+    ) -> list[EpisodeRecord]:
+        records = []
         for i in range(0, len(starts), len(self.sim)):
             part = slice(i, i + len(self.sim))
-            played += self._play_at_once(starts[part], seeds[part], temperature, record, film)
-        return played
+            records += self._play_at_once(starts[part], seeds[part], groups[part], how)
+        return records
 
     def _play_at_once(
-        self, starts: Sequence[Prompt], seeds: Sequence[int], temperature: float, record: bool, film: bool
-    ) -> list[Played]:
+        self, starts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int], how: PlayOptions
+    ) -> list[EpisodeRecord]:
         """At most as many episodes as the simulator has rows. Only those that are still on are looked at."""
         sim, head, critic = self.sim, self.module.head, self.module.critic
         observation = sim.reset([p.metadata["seed"] for p in starts], [p.metadata["task"] for p in starts])
         running = sim.running
-        played = [Played(p, observation.instructions[i], not running[i]) for i, p in enumerate(starts)]
-        if film:
-            for i, one in enumerate(played):
-                one.frames.append(observation.images[i])
+        records = [EpisodeRecord(p, observation.instructions[i], not running[i]) for i, p in enumerate(starts)]
+        if how.film:
+            for i, record in enumerate(records):
+                record.frames.append(observation.images[i])
         looks = Counter[int]()
 
         def act(observation: Observation, rows: NDArray[np.int64]) -> tuple[list[NDArray], Any]:
             shown = observation.select(rows)
             seen, state = self._look(shown), self._state(shown).to(self.device)
             reading = self.module.read(self._collate(seen))
-            drawn = [mixed(seeds[row], looks[row]) for row in rows]
+            own = [mixed(seeds[row], looks[row]) for row in rows]  # each look of an episode has noise of its own
             looks.update(rows.tolist())
-            chosen = head.act(reading, state, drawn, temperature, training=record)
+            shared = [groups[row] for row in rows]
+            chosen = head.act(reading, state, ActionSampling(own, how.temperature, how.training, shared, how.step))
             values = [0.0] * len(rows) if critic is None else critic(reading, state).tolist()
             actions = self._robot_actions(chosen["actions"], rows)
-            parts = np.split(actions, actions.shape[1], axis=1) if film else [actions]
+            parts = np.split(actions, actions.shape[1], axis=1) if how.film else [actions]
             return parts, (seen, state.cpu(), {name: value.cpu() for name, value in chosen.items()}, values)
 
         def tell(rows: NDArray[np.int64], steps: list[Step], kept: Any) -> None:
             for step in steps:
                 for row in rows:
-                    played[row].moved(step, row, film)
-            if record:
+                    records[row].moved(step, row, how.film)
+            if how.training:
                 seen, state, chosen, values = kept
                 for i, row in enumerate(rows):
                     picked = {name: value[i] for name, value in chosen.items()}
                     valid = torch.from_numpy(steps[-1].valid[row].copy())
-                    played[row].looks.append(Decided(seen[i], state[i], picked, valid))
-                    played[row].values.append(values[i])
-                self._value_cut_episodes(steps[-1], rows, played)
+                    records[row].looks.append(Look(seen[i], state[i], picked, valid))
+                    records[row].values.append(values[i])
+                self._value_cut_episodes(steps[-1], rows, records)
 
-        play(sim, act, tell)
-        return played
+        play(sim, act, tell, most_looks=self.action.horizon)
+        return records
 
-    def _value_cut_episodes(self, moved: Step, rows: NDArray[np.int64], played: list[Played]) -> None:
+    def _value_cut_episodes(self, moved: Step, rows: NDArray[np.int64], records: list[EpisodeRecord]) -> None:
         """What the critic expects of episodes that the time limit has just cut."""
         cut = [row for row in rows if moved.truncated[row].any()]
         if self.module.critic is None or not cut:
@@ -311,7 +335,7 @@ class VisionLanguageActionPolicy:
         reading = self.module.read(self._collate(self._look(shown)))
         values = self.module.critic(reading, self._state(shown).to(self.device))
         for row, value in zip(cut, values.tolist(), strict=True):
-            played[row].bootstrap = value
+            records[row].bootstrap = value
 
     def _state(self, observation: Observation) -> Tensor:
         """[row, state], standardised where the policy does that."""
@@ -330,7 +354,7 @@ class VisionLanguageActionPolicy:
 
     def _look(self, observation: Observation) -> list[Any]:
         """What is kept of each row: the prompt as the model takes it, or what a frozen backbone says of it."""
-        backbone, own = self.module.backbone, self.settings.prompt
+        backbone, own = self.module.backbone, self.action.prompt
         texts = [backbone.ask(i) if own is None else own.format(instruction=i) for i in observation.instructions]
         seen = backbone.prepare(observation.images, texts, observation.state)
         if not self.keeps_readings:
@@ -343,9 +367,9 @@ class VisionLanguageActionPolicy:
         collate = backbone.collate_kept if self.keeps_readings else backbone.collate
         return collate(seen, self.device)
 
-    def _rollouts(self, samples: list[Sample], looks: list[list[Decided]]) -> Rollouts:
+    def _rollouts(self, samples: list[Sample], looks: list[list[Look]]) -> Rollouts:
         head = self.module.head
-        most = max(len(episode) for episode in looks)
+        most = max(1, *map(len, looks))
         mask = torch.zeros(len(looks), most, head.decisions, dtype=torch.bool)
         for b, episode in enumerate(looks):
             if not episode:  # lost at once: a look of zeros, of which nothing counts
@@ -354,29 +378,30 @@ class VisionLanguageActionPolicy:
             mask[b, : len(episode)] = counted
         return Rollouts(samples=samples, inputs=looks, group=torch.arange(len(looks)), mask=mask.flatten(1))
 
-    def _for_the_critic(self, made: Rollouts, played: list[Played]) -> None:
-        """Fills in what returns are computed from, by look."""
-        most = max(len(p.looks) for p in played)
-        blank = torch.zeros(len(played), most)
-        made.step_mask, made.step_terminated = blank.bool(), blank.bool()
-        made.step_rewards, made.step_values, made.step_bootstrap = blank.clone(), blank.clone(), blank.clone()
-        for b, p in enumerate(played):
-            n = len(p.looks)
-            made.step_mask[b, :n] = not p.lost
-            made.step_rewards[b, :n] = torch.tensor(p.rewards)
-            made.step_values[b, :n] = torch.tensor(p.values)
-            if n and not p.lost:
-                made.step_terminated[b, n - 1] = p.terminated
-                made.step_bootstrap[b, n - 1] = p.bootstrap
+
+def steps_of(records: Sequence[EpisodeRecord]) -> Steps:
+    """What returns are computed from, by look."""
+    blank = torch.zeros(len(records), max(1, *(len(record.looks) for record in records)))
+    steps = Steps(blank.bool(), blank.clone(), blank.clone(), blank.bool(), blank.clone())
+    for b, record in enumerate(records):
+        n = len(record.looks)
+        steps.mask[b, :n] = not record.lost
+        steps.rewards[b, :n] = torch.tensor(record.rewards)
+        steps.values[b, :n] = torch.tensor(record.values)
+        if n and not record.lost:
+            steps.terminated[b, n - 1] = record.terminated
+            steps.bootstrap[b, n - 1] = record.bootstrap
+    return steps
 
 
 def save(
-    folder: Path, network: Network, settings: Actions, state: dict[str, Tensor], states: StateStatistics | None
+    folder: Path, network: Network, action: Actions, state: dict[str, Tensor], states: StateStatistics | None
 ) -> None:
     """state: of `network`."""
     own = {name: value.contiguous() for name, value in state.items() if not name.startswith("backbone.")}
     backbone = {n.removeprefix("backbone."): value for n, value in state.items() if n.startswith("backbone.")}
     network.backbone.save(folder, backbone)
     save_file(own, folder / WEIGHTS)
-    told = asdict(settings) | ({} if states is None else {"states": states.to_json()})
+    told = plain(action) | ({} if states is None else {"states": states.to_json()})
     (folder / DESCRIPTION).write_text(json.dumps(told, indent=2))
+    share(folder)

@@ -1,64 +1,305 @@
-"""How actions are made: the `action` section of a configuration."""
+"""Settings of vision-language-action models: the `action` section, its heads, and what their decisions support."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from mmrl.controls import Control, number
+from mmrl.needs import Capabilities
+from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
+from mmrl.samplers.settings import ChainLikelihood, Likelihood, MatchingLikelihood
+from mmrl.settings import Choice, Section, kind_of, option
+
+if TYPE_CHECKING:
+    from mmrl.config import Config
+    from mmrl.policies.vla.backbone import Backbone
+    from mmrl.policies.vla.heads import Head
+    from mmrl.policies.vla.policy import VisionLanguageActionPolicy
 
 PROMPT = "What action should the robot take to {}?"
 
 
-@dataclass(frozen=True)
-class Actions:
-    """Options of a vision-language-action policy; raises ValueError naming the one that can not be.
+class ActionHead(Choice):
+    """What turns the backbone's reading into a chunk of actions, and says how likely a chunk is."""
 
-    head
-      token       bins of every action as tokens: one after the other (decoding=autoregressive, as OpenVLA, arXiv
-                  2406.09246), or all at once, from learned queries (parallel) or from empty places in a sequence that
-                  sees itself whole (bidirectional, for checkpoints of OpenVLA-OFT, arXiv 2502.19645)
-      flow        an expert denoises the chunk (pi0, arXiv 2410.24164), with the `denoising` section's sampler;
-                  LeRobot's SmolVLA and pi0 bring their own
-      regression  the chunk's median and a learned scale, a Laplace distribution
-      bridge      the same read from every layer of the backbone (VLA-Adapter, arXiv 2509.09372)
-    level: what one decision is: a token (one number of one action), an action, or the chunk. Flow decides by chunk.
-    """
+    title: ClassVar[str] = "action head"
+    kinds: ClassVar[dict[str, str]] = {
+        "token": "mmrl.policies.vla.settings:TokenActions",
+        "flow": "mmrl.policies.vla.settings:FlowActions",
+        "regression": "mmrl.policies.vla.settings:RegressionActions",
+        "bridge": "mmrl.policies.vla.settings:BridgeActions",
+    }
+    test: ClassVar[str] = "tests/policies/vla/test_policy.py"
+    type: str = "token"
+    has_temperature: ClassVar[bool] = True  # whether rollout.temperature and evaluation.temperature mean something
+    shaping: ClassVar[tuple[str, ...]] = ()  # options that the saved weights depend on
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
+    @abstractmethod
+    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
+        """The head's network. Raises UserError where it does not fit the backbone.
 
-    head: Literal["token", "flow", "regression", "bridge"] = "token"
-    chunk: int = 5  # actions executed before the policy looks again
-    level: Literal["token", "action", "chunk"] = "token"
-    proprioception: bool = True  # the robot's state is an input
-    standardise: bool = False  # it, by mean and deviation under random actions; measured once, kept with the model
-    prompt: str | None = None  # with {instruction}; None: the backbone's own
-    center_crop: float = 1.0  # area of OpenVLA's pictures that is kept; 0.9 for checkpoints trained on random crops
-    statistics: str | None = None  # a dataset_statistics.json, or a folder with one; None: actions are within [-1, 1]
-    statistics_key: str | None = None  # None: the only one in it
-    horizon: int = 100  # actions; the length that algorithm.reduce=constant divides by
-    film: bool = False  # keep a picture of every action in evaluation
-    # --- token ---
-    decoding: Literal["parallel", "autoregressive", "bidirectional"] = "parallel"
-    bins: int = 256  # the last ids of the vocabulary
-    # --- flow and bridge ---
-    width: int = 128  # of the expert, or of the bridge
-    depth: int = 3  # blocks of the flow's expert; a bridge has one for each of the backbone's last `depth` layers
-    queries: int = 16  # of the bridge
-    spread: Literal["sampler", "learned"] = "sampler"  # std of a flow's steps: the sampler's, or a network's on all
-    spread_range: tuple[float, float] = (0.08, 0.16)  # of a learned std
-    # --- regression and bridge ---
-    scale: float = 0.1  # of the Laplace distribution, before training
+        action_dim, state_dim: numbers of an action and of the robot's state."""
 
-    def __post_init__(self) -> None:
-        for name in ("chunk", "horizon", "width", "depth", "queries", "scale"):
-            if self.__dict__[name] <= 0:
-                raise ValueError(f"{name} must be positive, got {self.__dict__[name]}")
-        if not 0 < self.center_crop <= 1:
-            raise ValueError(f"center_crop must be above 0 and at most 1, got {self.center_crop}")
-        if self.bins < 3:
-            raise ValueError(f"bins must be at least 3, got {self.bins}")
+    @property
+    @abstractmethod
+    def offers(self) -> frozenset[str]:
+        """What its decisions support; keys of `mmrl.needs.OFFERS`."""
+
+
+Level = Literal["token", "action", "chunk"]
+
+
+class TokenActions(ActionHead):
+    """Bins of every action as tokens."""
+
+    source: ClassVar[str] = "OpenVLA, arXiv 2406.09246; bidirectional: OpenVLA-OFT, arXiv 2502.19645"
+    type: str = "token"
+    shaping: ClassVar[tuple[str, ...]] = ("decoding", "bins")
+    level: Level = option("token", "what one decision is: one number of one action, an action, or the chunk")
+    decoding: Literal["parallel", "autoregressive", "bidirectional"] = option(
+        "parallel",
+        "one token after the other (autoregressive), or all at once from learned queries (parallel) or from empty "
+        "places in a sequence that sees itself whole (bidirectional)",
+    )
+    bins: int = option(256, "values of one number; the last ids of the vocabulary", ge=3)
+
+    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
+        from mmrl.policies.vla.heads import TokenHead
+
+        return TokenHead(self, action, backbone, action_dim, state_dim)
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return frozenset({"entropy", "tokens", "single_sample_kl"})
+
+
+class ActionLikelihood(Likelihood):
+    """What a decision of a flow over actions is."""
+
+    type: str = "chain"
+    kinds: ClassVar[dict[str, str]] = {
+        "chain": "mmrl.policies.vla.settings:ActionChain",
+        "matching": "mmrl.policies.vla.settings:ActionMatching",
+        "learned": "mmrl.policies.vla.settings:LearnedNoise",
+    }
+
+    @property
+    @abstractmethod
+    def offers(self) -> frozenset[str]:
+        """What its decisions support; keys of `mmrl.needs.OFFERS`."""
+
+
+class ActionChain(ChainLikelihood, ActionLikelihood):
+    """The steps of the chain inside the window, each a Gaussian of the whole chunk."""
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return frozenset({"divergence", "gaussian", "velocity", "single_sample_kl"})
+
+
+class ActionMatching(MatchingLikelihood, ActionLikelihood):
+    """The chunk is one decision, whose log-ratio is the fall of the flow-matching error (FPO)."""
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return frozenset({"matching", "velocity", "single_sample_kl"})
+
+
+class LearnedNoise(ActionLikelihood):
+    """A network says how wide each step is, and all steps of the chain together are one decision (ReinFlow)."""
+
+    source: ClassVar[str] = "ReinFlow, arXiv 2505.22094"
+    test: ClassVar[str] = "tests/policies/vla/test_policy.py"
+    type: str = "learned"
+    range: tuple[float, float] = option((0.08, 0.16), "of the learned standard deviation")
+
+    @model_validator(mode="after")
+    def _rises(self) -> LearnedNoise:
+        if not 0 < self.range[0] <= self.range[1]:
+            raise ValueError(f"range must be positive and rise, got {self.range}")
+        return self
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return frozenset({"entropy", "single_sample_kl"})
+
+
+class ActionFlow(ActionHead):
+    """An expert denoises the chunk; LeRobot's SmolVLA and pi0 bring their own."""
+
+    source: ClassVar[str] = "pi0, arXiv 2410.24164"
+    type: str = "flow"
+    has_temperature: ClassVar[bool] = False
+    shaping: ClassVar[tuple[str, ...]] = ("width", "depth")
+    evaluation_steps: int = option(40, "denoising steps of a chunk in evaluation", unit="steps", ge=1)
+    width: int = option(128, "of the expert; a policy that brings its own has none", ge=1)
+    depth: int = option(3, "blocks of the expert", ge=1)
+
+
+class FlowActions(ActionFlow):
+    """An expert denoises the chunk, and a decision is what `likelihood` says."""
+
+    steps: int = option(10, "denoising steps of a chunk in training", unit="steps", ge=1)
+    likelihood: ActionLikelihood = option(ActionChain(), "what a decision is")
+
+    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
+        return backbone.flow_head(self, action, action_dim, state_dim)
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return self.likelihood.offers
+
+
+class TaughtFlow(ActionFlow):
+    """An expert that learns chunks from demonstrations, by flow matching."""
+
+    draws: int = option(4, "noise levels and noises a chunk", ge=1)
+    reduction: Literal["mean", "sum"] = option("mean", "over the elements of a chunk")
+
+    @property
+    def likelihood(self) -> ActionMatching:
+        return ActionMatching(draws=self.draws, reduction=self.reduction)
+
+    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
+        return backbone.flow_head(self, action, action_dim, state_dim)
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return frozenset({"matching"})
+
+
+class LaplaceActions(ActionHead):
+    """Actions with a median and a learned scale."""
+
+    equation: ClassVar[str] = (
+        "log p(a) = -|a - median| / scale - log(2 scale); sampled and scored at temperature x scale"
+    )
+    source: ClassVar[str] = "RIPT-VLA, arXiv 2505.17016"
+    level: Level = option("token", "what one decision is: one number of one action, an action, or the chunk")
+    scale: float = option(0.1, "of the Laplace distribution, before training", gt=0)
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return frozenset({"entropy", "single_sample_kl"})
+
+
+class RegressionActions(LaplaceActions):
+    """The chunk's median and a learned scale, one query an action."""
+
+    type: str = "regression"
+
+    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
+        from mmrl.policies.vla.heads import RegressionHead
+
+        return RegressionHead(self, action, action_dim, state_dim, backbone.width)
+
+
+class BridgeActions(LaplaceActions):
+    """The chunk's median and a learned scale, read from every layer of the backbone."""
+
+    source: ClassVar[str] = "VLA-Adapter, arXiv 2509.09372"
+    type: str = "bridge"
+    shaping: ClassVar[tuple[str, ...]] = ("width", "depth", "queries")
+    width: int = option(128, "of the bridge", ge=1)
+    depth: int = option(3, "blocks, one for each of the backbone's last layers", ge=1)
+    queries: int = option(16, "queries that the backbone reads", ge=1)
+
+    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
+        from mmrl.policies.vla.heads import BridgeHead
+
+        return BridgeHead(self, action, action_dim, state_dim, backbone.width)
+
+
+class Actions(Section):
+    """How actions are made."""
+
+    head: ActionHead = option(TokenActions(), "what makes them")
+    chunk: int = option(5, "actions executed before the policy looks again", unit="actions", ge=1)
+    proprioception: bool = option(True, "the robot's state is an input")
+    standardise: bool = option(
+        False, "standardise the state by its mean and deviation under random actions, which are kept with the model"
+    )
+    prompt: str | None = option(None, "with {instruction}; default: the backbone's own")
+    center_crop: float = option(
+        1.0, "area of OpenVLA's pictures that is kept; 0.9 for checkpoints trained on random crops", gt=0, le=1
+    )
+    statistics: str | None = option(
+        None, "a dataset_statistics.json, or a folder with one; default: actions are within [-1, 1]"
+    )
+    statistics_key: str | None = option(None, "which of its entries; default: the only one")
+    horizon: int = option(
+        100, "longest episode; algorithm.reduce=constant divides by its decisions", unit="actions", ge=1
+    )
+    film: bool = option(False, "keep a picture of every action in evaluation")
+
+    @model_validator(mode="after")
+    def _prompt_has_an_instruction(self) -> Actions:
         if self.prompt is not None and "{instruction}" not in self.prompt:
             raise ValueError(f"prompt must hold {{instruction}}, got {self.prompt!r}")
-        if not 0 < self.spread_range[0] <= self.spread_range[1]:
-            raise ValueError(f"spread_range must be positive and rise, got {self.spread_range}")
-        if self.spread == "learned" and self.head != "flow":
-            raise ValueError("spread=learned is for head=flow")
+        return self
+
+
+class TaughtActions(Actions):
+    """How actions are learned from demonstrations."""
+
+    head: ActionHead = option(
+        TokenActions(), "what makes them", kinds={**ActionHead.kinds, "flow": "mmrl.policies.vla.settings:TaughtFlow"}
+    )
+
+
+class EpisodePrompts(Section):
+    """What a start state becomes for the model."""
+
+    max_prompt_length: int = option(1024, "longest prompt, image tokens included", unit="tokens", ge=1)
+
+
+class EpisodeSampling(EpisodePrompts):
+    """How actions are sampled."""
+
+    temperature: Control = number(1.0, "scale of the head's randomness in rollouts and replay", gt=0)
+
+
+class EpisodeEvaluation(Section):
+    """How actions are sampled in evaluation."""
+
+    temperature: float = option(0.0, "0: the likeliest actions", ge=0)
+
+
+class VisionLanguageActionModel(ModelSettings):
+    """A vision-language model with an action head that plays episodes in a simulator."""
+
+    type: str = "vision_language_action"
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
+    freeze: list[Literal["vision", "connector", "language"]] = option([], "parts of the backbone that are not trained")
+    lora: LoRA | None = option(None, "train low-rank adapters in place of the backbone's weights")
+    processor: dict[str, Any] = option({}, "keyword arguments of AutoProcessor.from_pretrained, such as max_pixels")
+
+    @classmethod
+    def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
+        action = tree.get("action")
+        tree_of_head = action.get("head", {}) if isinstance(action, Mapping) else {}
+        head = kind_of(ActionHead, tree_of_head, ("action", "head"))  # type: ignore[type-abstract]
+        found: Sections = {"action": Actions, "rollout": EpisodePrompts}
+        if collects == "demonstrations":
+            found["action"] = TaughtActions
+        if head.has_temperature:
+            found["evaluation"] = EpisodeEvaluation
+            if collects != "demonstrations":
+                found["rollout"] = EpisodeSampling
+        return found
+
+    def capabilities(self, config: Config) -> Capabilities:
+        action = config.section("action")
+        assert isinstance(action, Actions)
+        offers = action.head.offers | {"critic"}
+        # Under ZeRO-3 every forward pass gathers weights, but ranks play episodes of different lengths.
+        return Capabilities(f"action.head.type={action.head.type}", offers, zero_stages=(0, 1, 2), groups=("critic",))
+
+    def load(self, config: Config, task: Any, path: str) -> VisionLanguageActionPolicy:
+        from mmrl.policies.vla.loading import load
+
+        return load(config, task, path)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from mmrl.policies.vla.codec import Units
-from sims import VectorSim
+from mmrl.sims import VectorSim
 
 EPISODES = 32
 FIRST_SEED = 1 << 31  # neither trained on nor held out

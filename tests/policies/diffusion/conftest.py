@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mmrl.policies.diffusion import pipelines
+from mmrl.policies.diffusion.settings import DiffusionModel
 from tests.tiny_pipelines import build
 
 CLASSES = ("sd3", "flux", "qwen_image", "sd15", "sdxl")  # one pipeline of each class
@@ -23,13 +24,13 @@ def folder_of(tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def shared_family(folder_of) -> Callable[..., pipelines.Pipeline]:
-    """A family for tests that only look. Options are those of `pipelines.load`."""
+    """A family for tests that only look. Options are those of `DiffusionModel`."""
     loaded: dict[str, pipelines.Pipeline] = {}
 
     def load(name: str, **options: Any) -> pipelines.Pipeline:
         key = f"{name} {options}"
         if key not in loaded:
-            loaded[key] = pipelines.load(str(folder_of(name)), **options)
+            loaded[key] = pipelines.load(str(folder_of(name)), DiffusionModel(**options))
         return loaded[key]
 
     return load

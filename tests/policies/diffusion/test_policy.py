@@ -7,13 +7,21 @@ import pytest
 import torch
 from torch.distributions import Normal
 
+from mmrl.core.contrast import implicit_errors
+from mmrl.core.ratios import by_unit
+from mmrl.core.reduce import reduce
 from mmrl.errors import UserError
-from mmrl.policies.diffusion import DiffusionPolicy, load
+from mmrl.policies.diffusion import trees
+from mmrl.policies.diffusion.loading import load
+from mmrl.policies.diffusion.policy import DiffusionPolicy
+from mmrl.policies.diffusion.settings import Denoising, DenoisingDemonstrations, DiffusionModel, PictureLikelihood
 from mmrl.policies.diffusion.small import SmallConfig, SmallFamily, create, network
+from mmrl.policies.settings import LoRA
 from mmrl.rollouts import Prompt, Rollouts
 from mmrl.samplers.chain import gaussian
-from mmrl.samplers.settings import Denoising
-from mmrl.samplers.windows import Window
+from mmrl.samplers.settings import Transition
+from mmrl.samplers.transitions import Coefficients
+from mmrl.settings import SettingsError, make
 
 CLASSES = ("sd3", "flux", "qwen_image", "sd15", "sdxl")
 SMALL = ("mlp", "modulated_mlp", "transformer")
@@ -21,17 +29,17 @@ NOISE = {"flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.6, "ddim": 0.8}
 WORDS = ("red", "cat", "dog", "two")
 PROMPTS = [Prompt("a", "red cat"), Prompt("b", "two dog"), Prompt("c", "cat")]
 SEEDS = [11, 12, 13, 14, 15, 16]
-RANDOM = Window("random", size=2)
+RANDOM = {"type": "random", "size": 2}
 
 
-def small(kind="mlp", *, seed=0, reference=False, **config):
+def small(kind="mlp", *, seed=0, **config):
     settings = SmallConfig(words=WORDS, network=kind, width=32, depth=2, max_words=4, **config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = network(settings)
         for parameter in module.parameters():  # a fresh transformer says 0
             torch.nn.init.normal_(parameter, std=0.2)
-    return SmallFamily(settings, module, reference=reference)
+    return SmallFamily(settings, module)
 
 
 @pytest.fixture
@@ -39,11 +47,16 @@ def family_of(shared_family):
     return lambda name, **options: small(name) if name in SMALL else shared_family(name, **options)
 
 
-def policy_of(family, *, kl="exact", supervised=False, **settings):
-    resolution = None if isinstance(family, SmallFamily) else 16
-    transition = settings.pop("transition", "ddim" if family.space == "noise" else "flow_sde")
-    options = {"steps": 4, "transition": transition, "noise": NOISE[transition], "resolution": resolution}
-    return DiffusionPolicy(family, Denoising(**options | settings), kl=kl, supervised=supervised)
+def policy_of(family, likelihood="chain", *, transition=None, supervised=False, **settings):
+    """`settings` are keys of the section or of its likelihood."""
+    settings = {"resolution": None if isinstance(family, SmallFamily) else 16, **settings}
+    if supervised:
+        return DiffusionPolicy(family, make(DenoisingDemonstrations, settings))
+    transition = transition or ("ddim" if family.space == "noise" else "flow_sde")
+    own = {"type": transition, "noise": NOISE[transition]} if isinstance(transition, str) else transition
+    tree = {"type": likelihood, **({"transition": own} if likelihood == "chain" else {})}
+    tree |= {name: settings.pop(name) for name in list(settings) if name not in Denoising.model_fields}
+    return DiffusionPolicy(family, make(Denoising, {"steps": 4, "likelihood": tree, **settings}))
 
 
 def draw(policy, prompts=PROMPTS[:2], group_size=2, seeds=None, **more) -> Rollouts:
@@ -109,14 +122,15 @@ class TestOnPolicy:
     @pytest.mark.parametrize("likelihood", ["matching", "contrast"])
     @pytest.mark.parametrize("name", [*SMALL, *CLASSES])
     def test_final_pictures(self, name, likelihood, guidance, family_of):
-        policy = policy_of(family_of(name), likelihood=likelihood, guidance=guidance, draws=2, strength=0.3)
+        policy = policy_of(family_of(name), likelihood, guidance=guidance, draws=2)
         batch = remember(policy, draw(policy))
         now = policy.replay(batch, policy.module)
         assert now.log_ratio.shape == (4, 2) and not now.log_ratio.any()
         assert torch.equal(now.logp, batch.old_logp)
         if likelihood == "contrast":
-            assert torch.equal(*now.errors)
-            sum(now.errors).sum().backward()  # r = 1/2
+            errors = implicit_errors(now.matching, 0.3)
+            assert torch.equal(*errors)
+            sum(errors).sum().backward()  # r = 1/2
             assert not any(p.grad.any() for p in policy.module.parameters() if p.grad is not None)
 
 
@@ -154,17 +168,19 @@ class TestChains:
                 torch.testing.assert_close(one.x_next[t].double(), drawn, atol=2e-5, rtol=2e-5)
 
     def test_a_window_belongs_to_a_group(self):
-        policy = policy_of(small(), steps=10, window=Window("random", size=1))
+        policy = policy_of(small(), steps=10, window={"type": "random", "size": 1})
         prompts = [Prompt(str(i), "cat") for i in range(12)]
         points = torch.stack([d.points for d in draw(policy, prompts, 3, list(range(36))).inputs]).view(12, 3)
         assert bool((points == points[:, :1]).all()) and len(points[:, 0].unique()) > 3
 
     def test_a_sliding_window_moves_with_the_step(self):
-        policy = policy_of(small(), steps=6, window=Window("sliding", size=2, every=1))
+        policy = policy_of(small(), steps=6, window={"type": "sliding", "size": 2, "every": 1})
         found = [draw(policy, step=step).inputs[0].points.tolist() for step in (0, 1, 2, 3, 4)]
         assert found == [[0, 1], [1, 2], [2, 3], [3, 4], [0, 1]]
 
-    @pytest.mark.parametrize("options", [{}, {"window": RANDOM, "tail": "dpm++", "tail_steps": 2}, {"branching": (2,)}])
+    @pytest.mark.parametrize(
+        "options", [{}, {"window": RANDOM, "tail": {"type": "dpm++", "steps": 2}}, {"branching": (2,)}]
+    )
     def test_rollouts_do_not_depend_on_the_rest_of_the_batch(self, options):
         policy = policy_of(small("transformer"), steps=6, guidance=2.0, guidance_interval=(0.2, 0.7), **options)
         whole = draw(policy, PROMPTS, 2, SEEDS)
@@ -218,11 +234,11 @@ class TestHalfPrecision:
 
     def test_weights_are_loaded_in_the_asked_dtype(self, tmp_path):
         create(tmp_path, SmallConfig(words=WORDS), seed=0)
-        family = load(str(tmp_path), dtype="bfloat16", reference=True)
+        family = load(str(tmp_path), DiffusionModel(dtype="bfloat16"))
         assert {p.dtype for p in family.module.parameters()} == {torch.bfloat16}
         policy = policy_of(family)
         batch = draw(policy)
-        assert torch.equal(policy.reference(batch).prediction, policy.replay(batch, policy.module).prediction)
+        assert policy.replay(batch, policy.module).prediction.dtype == torch.float32
 
 
 class TestEvaluation:
@@ -230,7 +246,7 @@ class TestEvaluation:
         calls = []
         family = small()
         family.module.register_forward_hook(lambda *a: calls.append(1))
-        policy = policy_of(family, evaluation_steps=7, tail_steps=2, window=RANDOM)
+        policy = policy_of(family, evaluation_steps=7, tail={"type": "ode", "steps": 2}, window=RANDOM)
         one = policy.respond(PROMPTS[:2], [1, 2])
         assert len(calls) == 7
         x = gaussian([2], -1, policy.shape)
@@ -272,9 +288,12 @@ class TestTrees:
         return policy, draw(policy, PROMPTS[:2], group_size, list(range(2 * group_size)))
 
     def test_leaves_share_their_chain_up_to_the_branch(self):
-        policy, batch = self.tree((2, 3), 6, window=Window("random", size=2))
+        policy, batch = self.tree((2, 3), 6, window=RANDOM)
         assert batch.nodes.tolist() == [[leaf // 3, leaf] for leaf in range(6)] * 2
-        assert batch.mask.tolist() == ([[True, True], [False, True], [False, True]] * 2) * 2
+        assert batch.mask.all()
+        # Two nodes of three leaves, then six of one: 1/3 and 1, of mean 2/3.
+        weight = policy.replay(batch, policy.module).weight
+        torch.testing.assert_close(weight, torch.tensor([[0.5, 1.5]]).expand(12, 2))
         for g in range(2):
             leaves = batch.inputs[6 * g : 6 * g + 6]
             assert len({tuple(d.points.tolist()) for d in leaves}) == 1
@@ -287,8 +306,8 @@ class TestTrees:
         assert not torch.equal(batch.inputs[0].x[0], batch.inputs[6].x[0])
 
     def test_the_prefix_and_the_tail_are_deterministic(self):
-        policy, batch = self.tree((3,), 3, window=Window("random", size=1))
-        plain = policy_of(policy.family, steps=6, window=Window("random", size=1))
+        policy, batch = self.tree((3,), 3, window={"type": "random", "size": 1})
+        plain = policy_of(policy.family, steps=6, window={"type": "random", "size": 1})
         chains = draw(plain, PROMPTS[:2], 1, [0, 3])  # the same roots
         for g in range(2):
             assert torch.equal(chains.inputs[g].points, batch.inputs[3 * g].points)
@@ -296,22 +315,51 @@ class TestTrees:
         assert batch.mask.all() and batch.nodes.flatten().tolist() == [0, 1, 2] * 2
 
     def test_later_steps_of_the_window_have_one_child(self):
-        policy, batch = self.tree((4,), 4, window=Window("random", size=3))
+        policy, batch = self.tree((4,), 4, window={"type": "random", "size": 3})
         assert batch.mask.all() and batch.nodes.tolist() == [[leaf] * 3 for leaf in range(4)] * 2
         one, other = batch.inputs[:2]
         assert torch.equal(one.x[0], other.x[0]) and not torch.equal(one.x_next, other.x_next)
 
     def test_decisions_of_a_tree_are_replayed_like_any(self):
-        policy, batch = self.tree((2, 2), 4, window=Window("random", size=2))
+        policy, batch = self.tree((2, 2), 4, window=RANDOM)
         remember(policy, batch)
         assert not policy.replay(batch, policy.module).log_ratio.any()
         for one in batch.inputs:
-            a_x, a_v, std = (
-                c.view(-1, 1, 1, 1) for c in policy.sampler.at(one.points, one.points + 1, one.points >= 0)
-            )
+            a_x, a_v, std = (c.view(-1, 1, 1, 1) for c in policy.sampler.drawn(one.points))
             v = batch.old_prediction[batch.inputs.index(one)]
             noise = (one.x_next - a_x * one.x - a_v * v) / std
             assert float(noise.std()) == pytest.approx(1, abs=0.3)
+
+    def share_of_nodes(self, mode, level="decision"):
+        """What each node of a tree [2, 2] has in the loss, from the gradient of the reduction."""
+        weight = trees.decision_weights((2, 2), 2).expand(4, 2)
+        ratio = torch.zeros(4, 2, requires_grad=True)
+        mask = torch.ones(4, 2, dtype=torch.bool)
+        values = by_unit(ratio, mask, level=level) * weight
+        reduce(values, mask, mode=mode, length=4).backward()
+        first = ratio.grad[:, 0].view(2, 2).sum(1)  # two leaves share a node
+        return torch.cat([first, ratio.grad[:, 1]])
+
+    @pytest.mark.parametrize(
+        ("mode", "share"),
+        [("token_mean", 1 / 6), ("sequence_mean", 1 / 6), ("sequence_sum", 1 / 3), ("constant", 1 / 12)],
+    )
+    def test_every_node_has_the_same_share_in_the_loss(self, mode, share):
+        """Two nodes and then four: 1/6 each, as of six decisions; sequence_sum has 2 decisions a rollout, and constant
+        divides that by the length of 4."""
+        torch.testing.assert_close(self.share_of_nodes(mode), torch.full((6,), share))
+
+    def test_the_ratio_of_a_sequence_is_that_of_its_whole_chain(self):
+        """Leaves with log-ratios (.4, .2) and (.4, .1) have .3 and .25, though the first decision is one."""
+        found = by_unit(torch.tensor([[0.4, 0.2], [0.4, 0.1]]), torch.ones(2, 2, dtype=torch.bool), level="sequence")
+        torch.testing.assert_close(found[:, 0], torch.tensor([0.3, 0.25]))
+
+    def test_weights_of_steps_and_of_nodes_multiply(self):
+        policy, batch = self.tree((2, 2), 4, window=RANDOM, step_weight="std")
+        plain = policy_of(policy.family, steps=6, window=RANDOM, step_weight="std")
+        own = policy.replay(batch, policy.module).weight
+        steps = plain.replay(replace(batch, nodes=None), plain.module).weight
+        torch.testing.assert_close(own, steps * torch.tensor([2 / 3, 4 / 3]))
 
 
 class TestFinalPictures:
@@ -319,7 +367,7 @@ class TestFinalPictures:
     def test_matching_by_brute_force(self, weight):
         """Levels and noises come from the seeds, whatever micro-batch a picture is in, and are the same twice."""
         family = small(shift=2.0)
-        policy = policy_of(family, likelihood="matching", draws=3, matching_weight=weight, guidance=5.0)
+        policy = policy_of(family, "matching", draws=3, weight=weight, guidance=5.0)
         batch, seen = draw(policy), []
 
         def model(x, time, words):
@@ -348,7 +396,8 @@ class TestFinalPictures:
     def test_off_policy(self, likelihood):
         """The log-ratio equals logp - old_logp; the implicit policies are b and -b times the move away from the old."""
         family = small()
-        policy = policy_of(family, likelihood=likelihood, draws=2, strength=0.4, matching_weight="sigma")
+        options = {"weight": "sigma"} if likelihood == "matching" else {}
+        policy = policy_of(family, likelihood, draws=2, **options)
         batch = remember(policy, draw(policy))
         old = batch.old_prediction
         shift(family)
@@ -359,7 +408,7 @@ class TestFinalPictures:
         if likelihood == "contrast":
             x, s = seen[0][0].view(4, 2, 1, 8, 8), seen[0][1].view(4, 2, 1, 1, 1)
             data = torch.stack([d.data for d in batch.inputs])[:, None]
-            for error, b in zip(now.errors, (0.4, -0.4), strict=True):
+            for error, b in zip(implicit_errors(now.matching, 0.4), (0.4, -0.4), strict=True):
                 away = (x - s * (old + b * (now.prediction - old)) - data).flatten(2)
                 expected = away.square().mean(2) / away.abs().mean(2)
                 torch.testing.assert_close(error, expected, atol=1e-4, rtol=1e-4)
@@ -369,7 +418,7 @@ class TestFinalPictures:
         """A model that is off by 1 everywhere, of pictures that are 0: the mean over levels is the integral of
         (1 - s) / s, log s - s, over the levels drawn."""
         family = small(shift=towards_noise)
-        policy = policy_of(family, likelihood="matching", matching_weight="elbo", draws=4000)
+        policy = policy_of(family, supervised=True, weight="elbo", draws=4000)
         gray = Prompt("gray", "cat", metadata={"target": torch.full((1, 8, 8), 0.5)})
         batch = policy.demonstrate([gray], [3])
         logp = policy.replay(batch, lambda x, t, words: x / t.view(-1, 1, 1, 1) + 1).logp
@@ -391,44 +440,91 @@ class TestFinalPictures:
             policy.demonstrate([prompts[0], PROMPTS[1]], [1, 2])
 
 
+class Halved(Transition):
+    """A transition of one's own: Euler's mean and half of the next noise level."""
+
+    type: str = "tests.policies.diffusion.test_policy:Halved"
+
+    def coefficients(self, sigma, sigma_next, sigma_second):
+        dt = sigma_next - sigma
+        return Coefficients(torch.ones_like(dt), dt, sigma_next / 2)
+
+
+class Unheard(PictureLikelihood):
+    type: str = "tests.policies.diffusion.test_policy:Unheard"
+
+    @property
+    def offers(self):
+        return frozenset()
+
+
+def test_a_transition_of_ones_own_is_drawn_and_replayed():
+    family = small()
+    policy = policy_of(family, transition={"type": "tests.policies.diffusion.test_policy:Halved"})
+    batch = remember(policy, draw(policy))
+    now = policy.replay(batch, policy.module)
+    assert not now.log_ratio.any() and batch.inputs[0].points.tolist() == [0, 1, 2]
+    sigmas = family.grid(4, policy.shape).sigmas
+    for t in range(3):
+        one, v = batch.inputs[1], now.prediction[1, t]
+        known = Normal((one.x[t] + (sigmas[t + 1] - sigmas[t]) * v).double(), float(sigmas[t + 1]) / 2)
+        assert float(now.logp[1, t].detach()) == pytest.approx(float(known.log_prob(one.x_next[t]).mean()), rel=1e-4)
+        noise = (one.x_next[t] - known.mean) / known.stddev
+        torch.testing.assert_close(noise.float(), gaussian([one.seed], t, policy.shape)[0], rtol=1e-4, atol=1e-4)
+
+
 class TestReference:
-    @pytest.mark.parametrize("kind", ["exact", "velocity"])
     @pytest.mark.parametrize("likelihood", ["chain", "matching"])
-    def test_divergence_by_brute_force(self, kind, likelihood):
-        if kind == "exact" and likelihood == "matching":
-            pytest.skip("refused by the configuration")
-        family = small(reference=True)
-        policy = policy_of(family, kl=kind, likelihood=likelihood, draws=3)
+    def test_divergence_by_brute_force(self, likelihood):
+        """Both the squared distance of the predictions and, of a step, the exact KL."""
+        family = small()
+        policy = policy_of(family, likelihood, **({} if likelihood == "chain" else {"draws": 3}))
         batch = draw(policy)
-        before = policy.replay(batch, policy.module)
+        with torch.no_grad():
+            before = policy.replay(batch, policy.module)
+        assert before.reference_kl is None and before.reference_error is None
         shift(family)
-        reference = policy.reference(batch)
-        assert torch.equal(reference.prediction, before.prediction) and not reference.logp.requires_grad
-        batch.ref_prediction = reference.prediction
+        batch.ref_prediction = before.prediction
         now = policy.replay(batch, policy.module)
         apart = (now.prediction.double() - before.prediction.double()).square().flatten(2).mean(2)
-        if kind == "exact":
-            points = batch.inputs[0].points.tolist()
-            sigmas = family.grid(4, policy.shape).sigmas.double().tolist()
-            hand = [steps_by_hand("flow_sde", 0.7, sigmas[p], sigmas[p + 1], sigmas[1]) for p in points]
-            apart = apart * torch.tensor([a_v**2 / (2 * std**2) for _, a_v, std in hand])
+        torch.testing.assert_close(now.reference_error.double(), apart, atol=1e-7, rtol=1e-4)
+        assert now.reference_error.requires_grad and float(apart.min()) > 0
+        if likelihood == "matching":
+            assert now.reference_kl is None
+            return
+        points = batch.inputs[0].points.tolist()
+        sigmas = family.grid(4, policy.shape).sigmas.double().tolist()
+        hand = [steps_by_hand("flow_sde", 0.7, sigmas[p], sigmas[p + 1], sigmas[1]) for p in points]
+        apart = apart * torch.tensor([a_v**2 / (2 * std**2) for _, a_v, std in hand])
         torch.testing.assert_close(now.reference_kl.double(), apart, atol=1e-7, rtol=1e-4)
-        assert now.reference_kl.requires_grad and float(apart.min()) > 0
+        assert now.reference_kl.requires_grad
 
-    def test_the_model_is_back_also_after_an_error(self):
-        family = small(reference=True)
+    def test_the_divergence_from_the_old_policy_has_a_gradient(self):
+        """GRPO-Guard's ratio needs it: d KL / d v = a_v^2 (v - old) / std^2 over the number of elements."""
+        family = small()
         policy = policy_of(family)
-        batch = draw(policy)
-        shift(family)
-        now = policy.replay(batch, policy.module).prediction
-        with pytest.raises(RuntimeError, match="stop"), family.reference():
-            raise RuntimeError("stop")
-        assert torch.equal(policy.replay(batch, policy.module).prediction, now)
+        batch = remember(policy, draw(policy))
+        offset = torch.nn.Parameter(torch.full((1,), 0.3))
+        now = policy.replay(batch, lambda *a: family.module(*a) + offset)
+        (found,) = torch.autograd.grad(now.divergence[0].sum(), offset)
+        sigmas = family.grid(4, policy.shape).sigmas.double().tolist()
+        hand = [steps_by_hand("flow_sde", 0.7, sigmas[p], sigmas[p + 1], sigmas[1]) for p in range(3)]
+        assert float(found) == pytest.approx(sum(a_v**2 * 0.3 / std**2 for _, a_v, std in hand), rel=1e-3)
 
-    def test_without_one(self):
+
+class TestViews:
+    def test_the_same_pictures_under_another_prompt(self):
         policy = policy_of(small())
-        with pytest.raises(UserError, match=r"algorithm\.kl\.coefficient"):
-            policy.reference(draw(policy))
+        batch = remember(policy, draw(policy))
+        other = policy.view(batch, lambda prompt: replace(prompt, text=prompt.text.replace("cat", "dog")))
+        assert [s.prompt.text for s in other.samples] == ["red dog"] * 2 + ["two dog"] * 2
+        assert [s.prompt.text for s in batch.samples] == ["red cat"] * 2 + ["two dog"] * 2
+        assert other.old_prediction is None and batch.old_prediction is not None
+        with torch.no_grad():
+            own, viewed = (policy.replay(b, policy.module).logp for b in (batch, other))
+        assert torch.equal(own[2:], viewed[2:]) and float((own[:2] - viewed[:2]).abs().min()) > 1e-6
+        made = replace(batch, inputs=[replace(r, text="red dog") for r in batch.inputs], old_prediction=None)
+        assert torch.equal(policy.replay(made, policy.module).logp[:2], viewed[:2])
 
 
 class TestBadInput:
@@ -438,21 +534,35 @@ class TestBadInput:
             (
                 "mlp",
                 {"transition": "ddim"},
-                "denoising.transition=ddim is not for a model that predicts velocity; use flow",
+                "denoising.likelihood.transition.type=ddim is not for a model that predicts velocity; use flow_sde or",
             ),
-            ("mlp", {"transition": "ddim", "likelihood": "matching"}, "denoising.transition=ddim is not for a model"),
             (
                 "sd15",
                 {"transition": "flow_sde"},
-                "transition=flow_sde is not for a model that predicts noise; use ddim",
+                "transition.type=flow_sde is not for a model that predicts noise; use ddim",
             ),
-            ("mlp", {"window": Window(last=9)}, "denoising: window.last=9, but the chain has only 4 steps"),
-            ("sd15", {"window": Window(last=4)}, "denoising: the window reaches step 3, which has std 0"),
-            ("mlp", {"noise": 0.0}, "denoising: no step of this chain has noise: raise denoising.noise"),
-            ("mlp", {"window": Window("random", size=9)}, "denoising: a window of 9 steps does not fit"),
+            (
+                "mlp",
+                {"window": {"last": 9}},
+                "denoising.likelihood: window.last=9, but the chain has only 4 steps",
+            ),
+            ("sd15", {"window": {"last": 4}}, "denoising.likelihood: the window reaches step 3, which has std 0"),
+            (
+                "mlp",
+                {"transition": {"type": "flow_sde", "noise": 0.0}},
+                "denoising.likelihood: no step of this chain has noise: raise transition.noise",
+            ),
+            ("mlp", {"window": {"type": "random", "size": 9}}, "likelihood: a window of 9 steps does not fit"),
             ("mlp", {"resolution": 16}, "denoising.resolution=16: this model draws 8 pixels only"),
-            ("mlp", {"chunks": (2, 2)}, r"denoising.chunks=\[2, 2\] cover 4 steps, the window has 3"),
-            ("sd15", {"likelihood": "matching", "matching_weight": "elbo"}, "denoising.matching_weight=elbo"),
+            ("mlp", {"chunks": (2, 2)}, r"likelihood.chunks=\[2, 2\] cover 4 steps, the window has 3"),
+            ("mlp", {"branching": (2,) * 4}, r"likelihood.branching=\[2, 2, 2, 2\] cover 4 steps, the window has 3"),
+            ("sd15", {"likelihood": "matching", "weight": "elbo"}, "denoising.likelihood.weight=elbo"),
+            ("sd15", {"supervised": True, "weight": "elbo"}, "denoising.weight=elbo"),
+            (
+                "mlp",
+                {"likelihood": "tests.policies.diffusion.test_policy:Unheard"},
+                "Unheard inherits from none of PictureChain, PictureMatching and PictureContrast",
+            ),
         ],
     )
     def test_of_the_policy(self, name, settings, match, family_of):
@@ -460,20 +570,26 @@ class TestBadInput:
             policy_of(family_of(name), **settings)
         assert "\n" not in str(error.value)
 
-    @pytest.mark.parametrize(
-        ("branching", "group_size", "match"),
-        [((2, 2), 3, "makes 4 leaves .*group_size is 3"), ((2,) * 4, 16, "the window has 3")],
-    )
-    def test_of_trees(self, branching, group_size, match):
-        with pytest.raises(UserError, match=match):
-            draw(policy_of(small(), branching=branching), PROMPTS[:1], group_size, list(range(group_size)))
+    def test_of_trees(self):
+        with pytest.raises(UserError, match="makes 4 leaves a tree; rollout.group_size is 3"):
+            draw(policy_of(small(), branching=(2, 2)), PROMPTS[:1], 3, list(range(3)))
 
     @pytest.mark.parametrize(
-        "settings", [{"tail_steps": 0}, {"steps": 0}, {"branching": (0,)}, {"draw_range": (0.0, 1.0)}]
+        ("likelihood", "settings"),
+        [
+            ("chain", {"tail": {"type": "ode", "steps": 0}}),
+            ("chain", {"steps": 0}),
+            ("chain", {"branching": (0,)}),
+            ("matching", {"draw_range": (0.0, 1.0)}),
+            ("contrast", {"weight": "sigma"}),
+            ("matching", {"transition": "cps"}),
+        ],
     )
-    def test_of_the_settings(self, settings):
-        with pytest.raises(ValueError, match=next(iter(settings))):
-            Denoising(**settings)
+    def test_of_the_settings(self, likelihood, settings):
+        known = {name: value for name, value in settings.items() if name in Denoising.model_fields}
+        rest = {name: value for name, value in settings.items() if name not in known}
+        with pytest.raises(SettingsError, match=next(iter(settings))):
+            make(Denoising, {"likelihood": {"type": likelihood, **rest}, **known})
 
     def test_of_prompts(self):
         policy = policy_of(small())
@@ -485,7 +601,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("options", "match"),
         [
-            ({"lora": {"rank": 4}}, "model.lora is for"),
+            ({"lora": LoRA(rank=4)}, "model.lora is for"),
             ({"attention": "eager"}, "model.attention is for"),
             ({"activation_checkpointing": True}, "model.activation_checkpointing is for"),
         ],
@@ -493,7 +609,7 @@ class TestBadInput:
     def test_of_a_small_models_options(self, options, match, tmp_path):
         create(tmp_path, SmallConfig(words=WORDS), seed=0)
         with pytest.raises(UserError, match=match):
-            load(str(tmp_path), **options)
+            load(str(tmp_path), DiffusionModel(**options))
 
 
 class TestPerceptrons:

@@ -1,25 +1,27 @@
 """Policies of every head over the small backbone and a tiny Qwen3-VL, acting on a line that can be checked by hand."""
 
 import pytest
+from mmrl.sims import build
+from mmrl.tasks.manipulation import tiny_model
 
-from mmrl.policies.vla import files, small
-from mmrl.policies.vla.settings import Actions
+from mmrl.controls import constant
+from mmrl.policies.vla import small
+from mmrl.policies.vla.loading import open_policy
+from mmrl.policies.vla.settings import Actions, TaughtActions, VisionLanguageActionModel
 from mmrl.rollouts import Prompt
-from mmrl.samplers.settings import Denoising
-from mmrl.samplers.windows import Window
-from sims import build
-from tasks.manipulation import tiny_model
+from mmrl.settings import make as made_section
 
 CHUNK = 4  # of at most 6 actions: a second look ends in the middle of its chunk
+SMALL_FLOW = {"type": "flow", "width": 32, "depth": 1, "steps": 4, "evaluation_steps": 4}
 KINDS = {
-    "parallel": ({"head": "token", "bins": 8}, {}),
-    "autoregressive": ({"head": "token", "bins": 8, "decoding": "autoregressive"}, {}),
-    "regression": ({"head": "regression"}, {}),
-    "bridge": ({"head": "bridge", "width": 32, "depth": 2, "queries": 3}, {}),
-    "flow": ({"head": "flow", "width": 32, "depth": 1}, {"window": Window("random", size=1)}),
-    "flow, all steps": ({"head": "flow", "width": 32, "depth": 1}, {"transition": "cps"}),
-    "flow, learned": ({"head": "flow", "width": 32, "depth": 1, "spread": "learned"}, {}),
-    "flow, matching": ({"head": "flow", "width": 32, "depth": 1}, {"likelihood": "matching"}),
+    "parallel": {"type": "token", "bins": 8},
+    "autoregressive": {"type": "token", "bins": 8, "decoding": "autoregressive"},
+    "regression": {"type": "regression"},
+    "bridge": {"type": "bridge", "width": 32, "depth": 2, "queries": 3},
+    "flow": {**SMALL_FLOW, "likelihood": {"type": "chain", "window": {"type": "random", "size": 1}}},
+    "flow, all steps": {**SMALL_FLOW, "likelihood": {"type": "chain", "transition": {"type": "cps", "noise": 0.7}}},
+    "flow, learned": {**SMALL_FLOW, "likelihood": "learned"},
+    "flow, matching": {**SMALL_FLOW, "likelihood": "matching"},
 }
 LEVELS = ("token", "action", "chunk")
 
@@ -37,16 +39,28 @@ def backbones(tmp_path_factory):
     return found
 
 
+def taught(head):
+    """The head of a supervised job."""
+    return {name: value for name, value in head.items() if name not in ("steps", "likelihood")}
+
+
 @pytest.fixture(scope="session")
 def make(backbones):
-    def made(kind="parallel", backbone="small", *, rows=4, sim=None, simulator=None, **options):
-        action, denoising = KINDS[kind]
-        names = Actions.__dataclass_fields__
-        own = {name: options.pop(name) for name in list(options) if name in names}
-        settings = Actions(**{"chunk": CHUNK, "prompt": "{instruction}", **action, **own})
-        options = {"max_prompt_length": 128, **options}
+    def made(kind="parallel", backbone="small", *, rows=4, sim=None, simulator=None, supervised=False, **options):
+        """kind: one of KINDS, or a head's section. `options` are of the section `action`, of its head, of the model,
+        and of `open_policy`."""
+        opened = {"critic": False, "seed": 0, "max_prompt_length": 128, "evaluation_temperature": 0.0}
+        opened |= {name: options.pop(name) for name in list(options) if name in opened}
+        opened["temperature"] = constant(options.pop("temperature", 1.0))
+        names = VisionLanguageActionModel.model_fields
+        model = {name: options.pop(name) for name in list(options) if name in names}
+        action = {name: options.pop(name) for name in list(options) if name in Actions.model_fields}
+        head = KINDS[kind] if isinstance(kind, str) else kind
+        head = {**(taught(head) if supervised else head), **options}
+        section = TaughtActions if supervised else Actions
+        settings = made_section(section, {"chunk": CHUNK, "prompt": "{instruction}", "head": head, **action})
         line = sim or build("tests.sims.line_simulator:Line", rows, simulator)
         path = str(backbones.get(backbone, backbone))
-        return files.load(path, settings, Denoising(steps=4, evaluation_steps=4, **denoising), line, **options)
+        return open_policy(path, made_section(VisionLanguageActionModel, model), settings, line, **opened)
 
     return made

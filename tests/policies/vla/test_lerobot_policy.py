@@ -9,29 +9,29 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from mmrl.sims import Observation, build
 from safetensors.torch import load_file, save_file
 from torch.distributions import Normal
 
+from mmrl.controls import constant
 from mmrl.errors import UserError
 from mmrl.policies import vla
-from mmrl.policies.vla import files
-from mmrl.policies.vla.heads import INITIAL
-from mmrl.policies.vla.settings import Actions
-from mmrl.samplers.chain import gaussian, mixed
-from mmrl.samplers.settings import Denoising
+from mmrl.policies.vla.loading import open_policy
+from mmrl.policies.vla.settings import Actions, TaughtActions, VisionLanguageActionModel
+from mmrl.samplers.chain import INITIAL, gaussian, mixed
 from mmrl.samplers.transitions import coefficients
-from mmrl.samplers.windows import Window
-from sims import Observation, build
-from tests.policies.vla.conftest import starts
+from mmrl.settings import make
+from tests.policies.vla.conftest import starts, taught
 
 installed = importlib.util.find_spec("lerobot") is not None
 lerobot = pytest.mark.skipif(not installed, reason="lerobot is not installed")
 CHUNK, STEPS = 4, 5
 STARTS, SEEDS = starts(0, 30, 70), [11, 12, 13, 14, 15, 16]
-WINDOWS = {
-    "one step": Denoising(steps=STEPS, evaluation_steps=STEPS, window=Window("random", size=1)),
-    "all steps": Denoising(steps=STEPS, evaluation_steps=STEPS),
-    "matching": Denoising(steps=STEPS, evaluation_steps=STEPS, likelihood="matching"),
+FLOW = {"type": "flow", "steps": STEPS, "evaluation_steps": STEPS}
+LIKELIHOODS = {
+    "one step": {"type": "chain", "window": {"type": "random", "size": 1}},
+    "all steps": {"type": "chain"},
+    "matching": {"type": "matching"},
 }
 
 
@@ -47,9 +47,30 @@ def checkpoint(request, tmp_path_factory):
         yield folder
 
 
-def load(folder, denoising="all steps", *, simulator="tests.sims.line_simulator:Line", action=None, **options):
-    settings = Actions(**{"head": "flow", "chunk": CHUNK, **(action or {})})
-    return files.load(str(folder), settings, WINDOWS[denoising], build(simulator, 4), **options)
+def load(
+    folder,
+    likelihood="all steps",
+    *,
+    simulator="tests.sims.line_simulator:Line",
+    head=None,
+    action=None,
+    supervised=False,
+    **model,
+):
+    """head: its section; action: options of the section around it; the rest are of the model."""
+    own = {**FLOW, "likelihood": LIKELIHOODS[likelihood]} if head is None else head
+    tree = {"head": taught(own) if supervised else own, "chunk": CHUNK, **(action or {})}
+    return open_policy(
+        str(folder),
+        make(VisionLanguageActionModel, model),
+        make(TaughtActions if supervised else Actions, tree),
+        build(simulator, 4),
+        critic=False,
+        seed=0,
+        max_prompt_length=1024,
+        temperature=constant(1.0),
+        evaluation_temperature=0.0,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +113,9 @@ def test_without_noise_it_acts_as_lerobot_does(checkpoint, theirs):
 
 
 @lerobot
-@pytest.mark.parametrize("denoising", WINDOWS)
-def test_on_policy_ratio_is_exactly_one(checkpoint, denoising):
-    policy = load(checkpoint, denoising)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_on_policy_ratio_is_exactly_one(checkpoint, likelihood):
+    policy = load(checkpoint, likelihood)
     rollouts = policy.rollout(STARTS, 2, SEEDS)
     with torch.no_grad():
         old = policy.replay(rollouts, policy.module)
@@ -250,14 +271,14 @@ def test_a_run_trains_it_and_lerobot_loads_what_it_saved(checkpoint, tmp_path, a
     from tests.engine.parts import ROBOTS, metrics, train
 
     options = [
-        "action.head=flow",
+        "action.head.type=flow",
         "action.chunk=4",
         "model.build=null",
         f"model.path={checkpoint}",
         "steps=2",
         "task.train_size=30",
     ]
-    train(tmp_path, *options, "denoising.steps=3", "denoising.evaluation_steps=3", "optim.lr=1e-3", base=ROBOTS)
+    train(tmp_path, *options, "action.head.steps=3", "action.head.evaluation_steps=3", "optim.lr=1e-3", base=ROBOTS)
     rows = [row for row in metrics(tmp_path) if "loss" in row]
     assert len(rows) == 2 and all(row["updates_skipped"] == 0 for row in rows)
     before, after = (load_file(f / "model.safetensors") for f in (checkpoint, tmp_path / "final"))
@@ -295,9 +316,9 @@ def test_a_camera_that_the_simulator_lacks_is_told_and_seen_by_nobody(checkpoint
 @lerobot
 def test_what_does_not_fit_is_refused(checkpoint, tmp_path):
     for options, message in [
-        ({"action": {"head": "token"}}, "action.head=token.*head=flow"),
+        ({"head": {"type": "token"}}, "action.head.type=token.*head.type=flow"),
         ({"action": {"chunk": 7}}, "action.chunk=7, but the LeRobot policy plans 6"),
-        ({"action": {"spread": "learned"}}, "spread=learned"),
+        ({"head": {**FLOW, "likelihood": "learned"}}, "likelihood.type=learned is not for this policy"),
         ({"action": {"statistics": "x.json"}}, "action.statistics"),
         ({"simulator": "tabletop"}, "policy's action has 1 numbers, the simulator's"),
         ({"dtype": "bfloat16"}, "model.dtype=bfloat16"),

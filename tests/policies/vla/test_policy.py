@@ -6,13 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from mmrl.sims import build
 from torch.distributions import Laplace, Normal
 
 from mmrl.errors import UserError
-from mmrl.policies.vla.heads import extend
+from mmrl.policies.vla.heads import ActionSampling, extend
 from mmrl.rollouts import Rollouts
 from mmrl.samplers.transitions import coefficients
-from sims import build
+from mmrl.settings import SettingsError
 from tests.policies.vla.conftest import CHUNK, KINDS, LEVELS, starts
 
 STARTS = starts(0, 30, 70)
@@ -46,7 +47,12 @@ def played(make):
 
 
 def levels(kind):
-    return ("token",) if kind.startswith("flow") else LEVELS
+    return (None,) if kind.startswith("flow") else LEVELS
+
+
+def at(level):
+    """Options of a head; flows have no levels."""
+    return {} if level is None else {"level": level}
 
 
 CASES = [(kind, backbone, level) for kind in KINDS for backbone in ("small", "qwen") for level in levels(kind)]
@@ -54,7 +60,7 @@ CASES = [(kind, backbone, level) for kind in KINDS for backbone in ("small", "qw
 
 @pytest.mark.parametrize(("kind", "backbone", "level"), CASES)
 def test_on_policy_ratio_is_exactly_one(played, kind, backbone, level):
-    policy, rollouts = played(kind, backbone, level=level)
+    policy, rollouts = played(kind, backbone, **at(level))
     with torch.no_grad():
         old = policy.replay(rollouts, policy.module)
     rollouts = replace(rollouts, old_logp=old.logp, old_prediction=old.prediction)
@@ -93,7 +99,7 @@ def loss_and_gradient(policy, rollouts):
 
 @pytest.mark.parametrize(("kind", "level"), [(kind, level) for kind in KINDS for level in levels(kind)])
 def test_garbage_after_the_end_changes_nothing(played, kind, level):
-    policy, rollouts = played(kind, level=level)
+    policy, rollouts = played(kind, **at(level))
     cut = [look for episode in rollouts.inputs for look in episode if not look.valid.all()]
     assert cut
     spoilt = []
@@ -131,8 +137,7 @@ def test_micro_batches_add_up(played, kind):
 @pytest.mark.parametrize("kind", TOKENS)
 def test_greedy_tokens_are_the_likeliest_under_replay(make, kind, backbone):
     """Replaying any other token at a place must find it less likely: a shift by one place would not."""
-    policy = stir(make(kind, backbone))
-    policy.temperature = 0.0
+    policy = stir(make(kind, backbone, temperature=0.0))
     rollouts = policy.rollout(STARTS[:1], 1, [1])
     with torch.no_grad():
         best = policy.replay(rollouts, policy.module).logp[0]
@@ -141,7 +146,7 @@ def test_greedy_tokens_are_the_likeliest_under_replay(make, kind, backbone):
             for token in set(range(8)) - {int(look.chosen["columns"][place])}:
                 columns = look.chosen["columns"].clone()
                 columns[place] = token
-                other = replace(rollouts, inputs=[[replace(look, chosen={"columns": columns})]])
+                other = replace(rollouts, inputs=[[replace(look, chosen={**look.chosen, "columns": columns})]])
                 other.mask = rollouts.mask[:, :CHUNK]
                 assert policy.replay(other, policy.module).logp[0, place] < best[place]
 
@@ -159,7 +164,8 @@ def test_token_likelihoods_are_those_of_the_sampler(make, kind):
     tokens = [look.chosen["columns"].clone() for _ in range(8)]
     for token, columns in enumerate(tokens):
         columns[0] = token
-    each = replace(drawn.select(torch.arange(8)), inputs=[[replace(look, chosen={"columns": c})] for c in tokens])
+    shown = [[replace(look, chosen={**look.chosen, "columns": c})] for c in tokens]
+    each = replace(drawn.select(torch.arange(8)), inputs=shown)
     each.mask = each.mask[:, :CHUNK]
     with torch.no_grad():
         expected = policy.replay(each, policy.module).logp[:, 0].exp()
@@ -172,7 +178,7 @@ def test_token_likelihoods_are_those_of_the_sampler(make, kind):
 def test_levels_are_sums(played, kind):
     logps = {}
     for level in LEVELS:
-        policy, rollouts = played(kind, level=level)
+        policy, rollouts = played(kind, **at(level))
         with torch.no_grad():
             logps[level] = policy.replay(rollouts, policy.module).logp
     looks = len(STARTS) * 2, -1
@@ -293,8 +299,9 @@ def test_playing_in_turns_changes_no_episode(make):
         for mine, theirs in zip(one, other, strict=True):
             torch.testing.assert_close(mine.chosen["actions"], theirs.chosen["actions"], rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(mine.state, theirs.state, rtol=1e-4, atol=1e-5)
-    for name in ("step_values", "step_rewards", "step_bootstrap"):
-        torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-4, atol=1e-5)
+    for name in ("values", "rewards", "bootstrap"):
+        one, other = (vars(batch.extras["steps"])[name] for batch in (a, b))
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert [s.episode.success for s in a.samples] == [s.episode.success for s in b.samples]
 
 
@@ -322,18 +329,19 @@ def test_the_critic_sees_each_look_and_only_cut_episodes_are_bootstrapped(make):
     rollouts = policy.rollout(starts(0, 30, 97), 2, SEEDS)
     ended = torch.tensor([s.episode.success for s in rollouts.samples])
     assert ended.any() and not ended.all()
-    last = rollouts.step_mask.sum(1) - 1
+    steps = rollouts.extras["steps"]
+    last = steps.mask.sum(1) - 1
     rows = torch.arange(6)
-    assert torch.equal(rollouts.step_terminated[rows, last], ended)
-    assert rollouts.step_terminated.sum() == ended.sum()
-    bootstrapped = rollouts.step_bootstrap != 0
+    assert torch.equal(steps.terminated[rows, last], ended)
+    assert steps.terminated.sum() == ended.sum()
+    bootstrapped = steps.bootstrap != 0
     assert torch.equal(bootstrapped.sum(1), (~ended).long()) and bootstrapped[rows, last].equal(~ended)
     with torch.no_grad():
         replay = policy.replay(rollouts, policy.module)
-    known = rollouts.step_mask
-    torch.testing.assert_close(replay.value[known], rollouts.step_values[known], rtol=1e-4, atol=1e-5)
+    known = steps.mask
+    torch.testing.assert_close(replay.value[known], steps.values[known], rtol=1e-4, atol=1e-5)
     for b, sample in enumerate(rollouts.samples):
-        assert rollouts.step_rewards[b].sum().item() == pytest.approx(sample.episode.reward, abs=1e-4)
+        assert steps.rewards[b].sum().item() == pytest.approx(sample.episode.reward, abs=1e-4)
 
 
 def test_a_lost_episode_does_not_count(make):
@@ -366,7 +374,7 @@ def test_saved_and_loaded_alike(make, played, tmp_path, kind, backbone):
 
 def test_demonstrated_actions_are_the_likeliest_when_learnt(make):
     """A few steps of supervised learning raise the likelihood of what was shown, and greedy decoding then shows it."""
-    from sims import Observation
+    from mmrl.sims import Observation
 
     for kind in ("parallel", "regression", "flow"):
         policy = make(kind, supervised=True)
@@ -381,12 +389,12 @@ def test_demonstrated_actions_are_the_likeliest_when_learnt(make):
             loss.backward()
             optimizer.step()
         reading = policy.module.read(policy._collate(policy._look(seen)))
-        made = policy.module.head.act(reading, torch.zeros(1, 1), [0], 0.0, False)["actions"][0]
+        made = policy.module.head.act(reading, torch.zeros(1, 1), ActionSampling([0], 0.0, False))["actions"][0]
         assert (made - torch.from_numpy(shown)).abs().max() < 0.2, kind
 
 
 def test_a_short_demonstration_is_masked(make):
-    from sims import Observation
+    from mmrl.sims import Observation
 
     policy = make("parallel", supervised=True)
     seen = Observation(np.zeros((1, 2, 2, 3), np.uint8), np.zeros((1, 1), np.float32), ["go"])
@@ -424,13 +432,21 @@ def test_a_group_starts_equal_bit_for_bit(make):
 
 
 def test_impossible_settings_are_named(make):
-    with pytest.raises(UserError, match="action.bins=5000"):
+    with pytest.raises(UserError, match="action.head.bins=5000"):
         make("parallel", bins=5000)
-    with pytest.raises(ValueError, match="spread=learned is for head=flow"):
-        make("regression", spread="learned")
-    with pytest.raises(ValueError, match="prompt must hold"):
+    with pytest.raises(SettingsError, match="unknown key head.likelihood"):
+        make("regression", likelihood="learned")
+    with pytest.raises(SettingsError, match="unknown key head.level"):
+        make("flow", level="chunk")
+    with pytest.raises(SettingsError, match="prompt must hold"):
         make("parallel", prompt="go")
-    assert math.isclose(make("flow").module.head.sampler.noise, 0.7)
+    with pytest.raises(UserError, match="action.head.likelihood: a window of 9 steps does not fit"):
+        make("flow", likelihood={"type": "chain", "window": {"type": "random", "size": 9}})
+    assert math.isclose(make("flow").module.head.sampler.transition.noise, 0.7)
+    with pytest.raises(UserError, match="transition.type=ddim is for models that predict noise"):
+        make("flow", likelihood={"type": "chain", "transition": "ddim"})
+    with pytest.raises(UserError, match="views of prompts are not for model.type=vision_language_action"):
+        make("parallel").view(None, lambda prompt: prompt)
 
 
 def test_the_log_ratio_counts_executed_actions_only(played, make):
@@ -464,5 +480,7 @@ def test_learned_noise_has_the_spread_it_is_scored_with(make):
     for k in range(4):
         with torch.no_grad():
             point = torch.full((len(looks),), k)
-            mean, std = policy.module.head._learned_step(reading, state, chain[:, k], point, torch.arange(len(looks)))
+            head = policy.module.head
+            rows = torch.arange(len(looks))
+            mean, std = head._learned_step(head.likelihood, reading, state, chain[:, k], point, rows)
         assert ((chain[:, k + 1] - mean) / std).std().item() == pytest.approx(1, abs=0.06)

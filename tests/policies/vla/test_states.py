@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from mmrl.sims import build
 
 from mmrl.errors import UserError
 from mmrl.policies.vla import small, states
 from mmrl.policies.vla.codec import ActionStatistics
 from mmrl.policies.vla.policy import DESCRIPTION
-from sims import build
 from tests.policies.vla.conftest import CHUNK, KINDS, starts
 from tests.sims.line_simulator import Line
 
@@ -88,9 +88,10 @@ def test_as_if_the_simulator_showed_standardised_states(make, blind):
     policy.module.load_state_dict(plain.module.state_dict())
     first, second = (one.rollout(starts(0, 50), 1, [1, 2]) for one in (plain, policy))
     assert [episode[0].state.item() for episode in second.inputs] == [-3, -2]
-    assert (second.step_bootstrap != 0).any()
-    for name in ("mask", "step_values", "step_bootstrap", "step_rewards"):
-        assert torch.equal(getattr(first, name), getattr(second, name)), name
+    one, other = first.extras["steps"], second.extras["steps"]
+    assert (other.bootstrap != 0).any() and torch.equal(first.mask, second.mask)
+    for name in ("values", "bootstrap", "rewards"):
+        assert torch.equal(vars(one)[name], vars(other)[name]), name
     assert torch.equal(plain.replay(first, plain.module).logp, policy.replay(second, policy.module).logp)
 
 

@@ -1,0 +1,70 @@
+"""What algorithms share that compare the policy with the one that made the rollouts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from mmrl.algorithms.base import Reduction, RewardedAlgorithm
+from mmrl.algorithms.surrogates import Clip, Surrogate
+from mmrl.needs import Needs
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.rollouts import Replay, Rollouts
+
+
+class RatioAlgorithm(RewardedAlgorithm):
+    """Advantages, ratios, and a surrogate of both."""
+
+    surrogate: Surrogate = option(Clip(), "objective of ratio and advantage")
+    level: Literal["decision", "segment", "sequence"] = option(
+        "decision", "unit whose mean log-ratio each of its decisions gets; sequence is GSPO (arXiv 2507.18071)"
+    )
+    ratio: Literal["plain", "normalised"] = option(
+        "plain", "normalised: GRPO-Guard's regulated ratio of Gaussian steps (arXiv 2510.22319)"
+    )
+
+    @property
+    def own_needs(self) -> Needs:
+        needs = Needs(old=True) | self.surrogate.needs
+        if self.ratio == "normalised":
+            needs |= Needs(offers=frozenset({"gaussian"}))
+        if self.level == "segment":
+            needs |= Needs(offers=frozenset({"segments"}))
+        return needs
+
+    def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        ratio, stats = self._log_ratio(micro, replay)
+        values, more = self.surrogate.values(ratio, self._advantages(micro, ratio), micro, replay)
+        return values, stats | _named(more)
+
+    def objective(self, micro: Rollouts, replay: Replay, over: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
+        ratio, stats = self._log_ratio(micro, replay)
+        loss, more = self.surrogate.objective(ratio, self._advantages(micro, ratio), micro, replay, over)
+        return loss, stats | _named(more)
+
+    def _advantages(self, micro: Rollouts, like: Tensor) -> Tensor:
+        assert micro.advantages is not None
+        return micro.advantages.to(like.device)
+
+    def _log_ratio(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """To the policy that made the rollouts, at the algorithm's level, and statistics; [rollout, decision]."""
+        from mmrl.core.ratios import by_unit, normalised
+
+        old = replay.logp.detach() if micro.old_logp is None else micro.old_logp.to(replay.logp.device)
+        ratio = replay.logp - old if replay.log_ratio is None else replay.log_ratio
+        if self.ratio == "normalised":
+            assert replay.divergence is not None and replay.std is not None
+            ratio = normalised(ratio, replay.divergence, replay.std)
+        mask = micro.mask.to(ratio.device)
+        ratio = by_unit(ratio, mask, level=self.level, segments=replay.segments)
+        stats = {"surrogate/ratio_gap": (ratio.detach().exp() - 1).abs()}
+        if replay.divergence is not None:
+            stats["surrogate/divergence"] = replay.divergence.detach()
+        return ratio, stats
+
+
+def _named(stats: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"surrogate/{name}": values for name, values in stats.items()}

@@ -1,0 +1,31 @@
+"""Learning from demonstrations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mmrl.algorithms.base import Algorithm
+from mmrl.collection import CollectionSettings, Demonstrations
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.facts import Batch
+    from mmrl.rollouts import Replay, Rollouts
+
+
+class Supervised(Algorithm):
+    """The likelihood of demonstrations: answers, pictures, or chunks of an expert's actions."""
+
+    equation: ClassVar[str] = "-logp"
+    collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "demonstrations"
+    collection: ClassVar[CollectionSettings] = Demonstrations
+    type: str = "supervised"
+
+    def advantages(self, batch: Batch) -> Tensor:
+        import torch
+
+        return torch.ones(len(batch.rollouts))
+
+    def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        return -replay.logp, {}

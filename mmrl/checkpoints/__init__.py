@@ -1,0 +1,15 @@
+"""Checkpoints: written whole, verified before they are loaded, of a known configuration."""
+
+from mmrl.checkpoints.files import finished
+from mmrl.checkpoints.starting import check_run_dir, check_warm_start
+from mmrl.checkpoints.store import origin_of, resume, save, save_weights
+
+__all__ = [
+    "check_run_dir",
+    "check_warm_start",
+    "finished",
+    "origin_of",
+    "resume",
+    "save",
+    "save_weights",
+]

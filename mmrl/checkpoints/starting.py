@@ -1,0 +1,100 @@
+"""What a run finds in its directory: nothing, something to go on with, its own end, or another run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mmrl.checkpoints import files
+from mmrl.checkpoints.store import ORIGIN, STATE, check_same_training, read_state
+from mmrl.checkpoints.training import BESIDE_TRAINING, MAY_CHANGE, differences
+from mmrl.errors import UserError
+
+Tree = dict[str, Any]
+
+
+def check_run_dir(folder: Path, config: Tree) -> bool:
+    """Whether the run has reached its end already, so that there is nothing to do. Changes nothing and reads little.
+
+    config: the whole configuration, in plain values. Raises UserError where the run can neither start nor go on.
+    """
+    resume = config["checkpoint"]["resume"]
+    found = [path for path in files.finished(folder / "checkpoints") if files.quick_damage(path, STATE) is None]
+    logged = folder / "metrics.jsonl"
+    used = logged.exists() and logged.stat().st_size > 0  # empty: a run that failed before its first line
+    if resume is False:
+        if used or found:
+            raise UserError(
+                f"run_dir={folder} already holds a run; set checkpoint.resume=auto to go on with it or name another one"
+            )
+        return False
+    if ended(folder, config):
+        return True
+    if found:
+        check_goes_on(found[-1], config)
+    elif resume is True:
+        raise UserError(f"checkpoint.resume=true, but run_dir={folder} holds no finished checkpoint")
+    elif used:
+        check_starts_again(folder, config)
+    return False
+
+
+def ended(folder: Path, config: Tree) -> bool:
+    """Whether the run directory `folder` holds the weights that this configuration ends with."""
+    origin = read_origin(folder / "final")
+    return (
+        origin is not None
+        and origin["step"] >= config["steps"]
+        and not differences(origin["config"], config, MAY_CHANGE - {"optim.lr"})
+    )
+
+
+def check_goes_on(checkpoint: Path, config: Tree) -> None:
+    """Raises UserError if `config` can not go on from `checkpoint`."""
+    check_same_training(read_state(checkpoint)["config"], config, checkpoint)
+    if (step := files.step_of(checkpoint)) > config["steps"]:
+        raise UserError(f"{checkpoint} is beyond steps={config['steps']}; set steps={step} or more")
+
+
+def check_starts_again(folder: Path, config: Tree) -> None:
+    """A run that was cut off before its first checkpoint may start again, and no other one."""
+    if (origin := read_origin(folder / "final")) is not None:
+        raise UserError(
+            f"run_dir={folder} holds a run that ended at step {origin['step']} and left no checkpoint to go on from; "
+            "name another one"
+        )
+    try:
+        before = yaml.safe_load((folder / "config.yaml").read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        before = None
+    if not isinstance(before, dict):
+        raise UserError(f"run_dir={folder} holds a run whose config.yaml can not be read; name another one")
+    for key, (old, new) in differences(before, config, MAY_CHANGE).items():
+        raise UserError(f"run_dir={folder} holds a run in which {key} is {old!r}, not {new!r}; name another one")
+
+
+def read_origin(weights: Path) -> Tree | None:
+    """What whole weights say of where they come from, see `store.origin_of`; None where there are none."""
+    return None if files.quick_damage(weights, ORIGIN) else json.loads((weights / ORIGIN).read_text())
+
+
+def check_warm_start(final: Path, config: Tree, path: str) -> bool:
+    """Whether `final` holds the weights that the warm start `path`, of this configuration, ends with.
+
+    Raises UserError if they are those of another configuration, or are damaged.
+    """
+    if not final.is_dir():
+        return False
+    if (wrong := files.damage(final)) is not None:
+        raise UserError(f"model.warm_start={path}: {final}: {wrong}; remove it and the warm start is run again")
+    origin = read_origin(final)
+    assert origin is not None
+    for key, (old, new) in differences(origin["config"], config, BESIDE_TRAINING).items():
+        raise UserError(
+            f"model.warm_start={path}: {final} was trained with {key}={old!r}, not {new!r}; restore it, or remove "
+            f"{final.parent} and the warm start is run again"
+        )
+    return True

@@ -1,0 +1,226 @@
+"""Checkpoints of a run: written under a temporary name, then renamed; verified before they are loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmrl.checkpoints import files
+from mmrl.checkpoints.training import MAY_CHANGE, WORTH_SAYING, differences, digest
+from mmrl.engine import Engine, weights_only
+from mmrl.errors import UserError
+
+STATE = "trainer.json"
+ORIGIN = "run.json"  # in weights: of which run, step and configuration they are
+
+
+def save(folder: Path, step: int, state: dict[str, Any], own: dict[str, Any], engine: Engine, *, keep: int) -> Path:
+    """Write folder/step-N and remove all but the newest `keep`. A collective: every rank calls it.
+
+    `state` is the same on all ranks; `own` is this rank's: the states of its averages of weights by name, in
+    `averages`, and of its rollouts in the making, in `pending`.
+
+    Raises UserError if it can not be written (a full disk, say), or if weights are NaN or infinite; earlier checkpoints
+    stay as they were.
+    """
+    target = folder / f"step-{step:06d}"
+    engine.mark("checkpoint")
+    check_finite(engine, target)
+    pending = target.with_name(target.name + files.PENDING)
+    layout = {"ranks": engine.world, "zero_stage": engine.zero_stage, "frozen": engine.frozen_digest}
+    problem, found = None, {}
+    if engine.rank == 0:
+        shutil.rmtree(pending, ignore_errors=True)  # left by a run that was killed while saving
+    engine.barrier()
+    try:
+        pending.mkdir(parents=True, exist_ok=True)
+        written = [*engine.save(pending), pending / f"rank-{engine.rank}.pt"]
+        torch.save({"random": torch.get_rng_state(), "own": own}, written[-1])
+        if engine.rank == 0:
+            (pending / STATE).write_text(json.dumps({"step": step, "layout": layout, **state}))
+        found = files.records(pending, written)
+    except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
+        problem = _one_line(error)
+    finish(target, pending, problem, found, engine, "checkpoint")
+    if engine.rank == 0:
+        rotate(folder, keep)
+    engine.barrier()
+    return target
+
+
+def save_weights(folder: Path, policy: Any, engine: Engine, origin: dict[str, Any]) -> None:
+    """Replace `folder` by the policy's weights in the library's own format; `origin` says where they come from, see
+    `origin_of`. A collective.
+
+    Raises UserError if it can not be written, or if weights are NaN or infinite; what stood there before stays.
+    """
+    engine.mark("weights")
+    check_finite(engine, folder)
+    state = engine.state()
+    problem, pending = None, folder.with_name(folder.name + files.PENDING)
+    if engine.rank == 0:
+        shutil.rmtree(pending, ignore_errors=True)
+        try:
+            policy.save(pending, state)
+            (pending / ORIGIN).write_text(json.dumps(origin, indent=1))
+        except Exception as error:  # safetensors has its own exception types for a failed write
+            problem = _one_line(error)
+    finish(folder, pending, problem, {}, engine, "weights")
+
+
+def finish(
+    target: Path, pending: Path, problem: str | None, found: dict[str, files.Record], engine: Engine, what: str
+) -> None:
+    """Put the manifest into a folder that all ranks have written to, and give it its name.
+
+    problem: why this rank could not write; found: the records of its files.
+    """
+    everyone = engine.gather((problem, found))
+    problems = [p for p, _ in everyone if p]
+    if engine.rank == 0 and not problems:
+        try:
+            files.write_manifest(pending, {name: record for _, records in everyone for name, record in records.items()})
+            files.commit(pending, target)
+        except OSError as error:
+            problems = [_one_line(error)]
+    problems = engine.gather(problems)[0]
+    if problems:
+        if engine.rank == 0:
+            shutil.rmtree(pending, ignore_errors=True)
+        raise UserError(f"{what} {target} could not be written ({problems[0]}); earlier checkpoints are intact")
+
+
+def check_finite(engine: Engine, target: Path) -> None:
+    if not engine.finite():
+        raise UserError(
+            f"{target} is not written, because weights are NaN or infinite by now; earlier checkpoints are intact: "
+            "lower optim.lr and go on from there"
+        )
+
+
+def rotate(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and those that were passed over."""
+    for old in [*files.finished(folder)[:-keep], *folder.glob(f"*{files.DAMAGED}")]:
+        shutil.rmtree(old)
+
+
+def origin_of(step: int, config: dict[str, Any]) -> dict[str, Any]:
+    """What weights say of themselves. config: the whole configuration of the run, in plain values."""
+    return {"step": step, "digest": digest(config), "config": config}
+
+
+def newest_intact(folder: Path, engine: Engine, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint in `folder` whose files have their checksums; those that are passed over are named and set
+    aside. A collective; ranks share the reading.
+
+    Raises UserError if there are checkpoints and none of them is intact.
+    """
+    candidates = engine.gather(files.finished(folder))[0][::-1]
+    damaged: list[Path] = []
+    for path in candidates:
+        reasons = [r for r in engine.gather(files.damage(path, engine.rank, engine.world)) if r is not None]
+        if not reasons:
+            if engine.rank == 0:
+                set_aside(damaged)
+            engine.barrier()
+            return path
+        damaged.append(path)
+        say(f"checkpoint {path} is damaged and passed over: {reasons[0]}")
+    if candidates:
+        raise UserError(f"no checkpoint in {folder} is intact (see above); name another run_dir, or remove this one")
+    return None
+
+
+def set_aside(paths: list[Path]) -> None:
+    """They are kept until there is a new checkpoint, and are no longer counted as one."""
+    for path in paths:
+        aside = path.with_name(path.name + files.DAMAGED)
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+
+
+def resume(
+    folder: Path, config: dict[str, Any], engine: Engine, say: Callable[[str], None], *, required: bool
+) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Restore engine and random state from the newest intact checkpoint in `folder`; returns the trainer's state and
+    this rank's own, or None where there is no checkpoint. A collective. config: that of now, in plain values.
+
+    Raises UserError if there is no checkpoint and one is required, if none is intact, or if the newest intact one was
+    written under a configuration that trains something else.
+    """
+    if engine.rank == 0:
+        files.restore(folder.parent)
+        files.restore(folder)
+    engine.barrier()
+    path = newest_intact(folder, engine, say)
+    if path is None and required:
+        raise UserError(f"checkpoint.resume=true, but {folder} holds no finished checkpoint")
+    if path is None:
+        return None
+    state = read_state(path)
+    check_same_training(state["config"], config, path)
+    found = load(path, engine)
+    for key, (before, now) in differences(state["config"], config, MAY_CHANGE - WORTH_SAYING).items():
+        say(f"{key} changes from {before!r} to {now!r}")
+    say(f"resumed from {path}")
+    return state, found
+
+
+def load(path: Path, engine: Engine) -> dict[str, Any]:
+    """Restore engine and random state from a checkpoint; returns this rank's own state."""
+    layout = read_state(path)["layout"]
+    if layout["frozen"] != engine.frozen_digest:
+        raise UserError(
+            f"the weights that are not trained differ from those that {path} was trained with, and it does not hold "
+            "them; give model.path as it was"
+        )
+    before, ranks = layout["zero_stage"], layout["ranks"]
+    engine.load(path, before, ranks)
+    with weights_only(path):
+        rank = torch.load(path / f"rank-{engine.rank % ranks}.pt")
+        torch.set_rng_state(rank["random"])
+        if (before, ranks) == (engine.zero_stage, engine.world):
+            return rank["own"]
+        everyone = [torch.load(path / f"rank-{r}.pt", mmap=True)["own"] for r in range(ranks)]
+    averages = {name: [own["averages"][name] for own in everyone] for name in rank["own"]["averages"]}
+    return {
+        "averages": {name: engine.reshaped(states, before) for name, states in averages.items()},
+        "pending": dealt([own["pending"] for own in everyone], engine.rank, engine.world),
+    }
+
+
+def dealt(pools: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
+    """Groups in the making of several ranks (`batches.Pool.state`), dealt out anew, oldest first; those of `rank`."""
+    if not pools[0]:
+        return {}
+    columns: dict[str, list[Any]] = {name: [] for name in pools[0]}
+    for pool in pools:
+        size = len(pool["responses"]) // max(1, len(pool["positions"]))
+        for name, column in pool.items():
+            step = 1 if len(column) == len(pool["positions"]) else size
+            columns[name] += [column[i : i + step] for i in range(0, len(column), step)]
+    order = sorted(range(len(columns["positions"])), key=lambda i: columns["positions"][i])[rank::world]
+    return {name: [value for i in order for value in groups[i]] for name, groups in columns.items()}
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What all ranks know, of a checkpoint whose sizes are right."""
+    return json.loads((path / STATE).read_text())
+
+
+def check_same_training(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    """Raises UserError naming the first key that differs and that would make the run a different one."""
+    for key, (before, after) in differences(saved, now, MAY_CHANGE).items():
+        raise UserError(
+            f"resume with a changed configuration: {key} is {after!r} but {path} was trained with {before!r}; "
+            "restore it or start a new run_dir"
+        )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

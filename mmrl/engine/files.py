@@ -1,0 +1,84 @@
+"""DeepSpeed's checkpoints, written so that a failed write is known, and read without opening a pickle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import nn
+
+from mmrl.errors import UserError
+
+TAG = "engine"  # DeepSpeed's name of the folder in which its files lie
+PLAIN = [LossScaler, ZeroStageEnum, fragment_address]  # records of numbers, the only classes in DeepSpeed's files
+FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch.load's own switch; DeepSpeed asks for weights_only=False
+
+
+@contextmanager
+def weights_only(folder: Path) -> Iterator[None]:
+    """Inside it torch.load reads tensors and plain values, whoever calls it and whatever he asks for. A pickle that
+    names anything else is refused before a line of it runs, with a UserError that names the checkpoint `folder`."""
+    before = os.environ.get(FORCE)
+    os.environ[FORCE] = "1"
+    try:
+        with torch.serialization.safe_globals(PLAIN):
+            yield
+    except UnpicklingError as error:
+        raise UserError(
+            f"checkpoint {folder} holds more than weights and is not opened "
+            f"({str(error).strip().splitlines()[-1]}); this program did not write it, remove it"
+        ) from None
+    finally:
+        del os.environ[FORCE]
+        if before is not None:
+            os.environ[FORCE] = before
+
+
+def save(engine: Any, folder: Path, state: dict[str, Any]) -> list[Path]:
+    """See `Engine.save`. engine: DeepSpeed's."""
+    writer = engine.checkpoint_engine
+    problems: list[OSError | RuntimeError] = []
+    written: list[Path] = []
+
+    def write(state_dict: Any, path: str) -> None:
+        try:
+            type(writer).save(writer, state_dict, path)
+            written.append(Path(path))
+        except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
+            problems.append(error)
+
+    writer.save = write
+    engine._copy_recovery_script = lambda folder: None  # a checkpoint is data; DeepSpeed would put programs beside it
+    try:
+        engine.save_checkpoint(folder, tag=TAG, client_state=state, save_latest=False, exclude_frozen_parameters=True)
+    finally:
+        del writer.save
+    if problems:
+        raise problems[0]
+    return written
+
+
+def load(engine: Any, folder: Path) -> dict[str, Any]:
+    """The state that was given to `save`. engine: DeepSpeed's, which gets weights and optimizer.
+
+    Raises UserError if a file holds more than tensors and plain values.
+    """
+    frozen = {name for name, p in engine.module.named_parameters() if not p.requires_grad}
+
+    def place(src: dict[str, Any], dst: nn.Module) -> None:
+        found = dst.load_state_dict(src, strict=False)
+        unlike = [*found.unexpected_keys, *(name for name in found.missing_keys if name not in frozen)]
+        if unlike:
+            raise UserError(f"checkpoint {folder} is of another model: {unlike[0]} is only in one of them")
+
+    with weights_only(folder):
+        _, state = engine.load_checkpoint(folder, tag=TAG, load_lr_scheduler_states=False, custom_load_fn=place)
+    return state

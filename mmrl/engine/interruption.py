@@ -1,0 +1,34 @@
+"""Ctrl-C and SIGTERM, as a wish to end in order."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interruption:
+    """Inside it SIGTERM and SIGINT (Ctrl-C) only leave their number in `signum`, for a loop that looks there between
+    two steps; a second SIGINT ends the process at once."""
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.signum = signum
+        if signum == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the system's own: it works while a collective waits, too
+            if os.environ.get("RANK", "0") == "0":
+                print("Ctrl-C: the run ends after this step and saves; once more ends it at once", flush=True)

@@ -1,0 +1,38 @@
+"""What ranks have to do with the launcher that started them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+STARTED_BY = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")  # what torchrun and DeepSpeed's launcher tell their ranks
+MEETING = "mmrl://"  # for init_method, see `_meet`
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def end_with_launcher() -> None:
+    """From now on the system kills this process when its launcher has ended, however it ended: what it leaves behind
+    would train on beside the job that takes its place. Does nothing to a process that no launcher started."""
+    if sys.platform == "linux" and any(name in os.environ for name in STARTED_BY):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _meet(url: str, **options: Any) -> Iterator[Any]:
+    """How ranks find each other, for torch.distributed: as the launcher says, in a room of their own at each start.
+
+    Ranks that torchrun starts again (--max-restarts) find in its store the addresses of those that ended, and one that
+    is quicker than another tries to reach a process that is gone.
+    """
+    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"  # several launchers count their restarts apart
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
+    for store, rank, world in dist.rendezvous("env://", **options):
+        yield dist.PrefixStore(f"start-{start}", store), rank, world
+
+
+dist.register_rendezvous_handler("mmrl", _meet)

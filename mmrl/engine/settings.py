@@ -1,0 +1,71 @@
+"""Settings of the optimizer and of the engine that trains."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from mmrl.settings import Section, option
+
+
+class ParameterGroup(Section):
+    """What differs for a named group of parameters."""
+
+    lr: float | None = option(None, "learning rate; default: optim.lr", gt=0)
+    weight_decay: float | None = option(None, "default: optim.weight_decay", ge=0)
+    warmup_steps: int | None = option(
+        None, "optimizer steps of linear warm-up; default: optim.warmup_steps", unit="optimizer steps", ge=0
+    )
+
+
+class Optim(Section):
+    """AdamW and its learning rate."""
+
+    lr: float = option(1e-6, "learning rate", gt=0)
+    betas: tuple[float, float] = option((0.9, 0.999), "AdamW's decay rates of the moments")
+    eps: float = option(1e-8, "AdamW's epsilon")
+    weight_decay: float = option(0.0, "of weights; biases and scales of norms are not decayed", ge=0)
+    warmup_steps: int = option(0, "optimizer steps of linear warm-up", unit="optimizer steps", ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = option("constant", "learning rate after the warm-up")
+    clip_grad_norm: float = option(1.0, "largest norm of the gradient; 0: no bound", ge=0)
+    ema: float | None = option(
+        None, "decay of an average of the weights, which is evaluated and written at the end", gt=0, lt=1
+    )
+    groups: dict[str, ParameterGroup] = option(
+        {}, "named groups of parameters with a learning rate of their own, such as critic"
+    )
+    hold_steps: int = option(
+        0, "optimizer steps at the beginning in which only optim.groups learn", unit="optimizer steps", ge=0
+    )
+
+    @model_validator(mode="after")
+    def _somebody_learns(self) -> Optim:
+        if self.hold_steps and not self.groups:
+            raise ValueError(f"hold_steps={self.hold_steps} leaves nothing to learn: name optim.groups, such as critic")
+        return self
+
+
+class EngineSettings(Section):
+    """How DeepSpeed runs the job."""
+
+    zero_stage: Literal[0, 1, 2, 3] = option(
+        0, "what ranks share out: 1 the optimizer, 2 the gradients too, 3 the weights too"
+    )
+    offload: Literal["none", "optimizer", "all"] = option(
+        "none", "what lies in the CPU's memory; `all` adds the weights and needs stage 3"
+    )
+    micro_batch: int = option(8, "rollouts replayed at once on a rank; changes memory, not results", ge=1)
+    max_bad_steps: int = option(3, "losses or gradients in a row that are not finite before the run stops", ge=1)
+
+    timeout: float = option(
+        1800.0, "the longest that ranks wait for one that is missing before the run ends", unit="s", gt=0
+    )
+
+    @model_validator(mode="after")
+    def _offload_needs_zero(self) -> EngineSettings:
+        if self.offload == "all" and self.zero_stage != 3:
+            raise ValueError("offload=all moves the parameters and needs engine.zero_stage=3")
+        if self.offload == "optimizer" and self.zero_stage == 0:
+            raise ValueError("offload=optimizer needs engine.zero_stage of 1, 2 or 3")
+        return self

@@ -1,0 +1,69 @@
+"""Measuring a policy on held-out prompts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from mmrl.config import Config
+from mmrl.engine import Ranks
+from mmrl.errors import UserError
+from mmrl.protocols import Policy, Task
+from mmrl.rollouts import Sample
+from mmrl.seeds import rollout_seeds
+
+
+def evaluate(
+    policy: Policy, task: Task, ranks: Ranks, count: int, config: Config
+) -> tuple[dict[str, float], list[Sample]]:
+    """Held-out accuracy with its standard error, the task's measures, and this rank's samples.
+
+    Every rank takes every world-th prompt. What could not be scored counts for nothing, and its share is reported.
+
+    Raises UserError if more than evaluation.max_unscored could not be scored.
+    """
+    settings = config.evaluation
+    count = min(count, len(task.evaluation))
+    share = -(-count // ranks.world)  # equal on all ranks, as ZeRO-3 needs; the surplus is not counted
+    indices = [min(ranks.rank + i * ranks.world, count - 1) for i in range(share)]
+    samples: list[Sample] = []
+    for start in range(0, share, settings.micro_batch):
+        part = indices[start : start + settings.micro_batch]
+        seeds = rollout_seeds(config.seed + 1, part, 1)
+        samples += policy.respond([task.evaluation[i] for i in part], seeds)
+    columns = {"accuracy": task.accuracy(samples), **task.measures(samples, torch.tensor(indices))}
+    rows = [{name: float(values[i]) for name, values in columns.items()} for i in range(share)]
+    kinds = [str(s.prompt.metadata.get("kind", "")) for s in samples]
+    gathered = ranks.gather(list(zip(indices, rows, kinds, strict=True)))
+    by_index = {index: (row, kind) for rank in gathered for index, row, kind in rank}
+    result = summarised(list(by_index.values()), list(columns))
+    for name, wrong in policy.counts().items():
+        result[f"evaluation/{name}"] = float(ranks.sum(torch.tensor(wrong)))
+    if result["evaluation/unscored"] > settings.max_unscored:
+        raise UserError(
+            f"{result['evaluation/unscored']:.0%} of {len(by_index)} held-out rollouts could not be scored, more than "
+            f"evaluation.max_unscored={settings.max_unscored:g}: the accuracy of the others says little"
+        )
+    return result, samples
+
+
+def summarised(rows: list[tuple[dict[str, float], str]], columns: list[str]) -> dict[str, float]:
+    """Means of what is known, by kind of prompt too, for rows of measured numbers (NaN: not known) and a kind."""
+    result = {}
+    for name in columns:
+        if known := _known([row[name] for row, _ in rows]):
+            result[f"evaluation/{name}"] = sum(known) / len(known)
+    for kind in sorted({kind for _, kind in rows} - {""}):
+        if known := _known([row["accuracy"] for row, k in rows if k == kind]):
+            result[f"evaluation/accuracy/{kind}"] = sum(known) / len(known)
+    marks = torch.tensor(_known([row["accuracy"] for row, _ in rows]))
+    result["evaluation/n"] = float(len(marks))
+    result["evaluation/unscored"] = 1 - len(marks) / len(rows)
+    result["evaluation/standard_error"] = float(marks.std() / len(marks) ** 0.5) if len(marks) > 1 else 0.0
+    return result
+
+
+def _known(values: list[Any]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]

@@ -1,0 +1,28 @@
+"""Who may talk to a server of vLLM."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from typing import Any
+
+KEY = "VLLM_API_KEY"  # vLLM's own name for it, in the environment of servers and of whoever talks to them
+
+
+class Keyed:
+    """ASGI middleware: no path is answered without the key. vLLM asks for it below /v1 alone, and beside that one can
+    load weights, call methods and stop the engine."""
+
+    def __init__(self, app: Any) -> None:
+        self.app, self.expected = app, f"Bearer {os.environ[KEY]}".encode()
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})

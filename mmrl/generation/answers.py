@@ -1,0 +1,115 @@
+"""What engines answer, looked at before anything is trained with it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mmrl.generation.sampling import Sampling
+
+ROUNDING = 1e-3  # by which rounding may lift the logarithm of a probability above 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    ids: Tensor  # [token] int64, the end token included
+    logp: Tensor  # [token] fp32
+    # [prompt and response token but the last, layer, k] int16: of a mixture of experts, where they are asked for
+    experts: Tensor | None = None
+
+
+class BadAnswer(ValueError):
+    """The message says in a few words what is wrong with an answer."""
+
+
+def check(answer: Answer, limit: int, sampling: Sampling, eos: tuple[int, ...]) -> None:
+    """Raises BadAnswer for a response that can not have been sampled as it was asked for, of at most `limit` tokens."""
+    count, ids, logp = len(answer.ids), answer.ids, answer.logp
+    if not 1 <= count <= limit:
+        raise BadAnswer(f"a response has {count} tokens, where 1 to {limit} were asked for")
+    if len(logp) != count:
+        raise BadAnswer(f"a response has {len(logp)} log-probabilities for {count} tokens")
+    known = (ids >= 0) & ((ids < sampling.vocabulary) if sampling.vocabulary else ids.ge(0))
+    if not known.all():
+        raise BadAnswer(f"a response holds the token {int(ids[~known][0])}, which the vocabulary does not have")
+    allowed = ~torch.isin(ids, torch.tensor(sampling.suppressed, dtype=torch.int64))
+    if not allowed.all():
+        raise BadAnswer(f"a response holds the token {int(ids[~allowed][0])}, which is never to be sampled")
+    possible = logp.isfinite() & (logp <= ROUNDING)
+    if not possible.all():
+        raise BadAnswer(f"a response gives a token the log-probability {float(logp[~possible][0]):g}")
+    ends = torch.isin(ids, torch.tensor(eos))
+    if ends[:-1].any():
+        raise BadAnswer("a response goes on after its end token")
+    if count < limit and not ends[-1]:
+        raise BadAnswer(f"a response ends after {count} of {limit} tokens without an end token")
+
+
+def read(found: Any, count: int, limit: int, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
+    """The responses in what /inference/v1/generate answered, `count` of at most `limit` tokens. Raises BadAnswer as
+    `check`, and for anything that it would not have written."""
+    answers = [_answer(choice) for choice in choices(found)]
+    if len(answers) != count:
+        raise BadAnswer(f"{len(answers)} responses came, where {count} were asked for")
+    for answer in answers:
+        check(answer, limit, sampling, eos)
+    return answers
+
+
+def choices(found: Any) -> list[dict[str, Any]]:
+    rows = found.get("choices") if isinstance(found, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise BadAnswer("what came is no JSON object with a list of choices")
+    return rows
+
+
+def prompt_ids(found: dict[str, Any]) -> list[int]:
+    return _integers(found.get("prompt_token_ids"), "prompt_token_ids")
+
+
+def versions(found: Any) -> set[str]:
+    """Of the weights that made any part of any response."""
+    try:
+        return {part["version"] for choice in choices(found) for part in choice["weight_versions"]}
+    except (KeyError, TypeError):
+        raise BadAnswer("a response does not tell the version of the weights that made it") from None
+
+
+def _answer(choice: dict[str, Any]) -> Answer:
+    try:
+        logp = [token["logprob"] for token in choice["logprobs"]["content"]]
+    except (KeyError, TypeError):
+        raise BadAnswer("a response has no log-probabilities") from None
+    if not all(type(value) in (int, float) and abs(value) < 1e30 for value in logp):  # NaN is not smaller
+        raise BadAnswer(f"a response has log-probabilities that are no finite numbers: {str(logp)[:80]}")
+    ids = torch.tensor(_integers(choice.get("token_ids"), "token_ids"), dtype=torch.int64)
+    return Answer(ids, torch.tensor(logp, dtype=torch.float32), _experts(choice.get("routed_experts")))
+
+
+def _integers(values: Any, name: str) -> list[int]:
+    if not isinstance(values, list) or not all(type(value) is int and abs(value) < 2**31 for value in values):
+        raise BadAnswer(f"{name} is no list of tokens: {str(values)[:80]}")
+    return values
+
+
+def _experts(text: Any) -> Tensor | None:
+    """A file of numpy's, in base64."""
+    if text is None:
+        return None
+    try:
+        return recorded(np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False))
+    except (ValueError, TypeError, EOFError, OSError, binascii.Error) as error:
+        raise BadAnswer(f"routed_experts is no array: {error}") from None
+
+
+def recorded(experts: NDArray[Any] | None) -> Tensor | None:
+    """vLLM's array of experts as a tensor that can be indexed; it has the narrowest unsigned type."""
+    return None if experts is None else torch.from_numpy(experts.astype(np.int16))

@@ -1,0 +1,83 @@
+"""What decisions can support, what algorithms and terms need of them, and the one place where the two are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from mmrl.settings import SettingsError
+
+if TYPE_CHECKING:
+    from mmrl.views import View
+
+# What a policy's decisions may offer, and how a message says that they do not.
+OFFERS = {
+    "entropy": "an entropy of each decision (that of a Gaussian step of fixed width is constant)",
+    "square_sum": "the sum of squared probabilities of each decision's distribution",
+    "tokens": "decisions that are tokens",
+    "divergence": "the exact divergence of each decision from the old policy",
+    "gaussian": "decisions that are Gaussian steps of a chain",
+    "velocity": "predictions of a denoiser",
+    "matching": "decisions that compare the final sample with a prediction",
+    "contrast": "decisions that are errors of implicit policies (denoising.likelihood.type=contrast)",
+    "segments": "decisions in segments (denoising.likelihood.chunks)",
+    "single_sample_kl": "a KL divergence estimated from single samples",
+    "critic": "a critic",
+    "views": "prompts of which there are other views",
+    "drafts": "responses that can be continued",
+    "demonstrations": "answers that it can learn from beside its rollouts",
+    "nodes": "rollouts that share decisions, as leaves of a tree",
+}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an algorithm or a part of it asks of the rest of the job.
+
+    offers: what decisions must support; keys of OFFERS. old: likelihoods under the policy that made the rollouts, where
+    that is not the one that is trained. reference: likelihoods under the reference policy, which
+    the present policy becomes every so many steps of reference_resets. critic: a value of every
+    observation. statistics: of decisions ("logp", "entropy", "square_sum"), before the advantages. whole_groups: every
+    micro-batch holds whole groups. views: other views of the prompt, under which responses are replayed.
+    """
+
+    offers: frozenset[str] = frozenset()
+    old: bool = False
+    reference: bool = False
+    reference_resets: frozenset[int] = frozenset()
+    critic: bool = False
+    statistics: frozenset[str] = frozenset()
+    whole_groups: bool = False
+    views: tuple[View, ...] = ()
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(**{f.name: _either(vars(self)[f.name], vars(other)[f.name]) for f in fields(Needs)})
+
+
+def _either(one: Any, other: Any) -> Any:
+    """Of tuples each member once."""
+    return tuple(dict.fromkeys((*one, *other))) if isinstance(one, tuple) else one | other
+
+
+def together(parts: Iterable[Needs]) -> Needs:
+    return reduce(Needs.__or__, parts, Needs())
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the decisions of a job's policy support. of: the key and value that decide it, for messages."""
+
+    of: str
+    offers: frozenset[str] = frozenset()
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    groups: tuple[str, ...] = field(default=())  # named groups of parameters beside the policy's own
+
+
+def check(parts: Iterable[tuple[str, Needs]], offered: Capabilities) -> None:
+    """Raises SettingsError for the first part, named by its key, that needs what is not offered."""
+    for key, needs in parts:
+        for name in sorted(needs.offers):
+            if name not in offered.offers:
+                raise SettingsError(f"{key} needs {OFFERS[name]}, which {offered.of} does not have")

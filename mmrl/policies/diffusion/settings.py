@@ -1,0 +1,181 @@
+"""Settings of diffusion and flow models that make pictures."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from mmrl.needs import Capabilities
+from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
+from mmrl.samplers.settings import (
+    ChainLikelihood,
+    Draws,
+    Euler,
+    Likelihood,
+    MatchingLikelihood,
+    Tail,
+    check_draw_range,
+)
+from mmrl.settings import Section, option
+
+if TYPE_CHECKING:
+    from mmrl.config import Config
+    from mmrl.policies.diffusion.policy import DiffusionPolicy
+
+MatchingWeight = Literal["one", "sigma", "sigma_squared", "elbo"]
+
+
+class PictureLikelihood(Likelihood):
+    """What a decision of a picture is."""
+
+    type: str = "chain"
+    kinds: ClassVar[dict[str, str]] = {
+        "chain": "mmrl.policies.diffusion.settings:PictureChain",
+        "matching": "mmrl.policies.diffusion.settings:PictureMatching",
+        "contrast": "mmrl.policies.diffusion.settings:PictureContrast",
+    }
+
+    @property
+    @abstractmethod
+    def offers(self) -> frozenset[str]:
+        """What its decisions support; keys of `mmrl.needs.OFFERS`."""
+
+
+class PictureChain(ChainLikelihood, PictureLikelihood):
+    """The steps of the chain inside the window, each a Gaussian; of a tree of chains where `branching` is given."""
+
+    tail: Tail = option(Euler(), "solver of the deterministic steps")
+    branching: tuple[int, ...] = option((), "children at each step of the window; their product is rollout.group_size")
+    chunks: tuple[int, ...] = option((), "lengths of the chunks that algorithm.level=segment averages over (GCPO)")
+
+    @model_validator(mode="after")
+    def _positive(self) -> PictureChain:
+        if any(n < 1 for n in (*self.branching, *self.chunks)):
+            raise ValueError("branching and chunks hold positive numbers")
+        return self
+
+    @property
+    def offers(self) -> frozenset[str]:
+        offered = frozenset({"divergence", "gaussian", "velocity"})
+        return offered | {"segments"} if self.chunks else offered
+
+
+class PictureMatching(MatchingLikelihood, PictureLikelihood):
+    """The flow-matching error of the final picture as a log-likelihood."""
+
+    draw_range: tuple[float, float] = option((0.02, 0.98), "of the uniform draw that a noise level is made from")
+    weight: MatchingWeight = option("one", "w(s)")
+
+    @model_validator(mode="after")
+    def _inside(self) -> PictureMatching:
+        check_draw_range(self.draw_range)
+        return self
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return frozenset({"matching", "velocity"})
+
+
+class PictureContrast(Draws, PictureLikelihood):
+    """The errors of implicit policies on both sides of the old one, for algorithm.type=contrast."""
+
+    source: ClassVar[str] = "DiffusionNFT, arXiv 2509.16117"
+    test: ClassVar[str] = "tests/policies/diffusion/test_policy.py"
+    type: str = "contrast"
+    draw_range: tuple[float, float] = option((0.02, 0.98), "of the uniform draw that a noise level is made from")
+
+    @model_validator(mode="after")
+    def _inside(self) -> PictureContrast:
+        check_draw_range(self.draw_range)
+        return self
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return frozenset({"contrast", "velocity"})
+
+
+class Drawing(Section):
+    """How pictures are drawn for evaluation, and what prompts become; every job with pictures has it."""
+
+    evaluation_steps: int = option(40, "denoising steps of a picture in evaluation", unit="steps", ge=1)
+    resolution: int | None = option(None, "size of pictures; default: the model's own", unit="pixels", ge=1)
+    evaluation_resolution: int | None = option(None, "in evaluation; default: as in training", unit="pixels", ge=1)
+    evaluation_guidance: float | None = option(None, "classifier-free guidance in evaluation; default: as in training")
+    guidance_interval: tuple[float, float] = option((0.0, 1.0), "sigmas at which guidance acts")
+    embedded_guidance: float = option(3.5, "what guidance-distilled networks (FLUX) are told")
+    negative_prompt: str = option("", "the prompt that guidance leads away from")
+    prompt_cache: int = option(256, "prompts whose embeddings are kept", ge=1)
+
+
+class Denoising(Drawing):
+    """How pictures are drawn in training, and how likely they are."""
+
+    steps: int = option(10, "denoising steps of a picture in training", unit="steps", ge=1)
+    likelihood: PictureLikelihood = option(PictureChain(), "what a decision is")
+    guidance: float = option(1.0, "classifier-free guidance in rollouts and replay; 1: none")
+
+
+class DenoisingDemonstrations(Drawing):
+    """How a denoiser learns pictures that are given."""
+
+    draws: int = option(4, "noise levels and noises a picture", ge=1)
+    draw_range: tuple[float, float] = option((0.02, 0.98), "of the uniform draw that a noise level is made from")
+    weight: MatchingWeight = option("one", "w(s) of the matching error")
+    reduction: Literal["mean", "sum"] = option("mean", "over the elements of a latent")
+    prompt_dropout: float = option(
+        0.0, "share of pictures shown without their prompt, which guidance needs", ge=0, lt=1
+    )
+    guidance: float = option(1.0, "classifier-free guidance in evaluation; 1: none")
+
+    @model_validator(mode="after")
+    def _inside(self) -> DenoisingDemonstrations:
+        check_draw_range(self.draw_range)
+        return self
+
+    @property
+    def likelihood(self) -> PictureMatching:
+        return PictureMatching(
+            draws=self.draws, draw_range=self.draw_range, weight=self.weight, reduction=self.reduction
+        )
+
+
+class DiffusionModel(ModelSettings):
+    """A diffusion or flow model: a diffusers pipeline, or a small network of our own. One decision a denoising step."""
+
+    type: str = "diffusion"
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
+    lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
+    activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
+
+    @classmethod
+    def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
+        return {"denoising": DenoisingDemonstrations if collects == "demonstrations" else Denoising}
+
+    def capabilities(self, config: Config) -> Capabilities:
+        denoising = config.section("denoising")
+        if isinstance(denoising, DenoisingDemonstrations):
+            return Capabilities(f"model.type={self.type}", frozenset({"matching"}))
+        assert isinstance(denoising, Denoising)
+        likelihood = denoising.likelihood
+        return Capabilities(f"denoising.likelihood.type={likelihood.type}", likelihood.offers | {"views"})
+
+    def check(self, config: Config) -> None:
+        denoising = config.section("denoising")
+        likelihood = denoising.likelihood if isinstance(denoising, Denoising) else None
+        if isinstance(likelihood, PictureChain) and likelihood.branching:
+            leaves = math.prod(likelihood.branching)
+            if leaves != config.group_size:
+                raise ValueError(
+                    f"denoising.likelihood.branching={list(likelihood.branching)} makes {leaves} leaves a tree; "
+                    f"set rollout.group_size={leaves}"
+                )
+
+    def load(self, config: Config, task: Any, path: str) -> DiffusionPolicy:
+        from mmrl.policies.diffusion.loading import load
+        from mmrl.policies.diffusion.policy import DiffusionPolicy
+
+        return DiffusionPolicy(load(path, self), config.section("denoising"))

@@ -1,0 +1,60 @@
+"""Trees of chains (BranchGRPO, arXiv 2509.06040): a group begins with one noise and branches inside the window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from einops import repeat
+from torch import Tensor
+
+from mmrl.samplers.chain import Chain, mixed
+
+# (start [row, ...], each row's group, seed, step that it draws or None, first and last grid point) -> its chain
+Segment = Callable[[Tensor, list[int], list[int], list[int] | None, list[int], list[int]], Chain]
+
+
+def sharing_leaves(branching: Sequence[int], width: int) -> list[int]:
+    """How many leaves of the tree share each of the `width` decisions of a chain."""
+    children = [*branching, *[1] * (width - len(branching))]
+    return [math.prod(children[j + 1 :]) for j in range(width)]
+
+
+def decision_weights(branching: Sequence[int], width: int) -> Tensor:
+    """[decision]: 1 over the number of leaves that share a decision, scaled to mean 1 over all decisions of the leaves.
+
+    Every leaf holds its whole chain, so that a shared decision is in several rollouts. With these weights each node of
+    the tree has the same share in the loss under every reduction.
+    """
+    share = 1 / torch.tensor(sharing_leaves(branching, width), dtype=torch.float32)
+    return share / share.mean()
+
+
+def nodes_of(branching: Sequence[int], width: int, group_size: int, groups: int) -> Tensor:
+    """[rollout, decision] int64: rollouts of a group with equal numbers made that decision together."""
+    leaf = torch.arange(group_size).repeat(groups)
+    return torch.stack([leaf // shared for shared in sharing_leaves(branching, width)], 1)
+
+
+def grow(
+    segment: Segment, noise: Tensor, seeds: list[int], windows: list[list[int]], branching: Sequence[int], last: int
+) -> Chain:
+    """A tree from each of `noise` [group, ...]: a deterministic way to the window, then children at each of its steps,
+    and a deterministic way from its end to grid point `last`. The leaves of a group lie side by side."""
+    width, groups = len(windows[0]), range(len(seeds))
+    children = [*branching, *[1] * (width - len(branching))]
+    chain = segment(noise, [*groups], seeds, None, [0] * len(seeds), [window[0] for window in windows])
+    steps: list[Tensor] = []
+    for j, k in enumerate(children):
+        alive = math.prod(children[: j + 1])
+        owner = [g for g in groups for _ in range(alive)]
+        child = [mixed(seeds[g], n) for g in groups for n in range(alive)]
+        at = [windows[g][j] for g in owner]
+        until = [windows[g][j + 1] if j + 1 < width else last for g in owner]
+        chain = segment(repeat(chain.final, "b ... -> (b k) ...", k=k), owner, child, at, at, until)
+        steps.append(torch.stack([chain.x, chain.x_next]))
+    shared = sharing_leaves(branching, width)
+    spread = [repeat(step, "two b ... -> two (b k) ...", k=k) for step, k in zip(steps, shared, strict=True)]
+    x, x_next = torch.cat(spread, 2)
+    return Chain(chain.final, x, x_next)

@@ -1,0 +1,80 @@
+"""What the settings of every kind of model share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from mmrl.needs import Capabilities
+from mmrl.settings import Choice, Section, option
+
+if TYPE_CHECKING:
+    from mmrl.config import Config
+    from mmrl.protocols import Policy
+
+Collects = Literal["groups", "rollouts", "demonstrations"]
+Sections = dict[str, type[Section]]  # by their names; a name of its own, for inside a choice `type` is a key
+
+
+class LoRA(Section):
+    """Low-rank adapters that are trained in place of the weights (arXiv 2106.09685)."""
+
+    rank: int = option(16, "rank of the update", ge=1)
+    alpha: float = option(32.0, "the update is scaled by alpha / rank")
+    dropout: float = option(0.0, "must be 0: with dropout the replayed ratio is not 1 before the first update")
+    targets: str | list[str] = option("all-linear", "names of the modules that get adapters")
+
+    @model_validator(mode="after")
+    def _no_dropout(self) -> LoRA:
+        if self.dropout != 0.0:
+            raise ValueError("dropout must be 0: with dropout the replayed ratio is not 1 before the first update")
+        return self
+
+
+class ModelSettings(Choice):
+    """A kind of model: where it comes from, which sections its jobs have, and what its decisions support."""
+
+    title: ClassVar[str] = "model"
+    kinds: ClassVar[dict[str, str]] = {
+        "vision_language": "mmrl.policies.vlm.settings:VisionLanguageModel",
+        "diffusion": "mmrl.policies.diffusion.settings:DiffusionModel",
+        "vision_language_action": "mmrl.policies.vla.settings:VisionLanguageActionModel",
+    }
+    type: str = "vision_language"
+    path: str | None = option(None, "a folder or a hub name; or `build`, or `warm_start`")
+    build: str | None = option(
+        None, "package.module:function that is called with (folder, seed=...) and writes a model made in code"
+    )
+    warm_start: str | None = option(
+        None, "a configuration beside this one: the run starts from what that one's run ended with"
+    )
+    dtype: Literal["float32", "bfloat16"] = option("float32", "of the weights; the optimizer's are fp32")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelSettings:
+        named = [key for key in ("path", "build", "warm_start") if vars(self)[key] is not None]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} are both set; a model comes from one of them (set one to null)")
+        return self
+
+    @classmethod
+    @abstractmethod
+    def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
+        """The sections that only jobs with this kind of model have, or whose keys it adds to: section classes that a
+        configuration inherits from beside its own, by name. tree: the configuration as it was written. collects: what
+        the algorithm learns from."""
+
+    @abstractmethod
+    def capabilities(self, config: Config) -> Capabilities:
+        """What decisions of this job support."""
+
+    @abstractmethod
+    def load(self, config: Config, task: Any, path: str) -> Policy:
+        """The policy whose weights are at `path`. Raises UserError, OSError, ImportError or ValueError if it can not be
+        loaded."""
+
+    def check(self, config: Config) -> None:
+        """Raises ValueError in one line for settings of other sections that do not fit."""

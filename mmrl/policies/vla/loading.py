@@ -1,0 +1,211 @@
+"""Policies from folders and hub names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedConfig
+
+from mmrl.controls import Control, constant
+from mmrl.errors import UserError
+from mmrl.policies.vla import small
+from mmrl.policies.vla.backbone import Backbone, VisionLanguageBackbone
+from mmrl.policies.vla.codec import load_statistics
+from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy
+from mmrl.policies.vla.settings import (
+    ActionFlow,
+    Actions,
+    EpisodeEvaluation,
+    EpisodePrompts,
+    EpisodeSampling,
+    TokenActions,
+    VisionLanguageActionModel,
+)
+from mmrl.policies.vla.states import StateStatistics, measure
+from mmrl.policies.vlm import loading
+from mmrl.settings import plain
+from mmrl.sims import VectorSim
+
+if TYPE_CHECKING:
+    from mmrl.config import Config
+
+LEROBOT = ("smolvla", "pi0")  # types of policies that can be trained
+SHAPING = ("chunk", "proprioception")  # keys of `action` that the saved weights depend on, whatever the head
+
+
+@runtime_checkable
+class SimulatedTask(Protocol):
+    """A task whose prompts are start states of episodes."""
+
+    simulator_rows: int  # environments that may exist at once on a rank
+
+    def make_simulator(self, rows: int) -> VectorSim: ...
+
+
+def load(config: Config, task: Any, path: str) -> VisionLanguageActionPolicy:
+    """The policy at `path` that `config` describes, in the simulator of `task`. Raises UserError as `open_policy`, and
+    for a task without a simulator."""
+    model, action, rollout = config.model, config.section("action"), config.rollout
+    assert isinstance(model, VisionLanguageActionModel) and isinstance(action, Actions)
+    assert isinstance(rollout, EpisodePrompts)
+    if not isinstance(task, SimulatedTask):
+        raise UserError(
+            "model.type=vision_language_action needs a task with a simulator, such as task.type=manipulation"
+        )
+    at_once = plain(rollout).get("micro_batch") or config.rollouts_per_step
+    return open_policy(
+        path,
+        model,
+        action,
+        task.make_simulator(min(at_once, task.simulator_rows)),
+        critic=config.needs.critic,
+        seed=config.seed,
+        max_prompt_length=rollout.max_prompt_length,
+        temperature=rollout.temperature if isinstance(rollout, EpisodeSampling) else constant(1.0),
+        evaluation_temperature=(
+            config.evaluation.temperature if isinstance(config.evaluation, EpisodeEvaluation) else 0.0
+        ),
+    )
+
+
+def open_policy(
+    path: str,
+    model: VisionLanguageActionModel,
+    action: Actions,
+    sim: VectorSim,
+    *,
+    critic: bool,
+    seed: int,
+    max_prompt_length: int,
+    temperature: Control,
+    evaluation_temperature: float,
+) -> VisionLanguageActionPolicy:
+    """A policy from a folder that `save` wrote, or with a new head, drawn from `seed`, on any image-text model.
+
+    Raises UserError for a folder whose head is another one than `action` asks for.
+    """
+    backbone = load_backbone(path, model, action, max_prompt_length)
+    if backbone.units is not None:
+        _check_own_head(path, action)
+    action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = action.head.build(action, backbone, action_dim, state_dim)
+        network = Network(backbone, head, state_dim, critic)
+    statistics, states = backbone.units, None
+    if action.statistics is not None:
+        statistics = load_statistics(action.statistics, action.statistics_key, action_dim)
+    if (Path(path) / DESCRIPTION).is_file():
+        states = _restore(Path(path), network, action, state_dim)
+    elif action.standardise:
+        states = measure(sim, statistics)
+    return VisionLanguageActionPolicy(
+        network,
+        action,
+        sim,
+        temperature=temperature,
+        evaluation_temperature=evaluation_temperature,
+        statistics=statistics,
+        states=states,
+    )
+
+
+def load_backbone(path: str, model: VisionLanguageActionModel, action: Actions, max_prompt_length: int) -> Backbone:
+    """By what the folder holds; else a transformers image-text model."""
+    together = isinstance(action.head, TokenActions) and action.head.decoding == "bidirectional"
+    is_small = (Path(path) / small.CONFIG).is_file()
+    told = {} if is_small else _told(path)
+    if told.get("model_type") == "openvla":
+        try:
+            from mmrl.policies.vla import openvla
+        except ModuleNotFoundError as error:
+            raise UserError(f"OpenVLA: {error}; install it with: pip install -e '.[openvla]'") from error
+        return openvla.load(path, model, max_prompt_length, together=together, crop=action.center_crop)
+    if action.center_crop != 1:
+        raise UserError(
+            f"action.center_crop={action.center_crop} is for OpenVLA, which model.path={path} is not; remove it"
+        )
+    if lerobot_type := told.get("type") if "output_features" in told else None:
+        return _load_lerobot(path, lerobot_type, model)
+    if together:
+        raise UserError(f"action.head.decoding=bidirectional is for OpenVLA-OFT, which model.path={path} is not")
+    if is_small:
+        unused = [key for key in ("freeze", "lora", "processor") if vars(model)[key]]
+        if unused or model.dtype != "float32":
+            raise UserError(f"model.{(unused or ['dtype'])[0]} is not for the small network in {path}; remove it")
+        return small.load(Path(path))
+    network, processor = loading.load_model(path, model)
+    return VisionLanguageBackbone(network, processor, max_prompt_length)
+
+
+def _told(path: str) -> dict[str, Any]:
+    """The config.json of `path`, or of what it is a LoRA of; nothing if there is none, of which `loading.load_model`
+    complains."""
+    try:
+        return PreTrainedConfig.get_config_dict(loading.base_of(path))[0]
+    except (OSError, ValueError):
+        return {}
+
+
+def _load_lerobot(path: str, kind: str, model: VisionLanguageActionModel) -> Backbone:
+    if kind not in LEROBOT:
+        raise UserError(f"model.path={path} is a LeRobot policy of type {kind}; only {' and '.join(LEROBOT)} are known")
+    try:
+        from mmrl.policies.vla import lerobot
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"model.path={path} is a LeRobot policy: {error}; install the extra lerobot as scripts/lerobot.txt says"
+        ) from error
+    return lerobot.load(path, model)
+
+
+def _check_own_head(path: str, action: Actions) -> None:
+    """Raises UserError for what a policy with an action expert and statistics of its own does not take."""
+    if not isinstance(action.head, ActionFlow):
+        raise UserError(
+            f"action.head.type={action.head.type}, but model.path={path} has a flow head of its own; use "
+            "action.head.type=flow"
+        )
+    for name in ("statistics", "standardise"):
+        if vars(action)[name]:
+            raise UserError(f"action.{name} is set, but model.path={path} has statistics of its own; remove it")
+
+
+def _restore(folder: Path, network: Network, action: Actions, state_dim: int) -> StateStatistics | None:
+    """Head and critic, and what states are standardised by; a critic that is not there starts anew, and so do
+    `Head.new_parts`."""
+    then = described(folder)
+    if network.backbone.units is None:
+        _check_shape(folder, then, plain(action), action.head.shaping)
+    found = load_file(folder / WEIGHTS)
+    wanted = {n for n in network.state_dict() if not n.startswith("backbone.")}
+    anew = ("critic.", *(f"head.{part}" for part in network.head.new_parts))
+    missing = [n for n in sorted(wanted - set(found)) if not n.startswith(anew)]
+    if missing:
+        raise UserError(f"{folder / WEIGHTS} lacks {missing[0]}")
+    network.load_state_dict({n: value for n, value in found.items() if n in wanted}, strict=False)
+    known = then.get("states")  # absent before there were any
+    if action.standardise != (known is not None):
+        raise UserError(f"action.standardise={action.standardise}, but {folder} was trained with {known is not None}")
+    return None if known is None else StateStatistics.from_json(known, state_dim)
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """The `action` section that a folder was trained with. In folders from before heads had sections of their own, a
+    head's options lie beside its name."""
+    then: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text())
+    return then | {"head": {**then, "type": then["head"]}} if isinstance(then["head"], str) else then
+
+
+def _check_shape(folder: Path, then: dict[str, Any], now: dict[str, Any], shaping: tuple[str, ...]) -> None:
+    """Raises UserError for the first key that the weights depend on and that is another one now."""
+    pairs = [(f"action.{name}", then[name], now[name]) for name in SHAPING]
+    for name in ("type", *shaping):
+        pairs.append((f"action.head.{name}", then["head"].get(name), now["head"][name]))
+    for key, before, value in pairs:
+        if before != value:
+            raise UserError(f"{key}={value}, but {folder} was trained with {before}")

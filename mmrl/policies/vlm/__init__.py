@@ -1,0 +1,1 @@
+"""Vision-language models as policies: one decision a response token."""

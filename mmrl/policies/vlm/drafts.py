@@ -1,0 +1,47 @@
+"""Responses that engines draw in one go or in several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmrl.generation.vllm import Request
+from mmrl.policies.vlm.prompts import Tokens
+from mmrl.rollouts import Prompt
+
+
+@dataclass(eq=False)
+class Draft:
+    """A response in the making by an engine, which may get other weights before it is finished."""
+
+    prompt: Prompt
+    request: Request  # for all of it
+    tokens: Tokens  # the response as far as it goes
+    logp: Tensor  # [response token] fp32, each by the weights that drew it
+
+    def finished(self, eos: tuple[int, ...]) -> bool:
+        response = self.tokens.response
+        return len(response) > 0 and (len(response) == self.request.limit or int(response[-1]) in eos)
+
+    def next(self, count: int) -> Request:
+        """For so many tokens more."""
+        request, length = self.request.after(self.tokens.response), len(self.tokens.response)
+        seed = continued_seed(self.request.seed, length)
+        return replace(request, seed=seed, limit=min(count, self.request.limit - length))
+
+    def grow(self, ids: Tensor, logp: Tensor, experts: Tensor | None) -> None:
+        """experts: of all tokens but the last, where they are recorded. Of what was known before the old record stays:
+        a token keeps the experts with which the token after it was drawn, like that one's likelihood."""
+        old = self.tokens.experts
+        if experts is not None and old is not None:
+            experts = torch.cat([old, experts[len(old) :]])
+        self.tokens = replace(self.tokens, response=torch.cat([self.tokens.response, ids]), experts=experts)
+        self.logp = torch.cat([self.logp, logp])
+
+
+def continued_seed(seed: int, tokens: int) -> int:
+    """Of a response that goes on after so many tokens: the same seed would draw the same noise again."""
+    return seed if tokens == 0 else int(np.random.SeedSequence([seed, tokens]).generate_state(1)[0])

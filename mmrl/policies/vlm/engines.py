@@ -1,0 +1,64 @@
+"""The vLLM engines of a job, made from its settings."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmrl.engine import Ranks
+from mmrl.generation.settings import VLLMGenerator, VLLMServer
+from mmrl.generation.vllm import VLLM, EngineOptions, Generator, check_installed
+from mmrl.policies.vlm.policy import VisionLanguagePolicy, transformers_model
+from mmrl.policies.vlm.synced import Synced, adapter_rank, describe
+from mmrl.protocols import Source
+
+if TYPE_CHECKING:
+    from mmrl.config import Config
+
+
+def synced(
+    config: Config, settings: VLLMGenerator, policy: VisionLanguagePolicy, source: Source, ranks: Ranks
+) -> Synced:
+    """Engines that have the policy's weights after each synchronisation. source: of the prompts that prove it.
+
+    Raises UserError where they can not start.
+    """
+    options = engine_options(config, settings, policy)
+    if settings.routing_replay:
+        policy.replay_routing()
+    if isinstance(settings, VLLMServer):
+        from mmrl.generation.servers import Servers
+
+        folder = Path(settings.exchange or Path(config.run_dir) / "engines").absolute()  # engines may run elsewhere
+        engine: Generator = Servers(
+            folder, options, describe=partial(describe, policy), gather=ranks.gather, rank=ranks.rank
+        )
+    else:
+        check_installed()
+        with tempfile.TemporaryDirectory(prefix="mmrl-engine-") as name:
+            describe(policy, Path(name))
+            engine = VLLM(Path(name), options)
+    probes = [source[i] for i in range(min(settings.probes, len(source)))]
+    return Synced(
+        policy,
+        engine,
+        probes,
+        gather=ranks.gather,
+        limit=settings.probe_limit,
+        adapters=settings.lora == "adapter",
+        checksums=settings.checksums,
+    )
+
+
+def engine_options(config: Config, settings: VLLMGenerator, policy: VisionLanguagePolicy) -> EngineOptions:
+    """What an engine of the job is made with."""
+    positions = transformers_model(policy.module.model).config.get_text_config().max_position_embeddings
+    return EngineOptions(
+        context=min(policy.max_prompt_length + policy.max_decisions, positions),
+        settings=settings,
+        dtype=config.model.dtype,
+        seed=config.seed,
+        lora_rank=adapter_rank(policy.module.model) if settings.lora == "adapter" else 0,
+    )

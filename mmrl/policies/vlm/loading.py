@@ -1,0 +1,142 @@
+"""Vision-language policies from folders and hub names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import peft
+from torch import nn
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+)
+from transformers.core_model_loading import Transpose, WeightConverter
+
+from mmrl.errors import UserError
+from mmrl.generation.sampling import Sampling
+from mmrl.policies.settings import LoRA
+from mmrl.policies.vlm.policy import VisionLanguagePolicy, transformers_model
+from mmrl.policies.vlm.settings import (
+    TokenEngine,
+    TokenEvaluation,
+    TokenLimits,
+    TokenSampling,
+    VisionLanguageModel,
+)
+
+if TYPE_CHECKING:
+    from mmrl.config import Config
+
+# Names of modules, as path components of parameter names, over the families of transformers.
+CONNECTORS = {"merger", "deepstack_merger_list", "connector", "multi_modal_projector", "projector", "image_newline"}
+VISION_TOWERS = {"visual", "vision_model", "vision_tower", "vision_backbone"}
+
+
+def load(path: str, settings: VisionLanguageModel, config: Config) -> VisionLanguagePolicy:
+    """The policy of a job from a folder or a hub name. Raises UserError as `load_model` does."""
+    rollout, engine = config.rollout, config.engine
+    assert isinstance(rollout, TokenLimits) and isinstance(engine, TokenEngine)
+    assert isinstance(config.evaluation, TokenEvaluation)
+    model, processor = load_model(path, settings)
+    if settings.activation_checkpointing:
+        recompute_activations(model)
+    return VisionLanguagePolicy(
+        model,
+        processor,
+        sampling=Sampling(top_p=rollout.top_p, top_k=rollout.top_k) if isinstance(rollout, TokenSampling) else None,
+        temperature=rollout.temperature if isinstance(rollout, TokenSampling) else None,
+        max_prompt_length=rollout.max_prompt_length,
+        max_response_length=rollout.max_response_length,
+        logp_chunk=engine.logp_chunk,
+        evaluation_temperature=config.evaluation.temperature,
+    )
+
+
+class Backbone(Protocol):
+    """What the settings of any model with a vision-language model in it say of that."""
+
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]: ...
+
+    @property
+    def attention(self) -> Literal["sdpa", "eager", "flash_attention_2"]: ...
+
+    @property
+    def freeze(self) -> Sequence[Literal["vision", "connector", "language"]]: ...
+
+    @property
+    def lora(self) -> LoRA | None: ...
+
+    @property
+    def processor(self) -> dict[str, Any]: ...
+
+
+def load_model(path: str, settings: Backbone) -> tuple[nn.Module, Any]:
+    """An image-text model and its processor, with its LoRA if `path` is one or a new one if the settings ask for one.
+
+    Raises UserError if there is no model at `path` or it is not one that reads images and writes text.
+    """
+    base = base_of(path)
+    try:
+        config = AutoConfig.from_pretrained(base)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from None
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
+    model: Any = AutoModelForImageTextToText.from_pretrained(
+        base, dtype=settings.dtype, attn_implementation=settings.attention
+    )
+    write_as_published(model)
+    model = adapt(model, path, freeze=settings.freeze, lora=settings.lora)
+    return model, AutoProcessor.from_pretrained(path, **settings.processor)
+
+
+def write_as_published(model: Any) -> None:
+    """Has transformers write all weights in the layout of the published checkpoint, which is what other libraries read.
+
+    Where experts lie transposed in it, transformers reads both layouts, told apart by their shape; but by the same rule
+    it finds that what it writes need not be transposed back, unless ZeRO-3 has emptied the parameter it compares with.
+    """
+    for conversion in model._weight_conversions:
+        if isinstance(conversion, WeightConverter):
+            for operation in conversion.operations:
+                if isinstance(operation, Transpose):
+                    operation.check_dims = False
+
+
+def base_of(path: str) -> str:
+    """What `path` is a LoRA of, or itself."""
+    if (Path(path) / "adapter_config.json").is_file():
+        return str(peft.PeftConfig.from_pretrained(path).base_model_name_or_path)
+    return path
+
+
+def adapt(model: Any, path: str, *, freeze: Sequence[str], lora: LoRA | None) -> Any:
+    """`model` with the LoRA at `path` if there is one, or a new one if `lora` is given; parts in `freeze` stay."""
+    if (Path(path) / "adapter_config.json").is_file():
+        model = peft.PeftModel.from_pretrained(model, path, is_trainable=True)
+    elif lora is not None:
+        options: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.targets}
+        model = peft.get_peft_model(model, peft.LoraConfig(**options))
+    for parameter_name, parameter in model.named_parameters():  # adapters too
+        if part_of(parameter_name) in freeze:
+            parameter.requires_grad_(False)
+    return model
+
+
+def recompute_activations(model: Any) -> None:
+    """Layers keep only their inputs for the backward pass."""
+    transformers_model(model).gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+
+
+def part_of(parameter: str) -> str:
+    """Which part a parameter belongs to, by its name: vision, connector or language."""
+    names = set(parameter.split("."))
+    if names & CONNECTORS:
+        return "connector"
+    return "vision" if names & VISION_TOWERS else "language"

@@ -1,0 +1,511 @@
+"""Vision-language models as policies: any transformers image-text model, one decision a response token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from einops import rearrange
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from mmrl.controls import Control, constant
+from mmrl.errors import UserError
+from mmrl.files import share
+from mmrl.generation.sampling import Sampling, shape_logits
+from mmrl.generation.transformers import Prefix, generate, generate_groups
+from mmrl.generation.vllm import Answering, Request
+from mmrl.kernels import hidden_logprob, token_logprob
+from mmrl.policies.vlm.drafts import Draft
+from mmrl.policies.vlm.prompts import Tokens, chat_texts, collate, encode, save_processor
+from mmrl.policies.vlm.routing import Routing, collate_routes
+from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
+
+# Families (model_type) whose prompts are read once for all of their responses.
+PREFIX_SHARING = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "llava_onevision", "internvl"}
+# Keys of a model's configuration whose token stands for pixels and so can not be an answer.
+PLACEHOLDER_KEYS = (
+    "image_token_id",
+    "image_token_index",
+    "video_token_id",
+    "video_token_index",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "vision_token_id",
+)
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """What follows prompts that are read once: `prompt` [response] says which, `ids` and `mask` [response, token] are
+    the responses without their last token, padded on the right."""
+
+    prompt: Tensor
+    ids: Tensor
+    mask: Tensor
+
+
+class TokenScorer(nn.Module):
+    """Log-probability and entropy of chosen tokens; this is the module the engine wraps.
+
+    The vocabulary is only ever looked at in chunks of `chunk` decisions, recomputed in the backward pass, so the
+    logits of a whole batch never exist.
+    """
+
+    def __init__(self, model: nn.Module, sampling: Sampling, chunk: int) -> None:
+        super().__init__()
+        self.model = model
+        self.sampling = sampling
+        self.chunk = chunk
+        self.register_buffer("suppressed", torch.tensor(sampling.suppressed, dtype=torch.int64), persistent=False)
+
+    def forward(
+        self,
+        inputs: dict[str, Tensor],
+        continuations: Continuations | None,
+        row: Tensor,
+        column: Tensor,
+        targets: Tensor,
+        chunks: int | None,
+        temperature: float | Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """inputs: the model's own, with input_ids [row, length]. row, column, targets: [decision], the token targets[i]
+        is predicted at position column[i] of row row[i]. temperature: of the distribution, or [decision]. Returns logp,
+        entropy and the sum of squared probabilities: [decision] fp32.
+
+        With `continuations` the inputs are prompts; rows are then responses, and columns count from a prompt's end.
+        `chunks` is the number of passes through the output layer, which under ZeRO-3 must be the same on every rank;
+        None: the whole layer is here.
+        """
+        core = transformers_model(self.model)
+        if continuations is None:
+            states = core.base_model(**inputs, use_cache=False).last_hidden_state
+        else:
+            states = self._continued(core, inputs, continuations)
+        hidden = states[row, column]
+        head = core.get_output_embeddings()
+        truncated = self.sampling.top_k > 0 or self.sampling.top_p < 1
+        if chunks is None and type(head) is nn.Linear and head.bias is None and not truncated:
+            if isinstance(temperature, Tensor):  # (h / t) W = (h W) / t
+                hidden, temperature = (hidden / temperature[:, None]).to(hidden.dtype), 1.0
+            found = hidden_logprob(
+                hidden,
+                head.weight,
+                targets,
+                temperature=temperature,
+                excluded=self.suppressed if len(self.suppressed) else None,
+                chunk=self.chunk,
+            )
+            return found.logp, found.entropy, found.square_sum
+        chunks = -(-len(targets) // self.chunk) if chunks is None else chunks
+        heat = torch.as_tensor(temperature, device=hidden.device).expand(len(targets))
+        pieces = (values.tensor_split(chunks) for values in (hidden, targets, heat))
+        parts = [checkpoint(self._score, head, *piece, use_reentrant=False) for piece in zip(*pieces, strict=True)]
+        logp, entropy, square_sum = (torch.cat(values) for values in zip(*parts, strict=True))
+        return logp, entropy, square_sum
+
+    def _continued(self, core: PreTrainedModel, inputs: dict[str, Tensor], after: Continuations) -> Tensor:
+        """Hidden states [response, 1 + token, hidden]: of the prompt's last token, and of the response's."""
+        prefix = Prefix(core, inputs).select(after.prompt)
+        last = rearrange(prefix.last, "b h -> b 1 h")
+        return last if after.ids.shape[1] == 0 else torch.cat([last, prefix.extend(after.ids, after.mask)], 1)
+
+    def _score(
+        self, head: nn.Module, hidden: Tensor, targets: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits = shape_logits(head(hidden).float() / temperature[:, None], self.sampling, keep=targets)
+        if len(targets) == 0:  # a pass that only keeps step with other ranks
+            return logits.sum(-1), logits.sum(-1), logits.sum(-1)
+        found = token_logprob(logits, targets)
+        return found.logp, found.entropy, found.square_sum
+
+
+class VisionLanguagePolicy:
+    """Turns prompts into rollouts and rollouts into log-probabilities.
+
+    Token in, token out: the ids a rollout was sampled with are the ids it is replayed with; text is decoded for
+    rewards only.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: Any,
+        *,
+        sampling: Sampling | None = None,
+        temperature: Control | None = None,
+        max_prompt_length: int = 1024,
+        max_response_length: int | Control = 256,
+        logp_chunk: int = 1024,
+        evaluation_temperature: float = 0.0,
+    ) -> None:
+        """temperature: of rollouts, where it is not that of `sampling`."""
+        core = transformers_model(model)
+        self.processor = processor
+        self.tokenizer = processor.tokenizer
+        self.eos = end_tokens(core.generation_config, self.tokenizer)
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token_id = self.eos[0]
+        self.pad = self.tokenizer.pad_token_id
+        # A checkpoint's own generation defaults (repetition penalty, top_k) would silently change the sampler.
+        core.generation_config = GenerationConfig(eos_token_id=list(self.eos), pad_token_id=self.pad)
+        suppressed = never_sampled(core, self.tokenizer, self.eos)
+        sampling = sampling or Sampling()
+        self.temperature = constant(sampling.temperature) if temperature is None else temperature
+        vocabulary = core.get_output_embeddings().weight.shape[0]
+        # Temperature 1: it is a factor that changes from rollout to rollout
+        self.sampling = replace(sampling, temperature=1.0, suppressed=suppressed, vocabulary=vocabulary)
+        self.max_prompt_length = max_prompt_length
+        longest = max_response_length
+        self.response_limit = longest if isinstance(longest, Control) else constant(longest)
+        self.evaluation_temperature = evaluation_temperature
+        self.module = TokenScorer(model, self.sampling, logp_chunk)
+        self.module.eval()  # dropout would make replay differ from sampling
+        self._recompute(True)
+        self.lockstep: Lockstep | None = None
+        # Generates instead of the model; whoever sets it keeps its weights current
+        self.engine: Answering | None = None
+        self.routing: Routing | None = None
+
+    @property
+    def max_response_length(self) -> int:
+        """Tokens of the longest response that is sampled now."""
+        return int(self.response_limit.value)
+
+    @property
+    def max_decisions(self) -> int:
+        """Tokens of the longest response of the whole run."""
+        return int(self.response_limit.extremes[1])
+
+    def trained_by(self, engine: Any) -> None:
+        """Under ZeRO-3 ranks have to make the same number of passes as those of `engine`."""
+        if engine.zero_stage == 3:
+            self.lockstep = Lockstep(engine.max)
+
+    def replay_routing(self) -> None:
+        """From now on engines have to tell the experts they routed tokens to, and replay repeats their choice.
+
+        Raises UserError as `Routing` does."""
+        self.routing = Routing(transformers_model(self.module.model))
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def _recompute(self, on: bool) -> None:
+        """Layers recompute their activations only in training mode, and then ignore the key-value cache."""
+        for layer in self.module.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.training = on
+
+    def shares_prompts(self, *, training: bool) -> bool:
+        """Whether a prompt is read once for all of its responses, and these then continue from its cache.
+
+        Not in a family for which it was not tested, nor where a layer remembers less than all keys and values; nor
+        under ZeRO-3, where ranks would make different numbers of passes; nor in training if activations are
+        recomputed, which does without a cache.
+        """
+        core = transformers_model(self.module.model)
+        layers = DynamicCache(config=core.config.get_text_config()).layers
+        return (
+            core.config.model_type in PREFIX_SHARING
+            and all(type(layer) is DynamicLayer for layer in layers)
+            and self.lockstep is None
+            and not (training and core.is_gradient_checkpointing)
+        )
+
+    # --- prompts to rollouts ---
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[Tokens]:
+        """The prompts with empty responses; see `mmrl.policies.vlm.prompts.encode`."""
+        return encode(self.processor, prompts, self.max_prompt_length)
+
+    def rollout(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        seeds: Sequence[int],
+        *,
+        step: int = 0,
+        temperature: float | None = None,
+        max_response_length: int | None = None,
+    ) -> Rollouts:
+        """Sample `group_size` responses a prompt. seeds: one a rollout, prompt by prompt. group: the prompt's place.
+
+        Sampling is the same at every `step` of training. Where there is an engine, it generates; see `ask`."""
+        sampling = replace(self.sampling, temperature=self.temperature.value if temperature is None else temperature)
+        limit = max_response_length or self.max_response_length
+        if self.engine is not None:
+            return self.ask(self.engine, prompts, group_size, seeds, sampling=sampling, limit=limit)
+        encoded = self.encode(prompts)
+        repeated = [tokens for tokens in encoded for _ in range(group_size)]
+        each = [prompt for prompt in prompts for _ in range(group_size)]
+        core = transformers_model(self.module.model)
+        limits: dict[str, Any] = {"eos": self.eos, "max_new_tokens": limit}
+        self._recompute(False)
+        if self.shares_prompts(training=False):
+            inputs = self.collate(encoded, padding_side="left")
+            responses = generate_groups(
+                core, inputs, group_size=group_size, sampling=sampling, seeds=list(seeds), **limits
+            )
+        else:
+            rows = self._with_ballast(repeated)
+            responses = generate(
+                core,
+                self.collate(rows, padding_side="left"),
+                sampling=sampling,
+                seeds=[*seeds, *[0] * (len(rows) - len(repeated))],
+                pad=self.pad,
+                synced=self.lockstep is not None,
+                **limits,
+            )
+        self._recompute(True)
+        heat = sampling.temperature or 1.0  # greedy responses are replayed as they are
+        answered = [replace(t, response=r, temperature=heat) for t, r in zip(repeated, responses, strict=False)]
+        return self._rollouts(each, answered, group_size)
+
+    def ask(
+        self,
+        engine: Answering,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        seeds: Sequence[int],
+        *,
+        limit: int,
+        sampling: Sampling | None = None,
+    ) -> Rollouts:
+        """`rollout` by an engine, whose likelihoods are kept as behaviour_logp. The model has no part in it."""
+        temperature = None if sampling is None else sampling.temperature
+        drafts = self.draft(prompts, group_size, seeds, limit=limit, temperature=temperature)
+        self.extend(engine, drafts, limit)
+        return self.complete(drafts, group_size)
+
+    def draft(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        seeds: Sequence[int],
+        *,
+        limit: int | None = None,
+        temperature: float | None = None,
+    ) -> list[Draft]:
+        """Responses of no tokens yet, `group_size` a prompt. A group is drawn with the first of its seeds and those
+        that follow it, by which an engine takes it as one request. All of a draft is sampled at one temperature, by
+        default that of now."""
+        heat = self.temperature.value if temperature is None else temperature
+        encoded = [replace(tokens, temperature=heat) for tokens in self.encode(prompts)]
+        marked = self.tokenizer(chat_texts(self.processor, prompts)).input_ids
+        limit, found = limit or self.max_response_length, []
+        for prompt, ids, tokens, seed in zip(prompts, marked, encoded, seeds[::group_size], strict=True):
+            first = Request(prompt.id, ids, prompt.images, tokens.prompt, seed, limit)
+            group = [replace(first, seed=seed + i) for i in range(group_size)]
+            found += [Draft(prompt, request, tokens, torch.zeros(0)) for request in group]
+        return found
+
+    def extend(self, engine: Answering, drafts: Sequence[Draft], count: int) -> None:
+        """Gives each draft that is not finished up to `count` tokens more. What is drawn depends on the draft's seed
+        and temperature, its tokens so far and the engine's weights; not on when that is."""
+        unfinished = [draft for draft in drafts if not draft.finished(self.eos)]
+        for heat in dict.fromkeys(draft.tokens.temperature for draft in unfinished):
+            self._extend(engine, [draft for draft in unfinished if draft.tokens.temperature == heat], count, heat)
+
+    def _extend(self, engine: Answering, drafts: list[Draft], count: int, temperature: float) -> None:
+        requests = [draft.next(count) for draft in drafts]
+        drawn = engine.generate(requests, sampling=replace(self.sampling, temperature=temperature), eos=self.eos)
+        for draft, request, answer in zip(drafts, requests, drawn, strict=True):
+            experts = None
+            if self.routing is not None:
+                length = len(request.ids) + len(answer.ids) - 1
+                experts = self.routing.check(request.name, length, answer.experts)
+            draft.grow(answer.ids, answer.logp, experts)
+
+    def complete(self, drafts: Sequence[Draft], group_size: int) -> Rollouts:
+        """Finished drafts as rollouts, `group_size` a prompt."""
+        rows = [replace(draft.tokens, temperature=draft.tokens.temperature or 1.0) for draft in drafts]
+        rollouts = self._rollouts([draft.prompt for draft in drafts], rows, group_size)
+        rollouts.behaviour_logp = nn.utils.rnn.pad_sequence([draft.logp for draft in drafts], batch_first=True)
+        return rollouts
+
+    def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
+        """One response a prompt at the temperature of evaluation."""
+        return self.rollout(prompts, 1, seeds, temperature=self.evaluation_temperature).samples
+
+    def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int] = ()) -> Rollouts:
+        """The prompts with their known answers as responses, for supervised learning; nothing here is random."""
+        answers = []
+        for prompt in prompts:
+            text = prompt.metadata.get("demonstration", prompt.answer)
+            ids = self.tokenizer(str(text), add_special_tokens=False).input_ids + [self.eos[0]]
+            if len(ids) > self.max_response_length:
+                raise UserError(
+                    f"the demonstration of prompt {prompt.id} has {len(ids)} tokens, more than "
+                    f"rollout.max_response_length={self.max_response_length}"
+                )
+            if impossible := set(ids) & set(self.sampling.suppressed):
+                raise UserError(
+                    f"the demonstration of prompt {prompt.id} holds {self.tokenizer.decode(list(impossible))}, which "
+                    "the policy never samples"
+                )
+            answers.append(torch.tensor(ids))
+        rows = [replace(t, response=ids) for t, ids in zip(self.encode(prompts), answers, strict=True)]
+        return self._rollouts(list(prompts), rows, 1)
+
+    def _rollouts(self, prompts: list[Prompt], rows: list[Tokens], group_size: int) -> Rollouts:
+        lengths = torch.tensor([len(r.response) for r in rows])
+        texts = self.tokenizer.batch_decode([r.response for r in rows], skip_special_tokens=True)
+        samples = [
+            Sample(
+                prompt=prompt,
+                response=text,
+                response_length=len(row.response),
+                truncated=int(row.response[-1]) not in self.eos,
+                max_response_length=self.max_response_length,
+            )
+            for prompt, row, text in zip(prompts, rows, texts, strict=True)
+        ]
+        return Rollouts(
+            samples=samples,
+            inputs=rows,
+            group=torch.arange(len(rows)) // group_size,
+            mask=torch.arange(int(lengths.max())) < rearrange(lengths, "b -> b 1"),
+        )
+
+    # --- rollouts to log-probabilities ---
+
+    def replay(self, rollouts: Rollouts, model: Any, *, reference: bool = False, padding_side: str = "right") -> Replay:
+        """logp, entropy and sum of squared probabilities [rollout, decision] of the responses under `model`:
+        `self.module`, or the engine around it. Decisions that do not count hold 0.
+
+        Tokens with a record of their experts go to these again; such rows read their prompts each for itself. The
+        reference routes tokens by itself, as it would if it were used: what is likely with experts that it did not
+        choose says nothing of it, and a trained router could move away unseen."""
+        rows: list[Tokens] = rollouts.inputs
+        if reference:
+            rows = [replace(tokens, experts=None) for tokens in rows]
+        answers = [tokens.response for tokens in rows]
+        targets = torch.cat(answers).to(self.device)
+        places = [(number, t) for number, answer in enumerate(answers) for t in range(len(answer))]
+        row, decision = torch.tensor(places, device=self.device).unbind(1)
+        routes = None if self.routing is None else collate_routes(self._with_ballast(rows), padding_side, self.device)
+        prompts, which = distinct_prompts(rows)
+        if routes is None and len(prompts) < len(rows) and self.shares_prompts(training=True):
+            inputs = self.collate(prompts, padding_side=padding_side)
+            ids = [answer[:-1] for answer in answers]
+            continuations = Continuations(
+                prompt=torch.tensor(which, device=self.device),
+                ids=nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.pad).to(self.device),
+                mask=nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True).to(self.device),
+            )
+            column = decision
+        else:
+            inputs = self.collate(self._with_ballast(rows), padding_side=padding_side)
+            continuations = None
+            length = inputs["input_ids"].shape[1]
+            first = [length - len(t.response) if padding_side == "left" else len(t.prompt) for t in rows]
+            column = torch.tensor(first, device=self.device)[row] + decision - 1
+        chunks = None if self.lockstep is None else self.lockstep.max(-(-len(targets) // self.module.chunk))
+        heats = [tokens.temperature for tokens in rows]
+        heat: float | Tensor = heats[0] if len(set(heats)) == 1 else torch.tensor(heats, device=self.device)[row]
+        with nullcontext() if self.routing is None else self.routing.replayed(routes):
+            scored = model(inputs, continuations, row, column, targets, chunks, heat)
+        blank = torch.zeros(rollouts.mask.shape, device=self.device)
+        place = (row, decision)
+        logp, entropy, square_sum = (blank.index_put(place, values) for values in scored)
+        found = Replay(logp, entropy, square_sum)
+        if self.routing is not None and routes is not None:
+            differing = self.routing.differences().view(routes.shape[:2])[row, column]
+            found.routing_differs = blank.index_put(place, differing)
+        return found
+
+    def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
+        """The same responses to changed prompts. A prompt is changed and encoded once for its whole group."""
+        prompts = {id(sample.prompt): sample.prompt for sample in rollouts.samples}
+        encoded = dict(zip(prompts, self.encode([change(prompt) for prompt in prompts.values()]), strict=True))
+        inputs = [
+            replace(encoded[id(sample.prompt)], response=tokens.response, temperature=tokens.temperature)
+            for sample, tokens in zip(rollouts.samples, rollouts.inputs, strict=True)
+        ]
+        return replace(rollouts, inputs=inputs)
+
+    def collate(self, rows: Sequence[Tokens], *, padding_side: str) -> dict[str, Tensor]:
+        return collate(rows, pad=self.pad, padding_side=padding_side, device=self.device)
+
+    def _with_ballast(self, rows: list[Tokens]) -> list[Tokens]:
+        """Under ZeRO-3 a rank whose batch holds no picture would skip the vision tower, whose parameters the others
+        wait for. It gets one more row with a picture; nothing of that row is ever counted."""
+        if self.lockstep is None or any(r.pictures for r in rows):
+            return rows
+        if self.lockstep.ballast is None:
+            blank = Prompt("ballast", "<image>", (Image.new("RGB", (64, 64)),))
+            self.lockstep.ballast = replace(self.encode([blank])[0], response=torch.tensor(self.eos[:1]))
+        return [*rows, self.lockstep.ballast]
+
+    # --- files ---
+
+    def counts(self) -> dict[str, float]:
+        return {}
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write model (or adapter) and processor in transformers' own format. state: of `self.module`."""
+        weights = {name.removeprefix("model."): value for name, value in state.items()}
+        model: Any = self.module.model
+        model.save_pretrained(folder, state_dict=weights)
+        save_processor(self.processor, folder)
+        share(folder)
+
+
+@dataclass
+class Lockstep:
+    """What keeps ranks doing the same collectives under ZeRO-3. `max` is the maximum of a number over the ranks."""
+
+    max: Any
+    ballast: Tokens | None = None
+
+
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model itself, out of its LoRA wrapper if it has one."""
+    core = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    assert isinstance(core, PreTrainedModel)
+    return core
+
+
+def end_tokens(generation: GenerationConfig, tokenizer: Any) -> tuple[int, ...]:
+    """All ids that end a response, the model's own first."""
+    declared = generation.eos_token_id
+    ids = declared if isinstance(declared, list) else [declared]
+    found = [i for i in dict.fromkeys([*ids, tokenizer.eos_token_id]) if i is not None]
+    if not found:
+        raise UserError("the model declares no end token: set eos_token_id in its generation_config.json")
+    return tuple(found)
+
+
+def never_sampled(model: PreTrainedModel, tokenizer: Any, eos: tuple[int, ...]) -> tuple[int, ...]:
+    """Ids that can not be part of an answer: placeholders of pictures and videos, special tokens that do not end a
+    response, and rows of the output matrix beyond the tokenizer's last id."""
+    declared = model.config.to_dict()
+    placeholders = {declared[key] for key in PLACEHOLDER_KEYS if declared.get(key) is not None}
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    beyond = set(range(len(tokenizer), model.get_output_embeddings().weight.shape[0]))
+    return tuple(sorted((placeholders | special | beyond) - set(eos)))
+
+
+def distinct_prompts(rows: Sequence[Tokens]) -> tuple[list[Tokens], list[int]]:
+    """Each prompt once, without a response, and for each row its prompt's place. Rollouts of one `rollout` call hold
+    the same tensor; equal prompts that were encoded apart stay apart."""
+    place: dict[int, int] = {}
+    which = [place.setdefault(id(tokens.prompt), len(place)) for tokens in rows]
+    firsts = [rows[which.index(number)] for number in range(len(place))]
+    return [replace(tokens, response=tokens.response[:0]) for tokens in firsts], which

@@ -1,0 +1,119 @@
+"""How it is judged whether engines compute with the trained weights: by the tensors that they have, and by what they
+answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mmrl.generation.checksums import HELD, Checksum, Report, absent, differing
+
+NAMED = 3  # tensors in a message
+NOISE = 4.0  # times the gap at the start, that a later one may have
+# Mean gaps of the probe: up to the first one rounding is taken for the cause, up to the second one at the start.
+FLOORS = {torch.float32: (1e-3, 1e-2), torch.bfloat16: (2e-2, 0.2)}
+BEFORE = "after giving the weights to vLLM"
+AFTER = "nothing was sampled with them; set rollout.generator=transformers"
+
+
+class Arrivals:
+    """Compares what engines have with what they were sent, time after time."""
+
+    def __init__(self) -> None:
+        self.unused: dict[str, Checksum] | None = None  # what no engine took the first time
+
+    def judge(
+        self, base: Mapping[str, Checksum], adapter: Mapping[str, Checksum], reports: Sequence[Report]
+    ) -> tuple[str | None, dict[str, float]]:
+        """What is wrong, in one line; and how many tensors were compared where the engine computes with them, and how
+        many before it packed them."""
+        first = self.unused is None
+        for found in reports:
+            unused = {name: base[name] for name in absent(base, found.tensors)}
+            self.unused = unused if self.unused is None else self.unused
+            if problem := self._problem(base, adapter, found, unused, first):
+                return f"{BEFORE} {problem}; {AFTER}", {}
+        states = [own.state for found in reports[:1] for own in found.tensors.values()]
+        held = sum(state == HELD for state in states)
+        counts = {"held": held, "packed": len(states) - held, "unused": len(self.unused or ())}
+        return None, {f"generation/tensors_{name}": float(count) for name, count in counts.items() if reports}
+
+    def _problem(
+        self,
+        base: Mapping[str, Checksum],
+        adapter: Mapping[str, Checksum],
+        found: Report,
+        unused: Mapping[str, Checksum],
+        first: bool,
+    ) -> str | None:
+        sent = {**base, **adapter}
+        if missing := [name for name in adapter if name not in found.tensors]:
+            return f"its LoRA lacks {names(missing)}"
+        if other := differing(sent, found.tensors):
+            return f"{len(other)} of {len(sent)} tensors are not as they were sent: {names(other)}"
+        if found.misplaced:
+            return (
+                f"{names(found.misplaced)} came as they were sent, but lie in another layout than at the start: its "
+                "kernels read something else (repacked or transposed weights)"
+            )
+        if first and found.blank:
+            others = f", while it did not take {names(list(unused))}: names do not fit" if unused else ""
+            return f"its parameters {names(found.blank)} got nothing{others}"
+        assert self.unused is not None
+        if trained := [name for name, own in unused.items() if self.unused.get(name) != own]:
+            return f"{names(trained)} are trained, and it does not take them"
+        return None
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Means of |log-probability in the engine - in the model| over the tokens of all probes, of those with pictures
+    and of those without."""
+
+    mean: float
+    pictures: float | None = None
+    text: float | None = None
+
+
+class Limit:
+    """The largest gap that is noise. Unless it is given, the gap at the start says what the model's own noise is, in
+    its precision and with its engine."""
+
+    def __init__(self, given: float | None, dtype: torch.dtype) -> None:
+        self.floor, start = FLOORS[dtype]
+        self.calibrated = given is not None
+        self.value = start if given is None else given
+
+    def problem(self, gap: Gap, *, compared: bool) -> str | None:
+        """Where it is above the limit, why, in one line. compared: the weights were, and are right."""
+        if not gap.mean <= self.value:  # nor is NaN
+            return self._stale(gap, compared)
+        if not self.calibrated:
+            self.value, self.calibrated = max(self.floor, NOISE * gap.mean), True
+        return None
+
+    def _stale(self, gap: Gap, compared: bool) -> str:
+        what = "weights or caches are stale"
+        if compared and not self.calibrated:
+            what = (
+                "it has all tensors as they were sent, but computes something else with them, or its caches are stale"
+            )
+        elif compared:
+            what = f"it has all tensors as they were sent, so that {self._remembered(gap)} caches are stale"
+        return (
+            f"{BEFORE} its log-probabilities differ from the trained model's by {gap.mean:.2g} in the mean, more than "
+            f"rollout.generator.probe_limit={self.value:.3g}: {what}; set rollout.generator=transformers, or a higher "
+            "limit"
+        )
+
+    def _remembered(self, gap: Gap) -> str:
+        """Keys and values are remembered of text as well."""
+        alone = gap.text is not None and gap.text <= self.value and not (gap.pictures or 0.0) <= self.value
+        return "of encoded pictures the" if alone else "its"
+
+
+def names(found: Sequence[str]) -> str:
+    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return ", ".join(found[:NAMED]) + more

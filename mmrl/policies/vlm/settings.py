@@ -1,0 +1,126 @@
+"""Settings of vision-language models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from mmrl.controls import Constant, Control, number
+from mmrl.generation.settings import GeneratorSettings, TransformersGenerator, VLLMGenerator
+from mmrl.needs import Capabilities
+from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
+from mmrl.settings import Section, option
+
+if TYPE_CHECKING:
+    from mmrl.config import Config
+    from mmrl.policies.vlm.policy import VisionLanguagePolicy
+
+
+class TokenLimits(Section):
+    """How long prompts and responses may be."""
+
+    max_prompt_length: int = option(1024, "longest prompt, image tokens included", unit="tokens", ge=1)
+    max_response_length: Control = number(256, "longest response, its end token included", unit="tokens", ge=1)
+
+    @model_validator(mode="after")
+    def _longest_is_known(self) -> TokenLimits:
+        if math.isinf(self.max_response_length.extremes[1]):
+            raise ValueError("max_response_length may grow without a bound; set its `high`, in tokens")
+        return self
+
+
+class TokenSampling(TokenLimits):
+    """How responses are sampled."""
+
+    temperature: Control = number(1.0, "of the distribution that is sampled from and replayed", gt=0)
+    top_p: float = option(1.0, "sample from the most likely tokens that together have this probability", gt=0, le=1)
+    top_k: int = option(0, "sample from so many most likely tokens; 0: from all", ge=0)
+    allow_truncated_sampling: bool = option(
+        False, "top_p and top_k bias the gradient; they are refused unless this is set"
+    )
+    generator: GeneratorSettings = option(TransformersGenerator(), "who samples")
+
+    @model_validator(mode="after")
+    def _truncation_by_name(self) -> TokenSampling:
+        if (self.top_p < 1 or self.top_k > 0) and not self.allow_truncated_sampling:
+            raise ValueError(
+                "top_p and top_k truncate the policy; set rollout.allow_truncated_sampling=true to mean it"
+            )
+        return self
+
+
+class TokenEvaluation(Section):
+    """How responses are sampled in evaluation."""
+
+    temperature: float = option(0.0, "0: the most likely token each time", ge=0)
+
+
+class TokenEngine(Section):
+    """What replaying tokens costs."""
+
+    logp_chunk: int = option(
+        1024, "tokens whose logits over the vocabulary exist at the same time", unit="tokens", ge=1
+    )
+
+
+class VisionLanguageModel(ModelSettings):
+    """Any image-text model of transformers. One decision a response token."""
+
+    test: ClassVar[str] = "tests/policies/test_vlm.py"
+    type: str = "vision_language"
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
+    freeze: list[Literal["vision", "connector", "language"]] = option([], "parts that are not trained")
+    lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
+    activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
+    processor: dict[str, Any] = option({}, "keyword arguments of AutoProcessor.from_pretrained, such as max_pixels")
+
+    @classmethod
+    def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
+        rollout = TokenLimits if collects == "demonstrations" else TokenSampling
+        return {"rollout": rollout, "evaluation": TokenEvaluation, "engine": TokenEngine}
+
+    def capabilities(self, config: Config) -> Capabilities:
+        offers = {"entropy", "square_sum", "tokens", "single_sample_kl", "views"}
+        sampling = config.rollout
+        if isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator):
+            offers |= {"drafts"}
+        return Capabilities("model.type=vision_language", frozenset(offers))
+
+    def check(self, config: Config) -> None:
+        sampling = config.rollout
+        if not (isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator)):
+            return
+        if sampling.generator.steps_ahead:
+            for key in ("temperature", "max_response_length"):
+                if not isinstance(vars(sampling)[key], Constant):
+                    raise ValueError(
+                        f"rollout.{key} changes, but with rollout.generator.async_steps="
+                        f"{sampling.generator.steps_ahead} rollouts are made while it does; set async_steps to 0"
+                    )
+        if (hottest := sampling.temperature.extremes[1]) > 2:
+            raise ValueError(f"rollout.temperature={hottest:g}: vLLM takes at most 2")
+        partial = sampling.generator.partial
+        if partial is None:
+            return
+        if partial.oversample > sampling.prompts:
+            raise ValueError(
+                f"rollout.generator.partial.oversample={partial.oversample} is more than rollout.prompts="
+                f"{sampling.prompts}: steps could not take what gets too old; lower it"
+            )
+        if partial.segment >= sampling.max_response_length.extremes[0]:
+            raise ValueError(
+                f"rollout.generator.partial.segment={partial.segment} does not divide responses of at most "
+                f"rollout.max_response_length={sampling.max_response_length.extremes[0]:g} tokens; lower it"
+            )
+        if sampling.micro_batch is not None:
+            raise ValueError(
+                "rollout.generator.partial keeps all of its prompts in the making; set rollout.micro_batch=null"
+            )
+
+    def load(self, config: Config, task: Any, path: str) -> VisionLanguagePolicy:
+        from mmrl.policies.vlm.loading import load
+
+        return load(path, self, config)

@@ -1,0 +1,208 @@
+"""Engines that generate for the model that is trained: they get its current weights, and have to prove it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from mmrl.engine import gathered
+from mmrl.errors import UserError
+from mmrl.generation.checksums import Checksum, Ledger, checksum
+from mmrl.generation.vllm import Answering, Generator
+from mmrl.policies.vlm.loading import part_of
+from mmrl.policies.vlm.policy import VisionLanguagePolicy, transformers_model
+from mmrl.policies.vlm.prompts import save_processor
+from mmrl.policies.vlm.proof import Arrivals, Gap, Limit
+from mmrl.rollouts import Prompt
+
+PROBE_TOKENS = 16
+
+
+class Synced:
+    """Generation by engines with weights that are known to be the trained ones.
+
+    After each synchronisation every engine tells the checksums of the tensors it has, which have to be those of the
+    tensors that were sent. Then it answers `probes`, the same prompts with the same seeds every time, and the trained
+    model says how likely it finds these answers: what the engine remembers of earlier weights shows there.
+    """
+
+    def __init__(
+        self,
+        policy: VisionLanguagePolicy,
+        engine: Generator,
+        probes: Sequence[Prompt],
+        *,
+        gather: Callable[[Any], list[Any]],
+        limit: float | None = None,
+        adapters: bool = False,
+        checksums: bool = True,
+    ) -> None:
+        """gather: the values of all ranks; every method here but `close` is a collective. limit: of the probe, see
+        `Limit`. adapters: after the first time engines get the LoRA alone, see `adapter_rank`. checksums: compare
+        those too."""
+        self.adapters, self.has_base = adapters, False
+        self.policy, self.engine, self.probes, self.gather = policy, engine, list(probes), gather
+        self.limit = Limit(limit, next(policy.module.parameters()).dtype)
+        self.base, self.adapter = Ledger(), Ledger()
+        self.arrivals = Arrivals() if checksums else None
+        policy.engine = engine
+        engine.sleep()
+
+    @contextmanager
+    def generation(self) -> Iterator[dict[str, float]]:
+        """Inside it the engine is awake and computes with the weights the policy has now. Gives metrics."""
+        self.engine.wake()
+        yield self.synchronise()
+        self.engine.sleep()
+
+    def synchronise(self) -> dict[str, float]:
+        """Raises UserError, on all ranks, if an engine does not compute with the policy's weights afterwards."""
+        started, model = time.perf_counter(), self.policy.module.model
+        if not (self.adapters and self.has_base):
+            given = self.base.recorded(weights(model, merged=not self.adapters))
+            self.engine.load(given)
+            for _ in given:  # what an engine did not ask for is missing there
+                pass
+            self.has_base = True
+        if self.adapters:
+            self.adapter.sent = adapter_checksums(model)
+            self.engine.adapt(partial(write_adapter, model))
+        loaded = time.perf_counter()
+        counted = {} if self.arrivals is None else self.compare(self.arrivals)
+        compared = time.perf_counter()
+        gap = self.judge()
+        return {
+            "generation/probe_gap": gap,
+            "generation/probe_limit": self.limit.value,
+            "time/synchronise": loaded - started,
+            "time/checksums": compared - loaded,
+            "time/probe": time.perf_counter() - compared,
+            **counted,
+            **self.engine.measures(),
+        }
+
+    def compare(self, arrivals: Arrivals) -> dict[str, float]:
+        """Raises UserError, on all ranks, if an engine has not what it was sent."""
+        problem: str | None
+        counts: dict[str, float] = {}
+        try:
+            problem, counts = arrivals.judge(self.base.sent, self.adapter.sent, self.engine.arrived())
+        except UserError as error:  # the other ranks wait
+            problem = str(error)
+        if found := next((problem for problem in self.gather(problem) if problem), None):
+            raise UserError(found)
+        return counts
+
+    def judge(self) -> float:
+        """The gap of the worst engine of all ranks. Raises UserError, on all of them, if it is above the limit."""
+        found = [gap for gaps in self.gather([self.probe(engine) for engine in self.engine.replicas]) for gap in gaps]
+        worst = max(found, key=lambda gap: math.inf if math.isnan(gap.mean) else gap.mean)
+        if problem := self.limit.problem(worst, compared=self.arrivals is not None):
+            raise UserError(problem)
+        return worst.mean
+
+    @torch.no_grad()
+    def probe(self, engine: Answering) -> Gap:
+        """How far engine and model are apart on the engine's answers to the probes."""
+        policy, longest = self.policy, min(PROBE_TOKENS, self.policy.max_response_length)
+        answers = policy.ask(engine, self.probes, 1, range(len(self.probes)), limit=longest)
+        assert answers.behaviour_logp is not None
+        away = (policy.replay(answers, policy.module).logp.cpu() - answers.behaviour_logp).abs()
+        pictures = torch.tensor([len(prompt.images) > 0 for prompt in self.probes])
+        parts = [mean(away[rows][answers.mask[rows]]) for rows in (pictures, ~pictures)]
+        return Gap(float(away[answers.mask].mean()), *parts)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def mean(values: Tensor) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def describe(policy: VisionLanguagePolicy, folder: Path) -> None:
+    """Writes all that an engine reads of a policy but its weights."""
+    core = transformers_model(policy.module.model)
+    core.config.save_pretrained(folder)
+    core.generation_config.save_pretrained(folder)
+    save_processor(policy.processor, folder)
+
+
+def adapter_rank(model: nn.Module) -> int:
+    """Of a model whose LoRA can be handed over as such.
+
+    Raises UserError if it has none, or one of more than the language model: vLLM applies that to nothing else.
+    """
+    if not isinstance(model, peft.PeftModel):
+        raise UserError(
+            "rollout.generator.lora=adapter hands over a LoRA, and model.lora is not set; set it, or use merged"
+        )
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if other := sorted({part_of(name) for name in trained} - {"language"}):
+        raise UserError(
+            f"rollout.generator.lora=adapter is for the language model, and the LoRA trains {' and '.join(other)} too; "
+            f"set model.freeze=[{', '.join(other)}], or rollout.generator.lora=merged"
+        )
+    return max(config.r for config in model.peft_config.values() if isinstance(config, peft.LoraConfig))
+
+
+def write_adapter(model: Any, folder: Path | None) -> None:
+    """The language model's LoRA in peft's format, where there is a folder. Under ZeRO-3 a collective."""
+    parts = adapter_parts(model)
+    with gathered(list(parts.values())):
+        if folder is not None:
+            model.save_pretrained(folder, state_dict=parts, save_embedding_layers=False)
+
+
+def adapter_checksums(model: Any) -> dict[str, Checksum]:
+    """Of the language model's LoRA by the names of peft's files, as engines use it: the second factor is scaled. Under
+    ZeRO-3 a collective."""
+    parts, modules, found = adapter_parts(model), dict(model.named_modules()), {}
+    with gathered(list(parts.values())):
+        for name, value in parts.items():
+            path, factor, adapter, _ = name.rsplit(".", 3)
+            size = modules[path].scaling[adapter] if factor == "lora_B" else 1.0
+            found[f"{path}.{factor}.weight"] = checksum(value.detach() * size)
+    return found
+
+
+def adapter_parts(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if "lora_" in name and part_of(name) == "language"
+    }
+
+
+def weights(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of the transformers model by the name and in the layout of its published checkpoint, LoRA merged
+    or left out, a tied one under each of its names.
+
+    Under ZeRO-3 one module at a time is gathered, so the peak is one module's weights; a collective then.
+    """
+    core = transformers_model(model)
+    adapted = {path for path, module in core.named_modules() if isinstance(module, LoraLayer)}
+    for path, module in core.named_modules():
+        if any(path.startswith(f"{above}.") for above in adapted):
+            continue  # parts of an adapted layer
+        parameters = list(module.parameters(recurse=path in adapted))
+        if not parameters:
+            continue
+        with gathered(parameters):
+            layer: Any = module.get_base_layer() if isinstance(module, LoraLayer) else module
+            found = {name: value.detach().clone() for name, value in layer.named_parameters(recurse=False)}
+            for adapter in module.active_adapters if merged and isinstance(module, LoraLayer) else ():
+                found["weight"] += module.get_delta_weight(adapter).detach()
+        named = {f"{path}.{name}" if path else name: value for name, value in found.items()}
+        yield from revert_weight_conversion(core, named).items()

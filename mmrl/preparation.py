@@ -1,0 +1,134 @@
+"""What is known of a step's rollouts before its first update: what other policies say of them, their advantages, and
+which of their decisions count."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmrl.config import Config
+from mmrl.core.partition import partition
+from mmrl.engine import Ranks, Shadow, applied
+from mmrl.engine.snapshot import Snapshot
+from mmrl.errors import UserError
+from mmrl.facts import Batch
+from mmrl.metrics import Metrics
+from mmrl.protocols import Policy, Task
+from mmrl.rollouts import Replay, Rollouts
+
+Minibatch = list[Rollouts]  # its micro-batches
+
+
+class Preparation:
+    """Makes a step's rollouts into minibatches.
+
+    The partition is fixed first, and other policies are asked in it, so that the first ratio is exactly 1.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        task: Task,
+        engine: Ranks,
+        sampling_policy: Shadow | None,
+        reference: Snapshot | None,
+    ) -> None:
+        """engine: around the policy's module; sampling_policy, reference: weights of other policies, where there are
+        any."""
+        self.config, self.policy, self.task, self.engine = config, policy, task, engine
+        self.sampling_policy, self.reference = sampling_policy, reference
+        self.algorithm, self.needs = config.algorithm, config.needs
+
+    def minibatches(
+        self, rollouts: Rollouts, step: int, shuffle: torch.Generator, metrics: Metrics
+    ) -> tuple[list[Minibatch], Batch]:
+        """step: finished steps. Leaves advantages and the mask of what counts in `rollouts` too."""
+        batch = Batch(
+            rollouts,
+            self.task.reward_names,
+            self.task.reward_weights,
+            gather=self.engine.gather,
+            rank=self.engine.rank,
+            seed=self.config.seed * 1_000_003 + step,
+        )
+        for mask in self.algorithm.masks:
+            if mask.of == "rollouts":
+                batch.kept &= mask.keep(batch)
+        rollouts.mask = rollouts.mask & batch.kept[:, None]
+        parts = partition(
+            rollouts.group,
+            minibatches=self.algorithm.minibatches,
+            size=self.config.engine.micro_batch,
+            whole_groups=self.needs.whole_groups,
+            generator=shuffle,
+        )
+        self.ask_others(rollouts, [rows for part in parts for rows in part])
+        self.set_advantages(batch)
+        metrics.set(batch.reports)
+        return [[rollouts.select(rows) for rows in part] for part in parts], batch
+
+    def ask_others(self, rollouts: Rollouts, parts: list[Tensor]) -> None:
+        """Fills in what the policy that made the rollouts and the reference say of them, micro-batch by micro-batch.
+
+        Where a step has one update the former is the policy that is trained, and its likelihoods need no pass of their
+        own. Likelihoods that rollouts brought along are kept.
+        """
+        brought = rollouts.old_logp
+        several = self.algorithm.updates > 1 or self.sampling_policy is not None
+        if (self.needs.old and (several or brought is not None)) or self.needs.statistics:
+            with torch.no_grad(), applied(self.sampling_policy):
+                old = Answers(self.policy, self.engine, rollouts, parts)
+            logp = old.column("logp")
+            assert logp is not None
+            if brought is not None:
+                brought = brought.to(logp)
+                logp = logp.where(brought.isnan(), brought)
+            rollouts.old_logp, rollouts.old_prediction = logp, old.column("prediction")
+            rollouts.old_entropy, rollouts.old_square_sum = old.column("entropy"), old.column("square_sum")
+        if self.reference is not None:
+            with torch.no_grad(), self.reference.applied():
+                reference = Answers(self.policy, self.engine, rollouts, parts, reference=True)
+            rollouts.ref_logp, rollouts.ref_prediction = reference.column("logp"), reference.column("prediction")
+
+    def set_advantages(self, batch: Batch) -> None:
+        """Fills in the advantages, and leaves out decisions that a mask does not keep."""
+        rollouts, algorithm = batch.rollouts, self.algorithm
+        advantages = algorithm.advantages(batch)
+        if advantages.dim() == 1:
+            advantages = advantages[:, None].expand(rollouts.mask.shape)
+        check_shape(f"algorithm.type={algorithm.type}", advantages, rollouts.mask)
+        if rollouts.filler is not None:
+            advantages = advantages.masked_fill(rollouts.filler[:, None], 0.0)
+        for i, shaper in enumerate(algorithm.shapers):
+            advantages = shaper.shape(advantages, batch)
+            check_shape(f"algorithm.shaping.{i} ({shaper.type})", advantages, rollouts.mask)
+        rollouts.advantages = advantages
+        for i, mask in enumerate(algorithm.masks):
+            if mask.of == "decisions":
+                kept = mask.keep(batch)
+                check_shape(f"algorithm.masks.{i} ({mask.type})", kept, rollouts.mask)
+                rollouts.mask = rollouts.mask & kept.to(rollouts.mask.device)
+
+
+class Answers:
+    """What the policy, with the weights that it has now, says of rollouts, asked in the micro-batches `parts`."""
+
+    def __init__(
+        self, policy: Policy, engine: Ranks, rollouts: Rollouts, parts: list[Tensor], *, reference: bool = False
+    ) -> None:
+        self._back = torch.cat(parts).argsort()  # into the order of the rollouts
+        self._found: list[Replay] = [
+            policy.replay(rollouts.select(rows), engine, reference=reference) for rows in parts
+        ]
+
+    def column(self, name: str) -> Tensor | None:
+        """A field of `Replay` for all rollouts; None where the policy does not give it."""
+        values = [vars(replay)[name] for replay in self._found]
+        return None if values[0] is None else torch.cat(values)[self._back]
+
+
+def check_shape(key: str, values: Tensor, mask: Tensor) -> None:
+    """Raises UserError unless `values` are [rollout, decision]."""
+    if values.shape != mask.shape:
+        raise UserError(f"{key} gave values of shape {list(values.shape)}; expected {list(mask.shape)}, by decision")

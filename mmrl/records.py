@@ -1,0 +1,95 @@
+"""Rows of files that somebody else wrote, one JSON value a line: read so that a bad one is named and costs no more."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple
+
+LONGEST_LINE = 64 << 20  # bytes
+DEEPEST = 64  # levels of lists and objects
+
+
+class RowError(ValueError):
+    """A row cannot be used; the message is one line that names the field."""
+
+
+class Place(NamedTuple):
+    """Where a line lies: its number from 1, its offset and its length in bytes."""
+
+    line: int
+    offset: int
+    size: int
+
+
+def places(file: BinaryIO) -> Iterator[Place]:
+    """Of all lines that are not blank. No more than LONGEST_LINE bytes are held in memory."""
+    line = offset = 0
+    while text := file.readline(LONGEST_LINE):
+        line, size, blank = line + 1, len(text), not text.strip()
+        while not text.endswith(b"\n") and (text := file.readline(LONGEST_LINE)):
+            size += len(text)
+        if not blank:
+            yield Place(line, offset, size)
+        offset += size
+
+
+def parsed(text: bytes) -> Any:
+    """The JSON value of a line. Raises RowError for a line that is none, and for one that is too long."""
+    check_length(text)
+    try:
+        return json.loads(text)
+    except UnicodeDecodeError as error:
+        raise RowError(f"not JSON, for it is not UTF-8: {error}") from None
+    except json.JSONDecodeError as error:
+        raise RowError(f"not JSON: {error}") from None
+    except RecursionError:
+        raise RowError(f"lists and objects in one another, more than {DEEPEST} levels deep") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise RowError(f"not to be read: {error}") from None
+
+
+def check_length(text: bytes) -> None:
+    """Raises RowError for a line of more than LONGEST_LINE bytes."""
+    if len(text) > LONGEST_LINE:
+        raise RowError(f"longer than {LONGEST_LINE >> 20} MiB")
+
+
+def check_value(value: Any, field: str, depth: int = 0) -> None:
+    """Raises RowError naming `field` for what could not be written, sent or computed with later: text with half of a
+    surrogate pair, an integer that no float can hold, more than DEEPEST levels."""
+    if depth > DEEPEST:
+        raise RowError(f"field {field!r}: more than {DEEPEST} levels of lists and objects")
+    if isinstance(value, str):
+        _check_text(value, field)
+    elif isinstance(value, int):
+        _check_size(value, field)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            check_value(key, field, depth + 1)
+            check_value(inner, field, depth + 1)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            check_value(inner, field, depth + 1)
+
+
+def check_finite(value: Any, field: str) -> None:
+    """Raises RowError for a number that is NaN or infinite: no answer equals it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RowError(f"field {field!r} is {value}, which no answer equals")
+
+
+def _check_text(text: str, field: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise RowError(f"field {field!r}: half of a surrogate pair, {ascii(half)}, at {error.start}") from None
+
+
+def _check_size(number: int, field: str) -> None:
+    try:
+        float(number)
+    except OverflowError:
+        raise RowError(f"field {field!r}: an integer of {number.bit_length()} bits") from None

@@ -1,0 +1,247 @@
+"""What every key of a configuration means, and what every method is: `mmrl config` and `mmrl methods`."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from mmrl.algorithms.base import Algorithm
+from mmrl.config import job
+from mmrl.controls import Control
+from mmrl.errors import UserError
+from mmrl.policies.settings import ModelSettings
+from mmrl.settings import Choice, Section, kind_of, locate, plain
+
+MODELS: list[dict[str, Any]] = [
+    {"type": "vision_language"},
+    {"type": "diffusion"},
+    *({"type": "vision_language_action", "head": head} for head in ("token", "flow", "regression", "bridge")),
+]
+ALGORITHMS = ("grpo", "ppo", "supervised", "contrast", "matching")
+# Everything that comes in kinds, by where it is.
+CHOICES = (
+    "mmrl.algorithms.base:Algorithm",
+    "mmrl.algorithms.surrogates:Surrogate",
+    "mmrl.algorithms.grouped:Scale",
+    "mmrl.algorithms.grouped:Components",
+    "mmrl.terms.base:Term",
+    "mmrl.terms.base:Shaper",
+    "mmrl.terms.base:Mask",
+    "mmrl.views:View",
+    "mmrl.samplers.settings:Transition",
+    "mmrl.samplers.settings:Window",
+    "mmrl.samplers.settings:Tail",
+    "mmrl.policies.diffusion.settings:PictureLikelihood",
+    "mmrl.policies.vla.settings:ActionLikelihood",
+    "mmrl.policies.vla.settings:ActionHead",
+    "mmrl.policies.settings:ModelSettings",
+    "mmrl.generation.settings:GeneratorSettings",
+    "mmrl.prompt_samplers:PromptSampler",
+    "mmrl.sources:ExtraSource",
+    "mmrl.controls:Control",
+    "mmrl.tasks.settings:TaskSettings",
+    "mmrl.tasks.visual_qa.settings:Questions",
+    "mmrl.tasks.image_generation.settings:Prompts",
+    "mmrl.tasks.manipulation.settings:Demonstrations",
+)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key as one kind of job has it. path: with `*` for an item of a list or a name of one's own. when: the kinds
+    that it belongs to, below the job's own."""
+
+    path: str
+    field: FieldInfo
+    when: tuple[str, ...]
+
+
+# --- keys ---
+
+
+def describe_keys(asked: str | None) -> list[str]:
+    """Lines that say what a key means; of a section, or of everything, one line a key.
+
+    Raises UserError naming the nearest key if there is no such one.
+    """
+    found = _collected()
+    below = {path: meanings for path, meanings in found.items() if asked is None or path.startswith(f"{asked}.")}
+    if asked in found and not below:
+        return [line for meaning in found[asked] for line in _in_full(asked, meaning)]
+    if not below:
+        near = difflib.get_close_matches(asked or "", found, n=1, cutoff=0.3)
+        raise UserError(f"there is no key {asked}; {f'did you mean {near[0]}?' if near else 'mmrl config lists all'}")
+    width = min(48, max(map(len, below)))
+    return [f"{path:<{width}}  {meanings[0].field.description}" for path, meanings in below.items()]
+
+
+@dataclass
+class Meaning:
+    """What a key means, in which jobs, and with which kinds below those."""
+
+    field: FieldInfo
+    jobs: list[str]
+    kinds: list[str]
+
+
+def _collected() -> dict[str, list[Meaning]]:
+    """By path, every meaning of a key."""
+    found: dict[str, list[Meaning]] = {}
+    for model in MODELS:
+        for algorithm in ALGORITHMS:
+            tree = {"model": {"type": model["type"]}, "algorithm": {"type": algorithm}}
+            tree["action"] = {"head": {"type": model.get("head", "token")}}
+            fixed = {"model": kind_of(ModelSettings, tree["model"]), "algorithm": kind_of(Algorithm, tree["algorithm"])}
+            for key in _walk(job(tree), (), fixed=fixed):
+                meanings = found.setdefault(key.path, [])
+                same = next((m for m in meanings if m.field.description == key.field.description), None)
+                if same is None:
+                    meanings.append(same := Meaning(key.field, [], []))
+                same.jobs = list(dict.fromkeys([*same.jobs, f"{'/'.join(model.values())} x {algorithm}"]))
+                same.kinds = list(dict.fromkeys([*same.kinds, " and ".join(key.when)]))
+    return found
+
+
+def _walk(
+    section: type[Section],
+    path: tuple[str, ...],
+    when: tuple[str, ...] = (),
+    fixed: Mapping[str, type[Section]] = MappingProxyType({}),
+) -> Iterator[Key]:
+    """fixed: keys whose kind is given by the job."""
+    for name, field in section.model_fields.items():
+        here = (*path, name)
+        yield Key(".".join(here), field, when)
+        for inner, step in _sections_of(field.annotation):
+            below = (*here, *step)
+            if name in fixed:
+                assert issubclass(inner, Choice)
+                yield Key(".".join((*below, "type")), _type_of(inner, inner.kinds), when)
+                yield from (key for key in _walk(fixed[name], below, when) if key.path != f"{name}.type")
+            elif not issubclass(inner, Choice):
+                yield from _walk(inner, below, when)
+            elif inner is not Control:
+                extra = field.json_schema_extra
+                kinds = extra.get("kinds") if isinstance(extra, dict) else None
+                yield Key(".".join((*below, "type")), _type_of(inner, kinds or inner.kinds), when)  # type: ignore[arg-type]
+                for kind in kinds or inner.kinds:  # type: ignore[union-attr]
+                    own = kind_of(inner, {"type": kind}, kinds=kinds or inner.kinds)  # type: ignore[arg-type]
+                    named = (*when, f"{'.'.join(below)}.type={kind}")
+                    itself = ".".join((*below, "type"))
+                    yield from (key for key in _walk(own, below, named) if key.path != itself)
+
+
+def _type_of(base: type[Choice], kinds: Mapping[str, str]) -> FieldInfo:
+    """The key that says which kind a choice is."""
+    default = base.model_fields["type"].default
+    description = f"kind of {base.title}: {', '.join(kinds)}, or package.module:Class"
+    return FieldInfo(annotation=str, default=default, description=description)
+
+
+def _sections_of(annotation: Any) -> list[tuple[type[Section], tuple[str, ...]]]:
+    """The sections that a key may hold, and what stands for the step to one of them: nothing, or `*`."""
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return [(annotation, ())] if issubclass(annotation, Section) else []
+    inside = [found for argument in typing.get_args(annotation) for found in _sections_of(argument)]
+    step = ("*",) if typing.get_origin(annotation) in (list, tuple, dict) else ()
+    return [(section, (*step, *rest)) for section, rest in inside]
+
+
+def _in_full(path: str, meaning: Meaning) -> list[str]:
+    field = meaning.field
+    default = "must be given" if field.is_required() else f"default {written(field.default)}"
+    extra: Mapping[str, Any] = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    parts = [type_name(field.annotation), default, *([str(extra["unit"])] if "unit" in extra else [])]
+    parts += [str(bound) for bound in field.metadata]
+    parts += [f"{name}={value}" for name, value in extra.get("bounds", {}).items()]
+    lines = [path, f"  {field.description}", f"  {', '.join(parts)}"]
+    if all(meaning.kinds):
+        lines.append(f"  with {', or '.join(meaning.kinds)}")
+    everywhere = len(meaning.jobs) == len(MODELS) * len(ALGORITHMS)
+    jobs = "all jobs" if everywhere else f"jobs (model x algorithm): {', '.join(_shortened(meaning.jobs))}"
+    return [*lines, f"  in {jobs}"]
+
+
+def _shortened(jobs: list[str]) -> list[str]:
+    """A model that has a key with every algorithm is named once."""
+    by_model: dict[str, list[str]] = {}
+    for name in jobs:
+        model, _, algorithm = name.partition(" x ")
+        by_model.setdefault(model, []).append(algorithm)
+    return [m if len(found) == len(ALGORITHMS) else f"{m} x {'|'.join(found)}" for m, found in by_model.items()]
+
+
+def written(value: Any) -> str:
+    """A default as one would write it."""
+    short = plain(value, brief=True)
+    return "null" if short is None else str(short)
+
+
+def type_name(annotation: Any) -> str:
+    if isinstance(annotation, type) and issubclass(annotation, Choice):
+        if issubclass(annotation, Control):
+            return f"a number, or one of {', '.join(kind for kind in Control.kinds if kind != 'constant')}"
+        return f"one of {', '.join(annotation.kinds)}, or package.module:Class"
+    if typing.get_origin(annotation) is typing.Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(annotation)))
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+
+
+# --- methods ---
+
+
+def describe_methods(asked: str | None) -> list[str]:
+    """One line a method; of one that is asked for by name, all that is known of it.
+
+    Raises UserError naming the nearest name if there is no such one.
+    """
+    found = list(methods())
+    if asked is not None:
+        chosen = [(base, name, kind) for base, name, kind in found if name == asked]
+        if not chosen:
+            near = difflib.get_close_matches(asked, [name for _, name, _ in found], n=1)
+            raise UserError(
+                f"there is no method {asked}; {f'did you mean {near[0]}?' if near else 'mmrl methods lists all'}"
+            )
+        return [line for method in chosen for line in _method_in_full(*method)]
+    by_title: dict[str, list[str]] = {}
+    for base, name, kind in found:
+        by_title.setdefault(base.title, []).append(f"  {name:<18} {first_sentence(kind)}")
+    return [line for title, lines in by_title.items() for line in (f"{title}:", *lines, "")]
+
+
+def methods() -> Iterator[tuple[type[Choice], str, type[Choice]]]:
+    """Every shipped kind of everything that comes in kinds: its base, its name and its class."""
+    for where in CHOICES:
+        base: type[Choice] = locate(where, "methods")
+        for name in base.kinds:
+            yield base, name, kind_of(base, {"type": name})
+
+
+def first_sentence(kind: type[Choice]) -> str:
+    text = " ".join((inspect.getdoc(kind) or "").split())
+    return text.split(". ")[0].rstrip(".")
+
+
+def _method_in_full(base: type[Choice], name: str, kind: type[Choice]) -> list[str]:
+    lines = [f"{name} ({base.title}, {kind.__module__}:{kind.__name__})", f"  {' '.join((kind.__doc__ or '').split())}"]
+    for word in ("equation", "source", "test"):
+        if value := vars_of(kind, word):
+            lines.append(f"  {word}: {value}")
+    for key, field in kind.model_fields.items():
+        if key != "type":
+            default = "" if field.is_required() else f" (default {written(field.default)})"
+            lines.append(f"    {key}{default}: {field.description}")
+    return lines
+
+
+def vars_of(kind: type[Choice], word: str) -> str:
+    """A class variable of a choice, which a base may have set."""
+    return next((vars(c)[word] for c in kind.__mro__ if word in vars(c)), "")

@@ -1,0 +1,138 @@
+"""Rewards in this process, called so that what goes wrong in one costs its samples and never the run."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from mmrl.errors import UserError, told
+from mmrl.rewards.failures import Failure, Failures
+from mmrl.rewards.types import BatchReward, Reward, Score, numbers
+from mmrl.rollouts import Sample
+
+MOST_STUCK = 8  # threads that run on after their deadline, before the run ends
+
+
+class Guarded:
+    """A reward of any kind as a batched one: samples on which it raises, or that take longer than `deadline_s` seconds,
+    are counted in `failures`.
+
+    Where a batch raises, its halves are tried, and so on: only samples that raise by themselves are lost. A group, and
+    a batch that takes too long, is lost as a whole. With a deadline the reward runs in a thread of its own, which is
+    left behind where it does not end; os._exit and memory are for `IsolatedReward`.
+
+    Raises UserError as the reward does, for a wrong number of values or one that is no number, and if too many calls
+    run on after their deadline.
+    """
+
+    def __init__(self, reward: Reward | BatchReward, failures: Failures, deadline_s: float | None) -> None:
+        self.reward, self.failures, self.deadline_s = reward, failures, deadline_s
+        self.scope: Literal["sample", "group"] = reward.scope if isinstance(reward, BatchReward) else "sample"
+        self._thread: CallingThread | None = None
+        self._stuck: list[CallingThread] = []
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        if isinstance(self.reward, BatchReward):
+            return self._batch(self.reward.score, list(samples))
+        return [self._one(self.reward, sample) for sample in samples]
+
+    def _one(self, reward: Reward, sample: Sample) -> Score:
+        value = self._attempt(reward, sample)
+        return self.failures.lost(sample, value) if isinstance(value, Failure) else numbers([value], 1)[0]
+
+    def _batch(self, score: Callable[[list[Sample]], Any], samples: list[Sample]) -> list[Score]:
+        values = self._attempt(lambda part: _listed(score(part)), samples)
+        if not isinstance(values, Failure):
+            return numbers(values, len(samples))
+        if values.cause == "deadline" or self.scope == "group" or len(samples) == 1:
+            return [self.failures.lost(sample, values) for sample in samples]
+        half = len(samples) // 2
+        return [*self._batch(score, samples[:half]), *self._batch(score, samples[half:])]
+
+    def _attempt(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        """What the function returns, or the Failure."""
+        try:
+            return function(argument) if self.deadline_s is None else self._in_time(function, argument, self.deadline_s)
+        except UserError:
+            raise
+        except TimeLimit:
+            return Failure("deadline", f"no answer in {self.deadline_s:g} s")
+        except (Exception, SystemExit) as error:
+            return Failure("error", told(error))
+
+    def _in_time(self, function: Callable[[Any], Any], argument: Any, deadline_s: float) -> Any:
+        self._thread = self._thread or CallingThread()
+        try:
+            return self._thread.call(function, argument, deadline_s)
+        except TimeLimit:
+            self._stuck = [thread for thread in (*self._stuck, self._thread) if thread.leave()]
+            self._thread = None
+            if len(self._stuck) > MOST_STUCK:
+                raise UserError(
+                    f"{len(self._stuck)} of its calls still run after their deadline of {deadline_s:g} s; set "
+                    "isolated: true, which ends what hangs"
+                ) from None
+            raise
+
+
+class TimeLimit(BaseException):
+    """A call took too long. The call itself sees it too; no `except Exception` of its own holds it up."""
+
+
+class CallingThread:
+    """A thread that makes the calls of somebody who does not wait for ever. On a GPU it uses the maker's."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[Any], Any], Any] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._thread = threading.Thread(target=self._serve, args=(device,), name="reward", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[Any], Any], argument: Any, limit_s: float) -> Any:
+        """What the function returns or raises; what is no Exception (sys.exit, an interrupt of its own) is raised as a
+        RuntimeError. Raises TimeLimit after `limit_s` seconds; then `leave` is all that may follow."""
+        self._calls.put((function, argument))
+        try:
+            result, error = self._results.get(timeout=limit_s)
+        except queue.Empty:
+            raise TimeLimit from None
+        if error is not None:
+            raise error if isinstance(error, Exception) else RuntimeError(told(error))
+        return result
+
+    def leave(self) -> bool:
+        """Tells the call to end, which reaches it between two steps of Python; whether the thread still runs."""
+        self._calls.put(None)
+        if self._thread.is_alive():
+            identity = ctypes.c_ulong(self._thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(TimeLimit))
+            self._thread.join(0.2)
+        return self._thread.is_alive()
+
+    def _serve(self, device: int | None) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        try:
+            while (call := self._calls.get()) is not None:
+                function, argument = call
+                answer: tuple[Any, BaseException | None]
+                try:
+                    answer = function(argument), None
+                except TimeLimit:
+                    raise
+                except BaseException as error:  # the caller raises it
+                    answer = None, error
+                self._results.put(answer)
+        except TimeLimit:
+            return  # nobody waits any more
+
+
+def _listed(values: Any) -> Any:
+    """A generator runs here, where what it raises costs samples."""
+    return list(values) if isinstance(values, Iterable) else values

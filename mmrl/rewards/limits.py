@@ -1,0 +1,169 @@
+"""What a process with somebody else's code may use and see, and how everything that it has started is ended.
+
+Only Linux offers what this needs. Elsewhere a worker has no limits but its deadline, and children that it leaves in
+another process group stay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from mmrl.settings import Section, option
+
+LINUX = sys.platform == "linux"
+GIBIBYTE = 1 << 30
+END_S = 5.0  # for killed processes to be gone
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
+_ADDRESS_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
+
+
+class Limits(Section):
+    """What each worker process of an isolated reward may use."""
+
+    memory_gib: float = option(
+        4.0,
+        "address space that a worker, and each process that it starts, may take beyond what it has when its reward is "
+        "built (RLIMIT_AS)",
+        unit="GiB",
+        gt=0,
+    )
+    processes: int = option(
+        64,
+        "processes and threads that the user may have beyond those that run when a worker starts (RLIMIT_NPROC; it "
+        "does not bind root)",
+        ge=0,
+    )
+    cpu_s: float = option(
+        600.0,
+        "CPU time that a worker, and each process that it starts, may use (RLIMIT_CPU); a worker that has used half of "
+        "it is replaced between two samples",
+        unit="s",
+        gt=0,
+    )
+
+    def apply(self) -> None:
+        """Binds this process, and what it will start, for good."""
+        if not LINUX:
+            return
+        _lower(resource.RLIMIT_AS, _address_space() + int(self.memory_gib * GIBIBYTE))
+        _lower(resource.RLIMIT_CPU, max(1, round(_cpu_seconds() + self.cpu_s)))
+        _lower(resource.RLIMIT_CORE, 0)
+        self._limit_processes()
+
+    def spent(self) -> bool:
+        """Whether this process has used half of its CPU time."""
+        return _cpu_seconds() > self.cpu_s / 2
+
+    def _limit_processes(self) -> None:
+        """Other containers' processes count for the kernel but are not seen here. Where not even one process could be
+        started, the limit would be too low from the beginning and is left as it was."""
+        before = resource.getrlimit(resource.RLIMIT_NPROC)
+        most = _tasks_of_user() + self.processes + 1  # one is for the trial
+        if before[1] != resource.RLIM_INFINITY and before[1] <= most:
+            return
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, before[1]))
+        try:
+            child = os.fork()
+        except OSError:
+            resource.setrlimit(resource.RLIMIT_NPROC, before)
+            return
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what looks like a credential: variables that are named so, and addresses that
+    hold a password."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not _SECRET.search(name) and not _ADDRESS_WITH_PASSWORD.search(value)
+    }
+
+
+def end_with_parent() -> None:
+    """This process is killed when the thread that has forked it ends."""
+    if LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent ends become children of this process, also those that left its process group."""
+    if LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_group(leader: int) -> None:
+    """Kills all processes of a group, at once and so that none can fork away."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def end_descendants(keep: Collection[int] = ()) -> None:
+    """Kills and awaits all descendants of this process but the children `keep` and theirs, in rounds until there is
+    none: of one that is killed the children become this process's own (see `adopt_orphans`)."""
+    end = time.monotonic() + END_S
+    while (found := _descendants(os.getpid(), keep)) and time.monotonic() < end:
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)  # first all of them stop, or they could fork faster than they are killed
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in found:
+            with suppress(ChildProcessError):  # a grandchild; it is a child in a later round
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(1e-3)
+
+
+def _descendants(pid: int, keep: Collection[int]) -> list[int]:
+    own = [child for child in _children(pid) if child not in keep]
+    return [*own, *(one for child in own for one in _descendants(child, keep))]
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended, or this is not Linux
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def _lower(which: int, most: int) -> None:
+    _, hard = resource.getrlimit(which)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(which, (most, most))
+
+
+def _address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _tasks_of_user() -> int:
+    """Threads of all processes with this user's id."""
+    return sum(map(_tasks, Path("/proc").glob("[0-9]*/status")))
+
+
+def _tasks(status: Path) -> int:
+    with suppress(OSError):  # it has ended
+        told = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        if int(told["Uid"].split()[0]) == os.getuid():
+            return int(told["Threads"])
+    return 0

@@ -1,0 +1,48 @@
+"""Settings of a reward."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from mmrl.rewards.limits import Limits
+from mmrl.settings import Section, option
+
+
+class RewardSpec(Section):
+    """One component of a task's reward, of its evaluation or of its guards."""
+
+    name: str = option(
+        description="of `mmrl.rewards.REWARDS`, or one's own as package.module:function or package.module:Class"
+    )
+    weight: float = option(1.0, "of the component in the advantage; 0: it is only reported", allow_inf_nan=False)
+    options: dict[str, Any] = option({}, "of the reward")
+    label: str | None = option(None, "name of its column, where one reward is used twice; default: its name")
+    where: dict[str, Any] = option(
+        {},
+        "prompts it is for: keys of their metadata and the values these have; it gives 0 to all rollouts of the others",
+    )
+    isolated: bool | None = option(
+        None, "run it in processes of its own; default: those that are known to hang, such as math"
+    )
+    deadline_s: float | None = option(
+        None,
+        "the longest that an isolated reward may take for a sample (default 5), or one of one's own in this process "
+        "for a call, which is a sample (60) or a batch (600)",
+        unit="s",
+        gt=0,
+    )
+    on_timeout: Literal["unscored", "lowest"] = option(
+        "unscored",
+        "what a sample counts that was not scored in time. unscored: it leaves its group's statistics and is neither "
+        "rewarded nor punished; lowest: the lowest score of a verifier, 0 (-1 for box_giou and overlong_penalty), so "
+        "that nothing is gained by an answer that takes for ever to check",
+    )
+    workers: int | None = option(None, "processes of an isolated reward; default: 2", ge=1)
+    limits: Limits | None = option(None, "what each of them may use")
+    batch_size: int | None = option(
+        None, "samples that a batched reward gets at once; default: all of them", unit="samples", ge=1
+    )
+
+    @property
+    def column(self) -> str:
+        return self.label or self.name

@@ -1,0 +1,165 @@
+"""The processes of an isolated reward: a nursery that forks workers, and workers that score (see `IsolatedReward`).
+
+An order to the nursery is one letter and a process id, with a socket where a worker shall be forked; its answer is
+{"done": process id}. All answers are frames of at most MAX_ANSWER bytes of JSON.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import Any
+
+from mmrl.errors import UserError, told
+from mmrl.rewards.limits import LINUX, Limits, adopt_orphans, end_descendants, end_group, end_with_parent
+from mmrl.rewards.types import Reward, numbers
+
+START_S = 120.0  # a new interpreter that imports torch on a busy machine
+MAX_ANSWER = 1 << 16  # bytes
+ENLIST, DISMISS = b"+", b"-"
+ORDER = struct.Struct("!cQ")
+_LENGTH = struct.Struct("!Q")
+
+
+def send_frame(channel: socket.socket, data: bytes) -> None:
+    channel.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive_frame(channel: socket.socket, limit_s: float | None, most: int | None = None) -> bytes:
+    """The next frame. Raises TimeoutError after `limit_s` seconds, ConnectionError where the other side ended,
+    ValueError for a frame of more than `most` bytes."""
+    end = None if limit_s is None else time.monotonic() + limit_s
+
+    def exactly(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            channel.settimeout(None if end is None else max(1e-3, end - time.monotonic()))
+            chunk = channel.recv(min(count - len(data), 1 << 20))
+            if not chunk:
+                raise ConnectionResetError("the other side ended")
+            data += chunk
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError("it drips")
+        return data
+
+    (size,) = _LENGTH.unpack(exactly(_LENGTH.size))
+    if most is not None and size > most:
+        raise ValueError(f"an answer of {size} bytes")
+    return exactly(size)
+
+
+def receive_answer(channel: socket.socket, limit_s: float) -> dict[str, Any]:
+    """The next frame as a JSON object; raises as `receive_frame`, and ValueError for anything else."""
+    try:
+        answer = json.loads(receive_frame(channel, limit_s, MAX_ANSWER))
+    except RecursionError:
+        raise ValueError("an answer of many levels") from None
+    if not isinstance(answer, dict):
+        raise ValueError("an answer that is no object")
+    return answer
+
+
+def _answer(channel: socket.socket, **fields: Any) -> None:
+    send_frame(channel, json.dumps(fields).encode())
+
+
+def nursery(descriptor: int) -> None:
+    """Builds the reward that the first frame names, then forks workers as it is ordered; never returns. At the other
+    side's end it kills all that it has started."""
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what verifiers print is no result of a program's
+    adopt_orphans()
+    workers: set[int] = set()
+    with socket.socket(fileno=descriptor) as control:
+        try:
+            reward, limits = _built(control)
+            while order := socket.recv_fds(control, ORDER.size, 1):
+                if not order[0]:
+                    break
+                kind, pid = ORDER.unpack(order[0])
+                if kind == ENLIST:
+                    pid = _fork_worker(control, order[1][0], reward, limits)
+                    workers.add(pid)
+                else:
+                    end_group(pid)
+                    workers.discard(pid)
+                    end_descendants(keep=workers)  # the worker itself, and what has left its group
+                _answer(control, done=pid)
+        except ConnectionError:
+            pass  # the trainer has ended
+        finally:
+            for worker in workers:
+                end_group(worker)
+            end_descendants()
+            os._exit(0)  # no exit handlers, which belong to the reward
+
+
+def _built(control: socket.socket) -> tuple[Reward, Limits]:
+    from mmrl.rewards.registry import build
+
+    name, options, limits = pickle.loads(receive_frame(control, None))
+    _end_with(control, True)  # also where the reward hangs while it is built
+    try:
+        reward: Any = build(name, options, isolated=False)
+    except Exception as error:
+        _answer(control, problem=str(error) if isinstance(error, ValueError) else f"reward {name!r}: {told(error)}")
+        raise ConnectionAbortedError from None
+    _end_with(control, False)
+    _answer(control, problem=None)
+    return reward, limits
+
+
+def _end_with(control: socket.socket, ends: bool) -> None:
+    """Whether the kernel ends this process when something happens to the socket, as when the other side closes it."""
+    if not LINUX:
+        return
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    flags = fcntl.fcntl(control, fcntl.F_GETFL)
+    fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC if ends else flags & ~os.O_ASYNC)
+    poll = select.poll()
+    poll.register(control, 0)
+    if ends and poll.poll(0):
+        os._exit(0)
+
+
+def _fork_worker(control: socket.socket, descriptor: int, reward: Reward, limits: Limits) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            control.close()
+            _work(descriptor, reward, limits)
+        finally:
+            os._exit(0)  # whatever happened, the nursery's own frames must not run on in a copy
+    os.close(descriptor)
+    return pid
+
+
+def _work(descriptor: int, reward: Reward, limits: Limits) -> None:
+    """Scores one sample a frame until the other side closes."""
+    end_with_parent()
+    adopt_orphans()
+    os.setsid()
+    limits.apply()
+    with socket.socket(fileno=descriptor) as channel:
+        while True:
+            number, sample = pickle.loads(receive_frame(channel, None))
+            answer = _scored(reward, sample)
+            end_descendants()  # what the reward started serves this sample only
+            _answer(channel, number=number, spent=limits.spent(), **answer)
+
+
+def _scored(reward: Reward, sample: Any) -> dict[str, Any]:
+    try:
+        return {"value": numbers([reward(sample)], 1)[0]}
+    except UserError as error:
+        return {"refused": str(error)}
+    except BaseException as error:  # any fault of a verifier costs this sample only
+        return {"raised": told(error)}

@@ -1,0 +1,16 @@
+"""Seeds of rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def rollout_seeds(seed: int, positions: Sequence[int], group_size: int) -> list[int]:
+    """One seed a rollout, from the place at which its prompt was drawn and the rollout's place in its group."""
+    return [
+        int(np.random.SeedSequence([seed, position, member]).generate_state(1)[0])
+        for position in positions
+        for member in range(group_size)
+    ]

@@ -1,0 +1,81 @@
+"""The three kinds of addition to an algorithm. Each is a pure function with its settings; one of one's own inherits
+from its class here and is named as `package.module:Class`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mmrl.needs import Needs
+from mmrl.settings import Choice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.facts import Batch
+    from mmrl.rollouts import Replay, Rollouts
+
+
+class Term(Choice):
+    """A loss term: values that are added to the algorithm's and reduced together with them."""
+
+    title: ClassVar[str] = "loss term"
+    kinds: ClassVar[dict[str, str]] = {
+        "kl": "mmrl.terms.kl:KL",
+        "entropy": "mmrl.terms.entropy:Entropy",
+        "likelihood": "mmrl.terms.likelihood:Likelihood",
+        "view_kl": "mmrl.terms.view_kl:ViewKL",
+    }
+    test: ClassVar[str] = "tests/joints/test_terms.py"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    @abstractmethod
+    def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Values to minimise, coefficient included, and statistics to average; [rollout, decision] all of them."""
+
+
+class Shaper(Choice):
+    """A change of the advantages, made once a step before the first update."""
+
+    title: ClassVar[str] = "advantage shaper"
+    kinds: ClassVar[dict[str, str]] = {
+        "entropy_bonus": "mmrl.terms.entropy_bonus:EntropyBonus",
+        "token_baseline": "mmrl.terms.token_baseline:TokenBaseline",
+    }
+    test: ClassVar[str] = "tests/joints/test_terms.py"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    @abstractmethod
+    def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """advantages: of this rank's rollouts, [rollout, decision]; returns the like."""
+
+
+class Mask(Choice):
+    """A choice of what is learned from.
+
+    `of` "rollouts": `keep` gives [rollout] before the advantages, and a rollout that is left out also leaves the
+    statistics of its group. `of` "decisions": it gives [rollout, decision] after them.
+    """
+
+    title: ClassVar[str] = "mask"
+    of: ClassVar[Literal["rollouts", "decisions"]] = "decisions"
+    kinds: ClassVar[dict[str, str]] = {
+        "truncated": "mmrl.terms.truncated:Truncated",
+        "entropy_share": "mmrl.terms.entropy_share:EntropyShare",
+        "covariance_clip": "mmrl.terms.covariance_clip:CovarianceClip",
+    }
+    test: ClassVar[str] = "tests/joints/test_terms.py"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    @abstractmethod
+    def keep(self, batch: Batch) -> Tensor:
+        """Of this rank's rollouts, bool: True where something is learned."""

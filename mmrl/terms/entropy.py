@@ -1,0 +1,31 @@
+"""The entropy of decisions as a loss term."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.controls import Control, number
+from mmrl.needs import Needs
+from mmrl.terms.base import Term
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.rollouts import Replay, Rollouts
+
+
+class Entropy(Term):
+    """A bonus for decisions that stay open."""
+
+    equation: ClassVar[str] = "-coefficient H(pi)"
+    source: ClassVar[str] = "Williams and Peng 1991; with a target: Skywork-OR1, arXiv 2505.22312"
+    type: str = "entropy"
+    coefficient: Control = number(0.001, "weight of the bonus; of type additive it follows a target")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"entropy"}))
+
+    def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        assert replay.entropy is not None
+        return -self.coefficient.value * replay.entropy, {}

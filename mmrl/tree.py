@@ -1,0 +1,99 @@
+"""Configuration files and overrides as plain trees of mappings and lists, and how one is laid over another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
+
+
+class TreeError(Exception):
+    """A file or an override that can not be read, in one line."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A value of an override that replaces what stood there, also where both are mappings."""
+
+    value: Any
+
+
+def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """The tree of a file, behind those of the files that it extends. Raises TreeError."""
+    if not path.is_file():
+        raise TreeError(f"no configuration file {path}")
+    try:
+        loaded = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise TreeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except OSError:  # omegaconf's own for a document that is a number
+        loaded = None  # type: ignore[assignment]
+    if not isinstance(loaded, DictConfig):
+        raise TreeError(f"{path}: expected a mapping at the top level")
+    tree: dict[str, Any] = OmegaConf.to_container(loaded)  # type: ignore[assignment]
+    base = tree.pop("extends", None)
+    if base is None:
+        return [tree]
+    if not isinstance(base, str):
+        raise TreeError(f"{path}: extends: expected the path of one YAML file (got {base!r})")
+    chain = (*extended_by, path.resolve())
+    if (path.parent / base).resolve() in chain:
+        raise TreeError(f"{path}: extends: {base} extends this file in turn")
+    return [*read_yaml(path.parent / base, chain), tree]
+
+
+def read_override(text: str) -> dict[str, Any]:
+    """The tree of `key.subkey=value`. A mapping in braces replaces what stood there. Raises TreeError."""
+    key, equals, written = text.partition("=")
+    if not equals or not key or not all(key.split(".")):
+        raise TreeError(f"override {text!r} is not of the form key.subkey=value")
+    if not written.strip():
+        raise TreeError(f"override {text!r} gives no value; {key}=null unsets the key")
+    try:
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={written}"]))["value"]  # type: ignore[index,call-overload]
+    except YAMLError as error:
+        raise TreeError(f"override {text!r}: not valid YAML: {' '.join(str(error).split())}") from None
+    tree: Any = Whole(value) if isinstance(value, Mapping) else value
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
+    return tree
+
+
+def merged(base: Any, extra: Any, path: tuple[str, ...] = ()) -> Any:
+    """`extra` laid over `base`: mappings key by key, anything else replaced. A mapping whose `type` is another one is
+    replaced too, for its options are others. A number as a key picks an item of a list.
+
+    Raises TreeError naming a key below something that has no keys.
+    """
+    if isinstance(extra, Whole):
+        return extra.value
+    if not isinstance(extra, Mapping):
+        return extra
+    if isinstance(base, list):
+        return _with_items(base, extra, path)
+    if isinstance(base, str) and path and "type" not in extra:
+        base = {"type": base}  # the short form of a choice
+    if not isinstance(base, Mapping) or _of_another_type(base, extra):
+        base = {}
+    found = dict(base)
+    for key, value in extra.items():
+        found[key] = merged(found.get(key), value, (*path, str(key)))
+    return found
+
+
+def _of_another_type(base: Mapping[str, Any], extra: Mapping[str, Any]) -> bool:
+    return "type" in base and "type" in extra and base["type"] != extra["type"]
+
+
+def _with_items(base: list[Any], extra: Mapping[str, Any], path: tuple[str, ...]) -> list[Any]:
+    found = list(base)
+    for key, value in extra.items():
+        where = ".".join((*path, str(key)))
+        if not str(key).isdigit() or int(key) >= len(base):
+            raise TreeError(f"{where}: {'.'.join(path)} is a list of {len(base)}; its items are 0 to {len(base) - 1}")
+        found[int(key)] = merged(base[int(key)], value, (*path, str(key)))
+    return found

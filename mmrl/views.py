@@ -1,0 +1,68 @@
+"""Other views of a prompt, under which the same response is replayed."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.settings import Choice, option
+
+if TYPE_CHECKING:
+    from mmrl.rollouts import Prompt
+
+
+class View(Choice):
+    """A change of a prompt: pictures masked, words left out, a counterfactual. It depends on the prompt alone, so that
+    all rollouts of a group see the same."""
+
+    title: ClassVar[str] = "view"
+    kinds: ClassVar[dict[str, str]] = {
+        "masked_patches": "mmrl.views:MaskedPatches",
+        "no_text": "mmrl.views:NoText",
+    }
+    test: ClassVar[str] = "tests/test_views.py"
+
+    @property
+    def name(self) -> str:
+        """By which the replay under it is found; equal for equal settings."""
+        return self.model_dump_json()
+
+    @abstractmethod
+    def change(self, prompt: Prompt) -> Prompt: ...
+
+
+class MaskedPatches(View):
+    """Square patches of every picture are black, drawn by chance from the prompt's id."""
+
+    source: ClassVar[str] = "PAPO, arXiv 2507.06448"
+    type: str = "masked_patches"
+    share: float = option(0.6, "of the patches that are black", gt=0, le=1)
+    patch: int = option(14, "side of a patch", unit="pixels", ge=1)
+
+    def change(self, prompt: Prompt) -> Prompt:
+        import zlib
+        from dataclasses import replace
+
+        import numpy as np
+        from PIL import Image
+
+        random = np.random.default_rng(zlib.crc32(prompt.id.encode()))
+        images = []
+        for image in prompt.images:
+            rows, columns = (-(-size // self.patch) for size in (image.height, image.width))
+            black = (random.random((rows, columns)) < self.share).repeat(self.patch, 0).repeat(self.patch, 1)
+            pixels = np.array(image.convert("RGB"))
+            pixels[black[: image.height, : image.width]] = 0
+            images.append(Image.fromarray(pixels))
+        return replace(prompt, images=tuple(images))
+
+
+class NoText(View):
+    """The prompt without its words: only its pictures are left."""
+
+    type: str = "no_text"
+
+    def change(self, prompt: Prompt) -> Prompt:
+        from dataclasses import replace
+
+        return replace(prompt, text="<image>" * prompt.text.count("<image>"))

@@ -1,0 +1,37 @@
+"""`python -m scripts.attack.servers`: servers that answer badly, on loopback, against mmrl's client.
+
+Each kind is tried alone, where it has to be named in one line, and beside a server that answers rightly, where the
+batch has to be right as well or the kind named. Nothing may be accepted, hang or ask without end.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+from tests.engine.bad_servers import Outcome, tried
+from tests.engine.stand_in_server import FIRST_TABLE, KINDS, ON_THE_WIRE
+
+GOOD = {"named", "corrected"}
+
+
+def row(kind: str, alone: Outcome, beside: Outcome) -> str:
+    counts = f"{alone.asked:>3} in {alone.seconds:4.1f} s"
+    return f"| {kind} | {alone.how}, {counts} | {beside.how}, {beside.asked} | {alone.words[:160]} |"
+
+
+def main() -> int:
+    kinds = [*FIRST_TABLE, *(kind for kind in (*KINDS, *ON_THE_WIRE) if kind not in FIRST_TABLE)]
+    print("| a server that answers with | alone, requests | beside a good one, requests | what is said |")
+    print("| --- | --- | --- | --- |")
+    counted: Counter[str] = Counter()
+    for kind in kinds:
+        alone, beside = tried(kind), tried(kind, beside_a_good_one=True)
+        counted.update((alone.how, beside.how))
+        print(row(kind, alone, beside), flush=True)
+    print(f"\n{len(kinds)} kinds, {len(FIRST_TABLE)} of them of the first table: {dict(counted)}")
+    return 0 if set(counted) <= GOOD else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What a simulator has to offer, and the record in which it tells what became of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass
+class Transition:
+    """What became of n rows of a simulator; C actions each. A row whose simulator raised has its exception in `errors`
+    and arbitrary values elsewhere."""
+
+    images: NDArray[np.uint8]  # [n, height, width, 3], after the last executed action
+    state: NDArray[np.float32]  # [n, S]
+    reward: NDArray[np.float32]  # [n, C], 0 where nothing was executed
+    terminated: NDArray[np.bool_]  # [n, C], True at the action that ended the episode for a reason of its own
+    truncated: NDArray[np.bool_]  # [n, C], True at the action that used up the episode's last step
+    success: NDArray[np.bool_]  # [n, C], whether the task was solved after this action
+    valid: NDArray[np.bool_]  # [n, C], which actions were executed: a prefix of the chunk, up to the episode's end
+    errors: list[Exception | None]  # n
+    restarts: int = 0  # workers that had to be replaced since the transition before
+
+    @staticmethod
+    def empty(n: int, length: int, image_shape: tuple[int, int, int], state_dim: int) -> Transition:
+        return Transition(
+            np.zeros((n, *image_shape), np.uint8),
+            np.zeros((n, state_dim), np.float32),
+            np.zeros((n, length), np.float32),
+            np.zeros((n, length), bool),
+            np.zeros((n, length), bool),
+            np.zeros((n, length), bool),
+            np.zeros((n, length), bool),
+            [None] * n,
+        )
+
+
+class Simulator(Protocol):
+    """What a simulator must be able to do to sit behind `VectorSim`; made by `Class(count, **options)`.
+
+    Rows are numbered 0 to count - 1 and live until `close`. The same seed and task must give the same episode bit for
+    bit, whatever happened in the row before. A row that fails is reported in `errors`; the other rows go on.
+    """
+
+    count: int
+    action_dim: int
+    state_dim: int
+    image_shape: tuple[int, int, int]
+    tasks: tuple[str, ...]
+
+    def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        """Starts an episode in each of `rows`. The transition has C = 0: only pictures, state and errors count."""
+        ...
+
+    def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        """Executes `actions` [n, C, A], all finite, one after the other until the row's episode ends."""
+        ...
+
+    def instruction(self, row: int) -> str: ...
+
+    def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
+        """The next actions [n, length, A] of a scripted expert, 0 after the episode's end; UserError if there is
+        none."""
+        ...
+
+    def close(self) -> None: ...

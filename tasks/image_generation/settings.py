@@ -1,0 +1,161 @@
+"""Settings of the image generation task."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from mmrl.tasks.settings import TaskSettings
+from pydantic import model_validator
+
+from mmrl.rewards.settings import RewardSpec
+from mmrl.settings import Choice, option
+
+if TYPE_CHECKING:
+    from mmrl.tasks.image_generation.task import ImageGeneration
+
+    from mmrl.protocols import Source
+
+_HERE = "mmrl.tasks.image_generation"
+Colour = Literal["red", "green", "blue", "yellow", "purple", "white"]
+
+
+class Prompts(Choice):
+    """Where prompts come from, and what is measured of their pictures where the task does not say."""
+
+    title: ClassVar[str] = "prompts"
+    kinds: ClassVar[dict[str, str]] = {
+        "digits": f"{_HERE}.settings:DigitsData",
+        "shapes": f"{_HERE}.settings:ShapesData",
+        "prompts": f"{_HERE}.settings:PromptsData",
+    }
+    rewards: ClassVar[list[RewardSpec]] = []
+    accuracy: ClassVar[RewardSpec | None] = None
+    second_scorer: ClassVar[RewardSpec | None] = None
+
+    @abstractmethod
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        """Prompts to train on (None: the task can only be evaluated), and held-out ones."""
+
+
+class MadePrompts(Prompts):
+    """Prompts that are made: those to train on follow the run's seed, held-out ones only `eval_seed`."""
+
+    train_size: int = option(20_000, "prompts to train on", ge=1)
+    eval_size: int = option(500, "held-out prompts", ge=1)
+    eval_seed: int = option(0, "of the held-out prompts", ge=0)
+    careless: float = option(0.0, "share of training pictures that show something else", ge=0, le=1)
+
+
+class DigitsData(MadePrompts):
+    """Sentences that ask for a handwritten digit: pictures of 1 x 8 x 8."""
+
+    test: ClassVar[str] = "tests/tasks/test_image_digits.py"
+    rewards: ClassVar[list[RewardSpec]] = [
+        RewardSpec(name="classifier_logp", options={"classifier": f"{_HERE}.digits:reward_classifier"})
+    ]
+    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.digits:DigitCorrect")
+    second_scorer: ClassVar[RewardSpec | None] = RewardSpec(
+        name="classifier_logp", options={"classifier": f"{_HERE}.digits:second_classifier"}
+    )
+    type: str = "digits"
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.image_generation.digits import DigitsSource
+
+        train = DigitsSource("train", size=self.train_size, seed=seed, careless=self.careless)
+        return train, DigitsSource("heldout", size=self.eval_size, seed=self.eval_seed)
+
+
+class ShapesData(MadePrompts):
+    """Sentences that ask for a scene of coloured shapes: pictures of 3 x 16 x 16."""
+
+    test: ClassVar[str] = "tests/tasks/test_image_shapes.py"
+    rewards: ClassVar[list[RewardSpec]] = [RewardSpec(name=f"{_HERE}.checker:ShapesChecked", label="shapes_checked")]
+    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.checker:ShapesChecked")
+    second_scorer: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.checker:ShapesRedrawn")
+    type: str = "shapes"
+    scenes: tuple[Literal["count", "relation"], ...] = option(("count", "relation"), "kinds of scene", min_length=1)
+    colours: tuple[Colour, ...] = option(("red", "green", "blue", "yellow"), "of the shapes", min_length=1)
+    max_count: int = option(4, "objects of one kind", ge=1, le=4)
+    layout: Literal["free", "grid", "row"] = option(
+        "free", "where objects to learn from stand: anywhere, on a grid of 3 x 3, or those of a phrase in one row of it"
+    )
+    combinations: Literal["train", "all"] = option(
+        "train",
+        "combinations to train on; all: also those that evaluation asks for, as a base has seen them, so that what RL "
+        "then trains without is held out from RL, not from the base",
+    )
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.image_generation.shapes import ShapesSource
+
+        allowed: dict[str, Any] = {
+            "kinds": self.scenes,
+            "colours": self.colours,
+            "max_count": self.max_count,
+            "layout": self.layout,
+        }
+        train = ShapesSource(self.combinations, size=self.train_size, seed=seed, careless=self.careless, **allowed)
+        return train, ShapesSource("heldout", size=self.eval_size, seed=self.eval_seed, **allowed)
+
+
+class PromptsData(Prompts):
+    """The user's prompt files. Held-out prompts come from `eval`, or are the share `heldout` of `train`."""
+
+    test: ClassVar[str] = "tests/tasks/test_image_prompts.py"
+    type: str = "prompts"
+    train: Path | None = option(None, "prompts to train on; without it the task can only be evaluated")
+    eval: Path | None = option(None, "held-out prompts")
+    heldout: float | None = option(None, "share of `train` that is held out", gt=0, lt=1)
+    format: Literal["plain", "geneval", "ocr"] = option("plain", "of the files")
+    max_bad_share: float = option(0.0, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _one_source_of_held_out_prompts(self) -> Self:
+        if (self.eval is None) == (self.heldout is None):
+            raise ValueError("set either eval, a file of held-out prompts, or heldout, a share of train")
+        if self.heldout is not None and self.train is None:
+            raise ValueError("heldout is a share of train, which is not set")
+        return self
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.image_generation import prompts
+
+        rows: dict[str, Any] = {"format": self.format, "max_bad_share": self.max_bad_share}
+        train = None if self.train is None else prompts.load(self.train, **rows)
+        if self.eval is None:
+            assert train is not None and self.heldout is not None
+            return prompts.hold_out(train, self.heldout)
+        evaluation = prompts.load(self.eval, **rows)
+        if train is not None:
+            prompts.warn_of_overlap(train, evaluation)
+        return train, evaluation
+
+
+class ImageGenerationSettings(TaskSettings):
+    """Pictures from prompts. Digits and shapes have rewards, an accuracy and a second scorer of their own; prompt files
+    need rewards and an accuracy."""
+
+    test: ClassVar[str] = "tests/tasks/test_image_generation.py"
+    type: str = "image_generation"
+    data: Prompts = option(DigitsData(), "where the prompts come from")
+    rewards: list[RewardSpec] | None = option(None, "what a picture earns; default: that of the data", min_length=1)
+    accuracy: RewardSpec | None = option(None, "what evaluation reports; default: that of the data")
+    second_scorer: RewardSpec | None = option(
+        None, "a guard that is reported beside the rewards and never trained on; default: that of the data"
+    )
+
+    @model_validator(mode="after")
+    def _something_is_measured(self) -> Self:
+        if not (self.rewards or self.data.rewards):
+            raise ValueError("rewards: at least one is needed; name it, such as [{name: clip_similarity}]")
+        if self.accuracy is None and self.data.accuracy is None:
+            raise ValueError("accuracy: name the reward that evaluation reports, such as {name: clip_similarity}")
+        return self
+
+    def build(self, seed: int) -> ImageGeneration:
+        from mmrl.tasks.image_generation.task import ImageGeneration
+
+        return ImageGeneration.of(self, seed)

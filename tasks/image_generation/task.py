@@ -1,0 +1,92 @@
+"""Image generation: prompts, rewards, accuracy and guards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from mmrl.tasks.image_generation import digits, shapes
+from mmrl.tasks.image_generation.pictures import stack_pictures
+from mmrl.tasks.image_generation.settings import ImageGenerationSettings
+from torch import Tensor
+
+from mmrl.protocols import Source
+from mmrl.rewards import RewardSet
+from mmrl.rewards.guards import diversity, out_of_gamut, sharpness
+from mmrl.rollouts import Sample
+
+
+class ImageGeneration:
+    """A task: prompts to train on (None where it is only evaluated), prompts held out, rewards, accuracy and guards.
+
+    Prompts of digits and shapes carry a picture to learn from, metadata["target"] [channel, height, width], 0 to 1.
+    """
+
+    def __init__(
+        self,
+        train: Source | None,
+        evaluation: Source,
+        rewards: RewardSet,
+        accuracy: RewardSet,
+        second_scorer: RewardSet | None = None,
+    ):
+        self.train, self.evaluation = train, evaluation
+        self.reward_names, self.reward_weights = rewards.names, rewards.weights
+        self._rewards, self._accuracy, self._second_scorer = rewards, accuracy, second_scorer
+
+    @staticmethod
+    def of(settings: ImageGenerationSettings, seed: int) -> ImageGeneration:
+        """The task that `settings` describe; seed: of the prompts to train on.
+
+        Raises ValueError as the sources and rewards do.
+        """
+        data = settings.data
+        accuracy, second = settings.accuracy or data.accuracy, settings.second_scorer or data.second_scorer
+        assert accuracy is not None
+        train, evaluation = data.sources(seed)
+        rewards = RewardSet(settings.rewards or data.rewards)
+        return ImageGeneration(
+            train, evaluation, rewards, RewardSet([accuracy]), None if second is None else RewardSet([second])
+        )
+
+    def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
+        """Unweighted reward components [rollout, component], float32, NaN where one could not be scored.
+
+        group: [rollout] int64, which prompt a rollout answers; without it, those of equal prompt ids are a group.
+        """
+        return self._rewards.score(samples, _groups(samples) if group is None else group)
+
+    def accuracy(self, samples: Sequence[Sample]) -> Tensor:
+        """What the scorer of the evaluation gives [rollout], float32, NaN where it could not tell."""
+        return self._accuracy.score(samples, _groups(samples))[:, 0]
+
+    def measures(self, samples: Sequence[Sample], group: Tensor | None = None) -> dict[str, Tensor]:
+        """What would show that the reward is hacked, each [rollout] float32: see `mmrl.rewards.guards`.
+
+        The second scorer, where there is one, has no part in the reward. Diversity is NaN for a group of one.
+        """
+        images, group = stack_pictures(samples), _groups(samples) if group is None else group
+        guards = {
+            "guard/out_of_gamut": out_of_gamut(images),
+            "guard/sharpness": sharpness(images),
+            "guard/diversity": diversity(images, group),
+        }
+        if self._second_scorer is not None:
+            guards["guard/second_scorer"] = self._second_scorer.score(samples, group)[:, 0]
+        return guards
+
+
+def words(kind: str) -> list[str]:
+    """Every word of the prompts of `digits` or `shapes`, sorted: the vocabulary of a model that embeds words.
+
+    Raises ValueError for another kind, whose words are the user's.
+    """
+    known = {"digits": digits.words, "shapes": shapes.words}
+    if kind not in known:
+        raise ValueError(f"only the words of {' and '.join(known)} are known beforehand, not those of {kind!r}")
+    return known[kind]()
+
+
+def _groups(samples: Sequence[Sample]) -> Tensor:
+    numbers: dict[str, int] = {}
+    return torch.tensor([numbers.setdefault(sample.prompt.id, len(numbers)) for sample in samples], dtype=torch.int64)

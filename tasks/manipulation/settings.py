@@ -1,0 +1,135 @@
+"""Settings of the manipulation task."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from mmrl.tasks.settings import TaskSettings
+from pydantic import model_validator
+
+from mmrl.rewards.settings import RewardSpec
+from mmrl.settings import Choice, option
+
+if TYPE_CHECKING:
+    from mmrl.tasks.manipulation.episodes import EpisodeSource
+    from mmrl.tasks.manipulation.task import Manipulation
+
+    from mmrl.protocols import Source
+
+
+class Demonstrations(Choice):
+    """Where episodes to learn from come from."""
+
+    title: ClassVar[str] = "demonstrations"
+    kinds: ClassVar[dict[str, str]] = {
+        "expert": "mmrl.tasks.manipulation.settings:ExpertDemonstrations",
+        "lerobot": "mmrl.tasks.manipulation.settings:LeRobotDemonstrations",
+    }
+    type: str = "expert"
+
+    @abstractmethod
+    def prompts(self, task: Manipulation, starts: EpisodeSource) -> Source:
+        """Prompts that carry an observation and the actions that followed it. Raises UserError where there are none."""
+
+
+class ExpertDemonstrations(Demonstrations):
+    """Episodes of the simulator's scripted expert."""
+
+    test: ClassVar[str] = "tests/tasks/test_manipulation.py"
+    type: str = "expert"
+    episodes: int = option(200, "of each task", ge=1)
+    noise: float = option(
+        0.0, "standard deviation of what is added to executed actions, not to those that are shown", ge=0
+    )
+    successful: bool = option(True, "leave out episodes that fail")
+
+    def prompts(self, task: Manipulation, starts: EpisodeSource) -> Source:
+        from mmrl.tasks.manipulation.episodes import DemonstrationSource, record_expert
+
+        prompts = [starts[i] for i in range(self.episodes * len(task.settings.tasks))]
+        places = [(p.metadata["task"], p.metadata["seed"]) for p in prompts]
+        with task.make_simulator(min(task.settings.rows, len(places))) as sim:
+            made = record_expert(sim, places, noise=self.noise, successful=self.successful, seed=task.seed)
+        return DemonstrationSource(made)
+
+
+class LeRobotDemonstrations(Demonstrations):
+    """A data set in LeRobot's format, 2.0 to 3.0."""
+
+    test: ClassVar[str] = "tests/tasks/test_lerobot.py"
+    type: str = "lerobot"
+    path: str = option(description="folder of the data set")
+    episodes: int | None = option(None, "the first N; default: all", ge=1)
+    camera: str | None = option(None, "feature of the pictures; default: the only camera")
+    state: str = option("observation.state", "feature of the state")
+    action: str = option("action", "feature of the actions")
+    memory: float = option(4.0, "if its pictures need more, they are decoded each time they are seen", unit="GiB", ge=0)
+
+    def prompts(self, task: Manipulation, starts: EpisodeSource) -> Source:
+        from mmrl.tasks.manipulation.episodes import DemonstrationSource
+
+        from mmrl.errors import UserError
+
+        try:
+            from mmrl.tasks.manipulation import lerobot
+        except ModuleNotFoundError as error:
+            raise UserError(f"task.demonstrations.type=lerobot: {error}; pip install -e '.[mujoco]'") from error
+        with task.make_simulator(1) as sim:
+            like = sim.simulator
+        return DemonstrationSource(
+            lerobot.load(
+                self.path,
+                lerobot.Columns(self.camera, self.state, self.action),
+                episodes=self.episodes,
+                memory=self.memory,
+                action_dim=like.action_dim,
+                state_dim=like.state_dim,
+                image_shape=like.image_shape,
+            )
+        )
+
+
+class ManipulationSettings(TaskSettings):
+    """Episodes in a simulator. Training episodes start from seeds that follow the run's seed, held-out ones from
+    `eval_seed` on; they never meet."""
+
+    test: ClassVar[str] = "tests/tasks/test_manipulation.py"
+    type: str = "manipulation"
+    simulator: str = option("tabletop", "a shipped simulator, or one's own as package.module:Class")
+    options: dict[str, Any] = option({}, "of the simulator")
+    tasks: tuple[str, ...] = option(("reach",), "of the simulator", min_length=1)
+    rows: int = option(128, "environments at once on a rank", ge=1)
+    workers: int = option(0, "processes of their own for the simulator; 0: in this one", ge=0)
+    ray: str | None = option(
+        None, "put the workers on hosts of this Ray cluster: HOST:PORT of its head, or auto; default: on this host"
+    )
+    turns: int = option(1, "of the workers: one share moves while the policy acts for another", ge=1)
+    deadline_s: float = option(
+        120.0, "time after which a silent worker is replaced and its episodes are lost", unit="s", gt=0
+    )
+    train_size: int = option(1_000_000, "start states to train on", ge=1)
+    eval_size: int = option(500, "held-out start states", ge=1)
+    eval_seed: int = option(0, "the first of the held-out start states", ge=0, lt=1_000_000)
+    instructions: Literal["own", "shuffled"] = option(
+        "own", "shuffled: every episode shows the instruction of another one, to see whether a policy listens"
+    )
+    demonstrations: Demonstrations | None = option(None, "what algorithm.type=supervised learns from")
+    rewards: list[RewardSpec] = option(
+        [RewardSpec(name="mmrl.tasks.manipulation.rewards:success", label="success")],
+        "what an episode earns",
+        min_length=1,
+    )
+
+    @model_validator(mode="after")
+    def _of_workers(self) -> ManipulationSettings:
+        if self.ray is not None and self.workers == 0:
+            raise ValueError(f"ray={self.ray} places workers; workers=0")
+        if self.turns > max(self.workers, 1):
+            raise ValueError(f"turns={self.turns} needs as many workers; workers={self.workers}")
+        return self
+
+    def build(self, seed: int) -> Manipulation:
+        from mmrl.tasks.manipulation.task import Manipulation
+
+        return Manipulation(self, seed)

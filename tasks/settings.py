@@ -1,0 +1,28 @@
+"""What the settings of every task share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.settings import Choice
+
+if TYPE_CHECKING:
+    from mmrl.protocols import Task
+
+
+class TaskSettings(Choice):
+    """A task: prompts to train on, prompts held out, what a rollout earns, and what counts as success."""
+
+    title: ClassVar[str] = "task"
+    kinds: ClassVar[dict[str, str]] = {
+        "visual_qa": "mmrl.tasks.visual_qa.settings:VisualQASettings",
+        "image_generation": "mmrl.tasks.image_generation.settings:ImageGenerationSettings",
+        "manipulation": "mmrl.tasks.manipulation.settings:ManipulationSettings",
+    }
+    type: str = "visual_qa"
+
+    @abstractmethod
+    def build(self, seed: int) -> Task:
+        """The task itself; seed: of the prompts to train on. Raises ValueError, OSError or ImportError in one line, and
+        UserError."""

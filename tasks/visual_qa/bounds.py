@@ -1,0 +1,9 @@
+"""What a data file may ask of the machine that reads it."""
+
+GIBIBYTE = 1 << 30
+MAX_PIXELS = 40_000_000  # of a picture, width x height
+PILLOWS_LIMIT = 2 * 89_478_485  # of the same, which no option changes
+PARQUET_GIB = 2.0  # of row groups that are kept unpacked
+MAX_GROUP = 2 * GIBIBYTE  # bytes that one row group may unpack to
+MAX_ROWS = 100_000_000  # of a Parquet file; a few bytes can claim any number
+MAX_GROUP_ROWS = 4_000_000  # of one of its row groups

@@ -1,0 +1,141 @@
+"""Settings of the visual question answering task."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from mmrl.tasks.settings import TaskSettings
+from mmrl.tasks.visual_qa.bounds import MAX_PIXELS, PARQUET_GIB, PILLOWS_LIMIT
+
+from mmrl.rewards.settings import RewardSpec
+from mmrl.settings import Choice, option
+
+if TYPE_CHECKING:
+    from mmrl.tasks.visual_qa.task import VisualQA
+
+    from mmrl.protocols import Source
+
+Question = Literal["which", "sum", "largest", "above_five", "where"]
+EVERY: tuple[Question, ...] = ("which", "sum", "largest", "above_five", "where")
+
+
+class Questions(Choice):
+    """Where questions come from."""
+
+    title: ClassVar[str] = "questions"
+    kinds: ClassVar[dict[str, str]] = {
+        "digits": "mmrl.tasks.visual_qa.settings:DigitsData",
+        "files": "mmrl.tasks.visual_qa.settings:FilesData",
+        "huggingface": "mmrl.tasks.visual_qa.settings:HuggingFaceData",
+    }
+    test: ClassVar[str] = "tests/tasks/test_sources.py"
+
+    @abstractmethod
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        """Questions to train on (None: the task can only be evaluated), and held-out ones."""
+
+
+class DigitsData(Questions):
+    """Canvases of handwritten digits; training rows follow the run's seed, held-out rows only `eval_seed`."""
+
+    test: ClassVar[str] = "tests/tasks/test_digits.py"
+    type: str = "digits"
+    train_size: int = option(20_000, "questions to train on", ge=1)
+    eval_size: int = option(500, "held-out questions", ge=1)
+    eval_seed: int = option(0, "of the held-out questions", ge=0)
+    questions: tuple[Question, ...] = option(EVERY, "kinds of question", min_length=1)
+    cells: int = option(3, "digits of a row")
+    scale: int = option(1, "size of a digit, in 8 pixels")
+    jitter: int = option(0, "how far digits are moved by chance", unit="pixels")
+    careless: float = option(0.0, "share of training demonstrations whose number is one too high", ge=0, le=1)
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.visual_qa.digits import DigitsSource
+
+        layout: dict[str, Any] = {"kinds": self.questions, "cells": self.cells}
+        layout |= {"scale": self.scale, "jitter": self.jitter}
+        train = DigitsSource("train", size=self.train_size, seed=seed, careless=self.careless, **layout)
+        return train, DigitsSource("heldout", size=self.eval_size, seed=self.eval_seed, **layout)
+
+
+class Rows(Questions):
+    """Rows of the user's."""
+
+    image_field: str = option("images", "column of the pictures")
+    problem_field: str = option("problem", "column of the question")
+    answer_field: str = option("answer", "column of the answer")
+    image_root: Path | None = option(None, "folder that relative paths of pictures start from; default: the file's")
+    max_pixels: int = option(
+        MAX_PIXELS, "width x height of the largest picture that is opened", unit="pixels", ge=1, le=PILLOWS_LIMIT
+    )
+    max_bad_share: float = option(0.01, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
+    check_rows: bool = option(True, "look at every row once before the run")
+
+    @property
+    def _reading(self) -> dict[str, Any]:
+        return {
+            "image_field": self.image_field,
+            "problem_field": self.problem_field,
+            "answer_field": self.answer_field,
+            "image_root": self.image_root,
+            "max_pixels": self.max_pixels,
+            "max_bad_share": self.max_bad_share,
+            "validate": self.check_rows,
+        }
+
+
+class FilesData(Rows):
+    """The user's own .jsonl or .parquet files."""
+
+    type: str = "files"
+    train: Path | None = option(None, "questions to train on; without it the task can only be evaluated")
+    eval: Path = option(description="held-out questions")
+    parquet_gib: float = option(
+        PARQUET_GIB, "of a Parquet file's row groups, that each rank keeps unpacked", unit="GiB", ge=0
+    )
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.visual_qa.files import FileSource
+
+        reading = self._reading | {"parquet_gib": self.parquet_gib}
+        train = None if self.train is None else FileSource(self.train, **reading)
+        return train, FileSource(self.eval, **reading)
+
+
+class HuggingFaceData(Rows):
+    """Two splits of one dataset of the Hugging Face hub, or of a folder."""
+
+    type: str = "huggingface"
+    name: str = option(description="of the dataset")
+    train_split: str | None = option("train", "questions to train on; null: the task can only be evaluated")
+    eval_split: str = option("test", "held-out questions")
+    options: dict[str, Any] = option({}, "keyword arguments of datasets.load_dataset")
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.visual_qa.huggingface import HuggingFaceSource
+
+        def split(name: str) -> Source:
+            return HuggingFaceSource(self.name, name, options=self.options, **self._reading)
+
+        return None if self.train_split is None else split(self.train_split), split(self.eval_split)
+
+
+class VisualQASettings(TaskSettings):
+    """Questions about pictures whose answers can be checked."""
+
+    test: ClassVar[str] = "tests/tasks/test_visual_qa.py"
+    type: str = "visual_qa"
+    data: Questions = option(DigitsData(), "where the questions come from")
+    rewards: list[RewardSpec] = option([RewardSpec(name="exact_match")], "what a response earns", min_length=1)
+    accuracy: RewardSpec = option(
+        RewardSpec(name="exact_match"), "the verifier that evaluation reports, whatever the rewards are"
+    )
+    instruction: str | None = option(None, "appended to each question on a line of its own")
+    system: str | None = option(None, "the system message")
+
+    def build(self, seed: int) -> VisualQA:
+        from mmrl.tasks.visual_qa.task import VisualQA
+
+        return VisualQA.of(self, seed)

@@ -1,0 +1,64 @@
+"""Visual question answering: questions, rewards and a verifier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from mmrl.tasks.visual_qa.settings import VisualQASettings
+
+from mmrl.protocols import Source
+from mmrl.rewards import RewardSet
+from mmrl.rollouts import Prompt, Sample
+
+
+class VisualQA:
+    """A task: questions to train on (None where it is only evaluated), questions held out, rewards and a verifier."""
+
+    def __init__(self, train: Source | None, evaluation: Source, rewards: RewardSet, accuracy: RewardSet):
+        self.train, self.evaluation = train, evaluation
+        self.reward_names, self.reward_weights = rewards.names, rewards.weights
+        self._rewards, self._accuracy = rewards, accuracy
+
+    @staticmethod
+    def of(settings: VisualQASettings, seed: int) -> VisualQA:
+        """The task that `settings` describe; seed: of the questions to train on.
+
+        Raises ValueError as the sources and rewards do.
+        """
+        train, evaluation = settings.data.sources(seed)
+        asked = None if train is None else InstructedSource(train, settings.instruction, settings.system)
+        held_out = InstructedSource(evaluation, settings.instruction, settings.system)
+        return VisualQA(asked, held_out, RewardSet(settings.rewards), RewardSet([settings.accuracy]))
+
+    def score(self, samples: Sequence[Sample], group: torch.Tensor | None = None) -> torch.Tensor:
+        """Unweighted reward components [rollout, component], float32, NaN where one could not be scored. group:
+        [rollout], which prompt a rollout answers, for rewards that compare the rollouts of a group."""
+        return self._rewards.score(samples, group)
+
+    def accuracy(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """What the verifier of the evaluation gives [rollout], float32, NaN where it could not tell."""
+        return self._accuracy.score(samples)[:, 0]
+
+    def measures(self, samples: Sequence[Sample], group: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Length in tokens and whether generation was cut, [rollout]."""
+        return {
+            "response/length": torch.tensor([float(s.response_length) for s in samples]),
+            "response/truncated": torch.tensor([float(s.truncated) for s in samples]),
+        }
+
+
+class InstructedSource:
+    """A source whose problems are followed by an instruction and preceded by a system message, where given."""
+
+    def __init__(self, source: Source, instruction: str | None, system: str | None):
+        self.source, self.instruction, self.system = source, instruction, system
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Prompt:
+        prompt = self.source[index]
+        text = f"{prompt.text}\n{self.instruction}" if self.instruction else prompt.text
+        return replace(prompt, text=text, system=self.system)

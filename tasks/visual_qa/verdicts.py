@@ -1,0 +1,65 @@
+"""What was found when all rows of a file were checked, kept so that the same file is not checked again.
+
+A verdict belongs to the file's name, size and time of change and to the options that it was checked with. It says
+nothing of pictures in files of their own, which are looked at again when they are used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+VERSION = 1  # of what is checked; a new number makes old verdicts void
+MOST_BAD = 10_000  # rows; a file with more is checked again
+log = logging.getLogger(__name__)
+
+
+def folder() -> Path:
+    """Where verdicts are kept: $MMRL_ROW_CACHE, or mmrl/rows in the user's cache folder."""
+    if "MMRL_ROW_CACHE" in os.environ:
+        return Path(os.environ["MMRL_ROW_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmrl" / "rows"
+
+
+def stamp(path: Path) -> list[Any]:
+    """What changes when a file does."""
+    facts = path.stat()
+    return [os.path.realpath(path), facts.st_size, facts.st_mtime_ns]
+
+
+def recall(facts: Sequence[Any], count: int) -> dict[int, str] | None:
+    """Bad rows of `count`, by index, with the reason; None where there is no verdict."""
+    path = _path(facts)
+    try:
+        kept = json.loads(path.read_text())
+        bad = {int(row): str(reason) for row, reason in kept["bad"]}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        log.info("%s is no verdict on rows; they are checked again", path)
+        return None
+    return bad if kept.get("count") == count and all(0 <= row < count for row in bad) else None
+
+
+def remember(facts: Sequence[Any], count: int, bad: dict[int, str]) -> None:
+    """Where the folder cannot be written, the next start checks again."""
+    if len(bad) > MOST_BAD:
+        return
+    path = _path(facts)
+    draft = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps({"count": count, "bad": list(bad.items())}))
+        draft.replace(path)
+    except OSError as error:
+        log.info("%s cannot be written, so rows are checked again at the next start: %s", path, error)
+
+
+def _path(facts: Sequence[Any]) -> Path:
+    text = json.dumps([VERSION, *facts], default=str)
+    return folder() / f"{hashlib.sha256(text.encode()).hexdigest()}.json"

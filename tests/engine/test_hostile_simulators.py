@@ -1,0 +1,33 @@
+"""Simulators that fail, in a run: their episodes are lost and counted, and a run that has none left ends by name."""
+
+import pytest
+
+from mmrl.errors import UserError
+from tests.engine.parts import ROBOTS, metrics, train
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def run(folder, kind, *arguments, **options):
+    told = ", ".join(f"{name}: {value}" for name, value in {"kind": kind, **options}.items())
+    hostile = ["task.simulator=tests.sims.hostile:Hostile", f"task.options={{{told}}}", "evaluation.before=false"]
+    with pytest.warns(RuntimeWarning, match="lost its episode"):
+        train(folder, *hostile, *arguments, base=ROBOTS)
+    return [row for row in metrics(folder) if "loss" in row]
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.parametrize(("kind", "at"), [("raise", "reset"), ("raise", "step"), ("nan state", "step")])
+def test_a_step_that_loses_all_its_episodes_is_counted_and_the_run_goes_on(tmp_path, method, kind, at):
+    rows = run(tmp_path, kind, f"algorithm.method={method}", "steps=3", at=at, after=1 if at == "reset" else 0, times=1)
+    lost = [row["simulator/dropped"] for row in rows]
+    assert len(rows) == 3 and sum(lost) > 0 and max(row["unscored"] for row in rows) > 0
+    assert all(row["updates_skipped"] == 0 for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["raise", "stands still", "never ends", "infinite reward"])
+def test_a_simulator_that_fails_for_ever_ends_the_run_by_name(tmp_path, kind):
+    with pytest.raises(UserError, match=r"no rollout could be scored in 3 steps in a row \(unscored by reward: .*100%"):
+        run(tmp_path, kind, "steps=9")
+    rows = [row for row in metrics(tmp_path) if "loss" in row]
+    assert len(rows) == 3 and all(row["unscored"] == 1 for row in rows)

@@ -1,0 +1,21 @@
+"""Answers that do not belong to the question or to the weights, from a server that speaks vLLM's protocol: each is
+refused by name, whatever the server's tokens look like."""
+
+import re
+
+import pytest
+
+from tests.engine.bad_servers import tried
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("another prompt", "vLLM reads prompt p[0-9] as 3 tokens and the trainer as 1 others"),  # out of step
+        ("a placeholder", "holds the token 7, which is never to be sampled"),
+        ("two versions", "made with the weights other, not [0-9a-f]+-1"),  # written while it was read
+    ],
+)
+def test_an_answer_that_does_not_belong(kind, words):
+    found = tried(kind)
+    assert found.how == "named" and re.search(words, found.words)

@@ -1,0 +1,113 @@
+"""What the optimizer does with each parameter: decay, groups with their own rate, warm-up, steps on hold."""
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mmrl.config import load
+from mmrl.engine import Engine
+from mmrl.engine.deepspeed import parameter_groups
+from tests.joints.parts import GIVEN
+
+PPO = ["algorithm={type: ppo}", "rollout={prompts: 2}"]
+CRITIC = "optim.groups={critic: {lr: 0.01, warmup_steps: 2}}"
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm, self.critic = nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 1)
+        for p in self.parameters():
+            nn.init.ones_(p)
+
+
+def optim(*overrides):
+    return load(GIVEN, overrides).optim
+
+
+def by_name(module, groups, values):
+    """Which value each parameter gets."""
+    place = {id(p): value for group, value in zip(groups, values, strict=True) for p in group["params"]}
+    return {name: place[id(p)] for name, p in module.named_parameters()}
+
+
+def test_biases_and_norms_are_not_decayed():
+    net = Net()
+    groups, _ = parameter_groups(net, optim("optim.weight_decay=0.1"), 10)
+    found = by_name(net, groups, [group["weight_decay"] for group in groups])
+    decayed = {"body.weight", "critic.weight"}
+    assert found == {name: 0.1 if name in decayed else 0.0 for name in found} and len(found) == 6
+
+
+def test_a_group_has_its_own_decay():
+    net, decay = Net(), "optim.groups={critic: {weight_decay: 0.3}}"
+    groups, _ = parameter_groups(net, optim(*PPO, "optim.weight_decay=0.1", decay), 10)
+    found = by_name(net, groups, [group["weight_decay"] for group in groups])
+    assert (found["body.weight"], found["critic.weight"], found["critic.bias"]) == (0.1, 0.3, 0.0)
+
+
+def rates(name, steps, *overrides, total=10):
+    net = Net()
+    groups, by_group = parameter_groups(net, optim(*overrides), total)
+    return [by_name(net, groups, [rate(step) for rate in by_group])[name] for step in steps]
+
+
+def test_a_group_has_its_own_rate_and_warm_up():
+    options = [*PPO, CRITIC, "optim.lr=1", "optim.warmup_steps=4"]
+    assert rates("body.weight", range(5), *options) == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates("body.bias", range(5), *options) == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates("critic.weight", range(5), *options) == [0.005, 0.01, 0.01, 0.01, 0.01]
+    assert rates("critic.bias", range(5), *options) == [0.005, 0.01, 0.01, 0.01, 0.01]
+
+
+def test_what_a_group_does_not_say_is_the_optimizers():
+    options = [*PPO, "optim.groups={critic: {lr: 0.01}}", "optim.lr=1", "optim.warmup_steps=4"]
+    assert rates("critic.weight", range(5), *options) == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
+
+
+def test_steps_on_hold():
+    """What has no group waits; its warm-up begins after that. The critic does not wait."""
+    options = [*PPO, CRITIC, "optim.lr=1", "optim.warmup_steps=2", "optim.hold_steps=3"]
+    assert rates("body.weight", range(6), *options) == [0.0, 0.0, 0.0, 0.5, 1.0, 1.0]
+    assert rates("critic.weight", range(4), *options) == [0.005, 0.01, 0.01, 0.01]
+
+
+def test_schedules_end_at_0_with_the_run():
+    linear = rates("body.weight", [0, 5, 10], "optim.lr=1", "optim.schedule=linear")
+    assert linear == [1.0, 0.5, 0.0]
+    cosine = rates("body.weight", [0, 4, 8], "optim.lr=1", "optim.schedule=cosine", total=8)
+    assert cosine == pytest.approx([1.0, 0.5, 0.0])
+    # After a hold of 2 and a warm-up of 2 six steps are left.
+    held = [*PPO, CRITIC, "optim.lr=1", "optim.warmup_steps=2", "optim.hold_steps=2", "optim.schedule=linear"]
+    assert rates("body.weight", [4, 7, 10], *held) == [1.0, 0.5, 0.0]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """This process is a group of one."""
+    yield
+    if dist.is_initialized():
+        deepspeed.comm.destroy_process_group()
+
+
+def test_the_engine_takes_groups_rates_and_decay_as_they_are_asked_for(alone):
+    """AdamW's first step is the rate, whatever the gradient's size; where the gradient is 0 only decay is left."""
+    options = [*PPO, CRITIC, "optim.lr=0.5", "optim.warmup_steps=2", "optim.weight_decay=0.1", "optim.hold_steps=1"]
+    net = Net()
+    engine = Engine(net, optim(*options), load(GIVEN).engine, total_steps=10)
+    found = []
+    for _ in range(2):
+        engine.backward((net.body.weight[0].sum() + net.critic.weight[0, 0] + 0.0 * net.body.bias.sum()) / 1)
+        engine.step()
+        found.append({name: p.detach().flatten().tolist() for name, p in net.named_parameters()})
+    first, second = found
+    assert first["body.weight"] == [1.0] * 4  # on hold
+    # The critic: 1 x (1 - 0.005 x 0.1) - 0.005 where the gradient is 1, and its decay alone where it is 0.
+    assert first["critic.weight"] == pytest.approx([0.9945, 0.9995], abs=1e-6)
+    # The body's first step after the hold has half its rate: 1 x (1 - 0.25 x 0.1), and by 0.25 less in the first row.
+    # Adam's moments are those of two equal gradients.
+    assert second["body.weight"] == pytest.approx([0.725, 0.725, 0.975, 0.975], abs=1e-6)
+    assert second["body.bias"] == second["norm.weight"] == second["norm.bias"] == [1.0, 1.0]
+    assert torch.tensor(second["critic.bias"]).tolist() == [1.0]

@@ -1,0 +1,127 @@
+"""Two ranks with different rollouts against one that has all of them."""
+
+import threading
+
+import pytest
+import torch
+
+from tests.joints.parts import Ledger, Table, close
+
+
+class Exchange:
+    """What two ranks, each in a thread of its own, tell one another."""
+
+    def __init__(self):
+        self.slots, self.barrier = [None, None], threading.Barrier(2, timeout=30)
+
+    def gather(self, rank, value):
+        self.slots[rank] = value
+        self.barrier.wait()
+        found = list(self.slots)
+        self.barrier.wait()
+        return found
+
+
+class Rank(Ledger):
+    exchange: Exchange
+
+    def gather(self, value):
+        return self.exchange.gather(self.rank, value)
+
+    def sum(self, value):
+        return torch.stack([torch.as_tensor(part) for part in self.gather(value)]).sum(0)
+
+    def max(self, value):
+        return max(self.gather(int(value)))
+
+
+LOGP = [[-0.5, -1.0], [-2.0], [-1.0], [-3.0, -0.1, -1.0], [-1.5], [-0.2]]
+REWARDS = [1.0, 2.0, 6.0, 0.0, 4.0, 9.0]
+ENTROPY = [[0.1, 0.9], [0.5], [0.3], [0.8, 0.7, 0.2], [0.6], [0.4]]
+GROUPS = [0, 0, 1, 1, 2, 2]
+
+
+def table(rows):
+    columns = {"logp": LOGP, "entropy": ENTROPY, "rewards": REWARDS, "group": GROUPS}
+    return Table(**{name: [values[row] for row in rows] for name, values in columns.items()})
+
+
+def shared(given, *overrides):
+    """Advantages, counted decisions and gradients of both ranks, in the order of their rollouts. The first has two
+    groups, the second one."""
+    exchange, jobs = Exchange(), []
+    for rank, rows in enumerate(([0, 1, 2, 3], [4, 5])):
+        made = given(table(rows), *overrides, world=2, rank=rank)
+        made.trainer.engine.__class__ = Rank
+        made.trainer.engine.exchange = exchange
+        jobs.append(made)
+    problems = []
+
+    def work(made):
+        try:
+            made.prepare()
+            made.learn()
+        except Exception as problem:
+            problems.append(problem)
+            exchange.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(made,)) for made in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+    return gathered(jobs)
+
+
+def gathered(jobs):
+    advantages, masks, gradients = [], [], []
+    for made in jobs:
+        rollouts = made.batch.rollouts
+        for i in range(len(rollouts)):
+            n = len(made.table.columns["logp"][i])
+            width = (0, 3 - n)
+            pad = torch.nn.functional.pad
+            advantages.append(float(rollouts.advantages[i, 0]))
+            masks.append(pad(rollouts.mask[i], width))
+            gradients.append(pad(made.gradient()[i], width))
+    return torch.tensor(advantages), torch.stack(masks), torch.stack(gradients)
+
+
+CASES = {
+    "group_std": [],
+    "batch_std": ["algorithm.scale=batch_std"],
+    "shrinkage": ["algorithm.baseline=shrinkage", "algorithm.scale=none"],
+    "length_weighted": ["algorithm.baseline=length_weighted"],
+    "sequence_mean": ["algorithm.reduce=sequence_mean"],
+    "constant": ["algorithm.reduce=constant"],
+    "entropy_share": ["algorithm.masks=[{type: entropy_share, share: 0.5}]"],
+    "covariance_clip": ["algorithm.masks=[{type: covariance_clip, share: 0.15, low: 0.75}]"],
+    "a term": ["algorithm.terms=[{type: likelihood, of: positive, coefficient: 0.3}]"],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_do_what_one_does(given, case):
+    alone = given(table(range(6)), "rollout.prompts=4", *CASES[case])
+    alone.prepare()
+    alone.learn()
+    one, two = gathered([alone]), shared(given, "rollout.prompts=4", *CASES[case])
+    for expected, found in zip(one, two, strict=True):
+        close(found, expected)
+    assert float(one[2].abs().max()) > 0.01
+
+
+def test_standardised_over_both_ranks(given):
+    # Of 1, 2, 6, 0, 4, 9 around 11 / 3: the squares are 57.33, over 5. By hand, for one number of each rank.
+    advantages, _, _ = shared(given, "rollout.prompts=4", "algorithm.scale=batch_std")
+    std = (sum((r - 22 / 6) ** 2 for r in REWARDS) / 5) ** 0.5
+    close(advantages[[0, 3, 5]], [-0.5 / std, -3 / std, 2.5 / std])
+
+
+def test_the_doubtful_half_of_both_ranks(given):
+    """Of nine decisions the four most in doubt: 0.9, 0.8, 0.7 and 0.6, whose last is the second rank's."""
+    _, masks, gradients = shared(given, "rollout.prompts=4", "algorithm.scale=none", CASES["entropy_share"][0])
+    assert masks.nonzero().tolist() == [[0, 1], [3, 0], [3, 1], [4, 0]]
+    close(gradients[[0, 3, 3, 4], [1, 0, 1, 0]], [0.5 / 4, 3 / 4, 3 / 4, 2.5 / 4])

@@ -1,0 +1,251 @@
+"""Every loss term, advantage shaper and mask from its key to the number."""
+
+import math
+
+import pytest
+import torch
+
+from tests.joints.parts import Table, close
+
+ONE = ["rollout.prompts=1", "algorithm.scale=none"]
+
+
+def still(given, table, *overrides):
+    """Rewards are equal, so advantages are 0 and the loss is that of the term alone."""
+    return given(table, *ONE, *overrides)
+
+
+# --- terms ---
+
+
+def moved_from_reference(given, term, **columns):
+    """d = logp - ref_logp = 0.5, -0.5 and 1."""
+    made = still(given, Table([[-1.0, -2.0], [-3.0]], **columns), f"algorithm.terms=[{{type: kl, {term}}}]")
+    made.move(logp=[[0.5, -0.5], [1.0]])  # the reference is what the run started from
+    rollouts = made.prepare()
+    close(rollouts.ref_logp.where(rollouts.mask, 0), [[-1.0, -2.0], [-3.0, 0.0]])
+    return made
+
+
+ESTIMATORS = [
+    ("k1", 0.5 - 0.5 + 1, [1, 1, 1]),
+    ("k2", (0.25 + 0.25 + 1) / 2, [0.5, -0.5, 1]),
+    ("k3", 0.106531 + 0.148721 + 0.367879, [0.393469, -0.648721, 0.632121]),  # exp(-d) - 1 + d; 1 - exp(-d)
+]
+
+
+@pytest.mark.parametrize(("estimator", "total", "slopes"), ESTIMATORS)
+def test_kl(given, estimator, total, slopes):
+    made = moved_from_reference(given, f"estimator: {estimator}, coefficient: 0.3")
+    close(made.learn(), 0.3 * total / 3)
+    close(made.gradient(), [[0.1 * slopes[0], 0.1 * slopes[1]], [0.1 * slopes[2], 0]])
+    close(made.metrics.result()["kl"], total / 3)
+
+
+def test_kl_is_by_default_k3_with_a_coefficient_of_a_hundredth(given):
+    made = moved_from_reference(given, "reset_every: null")
+    close(made.learn(), 0.01 * 0.623131 / 3)
+
+
+@pytest.mark.parametrize(("estimator", "value", "slope"), [("exact", 0.25 / 0.5, 0.5 / 0.25), ("velocity", 0.25, 1.0)])
+def test_kl_of_denoising_steps(given, estimator, value, slope):
+    """The mean moved by 0.5 from the reference, at a std of 0.5."""
+    table = Table([[-1.0], [-1.0]], prediction=[[0.3], [0.7]], std=[[0.5], [0.5]])
+    made = still(given, table, f"algorithm.terms=[{{type: kl, estimator: {estimator}, coefficient: 0.2}}]")
+    made.move(prediction=[[0.5], [-0.5]])
+    made.prepare()
+    close(made.learn(), 0.2 * value)
+    close(made.gradient("prediction"), [[0.2 * slope / 2], [-0.2 * slope / 2]])
+    close(made.gradient(), [[0.0], [0.0]])
+
+
+def test_entropy(given):
+    """A bonus: loss -0.3 H."""
+    table = Table([[-1.0, -2.0], [-3.0]], entropy=[[1.0, 2.0], [4.0]])
+    made = still(given, table, "algorithm.terms=[{type: entropy, coefficient: 0.3}]")
+    made.prepare()
+    close(made.learn(), -0.3 * 7 / 3)
+    close(made.gradient("entropy"), [[-0.1, -0.1], [-0.1, 0]])
+    close(made.gradient(), torch.zeros(2, 2))
+    close(made.metrics.result()["entropy"], 7 / 3)
+
+
+def test_likelihood_of_positive_rollouts(given):
+    # Advantages 1 and -1. Surrogate: -1, -1 and 1. Term: 0.3 x (1 + 2) of the good rollout alone.
+    table = Table([[-1.0, -2.0], [-3.0]], rewards=[2.0, 0.0])
+    made = given(table, *ONE, "algorithm.terms=[{type: likelihood, of: positive, coefficient: 0.3}]")
+    made.prepare()
+    close(made.learn(), (-1 + 0.9) / 3)
+    close(made.gradient(), [[-1.3 / 3, -1.3 / 3], [1 / 3, 0]])
+
+
+def test_likelihood_of_demonstrations_is_0_without_any(given):
+    table = Table([[-1.0, -2.0], [-3.0]])
+    made = still(given, table, "algorithm.terms=[{type: likelihood, coefficient: 0.3}]")
+    made.prepare()
+    close(made.learn(), 0.0)
+
+
+def test_view_kl(given):
+    """Both forwards get a gradient, of opposite signs, and none where the divergence is past the bound."""
+    # d = 0.5, -0.5, 2: k3 0.106531, 0.148721, 1.135335, the last at most 1.
+    table = Table([[-1.0, -1.0], [-1.0]], view=[[-1.5, -0.5], [-3.0]])
+    term = "{type: view_kl, coefficient: 0.3, bound: 1, view: {type: no_text}}"
+    made = still(given, table, f"algorithm.terms=[{term}]")
+    made.prepare()
+    close(made.learn(), -0.1 * (0.106531 + 0.148721 + 1))
+    close(made.gradient(), [[-0.1 * 0.393469, 0.1 * 0.648721], [0, 0]])
+    close(made.gradient("view"), [[0.1 * 0.393469, -0.1 * 0.648721], [0, 0]])
+    close(made.metrics.result()["view_kl"], (0.106531 + 0.148721 + 1.135335) / 3)  # before the bound
+
+
+def test_terms_add_up_with_the_surrogate(given):
+    table = Table([[-1.0], [-1.0]], rewards=[2.0, 0.0], entropy=[[3.0], [3.0]])
+    terms = "[{type: kl, estimator: k1, coefficient: 0.1}, {type: entropy, coefficient: 0.2}]"
+    made = given(table, *ONE, f"algorithm.terms={terms}")
+    made.move(logp=[[0.5], [1.0]])
+    made.prepare()
+    close(made.learn(), 0.0 + 0.1 * 0.75 - 0.2 * 3)
+    close(made.gradient(), [[(-1 + 0.1) / 2], [(1 + 0.1) / 2]])
+
+
+def test_a_term_is_reduced_as_the_loss_is(given):
+    table = Table([[-1.0, -2.0, -1.0], [-3.0]], entropy=[[1.0, 2.0, 3.0], [4.0]])
+    made = still(given, table, "algorithm.terms=[{type: entropy, coefficient: 1}]", "algorithm.reduce=sequence_mean")
+    made.prepare()
+    close(made.learn(), -(2 + 4) / 2)
+
+
+# --- shapers ---
+
+
+def shaped(given, table, shaper, *overrides):
+    made = given(table, *ONE, "algorithm.surrogate=reinforce", f"algorithm.shaping=[{shaper}]", *overrides)
+    return made, made.prepare()
+
+
+def test_entropy_bonus(given):
+    # A = 1, -1; A + min(0.4 H, |A| / 2): min(0.4, 0.5), min(0.8, 0.5), min(1.2, 0.5).
+    table = Table([[-1.0, -2.0], [-3.0]], rewards=[2.0, 0.0], entropy=[[1.0, 2.0], [3.0]])
+    made, rollouts = shaped(given, table, "entropy_bonus")
+    close(rollouts.advantages.where(rollouts.mask, 0), [[1.4, 1.5], [-0.5, 0]])
+    close(made.learn(), (-1.4 - 1.5 + 0.5) / 3)
+    close(made.gradient(), [[-1.4 / 3, -1.5 / 3], [0.5 / 3, 0]])
+    close(made.gradient("entropy"), torch.zeros(2, 2))
+
+
+def test_the_options_of_entropy_bonus(given):
+    # alpha 0.1, kappa 4: min(0.1, 0.25), min(0.2, 0.25), min(0.3, 0.25).
+    table = Table([[-1.0, -2.0], [-3.0]], rewards=[2.0, 0.0], entropy=[[1.0, 2.0], [3.0]])
+    _, rollouts = shaped(given, table, "{type: entropy_bonus, alpha: 0.1, kappa: 4}")
+    close(rollouts.advantages.where(rollouts.mask, 0), [[1.1, 1.2], [-0.75, 0]])
+
+
+def test_token_baseline(given):
+    # Weights of the first two rollouts: 1 - 2 x 0.5 + 0.5 = 0.5, then 0.5 + 1 - 1 + 0.25 = 0.75; 1 - 0.5 + 0.5 = 1.
+    # Token 0: baseline (0.5 x 1 + 1 x 0) / 1.5 = 1/3. Token 1 has one rollout: its own reward is the baseline.
+    # The second group is the same with rewards 0 and 4: baseline (0.5 x 0 + 1 x 4) / 1.5 = 8/3.
+    half, quarter = math.log(0.5), math.log(0.25)
+    table = Table(
+        [[half, half], [quarter], [half, half], [quarter]],
+        group=[0, 0, 1, 1],
+        rewards=[1.0, 0.0, 0.0, 4.0],
+        square_sum=[[0.5, 0.25], [0.5]] * 2,
+    )
+    made, rollouts = shaped(given, table, "token_baseline", "algorithm.baseline=none", "rollout.prompts=2")
+    close(rollouts.advantages, [[2 / 3, 0], [-1 / 3, 0], [-8 / 3, 0], [4 / 3, 0]])
+    close(made.learn(), -(2 / 3 - 1 / 3 - 8 / 3 + 4 / 3) / 6)
+    close(made.gradient()[:, 0], torch.tensor([-2, 1, 8, -4]) / 18)
+
+
+def test_token_baseline_weighs_by_all_tokens_so_far(given):
+    # Weights 0.5, 0.5 + 0.25 and 1, 1 + 1: at the second token the baseline is 0.75 x 1 / 2.75.
+    half, quarter = math.log(0.5), math.log(0.25)
+    table = Table([[half, half], [quarter, quarter]], rewards=[1.0, 0.0], square_sum=[[0.5, 0.25], [0.5, 0.5]])
+    _, rollouts = shaped(given, table, "token_baseline", "algorithm.baseline=none")
+    close(rollouts.advantages, [[2 / 3, 2 / 2.75], [-1 / 3, -0.75 / 2.75]])
+
+
+# --- masks ---
+
+
+def test_truncated_rollouts_leave_the_loss_and_the_statistics(given):
+    # Of the rewards 3 and 1 alone: advantages 1 and -1, over three decisions.
+    table = Table([[-1.0, -1.0], [-1.0], [-1.0, -1.0]], rewards=[3.0, 1.0, 100.0], truncated=[False, False, True])
+    made = given(table, *ONE, "rollout.group_size=3", "algorithm.masks=[truncated]")
+    rollouts = made.prepare()
+    close(rollouts.advantages[:, 0], [1.0, -1.0, 0.0])
+    close(made.learn(), (-2 + 1) / 3)
+    close(made.gradient(), [[-1 / 3, -1 / 3], [1 / 3, 0], [0, 0]])
+    found = made.metrics.result()
+    close(found["advantages/reward_mean"], 2.0)
+    close(found["advantages/reward_std"], math.sqrt(2))
+
+
+def test_without_the_mask_truncated_rollouts_count(given):
+    table = Table([[-1.0], [-1.0], [-1.0]], rewards=[3.0, 0.0, 6.0], truncated=[False, False, True])
+    made = given(table, *ONE, "rollout.group_size=3")
+    close(made.prepare().advantages, [[0.0], [-3.0], [3.0]])
+
+
+def test_truncated_rollouts_leave_the_terms_too(given):
+    table = Table([[-1.0], [-1.0]], entropy=[[1.0], [5.0]], truncated=[False, True])
+    made = still(given, table, "algorithm.terms=[{type: entropy, coefficient: 1}]", "algorithm.masks=[truncated]")
+    made.prepare()
+    close(made.learn(), -1.0)
+    close(made.gradient("entropy"), [[-1.0], [0.0]])
+
+
+ENTROPIES = [("0.5", [[0, 1], [1, 0]]), ("0.75", [[0, 1], [1, 1]]), ("0.2", [[0, 1], [0, 0]])]
+
+
+@pytest.mark.parametrize(("share", "kept"), ENTROPIES)
+def test_entropy_share(given, share, kept):
+    """The decisions in doubt are kept, and they alone are counted in the denominator."""
+    table = Table([[-1.0, -1.0], [-1.0, -1.0]], rewards=[2.0, 0.0], entropy=[[0.1, 0.9], [0.5, 0.3]])
+    made = given(table, *ONE, f"algorithm.masks=[{{type: entropy_share, share: {share}}}]")
+    made.prepare()
+    made.learn()
+    kept = torch.tensor(kept)
+    close(made.gradient(), torch.tensor([[-1.0], [1.0]]) * kept / kept.sum())
+
+
+def test_entropy_is_ranked_over_all_ranks_and_only_where_it_counts(given):
+    """The third decision is no decision: its garbage would be the last of all, or the first."""
+    table = Table([[-1.0, -1.0, -1.0], [-1.0]], rewards=[2.0, 0.0], entropy=[[0.1, 0.9, 0.2], [0.5]])
+    made = given(table, *ONE, "rollout.prompts=2", "algorithm.masks=[{type: entropy_share, share: 0.5}]", world=2)
+    assert made.prepare().mask.tolist() == [[False, True, False], [True, False, False]]  # 4 of 8, two here
+
+
+# Deviations of logp 2, -2, 0 (mean -2); of the advantages 2/3, 2/3, -4/3 (mean 1/3): covariances 4/3, -4/3, 0.
+COVARIANCES = [("low: 1, high: 5", False), ("low: 1.4, high: 5", True), ("low: 0.1, high: 1.2", True)]
+
+
+@pytest.mark.parametrize(("bounds", "kept"), COVARIANCES)
+def test_covariance_clip(given, bounds, kept):
+    table = Table([[0.0, -4.0], [-2.0]], rewards=[2.0, 0.0])
+    made = given(table, *ONE, f"algorithm.masks=[{{type: covariance_clip, share: 0.4, {bounds}}}]")
+    rollouts = made.prepare()
+    assert rollouts.mask.tolist() == [[kept, True], [True, False]]
+    made.learn()
+    n = 2 + kept
+    close(made.gradient(), [[-kept / n, -1 / n], [1 / n, 0]])
+
+
+@pytest.mark.parametrize(("share", "dropped"), [("0.3", 1), ("0.5", 2), ("0.9", 2)])
+def test_covariance_clip_leaves_out_a_share(given, share, dropped):
+    # Deviations 1, 0, 0, -1 and 1, 1, -1, -1: two covariances of 1. Of 4 decisions 1, 2 or 3 may go.
+    table = Table([[0.0, -1.0], [-1.0, -2.0]], rewards=[2.0, 0.0])
+    made = given(table, *ONE, f"algorithm.masks=[{{type: covariance_clip, share: {share}, low: 0.9}}]")
+    mask = made.prepare().mask
+    assert int((~mask).sum()) == dropped
+    assert mask[0, 1] and mask[1, 0]
+
+
+def test_who_is_dropped_is_drawn_anew_each_step_and_seed(given):
+    table = Table([[0.0, -1.0], [-1.0, -2.0]], rewards=[2.0, 0.0])
+    options = "algorithm.masks=[{type: covariance_clip, share: 0.3, low: 0.9}]"
+    drawn = [[bool(given(table, *ONE, options, f"seed={seed}").prepare(step=s).mask[0, 0]) for s in range(6)]
+             for seed in (0, 0, 1)]  # fmt: skip
+    assert drawn[0] == drawn[1] and len({True, False} & set(drawn[0])) == 2
+    assert drawn[0] != drawn[2]

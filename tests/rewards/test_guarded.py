@@ -1,0 +1,110 @@
+import logging
+import math
+import threading
+import time
+
+import pytest
+import torch
+
+from mmrl.errors import UserError, told
+from mmrl.rewards import RewardSet, RewardSpec, guarded
+from mmrl.rewards.failures import Failure, Failures
+from mmrl.rollouts import Prompt, Sample
+
+HERE = "tests.rewards.hostile"
+BY_WORD, BATCH, LAZY = f"{HERE}:by_word", f"{HERE}:Batch", f"{HERE}:Lazy"
+
+
+def samples(*words):
+    return [Sample(Prompt(f"p{i}", "question"), word) for i, word in enumerate(words)]
+
+
+def scores(*words, group=None, name=BY_WORD, **options):
+    rewards = RewardSet([RewardSpec(name=name, label="own", deadline_s=0.5, **options)])
+    values = rewards.score(samples(*words), group)[:, 0].tolist()
+    return [None if math.isnan(value) else value for value in values], rewards.components[0]
+
+
+def test_a_fault_costs_its_sample_and_is_told_by_reward_and_prompt(caplog):
+    with caplog.at_level(logging.WARNING, "mmrl"):
+        values, own = scores("good", "raise", "exit", "interrupt", "huge", "good")
+    assert values == [1, None, None, None, None, 1]
+    assert own.failures.causes == {"error": 3} and own.failures.prompts == {"p1": 1, "p2": 1, "p3": 1}
+    assert len(caplog.messages) == 1  # the first of its cause
+    assert caplog.messages[0].startswith("reward own failed on prompt p1: KeyError: 'nothing there' (hostile.py:")
+
+
+def test_ten_and_a_hundred_failures_are_told_again(caplog):
+    failures = Failures("own")
+    with caplog.at_level(logging.WARNING, "mmrl"):
+        for one in samples(*["x"] * 120):
+            failures.lost(one, Failure("error", "no"))
+    assert [message.split("number ")[1].split(",")[0] for message in caplog.messages] == ["1", "10", "100"]
+
+
+@pytest.mark.parametrize("word", ["spin", "sleep"])
+def test_what_takes_too_long_costs_its_sample(word):
+    start = time.monotonic()
+    values, own = scores("good", word, "good")
+    assert values == [1, None, 1] and own.failures.causes == {"deadline": 1}
+    assert 0.5 <= time.monotonic() - start < 5
+    assert scores(word, "good", on_timeout="lowest")[0] == [0, 1]
+
+
+def test_a_thread_that_spins_ends_and_one_that_cannot_be_ended_is_left(monkeypatch):
+    monkeypatch.setattr(guarded, "MOST_STUCK", 1)
+    _, own = scores("spin", "spin", "spin")
+    assert not own._stuck and own.failures.causes == {"deadline": 3}
+    with pytest.raises(UserError, match="reward 'own': 2 of its calls still run .* set isolated: true"):
+        scores("stubborn", "stubborn", "good")
+
+
+def test_own_rewards_share_one_thread():
+    before = threading.active_count()
+    scores(*["good"] * 50)
+    assert threading.active_count() <= before + 1
+
+
+def test_a_user_error_ends_the_run():
+    with pytest.raises(UserError, match="reward 'own': the server is down"):
+        scores("good", "user error")
+    for word in ("seven", "list"):
+        with pytest.raises(UserError, match="reward 'own': expected one number a sample"):
+            scores("good", word)
+
+
+@pytest.mark.parametrize("name", [BATCH, LAZY])
+def test_of_a_batch_only_what_raises_by_itself_is_lost(name):
+    values, own = scores(*["good"] * 5, "raise", "good", "good", "exit", name=name)
+    assert values == [1] * 5 + [None, 1, 1, None]
+    assert own.failures.causes == {"error": 2} and own.failures.prompts.keys() == {"p5", "p8"}
+
+
+def test_batches_are_halved_only_where_they_raise():
+    _, own = scores(*["good"] * 8, name=BATCH)
+    assert own.reward.calls == [8]
+    _, own = scores("raise", *["good"] * 7, name=BATCH)
+    assert own.reward.calls == [8, 4, 2, 1, 1, 2, 4]
+
+
+def test_a_batch_that_takes_too_long_is_lost_and_so_is_a_group_that_raises():
+    values, own = scores("good", "sleep", "good", name=BATCH)
+    assert values == [None] * 3 and own.failures.causes == {"deadline": 3}
+    group = torch.tensor([0, 0, 1, 1])
+    values, own = scores("good", "raise", "good", "good", name=BATCH, options={"scope": "group"}, group=group)
+    assert values == [None, None, 1, 1] and own.reward.calls == [2, 2]
+
+
+def test_a_wrong_number_of_values_ends_the_run():
+    with pytest.raises(UserError, match="reward 'own': gave 1 values for 2 samples"):
+        scores("too few", "good", name=BATCH)
+
+
+def test_an_error_without_a_text_is_told_in_one_line():
+    class Awkward(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    assert told(Awkward()) == "Awkward: (its text raises RuntimeError)"
+    assert told(ValueError("a\nb \ud83d" + "x" * 999)).startswith("ValueError: a b \\ud83d")
+    assert len(told(ValueError("x" * 999)).splitlines()) == 1 and len(told(ValueError("x" * 999))) <= 300

@@ -1,0 +1,10 @@
+"""A task made from its section, as a run makes it."""
+
+from mmrl.tasks.settings import TaskSettings
+
+from mmrl.settings import choose
+
+
+def build(kind, options, seed):
+    """The task of type `kind`. Raises ValueError naming the key at fault, and as the task does."""
+    return choose(TaskSettings, {"type": kind, **options}, ("task",)).build(seed)

@@ -1,0 +1,75 @@
+"""What `mmrl config` and `mmrl methods` know: every key has a meaning, every method a test; messages name real keys."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from mmrl.config import Config
+from mmrl.errors import UserError
+from mmrl.reference import _collected, describe_keys, describe_methods, first_sentence, methods, vars_of
+
+ROOT = Path(__file__).parent.parent
+SECTIONS = (*Config.model_fields, "denoising", "action")
+KEY = re.compile(rf"(?<![\w.])(?:{'|'.join(SECTIONS)})(?:\.[a-z_]+(?:\.[0-9*]+)?)+(?==|\b)")
+
+
+FREE = {"model.processor", "task.options"}  # whose keys are another library's
+
+
+@pytest.fixture(scope="module")
+def known():
+    return _collected()
+
+
+def test_every_key_has_a_description(known):
+    lacking = [path for path, meanings in known.items() for m in meanings if not m.field.description]
+    assert lacking == []
+
+
+def test_every_method_has_a_sentence_and_a_test_that_exists():
+    for base, name, kind in methods():
+        assert first_sentence(kind), (base.title, name)
+        named = vars_of(kind, "test")
+        assert named == "" or (ROOT / named).exists(), (base.title, name, named)
+        if base.title in ("algorithm", "surrogate", "loss term", "advantage shaper", "mask", "transition"):
+            assert named, (base.title, name)
+
+
+def test_a_key_is_told_with_unit_default_bounds_and_jobs():
+    said = "\n".join(describe_keys("rollout.temperature"))
+    assert "default 1.0" in said and "gt=0" in said and "vision_language x grpo|ppo|contrast|matching" in said
+    assert "steps" in "\n".join(describe_keys("optim.hold_steps"))
+    assert len(describe_keys("optim")) == sum(path.startswith("optim.") for path in _collected()) > 10
+    with pytest.raises(UserError, match="did you mean rollout.temperature"):
+        describe_keys("rollout.temprature")
+
+
+def test_a_method_is_told_with_equation_source_and_options():
+    said = "\n".join(describe_methods("cispo"))
+    assert "-clamp(r, 1 - low, 1 + high) A dlogp" in said and "2506.13585" in said and "high (default 0.28)" in said
+    with pytest.raises(UserError, match="did you mean cispo"):
+        describe_methods("cisp")
+
+
+def texts(path):
+    """The string constants of a module that are no docstrings; what is filled in stands as *."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(v.value if isinstance(v, ast.Constant) else "*" for v in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.value
+
+
+def test_messages_name_keys_that_exist(known):
+    wrong = []
+    for folder in ("mmrl", "tasks", "sims"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for text in texts(path):
+                for key in KEY.findall(text):
+                    free = key.rpartition(".")[0] in FREE or key.endswith("*")
+                    if not free and key not in known and not any(k.startswith(f"{key}.") for k in known):
+                        wrong.append(f"{path.relative_to(ROOT)}: {key}")
+    assert sorted(set(wrong)) == []
