@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -71,8 +72,10 @@ def main() -> None:
 
 
 def train(config: str, run: Path, seed: int, *overrides: str) -> float:
-    """Unless that was done before; returns its seconds."""
+    """Unless that was done before; returns its seconds. A run that did not reach its end is made anew: gone on with it
+    would seem shorter than it was."""
     if not (run / "seconds").is_file():
+        shutil.rmtree(run, ignore_errors=True)
         started = time.monotonic()
         mmrl("train", f"configs/{config}.yaml", f"seed={seed}", f"run_dir={run}", *overrides)
         (run / "seconds").write_text(str(time.monotonic() - started))
