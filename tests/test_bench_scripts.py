@@ -6,11 +6,14 @@ import argparse
 import importlib
 import json
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 from mmrl import cli
@@ -239,3 +242,20 @@ def test_a_learning_curve_is_drawn(tmp_path):
     finish(tmp_path / "run")
     learning_curve.main(str(tmp_path / "curve.png"), [str(tmp_path / "run")])
     assert Image.open(tmp_path / "curve.png").size == (770, 352)
+
+
+def test_the_quickstart_trains_from_the_base_that_it_makes(tmp_path):
+    """The script itself, where nothing is to be set up and `mmrl` prints the configuration instead of training."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "quickstart.sh", tmp_path / "scripts")
+    (tmp_path / "scripts" / "setup.sh").write_text("true")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    command = tmp_path / ".venv" / "bin" / "mmrl"
+    command.parent.mkdir(parents=True)
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m mmrl "$@" --print-config\n')
+    command.chmod(0o755)
+    script = ["bash", str(tmp_path / "scripts" / "quickstart.sh"), "steps=3", "seed=5"]
+    printed = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    base, run = (yaml.safe_load(part) for part in re.split(r"(?=^run_dir:)", printed, flags=re.M)[1:])
+    assert (base["seed"], run["seed"], run["steps"]) == (5, 5, 3) and base["steps"] == 200
+    assert run["model"]["path"] == f"{base['run_dir']}/final" and run["algorithm"]["type"] == "grpo"
