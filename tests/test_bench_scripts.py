@@ -28,9 +28,10 @@ SCRIPTS = [path for folder in ("bench", "readme") for path in sorted((ROOT / "sc
 BEFORE = {"step": 0, "evaluation/n": 200.0, "evaluation/accuracy": 0.25} | {
     f"evaluation/guard/{name}": 0.5 for name in image_digits.GUARDS
 }
-AFTER = BEFORE | {"step": 3, "evaluation/accuracy": 0.75}
+AFTER = BEFORE | {"step": 4, "evaluation/accuracy": 0.75}
 TIMES = {f"time/{name}": 2.0 for name in ("step", "rollout", "update", "synchronise")}
-STEPS = [{"step": step, "loss": 0.5, "correction/logp_gap": 0.1 * step, **TIMES} for step in (1, 2, 3)]
+GAPS = {1: 0.8, 2: 0.9, 3: 0.4, 4: 0.1}  # the first two steps warm up
+STEPS = [{"step": step, "loss": 0.5, "correction/logp_gap": gap, **TIMES} for step, gap in GAPS.items()]
 
 
 class Composed:
@@ -91,7 +92,7 @@ def test_a_script_imports(path):
 def test_each_way_to_generate_is_composed_from_one_base(composed, table, tmp_path):
     rows = table(vllm_learning, "--seeds", 1, "--runs", tmp_path, "--steps", 7, "rollout.prompts=4")
     assert [row[:4] for row in rows] == [[arm, "0", "0.250", "0.750"] for arm in vllm_learning.ARMS]
-    assert {row[-1] for row in rows} == {"3.0e-01"}  # of the third step: the first two warm up
+    assert {row[-1] for row in rows} == {"4.0e-01"}
     arms = {arm: composed.configs[str(tmp_path / f"{arm}-0")] for arm in vllm_learning.ARMS}
     assert {config.model.path for config in arms.values()} == {str(tmp_path / "base-0" / "final")}
     assert {(config.steps, config.rollout.prompts) for config in arms.values()} == {(7, 4)}
@@ -163,7 +164,7 @@ def test_the_arms_of_the_comparison_with_trl_get_the_questions_that_mmrl_draws(b
 
     monkeypatch.setattr(cli, "train", train)
     monkeypatch.setattr("mmrl.trainer.Trainer", Trainer)  # puts back what the script replaces
-    assert visual_qa.train_mmrl(bench_options)[2] == [0.5] * 3
+    assert visual_qa.train_mmrl(bench_options)[2] == [0.5] * 4
     config = made[0]
     assert (config.algorithm.type, config.group_size, config.engine.micro_batch) == ("grpo", 8, 128)
     assert config.checkpoint.every == config.log.samples_every == 0  # TRL saves nothing either
