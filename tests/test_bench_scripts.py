@@ -13,14 +13,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 
+import mmrl.kernels
 from mmrl import cli
 from mmrl.config import load
 from mmrl.settings import plain
 from mmrl.trainer import Trainer
-from scripts.bench import flow, generation, image_digits, kernels, simulators, visual_qa, vllm_learning
+from scripts.bench import end_to_end, flow, generation, image_digits, kernels, manipulation, visual_qa, vllm_learning
 from scripts.readme import before_after, learning_curve
 from tests.command_line import ROOT
 
@@ -84,8 +86,8 @@ def table(monkeypatch, capsys):
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=[f"{path.parent.name}/{path.stem}" for path in SCRIPTS])
 def test_a_script_imports(path):
-    if path.stem == "robots" or path.stem == "episodes":
-        pytest.importorskip("mujoco")  # with imageio, of the same extra
+    if path.stem in ("robots", "simulators", "episodes"):
+        pytest.importorskip("mujoco")  # with gymnasium and imageio, of the same extra
     assert importlib.import_module(f"scripts.{path.parent.name}.{path.stem}").__doc__
 
 
@@ -102,8 +104,6 @@ def test_each_way_to_generate_is_composed_from_one_base(composed, table, tmp_pat
 
 
 def test_end_to_end_trains_with_both_backends(composed, table, tmp_path):
-    from scripts.bench import end_to_end
-
     rows = table(end_to_end, "--runs", tmp_path, "--rounds", 1)
     assert [row[1:] for row in rows] == [["2.000, 2.000", "2.000, 2.000", "0e+00"]] * 3
     assert [row[0].strip("`") for row in rows] == list(end_to_end.SHORT)
@@ -124,8 +124,6 @@ def test_every_recipe_for_pictures_is_composed(data, composed, table, tmp_path):
 
 
 def test_every_recipe_for_robots_is_composed(composed, table, tmp_path):
-    from scripts.bench import manipulation
-
     (tmp_path / "token-0" / "checkpoints").mkdir(parents=True)  # of a run that was interrupted
     rows = table(manipulation, "--seeds", 1, "--runs", tmp_path, "--recipes", ",".join(manipulation.RECIPES), "steps=3")
     assert [row[0] for row in rows] == list(manipulation.RECIPES)
@@ -207,7 +205,18 @@ def test_the_price_of_each_way_to_train_a_flow_model_is_counted(table):
     assert [row[0] for row in rows[6:]] == ["one pass for all steps", "one pass a step"]
 
 
-def test_every_operator_is_timed(table):
+@pytest.fixture
+def compiled():
+    """Puts back what the script chooses for its process."""
+    if not shutil.which("g++"):
+        pytest.skip("C++ kernels need g++")
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    mmrl.kernels.use("auto")
+
+
+def test_every_operator_is_timed(table, compiled):
     rows = table(kernels, "--threads", 1, "--rounds", 1, "--scale", 0.01, "--no-compile")
     operators = {re.split(r"[ ,]", row[0])[0] for row in rows}
     assert operators == {
@@ -223,6 +232,8 @@ def test_every_operator_is_timed(table):
 
 def test_the_tabletop_of_the_bench_is_one_that_can_be_made():
     pytest.importorskip("mujoco")
+    from scripts.bench import simulators
+
     options = argparse.Namespace(libero_python=None)
     with simulators.make("tabletop", options, 2) as sim:
         sim.reset([0, 1], [simulators.SETTINGS["tabletop"][2]] * 2)
