@@ -73,6 +73,7 @@ class IsolatedReward:
         _LIVE.add(self)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
+        self.failures.begin()
         with ThreadPoolExecutor(self.workers, "isolated-reward") as pool:
             return list(pool.map(self._score, samples))
 
@@ -85,6 +86,8 @@ class IsolatedReward:
                 self._nursery = None
 
     def _score(self, sample: Sample) -> Score:
+        if (skipped := self.failures.skips()) is not None:
+            return self.failures.lost(sample, skipped)
         stripped = sample if self.images else replace(sample, prompt=replace(sample.prompt, images=()))
         nursery = self._opened()
         idle = self._idle
@@ -93,7 +96,7 @@ class IsolatedReward:
             worker = worker or nursery.enlist()
             answer = worker.ask(stripped, self.deadline_s)
         except TimeoutError:
-            answer = Failure("deadline", f"no answer in {self.deadline_s:g} s")
+            answer = self.failures.waited(self.deadline_s)
         except (ConnectionError, ValueError) as error:
             answer = Failure("crash", f"its process ended or answered nonsense ({' '.join(str(error).split())})")
         except UserError:
