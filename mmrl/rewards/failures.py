@@ -51,8 +51,8 @@ class Failures:
             waits = self._waits
         if waits == self.most_late:
             _log.warning(
-                "reward %s gave no answer in %g s %d times in one batch: of what is left of the batch nothing is tried, "
-                "and its score is %s (max_timeouts)",
+                "reward %s gave no answer in %g s %d times in one batch (max_timeouts): of what is left of the batch "
+                "nothing is tried, and its score is %s",
                 self.name,
                 limit_s,
                 waits,

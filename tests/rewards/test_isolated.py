@@ -58,6 +58,10 @@ def obey(sample):
         leave_children(3, own_session=True)
         if rest == "hang":
             signal.pause()
+    if word == "children":
+        leave_children(int(rest), own_session=True)
+        time.sleep(2)
+        return 1.0
     if word == "exit":
         os._exit(3)
     if word == "leave":
@@ -271,6 +275,21 @@ def test_hard_limits_reach_the_worker(reward):
     """What binds root too is tried below."""
     space, cpu, core, tasks = ask(reward, *(f"limit RLIMIT_{name}" for name in ("AS", "CPU", "CORE", "NPROC")))
     assert 1 << 30 < space < 100 << 30 and 600 <= cpu <= 700 and core == 0 and 65 <= tasks < 100_000
+
+
+def test_processes_are_limited_for_root_too(caplog):
+    """Twenty children in sessions of their own are allowed, forty are not; nobody waits for the deadline."""
+    reward = obeying(limits=Limits(processes=30), deadline_s=20.0)
+    assert ask(reward, "children 20") == 1.0
+    before, start = family(nursery_of(reward)), time.monotonic()
+    with caplog.at_level("WARNING", "mmrl"):
+        assert ask(reward, "children 40") is None
+    assert time.monotonic() - start < 10 and reward.failures.causes.total() == 1
+    if os.geteuid() == 0:  # an ordinary user's fortieth child is refused by the kernel
+        assert "more than limits.processes=30" in caplog.text and reward.failures.causes == {"crash": 1}
+        assert len(family(nursery_of(reward)) & before) == 1  # only the nursery is left
+    assert ask(reward, "pid") is not None
+    reward.close()
 
 
 def test_memory_is_limited(reward):
