@@ -104,7 +104,7 @@ class IsolatedReward:
             raise
         if worker is not None and (worker.spent or (isinstance(answer, Failure) and answer.cause != "error")):
             why = nursery.dismiss(worker)
-            answer = Failure("crash", why) if why is not None else answer
+            answer = Failure("crash", why) if why is not None and isinstance(answer, Failure) else answer
             worker = None
         idle.put(worker)
         return self.failures.lost(sample, answer) if isinstance(answer, Failure) else answer
@@ -187,8 +187,9 @@ class Nursery:
             try:
                 self._control.settimeout(ORDER_S)
                 socket.send_fds(self._control, [ORDER.pack(kind, pid)], descriptors)
-                return receive_answer(self._control, ORDER_S)
-            except (OSError, ValueError) as error:
+                answer = receive_answer(self._control, ORDER_S)
+                return {"done": int(answer["done"]), "why": answer["why"]}
+            except (OSError, ValueError, KeyError) as error:
                 self._end()
                 raise ConnectionAbortedError(f"its nursery ended: {error!r}") from error
 

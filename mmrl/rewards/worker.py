@@ -1,7 +1,8 @@
 """The processes of an isolated reward: a nursery that forks workers, and workers that score (see `IsolatedReward`).
 
 An order to the nursery is one letter and a process id, with a socket where a worker shall be forked; its answer is
-{"done": process id}, with a "why" where the nursery itself has ended the worker. All answers are frames of at most MAX_ANSWER bytes of JSON.
+{"done": process id, "why": text where the nursery itself has ended that worker, else null}. All answers are frames of at
+most MAX_ANSWER bytes of JSON.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _watched(
         for pid in list(workers):
             if (count := tasks_below(pid)) > limits.processes:
                 _end(pid, workers)
-                ended[pid] = f"it had started {count} processes and threads, more than limits.processes={limits.processes}"
+                ended[pid] = f"{count} processes and threads of it are more than limits.processes={limits.processes}"
     data, sockets, *_ = socket.recv_fds(control, ORDER.size, 1)
     return (data, sockets) if data else None
 
