@@ -1,8 +1,8 @@
 """The processes of an isolated reward: a nursery that forks workers, and workers that score (see `IsolatedReward`).
 
 An order to the nursery is one letter and a process id, with a socket where a worker shall be forked; its answer is
-{"done": process id, "why": text where the nursery itself has ended that worker, else null}. All answers are frames of at
-most MAX_ANSWER bytes of JSON.
+{"done": process id, "why": text where the nursery itself has ended that worker, else null}. All answers are frames of
+at most MAX_ANSWER bytes of JSON.
 """
 
 from __future__ import annotations
