@@ -19,6 +19,8 @@ from typing import Any, ClassVar, TypeVar, Union
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from mmrl.errors import told
+
 Model = TypeVar("Model", bound="Section")
 Kind = TypeVar("Kind", bound="Choice")
 NOTHING: tuple[Any, ...] = (None, {}, [], ())
@@ -30,9 +32,10 @@ class SettingsError(ValueError):
 
 
 class Section(BaseModel):
-    """A part of a configuration. It can not be changed once it is made, and it has no key that it does not declare."""
+    """A part of a configuration. It can not be changed once it is made, has no key that it does not declare, and no
+    number that is not finite, unless the key allows it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Choice(Section):
@@ -161,10 +164,14 @@ def locate(target: str, key: str) -> Any:
     """What "package.module:name" names. Raises SettingsError naming the configuration's key."""
     module, _, name = target.partition(":")
     try:
-        return vars(importlib.import_module(module))[name]
-    except (ImportError, KeyError, ValueError) as error:
-        why = f"{module} has no {name}" if isinstance(error, KeyError) else str(error)
-        raise SettingsError(f"{key}={target}: no such object ({why}); expected package.module:name") from None
+        members = vars(importlib.import_module(module))
+    except (ImportError, ValueError) as error:
+        raise SettingsError(f"{key}={target}: no such object ({error}); expected package.module:name") from None
+    except Exception as error:  # any fault of a module of the user's own
+        raise SettingsError(f"{key}={target}: {module} can not be imported: {told(error)}") from None
+    if name not in members:
+        raise SettingsError(f"{key}={target}: no such object ({module} has no {name}); expected package.module:name")
+    return members[name]
 
 
 def with_types(model: type[Section], tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", action="store_true", help="every sixth")
     parser.add_argument("--only", nargs="*", default=[], help="tries whose kind or name holds one of the words")
+    parser.add_argument("--slice", nargs=2, type=int, default=(0, 100_000), help="of these tries, from and to")
     options = parser.parse_args()
     for module in PRELOADED:
         importlib.import_module(module)
@@ -75,7 +76,7 @@ def main() -> int:
         tries = list(every(folder))
         if options.only:
             tries = [t for t in tries if any(word in f"{t.kind}, {t.name}" for word in options.only)]
-        tries = tries[::6] if options.part else tries
+        tries = (tries[::6] if options.part else tries)[slice(*options.slice)]
         for one in carried_out(tries, folder / "logs"):
             table.case(one.kind, one.name, lambda one=one: one.outcome, REFUSED if one.wanted else ACCEPTED)
     return table.finish()
@@ -194,9 +195,17 @@ def commands(folder: Path, jobs: dict[str, Path]) -> Iterator[Try]:
             ("wrong key", ["eval", done, vqa, "evaluaton.prompts=2"], "did you mean evaluation?"),
             ("no prompts", ["eval", done, vqa, "evaluation.prompts=0"], "evaluation.prompts"),
             ("a run of another kind", ["eval", done, images], "done-visual_qa"),
-            ("a run of another head", ["eval", f"{folder}/done-robots", str(jobs["robots"]), "action.head=flow"], "action.head"),
+            (
+                "a run of another head",
+                ["eval", f"{folder}/done-robots", str(jobs["robots"]), "action.head=flow"],
+                "action.head",
+            ),
             ("another chunk", ["eval", f"{folder}/done-robots", str(jobs["robots"]), "action.chunk=3"], "action.chunk"),
-            ("other bins", ["eval", f"{folder}/done-robots", str(jobs["robots"]), "action.head.bins=16"], "action.head.bins"),
+            (
+                "other bins",
+                ["eval", f"{folder}/done-robots", str(jobs["robots"]), "action.head.bins=16"],
+                "action.head.bins",
+            ),
             ("empty folder", ["eval", f"{folder}/empty", vqa], "empty"),
             ("a file", ["eval", f"{folder}/good.jsonl", vqa], "good.jsonl"),
             ("a name with blanks", ["eval", "no such model", vqa], "no such model"),
@@ -271,12 +280,25 @@ def folders(folder: Path, config: Path) -> Iterator[Try]:
         return Try("run directories", name, ["train", str(config), f"run_dir={where}", *overrides], wanted)
 
     yield run("a run that has ended", "", copy("done-visual_qa"))
-    yield run("a run that has ended, not to be resumed", "checkpoint.resume", copy("done-visual_qa"), "checkpoint.resume=false")
+    yield run(
+        "a run that has ended, not to be resumed",
+        "checkpoint.resume",
+        copy("done-visual_qa"),
+        "checkpoint.resume=false",
+    )
     yield run("a longer run", "", copy("going"), "steps=3")
     yield run("a shorter run", "steps=1", copy("going"), "steps=1", "checkpoint.every=1")
-    for key in ("optim.eps=0.5", "seed=7", "rollout.group_size=4", "algorithm.surrogate.low=0.1", "optim.schedule=linear"):
+    for key in (
+        "optim.eps=0.5",
+        "seed=7",
+        "rollout.group_size=4",
+        "algorithm.surrogate.low=0.1",
+        "optim.schedule=linear",
+    ):
         yield run(f"resumed with {key}", key.split("=")[0], copy("going"), "steps=3", key)
-    yield run("resumed with another model", "model.build", copy("going"), "steps=3", "model.build=odd_parts:build_nothing")
+    yield run(
+        "resumed with another model", "model.build", copy("going"), "steps=3", "model.build=odd_parts:build_nothing"
+    )
     for name in ("config.yaml", "metrics.jsonl", "versions.json"):
         where = copy("going")
         (where / name).write_bytes(b"\0\xff{")

@@ -187,12 +187,20 @@ def questions(folder: Path) -> Cases:
     for number, (name, held) in enumerate((bad | fine).items()):
         path = rows(folder / f"questions-{number}.jsonl", *held)
         cases.append((name, f"task.data.train={path}", TAKEN if name in fine else path.name))
-    named = {"text.csv": b"a,b\n", "text.txt": b"a\n", "broken.parquet": b"PAR1 no", "empty.parquet": b"", "x.jsonl.gz": b""}
+    named = {
+        "text.csv": b"a,b\n",
+        "text.txt": b"a\n",
+        "broken.parquet": b"PAR1 no",
+        "empty.parquet": b"",
+        "x.jsonl.gz": b"",
+    }
     for name, data in named.items():
         (folder / name).write_bytes(data)
         cases.append((f"file {name}", f"task.data.train={folder}/{name}", name))
     parquet.write_table(pa.table({"problem": ["?"], "solution": ["1"]}), folder / "columns.parquet")
-    parquet.write_table(pa.table({"problem": pa.array([], pa.string()), "answer": pa.array([], pa.string())}), folder / "none.parquet")
+    parquet.write_table(
+        pa.table({"problem": pa.array([], pa.string()), "answer": pa.array([], pa.string())}), folder / "none.parquet"
+    )
     cases += [(f"file {n}", f"task.data.train={folder}/{n}", n) for n in ("columns.parquet", "none.parquet")]
     cases.append(("folder as a file", f"task.data.train={folder}/empty", "empty"))
     cases.append(("held-out file of other columns", f"task.data.eval={folder}/columns.parquet", "columns.parquet"))
@@ -378,9 +386,7 @@ def configurations(folder: Path, good: Path) -> list[tuple[str, Path, str]]:
         "anchors without an end": (b"a: &a [*a]\n", "config-17.yaml"),
         "many anchors": (
             b"a: &a [x,x,x,x,x,x,x,x,x]\n"
-            + b"".join(
-                f"{c}: &{c} [{','.join([f'*{chr(ord(c) - 1)}'] * 9)}]\n".encode() for c in "bcdefgh"
-            ),
+            + b"".join(f"{c}: &{c} [{','.join([f'*{chr(ord(c) - 1)}'] * 9)}]\n".encode() for c in "bcdefgh"),
             "config-18.yaml",
         ),
         "deep": (b"a: " + b"[" * 5000 + b"]" * 5000 + b"\n", "config-19.yaml"),
