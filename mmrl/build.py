@@ -9,7 +9,7 @@ from typing import Any
 from mmrl import kernels
 from mmrl.config import Config
 from mmrl.engine import Engine, Ranks
-from mmrl.errors import UserError
+from mmrl.errors import UserError, told
 from mmrl.generation.settings import VLLMGenerator
 from mmrl.protocols import Policy, SyncedGenerator, Task
 from mmrl.settings import SettingsError, locate
@@ -32,7 +32,11 @@ def build_policy(config: Config, task: Task) -> Policy:
     # Each rank writes its own copy: the function is deterministic and ranks may not share a disk.
     folder = tempfile.mkdtemp(prefix="mmrl-model-")
     try:
-        located(model.build, "model.build")(folder, seed=config.seed)
+        builder = located(model.build, "model.build")
+        try:
+            builder(folder, seed=config.seed)
+        except Exception as error:  # any fault of a function of the user's own
+            raise UserError(f"model.build={model.build} failed: {told(error)}") from error
         return load_policy(config, task, folder)
     finally:
         shutil.rmtree(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import os
@@ -172,6 +173,10 @@ def train(config: Any, *, dry: bool = False) -> int:
         if rank == 0:
             print(f"run_dir={folder} has reached its end already; raise steps, or name another run_dir", flush=True)
         return 0
+    if config.log.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"log.wandb={config.log.wandb}: wandb is not installed; pip install wandb, or set log.wandb=null"
+        )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)

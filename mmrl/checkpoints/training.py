@@ -25,6 +25,8 @@ BESIDE_TRAINING = {
     "engine.logp_chunk",
     "engine.max_bad_steps",
     "engine.timeout",
+    "rollout.max_idle_steps",
+    "rollout.max_unscored_steps",
 }
 # What a run may go on with changed: it is told to when it diverges, or is to be longer.
 MAY_CHANGE = BESIDE_TRAINING | {"steps", "optim.lr"}

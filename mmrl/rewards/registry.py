@@ -67,6 +67,8 @@ def build(
         raise ValueError(f"reward {name!r}: workers must be at least 1, not {workers}")
     reward: Reward | BatchReward
     target = load_object(name) if is_own(name) else None
+    if target is not None and not callable(target):
+        raise ValueError(f"reward {name!r} is no function and no class, but {type(target).__name__}")
     if target is not None and not inspect.isclass(target):
         _check_options(name, list(inspect.signature(target).parameters.values())[1:], options)
         reward = partial(target, **options)
