@@ -78,7 +78,10 @@ def main() -> int:
             tries = [t for t in tries if any(word in f"{t.kind}, {t.name}" for word in options.only)]
         tries = (tries[::6] if options.part else tries)[slice(*options.slice)]
         for one in carried_out(tries, folder / "logs"):
-            table.case(one.kind, one.name, lambda one=one: one.outcome, REFUSED if one.wanted else ACCEPTED)
+            wanted = REFUSED if one.wanted else ACCEPTED
+            if one.outcome != wanted:
+                print(f"{one.kind}, {one.name}: {one.outcome}", file=sys.stderr, flush=True)
+            table.case(one.kind, one.name, lambda one=one: one.outcome, wanted)
     return table.finish()
 
 
