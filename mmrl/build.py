@@ -6,6 +6,8 @@ import shutil
 import tempfile
 from typing import Any
 
+from safetensors import SafetensorError
+
 from mmrl import kernels
 from mmrl.config import Config
 from mmrl.engine import Engine, Ranks
@@ -60,9 +62,13 @@ def choose_kernels(config: Config) -> None:
 
 def load_policy(config: Config, task: Task, path: str) -> Policy:
     try:
-        return config.model.load(config, task, path)
-    except (OSError, ImportError, ValueError) as error:  # no weights, no processor, no flash attention, no such layer
+        policy = config.model.load(config, task, path)
+    except (OSError, ImportError, ValueError, SafetensorError) as error:  # no weights, no processor, no such layer
         raise UserError(f"model {path} can not be loaded: {error}") from None
+    bad = next((n for n, p in policy.module.named_parameters() if not p.isfinite().all()), None)
+    if bad is not None:
+        raise UserError(f"model {path}: the weights {bad} are not finite")
+    return policy
 
 
 def build_engine(config: Config, policy: Policy) -> Engine:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from mmrl.errors import told
 from mmrl.rewards import clip, http, images, judges, verifiers
 from mmrl.rewards.failures import Failures
 from mmrl.rewards.isolated import WORKERS, IsolatedReward
@@ -81,6 +82,10 @@ def build(
             reward = factory(**options)
         except ValueError as error:
             raise ValueError(f"reward {name!r}: {' '.join(str(error).split())}") from error
+        except Exception as error:  # any fault of a class of somebody's own
+            if not is_own(name):
+                raise
+            raise ValueError(f"reward {name!r} can not be made: {told(error)}") from error
     if isinstance(reward, BatchReward) and isolated:
         raise ValueError(f"reward {name!r} scores batches; isolated: true is for rewards that score one sample")
     if not isolated:
