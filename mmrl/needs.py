@@ -40,7 +40,8 @@ class Needs:
     that is not the one that is trained. reference: likelihoods under the reference policy, which
     the present policy becomes every so many steps of reference_resets. critic: a value of every
     observation. statistics: of decisions ("logp", "entropy", "square_sum"), before the advantages. whole_groups: every
-    micro-batch holds whole groups. views: other views of the prompt, under which responses are replayed.
+    micro-batch holds whole groups. views: other views of the prompt, under which responses are replayed. greedy: the
+    rewards of a greedy response to each prompt, as `Rollouts.extras["greedy"]`.
     """
 
     offers: frozenset[str] = frozenset()
@@ -51,6 +52,7 @@ class Needs:
     statistics: frozenset[str] = frozenset()
     whole_groups: bool = False
     views: tuple[View, ...] = ()
+    greedy: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(**{f.name: _either(vars(self)[f.name], vars(other)[f.name]) for f in fields(Needs)})

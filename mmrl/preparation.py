@@ -3,6 +3,8 @@ which of their decisions count."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,7 @@ class Preparation:
         self.config, self.policy, self.task, self.engine = config, policy, task, engine
         self.sampling_policy, self.reference = sampling_policy, reference
         self.algorithm, self.needs = config.algorithm, config.needs
+        self.memory: dict[str, Any] = {}  # of parts of the algorithm, from step to step; equal on all ranks
 
     def minibatches(
         self, rollouts: Rollouts, step: int, shuffle: torch.Generator, metrics: Metrics
@@ -51,6 +54,7 @@ class Preparation:
             gather=self.engine.gather,
             rank=self.engine.rank,
             seed=self.config.seed * 1_000_003 + step,
+            memory=self.memory,
         )
         for mask in self.algorithm.masks:
             if mask.of == "rollouts":

@@ -29,6 +29,8 @@ ALGORITHMS = ("grpo", "ppo", "supervised", "contrast", "matching")
 CHOICES = (
     "mmrl.algorithms.base:Algorithm",
     "mmrl.algorithms.surrogates:Surrogate",
+    "mmrl.algorithms.baselines:Baseline",
+    "mmrl.algorithms.transforms:Transform",
     "mmrl.algorithms.grouped:Scale",
     "mmrl.algorithms.grouped:Components",
     "mmrl.terms.base:Term",

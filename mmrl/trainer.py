@@ -258,6 +258,7 @@ class Trainer:
             "accuracies": self.accuracies,
             "controls": self.controls.state(),
             "batches": shared,
+            "memory": self.preparation.memory,
             "config": plain(self.config),
         }
         own = {"averages": {name: copy.state() for name, copy in self._copies().items()}, "pending": pending}
@@ -293,6 +294,7 @@ class Trainer:
             copy.load(own["averages"][name])
         self.batches.load(state["batches"], own["pending"])
         self.controls.load(state["controls"])
+        self.preparation.memory = state["memory"]
         self.step, self.best = state["step"], state["best"]
         self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]
         self.run.forget_after(self.step)

@@ -107,6 +107,9 @@ class Algorithm(Choice):
     def check(self, config: Config, offered: Capabilities) -> None:
         """Raises ValueError in one line for settings of other sections that do not fit."""
 
+    def check_rewards(self, names: list[str]) -> None:
+        """Raises ValueError in one line for a reward that is none of the task's."""
+
     # --- what it computes ---
 
     @abstractmethod
