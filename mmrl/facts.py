@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,9 +92,9 @@ class Batch:
         """[step] the counted ones of `values` [rollout, step], of all ranks."""
         return torch.cat(self._gather(values[mask]))
 
-    def generator(self) -> torch.Generator:
-        """For draws of this rank that depend on the run's seed, the step and the rank alone."""
-        return torch.Generator().manual_seed(self._seed * 1_000_003 + self._rank)
+    def generator(self, of: str = "") -> torch.Generator:
+        """For draws of this rank that depend on the run's seed, the step, the rank and what they are of alone."""
+        return torch.Generator().manual_seed(self._seed * 1_000_003 + self._rank + (zlib.crc32(of.encode()) << 20))
 
     def report(self, numbers: dict[str, float]) -> None:
         self.reports |= numbers

@@ -17,6 +17,7 @@ OFFERS = {
     "entropy": "an entropy of each decision (that of a Gaussian step of fixed width is constant)",
     "square_sum": "the sum of squared probabilities of each decision's distribution",
     "tokens": "decisions that are tokens",
+    "text": "responses in words",
     "divergence": "the exact divergence of each decision from the old policy",
     "gaussian": "decisions that are Gaussian steps of a chain",
     "velocity": "predictions of a denoiser",

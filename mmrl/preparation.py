@@ -69,6 +69,7 @@ class Preparation:
         )
         self.ask_others(rollouts, [rows for part in parts for rows in part])
         self.set_advantages(batch)
+        self.algorithm.prepare(batch)
         metrics.set(batch.reports)
         return [[rollouts.select(rows) for rows in part] for part in parts], batch
 

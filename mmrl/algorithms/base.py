@@ -116,6 +116,11 @@ class Algorithm(Choice):
     def advantages(self, batch: Batch) -> Tensor:
         """[rollout] or [rollout, decision], of this rank's rollouts."""
 
+    def prepare(self, batch: Batch) -> None:
+        """Lets its parts leave what they will need in the rollouts, when advantages and masks are known."""
+        for term in self.terms:
+            term.prepare(batch)
+
     @abstractmethod
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         """Values to minimise and statistics to average, [rollout, decision]; on the device of `replay`."""

@@ -205,7 +205,7 @@ class GroupedAlgorithm(RewardedAlgorithm):
         from mmrl.core.advantages import group_advantages
 
         rewards, weights, gates = self._gates_first(batch.fact("rewards"), batch.reward_weights, batch.reward_names)
-        shared = {
+        shared: dict[str, Any] = {
             "scale": self.scale.known,
             "lengths": batch.fact("length") if self.baseline.type == "length_weighted" else None,
             "buckets": self.scale.buckets(batch),

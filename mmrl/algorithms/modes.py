@@ -31,7 +31,7 @@ class Modes(Transform):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"tokens"}))
+        return Needs(offers=frozenset({"text"}))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.texts import similarity

@@ -32,6 +32,9 @@ class Term(Choice):
     def needs(self) -> Needs:
         return Needs()
 
+    def prepare(self, batch: Batch) -> None:
+        """Once a step, when advantages and masks are known: may leave columns in `batch.rollouts.extras`, as `key`."""
+
     @abstractmethod
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         """Values to minimise, coefficient included, and statistics to average; [rollout, decision] all of them."""
