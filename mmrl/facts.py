@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmrl.core.advantages import combined_reward
 from mmrl.rollouts import FRESH, Column, DecisionColumn, Rollouts, widened
+from mmrl.views import View
 
 
 class Batch:
@@ -67,6 +68,10 @@ class Batch:
         found = self.rollouts.extras[name]
         assert isinstance(found, Column | DecisionColumn)
         return found.values
+
+    def viewed(self, view: View) -> Tensor:
+        """[rollout, decision] of this rank: log-likelihoods under a view that a part asked for before them."""
+        return self.column(f"view {view.name}")
 
     def responses(self) -> list[str]:
         """The text of the responses of all ranks."""

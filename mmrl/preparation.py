@@ -16,7 +16,7 @@ from mmrl.errors import UserError
 from mmrl.facts import Batch
 from mmrl.metrics import Metrics
 from mmrl.protocols import Policy, Task
-from mmrl.rollouts import Replay, Rollouts
+from mmrl.rollouts import DecisionColumn, Replay, Rollouts
 
 Minibatch = list[Rollouts]  # its micro-batches
 
@@ -91,6 +91,12 @@ class Preparation:
                 logp = logp.where(brought.isnan(), brought)
             rollouts.old_logp, rollouts.old_prediction = logp, old.column("prediction")
             rollouts.old_entropy, rollouts.old_square_sum = old.column("entropy"), old.column("square_sum")
+        for view in self.needs.views_before:
+            with torch.no_grad(), applied(self.sampling_policy):
+                seen = Answers(self.policy, self.engine, self.policy.view(rollouts, view.change), parts)
+            logp = seen.column("logp")
+            assert logp is not None
+            rollouts.extras[f"view {view.name}"] = DecisionColumn(logp)
         if self.reference is not None:
             with torch.no_grad(), self.reference.applied():
                 reference = Answers(self.policy, self.engine, rollouts, parts, reference=True)

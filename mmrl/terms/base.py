@@ -25,6 +25,12 @@ class Term(Choice):
         "entropy": "mmrl.terms.entropy:Entropy",
         "likelihood": "mmrl.terms.likelihood:Likelihood",
         "view_kl": "mmrl.terms.view_kl:ViewKL",
+        "double_entropy": "mmrl.terms.double_entropy:DoubleEntropy",
+        "old_kl": "mmrl.terms.old_kl:OldKL",
+        "ema_kl": "mmrl.terms.ema_kl:EmaKL",
+        "difficulty_kl": "mmrl.terms.difficulty_kl:DifficultyKL",
+        "covariance_kl": "mmrl.terms.covariance_kl:CovarianceKL",
+        "likelihood_drop": "mmrl.terms.likelihood_drop:LikelihoodDrop",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
 
@@ -47,6 +53,13 @@ class Shaper(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "entropy_bonus": "mmrl.terms.entropy_bonus:EntropyBonus",
         "token_baseline": "mmrl.terms.token_baseline:TokenBaseline",
+        "stratified": "mmrl.terms.stratified:Stratified",
+        "set_diversity": "mmrl.terms.set_diversity:SetDiversity",
+        "entropy_redistribution": "mmrl.terms.entropy_redistribution:EntropyRedistribution",
+        "entropy_modulation": "mmrl.terms.entropy_modulation:EntropyModulation",
+        "self_process": "mmrl.terms.self_process:SelfProcess",
+        "long_wrong": "mmrl.terms.long_wrong:LongWrong",
+        "view_information": "mmrl.terms.view_information:ViewInformation",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
 
@@ -72,6 +85,8 @@ class Mask(Choice):
         "truncated": "mmrl.terms.truncated:Truncated",
         "entropy_share": "mmrl.terms.entropy_share:EntropyShare",
         "covariance_clip": "mmrl.terms.covariance_clip:CovarianceClip",
+        "token_budget": "mmrl.terms.token_budget:TokenBudget",
+        "best_of_group": "mmrl.terms.best_of_group:BestOfGroup",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
 

@@ -171,6 +171,14 @@ def test_modes(given):
     close(found, [1.1, 1.1, 1.4, 0.0])
 
 
+def test_sequence_entropy(given):
+    # Right: mean entropies 1 and 3 share 0.2 x 2 as 1/4 and 3/4. Wrong: 2 and 1/2, reciprocals 1/2 and 2, as 1/5, 4/5.
+    columns = dict(logp=[[-1.0, -1.0], [-1.0], [-1.0], [-1.0]], entropy=[[0.5, 1.5], [3.0], [2.0], [0.5]])
+    transform = "{type: sequence_entropy, beta_1: 2, beta_2: 0.2}"
+    found = advantages(given, [1.0, 1.0, 0.0, 0.0], transform, *BARE, size=4, **columns)
+    close(found, [2.1, 2.3, -0.08, -0.32])
+
+
 def test_transforms_follow_one_another_and_reach_every_component(given):
     # Places of the columns, each normalised on its own: both -1, 0, 1 and -1, 1, 0 over 0.5; added, over their std.
     table = Table([[-1.0]] * 3, rewards=[[1.0, 0.0], [3.0, 90.0], [50.0, 7.0]])
