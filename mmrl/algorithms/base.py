@@ -58,6 +58,10 @@ class Algorithm(Choice):
         "supervised": "mmrl.algorithms.supervised:Supervised",
         "contrast": "mmrl.algorithms.contrast:Contrast",
         "matching": "mmrl.algorithms.matching:Matching",
+        "preference": "mmrl.algorithms.preference:Preference",
+        "mixed_preference": "mmrl.algorithms.preference:MixedPreference",
+        "discriminative": "mmrl.algorithms.discriminative:Discriminative",
+        "reweighted_supervised": "mmrl.algorithms.reweighted:ReweightedSupervised",
     }
     test: ClassVar[str] = "tests/joints/test_surrogates.py"
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "groups"  # what it learns from
