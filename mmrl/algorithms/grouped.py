@@ -33,7 +33,7 @@ class Scale(Choice):
         "quantile_bucket_std": "mmrl.algorithms.quantile_buckets:QuantileBucketStd",
         "none": "mmrl.algorithms.grouped:NoScale",
     }
-    test: ClassVar[str] = "tests/core/test_advantages.py"
+    test: ClassVar[str] = "tests/joints/test_advantages.py"
     known: ClassVar[str]
 
     @property
