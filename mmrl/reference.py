@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -226,8 +226,10 @@ def describe_methods(asked: str | None) -> list[str]:
     found = list(methods())
     if asked is not None:
         chosen = [(base, name, kind) for base, name, kind in found if name == asked]
+        if asked in rewards():
+            return _reward_in_full(asked)
         if not chosen:
-            near = difflib.get_close_matches(asked, [name for _, name, _ in found], n=1)
+            near = difflib.get_close_matches(asked, [*(name for _, name, _ in found), *rewards()], n=1)
             raise UserError(
                 f"there is no method {asked}; {f'did you mean {near[0]}?' if near else 'mmrl methods lists all'}"
             )
@@ -235,6 +237,7 @@ def describe_methods(asked: str | None) -> list[str]:
     by_title: dict[str, list[str]] = {}
     for base, name, kind in found:
         by_title.setdefault(base.title, []).append(f"  {name:<18} {first_sentence(kind)}")
+    by_title["reward"] = [f"  {name:<18} {first_sentence(made)}" for name, made in rewards().items()]
     return [line for title, lines in by_title.items() for line in (f"{title}:", *lines, "")]
 
 
@@ -246,7 +249,22 @@ def methods() -> Iterator[tuple[type[Choice], str, type[Choice]]]:
             yield base, name, kind_of(base, {"type": name})
 
 
-def first_sentence(kind: type[Choice]) -> str:
+def rewards() -> dict[str, Callable[..., Any]]:
+    """What makes each shipped reward, by its name. They bring torch along, which the rest of this does without."""
+    from mmrl.rewards.registry import REWARDS
+
+    return REWARDS
+
+
+def _reward_in_full(name: str) -> list[str]:
+    made = rewards()[name]
+    options = [str(p) for p in inspect.signature(made).parameters.values()]
+    text = (inspect.getdoc(made) or "").splitlines()
+    return [f"{name} (reward, {made.__module__}:{made.__name__})", *(f"  {line}".rstrip() for line in text),
+            f"  options: {', '.join(options) or 'none'}"]  # fmt: skip
+
+
+def first_sentence(kind: Callable[..., Any]) -> str:
     text = " ".join((inspect.getdoc(kind) or "").split())
     return text.split(". ")[0].rstrip(".")
 

@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.config import Config
 from mmrl.errors import UserError
-from mmrl.reference import _collected, describe_keys, describe_methods, first_sentence, methods, vars_of
+from mmrl.reference import _collected, describe_keys, describe_methods, first_sentence, methods, rewards, vars_of
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = (*Config.model_fields, "denoising", "action")
@@ -73,6 +73,18 @@ def test_decisions_and_cost_follow_from_what_a_method_needs():
     assert "under the reference" in said("self_process") and "one more response a prompt" in said("greedy")
     assert "every view" in said("view_kl") and "micro-batches that hold whole groups" in said("preference")
     assert "cost: no pass of its own" in said("rank")
+
+
+def test_every_reward_says_what_it_is():
+    for name, made in rewards().items():
+        assert len(made.__doc__ or "") > 20, name
+    listed = "\n".join(describe_methods(None))
+    assert "reward:" in listed and "  boxes_matched      Intersection over union, 0 to 1, of all boxes" in listed
+    said = "\n".join(describe_methods("abstention"))
+    assert "guessing does not pay" in said
+    assert "wrong: 'float' = -1.0" in said
+    with pytest.raises(UserError, match="did you mean majority"):
+        describe_methods("majorty")
 
 
 def test_a_key_is_told_with_unit_default_bounds_and_jobs():
