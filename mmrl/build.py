@@ -19,9 +19,14 @@ from mmrl.settings import SettingsError, locate
 
 def build_task(config: Config) -> Task:
     try:
-        return config.task.build(config.seed)
+        task = config.task.build(config.seed)
     except (ValueError, OSError, ImportError) as error:
         raise UserError(f"task: {error}") from None
+    try:
+        config.algorithm.check_rewards(list(task.reward_names))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return task
 
 
 def build_policy(config: Config, task: Task) -> Policy:

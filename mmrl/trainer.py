@@ -223,8 +223,7 @@ class Trainer:
         values = metrics.result()
         self.judge_generator(values)
         self.controls.update(self.step, values)
-        if self.reference is not None and any(self.step % every == 0 for every in self.needs.reference_resets):
-            self.reference.take()
+        self.move_reference()
         values["throughput/rollouts_per_second"] = self.config.rollouts_per_step / values["time/step"]
         self.run.log(self.step, values)
         self.run.line(step_line(self.step, self.config.steps, values))
@@ -237,6 +236,14 @@ class Trainer:
             assert shown.advantages is not None
             columns["advantage"] = shown.advantages.mean(1).tolist()
             self.run.samples(f"train-{self.step:06d}", shown.samples, columns)
+
+    def move_reference(self) -> None:
+        """The reference becomes the present policy, or follows it, where a part asks for that."""
+        if self.reference is not None and any(self.step % every == 0 for every in self.needs.reference_resets):
+            self.reference.take()
+        for decay in self.needs.reference_decays:
+            assert self.reference is not None
+            self.reference.blend(decay)
 
     def judge_generator(self, values: dict[str, float]) -> None:
         """Adds what follows from the step's means. Raises UserError, on all ranks, if the engine that samples and the
@@ -261,6 +268,7 @@ class Trainer:
             "accuracies": self.accuracies,
             "controls": self.controls.state(),
             "batches": shared,
+            "memory": self.preparation.memory,
             "config": plain(self.config),
         }
         own = {"averages": {name: copy.state() for name, copy in self._copies().items()}, "pending": pending}
@@ -278,7 +286,7 @@ class Trainer:
 
     def _copies(self) -> dict[str, Shadow | Snapshot]:
         named: dict[str, Shadow | Snapshot | None] = {"ema": self.ema, "sampling_policy": self.sampling_policy}
-        if self.needs.reference_resets:  # without them the reference is what the run started from
+        if self.needs.reference_resets or self.needs.reference_decays:  # else it is what the run started from
             named["reference"] = self.reference
         return {name: copy for name, copy in named.items() if copy is not None}
 
@@ -296,6 +304,7 @@ class Trainer:
             copy.load(own["averages"][name])
         self.batches.load(state["batches"], own["pending"])
         self.controls.load(state["controls"])
+        self.preparation.memory = state["memory"]
         self.step, self.best = state["step"], state["best"]
         self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]
         self.run.forget_after(self.step)

@@ -13,6 +13,7 @@ FLOORS = [
     ["mmrl.core", "mmrl.rollouts", "mmrl.errors", "mmrl.lazy", "mmrl.seeds"],  # the words everyone above shares
     ["mmrl.settings", "mmrl.tree", "mmrl.files", "mmrl.records", "mmrl.placement"],
     ["mmrl.controls", "mmrl.sections", "mmrl.needs", "mmrl.prompt_samplers", "mmrl.views", "mmrl.samplers"],
+    ["mmrl.counterfactuals", "mmrl.curricula"],
     ["mmrl.sources", "mmrl.terms", "mmrl.facts", "mmrl.protocols"],
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.sims", "mmrl.report", "mmrl.collection"],
     ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics", "mmrl.tasks.settings"],
@@ -35,6 +36,8 @@ LIGHT = tuple(
         "collection",
         "config",
         "controls",
+        "counterfactuals",
+        "curricula",
         "errors",
         "lazy",
         "needs",

@@ -1,4 +1,4 @@
-"""Every key that a page names is one that some job has, and every command that it prints is valid. Those that need
+"""Every key that a page or a source names is one that some job has, and every command that it prints is valid. Those that need
 nothing but this machine run in `test_readme_commands.py`; the others are listed here by what they need."""
 
 import re
@@ -15,7 +15,8 @@ from tests.readme import PAGES, ROOT, printed
 from tests.test_readme_commands import RUN
 
 SECTIONS = (*Config.model_fields, "denoising", "action")
-KEY = re.compile(rf"\b(?:{'|'.join(SECTIONS)})\.[a-z_]+(?:\.[a-z_0-9]+)*(?==|`)(?<!\.py)")
+KEY = re.compile(rf"(?<![\w.])(?:{'|'.join(SECTIONS)})\.[a-z_]+(?:\.[a-z_0-9]+)*(?==|`)(?<!\.py)")
+SOURCES = ("mmrl", "tasks", "sims", "scripts/bench", "scripts/readme", "configs")  # attacks name wrong ones
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,14 @@ def known():
 def test_keys_on_a_page_exist(page, known):
     found = set(KEY.findall(page.read_text()))
     assert {key for key in found if key not in known} == set()
+
+
+def test_keys_in_sources_exist(known):
+    paths = [
+        path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".yaml")
+    ]
+    assert len(paths) > 200
+    assert {key: path for path in paths for key in KEY.findall(path.read_text()) if key not in known} == {}
 
 
 def test_the_pattern_finds_keys():

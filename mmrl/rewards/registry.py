@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mmrl.errors import told
-from mmrl.rewards import clip, http, images, judges, verifiers
+from mmrl.rewards import boxes, clip, credit, http, images, judges, pointing, verifiers
 from mmrl.rewards.failures import Failures
 from mmrl.rewards.isolated import WORKERS, IsolatedReward
 from mmrl.rewards.limits import Limits
@@ -23,6 +23,17 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "answer_tag": verifiers.answer_tag,
     "box_iou": verifiers.box_iou,
     "box_giou": verifiers.box_giou,
+    "boxes_matched": boxes.boxes_matched,
+    "labelled_boxes": boxes.labelled_boxes,
+    "average_precision": boxes.average_precision,
+    "point_inside": pointing.point_inside,
+    "interface_action": pointing.interface_action,
+    "region_iou": pointing.region_iou,
+    "several_choices": credit.several_choices,
+    "abstention": credit.abstention,
+    "majority": credit.Majority,
+    "tool_calls": credit.tool_calls,
+    "boxes_in_reasoning": credit.boxes_in_reasoning,
     "overlong_penalty": verifiers.overlong_penalty,
     "random": verifiers.random,
     "jpeg_compressibility": images.jpeg_compressibility,
@@ -39,7 +50,7 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
 }
 ISOLATED = frozenset({"math"})  # may hang, so they never run in this process
 DEADLINE_S = 5.0  # of a sample in an isolated reward
-LOWEST = {"box_giou": -1.0, "overlong_penalty": -1.0}  # scores; of all others 0
+LOWEST = {"box_giou": -1.0, "overlong_penalty": -1.0, "abstention": -1.0}  # scores; of all others 0
 
 
 def build(
