@@ -195,10 +195,21 @@ class Trainer:
         counted = int(result["evaluation/n"])
         self.run.line(f"evaluation at step {self.step}: held-out accuracy {accuracy:.4f} on {counted}{left_out}")
         self.accuracies[str(self.step)] = accuracy
-        if self.config.checkpoint.best and self.step > 0 and (self.best is None or accuracy > self.best):
-            self.best = accuracy
-            self.save_weights("best")
+        if self.config.checkpoint.best and self.step > 0:
+            self.keep_best(result)
         return result
+
+    def keep_best(self, result: dict[str, float]) -> None:
+        """Writes the weights, if no evaluation was better. Raises UserError for a metric that there is not."""
+        by, sign = self.config.checkpoint.best_by, 1 if self.config.checkpoint.best_is == "highest" else -1
+        if by not in result and by != "evaluation/accuracy":
+            raise UserError(
+                f"checkpoint.best_by={by} is no metric of this evaluation; it has {', '.join(sorted(result))}"
+            )
+        value = sign * result.get(by, 0.0)
+        if self.best is None or value > self.best:
+            self.best = value
+            self.save_weights("best")
 
     # --- log, save, resume, stop ---
 
