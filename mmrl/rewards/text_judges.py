@@ -35,7 +35,8 @@ class TextJudge(Judged):
 
     question: with {prompt}, and any of {response}, {answer} (extracted), {thinking} (inside <think>), {caption} (inside
     <info>), {gold} (the prompt's answer) and {criterion}. pictures: whether the judge sees those of the prompt. An
-    empty {thinking} or {caption} that the question asks for gets 0. None where the judge gives neither word any probability.
+    empty {thinking} or {caption} that the question asks for gets 0. None where the judge gives neither word any
+    probability.
     """
 
     scope: Literal["sample"] = "sample"
