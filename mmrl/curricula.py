@@ -232,7 +232,7 @@ class Volatility(Remembering):
                 self._spread[outcome.prompt] = before + self.decay * (std - before)
 
     def state(self) -> dict[str, Any]:
-        named = {"spread": self._spread, "visits": self._visits}
+        named: dict[str, dict[int, Any]] = {"spread": self._spread, "visits": self._visits}
         return super().state() | {name: {str(p): v for p, v in kept.items()} for name, kept in named.items()}
 
     def load(self, state: dict[str, Any]) -> None:
