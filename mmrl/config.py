@@ -26,7 +26,7 @@ from mmrl.needs import Needs, check, together
 from mmrl.policies.settings import ModelSettings
 from mmrl.policies.vlm.settings import VisionLanguageModel
 from mmrl.sections import Checkpoint, Evaluation, Kernels, Log
-from mmrl.settings import Section, SettingsError, kind_of, make, option, plain, with_types
+from mmrl.settings import Section, SettingsError, has_key, kind_of, make, option, plain, with_types, without_keys
 from mmrl.tasks.settings import TaskSettings
 from mmrl.tasks.visual_qa.settings import VisualQASettings
 from mmrl.tree import TreeError, merged, read_override, read_yaml
@@ -160,11 +160,28 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
 
 
 def laid_over(*layers: dict[str, Any]) -> dict[str, Any]:
-    """One tree of several, each laid over those before it. Raises TreeError."""
+    """One tree of several, each laid over those before it. null unsets a key, also one that the job does not have any
+    more because a layer chose another type. Raises TreeError."""
     tree: dict[str, Any] = {}
+    earlier: list[dict[str, Any]] = []
     for layer in layers:
         tree = merged(_with_types(tree), layer)
-    return tree
+        earlier.append(tree)
+    try:
+        return without_keys(job(tree), tree, lambda path: any(_had(before, path) for before in earlier))
+    except SettingsError:  # of which `validate` will tell
+        return tree
+
+
+def _had(tree: dict[str, Any], path: tuple[str, ...]) -> bool:
+    """Whether `tree` holds something at `path`, or is of a job that has that key."""
+    held: Any = tree
+    for key in path:
+        held = held.get(key) if isinstance(held, Mapping) else None
+    try:
+        return held is not None or has_key(job(tree), tree, path)
+    except SettingsError:
+        return False
 
 
 def _with_types(tree: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from mmrl.engine import Engine, Interruption, Shadow, applied, ramp, warmed_up
 from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
 from mmrl.evaluation import evaluate
-from mmrl.metrics import UNSCORED, Metrics, Silence, step_line
+from mmrl.metrics import UNSCORED, Metrics, Silence, Standstill, step_line
 from mmrl.preparation import Minibatch, Preparation, check_shape
 from mmrl.protocols import Policy, SyncedGenerator, Task
 from mmrl.report.run import Run
@@ -52,6 +52,7 @@ class Trainer:
         self.step = 0  # finished steps
         self.bad_steps = 0  # skipped updates in a row
         self.silence = Silence(config.rollout.longest_silence)
+        self.standstill = Standstill(config.rollout.max_idle_steps)
         self.best: float | None = None
         self.accuracies: dict[str, float] = {}  # held-out accuracy by step
         self.interruption = Interruption()  # SIGTERM or Ctrl-C, on this rank
@@ -233,25 +234,19 @@ class Trainer:
         values = metrics.result()
         self.judge_generator(values)
         self.controls.update(self.step, values)
-        self.move_reference()
+        self.preparation.move_reference(self.step)
         values["throughput/rollouts_per_second"] = self.config.rollouts_per_step / values["time/step"]
         self.run.log(self.step, values)
         self.run.line(step_line(self.step, self.config.steps, values))
         self.silence.judge(self.step, values)
+        if (idle := self.standstill.judge(self.step, values)) is not None:
+            self.run.line(idle)
         if due(self.step, self.config.log.samples_every):
             shown = rollouts.select(torch.arange(min(self.config.log.samples, len(rollouts))))
             columns = {} if shown.rewards is None else dict(zip(names, shown.rewards.T.tolist(), strict=True))
             assert shown.advantages is not None
             columns["advantage"] = shown.advantages.mean(1).tolist()
             self.run.samples(f"train-{self.step:06d}", shown.samples, columns)
-
-    def move_reference(self) -> None:
-        """The reference becomes the present policy, or follows it, where a part asks for that."""
-        if self.reference is not None and any(self.step % every == 0 for every in self.needs.reference_resets):
-            self.reference.take()
-        for decay in self.needs.reference_decays:
-            assert self.reference is not None
-            self.reference.blend(decay)
 
     def judge_generator(self, values: dict[str, float]) -> None:
         """Adds what follows from the step's means. Raises UserError, on all ranks, if the engine that samples and the

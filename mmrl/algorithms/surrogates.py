@@ -64,7 +64,7 @@ class Surrogate(Choice):
 class Clipped(Surrogate):
     """A surrogate that bounds the ratio on both sides."""
 
-    low: Control = number(0.2, "the ratio gains nothing below 1 - low", ge=0)
+    low: Control = number(0.2, "the ratio gains nothing below 1 - low", ge=0, le=1)
     high: Control = number(0.28, "the ratio gains nothing above 1 + high", ge=0)
 
     @property
@@ -123,7 +123,7 @@ class CISPO(Clipped):
     equation: ClassVar[str] = "gradient -clamp(r, 1 - low, 1 + high) A dlogp"
     source: ClassVar[str] = "MiniMax-M1, arXiv 2506.13585"
     type: str = "cispo"
-    low: Control = number(0.2, "smallest weight is 1 - low", ge=0)
+    low: Control = number(0.2, "smallest weight is 1 - low", ge=0, le=1)
     high: Control = number(0.28, "largest weight is 1 + high", ge=0)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:

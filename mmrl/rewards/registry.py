@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from mmrl.errors import told
 from mmrl.rewards import boxes, clip, credit, http, images, judges, pointing, text_judges, verifiers
 from mmrl.rewards.failures import Failures
 from mmrl.rewards.isolated import WORKERS, IsolatedReward
@@ -84,6 +85,8 @@ def build(
         raise ValueError(f"reward {name!r}: workers must be at least 1, not {workers}")
     reward: Reward | BatchReward
     target = load_object(name) if is_own(name) else None
+    if target is not None and not callable(target):
+        raise ValueError(f"reward {name!r} is no function and no class, but {type(target).__name__}")
     if target is not None and not inspect.isclass(target):
         _check_options(name, list(inspect.signature(target).parameters.values())[1:], options)
         reward = partial(target, **options)
@@ -96,6 +99,10 @@ def build(
             reward = factory(**options)
         except ValueError as error:
             raise ValueError(f"reward {name!r}: {' '.join(str(error).split())}") from error
+        except Exception as error:  # any fault of a class of somebody's own
+            if not is_own(name):
+                raise
+            raise ValueError(f"reward {name!r} can not be made: {told(error)}") from error
     if isinstance(reward, BatchReward) and isolated:
         raise ValueError(f"reward {name!r} scores batches; isolated: true is for rewards that score one sample")
     if not isolated:
