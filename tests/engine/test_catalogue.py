@@ -1,4 +1,4 @@
-"""Methods of the catalogue on a real, tiny model under DeepSpeed: what they remember is in checkpoints, and they train."""
+"""Methods of the catalogue on a real model under DeepSpeed: they train, and what they remember is in checkpoints."""
 
 import math
 
