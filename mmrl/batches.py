@@ -35,6 +35,7 @@ class Batches:
         self.source, self.rollout = task.train, config.rollout
         # Copies, for a default is shared by all configurations of the process.
         self.sampler = config.rollout.sampler.model_copy(deep=True)
+        self.sampler.look(self.source)
         self.sampler.start(len(self.source), config.seed)
         self.extras = [extra.model_copy(deep=True) for extra in self.rollout.extra_sources]
         for extra in self.extras:

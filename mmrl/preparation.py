@@ -102,6 +102,14 @@ class Preparation:
                 reference = Answers(self.policy, self.engine, rollouts, parts, reference=True)
             rollouts.ref_logp, rollouts.ref_prediction = reference.column("logp"), reference.column("prediction")
 
+    def move_reference(self, step: int) -> None:
+        """After `step` steps the reference becomes the present policy, or follows it, where a part asks for that."""
+        if self.reference is not None and any(step % every == 0 for every in self.needs.reference_resets):
+            self.reference.take()
+        for decay in self.needs.reference_decays:
+            assert self.reference is not None
+            self.reference.blend(decay)
+
     def set_advantages(self, batch: Batch) -> None:
         """Fills in the advantages, and leaves out decisions that a mask does not keep."""
         rollouts, algorithm = batch.rollouts, self.algorithm

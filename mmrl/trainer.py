@@ -196,10 +196,21 @@ class Trainer:
         counted = int(result["evaluation/n"])
         self.run.line(f"evaluation at step {self.step}: held-out accuracy {accuracy:.4f} on {counted}{left_out}")
         self.accuracies[str(self.step)] = accuracy
-        if self.config.checkpoint.best and self.step > 0 and (self.best is None or accuracy > self.best):
-            self.best = accuracy
-            self.save_weights("best")
+        if self.config.checkpoint.best and self.step > 0:
+            self.keep_best(result)
         return result
+
+    def keep_best(self, result: dict[str, float]) -> None:
+        """Writes the weights, if no evaluation was better. Raises UserError for a metric that there is not."""
+        by, sign = self.config.checkpoint.best_by, 1 if self.config.checkpoint.best_is == "highest" else -1
+        if by not in result and by != "evaluation/accuracy":
+            raise UserError(
+                f"checkpoint.best_by={by} is no metric of this evaluation; it has {', '.join(sorted(result))}"
+            )
+        value = sign * result.get(by, 0.0)
+        if self.best is None or value > self.best:
+            self.best = value
+            self.save_weights("best")
 
     # --- log, save, resume, stop ---
 
@@ -223,7 +234,7 @@ class Trainer:
         values = metrics.result()
         self.judge_generator(values)
         self.controls.update(self.step, values)
-        self.move_reference()
+        self.preparation.move_reference(self.step)
         values["throughput/rollouts_per_second"] = self.config.rollouts_per_step / values["time/step"]
         self.run.log(self.step, values)
         self.run.line(step_line(self.step, self.config.steps, values))
@@ -236,14 +247,6 @@ class Trainer:
             assert shown.advantages is not None
             columns["advantage"] = shown.advantages.mean(1).tolist()
             self.run.samples(f"train-{self.step:06d}", shown.samples, columns)
-
-    def move_reference(self) -> None:
-        """The reference becomes the present policy, or follows it, where a part asks for that."""
-        if self.reference is not None and any(self.step % every == 0 for every in self.needs.reference_resets):
-            self.reference.take()
-        for decay in self.needs.reference_decays:
-            assert self.reference is not None
-            self.reference.blend(decay)
 
     def judge_generator(self, values: dict[str, float]) -> None:
         """Adds what follows from the step's means. Raises UserError, on all ranks, if the engine that samples and the

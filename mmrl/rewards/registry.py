@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mmrl.errors import told
-from mmrl.rewards import boxes, clip, credit, http, images, judges, pointing, verifiers
+from mmrl.rewards import boxes, clip, credit, http, images, judges, pointing, text_judges, verifiers
 from mmrl.rewards.failures import Failures
 from mmrl.rewards.isolated import WORKERS, IsolatedReward
 from mmrl.rewards.limits import Limits
@@ -46,6 +46,12 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "hpsv2": clip.hpsv2,
     "vlm_judge": judges.VlmJudge,
     "vlm_preference": judges.VlmPreference,
+    "vlm_reference": text_judges.ReferenceJudge,
+    "answer_judge": text_judges.AnswerJudge,
+    "rubric_judge": text_judges.RubricJudge,
+    "consistency_judge": text_judges.ConsistencyJudge,
+    "caption_judge": text_judges.CaptionJudge,
+    "evidence_judge": text_judges.EvidenceJudge,
     "http": http.HttpReward,
 }
 ISOLATED = frozenset({"math"})  # may hang, so they never run in this process
