@@ -1,0 +1,125 @@
+"""Parts of tiny diffusers pipelines that are built in code: nothing is downloaded, nothing but the network is trained.
+
+A pipeline of them is of the class that users bring, and its folder loads in diffusers. Text encoders are random and
+frozen; what makes them useful is that a word's state has unit scale. The VAE is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
+
+PAD, UNKNOWN, START, END = "<pad>", "<unknown>", "<start>", "<end>"
+MARGIN = 1000.0  # of the channels that make a norm of the identity VAE a division by a constant, in units of a pixel
+
+
+def word_tokenizer(words: Sequence[str], max_length: int) -> PreTrainedTokenizerFast:
+    """One token a word, in lower case; commas and full stops are left out."""
+    known = {token: i for i, token in enumerate((PAD, UNKNOWN, START, END, *words))}
+    tokenizer = Tokenizer(models.WordLevel(known, unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), normalizers.Replace(",", " "), normalizers.Replace(".", " ")]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A {END}", special_tokens=[(START, known[START]), (END, known[END])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        bos_token=START,
+        eos_token=END,
+        model_max_length=max_length,
+    )
+
+
+def clip_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> CLIPTextModelWithProjection:
+    """A random CLIP text encoder whose states have unit scale: a fresh one's are small (std 0.08 behind its first
+    layer), and a network takes several times as long to learn to read them."""
+    encoder = CLIPTextModelWithProjection(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=tokenizer.model_max_length,
+            projection_dim=width,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    for name, parameter in encoder.named_parameters():
+        if "token_embedding" in name:
+            nn.init.normal_(parameter, std=1.0)
+        elif "position_embedding" in name:
+            nn.init.normal_(parameter, std=0.5)
+    return encoder
+
+
+def identity_vae(channels: int, size: int) -> AutoencoderKL:
+    """An AutoencoderKL whose latents are the pixels, [channels, size, size] in -1..1, by weights set by hand.
+
+    Its hidden channels are x, -x, M and -M. A group norm over all of them divides by a constant, M times the share of
+    the margins, as long as x is small beside M; and silu(y) - silu(-y) = y undoes the activation. The blocks between
+    add nothing.
+    """
+    hidden = 4 * channels  # x, -x and as many margins
+    vae = AutoencoderKL(
+        in_channels=channels,
+        out_channels=channels,
+        latent_channels=channels,
+        down_block_types=("DownEncoderBlock2D",),
+        up_block_types=("UpDecoderBlock2D",),
+        block_out_channels=(hidden,),
+        layers_per_block=1,
+        norm_num_groups=1,
+        sample_size=size,
+        scaling_factor=1.0,
+        shift_factor=0.0,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        mid_block_add_attention=False,
+        force_upcast=False,
+    )
+    silence_blocks(vae, ("conv2",))
+    for half in (vae.encoder, vae.decoder):
+        pass_through(half.conv_in, half.conv_norm_out, half.conv_out, channels, gain=MARGIN * 0.5**0.5)
+    return vae
+
+
+def silence_blocks(module: nn.Module, last: tuple[str, ...]) -> None:
+    """The layers of these names give 0, so that a residual block passes its input on."""
+    for name, part in module.named_modules():
+        if name.rsplit(".", 1)[-1] in last and isinstance(part, nn.Conv2d | nn.Conv3d):
+            nn.init.zeros_(part.weight)
+            assert part.bias is not None
+            nn.init.zeros_(part.bias)
+
+
+@torch.no_grad()
+def pass_through(enter: Any, norm: Any, leave: Any, channels: int, gain: float) -> None:
+    """conv_in writes x, -x and the margins; the norm multiplies by `gain` what it divided; conv_out reads x again."""
+    for part in (enter, leave):
+        part.weight.zero_()
+        part.bias.zero_()
+    norm.weight.fill_(gain)
+    norm.bias.zero_()
+    centre = tuple(size // 2 for size in enter.weight.shape[2:])
+    for c in range(channels):
+        enter.weight[(c, c, *centre)] = 1.0
+        enter.weight[(channels + c, c, *centre)] = -1.0
+        leave.weight[(c, c, *centre)] = 1.0
+        leave.weight[(c, channels + c, *centre)] = -1.0
+    margins = enter.bias[2 * channels :]
+    margins.copy_(torch.tensor([MARGIN, -MARGIN]).repeat(len(margins) // 2))
+
+
