@@ -1,6 +1,7 @@
 """Guards: what is measured beside a reward, because a policy that hacks the reward moves it.
 
-Each takes a batch of pictures [rollout, channel, height, width] in 0..1 and gives [rollout], float32. Pictures are
+Each takes a batch of pictures [rollout, channel, height, width] in 0..1, or where it says so of clips, and gives
+[rollout], float32. Pictures are
 clamped as a viewer would see them, but for `out_of_gamut`. A held-out second scorer is a reward of weight 0.
 """
 
@@ -46,6 +47,30 @@ def diversity(images: Tensor, group: Tensor) -> Tensor:
             distance = torch.cdist(members, members, compute_mode="donot_use_mm_for_euclid_dist")
             result[index] = distance.sum(1) / (len(index) - 1) / pixels.shape[1] ** 0.5
     return result
+
+
+def motion(clips: Tensor) -> Tensor:
+    """Mean absolute difference of a clip's neighbouring frames, [rollout]; clips [rollout, frame, channel, height, width].
+    0 for one frame."""
+    pixels = clips.float().clamp(0, 1)
+    if pixels.shape[1] < 2:
+        return pixels.new_zeros(len(pixels))
+    return pixels.diff(dim=1).abs().flatten(1).mean(1)
+
+
+def static(clips: Tensor, least: float = 0.01) -> Tensor:
+    """1 where a clip stands still: its `motion` is below `least`. A reward of single frames pays for such clips."""
+    return (motion(clips) < least).float()
+
+
+def flicker(clips: Tensor) -> Tensor:
+    """Mean absolute second difference in time of the frames' brightness, [rollout]: light that comes and goes. 0 where
+    a clip has fewer than three frames, and for what only moves."""
+    pixels = clips.float().clamp(0, 1)
+    if pixels.shape[1] < 3:
+        return pixels.new_zeros(len(pixels))
+    light = _luma(pixels.flatten(0, 1)).mean((1, 2)).view(pixels.shape[:2])
+    return light.diff(n=2, dim=1).abs().mean(1)
 
 
 def brightness(images: Tensor) -> Tensor:

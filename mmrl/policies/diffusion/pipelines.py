@@ -15,6 +15,7 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.families.base import BASE_FILE, Pipeline
+from mmrl.policies.diffusion.families.clips import Wan
 from mmrl.policies.diffusion.families.pictures import (
     Flux,
     QwenImage,
@@ -31,6 +32,7 @@ CLASSES: dict[str, type[Pipeline]] = {
     "QwenImagePipeline": QwenImage,
     "StableDiffusionPipeline": StableDiffusion,
     "StableDiffusionXLPipeline": StableDiffusionXL,
+    "WanPipeline": Wan,
 }
 
 

@@ -10,10 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    PreTrainedTokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
 PAD, UNKNOWN, START, END = "<pad>", "<unknown>", "<start>", "<end>"
 MARGIN = 1000.0  # of the channels that make a norm of the identity VAE a division by a constant, in units of a pixel
@@ -106,20 +113,86 @@ def silence_blocks(module: nn.Module, last: tuple[str, ...]) -> None:
 
 
 @torch.no_grad()
-def pass_through(enter: Any, norm: Any, leave: Any, channels: int, gain: float) -> None:
-    """conv_in writes x, -x and the margins; the norm multiplies by `gain` what it divided; conv_out reads x again."""
+def pass_through(enter: Any, norm: Any, leave: Any, channels: int, gain: float, margins: int | None = None) -> None:
+    """conv_in writes x, -x and the margins (None: in all channels that are left); the norm multiplies by `gain` what it
+    divided; conv_out reads x again. Where time is convolved too, the present is the last of its taps."""
     for part in (enter, leave):
         part.weight.zero_()
         part.bias.zero_()
-    norm.weight.fill_(gain)
-    norm.bias.zero_()
-    centre = tuple(size // 2 for size in enter.weight.shape[2:])
+    for name, parameter in norm.named_parameters():  # a group norm's weight and bias, or an RMS norm's gamma
+        parameter.fill_(0.0 if name == "bias" else gain)
+    sizes = enter.weight.shape[2:]
+    centre = tuple(size - 1 if len(sizes) == 3 and i == 0 else size // 2 for i, size in enumerate(sizes))
     for c in range(channels):
         enter.weight[(c, c, *centre)] = 1.0
         enter.weight[(channels + c, c, *centre)] = -1.0
         leave.weight[(c, c, *centre)] = 1.0
         leave.weight[(c, channels + c, *centre)] = -1.0
-    margins = enter.bias[2 * channels :]
-    margins.copy_(torch.tensor([MARGIN, -MARGIN]).repeat(len(margins) // 2))
+    last = None if margins is None else 2 * channels + margins
+    constant = enter.bias[2 * channels : last]
+    constant.copy_(torch.tensor([MARGIN, -MARGIN]).repeat(len(constant) // 2))
 
 
+
+
+def umt5_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> UMT5EncoderModel:
+    """A random UMT5 encoder; its last norm gives states of unit scale."""
+    config = UMT5Config(
+        vocab_size=len(tokenizer),
+        d_model=width,
+        d_ff=2 * width,
+        d_kv=width // 2,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    encoder = UMT5EncoderModel(config)
+    nn.init.normal_(encoder.shared.weight, std=1.0)
+    return encoder
+
+
+@torch.no_grad()
+def halving_wan_vae(channels: int = 3) -> AutoencoderKLWan:
+    """An AutoencoderKLWan that halves the sides and keeps every frame, by weights set by hand: latents are the means of
+    2 x 2 pixels, decoding repeats them. Clips that are drawn in cells of 2 x 2 pixels pass unchanged.
+
+    As `identity_vae` with an RMS norm over the channels, of which x, -x and two margins are in use.
+    """
+    used = 2 * channels + 2
+    width = 2 * used  # its upsampling halves the channels
+    vae = AutoencoderKLWan(
+        base_dim=width,
+        z_dim=channels,
+        dim_mult=[1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False],
+        latents_mean=[0.0] * channels,
+        latents_std=[1.0] * channels,
+        scale_factor_temporal=1,
+        scale_factor_spatial=2,
+    )
+    silence_blocks(vae, ("conv2", "proj"))
+    gain = MARGIN * (2 / width) ** 0.5
+    for half in (vae.encoder, vae.decoder):
+        pass_through(half.conv_in, half.norm_out, half.conv_out, channels, gain, margins=2)
+    for part in (vae.quant_conv, vae.post_quant_conv):
+        copy_channels(part, part.weight.shape[0], (0, 0, 0))
+    down = next(part for part in vae.encoder.down_blocks if isinstance(part, WanResample)).resample[1]
+    copy_channels(down, used, (0, 0))
+    for corner in ((0, 1), (1, 0), (1, 1)):
+        down.weight[:, :, corner[0], corner[1]] = down.weight[:, :, 0, 0]
+    down.weight.mul_(0.25)
+    copy_channels(vae.decoder.up_blocks[0].upsamplers[0].resample[1], used, (1, 1))
+    copy_channels(vae.decoder.up_blocks[1].resnets[0].conv_shortcut, used, (0, 0, 0))
+    return vae
+
+
+@torch.no_grad()
+def copy_channels(convolution: Any, count: int, tap: tuple[int, ...]) -> None:
+    """The convolution copies its first `count` channels from the place `tap` of its kernel, and nothing else."""
+    convolution.weight.zero_()
+    convolution.bias.zero_()
+    for channel in range(count):
+        convolution.weight[(channel, channel, *tap)] = 1.0

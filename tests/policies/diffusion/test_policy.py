@@ -528,7 +528,7 @@ class TestViews:
         with torch.no_grad():
             own, viewed = (policy.replay(b, policy.module).logp for b in (batch, other))
         assert torch.equal(own[2:], viewed[2:]) and float((own[:2] - viewed[:2]).abs().min()) > 1e-6
-        made = replace(batch, inputs=[replace(r, text="red dog") for r in batch.inputs], old_prediction=None)
+        made = replace(batch, inputs=[replace(r, asked=Asked("red dog")) for r in batch.inputs], old_prediction=None)
         assert torch.equal(policy.replay(made, policy.module).logp[:2], viewed[:2])
 
 
