@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-from mmrl.tasks.image_generation import digits
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    FluxKontextPipeline,
+    FluxTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+from mmrl.tasks.image_generation import digits, edits
 
 from mmrl.policies.diffusion import tiny
 
@@ -48,5 +54,35 @@ def stable_diffusion_3(
             tokenizer_2=tokenizer,
             text_encoder_3=None,
             tokenizer_3=None,
+        )
+    pipe.save_pretrained(folder)
+
+
+def build_edits(folder: str, seed: int) -> None:
+    """A FLUX.1-Kontext for pictures of 3 x 16 x 16, whose latents are 3 x 8 x 8: sixteen tokens are drawn, sixteen are
+    the source's."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = tiny.word_tokenizer(edits.words(), max_length=8)
+        transformer = FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=12,
+            num_layers=1,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=4,
+            joint_attention_dim=32,
+            pooled_projection_dim=32,
+            axes_dims_rope=[4, 6, 6],
+            guidance_embeds=False,
+        )
+        pipe = FluxKontextPipeline(
+            transformer=transformer,
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
+            vae=tiny.identity_vae(3, edits.SIZE, halving=True),
+            text_encoder=tiny.clip_text_encoder(tokenizer, 32, projection=False),
+            tokenizer=tokenizer,
+            text_encoder_2=tiny.t5_text_encoder(tokenizer, 32),
+            tokenizer_2=tokenizer,
         )
     pipe.save_pretrained(folder)

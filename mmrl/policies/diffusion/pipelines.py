@@ -16,6 +16,7 @@ from torch import nn
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.families.base import BASE_FILE, Pipeline
 from mmrl.policies.diffusion.families.clips import Wan
+from mmrl.policies.diffusion.families.edits import FluxKontext, QwenImageEdit, QwenImageEditPlus
 from mmrl.policies.diffusion.families.pictures import (
     Flux,
     QwenImage,
@@ -33,6 +34,9 @@ CLASSES: dict[str, type[Pipeline]] = {
     "StableDiffusionPipeline": StableDiffusion,
     "StableDiffusionXLPipeline": StableDiffusionXL,
     "WanPipeline": Wan,
+    "FluxKontextPipeline": FluxKontext,
+    "QwenImageEditPipeline": QwenImageEdit,
+    "QwenImageEditPlusPipeline": QwenImageEditPlus,
 }
 
 

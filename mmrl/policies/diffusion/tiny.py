@@ -16,8 +16,11 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import nn
 from transformers import (
     CLIPTextConfig,
+    CLIPTextModel,
     CLIPTextModelWithProjection,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
     UMT5Config,
     UMT5EncoderModel,
 )
@@ -47,23 +50,24 @@ def word_tokenizer(words: Sequence[str], max_length: int) -> PreTrainedTokenizer
     )
 
 
-def clip_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> CLIPTextModelWithProjection:
+def clip_text_encoder(
+    tokenizer: PreTrainedTokenizerFast, width: int = 32, *, projection: bool = True
+) -> CLIPTextModelWithProjection | CLIPTextModel:
     """A random CLIP text encoder whose states have unit scale: a fresh one's are small (std 0.08 behind its first
     layer), and a network takes several times as long to learn to read them."""
-    encoder = CLIPTextModelWithProjection(
-        CLIPTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=width,
-            intermediate_size=2 * width,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=tokenizer.model_max_length,
-            projection_dim=width,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=tokenizer.model_max_length,
+        projection_dim=width,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
+    encoder = CLIPTextModelWithProjection(config) if projection else CLIPTextModel(config)
     for name, parameter in encoder.named_parameters():
         if "token_embedding" in name:
             nn.init.normal_(parameter, std=1.0)
@@ -72,21 +76,22 @@ def clip_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> CL
     return encoder
 
 
-def identity_vae(channels: int, size: int) -> AutoencoderKL:
-    """An AutoencoderKL whose latents are the pixels, [channels, size, size] in -1..1, by weights set by hand.
+def identity_vae(channels: int, size: int, *, halving: bool = False) -> AutoencoderKL:
+    """An AutoencoderKL whose latents are the pixels, [channels, size, size] in -1..1, by weights set by hand; or with
+    `halving` the means of 2 x 2 pixels, which decoding repeats.
 
     Its hidden channels are x, -x, M and -M. A group norm over all of them divides by a constant, M times the share of
     the margins, as long as x is small beside M; and silu(y) - silu(-y) = y undoes the activation. The blocks between
     add nothing.
     """
-    hidden = 4 * channels  # x, -x and as many margins
+    hidden, blocks = 4 * channels, 1 + halving  # channels: x, -x and as many margins
     vae = AutoencoderKL(
         in_channels=channels,
         out_channels=channels,
         latent_channels=channels,
-        down_block_types=("DownEncoderBlock2D",),
-        up_block_types=("UpDecoderBlock2D",),
-        block_out_channels=(hidden,),
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        block_out_channels=(hidden,) * blocks,
         layers_per_block=1,
         norm_num_groups=1,
         sample_size=size,
@@ -100,6 +105,9 @@ def identity_vae(channels: int, size: int) -> AutoencoderKL:
     silence_blocks(vae, ("conv2",))
     for half in (vae.encoder, vae.decoder):
         pass_through(half.conv_in, half.conv_norm_out, half.conv_out, channels, gain=MARGIN * 0.5**0.5)
+    if halving:
+        average_pairs(vae.encoder.down_blocks[0].downsamplers[0].conv, hidden)
+        copy_channels(vae.decoder.up_blocks[0].upsamplers[0].conv, hidden, (1, 1))
     return vae
 
 
@@ -137,7 +145,20 @@ def pass_through(enter: Any, norm: Any, leave: Any, channels: int, gain: float, 
 
 def umt5_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> UMT5EncoderModel:
     """A random UMT5 encoder; its last norm gives states of unit scale."""
-    config = UMT5Config(
+    encoder = UMT5EncoderModel(UMT5Config(**_t5(tokenizer, width)))
+    nn.init.normal_(encoder.shared.weight, std=1.0)
+    return encoder
+
+
+def t5_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> T5EncoderModel:
+    """A random T5 encoder, as `umt5_text_encoder`."""
+    encoder = T5EncoderModel(T5Config(**_t5(tokenizer, width)))
+    nn.init.normal_(encoder.shared.weight, std=1.0)
+    return encoder
+
+
+def _t5(tokenizer: PreTrainedTokenizerFast, width: int) -> dict[str, Any]:
+    return dict(
         vocab_size=len(tokenizer),
         d_model=width,
         d_ff=2 * width,
@@ -148,9 +169,6 @@ def umt5_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> UM
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    encoder = UMT5EncoderModel(config)
-    nn.init.normal_(encoder.shared.weight, std=1.0)
-    return encoder
 
 
 @torch.no_grad()
@@ -179,11 +197,7 @@ def halving_wan_vae(channels: int = 3) -> AutoencoderKLWan:
         pass_through(half.conv_in, half.norm_out, half.conv_out, channels, gain, margins=2)
     for part in (vae.quant_conv, vae.post_quant_conv):
         copy_channels(part, part.weight.shape[0], (0, 0, 0))
-    down = next(part for part in vae.encoder.down_blocks if isinstance(part, WanResample)).resample[1]
-    copy_channels(down, used, (0, 0))
-    for corner in ((0, 1), (1, 0), (1, 1)):
-        down.weight[:, :, corner[0], corner[1]] = down.weight[:, :, 0, 0]
-    down.weight.mul_(0.25)
+    average_pairs(next(part for part in vae.encoder.down_blocks if isinstance(part, WanResample)).resample[1], used)
     copy_channels(vae.decoder.up_blocks[0].upsamplers[0].resample[1], used, (1, 1))
     copy_channels(vae.decoder.up_blocks[1].resnets[0].conv_shortcut, used, (0, 0, 0))
     return vae
@@ -196,3 +210,13 @@ def copy_channels(convolution: Any, count: int, tap: tuple[int, ...]) -> None:
     convolution.bias.zero_()
     for channel in range(count):
         convolution.weight[(channel, channel, *tap)] = 1.0
+
+
+@torch.no_grad()
+def average_pairs(convolution: Any, count: int) -> None:
+    """The convolution, of stride 2 and padded to the right and below, gives the means of 2 x 2 pixels of each of its first
+    `count` channels."""
+    copy_channels(convolution, count, (0, 0))
+    for row, column in ((0, 1), (1, 0), (1, 1)):
+        convolution.weight[:, :, row, column] = convolution.weight[:, :, 0, 0]
+    convolution.weight.mul_(0.25)

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,8 @@ from mmrl.policies.diffusion.family import Asked, Condition, Resolution, Shape
 from mmrl.samplers.settings import Space
 from mmrl.samplers.sigmas import Grid, ddim_grid, dynamic_shift, shift_towards_noise
 
+KEPT_INSTRUCTIONS = 64  # embeddings of instructions that are kept for other pictures
+PACKED, UNPACKED = "n c (h p) (w q) -> n (h w) (c p q)", "n (h w) (c p q) -> n c (h p) (w q)"
 BASE_FILE = "mmrl_base.json"  # beside saved LoRA weights: the pipeline that they belong to
 
 
@@ -37,6 +40,7 @@ class Pipeline(ABC):
     space: Space
     trained: ClassVar[str]  # the component that is trained
     encoders: ClassVar[tuple[str, ...]]
+    condition_parts: ClassVar[tuple[str, ...]] = ()  # what else makes conditions, such as the VAE of source pictures
     optional: ClassVar[tuple[str, ...]] = ()  # encoders that a folder may lack
     patch: ClassVar[int] = 2  # latent sides are multiples of it
     packed: ClassVar[bool] = False  # the network takes patches [n, token, channel] instead of a picture
@@ -50,6 +54,8 @@ class Pipeline(ABC):
         self.base = base
         self.lora = lora
         self.encoders_stay = encoders_stay
+        self._visitors: set[str] = set()  # components that are on the device for a while
+        self._said: OrderedDict[str, dict[str, Tensor]] = OrderedDict()  # words that several source pictures share
         self.module: Any = pipe.components[self.trained]
         if text_tokens is not None and self.longest is None:
             raise UserError(
@@ -84,8 +90,9 @@ class Pipeline(ABC):
     def encode(self, asked: Sequence[Asked], shape: Shape = ()) -> list[Condition]:
         """Prompts are encoded one by one, so that an embedding does not depend on what else is asked for. Raises
         UserError for pictures where the model takes none."""
-        with self._visiting(*self.encoders, stay=self.encoders_stay):
-            return [{key: value[0].to(self.device) for key, value in self._condition(one, shape).items()} for one in asked]
+        with self._visiting(*self.encoders, *self.condition_parts, stay=self.encoders_stay):
+            made = (self._condition(one, shape) for one in asked)
+            return [{key: value[0].to(self.device) for key, value in condition.items()} for condition in made]
 
     def _condition(self, asked: Asked, shape: Shape) -> dict[str, Tensor]:
         """A batch of one."""
@@ -99,6 +106,15 @@ class Pipeline(ABC):
     @abstractmethod
     def _encode(self, text: str) -> dict[str, Tensor]:
         """A batch of one."""
+
+    def _words(self, text: str) -> dict[str, Tensor]:
+        """As `_encode`, kept for the pictures that share their instruction."""
+        if text not in self._said:
+            self._said[text] = self._encode(text)
+        self._said.move_to_end(text)
+        while len(self._said) > KEPT_INSTRUCTIONS:
+            self._said.popitem(last=False)
+        return self._said[text]
 
     def cut(self, text: str) -> int:
         if self.longest is None:
@@ -128,11 +144,15 @@ class Pipeline(ABC):
         dtype = next(self.module.parameters()).dtype
         texts = self._rows(conditions, x.device, dtype)
         height, width = x.shape[-2:]
-        sizes = {"h": height // self.patch, "p": self.patch, "q": self.patch}
-        packed = rearrange(x, "n c (h p) (w q) -> n (h w) (c p q)", **sizes) if self.packed else x
         inputs = self._inputs(time, texts, (height, width), guidance)
-        (out,) = model(packed.to(dtype), **inputs, return_dict=False)
-        return (rearrange(out, "n (h w) (c p q) -> n c (h p) (w q)", **sizes) if self.packed else out).float()
+        if not self.packed:
+            (out,) = model(x.to(dtype), **inputs, return_dict=False)
+            return out.float()
+        sizes = {"h": height // self.patch, "p": self.patch, "q": self.patch}
+        tokens = [rearrange(part, PACKED, **sizes) for part in (x, texts.get("source")) if part is not None]
+        (out,) = model(torch.cat(tokens, 1).to(dtype), **inputs, return_dict=False)
+        out = out[:, : tokens[0].shape[1]]  # what it says of the source's tokens means nothing
+        return rearrange(out, UNPACKED, **sizes).float()
 
     def _rows(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The conditions as one batch, under the names of the network's inputs; distinct ones are batched once."""
@@ -185,18 +205,37 @@ class Pipeline(ABC):
     def _to_z(self, pixels: Tensor) -> Tensor:
         return self.pipe.vae.encode(pixels).latent_dist.mode()  # the mean: a demonstration is the same every time
 
+    def _source(self, asked: Asked, shape: Shape) -> Tensor:
+        """The latents [1, ...] of the picture that a prompt asks to edit. Raises UserError unless it is one picture of
+        the size that is drawn."""
+        scale = self.pipe.vae_scale_factor
+        size = (shape[-1] * scale, shape[-2] * scale)  # PIL's width and height
+        if len(asked.images) != 1:
+            raise UserError(f"prompt {asked.text!r} has {len(asked.images)} pictures; an edit needs one to start from")
+        (image,) = asked.images
+        if image.size != size:
+            raise UserError(
+                f"prompt {asked.text!r}: its picture has {image.width} x {image.height} pixels, asked for are "
+                f"{size[0]} x {size[1]} (denoising.resolution); resize it"
+            )
+        mode = "L" if self.pipe.vae.config.get("in_channels", 3) == 1 else "RGB"
+        pixels = torch.from_numpy(np.array(image.convert(mode))).float() / 255
+        return self.to_latents(rearrange(pixels.view(*pixels.shape[:2], -1), "h w c -> 1 c h w"))
+
     @contextmanager
     def _visiting(self, *names: str, stay: bool = False) -> Iterator[None]:
         """The named components on the network's device, and unless they stay back on the CPU afterwards, also after an
         error."""
-        parts = [self.pipe.components[name] for name in names if self.pipe.components[name] is not None]
+        new = [name for name in names if self.pipe.components[name] is not None and name not in self._visitors]
+        self._visitors.update(new)
         try:
-            for part in parts:
-                part.to(self.device)
+            for name in new:
+                self.pipe.components[name].to(self.device)
             yield
         finally:
-            for part in parts if not stay else []:
-                part.to("cpu")
+            self._visitors.difference_update(new)
+            for name in new if not stay else []:
+                self.pipe.components[name].to("cpu")
 
     # --- files ---
 

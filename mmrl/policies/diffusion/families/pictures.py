@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from einops import rearrange, repeat
@@ -54,13 +54,17 @@ class Flux(FlowPipeline):
                     "this FLUX model takes an embedded guidance scale: set denoising.embedded_guidance, for example 3.5"
                 )
             texts = texts | {"guidance": torch.full_like(time, guidance)}
-        rows, columns = (torch.arange(side // self.patch, device=time.device) for side in size)
         return {
             "timestep": time / 1000,
-            "img_ids": torch.cartesian_prod(rows.new_zeros(1), rows, columns),
-            "txt_ids": rows.new_zeros(texts["encoder_hidden_states"].shape[1], 3),
+            "img_ids": self._places(size, time.device),
+            "txt_ids": torch.zeros(texts["encoder_hidden_states"].shape[1], 3, device=time.device),
             **texts,
         }
+
+    def _places(self, size: tuple[int, int], device: torch.device) -> Tensor:
+        """Where the picture's tokens stand, [token, 3]: which picture, row and column."""
+        rows, columns = (torch.arange(side // self.patch, device=device) for side in size)
+        return torch.cartesian_prod(rows.new_zeros(1), rows, columns)
 
 
 class QwenImage(FlowPipeline):
