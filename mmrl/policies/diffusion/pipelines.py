@@ -15,14 +15,15 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.families.base import BASE_FILE, Pipeline
-from mmrl.policies.diffusion.families.clips import Wan
-from mmrl.policies.diffusion.families.edits import FluxKontext, QwenImageEdit, QwenImageEditPlus
+from mmrl.policies.diffusion.families.clips import HunyuanVideo, LTXVideo, Wan
+from mmrl.policies.diffusion.families.edits import Flux2Klein, FluxKontext, QwenImageEdit, QwenImageEditPlus
 from mmrl.policies.diffusion.families.pictures import (
     Flux,
     QwenImage,
     StableDiffusion,
     StableDiffusion3,
     StableDiffusionXL,
+    ZImage,
 )
 from mmrl.policies.diffusion.settings import DiffusionModel
 from mmrl.policies.settings import LoRA
@@ -33,10 +34,14 @@ CLASSES: dict[str, type[Pipeline]] = {
     "QwenImagePipeline": QwenImage,
     "StableDiffusionPipeline": StableDiffusion,
     "StableDiffusionXLPipeline": StableDiffusionXL,
+    "ZImagePipeline": ZImage,
     "WanPipeline": Wan,
+    "LTXPipeline": LTXVideo,
+    "HunyuanVideoPipeline": HunyuanVideo,
     "FluxKontextPipeline": FluxKontext,
     "QwenImageEditPipeline": QwenImageEdit,
     "QwenImageEditPlusPipeline": QwenImageEditPlus,
+    "Flux2KleinPipeline": Flux2Klein,
 }
 
 
@@ -58,6 +63,8 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()  # dropout would make replay differ from sampling
     pipe.vae.enable_slicing()
+    if model.tiled_decoding:
+        pipe.vae.enable_tiling()
     network = pipe.components[family.trained]
     adapted = adapter or model.lora is not None
     if adapter:

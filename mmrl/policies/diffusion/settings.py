@@ -163,6 +163,9 @@ class DiffusionModel(ModelSettings):
     encoders: Literal["visit", "stay"] = option(
         "visit", "whether the encoders of prompts visit the network's device while they are needed, or stay on it"
     )
+    tiled_decoding: bool = option(
+        False, "decode large pictures and clips in overlapping tiles: less memory, seams may be blended"
+    )
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
 
     @classmethod

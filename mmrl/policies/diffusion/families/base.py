@@ -74,9 +74,14 @@ class Pipeline(ABC):
             raise UserError(f"denoising.frames={frames}: {type(self.pipe).__name__} draws pictures; leave it out")
         scale = self.pipe.vae_scale_factor
         channels = self.module.config.in_channels // (self.patch**2 if self.packed else 1)
-        own = self.pipe.default_sample_size if self.packed else self.module.config.sample_size
-        height, width = checked_sides(resolution, (own * scale, own * scale), scale * self.patch)
+        own = self.own_side()
+        height, width = checked_sides(resolution, (own, own), scale * self.patch)
         return channels, height // scale, width // scale
+
+    def own_side(self) -> int:
+        """Pixels a side of a picture when the recipe does not say."""
+        own = self.pipe.default_sample_size if self.packed else self.module.config.sample_size
+        return int(own * self.pipe.vae_scale_factor)
 
     @abstractmethod
     def grid(self, steps: int, shape: Shape) -> Grid: ...
@@ -170,7 +175,8 @@ class Pipeline(ABC):
 
     def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """Distinct conditions as one batch."""
-        return {key: torch.stack([c[key] for c in conditions]).to(device, dtype) for key in conditions[0]}
+        texts = {key: torch.stack([c[key] for c in conditions]).to(device) for key in conditions[0]}
+        return {key: value.to(dtype) if value.is_floating_point() else value for key, value in texts.items()}
 
     @abstractmethod
     def _inputs(
@@ -195,8 +201,8 @@ class Pipeline(ABC):
     def _latent_scale(self) -> tuple[Tensor, Tensor]:
         """What latents are multiplied by and what is added before the VAE decodes them, [channel or 1, 1, 1]."""
         config = self.pipe.vae.config
-        scale = torch.tensor(config.latents_std or 1.0) / config.get("scaling_factor", 1.0)
-        shift = torch.tensor(config.latents_mean or config.get("shift_factor") or 0.0)
+        scale = torch.tensor(config.get("latents_std") or 1.0) / config.get("scaling_factor", 1.0)
+        shift = torch.tensor(config.get("latents_mean") or config.get("shift_factor") or 0.0)
         return scale.reshape(-1, 1, 1).to(self.device), shift.reshape(-1, 1, 1).to(self.device)
 
     def _decode(self, z: Tensor) -> Tensor:
@@ -205,11 +211,15 @@ class Pipeline(ABC):
     def _to_z(self, pixels: Tensor) -> Tensor:
         return self.pipe.vae.encode(pixels).latent_dist.mode()  # the mean: a demonstration is the same every time
 
+    def _pixels(self, shape: Shape) -> tuple[int, int]:
+        """Height and width of what latents of `shape` decode to."""
+        return shape[-2] * self.pipe.vae_scale_factor, shape[-1] * self.pipe.vae_scale_factor
+
     def _source(self, asked: Asked, shape: Shape) -> Tensor:
         """The latents [1, ...] of the picture that a prompt asks to edit. Raises UserError unless it is one picture of
         the size that is drawn."""
-        scale = self.pipe.vae_scale_factor
-        size = (shape[-1] * scale, shape[-2] * scale)  # PIL's width and height
+        height, width = self._pixels(shape)
+        size = (width, height)  # as PIL has it
         if len(asked.images) != 1:
             raise UserError(f"prompt {asked.text!r} has {len(asked.images)} pictures; an edit needs one to start from")
         (image,) = asked.images
@@ -280,7 +290,13 @@ class FlowPipeline(Pipeline):
             raise UserError(f"a chain of {steps} steps is too short for this model's scheduler")
         tokens = math.prod(shape[1:]) // self.patch**2
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
-        mu = math.log(
+        scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), mu=self._mu(tokens, steps))
+        return Grid(scheduler.sigmas, scheduler.timesteps)
+
+    def _mu(self, tokens: int, steps: int) -> float:
+        """The logarithm of the shift for so many tokens, of a scheduler that shifts dynamically."""
+        config = self.pipe.scheduler.config
+        return math.log(
             dynamic_shift(
                 tokens,
                 base_tokens=config.base_image_seq_len,
@@ -289,8 +305,6 @@ class FlowPipeline(Pipeline):
                 largest=config.max_shift,
             )
         )
-        scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), mu=mu)
-        return Grid(scheduler.sigmas, scheduler.timesteps)
 
     def levels(self, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """A fixed shift is applied to the draws, one that depends on the picture's size is not."""

@@ -1,4 +1,4 @@
-"""Families that draw clips: Wan 2.1 and 2.2 of one transformer. Latents are [channel, frame, height, width]."""
+"""Families that draw clips: Wan 2.1 and 2.2 of one transformer, LTX-Video and HunyuanVideo. Latents are [channel, frame, height, width]."""
 
 from __future__ import annotations
 
@@ -55,10 +55,13 @@ class Clips(FlowPipeline):
     ) -> Tensor:
         dtype = next(self.module.parameters()).dtype
         texts = self._rows(conditions, x.device, dtype)
-        (out,) = model(x.to(dtype), **self._clip_inputs(time, texts, tuple(x.shape[2:])), return_dict=False)
+        inputs = self._clip_inputs(time, texts, tuple(x.shape[2:]), guidance)
+        (out,) = model(x.to(dtype), **inputs, return_dict=False)
         return out.float()
 
-    def _clip_inputs(self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, ...]) -> dict[str, Any]:
+    def _clip_inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, ...], guidance: float | None
+    ) -> dict[str, Any]:
         """What the network takes besides latents of frames, height and width `size`."""
         return {"timestep": time, **texts}
 
@@ -121,7 +124,9 @@ class Wan(Clips):
         )
         return {"encoder_hidden_states": tokens}
 
-    def _clip_inputs(self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, ...]) -> dict[str, Any]:
+    def _clip_inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, ...], guidance: float | None
+    ) -> dict[str, Any]:
         if self.pipe.config.expand_timesteps:  # Wan 2.2's 5B model is told the time of every token
             tokens = math.prod(side // patch for side, patch in zip(size, self.patches, strict=True))
             time = time[:, None].expand(-1, tokens)
@@ -131,3 +136,96 @@ class Wan(Clips):
         config = self.pipe.vae.config
         spread, mean = (torch.tensor(v, device=self.device) for v in (config.latents_std, config.latents_mean))
         return spread.view(-1, 1, 1, 1), mean.view(-1, 1, 1, 1)
+
+
+class LTXVideo(Clips):
+    """LTX-Video (arXiv 2501.00103), at 25 frames a second. Every latent pixel of a frame is a token."""
+
+    encoders = ("text_encoder",)
+    longest = ("text_encoder", 128)
+    patch = 1  # the scheduler counts latent pixels
+    FRAME_RATE = 25
+
+    def __init__(self, pipe: Any, base: str, **options: Any) -> None:
+        super().__init__(pipe, base, **options)
+        config = pipe.transformer.config
+        if pipe.vae.config.timestep_conditioning or (config.patch_size, config.patch_size_t) != (1, 1):
+            raise UserError(
+                f"model.path={base}: its VAE denoises while it decodes, or its patches are larger than one; of LTX-Video "
+                "the 0.9.0 model is supported"
+            )
+
+    @property
+    def patches(self) -> tuple[int, int, int]:
+        return 1, 1, 1
+
+    @property
+    def shrinks(self) -> tuple[int, int]:
+        return self.pipe.vae_temporal_compression_ratio, self.pipe.vae_spatial_compression_ratio
+
+    def own_size(self) -> tuple[int, int, int]:
+        return 161, 512, 704
+
+    def _encode(self, text: str) -> dict[str, Tensor]:
+        tokens, mask, _, _ = self.pipe.encode_prompt(
+            text, do_classifier_free_guidance=False, device=self.device, **self._limit
+        )
+        return {"encoder_hidden_states": tokens, "encoder_attention_mask": mask}
+
+    def predict(
+        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+    ) -> Tensor:
+        frames, height, width = x.shape[2:]
+        sizes = {"f": frames, "h": height, "w": width}
+        in_time, in_space = self.shrinks
+        dtype = next(self.module.parameters()).dtype
+        (out,) = model(
+            rearrange(x, "n c f h w -> n (f h w) c").to(dtype),
+            timestep=time,
+            **self._rows(conditions, x.device, dtype),
+            num_frames=frames,
+            height=height,
+            width=width,
+            rope_interpolation_scale=(in_time / self.FRAME_RATE, in_space, in_space),
+            return_dict=False,
+        )
+        return rearrange(out, "n (f h w) c -> n c f h w", **sizes).float()
+
+    def _latent_scale(self) -> tuple[Tensor, Tensor]:
+        vae = self.pipe.vae
+        spread, mean = (part.to(self.device).float().view(-1, 1, 1, 1) for part in (vae.latents_std, vae.latents_mean))
+        return spread / vae.config.scaling_factor, mean
+
+
+class HunyuanVideo(Clips):
+    """HunyuanVideo (arXiv 2412.03603), which is told its guidance scale."""
+
+    encoders = ("text_encoder", "text_encoder_2")
+    longest = ("text_encoder", 256)
+
+    @property
+    def patches(self) -> tuple[int, int, int]:
+        config = self.module.config
+        return config.patch_size_t, config.patch_size, config.patch_size
+
+    def own_size(self) -> tuple[int, int, int]:
+        return 129, 720, 1280
+
+    def _encode(self, text: str) -> dict[str, Tensor]:
+        tokens, pooled, mask = self.pipe.encode_prompt(text, device=self.device, **self._limit)
+        return {"encoder_hidden_states": tokens, "pooled_projections": pooled, "encoder_attention_mask": mask}
+
+    def cut(self, text: str) -> int:
+        limit = self.text_tokens
+        assert limit is not None
+        return max(0, len(self.pipe.tokenizer(text, verbose=False).input_ids) - limit)
+
+    def _clip_inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, ...], guidance: float | None
+    ) -> dict[str, Any]:
+        inputs: dict[str, Any] = {"timestep": time, **texts}
+        if self.module.config.guidance_embeds:
+            if guidance is None:
+                raise UserError("HunyuanVideo takes an embedded guidance scale: set denoising.embedded_guidance, such as 6")
+            inputs["guidance"] = torch.full_like(time, guidance * 1000)
+        return inputs

@@ -1,4 +1,4 @@
-"""Families that draw pictures: Stable Diffusion 3, FLUX.1, Qwen-Image, Stable Diffusion 1.5 and SDXL."""
+"""Families that draw pictures: Stable Diffusion 3, FLUX.1, Qwen-Image, Z-Image, Stable Diffusion 1.5 and SDXL."""
 
 from __future__ import annotations
 
@@ -99,6 +99,44 @@ class QwenImage(FlowPipeline):
 
     def _to_z(self, pixels: Tensor) -> Tensor:
         return super()._to_z(rearrange(pixels, "n c h w -> n c 1 h w")).squeeze(2)
+
+
+class ZImage(FlowPipeline):
+    """Z-Image and Z-Image-Turbo (arXiv 2511.22699). The network takes lists, and predicts data - noise at 1 - sigma."""
+
+    encoders = ("text_encoder",)
+    longest = ("text_encoder", 512)
+
+    def own_side(self) -> int:
+        return 1024
+
+    def _encode(self, text: str) -> dict[str, Tensor]:
+        (tokens,), _ = self.pipe.encode_prompt(
+            text, device=self.device, do_classifier_free_guidance=False, **self._limit
+        )
+        return {"said": tokens[None]}
+
+    def _whole(self, text: str) -> str:
+        messages = [{"role": "user", "content": text}]
+        return str(
+            self.pipe.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
+            )
+        )
+
+    def predict(
+        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+    ) -> Tensor:
+        dtype = next(self.module.parameters()).dtype
+        said = [condition["said"].to(x.device, dtype) for condition in conditions]
+        pictures = list(rearrange(x.to(dtype), "n c h w -> n c 1 h w"))
+        (out,) = model(pictures, (1000 - time) / 1000, said, return_dict=False)
+        return -rearrange(torch.stack([part.float() for part in out]), "n c 1 h w -> n c h w")
+
+    def _inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
+    ) -> dict[str, Any]:
+        raise NotImplementedError("the network takes lists: see `predict`")
 
 
 class StableDiffusion(NoisePipeline):
