@@ -21,6 +21,7 @@ from mmrl.engine import Engine, Interruption, Shadow, applied, ramp, warmed_up
 from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
 from mmrl.evaluation import evaluate
+from mmrl.guards import Guards
 from mmrl.metrics import UNSCORED, Metrics, Silence, step_line
 from mmrl.preparation import Minibatch, Preparation, check_shape
 from mmrl.protocols import Policy, SyncedGenerator, Task
@@ -51,6 +52,7 @@ class Trainer:
         self.preparation = Preparation(config, policy, task, engine, self.sampling_policy, self.reference)
         self.step = 0  # finished steps
         self.bad_steps = 0  # skipped updates in a row
+        self.guards = Guards(config.guards)
         self.silence = Silence(config.rollout.longest_silence)
         self.best: float | None = None
         self.accuracies: dict[str, float] = {}  # held-out accuracy by step
@@ -82,7 +84,7 @@ class Trainer:
             if due(self.step, self.config.evaluation.every, self.config.steps):
                 self.evaluate()
             self.stopping = self.engine.max(self.interruption.signum)
-            if self.stopping or due(self.step, self.config.checkpoint.every):
+            if self.stopping or (self.guards.within and due(self.step, self.config.checkpoint.every)):
                 self.save()
         if self.step >= self.config.steps:
             self.save_weights("final")
@@ -195,10 +197,32 @@ class Trainer:
         counted = int(result["evaluation/n"])
         self.run.line(f"evaluation at step {self.step}: held-out accuracy {accuracy:.4f} on {counted}{left_out}")
         self.accuracies[str(self.step)] = accuracy
+        self.guards.judge(result, self, evaluation=True)
         if self.config.checkpoint.best and self.step > 0 and (self.best is None or accuracy > self.best):
             self.best = accuracy
             self.save_weights("best")
         return result
+
+    # --- what guards may do ---
+
+    def line(self, text: str) -> None:
+        self.run.line(text)
+
+    def scale_lr(self, factor: float) -> None:
+        self.engine.lr_factor *= factor
+
+    def go_back(self) -> str:
+        """Weights, their averages and the optimizer as the newest checkpoint has them; step, prompts and controls go
+        on. Raises UserError where there is no checkpoint."""
+        path = checkpoints.newest_intact(self.run.folder / "checkpoints", self.engine, self.run.line)
+        if path is None:
+            raise UserError("a guard shall go back, but there is no checkpoint yet; lower checkpoint.every")
+        updates, factor = self.engine.updates, self.engine.lr_factor
+        own = checkpoints.load(path, self.engine)
+        self.engine.updates, self.engine.lr_factor = updates, factor  # schedules go on
+        for name, copy in self._copies().items():
+            copy.load(own["averages"][name])
+        return path.name
 
     # --- log, save, resume, stop ---
 
@@ -222,6 +246,7 @@ class Trainer:
         values = metrics.result()
         self.judge_generator(values)
         self.controls.update(self.step, values)
+        values |= self.guards.judge(values, self)
         if self.reference is not None and any(self.step % every == 0 for every in self.needs.reference_resets):
             self.reference.take()
         values["throughput/rollouts_per_second"] = self.config.rollouts_per_step / values["time/step"]
@@ -257,6 +282,7 @@ class Trainer:
             "bad_steps": self.bad_steps,
             "accuracies": self.accuracies,
             "controls": self.controls.state(),
+            "guards": {"outside": self.guards.state(), "lr_factor": self.engine.lr_factor},
             "batches": shared,
             "config": plain(self.config),
         }
@@ -293,6 +319,8 @@ class Trainer:
             copy.load(own["averages"][name])
         self.batches.load(state["batches"], own["pending"])
         self.controls.load(state["controls"])
+        self.guards.load(state["guards"]["outside"])
+        self.engine.lr_factor = state["guards"]["lr_factor"]
         self.step, self.best = state["step"], state["best"]
         self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]
         self.run.forget_after(self.step)

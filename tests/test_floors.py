@@ -12,7 +12,7 @@ FLOORS = [
     ["mmrl.kernels"],
     ["mmrl.core", "mmrl.rollouts", "mmrl.errors", "mmrl.lazy", "mmrl.seeds"],  # the words everyone above shares
     ["mmrl.settings", "mmrl.tree", "mmrl.files", "mmrl.records", "mmrl.placement"],
-    ["mmrl.controls", "mmrl.sections", "mmrl.needs", "mmrl.prompt_samplers", "mmrl.views", "mmrl.samplers"],
+    ["mmrl.controls", "mmrl.guards", "mmrl.sections", "mmrl.needs", "mmrl.prompt_samplers", "mmrl.views", "mmrl.samplers"],
     ["mmrl.sources", "mmrl.terms", "mmrl.facts", "mmrl.protocols"],
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.sims", "mmrl.report", "mmrl.collection"],
     ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics", "mmrl.tasks.settings"],
@@ -36,6 +36,7 @@ LIGHT = tuple(
         "config",
         "controls",
         "errors",
+        "guards",
         "lazy",
         "needs",
         "prompt_samplers",

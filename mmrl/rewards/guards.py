@@ -7,9 +7,15 @@ clamped as a viewer would see them, but for `out_of_gamut`. A held-out second sc
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mmrl.rewards.types import Score, clip, picture
+from mmrl.rollouts import Sample
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 _LAPLACIAN = ((0.0, 1.0, 0.0), (1.0, -4.0, 1.0), (0.0, 1.0, 0.0))
@@ -90,3 +96,35 @@ def _luma(images: Tensor) -> Tensor:
     if images.shape[1] == 1:
         return pixels[:, 0]
     return torch.einsum("bchw,c->bhw", pixels, torch.tensor(_LUMA, device=images.device))
+
+
+MEASURES: dict[str, Callable[[Tensor], Tensor]] = {
+    "out_of_gamut": out_of_gamut,
+    "sharpness": sharpness,
+    "brightness": brightness,
+    "saturation": saturation,
+}
+OF_CLIPS: dict[str, Callable[[Tensor], Tensor]] = {"motion": motion, "static": static, "flicker": flicker}
+
+
+class GuardReward:
+    """A guard as a reward: with weight 0 it is reported as reward/<label> and may be the fact of a mask of type=band.
+    Of clips the guards of pictures are means over the frames. None for what holds NaN or inf."""
+
+    scope: Literal["sample"] = "sample"
+
+    def __init__(self, *, of: str) -> None:
+        if of not in {**MEASURES, **OF_CLIPS}:
+            raise ValueError(f"of must be one of {', '.join({**MEASURES, **OF_CLIPS})}, not {of!r}")
+        self.of = of
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        made: list[Score] = []
+        for sample in samples:  # one by one: sizes may differ
+            shown = picture(sample)[None] if sample.frames is None else clip(sample)
+            if self.of in OF_CLIPS:
+                value = OF_CLIPS[self.of](clip(sample)[None])
+            else:
+                value = MEASURES[self.of](shown)
+            made.append(float(value.mean()) if bool(shown.isfinite().all()) else None)
+        return made

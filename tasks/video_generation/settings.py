@@ -81,9 +81,13 @@ class ClipPromptsData(ClipPrompts):
         return self
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.image_generation.settings import PromptsData
+        from mmrl.tasks.video_generation import prompts
 
-        return PromptsData(train=self.train, eval=self.eval, heldout=self.heldout).sources(seed)
+        train = None if self.train is None else prompts.load(self.train)
+        if self.eval is not None:
+            return train, prompts.load(self.eval)
+        assert train is not None and self.heldout is not None
+        return prompts.hold_out(train, self.heldout)
 
 
 class VideoGenerationSettings(TaskSettings):

@@ -62,8 +62,9 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()  # dropout would make replay differ from sampling
-    pipe.vae.enable_slicing()
-    if model.tiled_decoding:
+    if model.decoding != "whole":
+        pipe.vae.enable_slicing()
+    if model.decoding == "tiled":
         pipe.vae.enable_tiling()
     network = pipe.components[family.trained]
     adapted = adapter or model.lora is not None

@@ -163,8 +163,10 @@ class DiffusionModel(ModelSettings):
     encoders: Literal["visit", "stay"] = option(
         "visit", "whether the encoders of prompts visit the network's device while they are needed, or stay on it"
     )
-    tiled_decoding: bool = option(
-        False, "decode large pictures and clips in overlapping tiles: less memory, seams may be blended"
+    decoding: Literal["whole", "sliced", "tiled"] = option(
+        "sliced",
+        "how the VAE works. whole: on a batch at once; sliced: on one picture or clip at a time; tiled: on overlapping "
+        "tiles of it, for large ones: less memory, and seams are blended",
     )
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
 
