@@ -1,7 +1,7 @@
-"""Instructions for drawn scenes, such as "make the ring blue" or "remove the square": the source picture, what it shall
+"""Instructions for drawn scenes, such as "make the bar blue" or "remove the square": the source picture, what it shall
 become, and an exact reading of what was done to it.
 
-A scene is two objects on black, of different shapes, on a grid of cells of CELL x CELL pixels. One is to be given
+A scene is two objects on black, of different shapes, each of 2 x 2 cells of CELL x CELL pixels: a patch of FLUX. One is to be given
 another colour or to be taken away; all else shall stay. Every cell is one of five colours, so that what has changed and
 what has not can be told without error.
 """
@@ -25,9 +25,9 @@ from mmrl.rewards.types import score_finite
 from mmrl.rollouts import Prompt, Sample
 
 SIZE, CELL = 16, 2
-GRID, OBJECT = SIZE // CELL, 3  # cells a side, of the picture and of an object
+GRID, OBJECT = SIZE // CELL, 2  # cells a side, of the picture and of an object
 COLOURS = {"red": (1.0, 0.0, 0.0), "green": (0.0, 1.0, 0.0), "blue": (0.0, 0.0, 1.0), "yellow": (1.0, 1.0, 0.0)}
-SHAPES = {"square": ("###", "###", "###"), "cross": (".#.", "###", ".#."), "ring": ("###", "#.#", "###")}
+SHAPES = {"square": ("##", "##"), "bar": ("##", ".."), "stair": ("#.", ".#")}
 MOVED = 0.25  # difference of a channel from which an untouched pixel counts as moved
 SPLITS = ("train", "heldout", "all")
 Split = Literal["train", "heldout", "all"]
@@ -99,10 +99,10 @@ def draw(scene: Sequence[Item]) -> Tensor:
 
 
 def place(rng: np.random.Generator) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Corners of two objects, in different quarters of the picture."""
-    first, second = rng.choice(4, 2, replace=False)
-    corners = [(int(q) // 2 * 4 + int(rng.integers(2)), int(q) % 2 * 4 + int(rng.integers(2))) for q in (first, second)]
-    return corners[0], corners[1]
+    """Corners of two objects, on a grid whose squares are as large as they."""
+    side = GRID // OBJECT
+    first, second = (divmod(int(q), side) for q in rng.choice(side**2, 2, replace=False))
+    return (OBJECT * first[0], OBJECT * first[1]), (OBJECT * second[0], OBJECT * second[1])
 
 
 class EditedShapes:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mmrl.rollouts import Sample
 
-CLEAN = 0.06  # mean squared distance of a frame from its object alone, above which there is no object in it
+CLEAN = 0.4  # squared distance of a frame from its object alone, over that of black, above which there is no object in it
 PLACES = GRID - OBJECT + 1
 STILL, FAST = 0.25, 0.75  # cells a frame: below there is no motion, above it is quick
 
@@ -39,7 +39,7 @@ class Track:
     shape: str
     rows: tuple[int, ...]  # cell of the object's top, by frame
     columns: tuple[int, ...]  # and of its left side
-    distance: float  # the largest over frames of the mean squared distance from the object alone
+    distance: float  # the largest over frames of the squared distance from the object alone; black has 1
 
     @property
     def velocity(self) -> tuple[float, float]:
@@ -75,14 +75,15 @@ def track(clips: Tensor) -> list[Track]:
     the clip, and these places."""
     cells = clips.float().clamp(0, 1).unflatten(4, (GRID, CELL)).unflatten(3, (GRID, CELL)).mean((4, 6))
     drawings = _drawings()
-    distance = torch.cdist(cells.flatten(2).flatten(0, 1), drawings.flatten(0, 1)).square() / drawings.shape[2]
+    distance = torch.cdist(cells.flatten(2).flatten(0, 1), drawings.flatten(0, 1)).square()
+    weight = drawings[:, 0].square().sum(1)  # of each object's cells
     nearest, place = distance.view(len(clips), FRAMES, len(drawings), -1).min(-1)  # [clip, frame, object]
     best = nearest.sum(1).argmin(1)
     found = []
     for clip, which in enumerate(best.tolist()):
         colour, shape = _objects()[which]
         rows, columns = zip(*(divmod(int(p), PLACES) for p in place[clip, :, which]), strict=True)
-        found.append(Track(colour, shape, rows, columns, float(nearest[clip, :, which].max())))
+        found.append(Track(colour, shape, rows, columns, float(nearest[clip, :, which].max() / weight[which])))
     return found
 
 

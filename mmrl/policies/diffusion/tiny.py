@@ -181,10 +181,11 @@ def halving_wan_vae(channels: int = 3) -> AutoencoderKLWan:
     used = 2 * channels + 2
     width = 2 * used  # its upsampling halves the channels
     vae = AutoencoderKLWan(
-        base_dim=width,
+        base_dim=used,
+        decoder_base_dim=width,
         z_dim=channels,
         dim_mult=[1, 1],
-        num_res_blocks=1,
+        num_res_blocks=0,
         temperal_downsample=[False],
         latents_mean=[0.0] * channels,
         latents_std=[1.0] * channels,
@@ -192,8 +193,8 @@ def halving_wan_vae(channels: int = 3) -> AutoencoderKLWan:
         scale_factor_spatial=2,
     )
     silence_blocks(vae, ("conv2", "proj"))
-    gain = MARGIN * (2 / width) ** 0.5
-    for half in (vae.encoder, vae.decoder):
+    for half, size in ((vae.encoder, used), (vae.decoder, width)):
+        gain = MARGIN * (2 / size) ** 0.5
         pass_through(half.conv_in, half.norm_out, half.conv_out, channels, gain, margins=2)
     for part in (vae.quant_conv, vae.post_quant_conv):
         copy_channels(part, part.weight.shape[0], (0, 0, 0))
