@@ -291,7 +291,9 @@ class Band(Control):
         measured = measured_metric(self.metric, metrics)
         if math.isfinite(measured):
             outside = not self.low <= measured <= self.high
-            self._value = min(self.value * self.factor, self.most) if outside else max(self.start, self.value / self.factor)
+            self._value = (
+                min(self.value * self.factor, self.most) if outside else max(self.start, self.value / self.factor)
+            )
 
     def state(self) -> dict[str, float]:
         return {"value": self.value}

@@ -92,7 +92,9 @@ class TestBands:
             guard(**keys)
 
     def test_a_coefficient_rises_outside_and_falls_back(self):
-        made = choose(Control, {"type": "band", "start": 0.1, "most": 0.5, "metric": "m", "low": 1, "factor": 2}, ("k",))
+        made = choose(
+            Control, {"type": "band", "start": 0.1, "most": 0.5, "metric": "m", "low": 1, "factor": 2}, ("k",)
+        )
         found = []
         for step, value in enumerate([0, 0, 0, 2, math.nan, 2, 2, 2], 1):
             made.update(step, {"m": value})

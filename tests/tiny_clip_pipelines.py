@@ -1,4 +1,4 @@
-"""Tiny random pipelines that draw clips, edit pictures or take lists, as `tests.tiny_pipelines`: 16 x 16 pixels, 5 frames."""
+"""Tiny random pipelines that draw clips, edit pictures or take lists, as `tests.tiny_pipelines`."""
 
 from collections.abc import Callable
 from functools import cache
@@ -293,8 +293,7 @@ def z_image() -> DiffusionPipeline:
 
 
 MAKERS: dict[str, Callable[[], DiffusionPipeline]] = {
-    maker.__name__: maker
-    for maker in (wan, wan22, ltx, hunyuan, kontext, qwen_edit, qwen_edit_plus, flux2, z_image)
+    maker.__name__: maker for maker in (wan, wan22, ltx, hunyuan, kontext, qwen_edit, qwen_edit_plus, flux2, z_image)
 }
 CLIPS = ("wan", "wan22", "ltx", "hunyuan")
 EDITS = ("kontext", "qwen_edit", "qwen_edit_plus", "flux2")

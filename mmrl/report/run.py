@@ -129,8 +129,8 @@ def versions() -> dict[str, str]:
 
 
 def write_samples(target: Path, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> list[Path]:
-    """The HTML page `target`, and a PNG grid beside it where pictures were drawn, an animated GIF and a PNG of all frames
-    where clips were; returns what was written."""
+    """The HTML page `target`, and a PNG grid beside it where pictures were drawn, an animated GIF and a PNG of all
+    frames where clips were; returns what was written."""
     target.parent.mkdir(exist_ok=True)
     target.write_text(sample_table(samples, columns))
     written = [target]
@@ -153,8 +153,8 @@ def pages(clip: Tensor) -> list[Image.Image]:
 
 
 def write_clips(target: Path, clips: Sequence[list[Image.Image]], columns: int = 8) -> list[Path]:
-    """NAME.gif, in which all clips play side by side, and NAME.png, with a clip a row and its frames from left to right;
-    in the same order in every evaluation of a run, from the same noise."""
+    """NAME.gif, in which all clips play side by side, and NAME.png, with a clip a row and its frames from left to
+    right; in the same order in every evaluation of a run, from the same noise."""
     moving, still = target.with_suffix(".gif"), target.with_suffix(".png")
     sheets = [grid(moment, columns=columns) for moment in zip(*clips, strict=True)]
     save_film(moving, sheets)

@@ -56,8 +56,8 @@ def diversity(images: Tensor, group: Tensor) -> Tensor:
 
 
 def motion(clips: Tensor) -> Tensor:
-    """Mean absolute difference of a clip's neighbouring frames, [rollout]; clips [rollout, frame, channel, height, width].
-    0 for one frame."""
+    """Mean absolute difference of a clip's neighbouring frames, [rollout]; clips are [rollout, frame, channel, height,
+    width]. 0 for one frame."""
     pixels = clips.float().clamp(0, 1)
     if pixels.shape[1] < 2:
         return pixels.new_zeros(len(pixels))
@@ -122,9 +122,6 @@ class GuardReward:
         made: list[Score] = []
         for sample in samples:  # one by one: sizes may differ
             shown = picture(sample)[None] if sample.frames is None else clip(sample)
-            if self.of in OF_CLIPS:
-                value = OF_CLIPS[self.of](clip(sample)[None])
-            else:
-                value = MEASURES[self.of](shown)
+            value = OF_CLIPS[self.of](clip(sample)[None]) if self.of in OF_CLIPS else MEASURES[self.of](shown)
             made.append(float(value.mean()) if bool(shown.isfinite().all()) else None)
         return made

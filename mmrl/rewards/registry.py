@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from mmrl.rewards import clip, guards, http, images, judges, verifiers
+from mmrl.rewards import clip, framewise, guards, http, images, judges, verifiers
 from mmrl.rewards.failures import Failures
 from mmrl.rewards.isolated import WORKERS, IsolatedReward
 from mmrl.rewards.limits import Limits
@@ -36,6 +36,7 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "vlm_preference": judges.VlmPreference,
     "http": http.HttpReward,
     "guard": guards.GuardReward,
+    "framewise": framewise.Framewise,
 }
 ISOLATED = frozenset({"math"})  # may hang, so they never run in this process
 DEADLINE_S = 5.0  # of a sample in an isolated reward

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Band(Mask):
-    """Rollouts of which a fact is outside low..high leave the loss and their group's statistics: a guard that drops what
-    hacks the reward. A fact that could not be measured keeps its rollout."""
+    """Rollouts of which a fact is outside low..high leave the loss and their group's statistics: a guard that drops
+    what hacks the reward. A fact that could not be measured keeps its rollout."""
 
     equation: ClassVar[str] = "low <= fact <= high"
     of: ClassVar[Literal["rollouts", "decisions"]] = "rollouts"

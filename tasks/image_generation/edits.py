@@ -1,8 +1,8 @@
 """Instructions for drawn scenes, such as "make the bar blue" or "remove the square": the source picture, what it shall
 become, and an exact reading of what was done to it.
 
-A scene is two objects on black, of different shapes, each of 2 x 2 cells of CELL x CELL pixels: a patch of FLUX. One is to be given
-another colour or to be taken away; all else shall stay. Every cell is one of five colours, so that what has changed and
+A scene is two objects on black, of different shapes, each of 2 x 2 cells of CELL x CELL pixels: a patch of
+FLUX. One is to be given another colour or to be taken away; all else shall stay. Every cell is one of five colours, so that what has changed and
 what has not can be told without error.
 """
 
@@ -56,9 +56,7 @@ class Edit:
 
     def applied(self, scene: Sequence[Item]) -> list[Item]:
         """The scene afterwards."""
-        changed = [
-            Item(i.shape, self.colour or i.colour, i.top, i.left) if i.shape == self.shape else i for i in scene
-        ]
+        changed = [Item(i.shape, self.colour or i.colour, i.top, i.left) if i.shape == self.shape else i for i in scene]
         return [i for i in changed if self.colour is not None or i.shape != self.shape]
 
 
@@ -67,12 +65,14 @@ def words() -> list[str]:
     return sorted({"make", "remove", "the", *COLOURS, *SHAPES})
 
 
-Kind = tuple[str, str, str, str, str | None]  # shape and colour of the object to edit, of the other, and the edit's colour
+Kind = tuple[
+    str, str, str, str, str | None
+]  # shape and colour of the object to edit, of the other, and the edit's colour
 
 
 @cache
 def kinds(split: Split) -> tuple[Kind, ...]:
-    """Every edit of every pair of objects: held out where the indices of its parts sum to 3 modulo 4, whatever the seed."""
+    """Every edit of every pair of objects: held out where the indices of its parts sum to 3 modulo 4."""
     shapes, colours = list(SHAPES), list(COLOURS)
     made = []
     for first, second in permutations(shapes, 2):
@@ -107,8 +107,8 @@ def place(rng: np.random.Generator) -> tuple[tuple[int, int], tuple[int, int]]:
 
 class EditedShapes:
     """`size` prompts, each with a source picture; item i depends on (split, seed, i) and `careless` alone. Metadata:
-    `before` and `wanted` [3, SIZE, SIZE], `kind`, and `target`, the picture to learn from, which for the share `careless`
-    is another edit of the same source."""
+    `before` and `wanted` [3, SIZE, SIZE], `kind`, and `target`, the picture to learn from, which for the share
+    `careless` is another edit of the same source."""
 
     def __init__(self, split: Split, *, size: int, seed: int, careless: float = 0.0) -> None:
         self.split, self.size, self.seed, self.careless = split, size, seed, careless
@@ -145,7 +145,7 @@ _PALETTE = torch.tensor([(0.0, 0.0, 0.0), *COLOURS.values()])
 
 
 def read(pictures: Tensor) -> Tensor:
-    """The nearest colour of the palette of every cell, [picture, GRID, GRID] int64; pictures [picture, 3, SIZE, SIZE]."""
+    """The nearest colour of the palette of every cell, [picture, GRID, GRID]; pictures are [picture, 3, SIZE, SIZE]."""
     cells = pictures.float().clamp(0, 1).unflatten(3, (GRID, CELL)).unflatten(2, (GRID, CELL)).mean((3, 5))
     return (cells.permute(0, 2, 3, 1)[..., None, :] - _PALETTE).square().sum(-1).argmin(-1)
 
@@ -154,9 +154,9 @@ def marks(pictures: Tensor, before: Tensor, wanted: Tensor) -> tuple[Tensor, Ten
     """Shares of cells that are as they should be, [picture] each: of those that should change, and of the others."""
     found, had, asked = read(pictures), read(before), read(wanted)
     right, touched = (found == asked).float().flatten(1), (had != asked).float().flatten(1)
-    return (right * touched).sum(1) / touched.sum(1).clamp(min=1), (right * (1 - touched)).sum(1) / (
-        1 - touched
-    ).sum(1).clamp(min=1)
+    return (right * touched).sum(1) / touched.sum(1).clamp(min=1), (right * (1 - touched)).sum(1) / (1 - touched).sum(
+        1
+    ).clamp(min=1)
 
 
 class EditChecked:
@@ -194,8 +194,8 @@ def untouched_moved(samples: Sequence[Sample]) -> Tensor:
 
 
 def region_distance(samples: Sequence[Sample]) -> Tensor:
-    """Mean squared distance to the source over what should have stayed, [sample]: CoCoEdit's region-preserving term with
-    a known region."""
+    """Mean squared distance to the source over what should have stayed, [sample]: CoCoEdit's region-preserving term
+    with a known region."""
     pictures = stack_pictures(samples).float().clamp(0, 1)
     before, wanted = _said(samples, "before"), _said(samples, "wanted")
     stays = ((before - wanted).abs().amax(1, keepdim=True) == 0).float()

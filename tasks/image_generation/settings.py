@@ -103,7 +103,7 @@ class ShapesData(MadePrompts):
 
 
 class EditsData(MadePrompts):
-    """Instructions for drawn scenes ("make the bar blue"): source pictures of 3 x 16 x 16, and what they shall become."""
+    """Instructions for drawn scenes ("make the bar blue"): sources of 3 x 16 x 16, and what they shall become."""
 
     test: ClassVar[str] = "tests/tasks/test_image_edits.py"
     rewards: ClassVar[list[RewardSpec]] = [

@@ -101,8 +101,8 @@ def spoiled(motion: Motion, rng: np.random.Generator) -> Motion:
 
 
 class MovingShapes:
-    """`size` prompts; item i depends on (split, seed, i) and `careless` alone. Metadata: `motion`, `kind` (its direction)
-    and `target`, a clip for supervised training, which for the share `careless` has one part wrong."""
+    """`size` prompts; item i depends on (split, seed, i) and `careless` alone. Metadata: `motion`, `kind` (its
+    direction) and `target`, a clip for supervised training, which for the share `careless` has one part wrong."""
 
     def __init__(self, split: Split, *, size: int, seed: int, careless: float = 0.0) -> None:
         self.split, self.size, self.seed, self.careless = split, size, seed, careless

@@ -31,8 +31,8 @@ class VideoGeneration:
         return self._accuracy.score(samples, _groups(samples))[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: Tensor | None = None) -> dict[str, Tensor]:
-        """What would show that the reward is hacked, each [rollout] float32: see `mmrl.rewards.guards`. Sharpness is the
-        mean of the frames'; diversity is NaN for a group of one."""
+        """What would show that the reward is hacked, each [rollout] float32: see `mmrl.rewards.guards`. Sharpness is
+        the mean of the frames'; diversity is NaN for a group of one."""
         clips, group = stack_clips(samples), _groups(samples) if group is None else group
         count, frames = clips.shape[:2]
         return {

@@ -26,7 +26,9 @@ from torch import Tensor
 
 from mmrl.rollouts import Sample
 
-CLEAN = 0.4  # squared distance of a frame from its object alone, over that of black, above which there is no object in it
+CLEAN = (
+    0.4  # squared distance of a frame from its object alone, over that of black, above which there is no object in it
+)
 PLACES = GRID - OBJECT + 1
 STILL, FAST = 0.25, 0.75  # cells a frame: below there is no motion, above it is quick
 

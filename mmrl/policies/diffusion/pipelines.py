@@ -77,9 +77,7 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
         parameter.requires_grad_("lora_" in name or not adapted)
     if model.activation_checkpointing:
         network.enable_gradient_checkpointing()
-    return family(
-        pipe, base, lora=adapted, text_tokens=model.text_tokens, encoders_stay=model.encoders == "stay"
-    )
+    return family(pipe, base, lora=adapted, text_tokens=model.text_tokens, encoders_stay=model.encoders == "stay")
 
 
 def _base_of(path: str) -> tuple[str, bool]:

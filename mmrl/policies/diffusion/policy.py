@@ -415,7 +415,7 @@ class DiffusionPolicy:
 
 
 def made_samples(prompts: Sequence[Prompt], pixels: Tensor | None) -> list[Sample]:
-    """Samples with what was decoded: [n, channel, height, width] pictures or [n, frame, channel, height, width] clips."""
+    """Samples with what was decoded: pictures [n, channel, height, width] or clips [n, frame, channel, ...]."""
     if pixels is None:
         return [Sample(prompt) for prompt in prompts]
     clips = pixels.dim() == 5

@@ -103,7 +103,9 @@ class Drawing(Section):
 
     evaluation_steps: int = option(40, "denoising steps of a picture in evaluation", unit="steps", ge=1)
     resolution: int | tuple[int, int] | None = option(
-        None, "of pictures and clips: one side of a square, or height and width; default: the model's own", unit="pixels"
+        None,
+        "of pictures and clips: one side of a square, or height and width; default: the model's own",
+        unit="pixels",
     )
     evaluation_resolution: int | tuple[int, int] | None = option(
         None, "in evaluation; default: as in training", unit="pixels"

@@ -141,8 +141,6 @@ def pass_through(enter: Any, norm: Any, leave: Any, channels: int, gain: float, 
     constant.copy_(torch.tensor([MARGIN, -MARGIN]).repeat(len(constant) // 2))
 
 
-
-
 def umt5_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> UMT5EncoderModel:
     """A random UMT5 encoder; its last norm gives states of unit scale."""
     encoder = UMT5EncoderModel(UMT5Config(**_t5(tokenizer, width)))
@@ -215,8 +213,8 @@ def copy_channels(convolution: Any, count: int, tap: tuple[int, ...]) -> None:
 
 @torch.no_grad()
 def average_pairs(convolution: Any, count: int) -> None:
-    """The convolution, of stride 2 and padded to the right and below, gives the means of 2 x 2 pixels of each of its first
-    `count` channels."""
+    """The convolution, of stride 2 and padded to the right and below, gives the means of 2 x 2 pixels of each of its
+    first `count` channels."""
     copy_channels(convolution, count, (0, 0))
     for row, column in ((0, 1), (1, 0), (1, 1)):
         convolution.weight[:, :, row, column] = convolution.weight[:, :, 0, 0]

@@ -623,7 +623,9 @@ class TestPerceptrons:
     def test_the_order_of_words_counts_where_asked(self, kind, ordered):
         family = small(kind, ordered=ordered)
         x, time = torch.randn(1, 1, 8, 8).expand(3, -1, -1, -1), torch.full((3,), 0.5)
-        one, turned, other = family.predict(family.module, x, time, family.encode(said("red cat", "cat red", "dog")), None)
+        one, turned, other = family.predict(
+            family.module, x, time, family.encode(said("red cat", "cat red", "dog")), None
+        )
         assert torch.allclose(one, turned, atol=1e-5) is not ordered
         assert not torch.allclose(one, other, atol=1e-2)
 

@@ -1,4 +1,4 @@
-"""Tiny pipelines that are built in code: identity VAEs, text of unit scale, and what diffusers makes of their folders."""
+"""Tiny pipelines that are built in code: identity VAEs, text of unit scale, and their folders in diffusers."""
 
 import pytest
 import torch
@@ -76,8 +76,7 @@ def test_a_limit_takes_the_padding_away(folder):
     path = folder / "sd3"
     tiny_pipeline.build_digits(str(path), seed=0)
     lengths = [
-        pipelines.load(str(path), DiffusionModel(text_tokens=n)).encode([Asked("draw a seven")])[0]
-        for n in (None, 1)
+        pipelines.load(str(path), DiffusionModel(text_tokens=n)).encode([Asked("draw a seven")])[0] for n in (None, 1)
     ]
     # twelve tokens of CLIP, and as many zeros as the third encoder, which is not there, would have given
     assert [len(c["encoder_hidden_states"]) for c in lengths] == [12 + 256, 12 + 1]

@@ -18,7 +18,7 @@ import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from einops import rearrange
 from peft import get_peft_model_state_dict
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.family import Asked, Condition, Resolution, Shape
@@ -103,8 +103,8 @@ class Pipeline(ABC):
         """A batch of one."""
         if asked.images:
             raise UserError(
-                f"prompt {asked.text!r} has a picture, but {type(self.pipe).__name__} draws from words alone; an editing "
-                "model, such as FLUX.1-Kontext, takes pictures"
+                f"prompt {asked.text!r} has a picture, but {type(self.pipe).__name__} draws from words alone; an "
+                "editing model, such as FLUX.1-Kontext, takes pictures"
             )
         return self._encode(asked.text)
 
@@ -338,8 +338,6 @@ class NoisePipeline(Pipeline):
         alphas = self._ddim.alphas_cumprod.to(uniform.device)
         index = (uniform * len(alphas)).long().clamp(max=len(alphas) - 1)  # a draw near 1 may round up to it
         return (1 - alphas.double()[index]).sqrt(), index.float()
-
-
 
 
 def checked_sides(resolution: Resolution, own: tuple[int, int], multiple: int) -> tuple[int, int]:

@@ -1,4 +1,7 @@
-"""Families that draw clips: Wan 2.1 and 2.2 of one transformer, LTX-Video and HunyuanVideo. Latents are [channel, frame, height, width]."""
+"""Families that draw clips: Wan 2.1 and 2.2 of one transformer, LTX-Video and HunyuanVideo.
+
+Latents are [channel, frame, height, width].
+"""
 
 from __future__ import annotations
 
@@ -119,9 +122,7 @@ class Wan(Clips):
         return int(self.pipe.scheduler.config.num_train_timesteps)
 
     def _encode(self, text: str) -> dict[str, Tensor]:
-        tokens, _ = self.pipe.encode_prompt(
-            text, do_classifier_free_guidance=False, device=self.device, **self._limit
-        )
+        tokens, _ = self.pipe.encode_prompt(text, do_classifier_free_guidance=False, device=self.device, **self._limit)
         return {"encoder_hidden_states": tokens}
 
     def _clip_inputs(
@@ -151,8 +152,8 @@ class LTXVideo(Clips):
         config = pipe.transformer.config
         if pipe.vae.config.timestep_conditioning or (config.patch_size, config.patch_size_t) != (1, 1):
             raise UserError(
-                f"model.path={base}: its VAE denoises while it decodes, or its patches are larger than one; of LTX-Video "
-                "the 0.9.0 model is supported"
+                f"model.path={base}: its VAE denoises while it decodes, or its patches are larger than one; of "
+                "LTX-Video the 0.9.0 model is supported"
             )
 
     @property
@@ -226,6 +227,8 @@ class HunyuanVideo(Clips):
         inputs: dict[str, Any] = {"timestep": time, **texts}
         if self.module.config.guidance_embeds:
             if guidance is None:
-                raise UserError("HunyuanVideo takes an embedded guidance scale: set denoising.embedded_guidance, such as 6")
+                raise UserError(
+                    "HunyuanVideo takes an embedded guidance scale: set denoising.embedded_guidance, such as 6"
+                )
             inputs["guidance"] = torch.full_like(time, guidance * 1000)
         return inputs

@@ -1,5 +1,7 @@
-"""Families that edit a picture: FLUX.1-Kontext, Qwen-Image-Edit and its Plus, FLUX.2 klein. The source's latents are tokens beside
-those that are drawn, and belong to the prompt's condition."""
+"""Families that edit a picture: FLUX.1-Kontext, Qwen-Image-Edit and its Plus, FLUX.2 klein.
+
+The source's latents are tokens beside those that are drawn, and belong to the prompt's condition.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +86,6 @@ class QwenImageEditPlus(QwenImageEdit):
 
     def _seen(self, asked: Asked) -> Any:
         return [self._resized(asked, 384**2)]
-
-
 
 
 class Flux2Klein(FlowPipeline):
