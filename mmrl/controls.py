@@ -178,7 +178,7 @@ class Follower(Control):
     metric: str = option(description="name of the metric that it follows, as it stands in metrics.jsonl")
     target: float = option(description="what the metric shall be")
     low: float = option(0.0, "smallest value")
-    high: float = option(math.inf, "largest value")
+    high: float = option(math.inf, "largest value; .inf: there is none", allow_inf_nan=True)
     _value: float | None = PrivateAttr(None)
 
     @property

@@ -98,6 +98,30 @@ class Silence:
             )
 
 
+class Standstill:
+    """Steps in a row whose gradient was exactly 0, so that nothing was learned: rewards that never differ within a
+    group, a weight of 0, a mask that leaves nothing."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.steps = most, 0
+
+    def judge(self, step: int, values: dict[str, float]) -> str | None:
+        """What to say of it, after a fifth of `most` such steps. Raises UserError after `most`; `values` are of all
+        ranks, so all of them raise."""
+        self.steps = self.steps + 1 if values.get("grad_norm") == 0.0 else 0  # absent: updates were skipped
+        if self.steps not in (max(1, self.most // 5), self.most):
+            return None
+        rewards = [f"{n.removeprefix('reward/')} {v:.3g}" for n, v in values.items() if n.startswith("reward/")]
+        why = (
+            f"step {step}: nothing was learned in {self.steps} steps in a row, for the gradient was 0 (mean rewards: "
+            f"{', '.join(rewards) or 'none'}). Rewards that are all equal within each group teach nothing: look at the "
+            "tables in samples/, the rewards and their weights, and what rollouts are masked"
+        )
+        if self.steps < self.most:
+            return f"{why}; the run ends after {self.most} such steps (rollout.max_idle_steps)"
+        raise UserError(f"{why}; or raise rollout.max_idle_steps")
+
+
 def step_line(step: int, steps: int, values: dict[str, float]) -> str:
     """One line a step: what moved and how fast."""
     shown = [

@@ -58,6 +58,9 @@ class PromptSampler(Choice):
 class Permutation(PromptSampler):
     """Every prompt once an epoch, in an order that is drawn anew each epoch."""
 
+    equation: ClassVar[str] = "a permutation of the seed and the epoch"
+    source: ClassVar[str] = "random reshuffling"
+
     type: str = "permutation"
     _size: int = PrivateAttr(0)
     _seed: int = PrivateAttr(0)

@@ -22,7 +22,7 @@ from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
 from mmrl.evaluation import evaluate
 from mmrl.guards import Guards
-from mmrl.metrics import UNSCORED, Metrics, Silence, step_line
+from mmrl.metrics import UNSCORED, Metrics, Silence, Standstill, step_line
 from mmrl.preparation import Minibatch, Preparation, check_shape
 from mmrl.protocols import Policy, SyncedGenerator, Task
 from mmrl.report.run import Run
@@ -54,6 +54,7 @@ class Trainer:
         self.bad_steps = 0  # skipped updates in a row
         self.guards = Guards(config.guards)
         self.silence = Silence(config.rollout.longest_silence)
+        self.standstill = Standstill(config.rollout.max_idle_steps)
         self.best: float | None = None
         self.accuracies: dict[str, float] = {}  # held-out accuracy by step
         self.interruption = Interruption()  # SIGTERM or Ctrl-C, on this rank
@@ -247,18 +248,27 @@ class Trainer:
         self.judge_generator(values)
         self.controls.update(self.step, values)
         values |= self.guards.judge(values, self)
-        if self.reference is not None and any(self.step % every == 0 for every in self.needs.reference_resets):
-            self.reference.take()
+        self.move_reference()
         values["throughput/rollouts_per_second"] = self.config.rollouts_per_step / values["time/step"]
         self.run.log(self.step, values)
         self.run.line(step_line(self.step, self.config.steps, values))
         self.silence.judge(self.step, values)
+        if (idle := self.standstill.judge(self.step, values)) is not None:
+            self.run.line(idle)
         if due(self.step, self.config.log.samples_every):
             shown = rollouts.select(torch.arange(min(self.config.log.samples, len(rollouts))))
             columns = {} if shown.rewards is None else dict(zip(names, shown.rewards.T.tolist(), strict=True))
             assert shown.advantages is not None
             columns["advantage"] = shown.advantages.mean(1).tolist()
             self.run.samples(f"train-{self.step:06d}", shown.samples, columns)
+
+    def move_reference(self) -> None:
+        """The reference becomes the present policy, or follows it, where a part asks for that."""
+        if self.reference is not None and any(self.step % every == 0 for every in self.needs.reference_resets):
+            self.reference.take()
+        for decay in self.needs.reference_decays:
+            assert self.reference is not None
+            self.reference.blend(decay)
 
     def judge_generator(self, values: dict[str, float]) -> None:
         """Adds what follows from the step's means. Raises UserError, on all ranks, if the engine that samples and the
@@ -284,6 +294,7 @@ class Trainer:
             "controls": self.controls.state(),
             "guards": {"outside": self.guards.state(), "lr_factor": self.engine.lr_factor},
             "batches": shared,
+            "memory": self.preparation.memory,
             "config": plain(self.config),
         }
         own = {"averages": {name: copy.state() for name, copy in self._copies().items()}, "pending": pending}
@@ -301,7 +312,7 @@ class Trainer:
 
     def _copies(self) -> dict[str, Shadow | Snapshot]:
         named: dict[str, Shadow | Snapshot | None] = {"ema": self.ema, "sampling_policy": self.sampling_policy}
-        if self.needs.reference_resets:  # without them the reference is what the run started from
+        if self.needs.reference_resets or self.needs.reference_decays:  # else it is what the run started from
             named["reference"] = self.reference
         return {name: copy for name, copy in named.items() if copy is not None}
 
@@ -321,6 +332,7 @@ class Trainer:
         self.controls.load(state["controls"])
         self.guards.load(state["guards"]["outside"])
         self.engine.lr_factor = state["guards"]["lr_factor"]
+        self.preparation.memory = state["memory"]
         self.step, self.best = state["step"], state["best"]
         self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]
         self.run.forget_after(self.step)

@@ -74,6 +74,8 @@ class Run:
             return
         path = self.folder / "metrics.jsonl"
         data = path.read_bytes() if path.exists() else b""
+        if not data:
+            return
         lines = data.splitlines(keepends=True)
         steps = [logged_step(line) for line in lines]
         self._metrics.close()

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmrl.errors import UserError
+from mmrl.errors import UserError, told
 from mmrl.rollouts import Sample
 
 Score = float | None  # None: could not be scored
@@ -96,6 +96,8 @@ def load_object(path: str) -> Any:
         members = vars(importlib.import_module(module_name))
     except ModuleNotFoundError as error:
         raise ValueError(f"no function {path!r}: {error}; is its folder on PYTHONPATH?") from error
+    except Exception as error:  # any fault of a module of the user's own
+        raise ValueError(f"no function {path!r}: {module_name} can not be imported: {told(error)}") from error
     if attribute not in members:
         raise ValueError(f"no function {path!r}: {module_name} has no {attribute!r}{nearest(attribute, members)}")
     return members[attribute]

@@ -360,7 +360,8 @@ class VisionLanguagePolicy:
                     "the policy never samples"
                 )
             answers.append(torch.tensor(ids))
-        rows = [replace(t, response=ids) for t, ids in zip(self.encode(prompts), answers, strict=True)]
+        heat = self.temperature.value  # the policy that is trained is the one that is sampled from
+        rows = [replace(t, response=a, temperature=heat) for t, a in zip(self.encode(prompts), answers, strict=True)]
         return self._rollouts(list(prompts), rows, 1)
 
     def _rollouts(self, prompts: list[Prompt], rows: list[Tokens], group_size: int) -> Rollouts:

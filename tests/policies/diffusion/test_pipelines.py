@@ -235,7 +235,9 @@ class TestFiles:
         expected, module = answer(family), family.module
         family.save(tmp_path / "saved", trained_state(family))
         assert family.pipe.components[family.trained] is module
-        assert torch.equal(answer(type(family)(open_pipeline(tmp_path / "saved"), "")), expected)
+        found = answer(type(family)(open_pipeline(tmp_path / "saved"), ""))
+        # Weights in a mapped file lie at other addresses than copies, and products round by alignment on some machines.
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 class TestIdleParts:
