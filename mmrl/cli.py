@@ -317,7 +317,9 @@ def run_sample(options: argparse.Namespace) -> int:
         _, samples = evaluate(policy, task, ranks, options.count, config)
     marks = task.accuracy(samples).tolist()
     for sample, mark in zip(samples, marks, strict=True):
-        made = repr(sample.response) if sample.image is None else f"a picture, accuracy {mark:.3g}"
+        drawn = "a picture" if sample.image is not None else "a clip"
+        told = sample.image is None and sample.frames is None
+        made = repr(sample.response) if told else f"{drawn}, accuracy {mark:.3g}"
         print(f"{sample.prompt.text!r} -> {made} (answer {sample.prompt.answer!r})")
     written = write_samples(beside(options.model, "samples.html"), samples, {"accuracy": marks})
     print(f"written to {', '.join(map(str, written))}")
