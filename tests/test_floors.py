@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["mmrl.kernels"],
     ["mmrl.core", "mmrl.rollouts", "mmrl.errors", "mmrl.lazy", "mmrl.seeds"],  # the words everyone above shares
-    ["mmrl.settings", "mmrl.tree", "mmrl.files", "mmrl.records", "mmrl.placement"],
+    ["mmrl.settings", "mmrl.tree", "mmrl.files", "mmrl.records", "mmrl.placement", "mmrl.devices"],
     ["mmrl.controls", "mmrl.sections", "mmrl.needs", "mmrl.prompt_samplers", "mmrl.views", "mmrl.samplers"],
     ["mmrl.sources", "mmrl.terms", "mmrl.facts", "mmrl.protocols"],
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.sims", "mmrl.report", "mmrl.collection"],

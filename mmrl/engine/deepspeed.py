@@ -30,7 +30,7 @@ os.environ.setdefault("DS_LOG_LEVEL", "error")
 import deepspeed  # noqa: E402  (reads DS_ACCELERATOR when imported)
 
 from mmrl.engine import files, reshape  # noqa: E402
-from mmrl.engine.launcher import MEETING, end_with_launcher  # noqa: E402
+from mmrl.engine.launcher import MEETING, end_with_launcher, take_device  # noqa: E402
 from mmrl.engine.shadow import reshaped, share  # noqa: E402
 from mmrl.engine.watch import Watch  # noqa: E402
 
@@ -353,6 +353,7 @@ def start_distributed(timeout: float) -> None:
     if dist.is_initialized():
         return
     end_with_launcher()
+    take_device()
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
