@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from mmrl.sims.workers import Worker
 
 from mmrl import devices
 from mmrl.engine import take_device
@@ -15,7 +16,6 @@ from mmrl.generation.processes import Process, devices_of
 from mmrl.generation.settings import VLLMServer
 from mmrl.generation.vllm import EngineOptions
 from mmrl.rewards.types import device_of
-from mmrl.sims.workers import Worker
 
 MIG = "MIG-6f3ad1b6-9a7c-5d53-8a76-0c47e5a7b9c1"
 
