@@ -101,17 +101,18 @@ class Trainer:
         """One optimizer step. A loss or gradient that is not finite skips it; too many in a row end the run."""
         own = [self.algorithm.denominators(micro) for micro in minibatch]
         totals = {name: self.engine.sum(torch.stack([part[name] for part in own]).sum()) for name in own[0]}
-        wrong = ""
+        made: list[dict[str, Tensor]] = []
         for micro in minibatch:
             parts, stats = self.losses(micro, totals)
             loss = torch.stack(list(parts.values())).sum()
-            if not loss.isfinite():
-                wrong = next((name for name, part in parts.items() if not part.isfinite()), "loss")
-                loss = loss * torch.nan  # the engine skips a step whose gradient is not finite, on every rank
+            made.append({name: part.detach() for name, part in (*parts.items(), ("loss", loss))})
+            # The engine skips a step whose gradient is not finite, on every rank. Nothing is read here: that would wait
+            # for the GPU.
+            loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
             self.engine.backward(loss)
             metrics.add("loss", loss[None] / self.algorithm.updates, sums=True)
             for name, values in stats.items():
-                metrics.add(name, values[self.algorithm.counted(name, micro).to(values.device)])
+                metrics.add(name, values, where=self.algorithm.counted(name, micro))
         metrics.set({"lr": self.engine.lr})
         changed, norm = self.engine.step()
         metrics.add("grad_norm", torch.tensor([norm]))
@@ -120,7 +121,8 @@ class Trainer:
         if changed and self.ema is not None:
             self.ema.update()
         if not changed:
-            self._report_bad_step(minibatch, wrong or "gradient")
+            wrong = (name for parts in reversed(made) for name, part in parts.items() if not part.isfinite())
+            self._report_bad_step(minibatch, next(wrong, "gradient"))
 
     def losses(self, micro: Rollouts, totals: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """This micro-batch's part of the loss, by what it comes from, 0-d each; and statistics, as a rule [rollout,
