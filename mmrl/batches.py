@@ -21,7 +21,7 @@ from mmrl.metrics import Metrics
 from mmrl.pool import Pool
 from mmrl.prompt_samplers import Outcome
 from mmrl.protocols import Policy, SyncedGenerator, Task
-from mmrl.rollouts import FRESH, Rollouts
+from mmrl.rollouts import FRESH, Column, Rollouts
 from mmrl.seeds import rollout_seeds
 from mmrl.sources import SourceContext
 
@@ -35,6 +35,7 @@ class Batches:
         self.source, self.rollout = task.train, config.rollout
         # Copies, for a default is shared by all configurations of the process.
         self.sampler = config.rollout.sampler.model_copy(deep=True)
+        self.sampler.look(self.source)
         self.sampler.start(len(self.source), config.seed)
         self.extras = [extra.model_copy(deep=True) for extra in self.rollout.extra_sources]
         for extra in self.extras:
@@ -189,6 +190,7 @@ class Batches:
         batch.accuracy = self.task.accuracy(batch.samples)
         if self.steps_ahead:
             batch.version = torch.full_like(group, self.version)
+        self._ask_greedily(batch)
         return batch
 
     def _draw(self, share: int) -> tuple[list[int], list[int]]:
@@ -208,7 +210,18 @@ class Batches:
         batch = pool.take(share, step, self.version)
         batch.rewards = self.task.score(batch.samples, batch.group)
         batch.accuracy = self.task.accuracy(batch.samples)
+        self._ask_greedily(batch)
         return batch
+
+    def _ask_greedily(self, batch: Rollouts) -> None:
+        """Leaves the rewards of a greedy response to each rollout's prompt in `extras`, where a part needs them."""
+        if not self.config.needs.greedy:
+            return
+        groups, member = batch.group.unique(return_inverse=True)
+        first = [int((member == g).nonzero()[0]) for g in range(len(groups))]
+        prompts = [batch.samples[row].prompt for row in first]
+        answers = self.policy.respond(prompts, [0] * len(prompts))
+        batch.extras["greedy"] = Column(self.task.score(answers, torch.arange(len(prompts)))[member])
 
     def _with_extras(self, fresh: Rollouts) -> Rollouts:
         """The step's rollouts with those of further sources behind them."""
@@ -231,7 +244,9 @@ def alike(part: Rollouts, fresh: Rollouts) -> Rollouts:
             shape = part.mask.shape if name.endswith("logp") else (len(part), *like.shape[1:])
             value = torch.nan if like.is_floating_point() else False if like.dtype == torch.bool else -1
             filled[name] = torch.full(shape, value, dtype=like.dtype)
-    return replace(part, **filled)
+    known = {name: record for name, record in fresh.extras.items() if isinstance(record, Column)}
+    extras = part.extras | {name: r.blank(len(part)) for name, r in known.items() if name not in part.extras}
+    return replace(part, **filled, extras=extras)
 
 
 class PendingBatch:

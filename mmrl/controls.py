@@ -30,6 +30,8 @@ class Control(Choice):
         "adaptive": "mmrl.controls:Adaptive",
         "additive": "mmrl.controls:Additive",
         "multiplier": "mmrl.controls:Multiplier",
+        "proportional": "mmrl.controllers:Proportional",
+        "staircase": "mmrl.controllers:Staircase",
     }
     test: ClassVar[str] = "tests/test_controls.py"
 

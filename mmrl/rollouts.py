@@ -120,6 +120,25 @@ class Rollouts(Record):
 
 
 @dataclass
+class Column(Record):
+    """Something that a part of an algorithm knows of each rollout; in `Rollouts.extras`, by a name of its own."""
+
+    values: Tensor  # [rollout, ...], of the same shape in every batch
+
+    def blank(self, count: int) -> Column:
+        """Of so many rollouts that nothing is known of: NaN, or 0 where there is none."""
+        empty = torch.nan if self.values.is_floating_point() else 0
+        return Column(torch.full((count, *self.values.shape[1:]), empty, dtype=self.values.dtype))
+
+
+@dataclass
+class DecisionColumn(Record):
+    """Something that a part of an algorithm knows of each decision; in `Rollouts.extras`, by a name of its own."""
+
+    values: Tensor = field(metadata={"pad": 0})  # [rollout, decision]
+
+
+@dataclass
 class Steps(Record):
     """What a critic needs of rollouts whose decisions are made in an environment, in at most S steps of T / S decisions
     each; `Rollouts.extras["steps"]`."""

@@ -196,10 +196,21 @@ class Trainer:
         counted = int(result["evaluation/n"])
         self.run.line(f"evaluation at step {self.step}: held-out accuracy {accuracy:.4f} on {counted}{left_out}")
         self.accuracies[str(self.step)] = accuracy
-        if self.config.checkpoint.best and self.step > 0 and (self.best is None or accuracy > self.best):
-            self.best = accuracy
-            self.save_weights("best")
+        if self.config.checkpoint.best and self.step > 0:
+            self.keep_best(result)
         return result
+
+    def keep_best(self, result: dict[str, float]) -> None:
+        """Writes the weights, if no evaluation was better. Raises UserError for a metric that there is not."""
+        by, sign = self.config.checkpoint.best_by, 1 if self.config.checkpoint.best_is == "highest" else -1
+        if by not in result and by != "evaluation/accuracy":
+            raise UserError(
+                f"checkpoint.best_by={by} is no metric of this evaluation; it has {', '.join(sorted(result))}"
+            )
+        value = sign * result.get(by, 0.0)
+        if self.best is None or value > self.best:
+            self.best = value
+            self.save_weights("best")
 
     # --- log, save, resume, stop ---
 
@@ -223,8 +234,7 @@ class Trainer:
         values = metrics.result()
         self.judge_generator(values)
         self.controls.update(self.step, values)
-        if self.reference is not None and any(self.step % every == 0 for every in self.needs.reference_resets):
-            self.reference.take()
+        self.preparation.move_reference(self.step)
         values["throughput/rollouts_per_second"] = self.config.rollouts_per_step / values["time/step"]
         self.run.log(self.step, values)
         self.run.line(step_line(self.step, self.config.steps, values))
@@ -261,6 +271,7 @@ class Trainer:
             "accuracies": self.accuracies,
             "controls": self.controls.state(),
             "batches": shared,
+            "memory": self.preparation.memory,
             "config": plain(self.config),
         }
         own = {"averages": {name: copy.state() for name, copy in self._copies().items()}, "pending": pending}
@@ -278,7 +289,7 @@ class Trainer:
 
     def _copies(self) -> dict[str, Shadow | Snapshot]:
         named: dict[str, Shadow | Snapshot | None] = {"ema": self.ema, "sampling_policy": self.sampling_policy}
-        if self.needs.reference_resets:  # without them the reference is what the run started from
+        if self.needs.reference_resets or self.needs.reference_decays:  # else it is what the run started from
             named["reference"] = self.reference
         return {name: copy for name, copy in named.items() if copy is not None}
 
@@ -296,6 +307,7 @@ class Trainer:
             copy.load(own["averages"][name])
         self.batches.load(state["batches"], own["pending"])
         self.controls.load(state["controls"])
+        self.preparation.memory = state["memory"]
         self.step, self.best = state["step"], state["best"]
         self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]
         self.run.forget_after(self.step)

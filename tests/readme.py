@@ -1,4 +1,4 @@
-"""What pages print: commands, files, overrides, links; and how a stranger would try them."""
+"""What pages print: commands, files, overrides; and how a stranger would try them, in recipes that are made small."""
 
 import os
 import re
@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import yaml
 
 from mmrl.config import Config
 
@@ -17,6 +19,16 @@ PROGRAMS = ("mmrl", "bash", "python", "torchrun", "ray", "pip", ".venv/bin/pytho
 SECTIONS = (*Config.model_fields, "denoising", "action")
 OVERRIDE = rf"(?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)*="
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.M | re.S)
+SMALL = {  # of keys that a recipe has
+    "prompts": 4,
+    "group_size": 2,
+    "episodes": 2,
+    "train_size": 60,
+    "eval_size": 20,
+    "every": 0,
+    "micro_batch": 4,
+    "samples_every": 0,
+}
 BLANKS = {"FOLDER": "folder", "PROJECT": "project", "NAME": "name", "BOUND": "0.5", "N": "2", "RUN": "runs/run"}
 
 
@@ -85,3 +97,28 @@ def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
+
+
+def workshop(folder: Path) -> dict[str, str]:
+    """Recipes that train two steps of a few rollouts, and what the pages take to be there; the environment in which
+    their commands run from `folder`."""
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    for path in (folder / "configs").glob("*.yaml"):
+        path.write_text(yaml.safe_dump(smaller(yaml.safe_load(path.read_text())) | {"steps": 2, "threads": 1}))
+    (folder / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "quickstart.sh", folder / "scripts")
+    (folder / "scripts" / "setup.sh").write_text("exit 0  # the environment is this one\n")
+    tools = folder / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    for name, words in (("mmrl", "-m mmrl"), ("python", "")):
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        (tools / name).chmod(0o755)
+    return os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
+def smaller(tree):
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: SMALL[key] if key in SMALL and isinstance(value, int) else smaller(value) for key, value in tree.items()
+    }

@@ -1,15 +1,16 @@
 """Pages tell the truth: their keys, commands, files, links and metrics exist, and their own files run."""
 
-import importlib
 import importlib.util
 import json
 import re
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from mmrl import skeleton
 from mmrl.cli import parser
 from mmrl.config import load
 from mmrl.errors import UserError
@@ -17,7 +18,7 @@ from mmrl.reference import _collected, describe_keys, describe_methods
 from tests.readme import PAGES, ROOT, SECTIONS, files, named, overrides, printed, programs, prose, run, write
 
 KEY = re.compile(rf"(?<![\w.-])(?:{'|'.join(SECTIONS)})\.[a-z_]+(?:\.[a-z_0-9]+)*(?==|`)(?<!\.py)")
-SOURCES = ("mmrl", "tasks", "sims", "scripts", "configs")
+SOURCES = ("mmrl", "tasks", "sims", "scripts/bench", "scripts/readme", "configs")  # attacks name wrong keys
 COMMANDS = next(action.choices for action in parser()._actions if action.choices)
 THEIRS = "configs/coming_from.md"  # its left column holds the keys of other systems
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -106,6 +107,8 @@ def test_commands_of_a_page_are_valid(page, there):
             assert all(word in COMMANDS for word in arguments), command
             continue
         assert parser().parse_args(arguments), command
+        if arguments[0] == "new" and not arguments[2].isupper():
+            skeleton.write(arguments[1], arguments[2], there)
         job, words = arguments[0], [word for word in arguments[1:] if not word.startswith("--") and not word.isdigit()]
         blank = [word for word in words if word.isupper()]
         if job in ("train", "eval", "sample"):
@@ -129,6 +132,23 @@ def test_programs_and_files_that_a_page_names_exist(page):
             assert importlib.util.find_spec(module), command
     for path in re.findall(rf"`((?:{'|'.join(SOURCES)}|tests)/[\w/]+(?:\.\w+)?/?)`", prose(page)):
         assert (ROOT / path).exists(), path
+
+
+def test_benchmarks_have_the_options_that_pages_name():
+    named_ = [
+        re.findall(r"(scripts/bench/\w+\.py)((?: --[^`#]*)?)", page.read_text().replace("\n", " ")) for page in PAGES
+    ]
+    found = [(path, rest) for page in named_ for path, rest in page]
+    assert len(found) > 20
+    for path, rest in found:
+        text = (ROOT / path).read_text()
+        assert all(f'"{word}"' in text for word in re.findall(r"--[a-z-]+", rest)), (path, rest)
+
+
+def test_extras_that_are_to_be_installed_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    listed = [found for page in PAGES for found in re.findall(r"'\.\[([a-z,]+)\]'", page.read_text())]
+    assert listed and {name for found in listed for name in found.split(",")} <= set(extras)
 
 
 @every_page
@@ -167,7 +187,9 @@ def test_metrics_on_the_page_about_health_are_logged():
     assert len(set(names)) > 20
     for name in names:
         last = name.rpartition("/")[2].removesuffix("_max")
-        assert f'"{name.removesuffix("_max")}"' in logged or re.search(rf'"{last}"|\b{last}(?:_episodes)?=0', logged), name
+        assert f'"{name.removesuffix("_max")}"' in logged or re.search(rf'"{last}"|\b{last}(?:_episodes)?=0', logged), (
+            name
+        )
 
 
 # --- as a stranger would ---

@@ -116,7 +116,7 @@ class Denoising(Drawing):
 
     steps: int = option(10, "denoising steps of a picture in training", unit="steps", ge=1)
     likelihood: PictureLikelihood = option(PictureChain(), "what a decision is")
-    guidance: float = option(1.0, "classifier-free guidance in rollouts and replay; 1: none")
+    guidance: float = option(1.0, "classifier-free guidance in rollouts and replay; 1: none", ge=0)
 
 
 class DenoisingDemonstrations(Drawing):
@@ -129,7 +129,7 @@ class DenoisingDemonstrations(Drawing):
     prompt_dropout: float = option(
         0.0, "share of pictures shown without their prompt, which guidance needs", ge=0, lt=1
     )
-    guidance: float = option(1.0, "classifier-free guidance in evaluation; 1: none")
+    guidance: float = option(1.0, "classifier-free guidance in evaluation; 1: none", ge=0)
 
     @model_validator(mode="after")
     def _inside(self) -> DenoisingDemonstrations:
@@ -166,6 +166,11 @@ class DiffusionModel(ModelSettings):
     def check(self, config: Config) -> None:
         denoising = config.section("denoising")
         likelihood = denoising.likelihood if isinstance(denoising, Denoising) else None
+        if isinstance(likelihood, PictureContrast) and "contrast" not in config.needs.offers:
+            raise ValueError(
+                f"denoising.likelihood.type={likelihood.type} compares implicit policies and gives no likelihood of "
+                f"the present one, which algorithm.type={config.algorithm.type} needs; use chain or matching"
+            )
         if isinstance(likelihood, PictureChain) and likelihood.branching:
             leaves = math.prod(likelihood.branching)
             if leaves != config.group_size:
