@@ -66,7 +66,7 @@ def filled(text: str) -> str:
 
 def programs(command: str) -> list[str]:
     """The arguments of mmrl in a command, as in `mmrl train ...` and `torchrun ... -m mmrl train ...`; else none."""
-    words = shlex.split(filled(command))
+    words = shlex.split(command)
     if words[0] == "mmrl":
         return words[1:]
     return words[words.index("mmrl") + 1 :] if "-m" in words and "mmrl" in words else []

@@ -6,7 +6,6 @@ import re
 import shlex
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from mmrl.cli import parser
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.reference import _collected, describe_keys, describe_methods
-from tests.readme import PAGES, ROOT, SECTIONS, files, named, overrides, printed, programs, prose, run, write
+from tests.readme import PAGES, ROOT, SECTIONS, files, filled, named, overrides, printed, programs, prose, run, write
 
 KEY = re.compile(rf"(?<![\w.-])(?:{'|'.join(SECTIONS)})\.[a-z_]+(?:\.[a-z_0-9]+)*(?==|`)(?<!\.py)")
 SOURCES = ("mmrl", "tasks", "sims", "scripts/bench", "scripts/readme", "configs")  # attacks name wrong keys
@@ -37,10 +36,9 @@ def there(tmp_path, monkeypatch):
     """A folder of a stranger's, from which modules are imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    before = set(sys.modules)
     yield tmp_path
-    for name in set(sys.modules) - before:
-        if "." not in name:
+    for name, module in list(sys.modules.items()):
+        if str(vars(module).get("__file__")).startswith(str(tmp_path)):
             del sys.modules[name]
 
 
@@ -110,13 +108,13 @@ def test_commands_of_a_page_are_valid(page, there):
         if arguments[0] == "new" and not arguments[2].isupper():
             skeleton.write(arguments[1], arguments[2], there)
         job, words = arguments[0], [word for word in arguments[1:] if not word.startswith("--") and not word.isdigit()]
-        blank = [word for word in words if word.isupper()]
         if job in ("train", "eval", "sample"):
-            config, given = (words[0], words[1:]) if job == "train" else (words[1], words[2:])
+            config, *given = words if job == "train" else words[1:]
+            given = [filled(word) for word in given]
             assert composes(given) if config == "CONFIG" else load(config, given).run_dir, command
-        elif job == "config" and words and not blank:
+        elif job == "config" and words and not words[0].isupper():
             assert describe_keys(words[0])
-        elif job == "methods" and words and not blank:
+        elif job == "methods" and words and not words[0].isupper():
             assert describe_methods(words[0])
 
 
@@ -136,7 +134,8 @@ def test_programs_and_files_that_a_page_names_exist(page):
 
 def test_benchmarks_have_the_options_that_pages_name():
     named_ = [
-        re.findall(r"(scripts/bench/\w+\.py)((?: --[^`#]*)?)", page.read_text().replace("\n", " ")) for page in PAGES
+        re.findall(r"(scripts/bench/\w+\.py)((?: --[a-z-]+(?: [\w,.]+)?)*)", page.read_text().replace("\n", " "))
+        for page in PAGES
     ]
     found = [(path, rest) for page in named_ for path, rest in page]
     assert len(found) > 20
