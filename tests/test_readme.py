@@ -1,5 +1,6 @@
-"""Every key that a page or a source names is one that some job has, and every command that it prints is valid. Those that need
-nothing but this machine run in `test_readme_commands.py`; the others are listed here by what they need."""
+"""Every key that a page or a source names is one that some job has, and every command that a page prints is valid.
+Those that need nothing but this machine run in `test_readme_commands.py`; the others are listed here by what they
+need."""
 
 import re
 import shlex

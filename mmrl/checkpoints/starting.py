@@ -12,7 +12,6 @@ from mmrl.checkpoints import files
 from mmrl.checkpoints.store import ORIGIN, STATE, check_same_training, read_state
 from mmrl.checkpoints.training import BESIDE_TRAINING, MAY_CHANGE, differences
 from mmrl.errors import UserError
-from mmrl.settings import NOTHING
 
 Tree = dict[str, Any]
 
@@ -73,15 +72,8 @@ def check_starts_again(folder: Path, config: Tree) -> None:
         before = None
     if not isinstance(before, dict):
         raise UserError(f"run_dir={folder} holds a run whose config.yaml can not be read; name another one")
-    for key, (old, new) in differences(_held(before), _held(config), MAY_CHANGE).items():
+    for key, (old, new) in differences(before, config, MAY_CHANGE).items():
         raise UserError(f"run_dir={folder} holds a run in which {key} is {old!r}, not {new!r}; name another one")
-
-
-def _held(tree: Any) -> Any:
-    """Without the keys that hold nothing, which config.yaml leaves out."""
-    if isinstance(tree, dict):
-        return {key: _held(value) for key, value in tree.items() if value not in NOTHING}
-    return [_held(item) for item in tree] if isinstance(tree, list) else tree
 
 
 def read_origin(weights: Path) -> Tree | None:

@@ -205,7 +205,7 @@ FAULTS = [
     Fault("dynamic sampling: by unweighted rewards", B, "weights = torch.tensor(task.reward_weights)",
           "weights = torch.ones(len(task.reward_weights))", COLLECTION),
     Fault("dynamic sampling: gates not looked at", A + "grouped.py",
-          "rollouts.group, weights, components=self.components.type, gates=gates",
+          "rollouts.group, weights, components=self.components.known, gates=gates",
           'rollouts.group, weights, components="sum", gates=gates', COLLECTION),
     Fault("filler teaches", P, "advantages = advantages.masked_fill(rollouts.filler[:, None], 0.0)", "pass",
           COLLECTION),

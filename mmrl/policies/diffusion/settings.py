@@ -166,6 +166,11 @@ class DiffusionModel(ModelSettings):
     def check(self, config: Config) -> None:
         denoising = config.section("denoising")
         likelihood = denoising.likelihood if isinstance(denoising, Denoising) else None
+        if isinstance(likelihood, PictureContrast) and "contrast" not in config.needs.offers:
+            raise ValueError(
+                f"denoising.likelihood.type={likelihood.type} compares implicit policies and gives no likelihood of "
+                f"the present one, which algorithm.type={config.algorithm.type} needs; use chain or matching"
+            )
         if isinstance(likelihood, PictureChain) and likelihood.branching:
             leaves = math.prod(likelihood.branching)
             if leaves != config.group_size:

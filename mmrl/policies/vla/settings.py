@@ -237,12 +237,6 @@ class Actions(Section):
     film: bool = option(False, "keep a picture of every action in evaluation")
 
     @model_validator(mode="after")
-    def _key_of_statistics(self) -> Actions:
-        if self.statistics_key is not None and self.statistics is None:
-            raise ValueError(f"statistics_key={self.statistics_key} chooses from statistics, which is not set")
-        return self
-
-    @model_validator(mode="after")
     def _prompt_has_an_instruction(self) -> Actions:
         if self.prompt is not None and "{instruction}" not in self.prompt:
             raise ValueError(f"prompt must hold {{instruction}}, got {self.prompt!r}")
