@@ -46,6 +46,7 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "majority": credit.Majority,
     "tool_calls": credit.tool_calls,
     "boxes_in_reasoning": credit.boxes_in_reasoning,
+    "sections": credit.sections,
     "overlong_penalty": verifiers.overlong_penalty,
     "random": verifiers.random,
     "jpeg_compressibility": images.jpeg_compressibility,

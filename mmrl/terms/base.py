@@ -59,6 +59,7 @@ class Shaper(Choice):
         "entropy_modulation": "mmrl.terms.entropy_modulation:EntropyModulation",
         "self_process": "mmrl.terms.self_process:SelfProcess",
         "long_wrong": "mmrl.terms.long_wrong:LongWrong",
+        "shared_prefix": "mmrl.terms.shared_prefix:SharedPrefix",
         "view_information": "mmrl.terms.view_information:ViewInformation",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"

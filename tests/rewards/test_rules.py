@@ -336,6 +336,28 @@ def test_boxes_in_reasoning(response, expected):
     assert score("boxes_in_reasoning", response, None, at_most=3) == expected
 
 
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<info>a cat</info> <think>one</think>\n<answer>1</answer> ", 1.0),
+        ("<think>one</think><info>a cat</info><answer>1</answer>", 0.0),
+        ("<info>a cat</info><answer>1</answer>", 0.0),
+        ("<info> </info><think>one</think><answer>1</answer>", 0.0),
+        ("<info>a</info> and <think>one</think><answer>1</answer>", 0.0),
+        ("<info>a</info><think>one</think><answer>1</answer>2", 0.0),
+        ("<info>a</info><think>one</think><answer>1</answer><answer>2</answer>", 0.0),
+        ("<info>a<think></info><think>one</think><answer>1</answer>", 0.0),
+    ],
+)
+def test_sections(response, expected):
+    assert score("sections", response, None, tags=["info", "think", "answer"]) == expected
+
+
+def test_sections_have_names_of_their_own():
+    with pytest.raises(ValueError, match="tags must be different names"):
+        build("sections", {"tags": ["think", "think"]})
+
+
 LONG = [
     ("boxes_matched", "[1, " * 40000, TWO),
     ("boxes_matched", "[0, 0, 1, 1] " * 8000, TWO),
