@@ -38,10 +38,10 @@ def build_reward(spec: RewardSpec) -> Guarded | IsolatedReward:
     )
     _check_deadline(spec, reward)
     _check_batch_size(spec, reward)
-    isolated = isinstance(reward, IsolatedReward)
-    failures.most_late = spec.max_timeouts or (MOST_LATE if isolated else MOST_LATE_HERE)
-    if isolated:
+    if isinstance(reward, IsolatedReward):
+        failures.most_late = spec.max_timeouts or MOST_LATE
         return reward
+    failures.most_late = spec.max_timeouts or MOST_LATE_HERE
     patience = BATCH_S if isinstance(reward, BatchReward) else SAMPLE_S
     return Guarded(reward, failures, (spec.deadline_s or patience) if is_own(spec.name) else None)
 
