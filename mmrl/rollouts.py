@@ -53,6 +53,7 @@ class Sample:
     truncated: bool = False  # reached max_response_length without an end token
     max_response_length: int = 0
     image: Tensor | None = None  # [channel, height, width] fp32 on the CPU, 0 to 1 in gamut, as decoded: not clamped
+    frames: Tensor | None = None  # of a clip [frame, channel, height, width], otherwise as `image`
     episode: Episode | None = None
 
 

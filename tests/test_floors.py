@@ -11,8 +11,16 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["mmrl.kernels"],
     ["mmrl.core", "mmrl.rollouts", "mmrl.errors", "mmrl.lazy", "mmrl.seeds"],  # the words everyone above shares
-    ["mmrl.settings", "mmrl.tree", "mmrl.files", "mmrl.records", "mmrl.placement"],
-    ["mmrl.controls", "mmrl.sections", "mmrl.needs", "mmrl.prompt_samplers", "mmrl.views", "mmrl.samplers"],
+    ["mmrl.settings", "mmrl.tree", "mmrl.files", "mmrl.records", "mmrl.placement", "mmrl.devices"],
+    [
+        "mmrl.controls",
+        "mmrl.guards",
+        "mmrl.sections",
+        "mmrl.needs",
+        "mmrl.prompt_samplers",
+        "mmrl.views",
+        "mmrl.samplers",
+    ],
     ["mmrl.counterfactuals", "mmrl.curricula", "mmrl.controllers"],
     ["mmrl.categories"],
     ["mmrl.sources", "mmrl.terms", "mmrl.facts", "mmrl.protocols"],
@@ -41,6 +49,7 @@ LIGHT = tuple(
         "counterfactuals",
         "curricula",
         "errors",
+        "guards",
         "lazy",
         "needs",
         "prompt_samplers",

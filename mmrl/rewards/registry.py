@@ -8,7 +8,19 @@ from functools import partial
 from typing import Any
 
 from mmrl.errors import told
-from mmrl.rewards import boxes, clip, credit, http, images, judges, pointing, text_judges, verifiers
+from mmrl.rewards import (
+    boxes,
+    clip,
+    credit,
+    framewise,
+    guards,
+    http,
+    images,
+    judges,
+    pointing,
+    text_judges,
+    verifiers,
+)
 from mmrl.rewards.failures import Failures
 from mmrl.rewards.isolated import WORKERS, IsolatedReward
 from mmrl.rewards.limits import Limits
@@ -54,6 +66,8 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "caption_judge": text_judges.CaptionJudge,
     "evidence_judge": text_judges.EvidenceJudge,
     "http": http.HttpReward,
+    "guard": guards.GuardReward,
+    "framewise": framewise.Framewise,
 }
 ISOLATED = frozenset({"math"})  # may hang, so they never run in this process
 DEADLINE_S = 5.0  # of a sample in an isolated reward

@@ -84,6 +84,7 @@ class Mask(Choice):
     of: ClassVar[Literal["rollouts", "decisions"]] = "decisions"
     kinds: ClassVar[dict[str, str]] = {
         "truncated": "mmrl.terms.truncated:Truncated",
+        "band": "mmrl.terms.band:Band",
         "entropy_share": "mmrl.terms.entropy_share:EntropyShare",
         "covariance_clip": "mmrl.terms.covariance_clip:CovarianceClip",
         "token_budget": "mmrl.terms.token_budget:TokenBudget",

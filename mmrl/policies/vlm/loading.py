@@ -135,8 +135,11 @@ def adapt(model: Any, path: str, *, freeze: Sequence[str], lora: LoRA | None) ->
 
 def recompute_activations(model: Any) -> None:
     """Layers keep only their inputs for the backward pass."""
-    transformers_model(model).gradient_checkpointing_enable({"use_reentrant": False})
-    model.enable_input_require_grads()
+    core: Any = transformers_model(model)
+    core.gradient_checkpointing_enable({"use_reentrant": False})
+    # Which transformers has every embedding give something that asks for a gradient, patches of pictures too: a vision
+    # tower that is not trained would be recomputed and run backward. Only reentrant checkpoints need that.
+    core.disable_input_require_grads()
 
 
 def part_of(parameter: str) -> str:
