@@ -15,6 +15,7 @@ FLOORS = [
     [
         "mmrl.controls",
         "mmrl.guards",
+        "mmrl.layers",
         "mmrl.sections",
         "mmrl.needs",
         "mmrl.prompt_samplers",
