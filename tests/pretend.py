@@ -28,7 +28,8 @@ class MixedDevices(RuntimeError):
 
 
 class Ledger:
-    """To the device, from the device, and waiting for it: how often by place in mmrl, and how many bytes."""
+    """What goes "to the device" and "from the device" and what makes the host "wait" for it: how often, how many bytes,
+    and from which lines of mmrl."""
 
     def __init__(self) -> None:
         self.clear()
@@ -187,9 +188,7 @@ def pretending(monkeypatch) -> Iterator[Ledger]:
         patch.setattr(torch, "lazy", _module(), raising=False)
         patch.setattr(torch, "tensor", tensor)
         patch.setattr(torch, "Generator", lambda device="cpu": generator("cpu"))
-        patch.setattr(
-            torch, "is_autocast_enabled", lambda *kind: False if kind == (DEVICE.type,) else asked(*kind)
-        )
+        patch.setattr(torch, "is_autocast_enabled", lambda *kind: False if kind == (DEVICE.type,) else asked(*kind))
         lifting = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
         try:
