@@ -52,6 +52,11 @@ class Choice(Section):
     source: ClassVar[str] = ""  # the paper an equation comes from
     test: ClassVar[str] = ""  # the test that pins it
 
+    @property
+    def key(self) -> str:
+        """By which what is known for this choice is found again; equal for equal settings."""
+        return f"{self.type} {self.model_dump_json()}"
+
     @classmethod
     def expand(cls, value: Any) -> Any:
         """The mapping that a shorter way to write this choice stands for: a name alone is a kind with its defaults."""

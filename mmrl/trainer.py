@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl import checkpoints
 from mmrl.algorithms.base import Reduction
-from mmrl.batches import Batches, awake
+from mmrl.batches import Batches, awake, check_batch
 from mmrl.config import Config
 from mmrl.controls import Controls
 from mmrl.core.advantages import combined_reward
@@ -20,7 +20,8 @@ from mmrl.core.correction import correction_weight, effective_sample_size
 from mmrl.engine import Engine, Interruption, Shadow, applied, ramp, warmed_up
 from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
-from mmrl.evaluation import evaluate
+from mmrl.evaluation import evaluate, worth
+from mmrl.guards import Guards
 from mmrl.metrics import UNSCORED, Metrics, Silence, Standstill, step_line
 from mmrl.preparation import Minibatch, Preparation, check_shape
 from mmrl.protocols import Policy, SyncedGenerator, Task
@@ -51,6 +52,7 @@ class Trainer:
         self.preparation = Preparation(config, policy, task, engine, self.sampling_policy, self.reference)
         self.step = 0  # finished steps
         self.bad_steps = 0  # skipped updates in a row
+        self.guards = Guards(config.guards)
         self.silence = Silence(config.rollout.longest_silence)
         self.standstill = Standstill(config.rollout.max_idle_steps)
         self.best: float | None = None
@@ -83,7 +85,7 @@ class Trainer:
             if due(self.step, self.config.evaluation.every, self.config.steps):
                 self.evaluate()
             self.stopping = self.engine.max(self.interruption.signum)
-            if self.stopping or due(self.step, self.config.checkpoint.every):
+            if self.stopping or (self.guards.within and due(self.step, self.config.checkpoint.every)):
                 self.save()
         if self.step >= self.config.steps:
             self.save_weights("final")
@@ -202,10 +204,25 @@ class Trainer:
         counted = int(result["evaluation/n"])
         self.run.line(f"evaluation at step {self.step}: held-out accuracy {accuracy:.4f} on {counted}{left_out}")
         self.accuracies[str(self.step)] = accuracy
-        if self.config.checkpoint.best and self.step > 0 and (self.best is None or accuracy > self.best):
-            self.best = accuracy
-            self.save_weights("best")
+        self.guards.judge(result, self, evaluation=True)
+        if self.config.checkpoint.best and self.step > 0:
+            value = worth(result, self.config.checkpoint)
+            if self.best is None or value > self.best:
+                self.best = value
+                self.save_weights("best")
         return result
+
+    # --- what guards may do ---
+
+    def line(self, text: str) -> None:
+        self.run.line(text)
+
+    def scale_lr(self, factor: float) -> None:
+        self.engine.lr_factor *= factor
+
+    def go_back(self) -> str:
+        """Back to the newest checkpoint's weights and optimizer, while step, prompts and controls go on; its name."""
+        return checkpoints.go_back(self.run.folder / "checkpoints", self.engine, self._copies(), self.line)
 
     # --- log, save, resume, stop ---
 
@@ -229,8 +246,8 @@ class Trainer:
         values = metrics.result()
         self.judge_generator(values)
         self.controls.update(self.step, values)
-        if self.reference is not None and any(self.step % every == 0 for every in self.needs.reference_resets):
-            self.reference.take()
+        self.preparation.move_reference(self.step)
+        values |= self.guards.judge(values, self)
         values["throughput/rollouts_per_second"] = self.config.rollouts_per_step / values["time/step"]
         self.run.log(self.step, values)
         self.run.line(step_line(self.step, self.config.steps, values))
@@ -266,7 +283,9 @@ class Trainer:
             "bad_steps": self.bad_steps,
             "accuracies": self.accuracies,
             "controls": self.controls.state(),
+            "guards": {"outside": self.guards.state(), "lr_factor": self.engine.lr_factor},
             "batches": shared,
+            "memory": self.preparation.memory,
             "config": plain(self.config),
         }
         own = {"averages": {name: copy.state() for name, copy in self._copies().items()}, "pending": pending}
@@ -284,7 +303,7 @@ class Trainer:
 
     def _copies(self) -> dict[str, Shadow | Snapshot]:
         named: dict[str, Shadow | Snapshot | None] = {"ema": self.ema, "sampling_policy": self.sampling_policy}
-        if self.needs.reference_resets:  # without them the reference is what the run started from
+        if self.needs.reference_resets or self.needs.reference_decays:  # else it is what the run started from
             named["reference"] = self.reference
         return {name: copy for name, copy in named.items() if copy is not None}
 
@@ -302,6 +321,9 @@ class Trainer:
             copy.load(own["averages"][name])
         self.batches.load(state["batches"], own["pending"])
         self.controls.load(state["controls"])
+        self.guards.load(state["guards"]["outside"])
+        self.engine.lr_factor = state["guards"]["lr_factor"]
+        self.preparation.memory = state["memory"]
         self.step, self.best = state["step"], state["best"]
         self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]
         self.run.forget_after(self.step)
@@ -309,26 +331,3 @@ class Trainer:
 
 def due(step: int, every: int, last: int | None = None) -> bool:
     return step == last or (every > 0 and step % every == 0)
-
-
-def check_batch(config: Config, world: int) -> None:
-    """Raises UserError where the batch can not be divided as asked."""
-    rollout, minibatches = config.rollout, config.algorithm.minibatches
-    shared = {"rollout.prompts": rollout.prompts}
-    if config.generator is not None and config.generator.unfinished is not None:
-        shared["rollout.generator.partial.oversample"] = config.generator.unfinished.oversample
-    shared |= {f"rollout.extras.{i}": extra.rollouts for i, extra in enumerate(rollout.extra_sources)}
-    for key, count in shared.items():
-        if count % world:
-            raise UserError(f"{key}={count} can not be shared by {world} ranks; make it a multiple")
-    mine = config.rollouts_per_step // world
-    if mine % minibatches:
-        raise UserError(
-            f"{mine} rollouts a rank (rollout.prompts x group_size / ranks) can not be cut into "
-            f"algorithm.minibatches={minibatches} equal parts"
-        )
-    if config.needs.whole_groups and config.group_size > config.engine.micro_batch:
-        raise UserError(
-            f"engine.micro_batch={config.engine.micro_batch} cuts groups of {config.group_size}, which "
-            f"algorithm.type={config.algorithm.type} needs whole; raise it"
-        )

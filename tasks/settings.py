@@ -18,6 +18,7 @@ class TaskSettings(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "visual_qa": "mmrl.tasks.visual_qa.settings:VisualQASettings",
         "image_generation": "mmrl.tasks.image_generation.settings:ImageGenerationSettings",
+        "video_generation": "mmrl.tasks.video_generation.settings:VideoGenerationSettings",
         "manipulation": "mmrl.tasks.manipulation.settings:ManipulationSettings",
     }
     type: str = "visual_qa"

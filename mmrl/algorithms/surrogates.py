@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmrl.algorithms.base import Reduction
+    from mmrl.facts import Batch
     from mmrl.rollouts import Replay, Rollouts
 
 Result = tuple["Tensor", dict[str, "Tensor"]]
@@ -30,12 +31,23 @@ class Surrogate(Choice):
         "divergence_mask": "mmrl.algorithms.surrogates:DivergenceMask",
         "gaussian_weight": "mmrl.algorithms.surrogates:GaussianWeight",
         "reinforce": "mmrl.algorithms.surrogates:Reinforce",
+        "geometric": "mmrl.algorithms.clips:Geometric",
+        "log_clip": "mmrl.algorithms.clips:LogClip",
+        "sqrt_clip": "mmrl.algorithms.clips:SqrtClip",
+        "boundary_chance": "mmrl.algorithms.clips:BoundaryChance",
+        "ratio_variance": "mmrl.algorithms.trust:RatioVariance",
+        "query_trust_region": "mmrl.algorithms.trust:QueryTrustRegion",
+        "sequence_mask": "mmrl.algorithms.trust:SequenceMask",
+        "group_expectation": "mmrl.algorithms.trust:GroupExpectation",
     }
     test: ClassVar[str] = "tests/core/test_surrogates.py"
 
     @property
     def needs(self) -> Needs:
         return Needs()
+
+    def prepare(self, batch: Batch) -> None:
+        """Once a step, when advantages and masks are known: may leave columns in `batch.rollouts.extras`, as `key`."""
 
     @abstractmethod
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:

@@ -227,6 +227,7 @@ class Engine(Ranks):
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self.updates = 0  # optimizer steps taken, skipped ones not counted
+        self.lr_factor = 1.0  # what a guard has left of the learning rates
         groups, self._rates = parameter_groups(module, optim, total_steps)
         own_clip = optim.clip_grad_norm if self.zero_stage == 0 else None
         optimizer = GuardedAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, clip_grad_norm=own_clip)
@@ -263,7 +264,7 @@ class Engine(Ranks):
     @property
     def lr(self) -> float:
         """The learning rate of what has no group of its own."""
-        return self._rates[0](self.updates)
+        return self.lr_factor * self._rates[0](self.updates)
 
     # --- one optimizer step ---
 
@@ -277,7 +278,7 @@ class Engine(Ranks):
         finite when the update was skipped)."""
         self.mark()
         for group, rate in zip(self._engine.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate(self.updates)
+            group["lr"] = self.lr_factor * rate(self.updates)
         self._engine.step()
         applied = not self._engine.optimizer.overflow
         self.updates += applied

@@ -49,6 +49,13 @@ def picture(sample: Sample) -> Tensor:
     return sample.image
 
 
+def clip(sample: Sample) -> Tensor:
+    """The clip that was made, [frame, channel, height, width]. Raises UserError where the rollout holds none."""
+    if sample.frames is None:
+        raise UserError(f"the rollout of prompt {sample.prompt.id!r} holds no clip to score")
+    return sample.frames
+
+
 def as_pil(image: Tensor) -> Image.Image:
     """What a viewer sees of [channel, height, width] in 0..1: clamped, rounded to 8 bits; always RGB."""
     pixels = (image.clamp(0, 1) * 255).round().to(torch.uint8)

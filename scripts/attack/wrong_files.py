@@ -171,10 +171,10 @@ def questions(folder: Path) -> Cases:
         "nothing": [b""],
         "blank lines": [b"\n\n"],
         "huge number": [good, b'{"problem": "?", "answer": 1e999}'],
-        "answer of an object": [good, row(answer={"a": 1})],
         "picture too thin for the model": [good, row(images=["line.png"])],
     }
     fine = {
+        "answer of an object": [row(answer={"a": 1})] * 2,
         "byte order mark": [b"\xef\xbb\xbf" + text.encode()] + [good],
         "answer of a number": [row(answer=3)] * 2,
         "answers of a list": [row(answer=["1", "2"])] * 2,
@@ -219,7 +219,9 @@ def prompts(folder: Path) -> Cases:
     for number, (name, data) in enumerate(bad.items()):
         path = folder / f"prompts-{number}.txt"
         path.write_bytes(data)
-        cases.append((name, f"task.data.train={path}", "data.heldout" if name == "one prompt" else path.name))
+        cases.append(
+            (name, f"task.data.train={path}", "data.heldout" if name in ("one prompt", "zero bytes") else path.name)
+        )
     held = {
         "no prompt": [{"text": "x"}] * 3,
         "prompt of a number": [{"prompt": "x"}, {"prompt": 3}],
@@ -231,8 +233,10 @@ def prompts(folder: Path) -> Cases:
     (folder / "prompts.csv").write_text("a\nb\n")
     cases.append(("table", f"task.data.train={folder}/prompts.csv", "prompts.csv"))
     long = folder / "long.txt"
-    long.write_text("a handwritten one " * 2000 + "\n" + "a handwritten two\n" * 4)
-    cases.append(("very long prompt", f"task.data.train={long}", TAKEN))
+    long.write_text(
+        "a handwritten one " * 2000 + "\n" + "".join(f"a handwritten {n}\n" for n in ("two", "three", "four"))
+    )
+    cases.append(("very long prompt", f"task.data.train={long}", "prompt"))
     same = folder / "same.txt"
     same.write_text("a handwritten one\n")
     cases.append(("held-out prompts of no kind", f"task.data.heldout=null task.data.eval={folder}/empty", "empty"))
@@ -247,7 +251,7 @@ def statistics(folder: Path) -> Cases:
     made: dict[str, tuple[Any, str]] = {
         "three numbers": ({"a": {"action": {"q01": [0, 0, 0], "q99": [1, 1, 1]}}}, "statistics"),
         "q01 above q99": ({"a": {"action": {"q01": [1, 1], "q99": [-1, -1]}}}, "statistics"),
-        "q01 equal to q99": ({"a": {"action": {"q01": [1, 1], "q99": [1, 1]}}}, "statistics"),
+        "q01 equal to q99": ({"a": {"action": {"q01": [1, 1], "q99": [1, 1]}}}, TAKEN),  # what never moved
         "two sets and no key": ({"a": {"action": right}, "b": {"action": right}}, "statistics_key"),
         "mean alone": ({"a": {"action": {"mean": [0, 0], "std": [1, 1]}}}, "statistics"),
         "a list": ([1], "statistics"),
@@ -296,7 +300,6 @@ def lerobot(folder: Path) -> Cases:
         ("info.json of a list", "meta/info.json", b"[]"),
         ("torn Parquet", "data/chunk-000/episode_000000.parquet", b"PAR1"),
         ("torn list of episodes", "meta/episodes.jsonl", b"{"),
-        ("torn list of tasks", "meta/tasks.jsonl", b"{"),
     ):
         root = shutil.copytree(good, folder / f"lr-{file.replace('/', '-')}-{len(data)}")
         (root / file).write_bytes(data)
@@ -369,7 +372,7 @@ def configurations(folder: Path, good: Path) -> list[tuple[str, Path, str]]:
         "tab": (b"steps:\t3\n\tx: 1", "not valid YAML"),
         "list": (b"- 1\n- 2\n", "expected a mapping"),
         "number": (b"3\n", "expected a mapping"),
-        "word": (b"word\n", "expected a mapping"),
+        "word": (b"word\n", "config-3.yaml"),
         "nothing": (b"", "run_dir"),
         "latin-1": (b"run_dir: caf\xe9\n", "not valid YAML"),
         "zero bytes": (b"\0\0", "not valid YAML"),

@@ -100,6 +100,10 @@ def open_policy(
         head = action.head.build(action, backbone, action_dim, state_dim)
         network = Network(backbone, head, state_dim, critic)
     statistics, states = backbone.units, None
+    if action.statistics is None and action.statistics_key is not None:
+        raise UserError(
+            f"action.statistics_key={action.statistics_key} chooses from action.statistics, which is not set"
+        )
     if action.statistics is not None:
         statistics = load_statistics(action.statistics, action.statistics_key, action_dim)
     if (Path(path) / DESCRIPTION).is_file():

@@ -87,9 +87,14 @@ def load_model(path: str, settings: Backbone) -> tuple[nn.Module, Any]:
         raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from None
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
-    model: Any = AutoModelForImageTextToText.from_pretrained(
-        base, dtype=settings.dtype, attn_implementation=settings.attention
+    model: Any
+    model, found = AutoModelForImageTextToText.from_pretrained(
+        base, dtype=settings.dtype, attn_implementation=settings.attention, output_loading_info=True
     )
+    if missing := sorted(found["missing_keys"]):  # transformers would leave them at random
+        raise UserError(
+            f"model.path={path}: its files lack {len(missing)} of the model's weights, such as {missing[0]}"
+        )
     write_as_published(model)
     model = adapt(model, path, freeze=settings.freeze, lora=settings.lora)
     return model, AutoProcessor.from_pretrained(path, **settings.processor)

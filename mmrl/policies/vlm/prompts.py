@@ -65,7 +65,12 @@ def encode(processor: Any, prompts: Sequence[Prompt], max_length: int) -> list[T
 def _encode_alike(processor: Any, prompts: Sequence[Prompt], max_length: int) -> list[Tokens]:
     texts = chat_texts(processor, prompts)
     images = {"images": [list(p.images) for p in prompts]} if prompts[0].images else {}  # nested: by prompt
-    encoded = dict(processor(text=texts, return_tensors="pt", padding=True, **images))
+    try:
+        encoded = dict(processor(text=texts, return_tensors="pt", padding=True, **images))
+    except ValueError as error:
+        if len(prompts) > 1:  # which of them?
+            return [row for prompt in prompts for row in _encode_alike(processor, [prompt], max_length)]
+        raise UserError(f"prompt {prompts[0].id}: the model's processor does not take it: {error}") from error
     real = encoded.pop("attention_mask").bool()
     ids = encoded.pop("input_ids")
     pictures = {k: v.unflatten(0, (len(prompts), -1)) for k, v in encoded.items() if k not in PER_TOKEN}
