@@ -111,8 +111,12 @@ class Trainer:
             loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
             self.engine.backward(loss)
             metrics.add("loss", loss[None] / self.algorithm.updates, sums=True)
+            there: dict[int, Tensor] = {}  # each mask once where the statistics are
             for name, values in stats.items():
-                metrics.add(name, values, where=self.algorithm.counted(name, micro))
+                counted = self.algorithm.counted(name, micro)
+                if id(counted) not in there:
+                    there[id(counted)] = counted.to(values.device)
+                metrics.add(name, values, where=there[id(counted)])
         metrics.set({"lr": self.engine.lr})
         changed, norm = self.engine.step()
         metrics.add("grad_norm", torch.tensor([norm]))
