@@ -95,6 +95,13 @@ class SimulatedTask(Protocol):
     def make_simulator(self, rows: int) -> Any: ...
 
 
+@runtime_checkable
+class ConversationTask(Protocol):
+    """A task in which an environment answers responses."""
+
+    environment: Any  # settings of `mmrl.sims.turns.settings:EnvironmentSettings`; None: it asks for one response
+
+
 class SyncedGenerator(Protocol):
     """Engines that generate for the policy and need its weights. Inside `generation`, and after `synchronise`, they
     have them; both give metrics."""

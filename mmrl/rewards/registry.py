@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from mmrl.rewards import clip, http, images, judges, verifiers
+from mmrl.rewards import clip, http, images, judges, turns, verifiers
 from mmrl.rewards.failures import Failures
 from mmrl.rewards.isolated import WORKERS, IsolatedReward
 from mmrl.rewards.limits import Limits
@@ -24,6 +24,7 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "box_giou": verifiers.box_giou,
     "overlong_penalty": verifiers.overlong_penalty,
     "random": verifiers.random,
+    "environment_return": turns.environment_return,
     "jpeg_compressibility": images.jpeg_compressibility,
     "jpeg_incompressibility": images.jpeg_incompressibility,
     "classifier_logp": images.ClassifierLogp,
