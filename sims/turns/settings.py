@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mmrl.settings import Choice, Section, locate, option
@@ -170,9 +171,15 @@ class ToolsSettings(EnvironmentSettings):
         from mmrl.sims.turns.tools import ToolEnvironment
 
         return ToolEnvironment(
-            [tool.make() for tool in self.tools],
+            [made(tool) for tool in self.tools],
             calls=self.calls,
             described=self.described,
             coordinates=self.coordinates,
             shown_pixels=self.shown_pixels,
         )
+
+
+@lru_cache
+def made(settings: ToolSettings) -> Tool:
+    """A tool remembers nothing, so that all environments may share it."""
+    return settings.make()

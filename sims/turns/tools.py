@@ -68,22 +68,30 @@ class Tool:
     name: str
     function: Callable[..., Any]
     schema: dict[str, Any]
+    parameters: dict[str, tuple[Any, bool]]  # the policy's: their types and whether they must be given
+    scenes: list[str]  # those that get the pictures
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str | None = None) -> Tool:
         """Raises ValueError for a parameter without a type that JSON knows."""
-        name = name or vars(function).get("__name__", function.__name__)
+        name = name or function.__name__
         described = inspect.getdoc(function) or ""
-        parameters = _parameters(function)
+        hints = typing.get_type_hints(function, include_extras=True)
+        parameters = {
+            key: (hints.get(key), parameter.default is parameter.empty)
+            for key, parameter in inspect.signature(function).parameters.items()
+            if hints.get(key) is not Scene
+        }
         properties = {key: _schema(name, key, kind) for key, (kind, _) in parameters.items()}
         required = [key for key, (_, needed) in parameters.items() if needed]
         inner = {"type": "object", "properties": properties, "required": required}
         schema = {"name": name, "description": described.split("\n\n")[0], "parameters": inner}
-        return cls(name, function, {"type": "function", "function": schema})
+        scenes = [key for key, kind in hints.items() if kind is Scene]
+        return cls(name, function, {"type": "function", "function": schema}, parameters, scenes)
 
     def __call__(self, scene: Scene, positional: Sequence[Any], named: dict[str, Any]) -> tuple[str | Image.Image, ...]:
         """Raises ToolError for arguments that do not fit, and whatever the function raises."""
-        parameters = _parameters(self.function)
+        parameters = self.parameters
         given = dict(zip(parameters, positional, strict=False))
         if len(positional) > len(parameters) or given.keys() & named.keys() or named.keys() - parameters.keys():
             raise ToolError(f"{self.name} takes {', '.join(parameters) or 'nothing'}")
@@ -91,21 +99,7 @@ class Tool:
         if missing := [key for key, (_, needed) in parameters.items() if needed and key not in given]:
             raise ToolError(f"{self.name} needs {', '.join(missing)}")
         given = {key: _converted(self.name, key, parameters[key][0], value) for key, value in given.items()}
-        scenes = [key for key, kind in _hints(self.function).items() if kind is Scene]
-        return _parts(self.function(**given, **dict.fromkeys(scenes, scene)))
-
-
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    return typing.get_type_hints(function, include_extras=True)
-
-
-def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
-    """The policy's: their types and whether they must be given, by name."""
-    hints, found = _hints(function), {}
-    for key, parameter in inspect.signature(function).parameters.items():
-        if hints.get(key) is not Scene:
-            found[key] = (hints.get(key), parameter.default is parameter.empty)
-    return found
+        return _parts(self.function(**given, **dict.fromkeys(self.scenes, scene)))
 
 
 def _schema(tool: str, key: str, kind: Any) -> dict[str, Any]:

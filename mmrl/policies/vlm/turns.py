@@ -152,14 +152,14 @@ class Conversations:
         drafts: list[ConversationDraft] = policy.draft(prompts, 1, [0] * len(prompts))  # type: ignore[assignment]
         said = [demonstrated(prompt) for prompt in prompts]
         for number in range(max(map(len, said))):
-            going = [(draft, texts[number]) for draft, texts in zip(drafts, said, strict=True) if number < len(texts)]
-            for draft, text in going:
+            going = [(draft, texts) for draft, texts in zip(drafts, said, strict=True) if number < len(texts)]
+            for draft, texts in going:
                 if draft.dialogue.end is not None:
                     raise UserError(
-                        f"the demonstration of prompt {draft.prompt.id} has {len(said)} responses, but the conversation "
-                        f"ended after {number} ({draft.dialogue.problem or draft.dialogue.end})"
+                        f"the demonstration of prompt {draft.prompt.id} has {len(texts)} responses, but the "
+                        f"conversation ended after {number} ({draft.dialogue.problem or draft.dialogue.end})"
                     )
-                ids = policy.demonstrated_ids(draft.prompt, text)
+                ids = policy.demonstrated_ids(draft.prompt, texts[number])
                 draft.grow(ids, torch.zeros(len(ids)), None)
             self.settle(draft for draft, _ in going)
         for draft in drafts:
