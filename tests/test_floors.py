@@ -14,7 +14,8 @@ FLOORS = [
     ["mmrl.settings", "mmrl.tree", "mmrl.files", "mmrl.records", "mmrl.placement"],
     ["mmrl.controls", "mmrl.sections", "mmrl.needs", "mmrl.prompt_samplers", "mmrl.views", "mmrl.samplers"],
     ["mmrl.sources", "mmrl.terms", "mmrl.facts", "mmrl.protocols"],
-    ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.sims", "mmrl.report", "mmrl.collection"],
+    ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.report", "mmrl.collection"],
+    ["mmrl.sims"],  # above rewards: environments run in the same kind of process
     ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics", "mmrl.tasks.settings"],
     ["mmrl.tasks"],
     ["mmrl.config"],

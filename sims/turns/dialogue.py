@@ -53,9 +53,7 @@ class Dialogue:
             return ()
         over = reply.end or len(self.turns) + 1 >= self.limits.max_turns
         shown = () if over else observation
-        self.turns.append(
-            Turn(response, shown, float(reply.reward), reply.tool, reply.error, dict(reply.facts))
-        )
+        self.turns.append(Turn(response, shown, float(reply.reward), reply.tool, reply.error, dict(reply.facts)))
         if over:
             self.finish("environment" if reply.end else "turns")
         return shown
@@ -91,7 +89,11 @@ class Dialogue:
         """Raises Fault."""
         if not isinstance(reply, Reply):
             raise Fault(f"the environment answered {type(reply).__name__}, not a Reply")
-        if not isinstance(reply.reward, int | float) or reply.reward != reply.reward or abs(reply.reward) == float("inf"):
+        if (
+            not isinstance(reply.reward, int | float)
+            or reply.reward != reply.reward
+            or abs(reply.reward) == float("inf")
+        ):
             raise Fault(f"the environment's reward is {reply.reward!r:.40}, no number")
         if reply.end:
             return ()

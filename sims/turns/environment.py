@@ -42,5 +42,5 @@ class Environment(ABC):
         """JSON schemas of functions that the chat template shows the policy."""
         return ()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Called once, when the conversation is over."""

@@ -51,9 +51,7 @@ def _box(
     return x0, y0, x1, y1
 
 
-def _elsewhere(
-    box: tuple[float, float, float, float], picture: Image.Image
-) -> tuple[float, float, float, float]:
+def _elsewhere(box: tuple[float, float, float, float], picture: Image.Image) -> tuple[float, float, float, float]:
     """A box of the same size that does not touch it where there is room; by chance that follows from both."""
     width, height = box[2] - box[0], box[3] - box[1]
     digest = hashlib.sha256(picture.tobytes() + repr(box).encode()).digest()
@@ -65,9 +63,7 @@ def _elsewhere(
 
 
 def rotate() -> Tool:
-    def turn(
-        scene: Scene, degrees: Annotated[int, "clockwise; a multiple of 90"], picture: Number = 0
-    ) -> Image.Image:
+    def turn(scene: Scene, degrees: Annotated[int, "clockwise; a multiple of 90"], picture: Number = 0) -> Image.Image:
         """Shows a picture turned clockwise."""
         if degrees % 90:
             raise ToolError("degrees must be a multiple of 90")

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from mmrl.rewards.limits import Limits
 from mmrl.settings import Choice, Section, locate, option
 
 if TYPE_CHECKING:
@@ -26,6 +27,14 @@ class TurnLimits(Section):
     max_pixels: int = option(4_000_000, "pixels that they hold together", unit="pixels", ge=0)
 
 
+class Isolation(Section):
+    """Environments in processes of their own, stepped while the policy generates for other rollouts."""
+
+    deadline_s: float = option(10.0, "the longest that an environment may take for a start or a step", unit="s", gt=0)
+    at_once: int = option(16, "environments that are started or stepped at the same time", ge=1)
+    limits: Limits | None = option(None, "what each process may use")
+
+
 class EnvironmentSettings(Choice):
     """What answers the policy's responses."""
 
@@ -35,6 +44,11 @@ class EnvironmentSettings(Choice):
     }
     test: ClassVar[str] = "tests/sims/test_turns.py"
     limits: TurnLimits = option(TurnLimits(), "how far a conversation may go")
+    isolated: Isolation | None = option(
+        None,
+        "run environments in processes of their own, so that one that hangs or ends its process costs its own rollout; "
+        "null: in this process, in turn, which is quicker for what is quick and trusted",
+    )
 
     @abstractmethod
     def make(self) -> Environment:

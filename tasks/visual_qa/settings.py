@@ -63,8 +63,8 @@ class DigitsData(Questions):
 
 
 class ScenesData(Questions):
-    """Scenes of many handwritten digits, of which a coloured one is asked for; a zoom shows it. Training rows follow the
-    run's seed, held-out rows only `eval_seed`."""
+    """Scenes of many handwritten digits, of which a coloured one is asked for; a zoom shows it. Training rows follow
+    the run's seed, held-out rows only `eval_seed`."""
 
     test: ClassVar[str] = "tests/tasks/test_scenes.py"
     type: str = "scenes"

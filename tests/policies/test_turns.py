@@ -6,20 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mmrl.sims.turns.environment import Environment, Reply
+from mmrl.sims.turns.settings import EnvironmentSettings, TurnLimits
 from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
 from mmrl.policies.vlm import prompts
-from mmrl.rollouts import Message, Prompt, Rollouts
-from mmrl.sims.turns.environment import Environment, Reply
-from mmrl.sims.turns.settings import EnvironmentSettings, TurnLimits
+from mmrl.rollouts import Message
 from mmrl.settings import option
-from tests.policies.conftest import PROMPTS, loaded, picture
+from tests.policies.conftest import PROMPTS, loaded
 
 TURNS = 3
 # Reads a picture in tiles where it is the only one it is given, and as one view where there are several. Turns are read
-# as they come, so that a picture that comes alone is seen in tiles, and the whole conversation in one go is not the same.
+# as they come, so that a picture that comes alone is seen in tiles, unlike in the whole conversation in one go.
 COUNTS_PICTURES = {"llava_onevision"}
 
 

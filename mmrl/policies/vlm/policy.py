@@ -11,7 +11,6 @@ from typing import Any
 import peft
 import torch
 from einops import rearrange
-from mmrl.sims.turns.settings import EnvironmentSettings
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -35,6 +34,7 @@ from mmrl.policies.vlm.prompts import Tokens, chat_texts, collate, encode, pictu
 from mmrl.policies.vlm.routing import Routing, collate_routes
 from mmrl.policies.vlm.turns import Conversations, conversing
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
+from mmrl.sims.turns.settings import EnvironmentSettings
 
 # Families (model_type) whose prompts are read once for all of their responses.
 PREFIX_SHARING = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "llava_onevision", "internvl"}
@@ -358,7 +358,8 @@ class VisionLanguagePolicy:
         if engine is None:
             longest = max(request.limit for request in requests)
             rows, seeds = [draft.tokens for draft in drafts], [request.seed for request in requests]
-            for draft, request, ids in zip(drafts, requests, self.generate(rows, seeds, sampling, longest), strict=True):
+            drawn_here = self.generate(rows, seeds, sampling, longest)
+            for draft, request, ids in zip(drafts, requests, drawn_here, strict=True):
                 draft.grow(ids[: request.limit], torch.zeros(min(len(ids), request.limit)), None)
             return
         drawn = engine.generate(requests, sampling=sampling, eos=self.eos)
@@ -392,7 +393,8 @@ class VisionLanguagePolicy:
         for prompt in prompts:
             text = prompt.metadata.get("demonstration", prompt.answer)
             answers.append(self.demonstrated_ids(prompt, str(text)))
-        rows = [replace(t, response=ids) for t, ids in zip(self.encode(prompts), answers, strict=True)]
+        heat = self.temperature.value  # the policy that is trained is the one that is sampled from
+        rows = [replace(t, response=a, temperature=heat) for t, a in zip(self.encode(prompts), answers, strict=True)]
         return self._rollouts(list(prompts), rows, 1)
 
     def demonstrated_ids(self, prompt: Prompt, text: str) -> Tensor:

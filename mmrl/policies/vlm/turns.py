@@ -6,13 +6,13 @@ and an observation's pictures are added as tokens of their own, which are no dec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mmrl.sims.turns.dialogue import Dialogue
-from mmrl.sims.turns.settings import EnvironmentSettings
 from PIL import Image
 from torch import Tensor, nn
 
@@ -21,6 +21,9 @@ from mmrl.generation.vllm import Answering, Request
 from mmrl.policies.vlm.drafts import Draft, continued_seed
 from mmrl.policies.vlm.prompts import Tokens, between, chat, read
 from mmrl.rollouts import Message, Prompt, Rollouts, Sample, Turns
+from mmrl.sims.turns.dialogue import Dialogue
+from mmrl.sims.turns.processes import Processes
+from mmrl.sims.turns.settings import EnvironmentSettings
 
 if TYPE_CHECKING:
     from mmrl.policies.vlm.policy import VisionLanguagePolicy
@@ -40,6 +43,11 @@ class ConversationDraft(Draft):
 
     def finished(self, eos: tuple[int, ...]) -> bool:
         return self.dialogue.end is not None
+
+    def whole(self, eos: tuple[int, ...]) -> bool:
+        """Whether the present response has ended."""
+        response = self.tokens.response
+        return len(response) > self.begin and int(response[-1]) in eos
 
     @property
     def room(self) -> int:
@@ -81,65 +89,79 @@ class Conversations:
 
     def __init__(self, settings: EnvironmentSettings, processor: Any, eos: tuple[int, ...]) -> None:
         self.settings, self.processor, self.tokenizer, self.eos = settings, processor, processor.tokenizer, eos
+        isolation = settings.isolated
+        self.make = settings.make if isolation is None else Processes(settings, isolation).make
+        self.at_once = None if isolation is None else isolation.at_once  # None: in this process, one after the other
         self.counted = {"environment/lost": 0.0, "environment/tool_errors": 0.0}
 
     # --- beginnings ---
 
     def open(self, prompts: Sequence[Prompt], group_size: int) -> list[Dialogue]:
         """An environment for each rollout, started; those of a group begin alike."""
-        found = []
-        for prompt in prompts:
-            prompt = replace(prompt, messages=chat(prompt))
-            group = [Dialogue(self.settings.make(), prompt, self.settings.limits) for _ in range(group_size)]
-            first = next((d for d in group if d.end is None), group[0])
+        asked = [replace(prompt, messages=chat(prompt)) for prompt in prompts for _ in range(group_size)]
+        with self.stepping() as steps:
+            found = list(steps.map(self._opened, asked))
+        for first in range(0, len(found), group_size):
+            group = [dialogue for dialogue in found[first : first + group_size] if dialogue.end is None]
             for dialogue in group:
-                if dialogue.end is None:
-                    dialogue.join(first.prompt)
-            found += group
+                dialogue.join(group[0].prompt)
         return found
+
+    def _opened(self, prompt: Prompt) -> Dialogue:
+        return Dialogue(self.make(), prompt, self.settings.limits)
+
+    def stepping(self) -> Steps:
+        return Steps() if self.at_once is None else ThreadedSteps(self.at_once)
 
     # --- turns ---
 
-    def settle(self, drafts: Iterable[ConversationDraft]) -> None:
-        """Responses that are whole go to their environments, and what these answer into the drafts."""
-        answered: list[tuple[ConversationDraft, str, tuple[Message, ...]]] = []
-        for draft in drafts:
-            response = draft.tokens.response[draft.begin :]
-            if len(response) == 0:
-                continue
-            text = self.tokenizer.decode(response, skip_special_tokens=True)
-            if int(response[-1]) not in self.eos:
-                if draft.room == 0:
-                    draft.dialogue.cut(text)
-                continue
-            observation = draft.dialogue.answer(text)
-            if observation:
-                answered.append((draft, self._bridge(draft, observation), observation))
-        images = [[image for message in observation for image in message.images] for _, _, observation in answered]
-        texts = [text for _, text, _ in answered]
+    def extend(
+        self, policy: VisionLanguagePolicy, engine: Answering | None, drafts: Sequence[ConversationDraft], count: int
+    ) -> None:
+        """Each draft gets up to `count` tokens of its own more, over as many turns as these last. Environments in
+        processes of their own answer while the policy generates for those that have been answered."""
+        left = {id(draft): count for draft in drafts}
+        with self.stepping() as steps:
+            while True:
+                self.show(steps.done(block=False))
+                ready = self.ready(drafts, left, steps)
+                if not ready and steps.waiting:
+                    self.show(steps.done(block=True))
+                    ready = self.ready(drafts, left, steps)
+                if not policy.anywhere(len(ready) + len(steps.waiting)):
+                    return
+                before = [len(draft.tokens.response) for draft in ready]
+                policy.continue_all(engine, [(draft, draft.next(left[id(draft)])) for draft in ready])
+                for draft, length in zip(ready, before, strict=True):
+                    left[id(draft)] -= len(draft.tokens.response) - length
+                for draft in ready:
+                    if draft.whole(self.eos):
+                        steps.begin(draft, partial(draft.dialogue.answer, self.text(draft)))
+                    elif draft.room == 0:
+                        draft.dialogue.cut(self.text(draft))
+
+    @staticmethod
+    def ready(drafts: Sequence[ConversationDraft], left: dict[int, int], steps: Steps) -> list[ConversationDraft]:
+        """Those that the policy may go on with."""
+        return [d for d in drafts if d.dialogue.end is None and left[id(d)] > 0 and id(d) not in steps.waiting]
+
+    def text(self, draft: ConversationDraft) -> str:
+        """Of the present response."""
+        return self.tokenizer.decode(draft.tokens.response[draft.begin :], skip_special_tokens=True)
+
+    def show(self, answered: Sequence[tuple[ConversationDraft, tuple[Message, ...]]]) -> None:
+        """What environments answered goes into the drafts."""
+        answered = [(draft, observation) for draft, observation in answered if observation]
+        texts = [self._bridge(draft, observation) for draft, observation in answered]
+        images = [[image for message in observation for image in message.images] for _, observation in answered]
         shown = read(self.processor, texts, images, inside=True)
-        for (draft, text, _), more, pictures in zip(answered, shown, images, strict=True):
+        for (draft, _), text, more, pictures in zip(answered, texts, shown, images, strict=True):
             draft.see(more, self.tokenizer(text, add_special_tokens=False).input_ids, pictures)
 
     def _bridge(self, draft: ConversationDraft, observation: Sequence[Message]) -> str:
         """The template's text from the end of the last response to the beginning of the next one."""
         ending = self.tokenizer.decode(draft.tokens.response[-1:])
         return between(self.processor, history(draft.dialogue), observation, ending)
-
-    def extend(
-        self, policy: VisionLanguagePolicy, engine: Answering | None, drafts: Sequence[ConversationDraft], count: int
-    ) -> None:
-        """Each draft gets up to `count` tokens of its own more, over as many turns as these last."""
-        left = {id(draft): count for draft in drafts}
-        while True:
-            ready = [draft for draft in drafts if draft.dialogue.end is None and left[id(draft)] > 0]
-            if not policy.anywhere(len(ready)):
-                return
-            before = [len(draft.tokens.response) for draft in ready]
-            policy.continue_all(engine, [(draft, draft.next(left[id(draft)])) for draft in ready])
-            for draft, length in zip(ready, before, strict=True):
-                left[id(draft)] -= len(draft.tokens.response) - length
-            self.settle(ready)
 
     # --- demonstrations ---
 
@@ -161,12 +183,11 @@ class Conversations:
                     )
                 ids = policy.demonstrated_ids(draft.prompt, texts[number])
                 draft.grow(ids, torch.zeros(len(ids)), None)
-            self.settle(draft for draft, _ in going)
+            self.show([(draft, draft.dialogue.answer(texts[number])) for draft, texts in going])
         for draft in drafts:
             if draft.dialogue.end is None:
                 draft.dialogue.finish("demonstration")
-        rows = [replace(draft.tokens, temperature=1.0) for draft in drafts]
-        return self.rollouts(drafts, rows, 1, policy)
+        return self.rollouts(drafts, [draft.tokens for draft in drafts], 1, policy)
 
     # --- ends ---
 
@@ -202,14 +223,70 @@ class Conversations:
         return found
 
 
+class Steps:
+    """Answers of environments in this process: each is there when it was asked for."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, Any] = {}  # by the draft's id
+        self._done: list[tuple[ConversationDraft, tuple[Message, ...]]] = []
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def map(self, function: Callable[[Prompt], Dialogue], prompts: Sequence[Prompt]) -> Iterable[Dialogue]:
+        return map(function, prompts)
+
+    def begin(self, draft: ConversationDraft, answer: Callable[[], tuple[Message, ...]]) -> None:
+        self._done.append((draft, answer()))
+
+    def done(self, *, block: bool) -> list[tuple[ConversationDraft, tuple[Message, ...]]]:
+        """What was answered since it was last asked for. block: waits until something is, where anything is due."""
+        found, self._done = self._done, []
+        return found
+
+
+class ThreadedSteps(Steps):
+    """Answers of environments elsewhere: a thread waits for each."""
+
+    def __init__(self, at_once: int) -> None:
+        super().__init__()
+        self._pool = ThreadPoolExecutor(at_once, "environment")
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown()
+
+    def map(self, function: Callable[[Prompt], Dialogue], prompts: Sequence[Prompt]) -> Iterable[Dialogue]:
+        return self._pool.map(function, prompts)
+
+    def begin(self, draft: ConversationDraft, answer: Callable[[], tuple[Message, ...]]) -> None:
+        self.waiting[id(draft)] = (draft, self._pool.submit(answer))
+
+    def done(self, *, block: bool) -> list[tuple[ConversationDraft, tuple[Message, ...]]]:
+        if block:
+            wait([future for _, future in self.waiting.values()], return_when=FIRST_COMPLETED)
+        found = [(draft, future.result()) for draft, future in self.waiting.values() if future.done()]
+        for draft, _ in found:
+            del self.waiting[id(draft)]
+        return found
+
+
 def conversing(drafts: Sequence[Draft], dialogues: Sequence[Dialogue]) -> list[Draft]:
     """Drafts of first responses as drafts of conversations."""
     found: list[Draft] = []
     for draft, dialogue in zip(drafts, dialogues, strict=True):
         request = draft.request
-        turn_tokens = dialogue.limits.turn_tokens or request.limit
         own = ConversationDraft(
-            draft.prompt, request, draft.tokens, draft.logp, dialogue, turn_tokens, 0, [], request.marked, request.images
+            prompt=draft.prompt,
+            request=request,
+            tokens=draft.tokens,
+            logp=draft.logp,
+            dialogue=dialogue,
+            turn_tokens=dialogue.limits.turn_tokens or request.limit,
+            marked=request.marked,
+            images=request.images,
         )
         if dialogue.end is not None:  # lost before it began: a token stands for what never was
             own.tokens = own.tokens.followed(torch.tensor([0]), decided=False)
