@@ -98,17 +98,23 @@ class Dialogue:
         if reply.end:
             return ()
         messages = _checked(reply.messages)
-        limits = self.limits
-        if (text := sum(len(message.text) for message in messages)) > limits.max_text:
-            raise Fault(f"an observation of {text} characters; limits.max_text={limits.max_text}")
-        images = [image for message in messages for image in message.images]
-        self._pictures += len(images)
-        self._pixels += sum(image.width * image.height for image in images)
-        if self._pictures > limits.max_pictures:
-            raise Fault(f"{self._pictures} pictures in observations; limits.max_pictures={limits.max_pictures}")
-        if self._pixels > limits.max_pixels:
-            raise Fault(f"{self._pixels} pixels in observations; limits.max_pixels={limits.max_pixels}")
+        within(messages, self.limits, self._pictures, self._pixels)
+        self._pictures += sum(len(message.images) for message in messages)
+        self._pixels += sum(image.width * image.height for message in messages for image in message.images)
         return messages
+
+
+def within(messages: Sequence[Message], limits: TurnLimits, pictures: int = 0, pixels: int = 0) -> None:
+    """Raises Fault, naming the limit, for an observation that is too much after so many pictures and pixels."""
+    text = sum(len(message.text) for message in messages)
+    images = [image for message in messages for image in message.images]
+    pictures, pixels = pictures + len(images), pixels + sum(image.width * image.height for image in images)
+    if text > limits.max_text:
+        raise Fault(f"an observation of {text} characters; limits.max_text={limits.max_text}")
+    if pictures > limits.max_pictures:
+        raise Fault(f"{pictures} pictures in observations; limits.max_pictures={limits.max_pictures}")
+    if pixels > limits.max_pixels:
+        raise Fault(f"{pixels} pixels in observations; limits.max_pixels={limits.max_pixels}")
 
 
 def _checked(messages: object) -> tuple[Message, ...]:

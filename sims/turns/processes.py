@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mmrl.sims.turns.dialogue import Fault
+from mmrl.sims.turns.dialogue import Fault, within
 from mmrl.sims.turns.environment import Environment, Reply
-from mmrl.sims.turns.settings import EnvironmentSettings, Isolation
+from mmrl.sims.turns.settings import EnvironmentSettings, Isolation, TurnLimits
 from PIL import Image
 
 from mmrl.errors import UserError, told
@@ -39,10 +39,9 @@ class Processes:
     def __init__(self, settings: EnvironmentSettings, isolation: Isolation) -> None:
         self.settings, self.isolation = settings, isolation
         limits = settings.limits
-        pixels = 4 * limits.max_pixels + 4 * LONGEST_SIDE  # room for a flood that the limits then name
-        self.most = 8 * limits.max_text + 2 * pixels + SPARE
+        self.most = 8 * limits.max_text + 5 * limits.max_pixels + SPARE  # a pixel has 3 bytes, in base64 4
         self._nursery: Nursery | None = None
-        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()
         self._opening = threading.Lock()
         _LIVE.add(self)
 
@@ -71,14 +70,14 @@ class Processes:
         with self._opening:
             if self._nursery is not None:
                 self._nursery.close()
-            self._nursery, self._idle = None, queue.SimpleQueue()
+            self._nursery, self._idle = None, queue.LifoQueue()
 
     def _opened(self) -> Nursery:
         with self._opening:
             if self._nursery is None or self._nursery.process.poll() is not None:
                 if self._nursery is not None:
                     self._nursery.close()
-                self._idle = queue.SimpleQueue()
+                self._idle = queue.LifoQueue()
                 try:
                     self._nursery = Nursery(SERVICE, (self.settings,), self.isolation.limits or Limits())
                 except UserError as error:
@@ -149,13 +148,15 @@ def serve(settings: EnvironmentSettings) -> Callable[[tuple[str, Any]], dict[str
                 return {"messages": packed(playing[0].start(request[1])), "tools": list(playing[0].tools())}
             reply = playing[0].step(request[1])
             return {
-                "messages": packed(reply.messages),
+                "messages": packed(reply.messages, settings.limits),
                 "end": bool(reply.end),
                 "reward": float(reply.reward),
                 "tool": reply.tool,
                 "error": reply.error,
                 "facts": dict(reply.facts),
             }
+        except Fault as error:
+            return {"raised": str(error)}
         except BaseException as error:  # any fault of an environment costs its conversation only
             return {"raised": told(error)}
 
@@ -163,7 +164,11 @@ def serve(settings: EnvironmentSettings) -> Callable[[tuple[str, Any]], dict[str
     return answer
 
 
-def packed(messages: Sequence[Message]) -> list[Any]:
+def packed(messages: Sequence[Message], limits: TurnLimits | None = None) -> list[Any]:
+    """As JSON. Raises Fault for what the limits do not allow: it would be long on its way."""
+    if limits is not None:
+        within(messages, limits)
+
     return [
         [message.role, [part if isinstance(part, str) else _bytes(part) for part in message.parts]]
         for message in messages

@@ -36,9 +36,4 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def build(path: str | Path, seed: int = 0) -> None:
     """Writes model, processor and generation config to a folder that transformers' Auto classes load offline."""
-    write(
-        path,
-        build_tokenizer(),
-        Sizes(patch=CELL, width=64, layers=3, vision_width=32, vision_layers=2, rope=(2, 2, 12)),
-        seed,
-    )
+    write(path, build_tokenizer(), Sizes("3", patch=CELL, width=64, vision_width=32, rope=(2, 7, 7)), seed)
