@@ -25,6 +25,7 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "overlong_penalty": verifiers.overlong_penalty,
     "random": verifiers.random,
     "environment_return": turns.environment_return,
+    "tool_bonus": turns.tool_bonus,
     "jpeg_compressibility": images.jpeg_compressibility,
     "jpeg_incompressibility": images.jpeg_incompressibility,
     "classifier_logp": images.ClassifierLogp,

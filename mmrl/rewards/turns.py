@@ -28,6 +28,22 @@ def environment_return(*, gamma: float = 1.0) -> Reward:
     return score
 
 
+def tool_bonus(*, success: Reward | None = None) -> Reward:
+    """1 where a tool was used and the answer is right, else 0 (DeepEyes' conditional tool reward, arXiv 2505.14362).
+    Right is what `success` gives 1; default: exact_match."""
+    from mmrl.rewards.verifiers import exact_match
+
+    right = exact_match() if success is None else success
+
+    def score(sample: Sample) -> float | None:
+        if sample.conversation is None:
+            return None
+        value = right(sample)
+        return None if value is None else float(used_tool(sample.conversation) and value >= 1)
+
+    return score
+
+
 def used_tool(talk: Conversation) -> bool:
     """Whether a tool was called and did what it was asked for."""
     return any(turn.tool is not None and turn.error is None for turn in talk.turns)

@@ -44,6 +44,8 @@ class Shaper(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "entropy_bonus": "mmrl.terms.entropy_bonus:EntropyBonus",
         "token_baseline": "mmrl.terms.token_baseline:TokenBaseline",
+        "turn_returns": "mmrl.terms.turn_returns:TurnReturns",
+        "curiosity": "mmrl.terms.curiosity:Curiosity",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
 
@@ -67,6 +69,7 @@ class Mask(Choice):
     of: ClassVar[Literal["rollouts", "decisions"]] = "decisions"
     kinds: ClassVar[dict[str, str]] = {
         "truncated": "mmrl.terms.truncated:Truncated",
+        "over_turn": "mmrl.terms.over_turn:OverTurn",
         "entropy_share": "mmrl.terms.entropy_share:EntropyShare",
         "covariance_clip": "mmrl.terms.covariance_clip:CovarianceClip",
     }
