@@ -20,8 +20,8 @@ def turn_advantages(
     returns: Tensor, mask: Tensor, group: Tensor, *, scale: str = "group_std", eps: float = 1e-6
 ) -> Tensor:
     """[rollout, turn] returns against the mean of the same turn in the same group, divided by their unbiased std + eps
-    ("group_std") or not ("none"). mask: [rollout, turn] True where there was a turn. Exactly 0 where all are equal, where
-    one is alone, and where there was no turn. A group lies on one rank.
+    ("group_std") or not ("none"). mask: [rollout, turn] True where there was a turn. Exactly 0 where all are equal,
+    where one is alone, and where there was no turn. A group lies on one rank.
 
     Raises ValueError for an unknown scale.
     """

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Curiosity(Shaper):
-    """Where too few rollouts of a group use a tool, those that do get a bonus, as large as what is missing. Added to the
-    advantages, for in the reward it would move the group's mean too."""
+    """Where too few rollouts of a group use a tool, those that do get a bonus, as large as what is missing. Added to
+    the advantages, for in the reward it would move the group's mean too."""
 
     equation: ClassVar[str] = "A + weight max(0, target - share) for rollouts that used a tool"
     source: ClassVar[str] = "Pixel Reasoner's curiosity, arXiv 2505.15966"
