@@ -61,6 +61,9 @@ class Drafting(Policy, Protocol):
 
     def extend(self, generator: Any, drafts: Sequence[Any], count: int) -> None: ...
 
+    def restore(self, drafts: Sequence[Any], states: Sequence[dict[str, Any]]) -> None:
+        """Makes new drafts those that once had these states."""
+
     def complete(self, drafts: Sequence[Any], group_size: int) -> Rollouts: ...
 
 

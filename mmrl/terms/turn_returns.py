@@ -19,7 +19,7 @@ class TurnReturns(Shaper):
     turn of the other rollouts of the group. A turn that no other rollout of its group reached gets nothing."""
 
     equation: ClassVar[str] = (
-        "R_t = sum_{k>=t} gamma^(k-t) r_k; A = outcome A_rollout + weight (R_t - mean_group R_t) / (std_group R_t + eps)"
+        "R_t = sum_{k>=t} gamma^(k-t) r_k; A = outcome A_rollout + weight (R_t - mean R_t) / (std R_t + eps), by group"
     )
     source: ClassVar[str] = "per-turn credit: MT-GRPO, arXiv 2505.11821; discounted returns: VLM-Gym, arXiv 2505.13426"
     test: ClassVar[str] = "tests/joints/test_turn_credit.py"

@@ -15,14 +15,15 @@ COLOURS = {"red": (160, 0, 0), "green": (0, 130, 0), "blue": (0, 0, 190), "yello
 
 
 class ScenesSource:
-    """`size` questions about scenes of `cells` x `cells` digits, each in a square of `cell` pixels; item i depends on
+    """`size` questions about scenes of `rows` x `columns` digits, each in a square of `cell` pixels; item i depends on
     (split, seed, i) and the layout, on nothing else. One digit stands on each of the `colours`, and the question asks
     for one of them.
 
     Train and held-out scenes are made of disjoint images. Metadata: `kind` (the colour), `target` (the box of the digit
     that is asked for, in shares of width and height) and `demonstration`: a list of responses that zooms to a place and
-    then says the digit there, in coordinates that run from 0 to `cells`. In the share `wandering` of them the place is
-    any, so that the digit may be another; the share `direct` answers without a zoom. The answer itself is always right.
+    then says the digit there, in coordinates that run from 0 to `columns` along both sides. In the share `wandering` of
+    them the place is any, so that the digit may be another; the share `direct` answers without a zoom. The answer
+    itself is always right.
 
     Raises ValueError for an unknown split or colour, or a layout that is not possible.
     """
@@ -33,10 +34,11 @@ class ScenesSource:
         *,
         size: int,
         seed: int,
-        cells: int = 4,
-        cell: int = 16,
+        rows: int = 1,
+        columns: int = 4,
+        cell: int = 40,
         jitter: int = 0,
-        colours: tuple[str, ...] = ("red", "green", "blue"),
+        colours: tuple[str, ...] = ("red", "blue"),
         wandering: float = 0.0,
         direct: float = 0.0,
     ):
@@ -44,14 +46,14 @@ class ScenesSource:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, not {split!r}")
         if unknown := [colour for colour in colours if colour not in COLOURS]:
             raise ValueError(f"colours must be some of {', '.join(COLOURS)}, not {', '.join(unknown)}")
-        room = (cell - CELL) // 2
-        if size < 1 or seed < 0 or not 1 <= len(colours) <= cells**2 or not 0 <= jitter <= room:
+        room, self.count = (cell - CELL) // 2, rows * columns
+        if size < 1 or seed < 0 or not 1 <= len(colours) <= self.count or not 0 <= jitter <= room:
             raise ValueError(
-                f"size >= 1, seed >= 0, at most {cells**2} colours and 0 <= jitter <= {max(0, room)} are needed, "
+                f"size >= 1, seed >= 0, at most {self.count} colours and 0 <= jitter <= {max(0, room)} are needed, "
                 f"not {size=}, {seed=}, {colours=}, {jitter=}, {cell=}"
             )
         self.split, self.size, self.seed = split, size, seed
-        self.cells, self.cell, self.jitter, self.colours = cells, cell, jitter, tuple(colours)
+        self.rows, self.columns, self.cell, self.jitter, self.colours = rows, columns, cell, jitter, tuple(colours)
         self.wandering, self.direct = wandering, direct
         self._pool = split_indices(split)
 
@@ -63,16 +65,16 @@ class ScenesSource:
             raise IndexError(f"item {index} of {self.size}")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
         images, labels = handwritten()
-        chosen = rng.choice(self._pool, self.cells**2, replace=False)
-        marked = rng.choice(self.cells**2, len(self.colours), replace=False)
+        chosen = rng.choice(self._pool, self.count, replace=False)
+        marked = rng.choice(self.count, len(self.colours), replace=False)
         number = index % len(self.colours)
         place, colour = int(marked[number]), self.colours[number]
-        offsets = rng.integers(-self.jitter, self.jitter + 1, (self.cells**2, 2))
+        offsets = rng.integers(-self.jitter, self.jitter + 1, (self.count, 2))
         picture = self._drawn(images[chosen], dict(zip(marked.tolist(), self.colours, strict=True)), offsets)
         # Drawn last, so that demonstrations change no question.
-        shown = int(rng.integers(self.cells**2)) if rng.random() < self.wandering else place
-        row, column = divmod(shown, self.cells)
-        told = [f"zoom({column},{row},{column + 1},{row + 1})", str(labels[chosen[shown]])]
+        shown = int(rng.integers(self.count)) if rng.random() < self.wandering else place
+        box = ",".join(f"{share * self.columns:g}" for share in self._box(shown))
+        told = [f"zoom({box})", str(labels[chosen[shown]])]
         direct = rng.random() < self.direct
         answer = str(labels[chosen[place]])
         return Prompt(
@@ -89,16 +91,15 @@ class ScenesSource:
         )
 
     def _box(self, place: int) -> list[float]:
-        row, column = divmod(place, self.cells)
-        return [share / self.cells for share in (column, row, column + 1, row + 1)]
+        row, column = divmod(place, self.columns)
+        return [column / self.columns, row / self.rows, (column + 1) / self.columns, (row + 1) / self.rows]
 
     def _drawn(self, images: np.ndarray, marks: dict[int, str], offsets: np.ndarray) -> Image.Image:
         """images: [cell, 8, 8] uint8; marks: the colour that a cell stands on; offsets: [cell, 2], down and right."""
-        side = self.cells * self.cell
-        canvas = np.zeros((side, side, 3), np.uint8)
+        canvas = np.zeros((self.rows * self.cell, self.columns * self.cell, 3), np.uint8)
         middle = (self.cell - CELL) // 2
         for number, (image, (down, right)) in enumerate(zip(images, offsets, strict=True)):
-            row, column = (self.cell * place for place in divmod(number, self.cells))
+            row, column = (self.cell * place for place in divmod(number, self.columns))
             if number in marks:
                 canvas[row : row + self.cell, column : column + self.cell] = COLOURS[marks[number]]
             top, left = row + middle + down, column + middle + right

@@ -71,11 +71,12 @@ class ScenesData(Questions):
     train_size: int = option(100_000, "questions to train on", ge=1)
     eval_size: int = option(500, "held-out questions", ge=1)
     eval_seed: int = option(0, "of the held-out questions", ge=0)
-    cells: int = option(4, "digits along each side of a scene", ge=1)
-    cell: int = option(16, "side of the square that a digit stands in; the digit has 8", unit="pixels", ge=8)
+    rows: int = option(1, "of digits", ge=1)
+    columns: int = option(4, "of digits", ge=1)
+    cell: int = option(40, "side of the square that a digit stands in; the digit has 8", unit="pixels", ge=8)
     jitter: int = option(0, "how far digits are moved by chance", unit="pixels", ge=0)
     colours: tuple[Literal["red", "green", "blue", "yellow"], ...] = option(
-        ("red", "green", "blue"), "each marks one digit, and a question asks for one of them", min_length=1
+        ("red", "blue"), "each marks one digit, and a question asks for one of them", min_length=1
     )
     wandering: float = option(0.0, "share of training demonstrations that zoom to any place", ge=0, le=1)
     direct: float = option(0.0, "share of training demonstrations that answer without a zoom", ge=0, le=1)
@@ -83,7 +84,7 @@ class ScenesData(Questions):
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.visual_qa.scenes import ScenesSource
 
-        layout: dict[str, Any] = {n: vars(self)[n] for n in ("cells", "cell", "jitter", "colours")}
+        layout: dict[str, Any] = {n: vars(self)[n] for n in ("rows", "columns", "cell", "jitter", "colours")}
         shown = {"wandering": self.wandering, "direct": self.direct}
         train = ScenesSource("train", size=self.train_size, seed=seed, **shown, **layout)
         return train, ScenesSource("heldout", size=self.eval_size, seed=self.eval_seed, **layout)

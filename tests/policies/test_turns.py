@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from mmrl.sims.turns.environment import Environment, Reply
-from mmrl.sims.turns.settings import EnvironmentSettings, TurnLimits
+from mmrl.sims.turns.settings import EnvironmentSettings, Isolation, TurnLimits
 from PIL import Image
 
 from mmrl.errors import UserError
+from mmrl.generation.answers import Answer
 from mmrl.generation.sampling import Sampling
 from mmrl.policies.vlm import prompts
 from mmrl.rollouts import Message
@@ -257,3 +258,93 @@ def test_a_demonstration_that_does_not_fit_is_named(folders):
     policy = conversing(folders["qwen2_5_vl"], turns=1)
     with pytest.raises(UserError, match="demonstration of prompt one has 2 responses"):
         policy.demonstrate([replace(PROMPTS[2], metadata={"demonstration": ["a", "b"]})])
+
+
+# --- bit by bit, and by an engine ---
+
+
+class Own:
+    """The policy's model as an engine: what it draws, and with which likelihood."""
+
+    def __init__(self, policy):
+        self.policy, self.drafts, self.asked = policy, [], []
+
+    def generate(self, requests, *, sampling, eos):
+        self.asked += requests
+        rows = []
+        for request in requests:
+            (row,) = [d for d in self.drafts if len(d.tokens.prompt) + len(d.tokens.response) == len(request.ids)
+                      and torch.equal(torch.cat([d.tokens.prompt, d.tokens.response]), request.ids)
+                      and d.next(request.limit).seed == request.seed]  # fmt: skip
+            rows.append(row.tokens)
+        longest = max(request.limit for request in requests)
+        drawn = self.policy.generate(rows, [r.seed for r in requests], sampling, longest)
+        return [
+            Answer(ids[: r.limit], torch.full((min(len(ids), r.limit),), -0.5))
+            for ids, r in zip(drawn, requests, strict=True)
+        ]
+
+
+def by_segments(policy, count):
+    engine = Own(policy)
+    engine.drafts = policy.draft(PROMPTS, 2, [1, 2, 3, 4, 5, 6])
+    while any(not draft.finished(policy.eos) for draft in engine.drafts):
+        policy.extend(engine, engine.drafts, count)
+    policy.engine = engine
+    made = policy.complete(engine.drafts, 2)
+    policy.engine = None
+    return made, engine
+
+
+def test_an_engine_is_asked_for_each_turn_with_all_that_came_before(folders):
+    policy = conversing(folders["qwen2_5_vl"])
+    want = policy.rollout(PROMPTS, 2, [1, 2, 3, 4, 5, 6])
+    made, engine = by_segments(policy, 1000)
+    assert [t.response.tolist() for t in made.inputs] == [t.response.tolist() for t in want.inputs]
+    assert torch.equal(made.mask, want.mask)
+    assert torch.equal(made.behaviour_logp, -0.5 * made.mask)
+    markers = policy.processor.image_token_id
+    for request in engine.asked:  # one marker a picture for the engine, all of its tokens for the trainer
+        assert request.marked.count(markers) == len(request.images)
+        assert [i for i in request.marked if i != markers] == [i for i in request.ids.tolist() if i != markers]
+    assert max(len(request.images) for request in engine.asked) == 2 + TURNS - 1
+
+
+def test_a_conversation_that_is_put_aside_and_restored_goes_on_as_it_was(folders):
+    """After some tokens, new drafts of the same prompts and seeds take over their state."""
+    policy = conversing(folders["qwen2_5_vl"])
+    engine = Own(policy)
+    engine.drafts = policy.draft(PROMPTS, 2, [1, 2, 3, 4, 5, 6])
+    policy.extend(engine, engine.drafts, 2)
+    assert any(draft.dialogue.turns and not draft.finished(policy.eos) for draft in engine.drafts)
+    again = Own(policy)
+    again.drafts = policy.draft(PROMPTS, 2, [1, 2, 3, 4, 5, 6])
+    policy.restore(again.drafts, [draft.state() for draft in engine.drafts])
+    for one in (engine, again):
+        while any(not draft.finished(policy.eos) for draft in one.drafts):
+            policy.extend(one, one.drafts, 3)
+    for one, other in zip(engine.drafts, again.drafts, strict=True):
+        assert torch.equal(one.tokens.response, other.tokens.response)
+        assert torch.equal(one.tokens.chosen, other.tokens.chosen) and torch.equal(one.logp, other.logp)
+        assert [t.reward for t in one.dialogue.turns] == [t.reward for t in other.dialogue.turns]
+
+
+def test_an_environment_that_does_not_repeat_itself_is_named(folders):
+    policy = conversing(folders["qwen2_5_vl"], end=50.0)
+    engine = Own(policy)
+    engine.drafts = policy.draft(PROMPTS[:1], 1, [1])
+    policy.extend(engine, engine.drafts, 2)
+    (draft,) = policy.draft(PROMPTS[:1], 1, [1])
+    state = engine.drafts[0].state()
+    spot = int((~state["decided"]).nonzero()[-3])
+    state["response"][spot] += 1
+    with pytest.raises(UserError, match="did not answer prompt two as it did before the checkpoint"):
+        policy.restore([draft], [state])
+
+
+def test_environments_elsewhere_give_the_same_conversations(folders):
+    here, apart = (conversing(folders["qwen2_5_vl"], **more) for more in ({}, {"isolated": Isolation(at_once=2)}))
+    want = here.rollout(PROMPTS, 2, [1, 2, 3, 4, 5, 6])
+    got = apart.rollout(PROMPTS, 2, [1, 2, 3, 4, 5, 6])
+    assert [t.response.tolist() for t in got.inputs] == [t.response.tolist() for t in want.inputs]
+    assert [s.conversation.end for s in got.samples] == [s.conversation.end for s in want.samples]

@@ -370,6 +370,15 @@ class VisionLanguagePolicy:
                 experts = self.routing.check(request.name, length, answer.experts)
             draft.grow(answer.ids, answer.logp, experts)
 
+    def restore(self, drafts: Sequence[Draft], states: Sequence[dict[str, Any]]) -> None:
+        """Makes new drafts those that once had these states. Raises UserError where an environment does not repeat what
+        it did."""
+        for draft, state in zip(drafts, states, strict=True):
+            if self.conversations is not None:
+                self.conversations.restore(draft, state)  # type: ignore[arg-type]
+            else:
+                draft.grow(state["response"], state["logp"], state["experts"])
+
     def complete(self, drafts: Sequence[Draft], group_size: int) -> Rollouts:
         """Finished drafts as rollouts, `group_size` a prompt."""
         rows = [replace(draft.tokens, temperature=draft.tokens.temperature or 1.0) for draft in drafts]

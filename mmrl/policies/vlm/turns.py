@@ -72,6 +72,9 @@ class ConversationDraft(Draft):
         self.turns.append(torch.full_like(ids, len(self.dialogue.turns)))
         self.marked = [*self.marked, *ids.tolist()]
 
+    def state(self) -> dict[str, Tensor | None]:
+        return {"response": self.tokens.response, "logp": self.logp, "decided": self.tokens.chosen}
+
     def see(self, more: Tokens, marked: list[int], images: Sequence[Image.Image]) -> None:
         """The response goes on with an observation, if that leaves room for an answer; else the conversation ends."""
         if len(self.tokens.response) + len(more.prompt) >= self.request.limit:
@@ -162,6 +165,28 @@ class Conversations:
         """The template's text from the end of the last response to the beginning of the next one."""
         ending = self.tokenizer.decode(draft.tokens.response[-1:])
         return between(self.processor, history(draft.dialogue), observation, ending)
+
+    def restore(self, draft: ConversationDraft, state: dict[str, Tensor]) -> None:
+        """Has the environment answer the responses of `state` again. Raises UserError where it says something else."""
+        response, decided = state["response"], state["decided"]
+        while draft.dialogue.end is None and len(draft.tokens.response) < len(response):
+            begin = len(draft.tokens.response)
+            read = (~decided[begin:]).nonzero()
+            end = begin + int(read[0]) if len(read) else len(response)
+            draft.grow(response[begin:end], state["logp"][begin:end], None)
+            self.follow(draft)
+        if not torch.equal(draft.tokens.response, response):
+            raise UserError(
+                f"the environment did not answer prompt {draft.prompt.id} as it did before the checkpoint; what it "
+                "does must follow from the prompt and the responses"
+            )
+
+    def follow(self, draft: ConversationDraft) -> None:
+        """What comes after the draft's last token: the environment's answer where the response has ended."""
+        if draft.whole(self.eos):
+            self.show([(draft, draft.dialogue.answer(self.text(draft)))])
+        elif draft.room == 0:
+            draft.dialogue.cut(self.text(draft))
 
     # --- demonstrations ---
 
