@@ -36,7 +36,7 @@ class ScenesSource:
         seed: int,
         rows: int = 1,
         columns: int = 4,
-        cell: int = 40,
+        cell: int = 8,
         jitter: int = 0,
         colours: tuple[str, ...] = ("red", "blue"),
         wandering: float = 0.0,

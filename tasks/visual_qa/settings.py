@@ -73,7 +73,7 @@ class ScenesData(Questions):
     eval_seed: int = option(0, "of the held-out questions", ge=0)
     rows: int = option(1, "of digits", ge=1)
     columns: int = option(4, "of digits", ge=1)
-    cell: int = option(40, "side of the square that a digit stands in; the digit has 8", unit="pixels", ge=8)
+    cell: int = option(8, "side of the square that a digit stands in; the digit has 8", unit="pixels", ge=8)
     jitter: int = option(0, "how far digits are moved by chance", unit="pixels", ge=0)
     colours: tuple[Literal["red", "green", "blue", "yellow"], ...] = option(
         ("red", "blue"), "each marks one digit, and a question asks for one of them", min_length=1

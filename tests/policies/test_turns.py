@@ -290,10 +290,7 @@ def by_segments(policy, count):
     engine.drafts = policy.draft(PROMPTS, 2, [1, 2, 3, 4, 5, 6])
     while any(not draft.finished(policy.eos) for draft in engine.drafts):
         policy.extend(engine, engine.drafts, count)
-    policy.engine = engine
-    made = policy.complete(engine.drafts, 2)
-    policy.engine = None
-    return made, engine
+    return policy.complete(engine.drafts, 2), engine
 
 
 def test_an_engine_is_asked_for_each_turn_with_all_that_came_before(folders):

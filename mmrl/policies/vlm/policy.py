@@ -264,7 +264,7 @@ class VisionLanguagePolicy:
         if self.conversations is not None:
             drafts = self.draft(prompts, group_size, seeds, limit=limit, temperature=sampling.temperature)
             self.extend(None, drafts, limit)
-            return self.complete(drafts, group_size)
+            return self.complete(drafts, group_size, drawn_here=True)
         rows = [tokens for tokens in self.encode(prompts) for _ in range(group_size)]
         each = [prompt for prompt in prompts for _ in range(group_size)]
         responses = self.generate(rows, seeds, sampling, limit)
@@ -358,8 +358,8 @@ class VisionLanguagePolicy:
         if engine is None:
             longest = max(request.limit for request in requests)
             rows, seeds = [draft.tokens for draft in drafts], [request.seed for request in requests]
-            drawn_here = self.generate(rows, seeds, sampling, longest)
-            for draft, request, ids in zip(drafts, requests, drawn_here, strict=True):
+            answers = self.generate(rows, seeds, sampling, longest)
+            for draft, request, ids in zip(drafts, requests, answers, strict=True):
                 draft.grow(ids[: request.limit], torch.zeros(min(len(ids), request.limit)), None)
             return
         drawn = engine.generate(requests, sampling=sampling, eos=self.eos)
@@ -379,14 +379,15 @@ class VisionLanguagePolicy:
             else:
                 draft.grow(state["response"], state["logp"], state["experts"])
 
-    def complete(self, drafts: Sequence[Draft], group_size: int) -> Rollouts:
-        """Finished drafts as rollouts, `group_size` a prompt."""
+    def complete(self, drafts: Sequence[Draft], group_size: int, *, drawn_here: bool = False) -> Rollouts:
+        """Finished drafts as rollouts, `group_size` a prompt. drawn_here: by the model itself, so that the generator's
+        likelihoods are none of their own."""
         rows = [replace(draft.tokens, temperature=draft.tokens.temperature or 1.0) for draft in drafts]
         if self.conversations is not None:
             rollouts = self.conversations.rollouts(drafts, rows, group_size, self)  # type: ignore[arg-type]
         else:
             rollouts = self._rollouts([draft.prompt for draft in drafts], rows, group_size)
-        if self.engine is not None:
+        if not drawn_here:
             rollouts.behaviour_logp = nn.utils.rnn.pad_sequence([draft.logp for draft in drafts], batch_first=True)
         return rollouts
 

@@ -87,7 +87,7 @@ class VisionLanguageModel(ModelSettings):
         sampling = config.rollout
         if isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator):
             offers |= {"drafts"}
-        if vars(config.task).get("environment") is not None:
+        if any(vars(config.task).get(key) is not None for key in ("environment", "game")):
             offers -= {"views"}  # what an environment said belongs to the prompt that it was said to
             offers |= {"turns"}
         return Capabilities("model.type=vision_language", frozenset(offers))

@@ -321,8 +321,9 @@ def conversing(drafts: Sequence[Draft], dialogues: Sequence[Dialogue]) -> list[D
 
 
 def demonstrated(prompt: Prompt) -> list[str]:
-    """The responses of a prompt's demonstration, else its answer."""
+    """The responses of a prompt's demonstration, which may be a function that gives them; else its answer."""
     given = prompt.metadata.get("demonstration", prompt.answer)
+    given = given() if callable(given) else given
     return [str(text) for text in given] if isinstance(given, list) else [str(given)]
 
 
