@@ -32,7 +32,7 @@ from mmrl.kernels import hidden_logprob, token_logprob
 from mmrl.policies.vlm.drafts import Draft
 from mmrl.policies.vlm.prompts import Tokens, chat_texts, collate, encode, pictures_of, save_processor
 from mmrl.policies.vlm.routing import Routing, collate_routes
-from mmrl.policies.vlm.turns import Conversations, conversing
+from mmrl.policies.vlm.turns import Conversations, conversing, demonstrated
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 from mmrl.sims.turns.settings import EnvironmentSettings
 
@@ -401,8 +401,13 @@ class VisionLanguagePolicy:
             return self.conversations.demonstrate(self, prompts)
         answers = []
         for prompt in prompts:
-            text = prompt.metadata.get("demonstration", prompt.answer)
-            answers.append(self.demonstrated_ids(prompt, str(text)))
+            texts = demonstrated(prompt)
+            if len(texts) != 1:
+                raise UserError(
+                    f"the demonstration of prompt {prompt.id} has {len(texts)} responses; set task.environment, which "
+                    "answers them"
+                )
+            answers.append(self.demonstrated_ids(prompt, texts[0]))
         heat = self.temperature.value  # the policy that is trained is the one that is sampled from
         rows = [replace(t, response=a, temperature=heat) for t, a in zip(self.encode(prompts), answers, strict=True)]
         return self._rollouts(list(prompts), rows, 1)
