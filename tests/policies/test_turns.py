@@ -17,6 +17,7 @@ from mmrl.policies.vlm import prompts
 from mmrl.rollouts import Message
 from mmrl.settings import option
 from tests.policies.conftest import PROMPTS, loaded
+from tests.sims.hostile_turns import HostileSettings
 
 TURNS = 3
 # Reads a picture in tiles where it is the only one it is given, and as one view where there are several. Turns are read
@@ -345,3 +346,18 @@ def test_environments_elsewhere_give_the_same_conversations(folders):
     got = apart.rollout(PROMPTS, 2, [1, 2, 3, 4, 5, 6])
     assert [t.response.tolist() for t in got.inputs] == [t.response.tolist() for t in want.inputs]
     assert [s.conversation.end for s in got.samples] == [s.conversation.end for s in want.samples]
+
+
+def test_a_lost_conversation_costs_its_rollout_only(folders):
+    """One environment fails at its start; the others go on to their ends."""
+    policy = conversing(folders["qwen2_5_vl"], end=50.0)
+    policy.converse(HostileSettings(limits=TurnLimits(max_turns=5)))
+    asked = [Prompt("start", "raise"), Prompt("answer", "hello"), Prompt("text", "go on")]
+    rollouts = policy.rollout(asked, 1, [1, 2, 3])
+    ends = [s.conversation.end for s in rollouts.samples]
+    assert ends == ["lost", "environment", "environment"]
+    assert rollouts.mask.any(1).tolist() == [False, True, True]
+    got = replay(policy, rollouts)
+    assert got.logp.isfinite().all() and (got.logp[0] == 0).all()
+    assert policy.counts() == {"environment/lost": 1.0, "environment/tool_errors": 4.0}
+    assert policy.counts() == {"environment/lost": 0.0, "environment/tool_errors": 0.0}
