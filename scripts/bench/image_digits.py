@@ -1,6 +1,7 @@
 """Every recipe for digits, or for shapes, at several seeds: held-out accuracy, time, and the guards beside the reward.
 
-    .venv/bin/python scripts/bench/image_digits.py [--seeds 3] [--recipes perceptron,nft] [--runs FOLDER] [KEY=VALUE ...]
+    .venv/bin/python scripts/bench/image_digits.py [--seeds 3] [--recipes perceptron,nft] [--runs FOLDER]
+        [KEY=VALUE ...]
     .venv/bin/python scripts/bench/image_digits.py --data shapes [--seeds 3] [--runs FOLDER] [KEY=VALUE ...]
 
 KEY=VALUE: more overrides of every run. Runs that are already in --runs are not repeated; all start from one base. One

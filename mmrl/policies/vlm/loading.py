@@ -27,6 +27,7 @@ from mmrl.policies.vlm.settings import (
     TokenSampling,
     VisionLanguageModel,
 )
+from mmrl.protocols import ConversationTask
 
 if TYPE_CHECKING:
     from mmrl.config import Config
@@ -36,7 +37,7 @@ CONNECTORS = {"merger", "deepstack_merger_list", "connector", "multi_modal_proje
 VISION_TOWERS = {"visual", "vision_model", "vision_tower", "vision_backbone"}
 
 
-def load(path: str, settings: VisionLanguageModel, config: Config) -> VisionLanguagePolicy:
+def load(path: str, settings: VisionLanguageModel, config: Config, task: Any = None) -> VisionLanguagePolicy:
     """The policy of a job from a folder or a hub name. Raises UserError as `load_model` does."""
     rollout, engine = config.rollout, config.engine
     assert isinstance(rollout, TokenLimits) and isinstance(engine, TokenEngine)
@@ -44,7 +45,7 @@ def load(path: str, settings: VisionLanguageModel, config: Config) -> VisionLang
     model, processor = load_model(path, settings)
     if settings.activation_checkpointing:
         recompute_activations(model)
-    return VisionLanguagePolicy(
+    policy = VisionLanguagePolicy(
         model,
         processor,
         sampling=Sampling(top_p=rollout.top_p, top_k=rollout.top_k) if isinstance(rollout, TokenSampling) else None,
@@ -54,6 +55,9 @@ def load(path: str, settings: VisionLanguageModel, config: Config) -> VisionLang
         logp_chunk=engine.logp_chunk,
         evaluation_temperature=config.evaluation.temperature,
     )
+    if isinstance(task, ConversationTask) and task.environment is not None:
+        policy.converse(task.environment)
+    return policy
 
 
 class Backbone(Protocol):
