@@ -85,7 +85,7 @@ class ScenesData(Questions):
         from mmrl.tasks.visual_qa.scenes import ScenesSource
 
         layout: dict[str, Any] = {n: vars(self)[n] for n in ("rows", "columns", "cell", "jitter", "colours")}
-        shown = {"wandering": self.wandering, "direct": self.direct}
+        shown: dict[str, Any] = {"wandering": self.wandering, "direct": self.direct}
         train = ScenesSource("train", size=self.train_size, seed=seed, **shown, **layout)
         return train, ScenesSource("heldout", size=self.eval_size, seed=self.eval_seed, **layout)
 
