@@ -178,6 +178,7 @@ def one_step(config: Any, folder: str) -> Any:
 def train(config: Any, *, dry: bool = False) -> int:
     import torch
 
+    from mmrl.batches import check_batch
     from mmrl.build import build_engine, build_generator, build_policy, build_task
     from mmrl.checkpoints import check_run_dir
     from mmrl.config import to_yaml
@@ -185,7 +186,7 @@ def train(config: Any, *, dry: bool = False) -> int:
     from mmrl.report.lock import check_free
     from mmrl.report.run import Run
     from mmrl.settings import plain
-    from mmrl.trainer import Trainer, check_batch
+    from mmrl.trainer import Trainer
 
     end_with_launcher()
     take_device()

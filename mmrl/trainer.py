@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl import checkpoints
 from mmrl.algorithms.base import Reduction
-from mmrl.batches import Batches, awake
+from mmrl.batches import Batches, awake, check_batch
 from mmrl.config import Config
 from mmrl.controls import Controls
 from mmrl.core.advantages import combined_reward
@@ -111,8 +111,12 @@ class Trainer:
             loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
             self.engine.backward(loss)
             metrics.add("loss", loss[None] / self.algorithm.updates, sums=True)
+            there: dict[int, Tensor] = {}  # each mask once where the statistics are
             for name, values in stats.items():
-                metrics.add(name, values, where=self.algorithm.counted(name, micro))
+                counted = self.algorithm.counted(name, micro)
+                if id(counted) not in there:
+                    there[id(counted)] = counted.to(values.device)
+                metrics.add(name, values, where=there[id(counted)])
         metrics.set({"lr": self.engine.lr})
         changed, norm = self.engine.step()
         metrics.add("grad_norm", torch.tensor([norm]))
@@ -327,26 +331,3 @@ class Trainer:
 
 def due(step: int, every: int, last: int | None = None) -> bool:
     return step == last or (every > 0 and step % every == 0)
-
-
-def check_batch(config: Config, world: int) -> None:
-    """Raises UserError where the batch can not be divided as asked."""
-    rollout, minibatches = config.rollout, config.algorithm.minibatches
-    shared = {"rollout.prompts": rollout.prompts}
-    if config.generator is not None and config.generator.unfinished is not None:
-        shared["rollout.generator.partial.oversample"] = config.generator.unfinished.oversample
-    shared |= {f"rollout.extras.{i}": extra.rollouts for i, extra in enumerate(rollout.extra_sources)}
-    for key, count in shared.items():
-        if count % world:
-            raise UserError(f"{key}={count} can not be shared by {world} ranks; make it a multiple")
-    mine = config.rollouts_per_step // world
-    if mine % minibatches:
-        raise UserError(
-            f"{mine} rollouts a rank (rollout.prompts x group_size / ranks) can not be cut into "
-            f"algorithm.minibatches={minibatches} equal parts"
-        )
-    if config.needs.whole_groups and config.group_size > config.engine.micro_batch:
-        raise UserError(
-            f"engine.micro_batch={config.engine.micro_batch} cuts groups of {config.group_size}, which "
-            f"algorithm.type={config.algorithm.type} needs whole; raise it"
-        )

@@ -383,21 +383,3 @@ def gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
     """Inside it parameters are whole also where ZeRO-3 keeps a slice on each rank (a collective then)."""
     split = [p for p in parameters if "ds_id" in vars(p)]
     return deepspeed.zero.GatheredParameters(split) if split else nullcontext()
-
-
-def memory_estimate(module: nn.Module, zero_stage: int, world: int, dtype: str) -> list[str]:
-    """Lines that say what a rank holds for weights, gradients and optimizer; activations come on top.
-
-    ZeRO 1 shards the optimizer, 2 the gradients too, 3 the weights too (arXiv 1910.02054).
-    """
-    parameters = [(p.numel(), p.requires_grad) for p in module.parameters()]
-    all_, trained = sum(n for n, _ in parameters), sum(n for n, grad in parameters if grad)
-    width = 2 if dtype == "bfloat16" else 4
-    optimizer = trained * (8 + (4 if width == 2 else 0))  # two fp32 moments, and an fp32 copy of bf16 weights
-    share = [world if zero_stage >= stage else 1 for stage in (3, 2, 1)]
-    parts = [all_ * width / share[0], trained * width / share[1], optimizer / share[2]]
-    named = ", ".join(f"{n} {b / 2**20:.1f}" for n, b in zip(("weights", "gradients", "optimizer"), parts, strict=True))
-    return [
-        f"{all_ / 1e6:.2f}M parameters, {trained / 1e6:.2f}M trained",
-        f"a rank holds {sum(parts) / 2**20:.1f} MiB ({named}), and activations besides",
-    ]
