@@ -16,6 +16,7 @@ from diffusers import (
 from mmrl.tasks.image_generation import digits, edits
 
 from mmrl.policies.diffusion import tiny
+from mmrl.policies.diffusion.families.base import quiet
 
 
 def build_digits(folder: str, seed: int) -> None:
@@ -56,7 +57,8 @@ def stable_diffusion_3(
             text_encoder_3=None,
             tokenizer_3=None,
         )
-    pipe.save_pretrained(folder)
+    with quiet():
+        pipe.save_pretrained(folder)
 
 
 def build_edits(folder: str, seed: int) -> None:
@@ -86,4 +88,5 @@ def build_edits(folder: str, seed: int) -> None:
             text_encoder_2=tiny.t5_text_encoder(tokenizer, 32),
             tokenizer_2=tokenizer,
         )
-    pipe.save_pretrained(folder)
+    with quiet():
+        pipe.save_pretrained(folder)

@@ -9,6 +9,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransform
 from mmrl.tasks.video_generation import moving
 
 from mmrl.policies.diffusion import tiny
+from mmrl.policies.diffusion.families.base import quiet
 
 TEXT = 32  # width of the text encoder
 
@@ -43,4 +44,5 @@ def build_moving_shapes(folder: str, seed: int) -> None:
             scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
             transformer=transformer,
         )
-    pipe.save_pretrained(folder)
+    with quiet():
+        pipe.save_pretrained(folder)
