@@ -17,6 +17,7 @@ class OverTurn(Mask):
     """Conversations that reached the limit of turns or of tokens leave the loss and their group's statistics, so that
     the policy is not taught to stop early and may use more turns later."""
 
+    equation: ClassVar[str] = "keep where the response ended before the largest number of turns"
     source: ClassVar[str] = "over-turn masking, Mini-o3, arXiv 2509.07969"
     test: ClassVar[str] = "tests/joints/test_turn_credit.py"
     of: ClassVar[Literal["rollouts", "decisions"]] = "rollouts"
