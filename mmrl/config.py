@@ -23,6 +23,7 @@ from mmrl.collection import Demonstrations, Groups
 from mmrl.engine.settings import EngineSettings, Optim
 from mmrl.errors import UserError
 from mmrl.generation.settings import Correction, GeneratorSettings, VLLMGenerator
+from mmrl.guards import Guard
 from mmrl.needs import Needs, check, together
 from mmrl.policies.settings import ModelSettings
 from mmrl.policies.vlm.settings import VisionLanguageModel
@@ -49,6 +50,7 @@ class Config(Section):
     evaluation: Evaluation = option(Evaluation(), "measuring on held-out prompts")
     checkpoint: Checkpoint = option(Checkpoint(), "saving and going on")
     log: Log = option(Log(), "what is written about the run")
+    guards: list[Guard] = option([], "bands that metrics shall stay in, and what happens when they do not")
     kernels: Kernels = option(Kernels(), "who computes fused operators")
 
     def section(self, name: str) -> Any:

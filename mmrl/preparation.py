@@ -15,7 +15,7 @@ from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
 from mmrl.facts import Batch
 from mmrl.metrics import Metrics
-from mmrl.protocols import Policy, Task
+from mmrl.protocols import Numbered, Policy, Task
 from mmrl.rollouts import DecisionColumn, Replay, Rollouts
 
 Minibatch = list[Rollouts]  # its micro-batches
@@ -91,6 +91,9 @@ class Preparation:
                 logp = logp.where(brought.isnan(), brought)
             rollouts.old_logp, rollouts.old_prediction = logp, old.column("prediction")
             rollouts.old_entropy, rollouts.old_square_sum = old.column("entropy"), old.column("square_sum")
+        if self.needs.numbers:
+            assert isinstance(self.policy, Numbered)
+            rollouts.extras["numbers"] = DecisionColumn(self.policy.numbers(rollouts))
         for view in self.needs.views_before:
             with torch.no_grad(), applied(self.sampling_policy):
                 seen = Answers(self.policy, self.engine, self.policy.view(rollouts, view.change), parts)

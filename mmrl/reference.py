@@ -70,6 +70,7 @@ CHOICES = (
     "mmrl.tasks.settings:TaskSettings",
     "mmrl.tasks.visual_qa.settings:Questions",
     "mmrl.tasks.image_generation.settings:Prompts",
+    "mmrl.tasks.video_generation.settings:ClipPrompts",
     "mmrl.tasks.manipulation.settings:Demonstrations",
 )
 

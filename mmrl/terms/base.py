@@ -59,7 +59,10 @@ class Shaper(Choice):
         "entropy_modulation": "mmrl.terms.entropy_modulation:EntropyModulation",
         "self_process": "mmrl.terms.self_process:SelfProcess",
         "long_wrong": "mmrl.terms.long_wrong:LongWrong",
+        "shared_prefix": "mmrl.terms.shared_prefix:SharedPrefix",
         "view_information": "mmrl.terms.view_information:ViewInformation",
+        "turn_returns": "mmrl.terms.turn_returns:TurnReturns",
+        "curiosity": "mmrl.terms.curiosity:Curiosity",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
 
@@ -83,6 +86,8 @@ class Mask(Choice):
     of: ClassVar[Literal["rollouts", "decisions"]] = "decisions"
     kinds: ClassVar[dict[str, str]] = {
         "truncated": "mmrl.terms.truncated:Truncated",
+        "band": "mmrl.terms.band:Band",
+        "over_turn": "mmrl.terms.over_turn:OverTurn",
         "entropy_share": "mmrl.terms.entropy_share:EntropyShare",
         "covariance_clip": "mmrl.terms.covariance_clip:CovarianceClip",
         "token_budget": "mmrl.terms.token_budget:TokenBudget",

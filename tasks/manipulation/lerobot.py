@@ -101,7 +101,8 @@ class _Dataset:
             raise UserError(f"{root}/meta/info.json: version {self.version} is not known; convert it to v3.0")
         self.shared = self.version == "v3.0"  # files of many episodes
         self.fps, self.features = float(info["fps"]), info["features"]
-        self.data_path, self.video_path = info["data_path"], info.get("video_path")
+        self.data_path = info["data_path"]
+        self.video_path: Any = info.get("video_path")
         self.chunk = info.get("chunks_size", 1000)
         cameras = [name for name, feature in self.features.items() if feature["dtype"] in ("video", "image")]
         if columns.camera is None and len(cameras) != 1:
