@@ -21,7 +21,7 @@ def made(settings: Gymnasium) -> Any:
         try:
             import minigrid  # noqa: F401 - registers the levels
         except ImportError:
-            raise UserError("task.game.type=babyai needs the package minigrid: install mmrl[babyai]") from None
+            raise UserError("task.game.type=babyai needs the package minigrid: pip install -e '.[babyai]'") from None
     try:
         return gymnasium.make(settings.env, render_mode="rgb_array", **settings.kwargs)
     except gymnasium.error.Error as error:
