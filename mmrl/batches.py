@@ -16,12 +16,13 @@ from mmrl.collection import Independent
 from mmrl.config import Config
 from mmrl.core.filters import groups_within
 from mmrl.engine import Ranks
+from mmrl.errors import UserError
 from mmrl.facts import Batch
 from mmrl.metrics import Metrics
 from mmrl.pool import Pool
 from mmrl.prompt_samplers import Outcome
 from mmrl.protocols import Policy, SyncedGenerator, Task
-from mmrl.rollouts import FRESH, Rollouts
+from mmrl.rollouts import FRESH, Column, Rollouts
 from mmrl.seeds import rollout_seeds
 from mmrl.sources import SourceContext
 
@@ -35,6 +36,7 @@ class Batches:
         self.source, self.rollout = task.train, config.rollout
         # Copies, for a default is shared by all configurations of the process.
         self.sampler = config.rollout.sampler.model_copy(deep=True)
+        self.sampler.look(self.source)
         self.sampler.start(len(self.source), config.seed)
         self.extras = [extra.model_copy(deep=True) for extra in self.rollout.extra_sources]
         for extra in self.extras:
@@ -189,6 +191,7 @@ class Batches:
         batch.accuracy = self.task.accuracy(batch.samples)
         if self.steps_ahead:
             batch.version = torch.full_like(group, self.version)
+        self._ask_greedily(batch)
         return batch
 
     def _draw(self, share: int) -> tuple[list[int], list[int]]:
@@ -208,7 +211,18 @@ class Batches:
         batch = pool.take(share, step, self.version)
         batch.rewards = self.task.score(batch.samples, batch.group)
         batch.accuracy = self.task.accuracy(batch.samples)
+        self._ask_greedily(batch)
         return batch
+
+    def _ask_greedily(self, batch: Rollouts) -> None:
+        """Leaves the rewards of a greedy response to each rollout's prompt in `extras`, where a part needs them."""
+        if not self.config.needs.greedy:
+            return
+        groups, member = batch.group.unique(return_inverse=True)
+        first = [int((member == g).nonzero()[0]) for g in range(len(groups))]
+        prompts = [batch.samples[row].prompt for row in first]
+        answers = self.policy.respond(prompts, [0] * len(prompts))
+        batch.extras["greedy"] = Column(self.task.score(answers, torch.arange(len(prompts)))[member])
 
     def _with_extras(self, fresh: Rollouts) -> Rollouts:
         """The step's rollouts with those of further sources behind them."""
@@ -231,7 +245,9 @@ def alike(part: Rollouts, fresh: Rollouts) -> Rollouts:
             shape = part.mask.shape if name.endswith("logp") else (len(part), *like.shape[1:])
             value = torch.nan if like.is_floating_point() else False if like.dtype == torch.bool else -1
             filled[name] = torch.full(shape, value, dtype=like.dtype)
-    return replace(part, **filled)
+    known = {name: record for name, record in fresh.extras.items() if isinstance(record, Column)}
+    extras = part.extras | {name: r.blank(len(part)) for name, r in known.items() if name not in part.extras}
+    return replace(part, **filled, extras=extras)
 
 
 class PendingBatch:
@@ -258,3 +274,26 @@ def one_thread(name: str) -> ThreadPoolExecutor:
 
 def _position(row: tuple[Any, ...]) -> int:
     return row[0]
+
+
+def check_batch(config: Config, world: int) -> None:
+    """Raises UserError where the batch can not be divided as asked."""
+    rollout, minibatches = config.rollout, config.algorithm.minibatches
+    shared = {"rollout.prompts": rollout.prompts}
+    if config.generator is not None and config.generator.unfinished is not None:
+        shared["rollout.generator.partial.oversample"] = config.generator.unfinished.oversample
+    shared |= {f"rollout.extras.{i}": extra.rollouts for i, extra in enumerate(rollout.extra_sources)}
+    for key, count in shared.items():
+        if count % world:
+            raise UserError(f"{key}={count} can not be shared by {world} ranks; make it a multiple")
+    mine = config.rollouts_per_step // world
+    if mine % minibatches:
+        raise UserError(
+            f"{mine} rollouts a rank (rollout.prompts x group_size / ranks) can not be cut into "
+            f"algorithm.minibatches={minibatches} equal parts"
+        )
+    if config.needs.whole_groups and config.group_size > config.engine.micro_batch:
+        raise UserError(
+            f"engine.micro_batch={config.engine.micro_batch} cuts groups of {config.group_size}, which "
+            f"algorithm.type={config.algorithm.type} needs whole; raise it"
+        )

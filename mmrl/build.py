@@ -6,10 +6,12 @@ import shutil
 import tempfile
 from typing import Any
 
+from safetensors import SafetensorError
+
 from mmrl import kernels
 from mmrl.config import Config
 from mmrl.engine import Engine, Ranks
-from mmrl.errors import UserError
+from mmrl.errors import UserError, told
 from mmrl.generation.settings import VLLMGenerator
 from mmrl.protocols import Policy, SyncedGenerator, Task
 from mmrl.settings import SettingsError, locate
@@ -17,9 +19,14 @@ from mmrl.settings import SettingsError, locate
 
 def build_task(config: Config) -> Task:
     try:
-        return config.task.build(config.seed)
+        task = config.task.build(config.seed)
     except (ValueError, OSError, ImportError) as error:
         raise UserError(f"task: {error}") from None
+    try:
+        config.algorithm.check_rewards(list(task.reward_names))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return task
 
 
 def build_policy(config: Config, task: Task) -> Policy:
@@ -32,7 +39,11 @@ def build_policy(config: Config, task: Task) -> Policy:
     # Each rank writes its own copy: the function is deterministic and ranks may not share a disk.
     folder = tempfile.mkdtemp(prefix="mmrl-model-")
     try:
-        located(model.build, "model.build")(folder, seed=config.seed)
+        builder = located(model.build, "model.build")
+        try:
+            builder(folder, seed=config.seed)
+        except Exception as error:  # any fault of a function of the user's own
+            raise UserError(f"model.build={model.build} failed: {told(error)}") from error
         return load_policy(config, task, folder)
     finally:
         shutil.rmtree(folder)
@@ -56,9 +67,13 @@ def choose_kernels(config: Config) -> None:
 
 def load_policy(config: Config, task: Task, path: str) -> Policy:
     try:
-        return config.model.load(config, task, path)
-    except (OSError, ImportError, ValueError) as error:  # no weights, no processor, no flash attention, no such layer
+        policy = config.model.load(config, task, path)
+    except (OSError, ImportError, ValueError, SafetensorError) as error:  # no weights, no processor, no such layer
         raise UserError(f"model {path} can not be loaded: {error}") from None
+    bad = next((n for n, p in policy.module.named_parameters() if not p.isfinite().all()), None)
+    if bad is not None:
+        raise UserError(f"model {path}: the weights {bad} are not finite")
+    return policy
 
 
 def build_engine(config: Config, policy: Policy) -> Engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import os
@@ -22,7 +23,12 @@ from mmrl.errors import UserError  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parser().parse_args(arguments)
+    root = parser()
+    options, more = root.parse_known_args(arguments)
+    if more and ("overrides" not in options or any(word.startswith("-") for word in more)):
+        root.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:  # overrides that stand behind an option
+        options.overrides += more
     sys.path.append(os.getcwd())  # where modules of the user's own may lie; behind everything that is installed
     show_notices()
     try:
@@ -58,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     evaluation.set_defaults(run=run_eval)
     sample = commands.add_parser("sample", help="write an HTML table of prompts, responses and pictures")
     sample.add_argument("model", help="a run directory, or a model's folder or hub name")
-    sample.add_argument("--count", type=int, default=16)
+    sample.add_argument("--count", type=at_least_one, default=16, help="held-out prompts; default: 16")
     sample.set_defaults(run=run_sample)
     for command in (train, evaluation, sample):
         command.add_argument("config", help="a YAML file")
@@ -79,6 +85,26 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="say what is installed and what is missing")
     doctor.set_defaults(run=run_doctor)
     return root
+
+
+def at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def launched() -> tuple[int, int]:
+    """Rank and number of ranks, as a launcher has put them into the environment. Raises UserError."""
+    found = {}
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        text = os.environ.get(name, default)
+        if not text.isdecimal():
+            raise UserError(f"{name}={text} in the environment is no number of ranks; start several with torchrun")
+        found[name] = int(text)
+    rank, world = found["RANK"], found["WORLD_SIZE"]
+    if rank >= world:
+        raise UserError(f"RANK={rank} in the environment is beyond WORLD_SIZE={world}; start several with torchrun")
+    return rank, world
 
 
 def run_train(options: argparse.Namespace) -> int:
@@ -112,7 +138,7 @@ def warm_started(config: Any) -> Any:
     final = Path(load(path).run_dir) / "final"
     before = plain(after_warm_start(load(path)))
     if not check_warm_start(final, before, path):
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if launched()[1] > 1:
             raise UserError(
                 f"model.warm_start={path}: {final} is missing; run it first, as one process: mmrl train {path}"
             )
@@ -152,26 +178,31 @@ def one_step(config: Any, folder: str) -> Any:
 def train(config: Any, *, dry: bool = False) -> int:
     import torch
 
+    from mmrl.batches import check_batch
     from mmrl.build import build_engine, build_generator, build_policy, build_task
     from mmrl.checkpoints import check_run_dir
     from mmrl.config import to_yaml
-    from mmrl.engine import end_with_launcher
+    from mmrl.engine import end_with_launcher, take_device
     from mmrl.report.lock import check_free
     from mmrl.report.run import Run
     from mmrl.settings import plain
-    from mmrl.trainer import Trainer, check_batch
+    from mmrl.trainer import Trainer
 
     end_with_launcher()
+    take_device()
     folder = Path(config.run_dir)
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
-    check_batch(config, launched)
+    rank, world = launched()
+    check_batch(config, world)
     if rank == 0:
         check_free(folder)
     if check_run_dir(folder, plain(config)):
         if rank == 0:
             print(f"run_dir={folder} has reached its end already; raise steps, or name another run_dir", flush=True)
         return 0
+    if config.log.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"log.wandb={config.log.wandb}: wandb is not installed; pip install wandb, or set log.wandb=null"
+        )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
@@ -288,7 +319,9 @@ def run_sample(options: argparse.Namespace) -> int:
         _, samples = evaluate(policy, task, ranks, options.count, config)
     marks = task.accuracy(samples).tolist()
     for sample, mark in zip(samples, marks, strict=True):
-        made = repr(sample.response) if sample.image is None else f"a picture, accuracy {mark:.3g}"
+        drawn = "a picture" if sample.image is not None else "a clip"
+        told = sample.image is None and sample.frames is None
+        made = repr(sample.response) if told else f"{drawn}, accuracy {mark:.3g}"
         print(f"{sample.prompt.text!r} -> {made} (answer {sample.prompt.answer!r})")
     written = write_samples(beside(options.model, "samples.html"), samples, {"accuracy": marks})
     print(f"written to {', '.join(map(str, written))}")
@@ -301,8 +334,9 @@ def held_out(options: argparse.Namespace, *overrides: str) -> Iterator[tuple[Any
     from mmrl.batches import awake
     from mmrl.build import build_generator, build_policy, build_task
     from mmrl.config import load
-    from mmrl.engine import Ranks
+    from mmrl.engine import Ranks, take_device
 
+    take_device()
     quieten()
     origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null", "model.warm_start=null"]
     config = load(options.config, [*options.overrides, *origin, *overrides])

@@ -28,6 +28,13 @@ class Demonstrations(Section):
 
     prompts: int = option(16, "prompts a step, over all ranks", ge=1)
     sampler: PromptSampler = option(Permutation(), "which prompts a step gets")
+    max_idle_steps: int = option(
+        50,
+        "steps in a row whose gradient was exactly 0, as where all rewards of every group are equal, after which the "
+        "run ends; after a fifth of them it says so",
+        unit="steps",
+        ge=1,
+    )
 
     @property
     def rollouts_per_prompt(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mmrl.core.advantages import combined_reward
-from mmrl.rollouts import FRESH, Rollouts, widened
+from mmrl.rollouts import FRESH, Column, DecisionColumn, Rollouts, widened
+from mmrl.views import View
 
 
 class Batch:
@@ -18,6 +20,8 @@ class Batch:
     rollouts: this rank's. kept: [rollout] bool, False where a mask has left one of them out. What `fact` and
     `decisions` give is of all ranks, in their order, so that results do not depend on how rollouts are shared out; all
     ranks must ask for the same, in the same order. `report` takes numbers for the step's metrics, equal on all ranks.
+    memory: what parts of the algorithm keep from step to step, each under a name of its own: mappings, lists and
+    numbers, with strings as keys, equal on all ranks; checkpoints hold it.
     """
 
     def __init__(
@@ -29,11 +33,13 @@ class Batch:
         gather: Callable[[Any], list[Any]] = lambda value: [value],
         rank: int = 0,
         seed: int = 0,
+        memory: dict[str, Any] | None = None,
     ) -> None:
         self.rollouts, self.reward_names = rollouts, list(reward_names)
         self.reward_weights = torch.tensor(reward_weights)
         self.kept = torch.ones(len(rollouts), dtype=torch.bool)
         self.reports: dict[str, float] = {}
+        self.memory: dict[str, Any] = {} if memory is None else memory
         self._gather, self._rank, self._seed = gather, rank, seed
         self._sizes: list[int] | None = None
 
@@ -41,12 +47,35 @@ class Batch:
         """[rollout of all ranks] of a column, or [rollout, component] of "rewards".
 
         rewards (NaN where a component could not be scored or a mask left the rollout out), group, prompt, length (of
-        counted decisions), truncated, accuracy, origin, `reward/<name>`; any other name is a key of the prompts'
-        metadata: numbers as they are, other values as their place among all that occur.
+        counted decisions), truncated, accuracy, origin, `reward/<name>`; logp and entropy, means over the counted
+        decisions, where they are asked for as statistics; `group/<fact>`, its mean over the group, where it is known;
+        any other name is a key of the prompts' metadata: numbers as they are, other values as their place among all
+        that occur.
 
         Raises KeyError for a name that is neither.
         """
-        return self._everyone(self._column(name)) if name in COLUMNS or name.startswith("reward/") else self._meta(name)
+        if name.startswith("group/"):
+            return self._group_mean(self.fact(name.removeprefix("group/")))
+        return self.everyone(self._column(name)) if name in COLUMNS or name.startswith("reward/") else self._meta(name)
+
+    def everyone(self, column: Tensor) -> Tensor:
+        """[rollout of all ranks, ...] of [rollout, ...] of this rank."""
+        parts = self._gather(column)
+        return torch.cat(widened(parts, 0) if column.dim() > 1 and column.dtype == torch.bool else parts)
+
+    def column(self, name: str) -> Tensor:
+        """This rank's part of what was left in `Rollouts.extras` as a column, by its name."""
+        found = self.rollouts.extras[name]
+        assert isinstance(found, Column | DecisionColumn)
+        return found.values
+
+    def viewed(self, view: View) -> Tensor:
+        """[rollout, decision] of this rank: log-likelihoods under a view that a part asked for before them."""
+        return self.column(f"view {view.name}")
+
+    def responses(self) -> list[str]:
+        """The text of the responses of all ranks."""
+        return [text for part in self._gather([s.response for s in self.rollouts.samples]) for text in part]
 
     def combined(self) -> Tensor:
         """[rollout of all ranks] the weighted sum of the components that weigh anything; NaN where one of those is."""
@@ -68,16 +97,19 @@ class Batch:
         """[step] the counted ones of `values` [rollout, step], of all ranks."""
         return torch.cat(self._gather(values[mask]))
 
-    def generator(self) -> torch.Generator:
-        """For draws of this rank that depend on the run's seed, the step and the rank alone."""
-        return torch.Generator().manual_seed(self._seed * 1_000_003 + self._rank)
+    def generator(self, of: str = "") -> torch.Generator:
+        """For draws of this rank that depend on the run's seed, the step, the rank and what they are of alone."""
+        return torch.Generator().manual_seed(self._seed * 1_000_003 + self._rank + (zlib.crc32(of.encode()) << 20))
 
     def report(self, numbers: dict[str, float]) -> None:
         self.reports |= numbers
 
-    def _everyone(self, column: Tensor) -> Tensor:
-        parts = self._gather(column)
-        return torch.cat(widened(parts, 0) if column.dim() > 1 and column.dtype == torch.bool else parts)
+    def _group_mean(self, values: Tensor) -> Tensor:
+        group = self.fact("group")
+        found = torch.full_like(values, torch.nan)
+        for g in group.unique():
+            found[group == g] = values[group == g].nanmean()
+        return found
 
     def _column(self, name: str) -> Tensor:
         rollouts = self.rollouts
@@ -101,6 +133,12 @@ def _rewards(rollouts: Rollouts, kept: Tensor) -> Tensor:
     return rollouts.rewards.where(kept[:, None], torch.nan)
 
 
+def _mean(values: Tensor | None, rollouts: Rollouts) -> Tensor:
+    """[rollout] over the counted decisions; NaN where there is none."""
+    assert values is not None, "no part asked for this statistic before the advantages"
+    return values.where(rollouts.mask, 0).sum(1) / rollouts.mask.sum(1)
+
+
 def _or(values: Tensor | None, otherwise: float, rollouts: Rollouts) -> Tensor:
     return torch.full((len(rollouts),), otherwise) if values is None else values
 
@@ -113,4 +151,6 @@ COLUMNS: dict[str, Callable[[Rollouts, Tensor], Tensor]] = {
     "truncated": lambda rollouts, kept: torch.tensor([float(s.truncated) for s in rollouts.samples]),
     "accuracy": lambda rollouts, kept: _or(rollouts.accuracy, torch.nan, rollouts),
     "origin": lambda rollouts, kept: _or(rollouts.origin, FRESH, rollouts).long(),
+    "logp": lambda rollouts, kept: _mean(rollouts.old_logp, rollouts),
+    "entropy": lambda rollouts, kept: _mean(rollouts.old_entropy, rollouts),
 }

@@ -17,6 +17,8 @@ OFFERS = {
     "entropy": "an entropy of each decision (that of a Gaussian step of fixed width is constant)",
     "square_sum": "the sum of squared probabilities of each decision's distribution",
     "tokens": "decisions that are tokens",
+    "text": "responses in words",
+    "numbers": "decisions that are numbers of a list, as tokens of a vocabulary",
     "divergence": "the exact divergence of each decision from the old policy",
     "gaussian": "decisions that are Gaussian steps of a chain",
     "velocity": "predictions of a denoiser",
@@ -38,20 +40,27 @@ class Needs:
     """What an algorithm or a part of it asks of the rest of the job.
 
     offers: what decisions must support; keys of OFFERS. old: likelihoods under the policy that made the rollouts, where
-    that is not the one that is trained. reference: likelihoods under the reference policy, which
-    the present policy becomes every so many steps of reference_resets. critic: a value of every
-    observation. statistics: of decisions ("logp", "entropy", "square_sum"), before the advantages. whole_groups: every
-    micro-batch holds whole groups. views: other views of the prompt, under which responses are replayed.
+    that is not the one that is trained. reference: likelihoods under the reference policy, which the present policy
+    becomes every so many steps of reference_resets, or which follows it as an average of its weights with the decay in
+    reference_decays. critic: a value of every observation. statistics: of decisions ("logp", "entropy", "square_sum"),
+    before the advantages. whole_groups: every micro-batch holds whole groups. views: other views of the prompt, under
+    which responses are replayed; views_before: those under which they are before the advantages, for `Batch.viewed`.
+    greedy: the rewards of a greedy response to each prompt, as `Rollouts.extras["greedy"]`. numbers: what was decided,
+    as `Rollouts.extras["numbers"]`.
     """
 
     offers: frozenset[str] = frozenset()
     old: bool = False
     reference: bool = False
     reference_resets: frozenset[int] = frozenset()
+    reference_decays: frozenset[float] = frozenset()
     critic: bool = False
     statistics: frozenset[str] = frozenset()
     whole_groups: bool = False
     views: tuple[View, ...] = ()
+    views_before: tuple[View, ...] = ()
+    greedy: bool = False
+    numbers: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(**{f.name: _either(vars(self)[f.name], vars(other)[f.name]) for f in fields(Needs)})
@@ -77,8 +86,22 @@ class Capabilities:
 
 
 def check(parts: Iterable[tuple[str, Needs]], offered: Capabilities) -> None:
-    """Raises SettingsError for the first part, named by its key, that needs what is not offered."""
+    """Raises SettingsError for the first part, named by its key, that needs what is not offered, or another reference
+    than a part before it."""
+    parts = list(parts)
+    _one_reference([(key, needs.reference_decays) for key, needs in parts if needs.reference])
     for key, needs in parts:
         for name in sorted(needs.offers):
             if name not in offered.offers:
                 raise SettingsError(f"{key} needs {OFFERS[name]}, which {offered.of} does not have")
+
+
+def _one_reference(asked: list[tuple[str, frozenset[float]]]) -> None:
+    """There is one reference policy: where it follows the present one, all that ask for it must mean that."""
+    for key, decays in asked:
+        if decays != asked[0][1]:
+            first, other = (", ".join(map(str, found)) or "none" for found in (asked[0][1], decays))
+            raise SettingsError(
+                f"{key} asks for a reference that follows with decay {other}, {asked[0][0]} with {first}: a job has "
+                "one reference; leave one of them out, or give both the same decay"
+            )

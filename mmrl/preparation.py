@@ -3,6 +3,8 @@ which of their decisions count."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,8 @@ from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
 from mmrl.facts import Batch
 from mmrl.metrics import Metrics
-from mmrl.protocols import Policy, Task
-from mmrl.rollouts import Replay, Rollouts
+from mmrl.protocols import Numbered, Policy, Task
+from mmrl.rollouts import DecisionColumn, Replay, Rollouts
 
 Minibatch = list[Rollouts]  # its micro-batches
 
@@ -39,6 +41,7 @@ class Preparation:
         self.config, self.policy, self.task, self.engine = config, policy, task, engine
         self.sampling_policy, self.reference = sampling_policy, reference
         self.algorithm, self.needs = config.algorithm, config.needs
+        self.memory: dict[str, Any] = {}  # of parts of the algorithm, from step to step; equal on all ranks
 
     def minibatches(
         self, rollouts: Rollouts, step: int, shuffle: torch.Generator, metrics: Metrics
@@ -51,6 +54,7 @@ class Preparation:
             gather=self.engine.gather,
             rank=self.engine.rank,
             seed=self.config.seed * 1_000_003 + step,
+            memory=self.memory,
         )
         for mask in self.algorithm.masks:
             if mask.of == "rollouts":
@@ -65,6 +69,7 @@ class Preparation:
         )
         self.ask_others(rollouts, [rows for part in parts for rows in part])
         self.set_advantages(batch)
+        self.algorithm.prepare(batch)
         metrics.set(batch.reports)
         return [[rollouts.select(rows) for rows in part] for part in parts], batch
 
@@ -86,10 +91,27 @@ class Preparation:
                 logp = logp.where(brought.isnan(), brought)
             rollouts.old_logp, rollouts.old_prediction = logp, old.column("prediction")
             rollouts.old_entropy, rollouts.old_square_sum = old.column("entropy"), old.column("square_sum")
+        if self.needs.numbers:
+            assert isinstance(self.policy, Numbered)
+            rollouts.extras["numbers"] = DecisionColumn(self.policy.numbers(rollouts))
+        for view in self.needs.views_before:
+            with torch.no_grad(), applied(self.sampling_policy):
+                seen = Answers(self.policy, self.engine, self.policy.view(rollouts, view.change), parts)
+            logp = seen.column("logp")
+            assert logp is not None
+            rollouts.extras[f"view {view.name}"] = DecisionColumn(logp)
         if self.reference is not None:
             with torch.no_grad(), self.reference.applied():
                 reference = Answers(self.policy, self.engine, rollouts, parts, reference=True)
             rollouts.ref_logp, rollouts.ref_prediction = reference.column("logp"), reference.column("prediction")
+
+    def move_reference(self, step: int) -> None:
+        """After `step` steps the reference becomes the present policy, or follows it, where a part asks for that."""
+        if self.reference is not None and any(step % every == 0 for every in self.needs.reference_resets):
+            self.reference.take()
+        for decay in self.needs.reference_decays:
+            assert self.reference is not None
+            self.reference.blend(decay)
 
     def set_advantages(self, batch: Batch) -> None:
         """Fills in the advantages, and leaves out decisions that a mask does not keep."""

@@ -32,8 +32,20 @@ class PromptSampler(Choice):
     """
 
     title: ClassVar[str] = "prompt sampler"
-    kinds: ClassVar[dict[str, str]] = {"permutation": "mmrl.prompt_samplers:Permutation"}
+    kinds: ClassVar[dict[str, str]] = {
+        "permutation": "mmrl.prompt_samplers:Permutation",
+        "success_weighted": "mmrl.curricula:SuccessWeighted",
+        "success_window": "mmrl.curricula:SuccessWindow",
+        "skip_flat": "mmrl.curricula:SkipFlat",
+        "volatility": "mmrl.curricula:Volatility",
+        "category_bandit": "mmrl.categories:CategoryBandit",
+        "task_quotas": "mmrl.categories:TaskQuotas",
+    }
     test: ClassVar[str] = "tests/test_prompt_samplers.py"
+
+    def look(self, source: Any) -> None:
+        """Before `start`: the prompts themselves, `source[index]` of each of `len(source)`, for samplers that sort them
+        by what they say."""
 
     @abstractmethod
     def start(self, size: int, seed: int) -> None:
@@ -57,6 +69,9 @@ class PromptSampler(Choice):
 
 class Permutation(PromptSampler):
     """Every prompt once an epoch, in an order that is drawn anew each epoch."""
+
+    equation: ClassVar[str] = "a permutation of the seed and the epoch"
+    source: ClassVar[str] = "random reshuffling"
 
     type: str = "permutation"
     _size: int = PrivateAttr(0)

@@ -90,6 +90,14 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class Numbered(Protocol):
+    """A policy whose decisions are numbers of a list."""
+
+    def numbers(self, rollouts: Rollouts) -> Tensor:
+        """[rollout, decision] int64."""
+
+
+@runtime_checkable
 class SimulatedTask(Protocol):
     """A task whose prompts are start states of episodes."""
 

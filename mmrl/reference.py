@@ -5,30 +5,51 @@ from __future__ import annotations
 import difflib
 import inspect
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from mmrl.algorithms.base import Algorithm
+from mmrl.algorithms.baselines import Baseline
+from mmrl.algorithms.grouped import Scale
+from mmrl.algorithms.surrogates import Surrogate
+from mmrl.algorithms.transforms import Transform
 from mmrl.config import job
 from mmrl.controls import Control
 from mmrl.errors import UserError
+from mmrl.needs import Needs
 from mmrl.policies.settings import ModelSettings
-from mmrl.settings import Choice, Section, kind_of, locate, plain
+from mmrl.settings import Choice, Section, kind_of, locate, make, plain
+from mmrl.sources import ExtraSource
+from mmrl.terms.base import Mask, Shaper, Term
 
 MODELS: list[dict[str, Any]] = [
     {"type": "vision_language"},
     {"type": "diffusion"},
     *({"type": "vision_language_action", "head": head} for head in ("token", "flow", "regression", "bridge")),
 ]
+# One kind of job for each kind of decision.
+DECISIONS: dict[str, dict[str, Any]] = {
+    "text token": {"model": {"type": "vision_language"}},
+    "denoising step": {"model": {"type": "diffusion"}},
+    "picture": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "matching"}}},
+    "picture (contrast)": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "contrast"}}},
+    "action token": {"model": {"type": "vision_language_action"}, "action": {"head": {"type": "token"}}},
+    "step of an action's flow": {"model": {"type": "vision_language_action"}, "action": {"head": {"type": "flow"}}},
+    "action": {"model": {"type": "vision_language_action"}, "action": {"head": {"type": "regression"}}},
+}
+NEEDY = (Baseline, Transform, Scale, Surrogate, Term, Shaper, Mask, ExtraSource)
 ALGORITHMS = ("grpo", "ppo", "supervised", "contrast", "matching")
 # Everything that comes in kinds, by where it is.
 CHOICES = (
     "mmrl.algorithms.base:Algorithm",
     "mmrl.algorithms.surrogates:Surrogate",
+    "mmrl.algorithms.baselines:Baseline",
+    "mmrl.algorithms.transforms:Transform",
     "mmrl.algorithms.grouped:Scale",
     "mmrl.algorithms.grouped:Components",
     "mmrl.terms.base:Term",
@@ -49,6 +70,7 @@ CHOICES = (
     "mmrl.tasks.settings:TaskSettings",
     "mmrl.tasks.visual_qa.settings:Questions",
     "mmrl.tasks.image_generation.settings:Prompts",
+    "mmrl.tasks.video_generation.settings:ClipPrompts",
     "mmrl.tasks.manipulation.settings:Demonstrations",
 )
 
@@ -205,8 +227,10 @@ def describe_methods(asked: str | None) -> list[str]:
     found = list(methods())
     if asked is not None:
         chosen = [(base, name, kind) for base, name, kind in found if name == asked]
+        if asked in rewards():
+            return _reward_in_full(asked)
         if not chosen:
-            near = difflib.get_close_matches(asked, [name for _, name, _ in found], n=1)
+            near = difflib.get_close_matches(asked, [*(name for _, name, _ in found), *rewards()], n=1)
             raise UserError(
                 f"there is no method {asked}; {f'did you mean {near[0]}?' if near else 'mmrl methods lists all'}"
             )
@@ -214,6 +238,7 @@ def describe_methods(asked: str | None) -> list[str]:
     by_title: dict[str, list[str]] = {}
     for base, name, kind in found:
         by_title.setdefault(base.title, []).append(f"  {name:<18} {first_sentence(kind)}")
+    by_title["reward"] = [f"  {name:<18} {first_sentence(made)}" for name, made in rewards().items()]
     return [line for title, lines in by_title.items() for line in (f"{title}:", *lines, "")]
 
 
@@ -225,7 +250,22 @@ def methods() -> Iterator[tuple[type[Choice], str, type[Choice]]]:
             yield base, name, kind_of(base, {"type": name})
 
 
-def first_sentence(kind: type[Choice]) -> str:
+def rewards() -> dict[str, Callable[..., Any]]:
+    """What makes each shipped reward, by its name. They bring torch along, which the rest of this does without."""
+    from mmrl.rewards.registry import REWARDS
+
+    return REWARDS
+
+
+def _reward_in_full(name: str) -> list[str]:
+    made = rewards()[name]
+    options = [str(p) for p in inspect.signature(made).parameters.values()]
+    text = (inspect.getdoc(made) or "").splitlines()
+    return [f"{name} (reward, {made.__module__}:{made.__name__})", *(f"  {line}".rstrip() for line in text),
+            f"  options: {', '.join(options) or 'none'}"]  # fmt: skip
+
+
+def first_sentence(kind: Callable[..., Any]) -> str:
     text = " ".join((inspect.getdoc(kind) or "").split())
     return text.split(". ")[0].rstrip(".")
 
@@ -235,11 +275,59 @@ def _method_in_full(base: type[Choice], name: str, kind: type[Choice]) -> list[s
     for word in ("equation", "source", "test"):
         if value := vars_of(kind, word):
             lines.append(f"  {word}: {value}")
+    if (needs := needs_of(kind)) is not None:
+        lines += [f"  decisions: {', '.join(decisions_of(needs)) or 'none'}", f"  cost: {cost_of(needs)}"]
     for key, field in kind.model_fields.items():
         if key != "type":
             default = "" if field.is_required() else f" (default {written(field.default)})"
             lines.append(f"    {key}{default}: {field.description}")
     return lines
+
+
+def needs_of(kind: type[Choice]) -> Needs | None:
+    """What a method needs by its defaults; None for what is no part of an algorithm."""
+    if not issubclass(kind, (Algorithm, *NEEDY)):
+        return None
+    made: Any = kind.model_construct(type="")
+    return made.own_needs if isinstance(made, Algorithm) else made.needs
+
+
+@cache
+def offers() -> dict[str, frozenset[str]]:
+    """What each kind of decision supports, as the models of the house declare it."""
+    found = {}
+    for name, tree in DECISIONS.items():
+        tree = {"run_dir": "unset", "algorithm": {"type": "grpo"}, **tree}
+        config = make(job(tree), tree)
+        found[name] = config.model.capabilities(config).offers
+    return found
+
+
+def decisions_of(needs: Needs) -> list[str]:
+    """The kinds of decision that support a method."""
+    return [name for name, offered in offers().items() if needs.offers <= offered]
+
+
+def cost_of(needs: Needs) -> str:
+    """What a method adds to a step, in passes of the model."""
+    found = []
+    if needs.statistics:
+        found.append("a forward pass of every rollout before the advantages")
+    elif needs.old:
+        found.append("a forward pass of every rollout before the first update, where a step has several")
+    if needs.reference:
+        found.append("a forward pass under the reference, and a copy of the trained weights")
+    if needs.views:
+        found.append("a forward and a backward pass under every view")
+    if needs.views_before:
+        found.append("a forward pass under every view")
+    if needs.critic:
+        found.append("a critic, which is trained beside the policy")
+    if needs.greedy:
+        found.append("one more response a prompt")
+    if needs.whole_groups:
+        found.append("micro-batches that hold whole groups")
+    return "; ".join(found) or "no pass of its own"
 
 
 def vars_of(kind: type[Choice], word: str) -> str:

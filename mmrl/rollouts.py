@@ -98,6 +98,7 @@ class Sample:
     truncated: bool = False  # reached max_response_length without an end token
     max_response_length: int = 0
     image: Tensor | None = None  # [channel, height, width] fp32 on the CPU, 0 to 1 in gamut, as decoded: not clamped
+    frames: Tensor | None = None  # of a clip [frame, channel, height, width], otherwise as `image`
     episode: Episode | None = None
     conversation: Conversation | None = None
 
@@ -163,6 +164,25 @@ class Rollouts(Record):
 
     def __len__(self) -> int:
         return len(self.samples)
+
+
+@dataclass
+class Column(Record):
+    """Something that a part of an algorithm knows of each rollout; in `Rollouts.extras`, by a name of its own."""
+
+    values: Tensor  # [rollout, ...], of the same shape in every batch
+
+    def blank(self, count: int) -> Column:
+        """Of so many rollouts that nothing is known of: NaN, or 0 where there is none."""
+        empty = torch.nan if self.values.is_floating_point() else 0
+        return Column(torch.full((count, *self.values.shape[1:]), empty, dtype=self.values.dtype))
+
+
+@dataclass
+class DecisionColumn(Record):
+    """Something that a part of an algorithm knows of each decision; in `Rollouts.extras`, by a name of its own."""
+
+    values: Tensor = field(metadata={"pad": 0})  # [rollout, decision]
 
 
 @dataclass

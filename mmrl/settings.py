@@ -12,12 +12,14 @@ import importlib
 import inspect
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Union
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
+
+from mmrl.errors import told
 
 Model = TypeVar("Model", bound="Section")
 Kind = TypeVar("Kind", bound="Choice")
@@ -30,9 +32,10 @@ class SettingsError(ValueError):
 
 
 class Section(BaseModel):
-    """A part of a configuration. It can not be changed once it is made, and it has no key that it does not declare."""
+    """A part of a configuration. It can not be changed once it is made, has no key that it does not declare, and no
+    number that is not finite, unless the key allows it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Choice(Section):
@@ -48,6 +51,11 @@ class Choice(Section):
     equation: ClassVar[str] = ""
     source: ClassVar[str] = ""  # the paper an equation comes from
     test: ClassVar[str] = ""  # the test that pins it
+
+    @property
+    def key(self) -> str:
+        """By which what is known for this choice is found again; equal for equal settings."""
+        return f"{self.type} {self.model_dump_json()}"
 
     @classmethod
     def expand(cls, value: Any) -> Any:
@@ -161,10 +169,14 @@ def locate(target: str, key: str) -> Any:
     """What "package.module:name" names. Raises SettingsError naming the configuration's key."""
     module, _, name = target.partition(":")
     try:
-        return vars(importlib.import_module(module))[name]
-    except (ImportError, KeyError, ValueError) as error:
-        why = f"{module} has no {name}" if isinstance(error, KeyError) else str(error)
-        raise SettingsError(f"{key}={target}: no such object ({why}); expected package.module:name") from None
+        members = vars(importlib.import_module(module))
+    except (ImportError, ValueError) as error:
+        raise SettingsError(f"{key}={target}: no such object ({error}); expected package.module:name") from None
+    except Exception as error:  # any fault of a module of the user's own
+        raise SettingsError(f"{key}={target}: {module} can not be imported: {told(error)}") from None
+    if name not in members:
+        raise SettingsError(f"{key}={target}: no such object ({module} has no {name}); expected package.module:name")
+    return members[name]
 
 
 def with_types(model: type[Section], tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,14 +185,45 @@ def with_types(model: type[Section], tree: Mapping[str, Any]) -> dict[str, Any]:
     Raises SettingsError for a kind that does not exist.
     """
     found = dict(tree)
+    for name, kind, value in _inner(model, tree):
+        found[name] = with_types(kind, value)
+    return found
+
+
+def without_keys(
+    model: type[Section], tree: Mapping[str, Any], drop: Callable[[Path_], bool], path: Path_ = ()
+) -> dict[str, Any]:
+    """`tree` without the keys that are null, that `model` does not have, and that `drop` says may go; so for every
+    section in it that its key has by default. Raises SettingsError for a kind that does not exist."""
+    known = set(model.model_fields)
+    found = {n: v for n, v in tree.items() if v is not None or n in known or not drop((*path, n))}
+    for name, kind, value in _inner(model, found):
+        found[name] = without_keys(kind, value, drop, (*path, name))
+    return found
+
+
+def has_key(model: type[Section], tree: Mapping[str, Any], path: Path_) -> bool:
+    """Whether the sections that `tree` stands for have the key that `path` leads to."""
+    if len(path) == 1:
+        return path[0] in model.model_fields
+    return any(has_key(kind, value, path[1:]) for name, kind, value in _inner(model, tree, path[0]) if name == path[0])
+
+
+def _inner(
+    model: type[Section], tree: Mapping[str, Any], also: str | None = None
+) -> Iterable[tuple[str, type[Section], dict[str, Any]]]:
+    """The sections in `tree` that their keys have by default: key, kind, and mapping with its `type`; `also` with what
+    it is by default where the tree does not have it."""
     for name, field in model.model_fields.items():
-        if isinstance(value := tree.get(name), Mapping) and isinstance(field.default, Section):
+        value = tree.get(name) or {} if name == also else tree.get(name)
+        if isinstance(field.default, Choice):
+            value = field.default.expand(value) if isinstance(value, str) else value
+        if isinstance(value, Mapping) and isinstance(field.default, Section):
             value = _of_default_kind(field, value)
             kind = type(field.default)
             if isinstance(field.default, Choice):
                 kind = kind_of(field.annotation, value, (name,), _kinds_of(field))  # type: ignore[arg-type]
-            found[name] = with_types(kind, value)
-    return found
+            yield name, kind, value
 
 
 # --- from a section to a mapping ---

@@ -197,6 +197,10 @@ def write(kind: str, name: str, folder: Path) -> list[Path]:
     for file in files:
         if (folder / file).exists():
             raise UserError(f"{folder / file} exists; choose another name or remove it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--folder={folder}: {error}") from None
     for file, text in files.items():
         (folder / file).write_text(text.format(**words))
     return [folder / file for file in files]

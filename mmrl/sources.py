@@ -63,6 +63,9 @@ class ExtraSource(Choice):
 class DemonstrationSource(ExtraSource):
     """Known answers to prompts of the task, for a loss term such as `likelihood`."""
 
+    equation: ClassVar[str] = "rollouts of origin 1, without rewards"
+    source: ClassVar[str] = "demonstrations beside rollouts, as in LUFFY, arXiv 2504.14945"
+
     type: str = "demonstrations"
     prompts: int = option(description="demonstrations a step, over all ranks", ge=1)
     _order: Permutation = PrivateAttr()

@@ -30,6 +30,8 @@ def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[dict[str, 
         loaded = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError) as error:
         raise TreeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise TreeError(f"{path}: too many levels of lists and mappings") from None
     except OSError:  # omegaconf's own for a document that is a number
         loaded = None  # type: ignore[assignment]
     if not isinstance(loaded, DictConfig):

@@ -19,6 +19,9 @@ class View(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "masked_patches": "mmrl.views:MaskedPatches",
         "no_text": "mmrl.views:NoText",
+        "blank": "mmrl.counterfactuals:Blank",
+        "hidden_regions": "mmrl.counterfactuals:HiddenRegions",
+        "shuffled_patches": "mmrl.counterfactuals:ShuffledPatches",
     }
     test: ClassVar[str] = "tests/test_views.py"
 
@@ -34,6 +37,7 @@ class View(Choice):
 class MaskedPatches(View):
     """Square patches of every picture are black, drawn by chance from the prompt's id."""
 
+    equation: ClassVar[str] = "a patch is black with probability `share`"
     source: ClassVar[str] = "PAPO, arXiv 2507.06448"
     type: str = "masked_patches"
     share: float = option(0.6, "of the patches that are black", gt=0, le=1)
@@ -60,6 +64,8 @@ class MaskedPatches(View):
 class NoText(View):
     """The prompt without its words: only its pictures are left."""
 
+    equation: ClassVar[str] = "text = its <image> markers"
+    source: ClassVar[str] = "language-prior ablations of visual question answering, arXiv 1612.00837"
     type: str = "no_text"
 
     def change(self, prompt: Prompt) -> Prompt:

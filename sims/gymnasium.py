@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 
+_log = logging.getLogger(__name__)
 RENDER = "render"
 DEFAULT_TASK = "default"  # where an environment has one task
 
@@ -48,6 +50,9 @@ class GymnasiumSimulator:
         self._env = _make(env, count, dict(kwargs or {}))
         self.count, self._image, self._state, self._success = count, image, state, success
         self._max_steps = max_steps
+        if max_steps is not None and max_steps < 1:
+            raise UserError(f"gymnasium: max_steps must be at least 1, not {max_steps}")
+        self._told = success is None  # whether the key of success was in info, or the user knows that it was not
         self._instructions = {DEFAULT_TASK: instruction} if isinstance(instruction, str) else dict(instruction)
         self.tasks = tuple(self._instructions)
         box = self._env.single_action_space
@@ -136,6 +141,14 @@ class GymnasiumSimulator:
             terminated if self._success is None else np.asarray(info.get(self._success, np.zeros(self.count, bool)))
         )
         self._over = np.asarray(terminated | truncated)
+        self._told |= self._success in info
+        if not self._told and self._over.any():
+            self._told = True
+            _log.warning(
+                "gymnasium: an episode ended, and info never had the key %r that says whether it is solved; it has %s",
+                self._success,
+                ", ".join(name for name in info if not name.startswith("_")) or "none",
+            )
         for i, row in enumerate(rows):
             if self._live[row]:
                 out.images[i], out.state[i], out.reward[i, c] = images[row], states[row], reward[row]

@@ -42,6 +42,7 @@ FAST = (
     "test_readme.py",
     "test_rollouts.py",
     "test_settings.py",
+    "test_wrong_inputs.py",
 )
 
 

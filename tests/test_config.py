@@ -105,6 +105,51 @@ def test_null_unsets_a_key(config):
     assert made.model.path is None and made.optim.lr == 1e-6 and made.rollout.dynamic_sampling is None
 
 
+IMAGES = """run_dir: r
+model: {type: diffusion, path: m}
+task: {type: image_generation, data: {type: digits, careless: 0.25}, second_scorer: {name: ocr}}
+denoising: {steps: 3, likelihood: {type: chain}}
+algorithm: {surrogate: {low: 0.5}}
+"""
+
+
+def test_null_unsets_what_the_file_says(config):
+    assert config(text=IMAGES).task.second_scorer.name == "ocr"
+    made = config("task.second_scorer=null", "denoising.steps=null", "task.data.careless=null", text=IMAGES)
+    assert made.task.second_scorer is None and made.task.data.careless == 0.0
+    assert made.section("denoising").steps == config(text="run_dir: r\nmodel: {type: diffusion}\n").denoising.steps != 3
+
+
+def test_null_unsets_what_the_job_does_not_have_after_another_type(refusal, config):
+    other = ["model.type=vision_language", "task.type=visual_qa"]
+    assert "unknown key denoising" in refusal(*other, text=IMAGES)
+    made = config(*other, "denoising=null", "task.second_scorer=null", text=IMAGES)
+    assert made.task.type == "visual_qa" and "denoising" not in type(made).model_fields
+    assert config("denoising=null", *other, text=IMAGES) == config(*other, "denoising=null", text=IMAGES)
+    made = config("algorithm.type=supervised", "denoising.steps=null", "denoising.likelihood=null", text=IMAGES)
+    assert made.algorithm.type == "supervised" and made.section("denoising").draws == 4
+    made = config("algorithm.surrogate=cispo", "algorithm.surrogate.low=null", text=IMAGES)
+    assert made.algorithm.surrogate.low.value == 0.2
+    made = config("algorithm.surrogate=reinforce", "algorithm.surrogate.low=null", text=IMAGES)
+    assert to_yaml(made).count("surrogate: reinforce") == 1
+
+
+def test_null_in_a_file_unsets_what_the_file_that_it_extends_says(config, tmp_path):
+    (tmp_path / "base.yaml").write_text(IMAGES)
+    made = config(
+        text="extends: base.yaml\nmodel: {type: vision_language}\ndenoising: null\n" + "task: {type: visual_qa}"
+    )
+    assert made.task.type == "visual_qa" and made.algorithm.surrogate.low.value == 0.5
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["optm=null", "rollout.group_siz=null", "algorithm.surrogate.hig=null", "denoising=null", "task.cells=null"],
+)
+def test_null_for_a_key_that_never_was_is_refused(refusal, override):
+    assert f"unknown key {override.removesuffix('=null')}; " in refusal(override)
+
+
 @pytest.mark.parametrize("override", ["optim.lr", "lr 3", "optim.lr=[1,", "optim.lr={", "optim.lr=", "=3"])
 def test_an_override_that_is_none_is_quoted(refusal, override):
     assert refusal(override).startswith(f"override {override!r}")

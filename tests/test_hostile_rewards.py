@@ -8,7 +8,7 @@ from mmrl.errors import UserError
 from mmrl.metrics import Silence, step_line
 from tests.command_line import TINY, WARM_START, mmrl
 
-GRPO = ["algorithm.method=grpo", "rollout.group_size=4", "evaluation.before=false", "evaluation.prompts=2"]
+GRPO = ["algorithm.type=grpo", "rollout.group_size=4", "evaluation.before=false", "evaluation.prompts=2"]
 
 
 def run(tmp_path, reward, *arguments):

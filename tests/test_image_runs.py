@@ -81,7 +81,7 @@ def test_eval_and_sample_of_the_run(folder, trained):
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_a_configuration(name):
     config = load(ROOT / "configs" / name)
-    assert config.model.kind == "diffusion" and config.task.name == "image_generation"
+    assert config.model.type == "diffusion" and config.task.type == "image_generation"
     if config.model.warm_start is not None:
         load(config.model.warm_start)
 
@@ -89,19 +89,16 @@ def test_every_recipe_is_a_configuration(name):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["denoising.transition=euler"], "denoising.transition"),
+        (["denoising.likelihood.transition=euler"], "denoising.likelihood.transition.type=euler is unknown"),
         (["denoising.stepps=3"], "unknown key denoising.stepps; did you mean denoising.steps?"),
-        (["denoising.window.sise=3"], "unknown key denoising.window.sise; did you mean denoising.window.size?"),
-        (["denoising.window.last=4", "denoising.transition=cps"], "reaches step 3, which has std 0"),
-        (["algorithm.entropy_coefficient=0.1"], "algorithm.entropy_coefficient"),
-        (["algorithm.kl.coefficient=0.1"], "algorithm.kl.kind=k3 is not for model.kind=diffusion"),
-        (["denoising.likelihood=contrast"], "algorithm.surrogate=contrast and denoising.likelihood=contrast"),
-        (["denoising.branching=[3]"], "set rollout.group_size=3"),
-        (["algorithm.level=segment"], "algorithm.level=segment needs"),
-        (
-            ["denoising.likelihood=contrast", "algorithm.surrogate=contrast", "algorithm.surrogate_options.strength=2"],
-            "algorithm.surrogate_options",
-        ),
+        (["denoising.likelihood.window={type: sliding, sise: 3}"], "did you mean denoising.likelihood.window.size?"),
+        (["denoising.likelihood={transition: cps, window: {last: 4}}"], "reaches step 3, which has std 0"),
+        (["algorithm.terms=[{type: entropy, coefficient: 0.1}]"], "algorithm.terms.0 (entropy) needs an entropy"),
+        (["algorithm.terms=[{type: kl, estimator: k3, coefficient: 0.1}]"], "algorithm.terms.0 (kl) needs a KL"),
+        (["algorithm.type=contrast"], "algorithm.type=contrast needs decisions that are errors of implicit policies"),
+        (["denoising.likelihood.branching=[3]"], "set rollout.group_size=3"),
+        (["algorithm.level=segment"], "algorithm.type=grpo needs decisions in segments"),
+        (["denoising.likelihood=contrast", "algorithm={type: contrast, nft_beta: 0}"], "algorithm.nft_beta"),
         (["task.rewards=[{name: jpg}]"], "unknown reward 'jpg'"),
         (["model.path=somewhere"], "path and warm_start are both set"),
         (["model.warm_start=none.yaml"], "no configuration file"),

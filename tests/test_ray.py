@@ -233,9 +233,9 @@ def test_trouble_is_told_from_other_hosts_too(behind):
         with pytest.warns(RuntimeWarning, match=says):
             assert sim.step(actions).dropped.tolist() == [False, True]
         assert gone(pids[1:]) and sim.simulator.pids[0] == pids[0]
-    with pytest.raises(RuntimeError, match="OSError: out of arms"):
+    with pytest.raises(UserError, match="cannot be made: OSError: out of arms"):
         behind(TROUBLE, 1, 1, {"refuse_start": True})
-    with pytest.raises(RuntimeError, match="its process ended with 127"):
+    with pytest.raises(UserError, match="its process ended with 127"):
         behind(LINE, 1, 1, python="/nowhere/python")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.config import Config
 from mmrl.errors import UserError
-from mmrl.reference import _collected, describe_keys, describe_methods, first_sentence, methods, vars_of
+from mmrl.reference import _collected, describe_keys, describe_methods, first_sentence, methods, rewards, vars_of
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = (*Config.model_fields, "denoising", "action")
@@ -35,6 +35,56 @@ def test_every_method_has_a_sentence_and_a_test_that_exists():
         assert named == "" or (ROOT / named).exists(), (base.title, name, named)
         if base.title in ("algorithm", "surrogate", "loss term", "advantage shaper", "mask", "transition"):
             assert named, (base.title, name)
+
+
+COMPLETE = (
+    "algorithm", "surrogate", "baseline", "transform of rewards", "scale of advantages", "components", "loss term",
+    "advantage shaper", "mask", "view", "prompt sampler", "source",
+)  # fmt: skip
+
+
+def test_every_method_has_an_equation_a_source_and_a_test():
+    found = [(base.title, name, kind) for base, name, kind in methods() if base.title in COMPLETE]
+    assert {title for title, _, _ in found} == set(COMPLETE)
+    lacking = [
+        (t, n, word) for t, n, kind in found for word in ("equation", "source", "test") if not vars_of(kind, word)
+    ]
+    assert lacking == []
+
+
+def test_the_test_of_a_method_names_it():
+    """A file that holds neither the method's key nor its class does not pin it. GRPO is what every joint trains by
+    default."""
+    missing = []
+    for base, name, kind in methods():
+        if base.title in COMPLETE and name != "grpo":
+            text = (ROOT / vars_of(kind, "test")).read_text()
+            if not re.search(rf"\b({re.escape(name)}|{kind.__name__})\b", text):
+                missing.append((base.title, name, vars_of(kind, "test")))
+    assert missing == []
+
+
+def test_decisions_and_cost_follow_from_what_a_method_needs():
+    def said(name):
+        return "\n".join(describe_methods(name))
+
+    assert "decisions: text token\n" in said("token_baseline") and "before the advantages" in said("token_baseline")
+    assert "decisions: text token, action token, action\n" in said("entropy_bonus")
+    assert "under the reference" in said("self_process") and "one more response a prompt" in said("greedy")
+    assert "every view" in said("view_kl") and "micro-batches that hold whole groups" in said("preference")
+    assert "cost: no pass of its own" in said("rank")
+
+
+def test_every_reward_says_what_it_is():
+    for name, made in rewards().items():
+        assert len(made.__doc__ or "") > 20, name
+    listed = "\n".join(describe_methods(None))
+    assert "reward:" in listed and "  boxes_matched      Intersection over union, 0 to 1, of all boxes" in listed
+    said = "\n".join(describe_methods("abstention"))
+    assert "guessing does not pay" in said
+    assert "wrong: 'float' = -1.0" in said
+    with pytest.raises(UserError, match="did you mean majority"):
+        describe_methods("majorty")
 
 
 def test_a_key_is_told_with_unit_default_bounds_and_jobs():

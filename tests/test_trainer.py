@@ -11,7 +11,7 @@ from mmrl.algorithms.surrogates import Surrogate
 from mmrl.config import load
 from mmrl.engine.deepspeed import learning_rate
 from mmrl.errors import UserError
-from mmrl.metrics import Metrics
+from mmrl.metrics import Metrics, Standstill
 from mmrl.prompt_samplers import Permutation
 from tests.engine import parts
 from tests.engine.parts import TINY, Fixed, distance, final, make, metrics, release, spread, train, under
@@ -266,6 +266,40 @@ def test_bad_steps_in_a_row_end_the_run_and_name_the_rollouts(tmp_path):
     assert trainer.engine.updates == 2 and trainer.step == 4
     rows = [json.loads(line) for line in (tmp_path / "bad-step-5-rank0.jsonl").read_text().splitlines()]
     assert len(rows) == 16 and all(0 <= row["rewards"][0] <= 1 and row["prompt"] for row in rows)
+
+
+def test_a_run_that_learns_nothing_says_so_and_ends(tmp_path, capsys):
+    """Rewards that are all equal teach nothing: it says so after a fifth of the limit."""
+    trainer = make(tmp_path, "steps=12", "rollout.max_idle_steps=10", task=Fixed(lambda sample: 0.25))
+    before = trainer.policy.module.state_dict()
+    before = {name: value.clone() for name, value in before.items()}
+    with pytest.raises(UserError, match="step 10: nothing was learned in 10 steps in a row.*mark 0.25.*max_idle_steps"):
+        trainer.train()
+    assert trainer.step == 10 and all(v.equal(before[n]) for n, v in trainer.policy.module.state_dict().items())
+    release(trainer)
+    told = [line for line in capsys.readouterr().out.splitlines() if "nothing was learned" in line]
+    assert len(told) == 1 and told[0].startswith("step 2: nothing was learned in 2 steps in a row")
+
+
+def test_only_idle_steps_in_a_row_count():
+    standstill = Standstill(3)
+    said = [standstill.judge(step, {"grad_norm": norm}) for step, norm in enumerate([0.0, 1e-9, 0.0, 0.0])]
+    assert [text is not None for text in said] == [True, False, True, False]
+    with pytest.raises(UserError, match="step 4: nothing was learned in 3 steps"):
+        standstill.judge(4, {"grad_norm": 0.0})
+
+
+def test_too_much_of_an_evaluation_that_is_not_scored_ends_the_run(tmp_path):
+    """Three of four held-out prompts have no accuracy; the fourth has 0.5."""
+    task = Fixed(lambda sample: 0.5 if sample.prompt.id == "3" else math.nan)
+    trainer = make(tmp_path, "evaluation.prompts=4", "evaluation.max_unscored=0.75", task=task)
+    result = trainer.evaluate()
+    assert result["evaluation/unscored"] == 0.75 and result["evaluation/accuracy"] == 0.5
+    release(trainer)
+    trainer = make(tmp_path / "less", "evaluation.prompts=4", "evaluation.max_unscored=0.74", task=task)
+    with pytest.raises(UserError, match="75% of 4 held-out rollouts could not be scored.*max_unscored=0.74"):
+        trainer.evaluate()
+    release(trainer)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -58,6 +58,10 @@ class Algorithm(Choice):
         "supervised": "mmrl.algorithms.supervised:Supervised",
         "contrast": "mmrl.algorithms.contrast:Contrast",
         "matching": "mmrl.algorithms.matching:Matching",
+        "preference": "mmrl.algorithms.preference:Preference",
+        "mixed_preference": "mmrl.algorithms.preference:MixedPreference",
+        "discriminative": "mmrl.algorithms.discriminative:Discriminative",
+        "reweighted_supervised": "mmrl.algorithms.reweighted:ReweightedSupervised",
     }
     test: ClassVar[str] = "tests/joints/test_surrogates.py"
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "groups"  # what it learns from
@@ -107,11 +111,19 @@ class Algorithm(Choice):
     def check(self, config: Config, offered: Capabilities) -> None:
         """Raises ValueError in one line for settings of other sections that do not fit."""
 
+    def check_rewards(self, names: list[str]) -> None:
+        """Raises ValueError in one line for a reward that is none of the task's."""
+
     # --- what it computes ---
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Tensor:
         """[rollout] or [rollout, decision], of this rank's rollouts."""
+
+    def prepare(self, batch: Batch) -> None:
+        """Lets its parts leave what they will need in the rollouts, when advantages and masks are known."""
+        for term in self.terms:
+            term.prepare(batch)
 
     @abstractmethod
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmrl.algorithms.base import RewardedAlgorithm
-from mmrl.needs import Capabilities
+from mmrl.algorithms.baselines import Baseline, Mean
+from mmrl.algorithms.transforms import Transform
+from mmrl.needs import Capabilities, Needs
 from mmrl.settings import Choice, option
 
 if TYPE_CHECKING:
@@ -16,71 +19,115 @@ if TYPE_CHECKING:
     from mmrl.rollouts import Rollouts
 
 
+Estimate = Callable[["Tensor"], "Tensor"]  # [rollout] of rewards -> [rollout] of advantages
+
+
 class Scale(Choice):
-    """What the difference from the baseline is divided by."""
+    """What the difference from the baseline is divided by. known: the name that `core.advantages` has for it."""
 
     title: ClassVar[str] = "scale of advantages"
     kinds: ClassVar[dict[str, str]] = {
         "group_std": "mmrl.algorithms.grouped:GroupStd",
         "batch_std": "mmrl.algorithms.grouped:BatchStd",
         "bucket_std": "mmrl.algorithms.grouped:BucketStd",
+        "quantile_bucket_std": "mmrl.algorithms.quantile_buckets:QuantileBucketStd",
         "none": "mmrl.algorithms.grouped:NoScale",
     }
-    test: ClassVar[str] = "tests/core/test_advantages.py"
+    test: ClassVar[str] = "tests/joints/test_advantages.py"
+    known: ClassVar[str]
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    def buckets(self, batch: Batch) -> Tensor | None:
+        """[rollout of all ranks] whose standard deviation is shared, for scales of buckets."""
+        return None
 
 
 class GroupStd(Scale):
     """The standard deviation of the group."""
 
+    equation: ClassVar[str] = "A = (r - b) / (std of the group + 1e-6)"
     source: ClassVar[str] = "GRPO, arXiv 2402.03300"
+    known: ClassVar[str] = "group_std"
     type: str = "group_std"
 
 
 class BatchStd(Scale):
     """The standard deviation of the batch."""
 
+    equation: ClassVar[str] = "A = (r - b) / (std of the batch + 1e-6)"
     source: ClassVar[str] = "REINFORCE++, arXiv 2501.03262"
+    known: ClassVar[str] = "batch_std"
     type: str = "batch_std"
 
 
 class BucketStd(Scale):
     """The standard deviation of all rollouts that have a fact in common, such as the difficulty of their prompt."""
 
+    equation: ClassVar[str] = "A = (r - b) / (std of the bucket + 1e-6)"
     source: ClassVar[str] = "Durian, arXiv 2602.21743"
+    known: ClassVar[str] = "bucket_std"
     type: str = "bucket_std"
     by: str = option(description="the fact: a key of the prompts' metadata, or another of `mmrl.facts`")
+
+    def buckets(self, batch: Batch) -> Tensor | None:
+        return batch.fact(self.by)
 
 
 class NoScale(Scale):
     """Nothing."""
 
+    equation: ClassVar[str] = "A = r - b"
     source: ClassVar[str] = "Dr.GRPO, arXiv 2503.20783"
+    known: ClassVar[str] = "none"
     type: str = "none"
 
 
 class Components(Choice):
-    """How several rewards become one advantage."""
+    """How several rewards become one advantage. known: the name that `core.advantages` has for it; a kind that it does
+    not know gives `combine`."""
 
     title: ClassVar[str] = "components"
     kinds: ClassVar[dict[str, str]] = {
         "sum": "mmrl.algorithms.grouped:SumOfComponents",
         "normalise_each": "mmrl.algorithms.grouped:NormaliseEach",
         "gated": "mmrl.algorithms.grouped:Gated",
+        "constrained": "mmrl.algorithms.constrained:Constrained",
+        "projected": "mmrl.algorithms.projected:Projected",
     }
     test: ClassVar[str] = "tests/core/test_advantages.py"
+    known: ClassVar[str] = "sum"
+
+    def check_names(self, names: list[str]) -> None:
+        """Raises ValueError for a name that is no reward of the task."""
+
+    def total(self, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
+        """[rollout, component] -> [rollout]: the one reward that they make."""
+        from mmrl.core.advantages import combined_reward
+
+        return combined_reward(rewards, weights)
+
+    def combine(self, estimate: Estimate, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor | None:
+        """[rollout] advantages of all ranks, from those that `estimate` makes of one reward; None: of `total`."""
+        return None
 
 
 class SumOfComponents(Components):
     """Their weighted sum is normalised."""
 
     equation: ClassVar[str] = "r = sum_k w_k r_k"
+    source: ClassVar[str] = "GRPO, arXiv 2402.03300"
     type: str = "sum"
 
 
 class NormaliseEach(Components):
     """Each is normalised in its group; their weighted sum is normalised over the batch."""
 
+    equation: ClassVar[str] = "S = sum_k w_k A_k; A = (S - mean S) / (std S + 1e-6), over the batch"
     source: ClassVar[str] = "GDPO, arXiv 2601.05242"
+    known: ClassVar[str] = "normalise_each"
     type: str = "normalise_each"
 
 
@@ -89,32 +136,66 @@ class Gated(Components):
 
     equation: ClassVar[str] = "r = prod_{k in gates} r_k x sum_{other k} w_k r_k"
     source: ClassVar[str] = "G-RA's gated aggregation"
+    known: ClassVar[str] = "gated"
     type: str = "gated"
     gates: list[str] = option(description="names of the rewards that are gates", min_length=1)
+
+    def check_names(self, names: list[str]) -> None:
+        for name in self.gates:
+            if name not in names:
+                raise ValueError(f"algorithm.components.gates: {name} is none of the rewards, {', '.join(names)}")
+
+    def total(self, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
+        from mmrl.core.advantages import gated_reward
+
+        gates = [names.index(name) for name in self.gates]
+        order = [*gates, *(k for k in range(len(names)) if k not in gates)]
+        return gated_reward(rewards[:, order], weights[order].to(rewards), len(gates))
 
 
 class GroupedAlgorithm(RewardedAlgorithm):
     """Rollouts of one prompt are compared with one another."""
 
-    baseline: Literal["mean", "leave_one_out", "length_weighted", "shrinkage", "none"] = option(
-        "mean",
-        "what a reward is compared with: mean (GRPO), leave_one_out (RLOO), length_weighted (OPO), shrinkage, none",
-    )
+    baseline: Baseline = option(Mean(), "what a reward is compared with")
     scale: Scale = option(GroupStd(), "what the difference is divided by")
     components: Components = option(SumOfComponents(), "how several rewards become one advantage")
+    transforms: list[Transform] = option([], "changes of the reward before the baseline, in this order")
+
+    def parts(self) -> Iterable[tuple[str, Needs]]:
+        yield from super().parts()
+        yield f"algorithm.baseline={self.baseline.type}", self.baseline.needs
+        yield f"algorithm.scale={self.scale.type}", self.scale.needs
+        for i, transform in enumerate(self.transforms):
+            yield f"algorithm.transforms.{i} ({transform.type})", transform.needs
 
     def check(self, config: Config, offered: Capabilities) -> None:
-        if self.baseline != "none" and config.group_size < 2:
+        compared = next((t.type for t in self.transforms), f"algorithm.baseline={self.baseline.type}")
+        if (self.baseline.compares or self.transforms) and config.group_size < 2:
             raise ValueError(
-                f"rollout.group_size={config.group_size} with algorithm.baseline={self.baseline}: a group of one has "
+                f"rollout.group_size={config.group_size} with {compared}: a group of one has "
                 "no baseline and learns nothing; raise group_size or set algorithm.baseline=none"
             )
-        shared = (self.baseline, self.components.type) == ("mean", "sum") and self.scale.type in ("group_std", "none")
-        if "nodes" in offered.offers and not shared:
+        if self.baseline.single and (self.transforms or self.components.type not in ("sum", "gated")):
+            raise ValueError(
+                f"algorithm.baseline={self.baseline.type} is of one combined reward: set algorithm.transforms=[] and "
+                "algorithm.components=sum or gated"
+            )
+        self.baseline.check(config)
+        for i, transform in enumerate(self.transforms):
+            if transform.finished and (self.baseline.type, self.scale.type) != ("none", "none"):
+                raise ValueError(
+                    f"algorithm.transforms.{i} ({transform.type}) gives advantages already; set "
+                    "algorithm.baseline=none and algorithm.scale=none"
+                )
+        shared = (self.baseline.type, self.components.type) == ("mean", "sum") and not self.transforms
+        if "nodes" in offered.offers and not (shared and self.scale.type in ("group_std", "none")):
             raise ValueError(
                 "denoising.likelihood.branching compares nodes of a tree: set algorithm.baseline=mean, "
-                "algorithm.components=sum and algorithm.scale=group_std or none"
+                "algorithm.components=sum, algorithm.transforms=[] and algorithm.scale=group_std or none"
             )
+
+    def check_rewards(self, names: list[str]) -> None:
+        self.components.check_names(names)
 
     def advantages(self, batch: Batch) -> Tensor:
         return self._of_trees(batch) if batch.rollouts.nodes is not None else self._of_groups(batch)
@@ -124,19 +205,59 @@ class GroupedAlgorithm(RewardedAlgorithm):
         from mmrl.core.advantages import group_advantages
 
         rewards, weights, gates = self._gates_first(batch.fact("rewards"), batch.reward_weights, batch.reward_names)
-        values, stats = group_advantages(
+        shared: dict[str, Any] = {
+            "scale": self.scale.known,
+            "lengths": batch.fact("length") if self.baseline.type == "length_weighted" else None,
+            "buckets": self.scale.buckets(batch),
+        }
+        plain, stats = group_advantages(
             rewards,
             batch.fact("group"),
-            baseline=self.baseline,
-            scale=self.scale.type,
-            components=self.components.type,
+            baseline=self.baseline.type if self.baseline.known else "none",
+            components=self.components.known,
             weights=weights,
-            lengths=batch.fact("length") if self.baseline == "length_weighted" else None,
-            buckets=batch.fact(self.scale.by) if isinstance(self.scale, BucketStd) else None,
             gates=gates,
+            **shared,
         )
         batch.report({f"advantages/{name}": float(value) for name, value in stats.items()})
-        return batch.mine(values)
+        return batch.mine(self._changed(batch, shared) if self._changes else plain)
+
+    @property
+    def _changes(self) -> bool:
+        """Whether something comes between the rewards and what `core.advantages` makes of them."""
+        own = type(self.components).combine is not Components.combine
+        return bool(self.transforms) or not self.baseline.known or own
+
+    def _changed(self, batch: Batch, shared: dict[str, Any]) -> Tensor:
+        """[rollout of all ranks] with transforms, with a baseline or components that `core` does not know."""
+        from mmrl.core.advantages import group_advantages
+
+        rewards, weights, names = batch.fact("rewards"), batch.reward_weights, batch.reward_names
+        group = batch.fact("group")
+
+        def total(table: Tensor) -> Tensor:
+            return self.components.total(table, weights, names)
+
+        def compared(reward: Tensor) -> Tensor:
+            """Less the baseline, where that is not one of core's."""
+            for transform in self.transforms:
+                reward = transform.change(reward, batch)
+            return reward if self.baseline.known else reward - self.baseline.of(reward, batch, total)
+
+        def estimate(reward: Tensor) -> Tensor:
+            return group_advantages(compared(reward), group, baseline=known, **shared)[0]
+
+        known = self.baseline.type if self.baseline.known else "none"
+        own = self.components.combine(estimate, rewards, weights, names)
+        if own is not None:
+            return own
+        if self.components.known != "normalise_each":
+            return estimate(total(rewards))
+        columns = [compared(column).where(~total(rewards).isnan(), float("nan")) for column in rewards.T]
+        columns = [column if w else reward for column, reward, w in zip(columns, rewards.T, weights, strict=True)]
+        return group_advantages(
+            _stacked(columns), group, baseline=known, components="normalise_each", weights=weights, **shared
+        )[0]
 
     def _of_trees(self, batch: Batch) -> Tensor:
         """[rollout, decision]; a tree lies on one rank."""
@@ -153,7 +274,7 @@ class GroupedAlgorithm(RewardedAlgorithm):
 
         assert rollouts.rewards is not None
         rewards, weights, gates = self._gates_first(rollouts.rewards, weights, names)
-        return informative_groups(rewards, rollouts.group, weights, components=self.components.type, gates=gates)
+        return informative_groups(rewards, rollouts.group, weights, components=self.components.known, gates=gates)
 
     def _gates_first(self, rewards: Tensor, weights: Tensor, names: list[str]) -> tuple[Tensor, Tensor, int]:
         """Rewards and weights with the gates in the first columns, and their number."""
@@ -162,3 +283,9 @@ class GroupedAlgorithm(RewardedAlgorithm):
         gates = [names.index(name) for name in self.components.gates]
         order = [*gates, *(k for k in range(len(names)) if k not in gates)]
         return rewards[:, order], weights[order], len(gates)
+
+
+def _stacked(columns: list[Tensor]) -> Tensor:
+    import torch
+
+    return torch.stack(columns, 1)

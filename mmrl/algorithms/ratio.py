@@ -12,6 +12,7 @@ from mmrl.settings import option
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mmrl.facts import Batch
     from mmrl.rollouts import Replay, Rollouts
 
 
@@ -34,6 +35,10 @@ class RatioAlgorithm(RewardedAlgorithm):
         if self.level == "segment":
             needs |= Needs(offers=frozenset({"segments"}))
         return needs
+
+    def prepare(self, batch: Batch) -> None:
+        super().prepare(batch)
+        self.surrogate.prepare(batch)
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         ratio, stats = self._log_ratio(micro, replay)

@@ -18,6 +18,7 @@ class Supervised(Algorithm):
     """The likelihood of demonstrations: answers, pictures, or chunks of an expert's actions."""
 
     equation: ClassVar[str] = "-logp"
+    source: ClassVar[str] = "maximum likelihood, as in behaviour cloning"
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "demonstrations"
     collection: ClassVar[CollectionSettings] = Demonstrations
     type: str = "supervised"

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmrl.algorithms.base import Reduction
+    from mmrl.facts import Batch
     from mmrl.rollouts import Replay, Rollouts
 
 Result = tuple["Tensor", dict[str, "Tensor"]]
@@ -30,12 +31,23 @@ class Surrogate(Choice):
         "divergence_mask": "mmrl.algorithms.surrogates:DivergenceMask",
         "gaussian_weight": "mmrl.algorithms.surrogates:GaussianWeight",
         "reinforce": "mmrl.algorithms.surrogates:Reinforce",
+        "geometric": "mmrl.algorithms.clips:Geometric",
+        "log_clip": "mmrl.algorithms.clips:LogClip",
+        "sqrt_clip": "mmrl.algorithms.clips:SqrtClip",
+        "boundary_chance": "mmrl.algorithms.clips:BoundaryChance",
+        "ratio_variance": "mmrl.algorithms.trust:RatioVariance",
+        "query_trust_region": "mmrl.algorithms.trust:QueryTrustRegion",
+        "sequence_mask": "mmrl.algorithms.trust:SequenceMask",
+        "group_expectation": "mmrl.algorithms.trust:GroupExpectation",
     }
     test: ClassVar[str] = "tests/core/test_surrogates.py"
 
     @property
     def needs(self) -> Needs:
         return Needs()
+
+    def prepare(self, batch: Batch) -> None:
+        """Once a step, when advantages and masks are known: may leave columns in `batch.rollouts.extras`, as `key`."""
 
     @abstractmethod
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
@@ -52,7 +64,7 @@ class Surrogate(Choice):
 class Clipped(Surrogate):
     """A surrogate that bounds the ratio on both sides."""
 
-    low: Control = number(0.2, "the ratio gains nothing below 1 - low", ge=0)
+    low: Control = number(0.2, "the ratio gains nothing below 1 - low", ge=0, le=1)
     high: Control = number(0.28, "the ratio gains nothing above 1 + high", ge=0)
 
     @property
@@ -111,7 +123,7 @@ class CISPO(Clipped):
     equation: ClassVar[str] = "gradient -clamp(r, 1 - low, 1 + high) A dlogp"
     source: ClassVar[str] = "MiniMax-M1, arXiv 2506.13585"
     type: str = "cispo"
-    low: Control = number(0.2, "smallest weight is 1 - low", ge=0)
+    low: Control = number(0.2, "smallest weight is 1 - low", ge=0, le=1)
     high: Control = number(0.28, "largest weight is 1 + high", ge=0)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:

@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from mmrl.settings import NOTHING
+
 Tree = dict[str, Any]
 
 # What changes no number that is trained but for rounding: sections, and keys of others.
@@ -23,6 +25,8 @@ BESIDE_TRAINING = {
     "engine.logp_chunk",
     "engine.max_bad_steps",
     "engine.timeout",
+    "rollout.max_idle_steps",
+    "rollout.max_unscored_steps",
 }
 # What a run may go on with changed: it is told to when it diverges, or is to be longer.
 MAY_CHANGE = BESIDE_TRAINING | {"steps", "optim.lr"}
@@ -43,12 +47,20 @@ def differences(before: Tree, now: Tree, free: set[str]) -> dict[str, tuple[Any,
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of a tree; lists are values."""
+    """Dotted keys and values of a tree; lists are values. A key that holds nothing is as good as one that is missing,
+    since written configurations leave it out."""
     for key, value in tree.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+        elif value not in NOTHING:
+            yield prefix + key, _held(value)
+
+
+def _held(value: Any) -> Any:
+    """`value` without the keys of its items that hold nothing."""
+    if isinstance(value, dict):
+        return {key: _held(item) for key, item in value.items() if item not in NOTHING}
+    return [_held(item) for item in value] if isinstance(value, list) else value
 
 
 def _under(key: str, names: set[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from mmrl.settings import Section, option
 
@@ -24,7 +24,7 @@ class Optim(Section):
 
     lr: float = option(1e-6, "learning rate", gt=0)
     betas: tuple[float, float] = option((0.9, 0.999), "AdamW's decay rates of the moments")
-    eps: float = option(1e-8, "AdamW's epsilon")
+    eps: float = option(1e-8, "AdamW's epsilon", gt=0)
     weight_decay: float = option(0.0, "of weights; biases and scales of norms are not decayed", ge=0)
     warmup_steps: int = option(0, "optimizer steps of linear warm-up", unit="optimizer steps", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = option("constant", "learning rate after the warm-up")
@@ -38,6 +38,13 @@ class Optim(Section):
     hold_steps: int = option(
         0, "optimizer steps at the beginning in which only optim.groups learn", unit="optimizer steps", ge=0
     )
+
+    @field_validator("betas")
+    @classmethod
+    def _decays(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"both must be at least 0 and below 1, got {list(betas)}")
+        return betas
 
     @model_validator(mode="after")
     def _somebody_learns(self) -> Optim:

@@ -23,6 +23,12 @@ class Snapshot:
     def take(self) -> None:
         self.kept = [share(p).detach().clone() for p in self._parameters]
 
+    @torch.no_grad()
+    def blend(self, decay: float) -> None:
+        """Moves towards the weights of now: kept <- decay kept + (1 - decay) now."""
+        for kept, parameter in zip(self.kept, self._parameters, strict=True):
+            kept.lerp_(share(parameter).to(kept), 1 - decay)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Inside it the module computes with the copy. Nothing may be trained inside."""

@@ -108,7 +108,7 @@ class VLLMGenerator(GeneratorSettings):
     probe_limit: float | None = option(
         None,
         "the most that the engines' log-probabilities of the probes' tokens may differ from the trained model's in the "
-        "mean; default: four times what they differ by at the start, 1e-3 at least, in bfloat16 0.02",
+        "mean; default: four times what they differ by at the start, 1e-3 at least, in bfloat16 0.04",
         unit="nats",
         gt=0,
     )

@@ -23,7 +23,7 @@ class LoRA(Section):
     """Low-rank adapters that are trained in place of the weights (arXiv 2106.09685)."""
 
     rank: int = option(16, "rank of the update", ge=1)
-    alpha: float = option(32.0, "the update is scaled by alpha / rank")
+    alpha: float = option(32.0, "the update is scaled by alpha / rank", gt=0)
     dropout: float = option(0.0, "must be 0: with dropout the replayed ratio is not 1 before the first update")
     targets: str | list[str] = option("all-linear", "names of the modules that get adapters")
 

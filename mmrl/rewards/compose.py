@@ -20,6 +20,7 @@ from mmrl.rewards.types import BatchReward, Reward, Score
 from mmrl.rollouts import Sample
 
 SAMPLE_S, BATCH_S = 60.0, 600.0  # that a reward of one's own may take in this process
+MOST_LATE, MOST_LATE_HERE = 32, 4  # calls of a batch that may take too long: in processes of their own, and in this one
 
 
 def build_reward(spec: RewardSpec) -> Guarded | IsolatedReward:
@@ -39,7 +40,9 @@ def build_reward(spec: RewardSpec) -> Guarded | IsolatedReward:
     _check_deadline(spec, reward)
     _check_batch_size(spec, reward)
     if isinstance(reward, IsolatedReward):
+        failures.most_late = spec.max_timeouts or MOST_LATE
         return reward
+    failures.most_late = spec.max_timeouts or MOST_LATE_HERE
     patience = BATCH_S if isinstance(reward, BatchReward) else SAMPLE_S
     return Guarded(reward, failures, (spec.deadline_s or patience) if is_own(spec.name) else None)
 
@@ -97,6 +100,7 @@ class RewardSet:
             for column, (name, spec, reward) in enumerate(zip(self.names, self._specs, self.components, strict=True)):
                 rows = [row for row, sample in enumerate(samples) if _applies(spec, sample)]
                 scores[[row for row in range(len(samples)) if row not in set(rows)], column] = 0.0
+                reward.failures.begin()
                 try:
                     for index in _calls(reward, spec.batch_size, rows, group):
                         scores[index, column] = _column(reward.score([samples[row] for row in index]))

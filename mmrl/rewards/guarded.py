@@ -49,19 +49,22 @@ class Guarded:
         values = self._attempt(lambda part: _listed(score(part)), samples)
         if not isinstance(values, Failure):
             return numbers(values, len(samples))
-        if values.cause == "deadline" or self.scope == "group" or len(samples) == 1:
+        if values.cause in ("deadline", "not tried") or self.scope == "group" or len(samples) == 1:
             return [self.failures.lost(sample, values) for sample in samples]
         half = len(samples) // 2
         return [*self._batch(score, samples[:half]), *self._batch(score, samples[half:])]
 
     def _attempt(self, function: Callable[[Any], Any], argument: Any) -> Any:
         """What the function returns, or the Failure."""
+        if (skipped := self.failures.skips()) is not None:
+            return skipped
         try:
             return function(argument) if self.deadline_s is None else self._in_time(function, argument, self.deadline_s)
         except UserError:
             raise
         except TimeLimit:
-            return Failure("deadline", f"no answer in {self.deadline_s:g} s")
+            assert self.deadline_s is not None
+            return self.failures.waited(self.deadline_s)
         except (Exception, SystemExit) as error:
             return Failure("error", told(error))
 

@@ -74,6 +74,7 @@ class IsolatedReward:
         _LIVE.add(self)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
+        self.failures.begin()
         with ThreadPoolExecutor(self.workers, "isolated-reward") as pool:
             return list(pool.map(self._score, samples))
 
@@ -86,6 +87,8 @@ class IsolatedReward:
                 self._nursery = None
 
     def _score(self, sample: Sample) -> Score:
+        if (skipped := self.failures.skips()) is not None:
+            return self.failures.lost(sample, skipped)
         stripped = sample if self.images else replace(sample, prompt=replace(sample.prompt, images=()))
         nursery = self._opened()
         idle = self._idle
@@ -94,14 +97,15 @@ class IsolatedReward:
             worker = worker or nursery.enlist()
             answer = worker.ask(stripped, self.deadline_s)
         except TimeoutError:
-            answer = Failure("deadline", f"no answer in {self.deadline_s:g} s")
+            answer = self.failures.waited(self.deadline_s)
         except (ConnectionError, ValueError) as error:
             answer = Failure("crash", f"its process ended or answered nonsense ({' '.join(str(error).split())})")
         except UserError:
             idle.put(worker)
             raise
         if worker is not None and (worker.spent or (isinstance(answer, Failure) and answer.cause != "error")):
-            nursery.dismiss(worker)
+            why = nursery.dismiss(worker)
+            answer = Failure("crash", why) if why is not None and isinstance(answer, Failure) else answer
             worker = None
         idle.put(worker)
         return self.failures.lost(sample, answer) if isinstance(answer, Failure) else answer
@@ -150,16 +154,17 @@ class Nursery:
         """A new worker. Raises ConnectionError where the nursery has ended or does not answer."""
         ours, theirs = socket.socketpair()
         with theirs:
-            pid = self._order(ENLIST, 0, theirs.fileno())
+            pid = int(self._order(ENLIST, 0, theirs.fileno())["done"])
         self._workers[pid] = Worker(pid, ours)
         return self._workers[pid]
 
-    def dismiss(self, worker: Worker) -> None:
-        """Kills the worker and all that it has started."""
+    def dismiss(self, worker: Worker) -> str | None:
+        """Kills the worker and all that it has started; why the nursery had done so before, where it had."""
         self._workers.pop(worker.pid, None)
         worker.channel.close()
         with suppress(ConnectionError):  # then it has ended with its nursery
-            self._order(DISMISS, worker.pid)
+            return self._order(DISMISS, worker.pid).get("why")
+        return None
 
     def close(self) -> None:
         """The nursery kills its workers and ends when nobody listens to it."""
@@ -179,12 +184,13 @@ class Nursery:
             worker.channel.close()
         self._workers = {}
 
-    def _order(self, kind: bytes, pid: int, *descriptors: int) -> int:
+    def _order(self, kind: bytes, pid: int, *descriptors: int) -> dict[str, Any]:
         with self._ordering:
             try:
                 self._control.settimeout(ORDER_S)
                 socket.send_fds(self._control, [ORDER.pack(kind, pid)], descriptors)
-                return int(receive_answer(self._control, ORDER_S)["done"])
+                answer = receive_answer(self._control, ORDER_S)
+                return {"done": int(answer["done"]), "why": answer["why"]}
             except (OSError, ValueError, KeyError) as error:
                 self._end()
                 raise ConnectionAbortedError(f"its nursery ended: {error!r}") from error

@@ -39,8 +39,8 @@ class Limits(Section):
     )
     processes: int = option(
         64,
-        "processes and threads that the user may have beyond those that run when a worker starts (RLIMIT_NPROC; it "
-        "does not bind root)",
+        "processes and threads that a worker may have started at a time; one that has more is ended, with all of them. "
+        "For an ordinary user the kernel refuses them in addition (RLIMIT_NPROC)",
         ge=0,
     )
     cpu_s: float = option(
@@ -126,6 +126,17 @@ def end_descendants(keep: Collection[int] = ()) -> None:
             with suppress(ChildProcessError):  # a grandchild; it is a child in a later round
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(1e-3)
+
+
+def tasks_below(pid: int) -> int:
+    """Threads of a process beside its first, and of all its descendants."""
+    return _threads(pid) - 1 + sum(map(_threads, _descendants(pid, ())))
+
+
+def _threads(pid: int) -> int:
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        return len(os.listdir(f"/proc/{pid}/task"))
+    return 0
 
 
 def _descendants(pid: int, keep: Collection[int]) -> list[int]:

@@ -7,7 +7,21 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from mmrl.rewards import clip, http, images, judges, turns, verifiers
+from mmrl.errors import told
+from mmrl.rewards import (
+    boxes,
+    clip,
+    credit,
+    framewise,
+    guards,
+    http,
+    images,
+    judges,
+    pointing,
+    text_judges,
+    turns,
+    verifiers,
+)
 from mmrl.rewards.failures import Failures
 from mmrl.rewards.isolated import WORKERS, IsolatedReward
 from mmrl.rewards.limits import Limits
@@ -22,6 +36,18 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "answer_tag": verifiers.answer_tag,
     "box_iou": verifiers.box_iou,
     "box_giou": verifiers.box_giou,
+    "boxes_matched": boxes.boxes_matched,
+    "labelled_boxes": boxes.labelled_boxes,
+    "average_precision": boxes.average_precision,
+    "point_inside": pointing.point_inside,
+    "interface_action": pointing.interface_action,
+    "region_iou": pointing.region_iou,
+    "several_choices": credit.several_choices,
+    "abstention": credit.abstention,
+    "majority": credit.Majority,
+    "tool_calls": credit.tool_calls,
+    "boxes_in_reasoning": credit.boxes_in_reasoning,
+    "sections": credit.sections,
     "overlong_penalty": verifiers.overlong_penalty,
     "random": verifiers.random,
     "environment_return": turns.environment_return,
@@ -36,11 +62,19 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "hpsv2": clip.hpsv2,
     "vlm_judge": judges.VlmJudge,
     "vlm_preference": judges.VlmPreference,
+    "vlm_reference": text_judges.ReferenceJudge,
+    "answer_judge": text_judges.AnswerJudge,
+    "rubric_judge": text_judges.RubricJudge,
+    "consistency_judge": text_judges.ConsistencyJudge,
+    "caption_judge": text_judges.CaptionJudge,
+    "evidence_judge": text_judges.EvidenceJudge,
     "http": http.HttpReward,
+    "guard": guards.GuardReward,
+    "framewise": framewise.Framewise,
 }
 ISOLATED = frozenset({"math"})  # may hang, so they never run in this process
 DEADLINE_S = 5.0  # of a sample in an isolated reward
-LOWEST = {"box_giou": -1.0, "overlong_penalty": -1.0}  # scores; of all others 0
+LOWEST = {"box_giou": -1.0, "overlong_penalty": -1.0, "abstention": -1.0}  # scores; of all others 0
 
 
 def build(
@@ -69,6 +103,8 @@ def build(
         raise ValueError(f"reward {name!r}: workers must be at least 1, not {workers}")
     reward: Reward | BatchReward
     target = load_object(name) if is_own(name) else None
+    if target is not None and not callable(target):
+        raise ValueError(f"reward {name!r} is no function and no class, but {type(target).__name__}")
     if target is not None and not inspect.isclass(target):
         _check_options(name, list(inspect.signature(target).parameters.values())[1:], options)
         reward = partial(target, **options)
@@ -81,6 +117,10 @@ def build(
             reward = factory(**options)
         except ValueError as error:
             raise ValueError(f"reward {name!r}: {' '.join(str(error).split())}") from error
+        except Exception as error:  # any fault of a class of somebody's own
+            if not is_own(name):
+                raise
+            raise ValueError(f"reward {name!r} can not be made: {told(error)}") from error
     if isinstance(reward, BatchReward) and isolated:
         raise ValueError(f"reward {name!r} scores batches; isolated: true is for rewards that score one sample")
     if not isolated:

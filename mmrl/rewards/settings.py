@@ -37,6 +37,13 @@ class RewardSpec(Section):
         "rewarded nor punished; lowest: the lowest score of a verifier, 0 (-1 for box_giou and overlong_penalty), so "
         "that nothing is gained by an answer that takes for ever to check",
     )
+    max_timeouts: int | None = option(
+        None,
+        "calls of a batch that may take too long. After so many the rest of the batch is not tried and counts as "
+        "on_timeout says, with one warning, so that a batch that hangs costs max_timeouts x deadline_s / workers. "
+        "Default: 32 of an isolated reward, 4 of one's own in this process",
+        ge=1,
+    )
     workers: int | None = option(None, "processes of an isolated reward; default: 2", ge=1)
     limits: Limits | None = option(None, "what each of them may use")
     batch_size: int | None = option(

@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmrl.errors import UserError
+from mmrl.devices import named
+from mmrl.errors import UserError, told
 from mmrl.rollouts import Sample
 
 Score = float | None  # None: could not be scored
@@ -36,9 +37,9 @@ class BatchReward(Protocol):
 def device_of(device: str | None) -> torch.device:
     """Where a reward's model runs: what its option `device` says, else the current GPU if there is one, else the CPU.
 
-    Asked when scoring, not when building, for a rank learns only later which GPU is its own.
+    Asked when scoring, not when building: a reward may be built before its process knows which GPU is its own.
     """
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device(device or (named("cuda") if torch.cuda.is_available() else "cpu"))
 
 
 def picture(sample: Sample) -> Tensor:
@@ -46,6 +47,13 @@ def picture(sample: Sample) -> Tensor:
     if sample.image is None:
         raise UserError(f"the rollout of prompt {sample.prompt.id!r} holds no picture to score")
     return sample.image
+
+
+def clip(sample: Sample) -> Tensor:
+    """The clip that was made, [frame, channel, height, width]. Raises UserError where the rollout holds none."""
+    if sample.frames is None:
+        raise UserError(f"the rollout of prompt {sample.prompt.id!r} holds no clip to score")
+    return sample.frames
 
 
 def as_pil(image: Tensor) -> Image.Image:
@@ -89,6 +97,8 @@ def load_object(path: str) -> Any:
         members = vars(importlib.import_module(module_name))
     except ModuleNotFoundError as error:
         raise ValueError(f"no function {path!r}: {error}; is its folder on PYTHONPATH?") from error
+    except Exception as error:  # any fault of a module of the user's own
+        raise ValueError(f"no function {path!r}: {module_name} can not be imported: {told(error)}") from error
     if attribute not in members:
         raise ValueError(f"no function {path!r}: {module_name} has no {attribute!r}{nearest(attribute, members)}")
     return members[attribute]

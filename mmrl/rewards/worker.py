@@ -2,7 +2,8 @@
 reward is one (see `IsolatedReward`), an environment of turns another.
 
 An order to the nursery is one letter and a process id, with a socket where a worker shall be forked; its answer is
-{"done": process id}. All answers are frames of at most MAX_ANSWER bytes of JSON.
+{"done": process id, "why": text where the nursery itself has ended that worker, else null}. All answers are frames of
+at most MAX_ANSWER bytes of JSON.
 """
 
 from __future__ import annotations
@@ -22,12 +23,21 @@ from collections.abc import Callable
 from typing import Any
 
 from mmrl.errors import UserError, told
-from mmrl.rewards.limits import LINUX, Limits, adopt_orphans, end_descendants, end_group, end_with_parent
+from mmrl.rewards.limits import (
+    LINUX,
+    Limits,
+    adopt_orphans,
+    end_descendants,
+    end_group,
+    end_with_parent,
+    tasks_below,
+)
 from mmrl.rewards.types import Reward, numbers
 
 Service = Callable[[Any], dict[str, Any]]  # from a request, which may be any Python object, to JSON
 START_S = 120.0  # a new interpreter that imports torch on a busy machine
 MAX_ANSWER = 1 << 16  # bytes
+WATCH_S = 0.05  # between two counts of what workers have started
 ENLIST, DISMISS = b"+", b"-"
 ORDER = struct.Struct("!cQ")
 _LENGTH = struct.Struct("!Q")
@@ -81,21 +91,18 @@ def nursery(descriptor: int) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what verifiers print is no result of a program's
     adopt_orphans()
     workers: set[int] = set()
+    ended: dict[int, str] = {}  # by the nursery, until the other side knows
     with socket.socket(fileno=descriptor) as control:
         try:
             service, limits = _built(control)
-            while order := socket.recv_fds(control, ORDER.size, 1):
-                if not order[0]:
-                    break
+            while order := _watched(control, workers, ended, limits):
                 kind, pid = ORDER.unpack(order[0])
                 if kind == ENLIST:
                     pid = _fork_worker(control, order[1][0], service, limits)
                     workers.add(pid)
-                else:
-                    end_group(pid)
-                    workers.discard(pid)
-                    end_descendants(keep=workers)  # the worker itself, and what has left its group
-                _answer(control, done=pid)
+                elif pid in workers:
+                    _end(pid, workers)
+                _answer(control, done=pid, why=ended.pop(pid, None))
         except ConnectionError:
             pass  # the trainer has ended
         finally:
@@ -103,6 +110,27 @@ def nursery(descriptor: int) -> None:
                 end_group(worker)
             end_descendants()
             os._exit(0)  # no exit handlers, which belong to the service
+
+
+def _watched(
+    control: socket.socket, workers: set[int], ended: dict[int, str], limits: Limits
+) -> tuple[bytes, list[int]] | None:
+    """The next order and its sockets; None at the other side's end. Until it comes workers are watched: one that has
+    started more than it may is ended here, for RLIMIT_NPROC does not bind root."""
+    while not select.select([control], [], [], WATCH_S if workers and LINUX else None)[0]:
+        for pid in list(workers):
+            if (count := tasks_below(pid)) > limits.processes:
+                _end(pid, workers)
+                ended[pid] = f"{count} processes and threads of it are more than limits.processes={limits.processes}"
+    data, sockets, *_ = socket.recv_fds(control, ORDER.size, 1)
+    return (data, sockets) if data else None
+
+
+def _end(pid: int, workers: set[int]) -> None:
+    """Ends a worker, its process group, and what has left that."""
+    end_group(pid)
+    workers.discard(pid)
+    end_descendants(keep=workers)
 
 
 def _built(control: socket.socket) -> tuple[Service, Limits]:

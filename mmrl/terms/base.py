@@ -25,12 +25,21 @@ class Term(Choice):
         "entropy": "mmrl.terms.entropy:Entropy",
         "likelihood": "mmrl.terms.likelihood:Likelihood",
         "view_kl": "mmrl.terms.view_kl:ViewKL",
+        "double_entropy": "mmrl.terms.double_entropy:DoubleEntropy",
+        "old_kl": "mmrl.terms.old_kl:OldKL",
+        "ema_kl": "mmrl.terms.ema_kl:EmaKL",
+        "difficulty_kl": "mmrl.terms.difficulty_kl:DifficultyKL",
+        "covariance_kl": "mmrl.terms.covariance_kl:CovarianceKL",
+        "likelihood_drop": "mmrl.terms.likelihood_drop:LikelihoodDrop",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
 
     @property
     def needs(self) -> Needs:
         return Needs()
+
+    def prepare(self, batch: Batch) -> None:
+        """Once a step, when advantages and masks are known: may leave columns in `batch.rollouts.extras`, as `key`."""
 
     @abstractmethod
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
@@ -46,6 +55,14 @@ class Shaper(Choice):
         "token_baseline": "mmrl.terms.token_baseline:TokenBaseline",
         "turn_returns": "mmrl.terms.turn_returns:TurnReturns",
         "curiosity": "mmrl.terms.curiosity:Curiosity",
+        "stratified": "mmrl.terms.stratified:Stratified",
+        "set_diversity": "mmrl.terms.set_diversity:SetDiversity",
+        "entropy_redistribution": "mmrl.terms.entropy_redistribution:EntropyRedistribution",
+        "entropy_modulation": "mmrl.terms.entropy_modulation:EntropyModulation",
+        "self_process": "mmrl.terms.self_process:SelfProcess",
+        "long_wrong": "mmrl.terms.long_wrong:LongWrong",
+        "shared_prefix": "mmrl.terms.shared_prefix:SharedPrefix",
+        "view_information": "mmrl.terms.view_information:ViewInformation",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
 
@@ -70,8 +87,11 @@ class Mask(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "truncated": "mmrl.terms.truncated:Truncated",
         "over_turn": "mmrl.terms.over_turn:OverTurn",
+        "band": "mmrl.terms.band:Band",
         "entropy_share": "mmrl.terms.entropy_share:EntropyShare",
         "covariance_clip": "mmrl.terms.covariance_clip:CovarianceClip",
+        "token_budget": "mmrl.terms.token_budget:TokenBudget",
+        "best_of_group": "mmrl.terms.best_of_group:BestOfGroup",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class Truncated(Mask):
     """Rollouts that reached the longest length without an end leave the loss and their group's statistics."""
 
+    equation: ClassVar[str] = "keep where the response ended by itself"
     source: ClassVar[str] = "overlong filtering, DAPO, arXiv 2503.14476"
     of: ClassVar[Literal["rollouts", "decisions"]] = "rollouts"
     type: str = "truncated"

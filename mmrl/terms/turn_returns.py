@@ -38,8 +38,10 @@ class TurnReturns(Shaper):
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.turns import discounted, turn_advantages
+        from mmrl.rollouts import Turns
 
         turns = batch.rollouts.extras["turns"]
+        assert isinstance(turns, Turns)
         rewards = turns.rewards * turns.mask
         if self.gate is not None:
             rewards = rewards * (batch.mine(batch.fact(f"reward/{self.gate}")) > 0)[:, None]

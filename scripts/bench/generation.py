@@ -35,7 +35,7 @@ from mmrl.tasks.visual_qa.digits import CELL
 from mmrl.tasks.visual_qa.tiny_model import build_tokenizer
 
 from mmrl.build import build_generator, build_policy, build_task
-from mmrl.config import load
+from mmrl.config import Config, load
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
 from mmrl.policies.vlm import policy as vlm
@@ -51,26 +51,12 @@ def main() -> None:
     if options.width:
         options.model = tempfile.mkdtemp(prefix="mmrl-generation-")
         write(options.model, build_tokenizer(), Sizes(patch=CELL, width=options.width, layers=options.layers), seed=0)
-    model = [f"model.path={options.model}", "model.build=null"] if options.model else []
-    config = load(
-        CONFIG,
-        [
-            *model,
-            f"run_dir={tempfile.gettempdir()}/unused",
-            f"model.dtype={options.dtype}",
-            *(["engine.zero_stage=1"] if options.dtype == "bfloat16" else []),
-            "algorithm.method=grpo",
-            "rollout.engine=vllm",
-            f"rollout.max_response_length={options.length}",
-            f"rollout.vllm.max_sequences={options.prompts * options.group}",
-            f"rollout.vllm.placement={options.placement}",
-            f"rollout.vllm.exchange={tempfile.gettempdir()}/mmrl-generation-engines",
-        ],
-    )
+    config = configuration(options)
     ranks = Ranks()
     try:
         task = build_task(config)
         policy = build_policy(config, task)
+        assert isinstance(policy, VisionLanguagePolicy) and task.train is not None
         policy.module.to(ranks.device)
         endless(policy)
         generator = build_generator(config, policy, task, ranks)
@@ -87,7 +73,24 @@ def main() -> None:
         Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
 
 
-def arguments() -> argparse.Namespace:
+def configuration(options: argparse.Namespace) -> Config:
+    """Of a GRPO job whose prompts, policy and engines are measured; nothing is trained."""
+    overrides = [
+        f"run_dir={tempfile.gettempdir()}/mmrl-generation",
+        f"model.dtype={options.dtype}",
+        "algorithm.type=grpo",
+        f"rollout.max_response_length={options.length}",
+        f"rollout.generator.type=vllm_{options.placement}",
+        f"rollout.generator.max_sequences={options.prompts * options.group}",
+    ]
+    if options.model:
+        overrides += [f"model.path={options.model}", "model.build=null"]
+    if options.dtype == "bfloat16":
+        overrides.append("engine.zero_stage=1")
+    return load(CONFIG, overrides)
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="transformers' generate and vLLM on the same prompts.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=16)
@@ -100,7 +103,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, help="of a model like the tiny one, with --layers layers")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--json", help="write the numbers here")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def endless(policy: VisionLanguagePolicy) -> None:

@@ -1,12 +1,12 @@
 """Every recipe for digits, or for shapes, at several seeds: held-out accuracy, time, and the guards beside the reward.
 
-    .venv/bin/python scripts/bench/image_digits.py [--seeds 3] [--recipes flow,nft] [--runs build/image_digits]
-    .venv/bin/python scripts/bench/image_digits.py --data shapes [--seeds 3] [--runs build/image_shapes]
+    .venv/bin/python scripts/bench/image_digits.py [--seeds 3] [--recipes perceptron,nft] [--runs FOLDER] [KEY=VALUE ...]
+    .venv/bin/python scripts/bench/image_digits.py --data shapes [--seeds 3] [--runs FOLDER] [KEY=VALUE ...]
 
-Runs that are already in --runs are not repeated; all start from one base. One thread a run. Prints a Markdown table;
-each figure is the mean over the seeds (least .. greatest). Accuracy is, of digits, that of a classifier that saw none
-of the pictures the rewarding one did; of shapes, that of the exact checker on combinations that RL never trained on.
-Time is that of the training steps, without evaluation, start-up and base.
+KEY=VALUE: more overrides of every run. Runs that are already in --runs are not repeated; all start from one base. One
+thread a run. Prints a Markdown table; each figure is the mean over the seeds (least .. greatest). Accuracy is, of
+digits, that of a classifier that saw none of the pictures the rewarding one did; of shapes, that of the exact checker
+on combinations that RL never trained on. Time is that of the training steps, without evaluation, start-up and base.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {
-    "digits": ["flow", "dance", "cps", "window", "branch", "nft", "awm", "random_reward"],
+    "digits": ["perceptron", "dance", "cps", "window", "branch", "nft", "awm", "perceptron_random_reward"],
     "shapes": ["", "random_reward"],
 }
 TIME = {"digits": ("seconds", 1), "shapes": ("minutes", 60)}
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--recipes", help="comma-separated; default: all of --data")
     parser.add_argument("--runs", type=Path, help="default: build/image_digits or build/image_shapes")
+    parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     recipes = RECIPES[options.data] if options.recipes is None else options.recipes.split(",")
     folder = options.runs or ROOT / f"build/image_{options.data}"
@@ -42,7 +43,10 @@ def main() -> None:
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for recipe in recipes:
         name = "_".join(filter(None, ["image", options.data, recipe]))
-        runs = [finished(name, folder / f"{recipe or options.data}-{seed}", seed) for seed in range(options.seeds)]
+        runs = [
+            finished(name, folder / f"{recipe or options.data}-{seed}", seed, *options.overrides)
+            for seed in range(options.seeds)
+        ]
         guards = [f"{mean(runs, f'guard/{g}', 0)}, {mean(runs, f'guard/{g}', -1)}" for g in GUARDS]
         accuracy = [
             mean(runs, "accuracy", 0, digits=3),
@@ -53,13 +57,18 @@ def main() -> None:
         print(f"| {' | '.join([recipe or options.data, *accuracy, time, *guards])} |", flush=True)
 
 
-def finished(name: str, run: Path, seed: int) -> list[dict[str, Any]]:
+def finished(name: str, run: Path, seed: int, *overrides: str) -> list[dict[str, Any]]:
     """The metrics of one run, which is made if it is not there."""
     if not (run / "final").is_dir():
         command = [sys.executable, "-m", "mmrl", "train", f"configs/{name}.yaml"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        overrides = [f"seed={seed}", f"run_dir={run}"]
-        subprocess.run([*command, *overrides], cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
+        subprocess.run(
+            [*command, f"seed={seed}", f"run_dir={run}", *overrides],
+            cwd=ROOT,
+            env=environment,
+            check=True,
+            stdout=sys.stderr,
+        )
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -17,7 +17,8 @@ import importlib.util
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ def cases(device: str, scale: float = 1.0) -> list[Case]:
         Case(
             f"denoise_step {n}x{d} forward",
             lambda: kernels.denoise_step(x, v, noise, a_x, a_v, std),
-            lambda *args: reference.denoise_step(*args, False)[:2],
+            lambda x, v, n, a, b, s: reference.denoise_step(x, v, n, a, b, s, False)[:2],
             (x, v, noise, a_x, a_v, std),
             16 * n * d,
         )
@@ -67,7 +68,7 @@ def cases(device: str, scale: float = 1.0) -> list[Case]:
         Case(
             f"denoise_logprob {n}x{d}, log-ratio",
             lambda: back(kernels.denoise_logprob(x, u, noise, a_x, a_v, std, v_old=old)[:2], u),
-            lambda u, *args: back(reference.denoise_logprob(x, u, noise, *args, None, old, None, False)[:2], u),
+            lambda u, a, b, s: back(reference.denoise_logprob(x, u, noise, a, b, s, None, old, None, False)[:2], u),
             (u, a_x, a_v, std),
             32 * n * d,
         )
@@ -123,7 +124,7 @@ def cases(device: str, scale: float = 1.0) -> list[Case]:
         Case(
             f"gae {episodes}x2048",
             lambda: kernels.gae(reward, value, ended, cut, gamma=0.99, lam=0.95, bootstrap=bootstrap),
-            lambda *args: reference.gae(*args, 0.99, 0.95),
+            lambda r, v, e, c, m, b: reference.gae(r, v, e, c, m, b, 0.99, 0.95),
             (reward, value, ended, cut, mask, bootstrap),
             23 * reward.numel(),
             compiled=False,
@@ -177,8 +178,8 @@ def liger(device: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[
     }
 
 
-def back(outputs: tuple[Tensor, ...], *leaves: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad([out.sum() for out in outputs], leaves)
+def back(outputs: Sequence[Tensor | None], *leaves: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad([out.sum() for out in outputs if out is not None], leaves)
 
 
 clock = time.perf_counter
@@ -268,10 +269,9 @@ def table(device: str, threads: int, options: argparse.Namespace) -> None:
     for case in cases(device, options.scale):
         if options.only not in case.name:
             continue
-        arms = {"kernel": case.kernel, "eager": lambda case=case: case.eager(*case.arguments)}
+        arms: dict[str, Callable[[], object]] = {"kernel": case.kernel, "eager": partial(case.eager, *case.arguments)}
         if case.compiled and not options.no_compile:
-            fused = torch.compile(case.eager)
-            arms["compiled"] = lambda case=case, fused=fused: fused(*case.arguments)
+            arms["compiled"] = partial(torch.compile(case.eager), *case.arguments)
         arms |= case.others
         for arm in arms.values():
             arm()

@@ -1,12 +1,13 @@
 """The robots' recipes at several seeds, each from a base of its own seed: success before and after, minutes in all.
 
-    .venv/bin/python scripts/bench/manipulation.py [--seeds 3] [--recipes token,ppo,flow,control] [--runs FOLDER]
+    .venv/bin/python scripts/bench/manipulation.py [--seeds 3] [--recipes token,ppo] [--runs FOLDER] [KEY=VALUE ...]
     .venv/bin/python scripts/bench/manipulation.py --recipes maniskill,maniskill_control --runs build/maniskill
 
-Runs that are already in --runs are not repeated. `minutes` are wall-clock: demonstrations, warm start and training with
-their evaluations. `shuffled` is the trained policy's success when every episode shows the instruction of another one;
-it is left out for ManiSkill's PushCube, which has one instruction and starts from random weights. Held-out start
-states, likeliest actions. Prints a Markdown table, and a JSON of the curves beside the runs.
+KEY=VALUE: more overrides of every run, bases included. Runs that are already in --runs are not repeated. `minutes` are
+wall-clock: demonstrations, warm start and training with their evaluations. `shuffled` is the trained policy's success
+when every episode shows the instruction of another one; it is left out for ManiSkill's PushCube, which has one
+instruction and starts from random weights. Held-out start states, likeliest actions. Prints a Markdown table, and a
+JSON of the curves beside the runs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -42,6 +44,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--recipes", default=",".join(name for name in RECIPES if "maniskill" not in name))
     parser.add_argument("--runs", type=Path, default=ROOT / "build/tabletop")
+    parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     print("| recipe | seed | before | after | gain (95 %) | shuffled | minutes |\n|" + " --- |" * 7)
     curves: dict[str, Any] = {}
@@ -51,13 +54,13 @@ def main() -> None:
             run, overrides, seconds = options.runs / f"{recipe}-{seed}", [], 0.0
             if head:
                 base = options.runs / f"base-{head}-{seed}"
-                seconds += train(BASES[head], base, seed)
+                seconds += train(BASES[head], base, seed, *options.overrides)
                 overrides = ["model.warm_start=null", f"model.path={base / 'final'}"]
-            seconds += train(config, run, seed, *overrides)
+            seconds += train(config, run, seed, *overrides, *options.overrides)
             curve = {row["step"]: row["evaluation/accuracy"] for row in rows(run) if "evaluation/accuracy" in row}
             curves[f"{recipe}-{seed}"] = curve
             (before, after), n = list(curve.values())[:: len(curve) - 1], int(rows(run)[0]["evaluation/n"])
-            shuffled = f"{success(config, run, seed):.3f}" if head else ""
+            shuffled = f"{success(config, run, seed, *options.overrides):.3f}" if head else ""
             low, high = difference(before, after, n)
             cells = [
                 recipe,
@@ -71,19 +74,22 @@ def main() -> None:
 
 
 def train(config: str, run: Path, seed: int, *overrides: str) -> float:
-    """Unless that was done before; returns its seconds."""
+    """Unless that was done before; returns its seconds. A run that did not reach its end is made anew: gone on with it
+    would seem shorter than it was."""
     if not (run / "seconds").is_file():
+        shutil.rmtree(run, ignore_errors=True)
         started = time.monotonic()
         mmrl("train", f"configs/{config}.yaml", f"seed={seed}", f"run_dir={run}", *overrides)
         (run / "seconds").write_text(str(time.monotonic() - started))
     return float((run / "seconds").read_text())
 
 
-def success(config: str, run: Path, seed: int) -> float:
+def success(config: str, run: Path, seed: int, *overrides: str) -> float:
     """With shuffled instructions, from the result file of `mmrl eval`."""
     result = run / "evaluation.json"
     if not result.is_file():
-        mmrl("eval", str(run), f"configs/{config}.yaml", f"seed={seed}", "task.instructions=shuffled")
+        shuffled = [f"seed={seed}", "task.instructions=shuffled", *overrides]
+        mmrl("eval", str(run), f"configs/{config}.yaml", *shuffled)
     return json.loads(result.read_text())["evaluation/accuracy"]
 
 

@@ -37,11 +37,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build/bench-trl"
+MMRL = [sys.executable, "-m", "mmrl"]
 CONFIG = ROOT / "configs/visual_qa_digits_warm_start.yaml"
 TRL = ["torch", "torchvision", "transformers", "accelerate", "datasets", "scikit-learn", "pydantic", "trl==1.16.0"]
-KINDS = ["sum", "largest", "above_five"]
-DATA = {"kind": "digits", "kinds": KINDS, "cells": 2, "train_size": 100_000, "eval_size": 10_000}
-ASKED = DATA | {"kinds": f"[{','.join(KINDS)}]"}  # as overrides
+DATA: dict[str, Any] = {
+    "questions": ["sum", "largest", "above_five"],
+    "cells": 2,
+    "careless": 0.0,
+    "train_size": 100_000,
+    "eval_size": 10_000,
+}
+ASKED = [f"task.data.{key}={json.dumps(value)}" for key, value in DATA.items()]  # as overrides
 PROMPTS, GROUP, LENGTH = 16, 8, 4
 WARM_UP = 2  # steps not timed
 
@@ -97,19 +103,11 @@ def make_environment() -> None:
         return
     uv = shutil.which("uv") or str(ROOT / ".venv/uv/bin/uv")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    subprocess.run([uv, "venv", "--quiet", "--allow-existing", "--python", python, BUILD / "venv"], check=True)
-    install = [
-        uv,
-        "pip",
-        "install",
-        "--quiet",
-        "--python",
-        BUILD / "venv/bin/python",
-        "--constraint",
-        constraints,
-        *TRL,
-    ]
-    subprocess.run(install, check=True)
+    subprocess.run([uv, "venv", "--quiet", "--allow-existing", "--python", python, str(BUILD / "venv")], check=True)
+    install = [uv, "pip", "install", "--quiet", "--python", str(BUILD / "venv/bin/python")]
+    subprocess.run([*install, "--constraint", str(constraints), *TRL], check=True)
+    # Questions and the reward are mmrl's own, of which this needs no more than TRL does.
+    subprocess.run([*install, "--no-deps", "--editable", str(ROOT)], check=True)
     stamp.write_text(want)
 
 
@@ -117,14 +115,7 @@ def make_base(steps: int) -> Path:
     run = BUILD / f"base-{steps}"
     if not (run / "final").is_dir():
         shutil.rmtree(run, ignore_errors=True)
-        command = [
-            ROOT / ".venv/bin/mmrl",
-            "train",
-            CONFIG,
-            f"run_dir={run}",
-            f"steps={steps}",
-            "evaluation.before=false",
-        ]
+        command = [*MMRL, "train", str(CONFIG), f"run_dir={run}", f"steps={steps}", "evaluation.before=false"]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     return run / "final"
 
@@ -134,19 +125,15 @@ def measure(arm: str, base: Path, seed: int, options: argparse.Namespace) -> dic
     out = BUILD / "runs" / arm
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    python = BUILD / "venv/bin/python" if arm == "trl" else ROOT / ".venv/bin/python"
+    python = BUILD / "venv/bin/python" if arm == "trl" else sys.executable
     threads = {name: str(options.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment = {**os.environ, **threads, **quiet, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **threads, **quiet}
     same = [f"--{name}={getattr(options, name)}" for name in ("steps", "threads", "lr")]
     child_of = [f"--arm={arm}", f"--base={base}", f"--out={out}", f"--seed={seed}"]
     run([python, __file__, *same, *child_of], environment, out / "log.txt")
-    held_out = [
-        f"evaluation.prompts={options.held_out}",
-        *(f"task.data.{key}={value}" for key, value in ASKED.items()),
-        f"threads={options.threads}",
-    ]
-    run([ROOT / ".venv/bin/mmrl", "eval", out / "final", CONFIG, *held_out], environment, out / "eval.txt")
+    held_out = [f"evaluation.prompts={options.held_out}", *ASKED, f"threads={options.threads}"]
+    run([*MMRL, "eval", out / "final", CONFIG, *held_out], environment, out / "eval.txt")
     result = json.loads((out / "result.json").read_text())
     return result | {"accuracy": json.loads((out / "final/evaluation.json").read_text())["evaluation/accuracy"]}
 
@@ -245,8 +232,9 @@ def train_mmrl(options: argparse.Namespace) -> Outcome:
             super().log(*given)
             ends.append(now())
 
-    idle, ends, run = peak_mib(), [], Path(options.out)
-    mmrl.trainer.Trainer = Timed
+    idle, run = peak_mib(), Path(options.out)
+    ends: list[tuple[float, float]] = []
+    mmrl.trainer.Trainer = Timed  # type: ignore[misc]
     overrides = {
         "run_dir": run,
         "seed": options.seed,
@@ -254,8 +242,7 @@ def train_mmrl(options: argparse.Namespace) -> Outcome:
         "threads": options.threads,
         "model.build": "null",
         "model.path": options.base,
-        **{f"task.data.{key}": value for key, value in ASKED.items()},
-        "algorithm.method": "grpo",
+        "algorithm.type": "grpo",
         "rollout.prompts": PROMPTS,
         "rollout.group_size": GROUP,
         "rollout.max_response_length": LENGTH,
@@ -265,22 +252,26 @@ def train_mmrl(options: argparse.Namespace) -> Outcome:
         "engine.micro_batch": PROMPTS * GROUP,
         "evaluation.before": "false",
         "evaluation.prompts": 1,  # the one evaluation after the last step is not timed
+        "checkpoint.every": 0,
         "checkpoint.best": "false",
         "log.samples_every": 0,
     }
-    cli.train(config.load(CONFIG, [f"{key}={value}" for key, value in overrides.items()]))
+    cli.train(config.load(CONFIG, [*ASKED, *(f"{key}={value}" for key, value in overrides.items())]))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return idle, ends, [row["accuracy"] for row in rows if "time/step" in row]
 
 
 def questions(options: argparse.Namespace) -> tuple[Any, list[Any]]:
     """The task, and the prompts of all steps in mmrl's order."""
-    from mmrl.data import PromptStream
-    from mmrl.tasks.visual_qa import build
+    from mmrl.tasks.visual_qa.settings import DigitsData, VisualQASettings
 
-    task = build({"data": DATA}, options.seed)
-    stream = PromptStream(task.train, options.seed)
-    return task, [stream[position] for position in range(options.steps * PROMPTS)]
+    from mmrl.prompt_samplers import Permutation
+
+    task = VisualQASettings(data=DigitsData(**DATA)).build(options.seed)
+    assert task.train is not None
+    order = Permutation()
+    order.start(len(task.train), options.seed)
+    return task, [task.train[index] for index in order.draw(options.steps * PROMPTS)]
 
 
 def score(task: Any, prompts: list[Any], responses: list[str]) -> list[float]:

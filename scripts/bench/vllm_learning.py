@@ -24,9 +24,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "visual_qa_digits"
-VLLM = ["rollout.engine=vllm", "rollout.vllm.cache_gib=0.5"]
-SERVER = [*VLLM, "rollout.vllm.placement=server"]
-ARMS = {"transformers": [], "colocated": VLLM, "server": SERVER, "ahead": [*SERVER, "rollout.ahead=1"]}
+CACHE = "rollout.generator.cache_gib=0.5"
+SERVER = ["rollout.generator.type=vllm_server", CACHE]
+ARMS = {
+    "transformers": [],
+    "colocated": ["rollout.generator.type=vllm_colocated", CACHE],
+    "server": SERVER,
+    "ahead": [*SERVER, "rollout.generator.async_steps=1"],
+}
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ def value(expression: str) -> float:
 
 def _value(node: ast.expr) -> float:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        found = node.value
+        found: Any = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in BINARY:
         found = BINARY[type(node.op)](_value(node.left), _value(node.right))
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):

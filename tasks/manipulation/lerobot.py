@@ -75,7 +75,12 @@ def load(
 
     Raises UserError naming the file where something is missing or does not fit the simulator's dimensions.
     """
-    dataset = _Dataset(Path(folder), columns)
+    try:
+        dataset = _Dataset(Path(folder), columns)
+    except (KeyError, TypeError, AttributeError) as error:  # a feature or an episode that lacks something
+        raise UserError(f"{folder}/meta: not a data set in LeRobot's format: {type(error).__name__} {error}") from None
+    if not dataset.episodes:
+        raise UserError(f"{folder}/meta names no episode to learn from")
     dataset.check(action_dim, state_dim, image_shape)
     chosen = dataset.episodes[:episodes]
     bytes_of_all = sum(e["length"] for e in chosen) * int(np.prod(image_shape))
@@ -86,13 +91,18 @@ def load(
 class _Dataset:
     def __init__(self, root: Path, columns: Columns) -> None:
         self.root, self.state, self.action = root, columns.state, columns.action
-        info = json.loads(_existing(root / "meta/info.json").read_text())
+        path = _existing(root / "meta/info.json")
+        info = _parsed(path, path.read_text())
+        for key in ("codebase_version", "fps", "features", "data_path"):
+            if not info.get(key):
+                raise UserError(f"{path} has no {key}")
         self.version = str(info["codebase_version"])
         if self.version not in ("v2.0", "v2.1", "v3.0"):
             raise UserError(f"{root}/meta/info.json: version {self.version} is not known; convert it to v3.0")
         self.shared = self.version == "v3.0"  # files of many episodes
         self.fps, self.features = float(info["fps"]), info["features"]
-        self.data_path, self.video_path = info["data_path"], info.get("video_path")
+        self.data_path = info["data_path"]
+        self.video_path: Any = info.get("video_path")
         self.chunk = info.get("chunks_size", 1000)
         cameras = [name for name, feature in self.features.items() if feature["dtype"] in ("video", "image")]
         if columns.camera is None and len(cameras) != 1:
@@ -144,7 +154,8 @@ class _Dataset:
 
     def _episodes(self) -> list[dict[str, Any]]:
         if not self.shared:
-            return [json.loads(line) for line in _existing(self.root / "meta/episodes.jsonl").open() if line.strip()]
+            path = _existing(self.root / "meta/episodes.jsonl")
+            return [_parsed(path, line) for line in path.read_text().splitlines() if line.strip()]
         where = [f"videos/{self.camera}/{key}" for key in ("chunk_index", "file_index", "from_timestamp")]
         if self.features[self.camera]["dtype"] != "video":
             where = []
@@ -224,11 +235,24 @@ def _matrix(column: pa.ChunkedArray, size: int, where: str) -> NDArray[np.float3
 
 
 def _table(file: Path, names: list[str], filters: Any = None) -> Any:
-    known = parquet.read_schema(file).names
+    try:
+        known = parquet.read_schema(file).names
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{file} is not a Parquet file: {error}") from None
     missing = [name for name in names if name not in known]
     if missing:
         raise UserError(f"{file} has no column {missing[0]!r}; it has {known}")
     return parquet.read_table(file, columns=names, filters=filters)
+
+
+def _parsed(file: Path, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file}: expected an object, not {text[:50]!r}")
+    return found
 
 
 def _existing(file: Path) -> Path:

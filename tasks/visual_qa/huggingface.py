@@ -72,7 +72,9 @@ class _Rows:
 
 def _load(name: str, split: str, options: dict[str, Any]) -> Any:
     if importlib.util.find_spec("datasets") is None:
-        raise ModuleNotFoundError("kind: huggingface needs the package datasets: pip install -e '.[huggingface]'")
+        raise ModuleNotFoundError(
+            "task.data.type=huggingface needs the package datasets: pip install -e '.[huggingface]'"
+        )
     import datasets
 
     folder = Path(name)

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mmrl.tasks.visual_qa.bounds import MAX_PIXELS
+from mmrl.tasks.visual_qa.bounds import MAX_PIXELS, MAX_RATIO
 from PIL import Image
 
 from mmrl.records import RowError
@@ -63,6 +63,8 @@ class Pictures:
                 if opened.width * opened.height > self.max_pixels:
                     size = f"{opened.width} x {opened.height}"
                     raise RowError(f"{what} has {size} pixels, more than max_pixels={self.max_pixels}")
+                if max(opened.size) > MAX_RATIO * min(opened.size):
+                    raise RowError(f"{what} has {opened.width} x {opened.height} pixels; sides may be 1 : {MAX_RATIO}")
                 yield opened
         except RowError:
             raise

@@ -19,7 +19,7 @@ def run(folder, kind, *arguments, **options):
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 @pytest.mark.parametrize(("kind", "at"), [("raise", "reset"), ("raise", "step"), ("nan state", "step")])
 def test_a_step_that_loses_all_its_episodes_is_counted_and_the_run_goes_on(tmp_path, method, kind, at):
-    rows = run(tmp_path, kind, f"algorithm.method={method}", "steps=3", at=at, after=1 if at == "reset" else 0, times=1)
+    rows = run(tmp_path, kind, f"algorithm.type={method}", "steps=3", at=at, after=1 if at == "reset" else 0, times=1)
     lost = [row["simulator/dropped"] for row in rows]
     assert len(rows) == 3 and sum(lost) > 0 and max(row["unscored"] for row in rows) > 0
     assert all(row["updates_skipped"] == 0 for row in rows)

@@ -129,7 +129,7 @@ def batch(trainer):
     """Rollouts of an earlier policy and a reference that differ from what is replayed now."""
     made = trainer.policy.rollout([trainer.task.train[i] for i in range(2)], 4, list(range(8)), step=0)
     generator = torch.Generator().manual_seed(0)
-    made.advantages = torch.randn(8, generator=generator)
+    made.advantages = torch.randn(8, generator=generator)[:, None].expand(made.mask.shape)
     with torch.no_grad():
         now = trainer.policy.replay(made, trainer.policy.module)
     made.old_logp = now.logp

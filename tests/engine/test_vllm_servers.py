@@ -50,7 +50,7 @@ def test_the_next_batch_is_made_while_this_one_is_trained(folder):
 def test_a_batch_that_was_not_trained_yet_comes_again_after_a_resume(folder, found):
     """At the checkpoint after two steps a third batch was in the making."""
     saved = json.loads((folder / "run/checkpoints/step-000002/trainer.json").read_text())
-    assert saved["cursor"] == 2 * found["prompts"]
+    assert saved["batches"]["drawn"] == 2 * found["prompts"]
 
 
 @vllm_workers.needs_vllm

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -152,17 +151,19 @@ def adapters(folder: Path) -> None:
     trainer.train()
     found = {"trained": trained, "loaded": list(engine.llm.llm_engine.list_loras()), "adapters": engine.adapters}
     generator.synchronise()
-    greedy, drafts = replace(policy.sampling, temperature=0.0), policy.draft(prompts, 1, range(4))
+    drafts = policy.draft(prompts, 1, range(4), temperature=0.0)
     for _ in range(4):
-        policy.extend(engine, drafts, 2, sampling=greedy)
+        policy.extend(engine, drafts, 2)
         if all(draft.finished(policy.eos) for draft in drafts):
             break
     found["greedy_in_segments"] = [draft.tokens.response.tolist() for draft in drafts]
     made, policy.engine = policy.complete(drafts, 1), None
     found["greedy"] = responses(policy.rollout(prompts, 1, range(4), temperature=0.0))
     policy.engine = engine
-    with torch.no_grad():
-        found["moved"] = float((policy.reference(made).logp - made.behaviour_logp)[made.mask].abs().max())
+    assert trainer.reference is not None
+    with torch.no_grad(), trainer.reference.applied():
+        start = policy.replay(made, trainer.engine, reference=True).logp
+    found["moved"] = float((start - made.behaviour_logp)[made.mask].abs().max())
     found["stale"] = stale(generator, policy, without="adapt")
     release(trainer)
     (folder / "adapters.json").write_text(json.dumps(found))

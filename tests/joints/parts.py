@@ -39,7 +39,18 @@ class Table:
     of logp where the field of `Replay` is, and one number or mapping a rollout where it is one of the sample.
     """
 
-    def __init__(self, logp, *, group=None, rewards=None, truncated=None, accuracy=None, metadata=None, **columns):
+    def __init__(
+        self,
+        logp,
+        *,
+        group=None,
+        rewards=None,
+        truncated=None,
+        accuracy=None,
+        metadata=None,
+        responses=None,
+        **columns,
+    ):
         self.mask = torch.tensor([[t < len(row) for t in range(max(map(len, logp)))] for row in logp])
         self.group = torch.tensor([0] * len(logp) if group is None else group)
         rewards = torch.tensor([0.0] * len(logp) if rewards is None else rewards)
@@ -47,6 +58,7 @@ class Table:
         self.accuracy = self.rewards[:, 0] if accuracy is None else torch.tensor(accuracy)
         self.truncated = truncated or [False] * len(logp)
         self.metadata = metadata or [{}] * len(logp)
+        self.responses = responses or [str(row) for row in range(len(logp))]  # by which the task finds a row again
         self.columns = {name: self.padded(values) for name, values in {"logp": logp, **columns}.items()}
 
     def padded(self, values):
@@ -57,7 +69,7 @@ class Table:
     def sample(self, row, prompt=None):
         prompt = replace(prompt or Prompt(str(int(self.group[row])), "?"), metadata=self.metadata[row])
         episode = Episode("go", success=True, success_at_end=True, length=1, reward=0.0)
-        return Sample(prompt, response=str(row), truncated=self.truncated[row], episode=episode)
+        return Sample(prompt, response=self.responses[row], truncated=self.truncated[row], episode=episode)
 
     def rollouts(self, rows=None):
         """Scored rollouts, as `Batches.next` gives them."""
@@ -223,6 +235,9 @@ class GivenPolicy:
             signal=torch.full_like(now, 0.5),
             noise_space=False,
         )
+
+    def numbers(self, rollouts):
+        return self.table.columns["numbers"][torch.tensor(rollouts.inputs)].long()
 
     def trained_by(self, engine):
         pass

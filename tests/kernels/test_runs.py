@@ -6,18 +6,21 @@ from tests.engine import workers
 from tests.engine.parts import IMAGES, TINY, call, distance, final, metrics, train
 
 # Two minibatches, so that half of the updates are off-policy and the ratios are not all 1.
-OPTIONS = ["steps=2", "algorithm.minibatches=2", "optim.lr=1e-2", "algorithm.kl.coefficient=0.1"]
-RUNS = {"visual_qa": (TINY, ["algorithm.entropy_coefficient=0.1"]), "flow": (IMAGES, ["algorithm.kl.kind=exact"])}
+OPTIONS = ["steps=2", "algorithm.minibatches=2", "optim.lr=1e-2"]
+RUNS = {
+    "visual_qa": (TINY, "algorithm.terms=[{type: kl, coefficient: 0.1}, {type: entropy, coefficient: 0.1}]"),
+    "flow": (IMAGES, "algorithm.terms=[{type: kl, coefficient: 0.1, estimator: exact}]"),
+}
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", RUNS)
 def test_kernels_and_reference_train_alike(tmp_path, name):
-    base, options = RUNS[name]
+    base, terms = RUNS[name]
     rows = {}
     for backend in ("torch", "cpu"):
         folder = tmp_path / backend
-        train(folder, *OPTIONS, *options, f"kernels.backend={backend}", base=base)
+        train(folder, *OPTIONS, terms, f"kernels.backend={backend}", base=base)
         rows[backend] = [r for r in metrics(folder) if "loss" in r]
     for one, other in zip(*rows.values(), strict=True):
         assert one["surrogate/ratio_gap_max"] > 1e-3 and abs(one["loss"]) > 1e-4

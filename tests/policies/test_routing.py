@@ -8,18 +8,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from mmrl import build
-from mmrl.batches import Pool
 from mmrl.config import load as load_config
 from mmrl.config import to_yaml
 from mmrl.errors import UserError
 from mmrl.generation import answers, processes, vllm
-from mmrl.generation.settings import VLLMColocated
+from mmrl.generation.settings import Partial, VLLMColocated
+from mmrl.policies.vlm import engines
 from mmrl.policies.vlm import policy as vlm
 from mmrl.policies.vlm.routing import Routing, renormalised_softmax
 from mmrl.policies.vlm.synced import Synced
+from mmrl.pool import Pool
 from mmrl.report.run import Run
 from mmrl.trainer import Trainer
 from tests.engine.parts import TINY, Fixed, metrics, release, spread
@@ -265,7 +266,7 @@ def test_layers_without_experts_have_a_place_in_the_record(folders, rollouts):
     config.text_config.mlp_only_layers = [0]
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
-    policy = vlm.VisionLanguagePolicy(model, vlm.AutoProcessor.from_pretrained(folders[FAMILY]))
+    policy = vlm.VisionLanguagePolicy(model, AutoProcessor.from_pretrained(folders[FAMILY]))
     policy.replay_routing()
 
     def changed(layer):
@@ -324,8 +325,8 @@ def test_each_token_keeps_the_experts_with_which_the_next_one_was_drawn(policy):
 def test_a_checkpoint_of_drafts_keeps_their_records(policy):
     policy.engine = Recording(policy, PROMPTS)
     config = load_config(TINY, ["run_dir=r", "rollout.group_size=2"])
-    pools = [Pool(policy, PROMPTS, config) for _ in range(2)]
-    pools[0].add([0, 1])
+    pools = [Pool(policy, PROMPTS, config.seed, config.rollout, Partial(oversample=1)) for _ in range(2)]
+    pools[0].add([0, 1], [0, 1])
     begun = [draft for group in pools[0].groups for draft in group.drafts][:3]  # the last one has no token yet
     policy.extend(policy.engine, begun, 3)
     buffer = io.BytesIO()
@@ -368,8 +369,8 @@ def made(policy, monkeypatch, *overrides):
         asked.append(options)
         return Recording(policy, PROMPTS, second_best=True)
 
-    monkeypatch.setattr(vllm, "VLLM", engine)
-    monkeypatch.setattr(vllm, "check_installed", lambda: None)
+    monkeypatch.setattr(engines, "VLLM", engine)
+    monkeypatch.setattr(engines, "check_installed", lambda: None)
     config = load_config(TINY, ["run_dir=r", "rollout.generator=vllm_colocated", *overrides])
     ranks = SimpleNamespace(device=torch.device("cpu"), gather=lambda value: [value])
     return build.build_generator(config, policy, SimpleNamespace(train=PROMPTS), ranks), asked[0]
@@ -377,9 +378,9 @@ def made(policy, monkeypatch, *overrides):
 
 def test_a_run_asks_for_experts_and_replays_them(load, monkeypatch):
     generator, asked = made(load(FAMILY), monkeypatch, "rollout.generator.routing_replay=true")
-    assert asked.return_experts and generator.synchronise()["generation/probe_gap"] < 1e-5
+    assert asked.settings.routing_replay and generator.synchronise()["generation/probe_gap"] < 1e-5
     generator, asked = made(load(FAMILY), monkeypatch)
-    assert not asked.return_experts
+    assert not asked.settings.routing_replay
     with pytest.raises(UserError, match="differ from the trained model's"):  # the engine has routes of its own
         generator.synchronise()
     with pytest.raises(UserError, match="^rollout.generator.routing_replay is for"):
@@ -390,7 +391,8 @@ def test_a_run_asks_for_experts_and_replays_them(load, monkeypatch):
 def test_a_run_says_how_much_of_the_routing_is_not_its_own(load, tmp_path):
     policy, task = load(FAMILY), Fixed(spread, image=False, size=8)
     policy.replay_routing()
-    config = load_config(TINY, [f"run_dir={tmp_path}", "steps=1", "evaluation.prompts=1"])
+    overrides = [f"run_dir={tmp_path}", "steps=1", "evaluation.prompts=1", "rollout.generator=vllm_colocated"]
+    config = load_config(TINY, overrides)
     engine = build.build_engine(config, policy)
     recording = Recording(policy, task.train, second_best=True)
     generator = Synced(policy, recording, task.train[:1], limit=1e-3, gather=engine.gather)

@@ -14,7 +14,7 @@ from mmrl.errors import UserError
 from mmrl.generation.answers import Answer
 from mmrl.generation.sampling import Sampling
 from mmrl.policies.vlm import prompts
-from mmrl.rollouts import Message
+from mmrl.rollouts import Message, Prompt
 from mmrl.settings import option
 from tests.policies.conftest import PROMPTS, loaded
 from tests.sims.hostile_turns import HostileSettings

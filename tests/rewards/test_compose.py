@@ -77,7 +77,7 @@ def test_bad_sets():
         RewardSet([RewardSpec(name="numeric", deadline_s=1.0)])
     with pytest.raises(ValueError, match="on_timeout needs isolated"):
         RewardSet([RewardSpec(name="numeric", on_timeout="lowest")])
-    with pytest.raises(ValueError, match="deadline_s must be positive"):
+    with pytest.raises(ValueError, match="deadline_s\n  Input should be greater than 0"):
         RewardSet([RewardSpec(name="math", deadline_s=0.0)])
 
 

@@ -59,6 +59,23 @@ def test_a_thread_that_spins_ends_and_one_that_cannot_be_ended_is_left(monkeypat
         scores("stubborn", "stubborn", "good")
 
 
+@pytest.mark.parametrize("name", [BY_WORD, BATCH])
+def test_what_is_left_of_a_batch_that_hangs_is_not_tried(name):
+    """Two of ten calls are tried; then also those that would have answered count as what hung does."""
+    rewards = RewardSet(
+        [RewardSpec(name=name, deadline_s=0.5, max_timeouts=2, on_timeout="lowest", **batches_of_one(name))]
+    )
+    start = time.monotonic()
+    values = rewards.score(samples("good", *["spin"] * 8, "good"))[:, 0].tolist()
+    assert values == [1] + [0] * 9 and time.monotonic() - start < 4
+    assert rewards.components[0].failures.causes == {"deadline": 2, "not tried": 7}
+    assert rewards.score(samples("good"))[0, 0] == 1
+
+
+def batches_of_one(name):
+    return {"batch_size": 1} if name == BATCH else {}
+
+
 def test_own_rewards_share_one_thread():
     before = threading.active_count()
     scores(*["good"] * 50)

@@ -58,6 +58,10 @@ def obey(sample):
         leave_children(3, own_session=True)
         if rest == "hang":
             signal.pause()
+    if word == "children":
+        leave_children(int(rest), own_session=True)
+        time.sleep(2)
+        return 1.0
     if word == "exit":
         os._exit(3)
     if word == "leave":
@@ -166,6 +170,32 @@ def test_a_timeout_may_count_as_the_lowest_score():
     assert build_reward(RewardSpec(name="box_giou", isolated=True, on_timeout="lowest")).failures.late == -1
 
 
+@pytest.mark.parametrize(("option", "late"), [("unscored", None), ("lowest", 0.0)])
+def test_a_batch_that_hangs_costs_a_few_deadlines(option, late, caplog):
+    """256 answers that hang, two workers, half a second each: 64 s if every one is tried, 2 s if seven are."""
+    own = {"name": f"{__name__}:obey", "label": "own", "isolated": True, "deadline_s": 0.5}
+    rewards = RewardSet([RewardSpec(**own, on_timeout=option, max_timeouts=7)])
+    assert rewards.score([sample("pictures")]).tolist() == [[0.0]]  # its process has started
+    start = time.monotonic()
+    with caplog.at_level("WARNING", "mmrl"):
+        scores = rewards.score([sample("pid"), *[sample("hang")] * 256])[:, 0].tolist()
+    assert time.monotonic() - start < 10
+    assert scores[0] > 0 and [None if s != s else s for s in scores[1:]] == [late] * 256
+    causes = rewards.components[0].failures.causes
+    assert 7 <= causes["deadline"] <= 8 and causes.total() == 256  # the other worker may be in its eighth
+    told = [message for message in caplog.messages if "in one batch" in message]
+    assert len(told) == 1 and told[0].startswith("reward own gave no answer in 0.5 s 7 times in one batch")
+    assert not any("not tried number" in message for message in caplog.messages)
+    assert rewards.score([sample("pid")])[0, 0] > 0  # the next batch is tried again
+    rewards.components[0].close()
+
+
+def test_how_many_may_hang_by_default():
+    assert build_reward(RewardSpec(name="math")).failures.most_late == 32
+    assert build_reward(RewardSpec(name=f"{__name__}:obey")).failures.most_late == 4
+    assert build_reward(RewardSpec(name="math", max_timeouts=5)).failures.most_late == 5
+
+
 def test_workers_score_at_once():
     reward = obeying(workers=3)
     ask(reward, "pid")
@@ -245,6 +275,21 @@ def test_hard_limits_reach_the_worker(reward):
     """What binds root too is tried below."""
     space, cpu, core, tasks = ask(reward, *(f"limit RLIMIT_{name}" for name in ("AS", "CPU", "CORE", "NPROC")))
     assert 1 << 30 < space < 100 << 30 and 600 <= cpu <= 700 and core == 0 and 65 <= tasks < 100_000
+
+
+def test_processes_are_limited_for_root_too(caplog):
+    """Twenty children in sessions of their own are allowed, forty are not; nobody waits for the deadline."""
+    reward = obeying(limits=Limits(processes=30), deadline_s=20.0)
+    assert ask(reward, "children 20") == 1.0
+    before, start = family(nursery_of(reward)), time.monotonic()
+    with caplog.at_level("WARNING", "mmrl"):
+        assert ask(reward, "children 40") is None
+    assert time.monotonic() - start < 10 and reward.failures.causes.total() == 1
+    if os.geteuid() == 0:  # an ordinary user's fortieth child is refused by the kernel
+        assert "more than limits.processes=30" in caplog.text and reward.failures.causes == {"crash": 1}
+        assert len(family(nursery_of(reward)) & before) == 1  # only the nursery is left
+    assert ask(reward, "pid") is not None
+    reward.close()
 
 
 def test_memory_is_limited(reward):

@@ -455,5 +455,8 @@ def test_huggingface_opens_files_below_the_root_only(pictures):
 
 def test_huggingface_without_datasets(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"mmrl\[huggingface\]"):
+    with pytest.raises(
+        ModuleNotFoundError,
+        match=r"task.data.type=huggingface needs the package datasets: pip install -e '.\[huggingface\]'",
+    ):
         HuggingFaceSource("anything")

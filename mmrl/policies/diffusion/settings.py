@@ -102,8 +102,15 @@ class Drawing(Section):
     """How pictures are drawn for evaluation, and what prompts become; every job with pictures has it."""
 
     evaluation_steps: int = option(40, "denoising steps of a picture in evaluation", unit="steps", ge=1)
-    resolution: int | None = option(None, "size of pictures; default: the model's own", unit="pixels", ge=1)
-    evaluation_resolution: int | None = option(None, "in evaluation; default: as in training", unit="pixels", ge=1)
+    resolution: int | tuple[int, int] | None = option(
+        None,
+        "of pictures and clips: one side of a square, or height and width; default: the model's own",
+        unit="pixels",
+    )
+    evaluation_resolution: int | tuple[int, int] | None = option(
+        None, "in evaluation; default: as in training", unit="pixels"
+    )
+    frames: int | None = option(None, "of a clip; only for models that draw clips, default: the model's own", ge=1)
     evaluation_guidance: float | None = option(None, "classifier-free guidance in evaluation; default: as in training")
     guidance_interval: tuple[float, float] = option((0.0, 1.0), "sigmas at which guidance acts")
     embedded_guidance: float = option(3.5, "what guidance-distilled networks (FLUX) are told")
@@ -116,7 +123,7 @@ class Denoising(Drawing):
 
     steps: int = option(10, "denoising steps of a picture in training", unit="steps", ge=1)
     likelihood: PictureLikelihood = option(PictureChain(), "what a decision is")
-    guidance: float = option(1.0, "classifier-free guidance in rollouts and replay; 1: none")
+    guidance: float = option(1.0, "classifier-free guidance in rollouts and replay; 1: none", ge=0)
 
 
 class DenoisingDemonstrations(Drawing):
@@ -129,7 +136,7 @@ class DenoisingDemonstrations(Drawing):
     prompt_dropout: float = option(
         0.0, "share of pictures shown without their prompt, which guidance needs", ge=0, lt=1
     )
-    guidance: float = option(1.0, "classifier-free guidance in evaluation; 1: none")
+    guidance: float = option(1.0, "classifier-free guidance in evaluation; 1: none", ge=0)
 
     @model_validator(mode="after")
     def _inside(self) -> DenoisingDemonstrations:
@@ -149,6 +156,20 @@ class DiffusionModel(ModelSettings):
     type: str = "diffusion"
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
+    text_tokens: int | None = option(
+        None,
+        "of a prompt that the encoder with the longest limit (T5, Qwen) reads; default: the pipeline's own",
+        unit="tokens",
+        ge=1,
+    )
+    encoders: Literal["visit", "stay"] = option(
+        "visit", "whether the encoders of prompts visit the network's device while they are needed, or stay on it"
+    )
+    decoding: Literal["whole", "sliced", "tiled"] = option(
+        "sliced",
+        "how the VAE works. whole: on a batch at once; sliced: on one picture or clip at a time; tiled: on overlapping "
+        "tiles of it, for large ones: less memory, and seams are blended",
+    )
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
 
     @classmethod
@@ -166,6 +187,11 @@ class DiffusionModel(ModelSettings):
     def check(self, config: Config) -> None:
         denoising = config.section("denoising")
         likelihood = denoising.likelihood if isinstance(denoising, Denoising) else None
+        if isinstance(likelihood, PictureContrast) and "contrast" not in config.needs.offers:
+            raise ValueError(
+                f"denoising.likelihood.type={likelihood.type} compares implicit policies and gives no likelihood of "
+                f"the present one, which algorithm.type={config.algorithm.type} needs; use chain or matching"
+            )
         if isinstance(likelihood, PictureChain) and likelihood.branching:
             leaves = math.prod(likelihood.branching)
             if leaves != config.group_size:

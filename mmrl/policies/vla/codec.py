@@ -92,8 +92,8 @@ def load_statistics(path: str, key: str | None, action_dim: int) -> ActionStatis
         found: Any = json.loads(file.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"action.statistics={path}: {error}") from None
-    found = found.get("norm_stats", found)
-    if not isinstance(found, dict) or not found:
+    found = found.get("norm_stats", found) if isinstance(found, dict) else None
+    if not isinstance(found, dict) or not found or not all(isinstance(held, dict) for held in found.values()):
         raise UserError(f"action.statistics={path}: expected a mapping from data sets to statistics")
     names = ", ".join(found)
     if key is None and len(found) != 1:
@@ -111,4 +111,13 @@ def load_statistics(path: str, key: str | None, action_dim: int) -> ActionStatis
             raise UserError(
                 f"action.statistics={path}: {key}.action.{name} has {len(values)} numbers, the robot takes {action_dim}"
             )
-    return ActionStatistics(np.array(action["q01"], float), np.array(action["q99"], float), np.array(mask, bool))
+    try:
+        low, high = np.array(action["q01"], float), np.array(action["q99"], float)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"action.statistics={path}: {key}.action must hold numbers: {error}") from None
+    scaled = np.array(mask, bool)
+    if not (np.isfinite(low) & np.isfinite(high) & (low <= high))[scaled].all():
+        raise UserError(
+            f"action.statistics={path}: {key}.action.q01 must be finite and at most q99, got {low} and {high}"
+        )
+    return ActionStatistics(low, high, scaled)

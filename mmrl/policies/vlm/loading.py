@@ -91,9 +91,14 @@ def load_model(path: str, settings: Backbone) -> tuple[nn.Module, Any]:
         raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from None
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
-    model: Any = AutoModelForImageTextToText.from_pretrained(
-        base, dtype=settings.dtype, attn_implementation=settings.attention
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(
+        base, dtype=settings.dtype, attn_implementation=settings.attention, output_loading_info=True
     )
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):  # transformers would leave them at random
+        raise UserError(
+            f"model.path={path}: its files lack {len(missing)} of the model's weights, such as {missing[0]}"
+        )
     write_as_published(model)
     model = adapt(model, path, freeze=settings.freeze, lora=settings.lora)
     return model, AutoProcessor.from_pretrained(path, **settings.processor)
@@ -134,8 +139,11 @@ def adapt(model: Any, path: str, *, freeze: Sequence[str], lora: LoRA | None) ->
 
 def recompute_activations(model: Any) -> None:
     """Layers keep only their inputs for the backward pass."""
-    transformers_model(model).gradient_checkpointing_enable({"use_reentrant": False})
-    model.enable_input_require_grads()
+    core: Any = transformers_model(model)
+    core.gradient_checkpointing_enable({"use_reentrant": False})
+    # Which transformers has every embedding give something that asks for a gradient, patches of pictures too: a vision
+    # tower that is not trained would be recomputed and run backward. Only reentrant checkpoints need that.
+    core.disable_input_require_grads()
 
 
 def part_of(parameter: str) -> str:

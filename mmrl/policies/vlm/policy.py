@@ -518,6 +518,13 @@ class VisionLanguagePolicy:
             self.lockstep.ballast = replace(self.encode([blank])[0], response=torch.tensor(self.eos[:1]))
         return [*rows, self.lockstep.ballast]
 
+    def numbers(self, rollouts: Rollouts) -> Tensor:
+        """[rollout, decision] int64, which token was decided; -1 where no decision counts."""
+        found = torch.full(rollouts.mask.shape, -1)
+        for row, tokens in enumerate(rollouts.inputs):
+            found[row, : len(tokens.response)] = tokens.response.cpu()
+        return found.where(rollouts.mask, -1)
+
     # --- files ---
 
     def counts(self) -> dict[str, float]:

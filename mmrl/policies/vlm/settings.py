@@ -83,7 +83,7 @@ class VisionLanguageModel(ModelSettings):
         return {"rollout": rollout, "evaluation": TokenEvaluation, "engine": TokenEngine}
 
     def capabilities(self, config: Config) -> Capabilities:
-        offers = {"entropy", "square_sum", "tokens", "single_sample_kl", "views"}
+        offers = {"entropy", "square_sum", "tokens", "text", "numbers", "single_sample_kl", "views"}
         sampling = config.rollout
         if isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator):
             offers |= {"drafts"}

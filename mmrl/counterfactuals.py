@@ -1,0 +1,88 @@
+"""Views that take away what can be seen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.errors import UserError
+from mmrl.settings import option
+from mmrl.views import View
+
+if TYPE_CHECKING:
+    from mmrl.rollouts import Prompt
+
+
+class Blank(View):
+    """The prompt with grey pictures in the place of its own: what is said under it is said without seeing."""
+
+    equation: ClassVar[str] = "every pixel = level"
+    source: ClassVar[str] = "the picture that pointwise mutual information leaves out, as for MIRL"
+    test: ClassVar[str] = "tests/test_counterfactuals.py"
+    type: str = "blank"
+    level: int = option(127, "of every pixel and channel", ge=0, le=255)
+
+    def change(self, prompt: Prompt) -> Prompt:
+        from dataclasses import replace
+
+        from PIL import Image
+
+        grey = (self.level,) * 3
+        return replace(prompt, images=tuple(Image.new("RGB", image.size, grey) for image in prompt.images))
+
+
+class HiddenRegions(View):
+    """The prompt with the regions that its answer hangs on blacked out: a counterfactual that keeps everything else."""
+
+    equation: ClassVar[str] = "pixels in the boxes of metadata[boxes] = 0"
+    source: ClassVar[str] = "CFPO, arXiv 2606.23206: critical visual cues are suppressed; whose boxes they are is ours"
+    test: ClassVar[str] = "tests/test_counterfactuals.py"
+    type: str = "hidden_regions"
+    boxes: str = option(
+        "boxes", "key of the prompts' metadata with [x1, y1, x2, y2] of the first picture", unit="pixels"
+    )
+
+    def change(self, prompt: Prompt) -> Prompt:
+        from dataclasses import replace
+
+        from PIL import ImageDraw
+
+        boxes = prompt.metadata.get(self.boxes)
+        if boxes is None or not prompt.images:
+            raise UserError(
+                f"prompt {prompt.id!r} has no metadata {self.boxes!r} or no picture; set view.boxes to a key"
+            )
+        image = prompt.images[0].convert("RGB")  # a copy
+        draw = ImageDraw.Draw(image)
+        for x1, y1, x2, y2 in boxes:
+            draw.rectangle((x1, y1, x2 - 1, y2 - 1), fill=(0, 0, 0))
+        return replace(prompt, images=(image, *prompt.images[1:]))
+
+
+class ShuffledPatches(View):
+    """The patches of every picture in another order, drawn by chance from the prompt's id: what is there stays, where
+    it is is lost."""
+
+    equation: ClassVar[str] = "a permutation of whole patches; what is left at the right and at the bottom stays"
+    source: ClassVar[str] = "an ablation of our own, beside masked_patches"
+    test: ClassVar[str] = "tests/test_counterfactuals.py"
+    type: str = "shuffled_patches"
+    patch: int = option(14, "side of a patch", unit="pixels", ge=1)
+
+    def change(self, prompt: Prompt) -> Prompt:
+        import zlib
+        from dataclasses import replace
+
+        import numpy as np
+        from PIL import Image
+
+        random = np.random.default_rng(zlib.crc32(prompt.id.encode()))
+        images, side = [], self.patch
+        for image in prompt.images:
+            pixels = np.array(image.convert("RGB"))
+            rows, columns = image.height // side, image.width // side
+            whole = pixels[: rows * side, : columns * side].reshape(rows, side, columns, side, 3).swapaxes(1, 2)
+            mixed = whole.reshape(rows * columns, side, side, 3)[random.permutation(rows * columns)]
+            back = mixed.reshape(rows, columns, side, side, 3).swapaxes(1, 2).reshape(rows * side, columns * side, 3)
+            pixels[: rows * side, : columns * side] = back
+            images.append(Image.fromarray(pixels))
+        return replace(prompt, images=tuple(images))

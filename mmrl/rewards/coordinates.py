@@ -1,0 +1,120 @@
+"""In which coordinates a response speaks of places in its picture, and what it says of them.
+
+convention
+  pixels        of the picture that the prompt holds
+  thousandths   0 to 1000 of either side, as Qwen3-VL and many others speak
+  unit          0 to 1 of either side
+  resized       pixels of what the processor made of the picture, as Qwen2.5-VL speaks: sides that are multiples of
+                `factor`, of at least min_pixels and at most max_pixels in all
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.rollouts import Sample
+
+CONVENTIONS = ("pixels", "thousandths", "unit", "resized")
+_NUMBER = r"[-+]?(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][-+]?\d++)?+"
+_BOX = re.compile(rf"[\[(]\s*+({_NUMBER})\s*+,\s*+({_NUMBER})\s*+,\s*+({_NUMBER})\s*+,\s*+({_NUMBER})\s*+[\])]")
+_POINT = re.compile(rf"[\[(]\s*+({_NUMBER})\s*+,\s*+({_NUMBER})\s*+[\])]")
+_OBJECT = re.compile(r"\{[^{}]*+\}")
+
+Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Resize:
+    """What a processor makes of a picture of a certain size (the smart resize of Qwen2-VL)."""
+
+    factor: int = 28
+    min_pixels: int = 3136
+    max_pixels: int = 12845056
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        sides = [max(self.factor, round(side / self.factor) * self.factor) for side in (width, height)]
+        area = width * height
+        if sides[0] * sides[1] > self.max_pixels:
+            shrunk = math.sqrt(area / self.max_pixels)
+            sides = [max(self.factor, int(side / shrunk // self.factor) * self.factor) for side in (width, height)]
+        elif sides[0] * sides[1] < self.min_pixels:
+            grown = math.sqrt(self.min_pixels / area)
+            sides = [math.ceil(side * grown / self.factor) * self.factor for side in (width, height)]
+        return sides[0], sides[1]
+
+
+class Coordinates:
+    """Turns numbers of a convention into shares of the picture's sides.
+
+    Raises ValueError for an unknown convention, or `resize` without the convention that it is for.
+    """
+
+    def __init__(self, convention: str, resize: Mapping[str, int] | None = None) -> None:
+        if convention not in CONVENTIONS:
+            raise ValueError(f"coordinates must be one of {', '.join(CONVENTIONS)}, not {convention!r}")
+        if resize is not None and convention != "resized":
+            raise ValueError(f"resize is for coordinates 'resized', not {convention!r}")
+        unknown = set(resize or {}) - set(vars(Resize()))
+        if unknown:
+            raise ValueError(f"resize has no {', '.join(sorted(unknown))}; it has factor, min_pixels, max_pixels")
+        self.convention, self.resize = convention, Resize(**(resize or {}))
+
+    def unit(self, numbers: Sequence[float], sample: Sample) -> tuple[float, ...]:
+        """x, y, x, y, ... as shares of the first picture's sides. Raises UserError where the prompt has no picture and
+        the convention asks for its size."""
+        width, height = self.sides(sample)
+        return tuple(number / (height if i % 2 else width) for i, number in enumerate(numbers))
+
+    def sides(self, sample: Sample) -> tuple[float, float]:
+        """What the whole width and the whole height are."""
+        if self.convention == "unit":
+            return 1.0, 1.0
+        if self.convention == "thousandths":
+            return 1000.0, 1000.0
+        if not sample.prompt.images:
+            raise UserError(
+                f"prompt {sample.prompt.id!r} has no picture, whose size {self.convention!r} coordinates need; set the "
+                "reward's coordinates to thousandths or unit"
+            )
+        size = sample.prompt.images[0].size
+        return self.resize.size(*size) if self.convention == "resized" else size
+
+
+def boxes_in(text: str) -> list[tuple[float, ...]]:
+    """Every [x1, y1, x2, y2] of a text, in order, as it stands there."""
+    return [tuple(map(float, found)) for found in _BOX.findall(text)]
+
+
+def points_in(text: str) -> list[tuple[float, ...]]:
+    """Every [x, y] or (x, y) of a text, in order; the two numbers of a box are no point."""
+    return [tuple(map(float, found)) for found in _POINT.findall(_BOX.sub(" ", text))]
+
+
+def objects_in(text: str) -> list[dict[str, Any]]:
+    """Every innermost JSON object of a text, in order; what does not parse is left out."""
+    found = []
+    for match in _OBJECT.findall(text):
+        try:
+            value = json.loads(match)
+        except ValueError:
+            continue
+        found.append(value)
+    return found
+
+
+def proper(numbers: Sequence[float]) -> Box | None:
+    """The numbers as a box; None unless it has an area."""
+    x1, y1, x2, y2 = numbers
+    return (x1, y1, x2, y2) if x1 < x2 and y1 < y2 else None
+
+
+def iou(a: Box, b: Box) -> float:
+    shared = max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
+    areas = [(x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in (a, b)]
+    return shared / (areas[0] + areas[1] - shared)

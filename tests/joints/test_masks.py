@@ -1,0 +1,61 @@
+"""Masks of decisions and of rollouts, from their keys to what is learned from."""
+
+import pytest
+import torch
+
+from tests.joints.parts import Table, close
+
+ONE = ["rollout.prompts=1", "algorithm.scale=none"]
+
+
+@pytest.mark.parametrize(("budget", "kept"), [(1, 1), (3, 3), (5, 5), (99, 5)])
+def test_token_budget(given, budget, kept):
+    table = Table([[-1.0] * 3, [-1.0] * 2], rewards=[2.0, 0.0])
+    made = given(table, *ONE, f"algorithm.masks=[{{type: token_budget, budget: {budget}}}]")
+    mask = made.prepare().mask
+    assert int(mask.sum()) == kept and not mask[1, 2]
+    made.learn()
+    close(made.gradient(), torch.tensor([[-1.0], [1.0]]) * mask / kept)
+
+
+def test_the_budget_is_over_all_ranks_and_drawn_anew_each_step(given):
+    table = Table([[-1.0] * 8] * 6, group=[0] * 3 + [1] * 3, rewards=[1.0, 0.0, 2.0] * 2)
+    options = ["rollout.group_size=3", "algorithm.masks=[{type: token_budget, budget: 20}]", "algorithm.scale=none"]
+    masks = [given(table, *options, "rollout.prompts=4", world=2).prepare(step=step).mask for step in (0, 0, 1)]
+    assert int(masks[0].sum()) == 10  # both ranks of the stand-in draw alike, and share the budget
+    assert torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[2])
+
+
+def filtered(given, mask, table):
+    made = given(table, *ONE, f"rollout.group_size={len(table.group)}", f"algorithm.masks=[{mask}]")
+    rollouts = made.prepare()
+    made.learn()
+    return made, rollouts
+
+
+def test_the_shortest_of_a_group(given):
+    # Lengths 3, 1, 2: kept are the second and the third, whose rewards 2 and 4 are around 3.
+    table = Table([[-1.0] * 3, [-1.0], [-1.0] * 2], rewards=[90.0, 2.0, 4.0])
+    made, rollouts = filtered(given, "{type: best_of_group, count: 2}", table)
+    close(rollouts.advantages[:, 0], [0.0, -1.0, 1.0])
+    assert rollouts.mask.sum(1).tolist() == [0, 1, 2]
+    close(made.gradient(), [[0, 0, 0], [1 / 3, 0, 0], [-1 / 3, -1 / 3, 0]])
+
+
+def test_the_best_reward_of_a_token(given):
+    # 3, 2, 4 a token: kept are the first and the third.
+    table = Table([[-1.0] * 3, [-1.0], [-1.0] * 2], rewards=[9.0, 2.0, 8.0])
+    mask = "{type: best_of_group, count: 2, by: reward_per_length, highest: true}"
+    close(filtered(given, mask, table)[1].advantages[:, 0], [0.5, 0.0, -0.5])
+
+
+def test_filters_are_of_each_group_and_of_a_fact(given):
+    table = Table(
+        [[-1.0]] * 4,
+        group=[0, 0, 1, 1],
+        rewards=[1.0, 2.0, 3.0, 4.0],
+        accuracy=[0.9, 0.1, 0.5, 0.5],
+    )
+    mask = "algorithm.masks=[{type: best_of_group, count: 1, by: accuracy, highest: true}]"
+    made = given(table, "algorithm.scale=none", mask)
+    assert made.prepare().mask[:, 0].tolist() == [True, False, True, False]  # of equal ones the earlier
