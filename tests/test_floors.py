@@ -37,7 +37,7 @@ FLOORS = [
     ["mmrl.__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-SEE_THE_CONFIGURATION = {room for rooms in FLOORS[11:] for room in rooms}
+SEE_THE_CONFIGURATION = {room for rooms in FLOORS[12:] for room in rooms}
 ONLY_TORCH = {"mmrl.core", "mmrl.samplers"}  # besides the standard library and kernels
 # Whatever begins like this is imported when a configuration is read, and so is every module named `settings`.
 LIGHT = tuple(

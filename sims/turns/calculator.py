@@ -35,9 +35,8 @@ def value(expression: str) -> float:
 
 
 def _value(node: ast.expr) -> float:
-    found: float
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
-        found = node.value
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        found: Any = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in BINARY:
         found = BINARY[type(node.op)](_value(node.left), _value(node.right))
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):

@@ -42,7 +42,7 @@ class EnvironmentSettings(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "tools": "mmrl.sims.turns.settings:ToolsSettings",
     }
-    test: ClassVar[str] = "tests/sims/test_turns.py"
+    test: ClassVar[str] = "tests/sims/test_environments.py"
     limits: TurnLimits = option(TurnLimits(), "how far a conversation may go")
     isolated: Isolation | None = option(
         None,

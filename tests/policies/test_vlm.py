@@ -679,7 +679,7 @@ def test_prompts_are_encoded_together_as_alone(shared, monkeypatch):
     processed, calls = chats._read_alike, []
     with monkeypatch.context() as patch:
         patch.setattr(
-            chats, "_read_alike", lambda p, texts, *rest: calls.append(len(texts)) or processed(p, texts, *rest)
+            chats, "_read_alike", lambda p, rows, inside: calls.append(len(rows)) or processed(p, rows, inside)
         )
         encoded = policy.encode(prompts)
     assert calls == [1, 2, 2, 1]  # one for each set of picture sizes

@@ -103,13 +103,8 @@ def encode(processor: Any, prompts: Sequence[Prompt], max_length: int) -> list[T
 
     Raises UserError if a prompt is longer than max_length tokens; cutting it would cut picture tokens.
     """
-    texts, pictures = chat_texts(processor, prompts), [pictures_of(prompt) for prompt in prompts]
-    try:
-        found = read(processor, texts, pictures)
-    except ValueError as error:
-        if len(prompts) > 1:  # which of them?
-            return [tokens for prompt in prompts for tokens in encode(processor, [prompt], max_length)]
-        raise UserError(f"prompt {prompts[0].id}: the model's processor does not take it: {error}") from error
+    names = [f"prompt {prompt.id}" for prompt in prompts]
+    found = read(processor, chat_texts(processor, prompts), [pictures_of(prompt) for prompt in prompts], names)
     for prompt, tokens in zip(prompts, found, strict=True):
         if len(tokens.prompt) > max_length:
             raise UserError(
@@ -120,10 +115,15 @@ def encode(processor: Any, prompts: Sequence[Prompt], max_length: int) -> list[T
 
 
 def read(
-    processor: Any, texts: Sequence[str], images: Sequence[Sequence[Image.Image]], *, inside: bool = False
+    processor: Any,
+    texts: Sequence[str],
+    images: Sequence[Sequence[Image.Image]],
+    names: Sequence[str],
+    *,
+    inside: bool = False,
 ) -> list[Tokens]:
-    """Texts with one marker a picture through the processor, as prompts. inside: a text is no beginning, so that
-    nothing is put before it.
+    """Texts with one marker a picture through the processor, as prompts. names: of the texts, for messages. inside: a
+    text is no beginning, so that nothing is put before it. Raises UserError for one that the processor does not take.
 
     Texts with as many pictures of the same sizes go through the processor together: what it returns for them then
     falls into equal parts, which holds for every family.
@@ -133,23 +133,31 @@ def read(
         alike.setdefault(tuple(image.size for image in pictures), []).append(place)
     found: dict[int, Tokens] = {}
     for places in alike.values():
-        part = _read_alike(processor, [texts[p] for p in places], [list(images[p]) for p in places], inside)
+        rows = [(names[p], texts[p], list(images[p])) for p in places]
+        part = _read_alike(processor, rows, inside)
         found |= dict(zip(places, part, strict=True))
     return [found[place] for place in range(len(texts))]
 
 
-def _read_alike(processor: Any, texts: list[str], images: list[list[Image.Image]], inside: bool) -> list[Tokens]:
+def _read_alike(processor: Any, rows: Sequence[tuple[str, str, list[Image.Image]]], inside: bool) -> list[Tokens]:
+    """rows: name, text and pictures."""
+    texts, images = [text for _, text, _ in rows], [pictures for _, _, pictures in rows]
     given = {"images": images} if images[0] else {}  # nested: by text
     more = {"add_special_tokens": False} if inside else {}
-    encoded = dict(processor(text=texts, return_tensors="pt", padding=True, **given, **more))
+    try:
+        encoded = dict(processor(text=texts, return_tensors="pt", padding=True, **given, **more))
+    except ValueError as error:
+        if len(rows) > 1:  # which of them?
+            return [found for row in rows for found in _read_alike(processor, [row], inside)]
+        raise UserError(f"{rows[0][0]}: the model's processor does not take it: {error}") from error
     real = encoded.pop("attention_mask").bool()
     ids = encoded.pop("input_ids")
     pictures = {k: v.unflatten(0, (len(texts), -1)) for k, v in encoded.items() if k not in PER_TOKEN}
-    rows = []
+    found = []
     for i in range(len(texts)):
         sequence = {k: v[i][real[i]] for k, v in encoded.items() if k in PER_TOKEN}
-        rows.append(Tokens(ids[i][real[i]], ids.new_empty(0), sequence, {k: v[i] for k, v in pictures.items()}))
-    return rows
+        found.append(Tokens(ids[i][real[i]], ids.new_empty(0), sequence, {k: v[i] for k, v in pictures.items()}))
+    return found
 
 
 def chat_texts(processor: Any, prompts: Sequence[Prompt]) -> list[str]:

@@ -157,7 +157,8 @@ class Conversations:
         answered = [(draft, observation) for draft, observation in answered if observation]
         texts = [self._bridge(draft, observation) for draft, observation in answered]
         images = [[image for message in observation for image in message.images] for _, observation in answered]
-        shown = read(self.processor, texts, images, inside=True)
+        names = [f"an observation after prompt {draft.prompt.id}" for draft, _ in answered]
+        shown = read(self.processor, texts, images, names, inside=True)
         for (draft, _), text, more, pictures in zip(answered, texts, shown, images, strict=True):
             draft.see(more, self.tokenizer(text, add_special_tokens=False).input_ids, pictures)
 
