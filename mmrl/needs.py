@@ -30,6 +30,7 @@ OFFERS = {
     "views": "prompts of which there are other views",
     "drafts": "responses that can be continued",
     "demonstrations": "answers that it can learn from beside its rollouts",
+    "turns": "turns of a conversation (task.environment)",
     "nodes": "rollouts that share decisions, as leaves of a tree",
 }
 

@@ -11,10 +11,11 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["mmrl.kernels"],
     ["mmrl.core", "mmrl.rollouts", "mmrl.errors", "mmrl.lazy", "mmrl.seeds"],  # the words everyone above shares
-    ["mmrl.settings", "mmrl.tree", "mmrl.files", "mmrl.records", "mmrl.placement", "mmrl.devices"],
+    ["mmrl.settings", "mmrl.tree", "mmrl.layers", "mmrl.files", "mmrl.records", "mmrl.placement", "mmrl.devices"],
     [
         "mmrl.controls",
         "mmrl.guards",
+        "mmrl.layers",
         "mmrl.sections",
         "mmrl.needs",
         "mmrl.prompt_samplers",
@@ -24,7 +25,8 @@ FLOORS = [
     ["mmrl.counterfactuals", "mmrl.curricula", "mmrl.controllers"],
     ["mmrl.categories"],
     ["mmrl.sources", "mmrl.terms", "mmrl.facts", "mmrl.protocols"],
-    ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.sims", "mmrl.report", "mmrl.collection"],
+    ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.report", "mmrl.collection"],
+    ["mmrl.sims"],  # above rewards: environments run in the same kind of process
     ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics", "mmrl.tasks.settings"],
     ["mmrl.tasks"],
     ["mmrl.config"],

@@ -167,25 +167,31 @@ HACKED = [
 
 
 def test_a_reward_that_can_be_hacked_ruins_pictures_unless_a_guard_acts(weak, tmp_path):
-    """Brightness is paid for. Without a guard digits drown in white; where what a second scorer finds unlikely is
-    dropped, pictures grow brighter and stay digits."""
+    """Brightness is paid for. Without a guard digits drown in white; where a KL coefficient rises as soon as a second
+    scorer finds them unlikely, and what it finds worst is dropped, pictures grow brighter and stay digits."""
     path = [f"model.path={weak}", *HACKED]
     plain = run(tmp_path / "plain", *path)
-    band = "algorithm.masks=[{type: band, fact: reward/looks, low: -0.7}]"
-    guarded = run(tmp_path / "guarded", *path, band)
+    coefficient = "{type: band, start: 0.0005, most: 100, metric: reward/looks, low: -0.5, factor: 2}"
+    guarded = run(
+        tmp_path / "guarded",
+        *path,
+        f"algorithm.terms=[{{type: kl, estimator: exact, coefficient: {coefficient}}}]",
+        "algorithm.masks=[{type: band, fact: reward/looks, low: -1}]",
+    )
 
     def ends(rows, name):
         found = [row[name] for row in rows if name in row]
-        return found[0], found[-1]
+        return found[0], sum(found[-5:]) / len(found[-5:])
 
-    for rows in (plain, guarded):
-        first, last = ends(rows, "reward/guard")
-        assert last > first + 0.02, "the reward rises either way"
-    before, ruined = ends(plain, "evaluation/accuracy")
-    _, kept = ends(guarded, "evaluation/accuracy")
-    assert ruined < before - 0.3
-    assert kept > before - 0.1
-    assert 0 < ends(guarded, "band/reward/looks")[0] < 1
+    assert ends(plain, "reward/guard")[1] > ends(plain, "reward/guard")[0] + 0.2
+    first, last = ends(guarded, "reward/guard")
+    assert last > first + 0.003, "the reward still rises"
+    accuracy = {name: [r["evaluation/accuracy"] for r in rows if "evaluation/accuracy" in r] for name, rows in
+                (("plain", plain), ("guarded", guarded))}  # fmt: skip
+    assert accuracy["plain"][-1] < accuracy["plain"][0] - 0.3
+    assert accuracy["guarded"][-1] > accuracy["guarded"][0] - 0.15
+    assert 0 < ends(guarded, "band/reward/looks")[1] < 1
+    assert max(row.get("control/algorithm.terms.0.coefficient", 0) for row in guarded) > 0.0005
 
 
 def test_a_run_goes_back_to_the_last_good_checkpoint_with_half_the_rate(weak, tmp_path):

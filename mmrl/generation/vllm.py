@@ -104,13 +104,14 @@ class Generator(Answering, Protocol):
 @dataclass(frozen=True)
 class EngineOptions:
     """What one engine is made with. context: tokens of the longest prompt and response. lora_rank: of adapters; 0:
-    none."""
+    none. observed: the most pictures that the observations of a conversation hold, beside those of its prompt."""
 
     context: int
     settings: VLLMGenerator = VLLMColocated()
     dtype: str = "float32"
     seed: int = 0
     lora_rank: int = 0
+    observed: int = 0
 
     @property
     def tensor_parallel(self) -> int:
@@ -131,7 +132,7 @@ class EngineOptions:
             "dtype": self.dtype,
             "max_model_len": self.context,
             "max_num_seqs": settings.max_sequences,
-            "limit_mm_per_prompt": {"image": settings.images, "video": 0},
+            "limit_mm_per_prompt": {"image": settings.images + self.observed, "video": 0},
             "gpu_memory_utilization": settings.memory,
             "kv_cache_memory_bytes": None if cache is None else int(cache * GIB),
             "enforce_eager": settings.eager or not gpu,  # compiling for a CPU takes minutes

@@ -21,6 +21,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from mmrl.report.conversations import conversation_html, data_url
 from mmrl.report.lock import RunLock
 from mmrl.rollouts import Episode, Sample
 
@@ -234,11 +235,14 @@ def sample_table(samples: Sequence[Sample], columns: dict[str, Sequence[float]])
 
 def _row(sample: Sample, numbers: Sequence[float]) -> str:
     pictures = [*sample.prompt.images, *([] if sample.image is None else [picture(sample.image)])]
-    shown = [picture_url(image) for image in pictures]
+    shown = [data_url(image) for image in pictures]
     shown += [] if sample.frames is None else [clip_url(sample.frames)]
+    response = f"<pre>{html.escape(sample.response)}</pre>"
     cells = [
         "".join(f'<img src="{url}">' for url in shown),
-        *(f"<pre>{html.escape(str(text))}</pre>" for text in (_asked(sample), sample.response, sample.prompt.answer)),
+        f"<pre>{html.escape(_asked(sample))}</pre>",
+        response if sample.conversation is None else conversation_html(sample.conversation),
+        f"<pre>{html.escape(str(sample.prompt.answer))}</pre>",
         *(f"{number:.3g}" for number in numbers),
     ]
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
@@ -246,12 +250,6 @@ def _row(sample: Sample, numbers: Sequence[float]) -> str:
 
 def _asked(sample: Sample) -> str:
     return sample.prompt.text if sample.episode is None else f"{sample.episode.instruction}\n({sample.prompt.text})"
-
-
-def picture_url(image: Image.Image) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def clip_url(clip: Tensor) -> str:

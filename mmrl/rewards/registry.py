@@ -19,6 +19,7 @@ from mmrl.rewards import (
     judges,
     pointing,
     text_judges,
+    turns,
     verifiers,
 )
 from mmrl.rewards.failures import Failures
@@ -49,6 +50,8 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "sections": credit.sections,
     "overlong_penalty": verifiers.overlong_penalty,
     "random": verifiers.random,
+    "environment_return": turns.environment_return,
+    "tool_bonus": turns.tool_bonus,
     "jpeg_compressibility": images.jpeg_compressibility,
     "jpeg_incompressibility": images.jpeg_incompressibility,
     "classifier_logp": images.ClassifierLogp,

@@ -21,6 +21,7 @@ class Band(Mask):
     what hacks the reward. A fact that could not be measured keeps its rollout."""
 
     equation: ClassVar[str] = "low <= fact <= high"
+    source: ClassVar[str] = "reward guards, as a mask of our own"
     of: ClassVar[Literal["rollouts", "decisions"]] = "rollouts"
     test: ClassVar[str] = "tests/test_guards.py"
     type: str = "band"

@@ -61,6 +61,8 @@ class Shaper(Choice):
         "long_wrong": "mmrl.terms.long_wrong:LongWrong",
         "shared_prefix": "mmrl.terms.shared_prefix:SharedPrefix",
         "view_information": "mmrl.terms.view_information:ViewInformation",
+        "turn_returns": "mmrl.terms.turn_returns:TurnReturns",
+        "curiosity": "mmrl.terms.curiosity:Curiosity",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
 
@@ -85,6 +87,7 @@ class Mask(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "truncated": "mmrl.terms.truncated:Truncated",
         "band": "mmrl.terms.band:Band",
+        "over_turn": "mmrl.terms.over_turn:OverTurn",
         "entropy_share": "mmrl.terms.entropy_share:EntropyShare",
         "covariance_clip": "mmrl.terms.covariance_clip:CovarianceClip",
         "token_budget": "mmrl.terms.token_budget:TokenBudget",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from diffusers import (
@@ -15,6 +16,7 @@ from diffusers import (
 from mmrl.tasks.image_generation import digits, edits
 
 from mmrl.policies.diffusion import tiny
+from mmrl.policies.diffusion.families.base import quiet
 
 
 def build_digits(folder: str, seed: int) -> None:
@@ -44,7 +46,7 @@ def stable_diffusion_3(
             pooled_projection_dim=2 * text_width,
             pos_embed_max_size=size // patch,
         )
-        pipe = StableDiffusion3Pipeline(
+        pipe: Any = StableDiffusion3Pipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
             vae=tiny.identity_vae(channels, size),
@@ -55,7 +57,8 @@ def stable_diffusion_3(
             text_encoder_3=None,
             tokenizer_3=None,
         )
-    pipe.save_pretrained(folder)
+    with quiet():
+        pipe.save_pretrained(folder)
 
 
 def build_edits(folder: str, seed: int) -> None:
@@ -76,7 +79,7 @@ def build_edits(folder: str, seed: int) -> None:
             axes_dims_rope=[4, 6, 6],
             guidance_embeds=False,
         )
-        pipe = FluxKontextPipeline(
+        pipe: Any = FluxKontextPipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
             vae=tiny.identity_vae(3, edits.SIZE, halving=True),
@@ -85,4 +88,5 @@ def build_edits(folder: str, seed: int) -> None:
             text_encoder_2=tiny.t5_text_encoder(tokenizer, 32),
             tokenizer_2=tokenizer,
         )
-    pipe.save_pretrained(folder)
+    with quiet():
+        pipe.save_pretrained(folder)

@@ -15,6 +15,7 @@ COUNT = 36  # combinations for each kind of decision
 DECISIONS = ("text token", "denoising step", "action token")
 # What a method must be given, and what keeps it from being at rest in so small a batch.
 OPTIONS = {
+    "band": "fact: length, high: 2",
     "best_of_group": "count: 3",
     "bucket_std": "by: level",
     "divergence_mask": "bound: 0.1",

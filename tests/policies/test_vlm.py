@@ -17,6 +17,7 @@ from mmrl.generation.sampling import Sampling
 from mmrl.kernels import ops
 from mmrl.policies.vlm import loading, prompts
 from mmrl.policies.vlm import policy as vlm
+from mmrl.policies.vlm import prompts as chats
 from mmrl.rollouts import Prompt, Rollouts
 from tests.policies.conftest import LENGTH, PROMPTS, loaded, mixed, picture
 
@@ -675,12 +676,10 @@ def test_prompts_are_encoded_together_as_alone(shared, monkeypatch):
     twin = replace(PROMPTS[2], id="twin", text="Which is the largest?", images=(picture(48, 40).transpose(1),))
     brief = replace(PROMPTS[1], id="brief", text="one", system=None)
     prompts = [PROMPTS[0], twin, *PROMPTS[1:], brief, replace(twin, images=(picture(40, 48),))]
-    template, calls = policy.processor.apply_chat_template, []
+    processed, calls = chats._read_alike, []
     with monkeypatch.context() as patch:
         patch.setattr(
-            policy.processor,
-            "apply_chat_template",
-            lambda chats, **kw: calls.append(len(chats)) or template(chats, **kw),
+            chats, "_read_alike", lambda p, texts, *rest: calls.append(len(texts)) or processed(p, texts, *rest)
         )
         encoded = policy.encode(prompts)
     assert calls == [1, 2, 2, 1]  # one for each set of picture sizes

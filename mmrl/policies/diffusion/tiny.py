@@ -85,7 +85,7 @@ def identity_vae(channels: int, size: int, *, halving: bool = False) -> Autoenco
     add nothing.
     """
     hidden, blocks = 4 * channels, 1 + halving  # channels: x, -x and as many margins
-    vae = AutoencoderKL(
+    vae: Any = AutoencoderKL(
         in_channels=channels,
         out_channels=channels,
         latent_channels=channels,
@@ -178,7 +178,7 @@ def halving_wan_vae(channels: int = 3) -> AutoencoderKLWan:
     """
     used = 2 * channels + 2
     width = 2 * used  # its upsampling halves the channels
-    vae = AutoencoderKLWan(
+    vae: Any = AutoencoderKLWan(
         base_dim=used,
         decoder_base_dim=width,
         z_dim=channels,

@@ -27,6 +27,7 @@ from mmrl.policies.vlm.settings import (
     TokenSampling,
     VisionLanguageModel,
 )
+from mmrl.protocols import ConversationTask
 
 if TYPE_CHECKING:
     from mmrl.config import Config
@@ -36,7 +37,7 @@ CONNECTORS = {"merger", "deepstack_merger_list", "connector", "multi_modal_proje
 VISION_TOWERS = {"visual", "vision_model", "vision_tower", "vision_backbone"}
 
 
-def load(path: str, settings: VisionLanguageModel, config: Config) -> VisionLanguagePolicy:
+def load(path: str, settings: VisionLanguageModel, config: Config, task: Any = None) -> VisionLanguagePolicy:
     """The policy of a job from a folder or a hub name. Raises UserError as `load_model` does."""
     rollout, engine = config.rollout, config.engine
     assert isinstance(rollout, TokenLimits) and isinstance(engine, TokenEngine)
@@ -44,7 +45,7 @@ def load(path: str, settings: VisionLanguageModel, config: Config) -> VisionLang
     model, processor = load_model(path, settings)
     if settings.activation_checkpointing:
         recompute_activations(model)
-    return VisionLanguagePolicy(
+    policy = VisionLanguagePolicy(
         model,
         processor,
         sampling=Sampling(top_p=rollout.top_p, top_k=rollout.top_k) if isinstance(rollout, TokenSampling) else None,
@@ -54,6 +55,9 @@ def load(path: str, settings: VisionLanguageModel, config: Config) -> VisionLang
         logp_chunk=engine.logp_chunk,
         evaluation_temperature=config.evaluation.temperature,
     )
+    if isinstance(task, ConversationTask) and task.environment is not None:
+        policy.converse(task.environment)
+    return policy
 
 
 class Backbone(Protocol):
@@ -87,10 +91,10 @@ def load_model(path: str, settings: Backbone) -> tuple[nn.Module, Any]:
         raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from None
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
-    model: Any
-    model, found = AutoModelForImageTextToText.from_pretrained(
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(
         base, dtype=settings.dtype, attn_implementation=settings.attention, output_loading_info=True
     )
+    model, found = loaded
     if missing := sorted(found["missing_keys"]):  # transformers would leave them at random
         raise UserError(
             f"model.path={path}: its files lack {len(missing)} of the model's weights, such as {missing[0]}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -88,7 +88,7 @@ class Wan(Clips):
     """Wan 2.1 and the 5B model of Wan 2.2 (arXiv 2503.20314)."""
 
     encoders = ("text_encoder",)
-    longest = ("text_encoder", 512)
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 512)
 
     def __init__(self, pipe: Any, base: str, **options: Any) -> None:
         super().__init__(pipe, base, **options)
@@ -104,7 +104,7 @@ class Wan(Clips):
     def grid(self, steps: int, shape: Shape) -> Grid:
         """1, 1 - 1/steps, ..., 1/steps, shifted towards noise, then the data; what the scheduler's own class makes of
         them when it is FlowMatchEulerDiscreteScheduler."""
-        scheduler = FlowMatchEulerDiscreteScheduler(num_train_timesteps=self._train_steps, shift=self._shift)
+        scheduler: Any = FlowMatchEulerDiscreteScheduler(num_train_timesteps=self._train_steps, shift=self._shift)
         scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
         return Grid(scheduler.sigmas, scheduler.timesteps)
 
@@ -143,7 +143,7 @@ class LTXVideo(Clips):
     """LTX-Video (arXiv 2501.00103), at 25 frames a second. Every latent pixel of a frame is a token."""
 
     encoders = ("text_encoder",)
-    longest = ("text_encoder", 128)
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 128)
     patch = 1  # the scheduler counts latent pixels
     FRAME_RATE = 25
 
@@ -202,7 +202,7 @@ class HunyuanVideo(Clips):
     """HunyuanVideo (arXiv 2412.03603), which is told its guidance scale."""
 
     encoders = ("text_encoder", "text_encoder_2")
-    longest = ("text_encoder", 256)
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 256)
 
     @property
     def patches(self) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ The source's latents are tokens beside those that are drawn, and belong to the p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
@@ -44,7 +44,7 @@ class QwenImageEdit(QwenImage):
 
     module_of_sizes: Any = qwen_edit
     condition_parts = ("vae",)
-    longest = None  # the pipeline reads all of a text
+    longest: ClassVar[tuple[str, int] | None] = None  # the pipeline reads all of a text
 
     def cut(self, text: str) -> int:
         return 0
@@ -93,7 +93,7 @@ class Flux2Klein(FlowPipeline):
     running statistics of its VAE."""
 
     encoders = ("text_encoder",)
-    longest = ("text_encoder", 512)
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 512)
     condition_parts = ("vae",)
     packed = True
     patch = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from einops import rearrange, repeat
@@ -20,7 +20,7 @@ class StableDiffusion3(FlowPipeline):
 
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     optional = ("text_encoder_3",)
-    longest = ("text_encoder_3", 256)
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder_3", 256)
 
     def _encode(self, text: str) -> dict[str, Tensor]:
         tokens, _, pooled, _ = self.pipe.encode_prompt(
@@ -38,7 +38,7 @@ class Flux(FlowPipeline):
     """FLUX.1 dev and schnell. dev takes its guidance scale as an input."""
 
     encoders = ("text_encoder", "text_encoder_2")
-    longest = ("text_encoder_2", 512)
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder_2", 512)
     packed = True
 
     def _encode(self, text: str) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ class QwenImage(FlowPipeline):
     """Qwen-Image (arXiv 2508.02324). Texts differ in length; a batch is padded and masked."""
 
     encoders = ("text_encoder",)
-    longest = ("text_encoder", 1024)
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 1024)
     packed = True
 
     def _encode(self, text: str) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ class ZImage(FlowPipeline):
     """Z-Image and Z-Image-Turbo (arXiv 2511.22699). The network takes lists, and predicts data - noise at 1 - sigma."""
 
     encoders = ("text_encoder",)
-    longest = ("text_encoder", 512)
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 512)
 
     def own_side(self) -> int:
         return 1024
