@@ -41,9 +41,11 @@ def test_parts_of_a_total_are_added_over_ranks_and_the_largest_value_is_told():
         "correction/logp_gap", torch.tensor([0.1, 0.7, NAN, 5.0]), where=torch.tensor([True, True, True, False])
     )
     metrics.add("correction/logp_gap", torch.tensor([0.4]))
+    metrics.add("unknown_gap", torch.tensor([NAN]))
     found = metrics.result()
     assert found["loss"] == pytest.approx(2 * 0.75)
     assert found["correction/logp_gap_max"] == pytest.approx(0.7)
+    assert "unknown_gap_max" not in found
     assert found["correction/logp_gap"] == pytest.approx((0.1 + 0.7 + 0.4) / 3)
 
 
