@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from diffusers import (
@@ -45,7 +46,7 @@ def stable_diffusion_3(
             pooled_projection_dim=2 * text_width,
             pos_embed_max_size=size // patch,
         )
-        pipe = StableDiffusion3Pipeline(
+        pipe: Any = StableDiffusion3Pipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
             vae=tiny.identity_vae(channels, size),
@@ -78,7 +79,7 @@ def build_edits(folder: str, seed: int) -> None:
             axes_dims_rope=[4, 6, 6],
             guidance_embeds=False,
         )
-        pipe = FluxKontextPipeline(
+        pipe: Any = FluxKontextPipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
             vae=tiny.identity_vae(3, edits.SIZE, halving=True),

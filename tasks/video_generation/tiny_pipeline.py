@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from mmrl.tasks.video_generation import moving
@@ -35,7 +37,7 @@ def build_moving_shapes(folder: str, seed: int) -> None:
             cross_attn_norm=True,
             rope_max_seq_len=32,
         )
-        pipe = WanPipeline(
+        pipe: Any = WanPipeline(
             tokenizer=tokenizer,
             text_encoder=tiny.umt5_text_encoder(tokenizer, TEXT),
             vae=tiny.halving_wan_vae(),

@@ -85,7 +85,7 @@ def identity_vae(channels: int, size: int, *, halving: bool = False) -> Autoenco
     add nothing.
     """
     hidden, blocks = 4 * channels, 1 + halving  # channels: x, -x and as many margins
-    vae = AutoencoderKL(
+    vae: Any = AutoencoderKL(
         in_channels=channels,
         out_channels=channels,
         latent_channels=channels,
@@ -170,7 +170,7 @@ def _t5(tokenizer: PreTrainedTokenizerFast, width: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def halving_wan_vae(channels: int = 3) -> AutoencoderKLWan:
+def halving_wan_vae(channels: int = 3) -> Any:
     """An AutoencoderKLWan that halves the sides and keeps every frame, by weights set by hand: latents are the means of
     2 x 2 pixels, decoding repeats them. Clips that are drawn in cells of 2 x 2 pixels pass unchanged.
 
@@ -178,7 +178,7 @@ def halving_wan_vae(channels: int = 3) -> AutoencoderKLWan:
     """
     used = 2 * channels + 2
     width = 2 * used  # its upsampling halves the channels
-    vae = AutoencoderKLWan(
+    vae: Any = AutoencoderKLWan(
         base_dim=used,
         decoder_base_dim=width,
         z_dim=channels,

@@ -104,7 +104,7 @@ class Wan(Clips):
     def grid(self, steps: int, shape: Shape) -> Grid:
         """1, 1 - 1/steps, ..., 1/steps, shifted towards noise, then the data; what the scheduler's own class makes of
         them when it is FlowMatchEulerDiscreteScheduler."""
-        scheduler = FlowMatchEulerDiscreteScheduler(num_train_timesteps=self._train_steps, shift=self._shift)
+        scheduler: Any = FlowMatchEulerDiscreteScheduler(num_train_timesteps=self._train_steps, shift=self._shift)
         scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
         return Grid(scheduler.sigmas, scheduler.timesteps)
 

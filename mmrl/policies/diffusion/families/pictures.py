@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from einops import rearrange, repeat
@@ -71,7 +71,7 @@ class QwenImage(FlowPipeline):
     """Qwen-Image (arXiv 2508.02324). Texts differ in length; a batch is padded and masked."""
 
     encoders = ("text_encoder",)
-    longest = ("text_encoder", 1024)
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 1024)
     packed = True
 
     def _encode(self, text: str) -> dict[str, Tensor]:
