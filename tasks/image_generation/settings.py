@@ -119,8 +119,9 @@ class EditsData(MadePrompts):
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.image_generation.edits import EditedShapes
 
-        split: Literal["all", "train"] = "all" if self.all_edits else "train"
-        train = EditedShapes(split, size=self.train_size, seed=seed, careless=self.careless)
+        train = EditedShapes(
+            "all" if self.all_edits else "train", size=self.train_size, seed=seed, careless=self.careless
+        )
         return train, EditedShapes("heldout", size=self.eval_size, seed=self.eval_seed)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from mmrl.tasks.settings import TaskSettings
 from pydantic import model_validator
@@ -58,8 +58,9 @@ class MovingShapesData(ClipPrompts):
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.video_generation.moving import MovingShapes
 
-        split: Literal["all", "train"] = "all" if self.all_motions else "train"
-        train = MovingShapes(split, size=self.train_size, seed=seed, careless=self.careless)
+        train = MovingShapes(
+            "all" if self.all_motions else "train", size=self.train_size, seed=seed, careless=self.careless
+        )
         return train, MovingShapes("heldout", size=self.eval_size, seed=self.eval_seed)
 
 
