@@ -131,7 +131,7 @@ def read(
     alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for place, pictures in enumerate(images):
         alike.setdefault(tuple(image.size for image in pictures), []).append(place)
-    found = {}
+    found: dict[int, Tokens] = {}
     for places in alike.values():
         rows = [(names[p], texts[p], list(images[p])) for p in places]
         part = _read_alike(processor, rows, inside)
