@@ -317,7 +317,7 @@ def folders(folder: Path, config: Path) -> Iterator[Try]:
     where = copy("going")
     shutil.rmtree(where / "checkpoints")
     (where / "checkpoints").write_text("")
-    yield run("checkpoints are a file", "checkpoints", where, "steps=3")
+    yield run("checkpoints are a file", "checkpoints", where, "steps=3", "checkpoint.every=1")
     where = Path(tempfile.mkdtemp(dir=folder))
     (where / "notes.txt").write_text("precious")
     yield run("a folder with something else in it", "", where)
