@@ -18,12 +18,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 HERE = Path(__file__).parent
-AT_ONCE, LIMIT_S = 2, 150.0
+AT_ONCE, LIMIT_S = 2, 300.0
 REFUSED, ACCEPTED = "one clear line", "accepted"
 PRELOADED = (  # before processes are forked, so that each starts at once
     "mmrl.trainer",
@@ -316,7 +317,7 @@ def folders(folder: Path, config: Path) -> Iterator[Try]:
     where = copy("going")
     shutil.rmtree(where / "checkpoints")
     (where / "checkpoints").write_text("")
-    yield run("checkpoints are a file", "checkpoints", where, "steps=3")
+    yield run("checkpoints are a file", "checkpoints", where, "steps=3", "checkpoint.every=1")
     where = Path(tempfile.mkdtemp(dir=folder))
     (where / "notes.txt").write_text("precious")
     yield run("a folder with something else in it", "", where)
@@ -335,7 +336,8 @@ def carried_out(tries: list[Try], logs: Path) -> Iterator[Try]:
             running[one.pid] = (number, one)
         pid, status = os.waitpid(-1, os.WNOHANG)
         for late in [one for _, one in running.values() if time.monotonic() - one.began > LIMIT_S]:
-            os.killpg(late.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it was killed, and has not been waited for yet
+                os.killpg(late.pid, signal.SIGKILL)
         if pid in running:
             number, one = running.pop(pid)
             one.outcome = outcome(one, os.waitstatus_to_exitcode(status), logs / str(number))

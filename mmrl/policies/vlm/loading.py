@@ -43,6 +43,12 @@ def load(path: str, settings: VisionLanguageModel, config: Config, task: Any = N
     assert isinstance(rollout, TokenLimits) and isinstance(engine, TokenEngine)
     assert isinstance(config.evaluation, TokenEvaluation)
     model, processor = load_model(path, settings)
+    longest, most = rollout.max_response_length.extremes[1], model.config.get_text_config().max_position_embeddings
+    if longest >= most:
+        raise UserError(
+            f"rollout.max_response_length={longest:g} leaves no room for a prompt in the {most} tokens that "
+            f"model.path={path} can read; lower it"
+        )
     if settings.activation_checkpointing:
         recompute_activations(model)
     policy = VisionLanguagePolicy(
