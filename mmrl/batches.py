@@ -16,6 +16,7 @@ from mmrl.collection import Independent
 from mmrl.config import Config
 from mmrl.core.filters import groups_within
 from mmrl.engine import Ranks
+from mmrl.errors import UserError
 from mmrl.facts import Batch
 from mmrl.metrics import Metrics
 from mmrl.pool import Pool
@@ -35,6 +36,7 @@ class Batches:
         self.source, self.rollout = task.train, config.rollout
         # Copies, for a default is shared by all configurations of the process.
         self.sampler = config.rollout.sampler.model_copy(deep=True)
+        self.sampler.look(self.source)
         self.sampler.start(len(self.source), config.seed)
         self.extras = [extra.model_copy(deep=True) for extra in self.rollout.extra_sources]
         for extra in self.extras:
@@ -272,3 +274,26 @@ def one_thread(name: str) -> ThreadPoolExecutor:
 
 def _position(row: tuple[Any, ...]) -> int:
     return row[0]
+
+
+def check_batch(config: Config, world: int) -> None:
+    """Raises UserError where the batch can not be divided as asked."""
+    rollout, minibatches = config.rollout, config.algorithm.minibatches
+    shared = {"rollout.prompts": rollout.prompts}
+    if config.generator is not None and config.generator.unfinished is not None:
+        shared["rollout.generator.partial.oversample"] = config.generator.unfinished.oversample
+    shared |= {f"rollout.extras.{i}": extra.rollouts for i, extra in enumerate(rollout.extra_sources)}
+    for key, count in shared.items():
+        if count % world:
+            raise UserError(f"{key}={count} can not be shared by {world} ranks; make it a multiple")
+    mine = config.rollouts_per_step // world
+    if mine % minibatches:
+        raise UserError(
+            f"{mine} rollouts a rank (rollout.prompts x group_size / ranks) can not be cut into "
+            f"algorithm.minibatches={minibatches} equal parts"
+        )
+    if config.needs.whole_groups and config.group_size > config.engine.micro_batch:
+        raise UserError(
+            f"engine.micro_batch={config.engine.micro_batch} cuts groups of {config.group_size}, which "
+            f"algorithm.type={config.algorithm.type} needs whole; raise it"
+        )

@@ -178,16 +178,18 @@ def one_step(config: Any, folder: str) -> Any:
 def train(config: Any, *, dry: bool = False) -> int:
     import torch
 
+    from mmrl.batches import check_batch
     from mmrl.build import build_engine, build_generator, build_policy, build_task
     from mmrl.checkpoints import check_run_dir
     from mmrl.config import to_yaml
-    from mmrl.engine import end_with_launcher
+    from mmrl.engine import end_with_launcher, take_device
     from mmrl.report.lock import check_free
     from mmrl.report.run import Run
     from mmrl.settings import plain
-    from mmrl.trainer import Trainer, check_batch
+    from mmrl.trainer import Trainer
 
     end_with_launcher()
+    take_device()
     folder = Path(config.run_dir)
     rank, world = launched()
     check_batch(config, world)
@@ -317,7 +319,9 @@ def run_sample(options: argparse.Namespace) -> int:
         _, samples = evaluate(policy, task, ranks, options.count, config)
     marks = task.accuracy(samples).tolist()
     for sample, mark in zip(samples, marks, strict=True):
-        made = repr(sample.response) if sample.image is None else f"a picture, accuracy {mark:.3g}"
+        drawn = "a picture" if sample.image is not None else "a clip"
+        told = sample.image is None and sample.frames is None
+        made = repr(sample.response) if told else f"{drawn}, accuracy {mark:.3g}"
         print(f"{sample.prompt.text!r} -> {made} (answer {sample.prompt.answer!r})")
     written = write_samples(beside(options.model, "samples.html"), samples, {"accuracy": marks})
     print(f"written to {', '.join(map(str, written))}")
@@ -330,8 +334,9 @@ def held_out(options: argparse.Namespace, *overrides: str) -> Iterator[tuple[Any
     from mmrl.batches import awake
     from mmrl.build import build_generator, build_policy, build_task
     from mmrl.config import load
-    from mmrl.engine import Ranks
+    from mmrl.engine import Ranks, take_device
 
+    take_device()
     quieten()
     origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null", "model.warm_start=null"]
     config = load(options.config, [*options.overrides, *origin, *overrides])

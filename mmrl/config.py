@@ -16,20 +16,22 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import create_model
 
+from mmrl import layers
 from mmrl.algorithms.base import Algorithm
 from mmrl.algorithms.grpo import GRPO
 from mmrl.collection import Demonstrations, Groups
 from mmrl.engine.settings import EngineSettings, Optim
 from mmrl.errors import UserError
 from mmrl.generation.settings import Correction, GeneratorSettings, VLLMGenerator
+from mmrl.guards import Guard
 from mmrl.needs import Needs, check, together
 from mmrl.policies.settings import ModelSettings
 from mmrl.policies.vlm.settings import VisionLanguageModel
 from mmrl.sections import Checkpoint, Evaluation, Kernels, Log
-from mmrl.settings import Section, SettingsError, has_key, kind_of, make, option, plain, with_types, without_keys
+from mmrl.settings import Section, SettingsError, kind_of, make, option, plain
 from mmrl.tasks.settings import TaskSettings
 from mmrl.tasks.visual_qa.settings import VisualQASettings
-from mmrl.tree import TreeError, merged, read_override, read_yaml
+from mmrl.tree import TreeError, read_override, read_yaml
 
 
 class Config(Section):
@@ -48,6 +50,7 @@ class Config(Section):
     evaluation: Evaluation = option(Evaluation(), "measuring on held-out prompts")
     checkpoint: Checkpoint = option(Checkpoint(), "saving and going on")
     log: Log = option(Log(), "what is written about the run")
+    guards: list[Guard] = option([], "bands that metrics shall stay in, and what happens when they do not")
     kernels: Kernels = option(Kernels(), "who computes fused operators")
 
     def section(self, name: str) -> Any:
@@ -159,38 +162,9 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     return validate({str(key): value for key, value in resolved.items()}, str(path))
 
 
-def laid_over(*layers: dict[str, Any]) -> dict[str, Any]:
-    """One tree of several, each laid over those before it. null unsets a key, also one that the job does not have any
-    more because a layer chose another type. Raises TreeError."""
-    tree: dict[str, Any] = {}
-    earlier: list[dict[str, Any]] = []
-    for layer in layers:
-        tree = merged(_with_types(tree), layer)
-        earlier.append(tree)
-    try:
-        return without_keys(job(tree), tree, lambda path: any(_had(before, path) for before in earlier))
-    except SettingsError:  # of which `validate` will tell
-        return tree
-
-
-def _had(tree: dict[str, Any], path: tuple[str, ...]) -> bool:
-    """Whether `tree` holds something at `path`, or is of a job that has that key."""
-    held: Any = tree
-    for key in path:
-        held = held.get(key) if isinstance(held, Mapping) else None
-    try:
-        return held is not None or has_key(job(tree), tree, path)
-    except SettingsError:
-        return False
-
-
-def _with_types(tree: dict[str, Any]) -> dict[str, Any]:
-    """`tree` with the type of every choice in it that has the one it has by default, so that another type is seen to be
-    another."""
-    try:
-        return with_types(job(tree), tree)
-    except SettingsError:  # of which `validate` will tell
-        return tree
+def laid_over(*trees: dict[str, Any]) -> dict[str, Any]:
+    """One tree of several, each laid over those before it, see `layers.laid_over`. Raises TreeError."""
+    return layers.laid_over(job, *trees)
 
 
 def validate(tree: dict[str, Any], origin: str) -> Config:

@@ -30,6 +30,9 @@ class Control(Choice):
         "adaptive": "mmrl.controls:Adaptive",
         "additive": "mmrl.controls:Additive",
         "multiplier": "mmrl.controls:Multiplier",
+        "proportional": "mmrl.controllers:Proportional",
+        "staircase": "mmrl.controllers:Staircase",
+        "band": "mmrl.controls:Band",
     }
     test: ClassVar[str] = "tests/test_controls.py"
 
@@ -189,11 +192,9 @@ class Follower(Control):
         return min(self.low, self.start), max(self.high, self.start)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self.metric not in metrics:
-            known = ", ".join(sorted(name for name in metrics if not name.startswith(("time/", "control/"))))
-            raise UserError(f"metric {self.metric!r} is none of this job's; it has {known}")
-        if math.isfinite(metrics[self.metric]):
-            self._value = min(max(self.moved(metrics[self.metric]), self.low), self.high)
+        measured = measured_metric(self.metric, metrics)
+        if math.isfinite(measured):
+            self._value = min(max(self.moved(measured), self.low), self.high)
 
     @abstractmethod
     def moved(self, measured: float) -> float:
@@ -258,6 +259,57 @@ class Multiplier(Follower):
 
     def load(self, state: dict[str, float]) -> None:
         self._value, self._total, self._before = state["value"], state["total"], state["before"]
+
+
+class Band(Control):
+    """A coefficient that grows by `factor` after each step in which the metric was out of its band, and shrinks by it
+    towards `start` after each other one: a guard that raises the KL penalty."""
+
+    equation: ClassVar[str] = "value factor outside low..high, else max(start, value / factor)"
+    type: str = "band"
+    start: float = option(description="value while all is well", gt=0)
+    most: float = option(description="largest value", gt=0)
+    metric: str = option(description="name of the metric that it watches, as it stands in metrics.jsonl")
+    low: float = option(-math.inf, "least good value of the metric")
+    high: float = option(math.inf, "largest good value of the metric")
+    factor: float = option(2.0, "change a step", gt=1)
+    _value: float | None = PrivateAttr(None)
+
+    def model_post_init(self, context: Any) -> None:
+        if self.low > self.high or (self.low, self.high) == (-math.inf, math.inf):
+            raise ValueError(f"low={self.low:g} and high={self.high:g} are no band")
+        if self.most < self.start:
+            raise ValueError(f"most={self.most:g} is below start={self.start:g}")
+
+    @property
+    def value(self) -> float:
+        return self.start if self._value is None else self._value
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        return self.start, self.most
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        measured = measured_metric(self.metric, metrics)
+        if math.isfinite(measured):
+            outside = not self.low <= measured <= self.high
+            self._value = (
+                min(self.value * self.factor, self.most) if outside else max(self.start, self.value / self.factor)
+            )
+
+    def state(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load(self, state: dict[str, float]) -> None:
+        self._value = state["value"]
+
+
+def measured_metric(name: str, metrics: Mapping[str, float]) -> float:
+    """Raises UserError naming the metrics that there are."""
+    if name not in metrics:
+        known = ", ".join(sorted(other for other in metrics if not other.startswith(("time/", "control/"))))
+        raise UserError(f"metric {name!r} is none of this job's; it has {known}")
+    return metrics[name]
 
 
 class Controls:

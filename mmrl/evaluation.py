@@ -12,6 +12,7 @@ from mmrl.engine import Ranks
 from mmrl.errors import UserError
 from mmrl.protocols import Policy, Task
 from mmrl.rollouts import Sample
+from mmrl.sections import Checkpoint
 from mmrl.seeds import rollout_seeds
 
 
@@ -67,3 +68,13 @@ def summarised(rows: list[tuple[dict[str, float], str]], columns: list[str]) -> 
 
 def _known(values: list[Any]) -> list[float]:
     return [value for value in values if not math.isnan(value)]
+
+
+def worth(result: dict[str, float], kept: Checkpoint) -> float:
+    """What the weights that an evaluation measured are kept for, the higher the better. Raises UserError for a metric
+    that there is not."""
+    if kept.best_by not in result and kept.best_by != "evaluation/accuracy":
+        raise UserError(
+            f"checkpoint.best_by={kept.best_by} is no metric of this evaluation; it has {', '.join(sorted(result))}"
+        )
+    return (1 if kept.best_is == "highest" else -1) * result.get(kept.best_by, 0.0)

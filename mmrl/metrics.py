@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 
+import torch
 from torch import Tensor
 
 from mmrl.engine import Ranks
@@ -22,21 +23,26 @@ class Metrics:
 
     def __init__(self, engine: Ranks) -> None:
         self.engine = engine
-        self._sums: dict[str, tuple[float, float]] = {}
-        self._maxima: dict[str, float] = {}
+        self._parts: dict[str, list[Tensor]] = defaultdict(list)  # [sum, count, maximum], where the values are
+        self._totals: set[str] = set()  # names whose values are parts of a total
         self._given: dict[str, float] = {}
         self._times: dict[str, float] = defaultdict(float)
         self._busy: dict[str, float] = defaultdict(float)  # of these, what this rank did not wait for others
         self._started = time.perf_counter()
 
-    def add(self, name: str, values: Tensor, *, sums: bool = False) -> None:
-        """Values to average, NaN left out; with `sums` they are parts of a total instead."""
-        known = values.detach().flatten().double()
-        known = known if sums else known[~known.isnan()]
-        total, count = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (total + float(known.sum()), 1.0 / self.engine.world if sums else count + known.numel())
-        if name.endswith(MAXIMA) and known.numel():
-            self._maxima[name] = max(self._maxima.get(name, 0.0), float(known.max()))
+    def add(self, name: str, values: Tensor, *, sums: bool = False, where: Tensor | None = None) -> None:
+        """Values to average, NaN left out; with `sums` they are parts of a total instead. where: bool, of the same
+        shape; others are left out too.
+
+        Nothing is read here: on a GPU that would wait for all that it has been given to do."""
+        values = values.detach().flatten().double()
+        known = torch.ones_like(values, dtype=torch.bool) if sums else ~values.isnan()
+        if where is not None:
+            known &= where.to(values.device).flatten()
+        most = values.where(known, 0.0).amax() if len(values) else values.sum()
+        self._parts[name].append(torch.stack([values.where(known, 0.0).sum(), known.sum(), most.clamp(min=0.0)]))
+        if sums:
+            self._totals.add(name)
 
     def set(self, values: dict[str, float]) -> None:
         self._given.update(values)
@@ -51,7 +57,7 @@ class Metrics:
         self._busy[name] += elapsed - (self.engine.waited - waited)
 
     def result(self) -> dict[str, float]:
-        everyone = self.engine.gather((self._sums, self._maxima, dict(self._busy)))
+        everyone = self.engine.gather((*self.read(), dict(self._busy)))
         merged: dict[str, list[float]] = {}
         for sums, maxima, _ in everyone:
             for name, (total, count) in sums.items():
@@ -64,6 +70,22 @@ class Metrics:
         times = {f"time/{name}": value for name, value in self._times.items()}
         times |= stragglers([seconds for _, _, seconds in everyone])
         return {**means, **self._given, **times, "time/step": time.perf_counter() - self._started}
+
+    def read(self) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+        """Sums with their counts, and maxima; from every device in one copy."""
+        places: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
+        for name, parts in self._parts.items():
+            for part in parts:
+                places[part.device].append((name, part))
+        sums, maxima = dict[str, tuple[float, float]](), dict[str, float]()
+        for found in places.values():
+            rows = torch.stack([part for _, part in found]).tolist()
+            for (name, _), (total, count, most) in zip(found, rows, strict=True):
+                before, counted = sums.get(name, (0.0, 0.0))
+                sums[name] = (before + total, 1.0 / self.engine.world if name in self._totals else counted + count)
+                if name.endswith(MAXIMA) and count:
+                    maxima[name] = max(maxima.get(name, 0.0), most)
+        return sums, maxima
 
 
 def stragglers(times: list[dict[str, float]]) -> dict[str, float]:

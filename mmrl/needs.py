@@ -18,6 +18,7 @@ OFFERS = {
     "square_sum": "the sum of squared probabilities of each decision's distribution",
     "tokens": "decisions that are tokens",
     "text": "responses in words",
+    "numbers": "decisions that are numbers of a list, as tokens of a vocabulary",
     "divergence": "the exact divergence of each decision from the old policy",
     "gaussian": "decisions that are Gaussian steps of a chain",
     "velocity": "predictions of a denoiser",
@@ -29,6 +30,7 @@ OFFERS = {
     "views": "prompts of which there are other views",
     "drafts": "responses that can be continued",
     "demonstrations": "answers that it can learn from beside its rollouts",
+    "turns": "turns of a conversation (task.environment)",
     "nodes": "rollouts that share decisions, as leaves of a tree",
 }
 
@@ -43,7 +45,8 @@ class Needs:
     reference_decays. critic: a value of every observation. statistics: of decisions ("logp", "entropy", "square_sum"),
     before the advantages. whole_groups: every micro-batch holds whole groups. views: other views of the prompt, under
     which responses are replayed; views_before: those under which they are before the advantages, for `Batch.viewed`.
-    greedy: the rewards of a greedy response to each prompt, as `Rollouts.extras["greedy"]`.
+    greedy: the rewards of a greedy response to each prompt, as `Rollouts.extras["greedy"]`. numbers: what was decided,
+    as `Rollouts.extras["numbers"]`.
     """
 
     offers: frozenset[str] = frozenset()
@@ -57,6 +60,7 @@ class Needs:
     views: tuple[View, ...] = ()
     views_before: tuple[View, ...] = ()
     greedy: bool = False
+    numbers: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(**{f.name: _either(vars(self)[f.name], vars(other)[f.name]) for f in fields(Needs)})

@@ -78,17 +78,12 @@ class Pool:
             "positions": [group.position for group in self.groups],
             "prompts": [group.prompt for group in self.groups],
             "versions": [group.version for group in self.groups],
-            "responses": [draft.tokens.response for group in self.groups for draft in group.drafts],
-            "logp": [draft.logp for group in self.groups for draft in group.drafts],
-            "experts": [draft.tokens.experts for group in self.groups for draft in group.drafts],
+            "drafts": [draft.state() for group in self.groups for draft in group.drafts],
         }
 
     def load(self, state: dict[str, Any]) -> None:
         self.groups = []
         self.add(state["positions"], state["prompts"])
-        drafts = (draft for group in self.groups for draft in group.drafts)
-        kept = zip(drafts, state["responses"], state["logp"], state["experts"], strict=True)
-        for draft, response, logp, experts in kept:
-            draft.grow(response, logp, experts)
+        self.policy.restore([draft for group in self.groups for draft in group.drafts], state["drafts"])
         for group, version in zip(self.groups, state["versions"], strict=True):
             group.version = version

@@ -15,7 +15,7 @@ from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
 from mmrl.facts import Batch
 from mmrl.metrics import Metrics
-from mmrl.protocols import Policy, Task
+from mmrl.protocols import Numbered, Policy, Task
 from mmrl.rollouts import DecisionColumn, Replay, Rollouts
 
 Minibatch = list[Rollouts]  # its micro-batches
@@ -91,6 +91,9 @@ class Preparation:
                 logp = logp.where(brought.isnan(), brought)
             rollouts.old_logp, rollouts.old_prediction = logp, old.column("prediction")
             rollouts.old_entropy, rollouts.old_square_sum = old.column("entropy"), old.column("square_sum")
+        if self.needs.numbers:
+            assert isinstance(self.policy, Numbered)
+            rollouts.extras["numbers"] = DecisionColumn(self.policy.numbers(rollouts))
         for view in self.needs.views_before:
             with torch.no_grad(), applied(self.sampling_policy):
                 seen = Answers(self.policy, self.engine, self.policy.view(rollouts, view.change), parts)
@@ -101,6 +104,14 @@ class Preparation:
             with torch.no_grad(), self.reference.applied():
                 reference = Answers(self.policy, self.engine, rollouts, parts, reference=True)
             rollouts.ref_logp, rollouts.ref_prediction = reference.column("logp"), reference.column("prediction")
+
+    def move_reference(self, step: int) -> None:
+        """After `step` steps the reference becomes the present policy, or follows it, where a part asks for that."""
+        if self.reference is not None and any(step % every == 0 for every in self.needs.reference_resets):
+            self.reference.take()
+        for decay in self.needs.reference_decays:
+            assert self.reference is not None
+            self.reference.blend(decay)
 
     def set_advantages(self, batch: Batch) -> None:
         """Fills in the advantages, and leaves out decisions that a mask does not keep."""

@@ -32,8 +32,20 @@ class PromptSampler(Choice):
     """
 
     title: ClassVar[str] = "prompt sampler"
-    kinds: ClassVar[dict[str, str]] = {"permutation": "mmrl.prompt_samplers:Permutation"}
+    kinds: ClassVar[dict[str, str]] = {
+        "permutation": "mmrl.prompt_samplers:Permutation",
+        "success_weighted": "mmrl.curricula:SuccessWeighted",
+        "success_window": "mmrl.curricula:SuccessWindow",
+        "skip_flat": "mmrl.curricula:SkipFlat",
+        "volatility": "mmrl.curricula:Volatility",
+        "category_bandit": "mmrl.categories:CategoryBandit",
+        "task_quotas": "mmrl.categories:TaskQuotas",
+    }
     test: ClassVar[str] = "tests/test_prompt_samplers.py"
+
+    def look(self, source: Any) -> None:
+        """Before `start`: the prompts themselves, `source[index]` of each of `len(source)`, for samplers that sort them
+        by what they say."""
 
     @abstractmethod
     def start(self, size: int, seed: int) -> None:

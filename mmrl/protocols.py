@@ -61,6 +61,9 @@ class Drafting(Policy, Protocol):
 
     def extend(self, generator: Any, drafts: Sequence[Any], count: int) -> None: ...
 
+    def restore(self, drafts: Sequence[Any], states: Sequence[dict[str, Any]]) -> None:
+        """Makes new drafts those that once had these states."""
+
     def complete(self, drafts: Sequence[Any], group_size: int) -> Rollouts: ...
 
 
@@ -87,12 +90,27 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class Numbered(Protocol):
+    """A policy whose decisions are numbers of a list."""
+
+    def numbers(self, rollouts: Rollouts) -> Tensor:
+        """[rollout, decision] int64."""
+
+
+@runtime_checkable
 class SimulatedTask(Protocol):
     """A task whose prompts are start states of episodes."""
 
     simulator_rows: int  # environments that may exist at once on a rank
 
     def make_simulator(self, rows: int) -> Any: ...
+
+
+@runtime_checkable
+class ConversationTask(Protocol):
+    """A task in which an environment answers responses."""
+
+    environment: Any  # settings of `mmrl.sims.turns.settings:EnvironmentSettings`; None: it asks for one response
 
 
 class SyncedGenerator(Protocol):

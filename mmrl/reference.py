@@ -70,6 +70,7 @@ CHOICES = (
     "mmrl.tasks.settings:TaskSettings",
     "mmrl.tasks.visual_qa.settings:Questions",
     "mmrl.tasks.image_generation.settings:Prompts",
+    "mmrl.tasks.video_generation.settings:ClipPrompts",
     "mmrl.tasks.manipulation.settings:Demonstrations",
 )
 
@@ -285,9 +286,10 @@ def _method_in_full(base: type[Choice], name: str, kind: type[Choice]) -> list[s
 
 def needs_of(kind: type[Choice]) -> Needs | None:
     """What a method needs by its defaults; None for what is no part of an algorithm."""
-    if issubclass(kind, Algorithm):
-        return kind.model_construct().own_needs
-    return kind.model_construct().needs if issubclass(kind, NEEDY) else None  # type: ignore[attr-defined]
+    if not issubclass(kind, (Algorithm, *NEEDY)):
+        return None
+    made: Any = kind.model_construct(type="")
+    return made.own_needs if isinstance(made, Algorithm) else made.needs
 
 
 @cache

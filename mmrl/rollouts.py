@@ -15,11 +15,30 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Message:
+    """What one side of a conversation says: texts and pictures, in order."""
+
+    role: str  # system, user, assistant or tool
+    parts: tuple[str | Image.Image, ...]
+
+    @property
+    def images(self) -> tuple[Image.Image, ...]:
+        return tuple(part for part in self.parts if not isinstance(part, str))
+
+    @property
+    def text(self) -> str:
+        """Its texts, one after the other."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One question put to a policy.
 
     `text` may hold `<image>` once per picture, at the place where the picture belongs; without any marker the
     pictures come first, in order. `answer` is what a verifier compares with; `metadata` is for rewards and tables.
+    `messages`, where there are any, are what the policy reads in place of system, text and images, and `tools` are the
+    JSON schemas of functions that its chat template shows it.
     """
 
     id: str
@@ -28,6 +47,31 @@ class Prompt:
     answer: Any = None
     system: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One response of a conversation, and what the environment made of it."""
+
+    response: str
+    observation: tuple[Message, ...] = ()  # what the policy read next; nothing in the last turn
+    reward: float = 0.0  # the environment's own
+    tool: str | None = None  # that the response called
+    error: str | None = None  # why the environment could not do what the response asked for
+    facts: dict[str, Any] = field(default_factory=dict)  # of the environment, for rewards, metrics and tables
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns of a policy and an environment. end: "environment" (that ended it), "turns" or "length" (a limit was
+    reached), "lost" (the environment failed; nothing of this conversation counts)."""
+
+    messages: tuple[Message, ...]  # that it began with
+    turns: tuple[Turn, ...]
+    end: str
+    problem: str = ""  # what went wrong, where it was lost
 
 
 @dataclass(frozen=True)
@@ -45,7 +89,8 @@ class Episode:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a reward function sees of one rollout: the prompt, and the response, picture or episode it led to."""
+    """What a reward function sees of one rollout: the prompt, and the response, picture or episode it led to. Of a
+    conversation `response` is the last one, and `response_length` counts the tokens of all."""
 
     prompt: Prompt
     response: str = ""
@@ -53,7 +98,9 @@ class Sample:
     truncated: bool = False  # reached max_response_length without an end token
     max_response_length: int = 0
     image: Tensor | None = None  # [channel, height, width] fp32 on the CPU, 0 to 1 in gamut, as decoded: not clamped
+    frames: Tensor | None = None  # of a clip [frame, channel, height, width], otherwise as `image`
     episode: Episode | None = None
+    conversation: Conversation | None = None
 
 
 FRESH, DEMONSTRATION, REPLAYED = 0, 1, 2  # origins of a rollout
@@ -149,6 +196,15 @@ class Steps(Record):
     terminated: Tensor = field(metadata={"pad": 0})  # [rollout, step] bool, the episode ended in it of its own
     bootstrap: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, the value of where the time limit cut it
     returns: Tensor | None = column(0)  # [rollout, step] float32, what the critic shall learn
+
+
+@dataclass
+class Turns(Record):
+    """Of rollouts that are conversations, in at most N turns each; `Rollouts.extras["turns"]`."""
+
+    number: Tensor = field(metadata={"pad": 0})  # [rollout, decision] int64, the turn that a decision belongs to
+    mask: Tensor = field(metadata={"pad": 0})  # [rollout, turn] bool, True where there was a turn
+    rewards: Tensor = field(metadata={"pad": 0})  # [rollout, turn] float32, the environment's own
 
 
 @dataclass

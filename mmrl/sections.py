@@ -29,6 +29,8 @@ class Checkpoint(Section):
     )
     keep: int = option(2, "finished checkpoints that are kept; the best weights are kept besides", ge=1)
     best: bool = option(True, "write the weights of the best evaluation as RUN/best")
+    best_by: str = option("evaluation/accuracy", "metric of the evaluations by which weights are the best")
+    best_is: Literal["highest", "lowest"] = option("highest", "which value of it is the best")
     resume: Literal["auto", True, False] = option(
         "auto",
         "auto: go on from the newest intact checkpoint of run_dir, start where there is none, and do nothing where the "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl import checkpoints
 from mmrl.algorithms.base import Reduction
-from mmrl.batches import Batches, awake
+from mmrl.batches import Batches, awake, check_batch
 from mmrl.config import Config
 from mmrl.controls import Controls
 from mmrl.core.advantages import combined_reward
@@ -20,7 +20,8 @@ from mmrl.core.correction import correction_weight, effective_sample_size
 from mmrl.engine import Engine, Interruption, Shadow, applied, ramp, warmed_up
 from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
-from mmrl.evaluation import evaluate
+from mmrl.evaluation import evaluate, worth
+from mmrl.guards import Guards
 from mmrl.metrics import UNSCORED, Metrics, Silence, Standstill, step_line
 from mmrl.preparation import Minibatch, Preparation, check_shape
 from mmrl.protocols import Policy, SyncedGenerator, Task
@@ -51,6 +52,7 @@ class Trainer:
         self.preparation = Preparation(config, policy, task, engine, self.sampling_policy, self.reference)
         self.step = 0  # finished steps
         self.bad_steps = 0  # skipped updates in a row
+        self.guards = Guards(config.guards)
         self.silence = Silence(config.rollout.longest_silence)
         self.standstill = Standstill(config.rollout.max_idle_steps)
         self.best: float | None = None
@@ -83,7 +85,7 @@ class Trainer:
             if due(self.step, self.config.evaluation.every, self.config.steps):
                 self.evaluate()
             self.stopping = self.engine.max(self.interruption.signum)
-            if self.stopping or due(self.step, self.config.checkpoint.every):
+            if self.stopping or (self.guards.within and due(self.step, self.config.checkpoint.every)):
                 self.save()
         if self.step >= self.config.steps:
             self.save_weights("final")
@@ -99,17 +101,22 @@ class Trainer:
         """One optimizer step. A loss or gradient that is not finite skips it; too many in a row end the run."""
         own = [self.algorithm.denominators(micro) for micro in minibatch]
         totals = {name: self.engine.sum(torch.stack([part[name] for part in own]).sum()) for name in own[0]}
-        wrong = ""
+        made: list[dict[str, Tensor]] = []
         for micro in minibatch:
             parts, stats = self.losses(micro, totals)
             loss = torch.stack(list(parts.values())).sum()
-            if not loss.isfinite():
-                wrong = next((name for name, part in parts.items() if not part.isfinite()), "loss")
-                loss = loss * torch.nan  # the engine skips a step whose gradient is not finite, on every rank
+            made.append({name: part.detach() for name, part in (*parts.items(), ("loss", loss))})
+            # The engine skips a step whose gradient is not finite, on every rank. Nothing is read here: that would wait
+            # for the GPU.
+            loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
             self.engine.backward(loss)
             metrics.add("loss", loss[None] / self.algorithm.updates, sums=True)
+            there: dict[int, Tensor] = {}  # each mask once where the statistics are
             for name, values in stats.items():
-                metrics.add(name, values[self.algorithm.counted(name, micro).to(values.device)])
+                counted = self.algorithm.counted(name, micro)
+                if id(counted) not in there:
+                    there[id(counted)] = counted.to(values.device)
+                metrics.add(name, values, where=there[id(counted)])
         metrics.set({"lr": self.engine.lr})
         changed, norm = self.engine.step()
         metrics.add("grad_norm", torch.tensor([norm]))
@@ -118,7 +125,8 @@ class Trainer:
         if changed and self.ema is not None:
             self.ema.update()
         if not changed:
-            self._report_bad_step(minibatch, wrong or "gradient")
+            wrong = (name for parts in reversed(made) for name, part in parts.items() if not part.isfinite())
+            self._report_bad_step(minibatch, next(wrong, "gradient"))
 
     def losses(self, micro: Rollouts, totals: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """This micro-batch's part of the loss, by what it comes from, 0-d each; and statistics, as a rule [rollout,
@@ -196,10 +204,25 @@ class Trainer:
         counted = int(result["evaluation/n"])
         self.run.line(f"evaluation at step {self.step}: held-out accuracy {accuracy:.4f} on {counted}{left_out}")
         self.accuracies[str(self.step)] = accuracy
-        if self.config.checkpoint.best and self.step > 0 and (self.best is None or accuracy > self.best):
-            self.best = accuracy
-            self.save_weights("best")
+        self.guards.judge(result, self, evaluation=True)
+        if self.config.checkpoint.best and self.step > 0:
+            value = worth(result, self.config.checkpoint)
+            if self.best is None or value > self.best:
+                self.best = value
+                self.save_weights("best")
         return result
+
+    # --- what guards may do ---
+
+    def line(self, text: str) -> None:
+        self.run.line(text)
+
+    def scale_lr(self, factor: float) -> None:
+        self.engine.lr_factor *= factor
+
+    def go_back(self) -> str:
+        """Back to the newest checkpoint's weights and optimizer, while step, prompts and controls go on; its name."""
+        return checkpoints.go_back(self.run.folder / "checkpoints", self.engine, self._copies(), self.line)
 
     # --- log, save, resume, stop ---
 
@@ -223,7 +246,8 @@ class Trainer:
         values = metrics.result()
         self.judge_generator(values)
         self.controls.update(self.step, values)
-        self.move_reference()
+        self.preparation.move_reference(self.step)
+        values |= self.guards.judge(values, self)
         values["throughput/rollouts_per_second"] = self.config.rollouts_per_step / values["time/step"]
         self.run.log(self.step, values)
         self.run.line(step_line(self.step, self.config.steps, values))
@@ -236,14 +260,6 @@ class Trainer:
             assert shown.advantages is not None
             columns["advantage"] = shown.advantages.mean(1).tolist()
             self.run.samples(f"train-{self.step:06d}", shown.samples, columns)
-
-    def move_reference(self) -> None:
-        """The reference becomes the present policy, or follows it, where a part asks for that."""
-        if self.reference is not None and any(self.step % every == 0 for every in self.needs.reference_resets):
-            self.reference.take()
-        for decay in self.needs.reference_decays:
-            assert self.reference is not None
-            self.reference.blend(decay)
 
     def judge_generator(self, values: dict[str, float]) -> None:
         """Adds what follows from the step's means. Raises UserError, on all ranks, if the engine that samples and the
@@ -267,6 +283,7 @@ class Trainer:
             "bad_steps": self.bad_steps,
             "accuracies": self.accuracies,
             "controls": self.controls.state(),
+            "guards": {"outside": self.guards.state(), "lr_factor": self.engine.lr_factor},
             "batches": shared,
             "memory": self.preparation.memory,
             "config": plain(self.config),
@@ -304,6 +321,8 @@ class Trainer:
             copy.load(own["averages"][name])
         self.batches.load(state["batches"], own["pending"])
         self.controls.load(state["controls"])
+        self.guards.load(state["guards"]["outside"])
+        self.engine.lr_factor = state["guards"]["lr_factor"]
         self.preparation.memory = state["memory"]
         self.step, self.best = state["step"], state["best"]
         self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]
@@ -312,26 +331,3 @@ class Trainer:
 
 def due(step: int, every: int, last: int | None = None) -> bool:
     return step == last or (every > 0 and step % every == 0)
-
-
-def check_batch(config: Config, world: int) -> None:
-    """Raises UserError where the batch can not be divided as asked."""
-    rollout, minibatches = config.rollout, config.algorithm.minibatches
-    shared = {"rollout.prompts": rollout.prompts}
-    if config.generator is not None and config.generator.unfinished is not None:
-        shared["rollout.generator.partial.oversample"] = config.generator.unfinished.oversample
-    shared |= {f"rollout.extras.{i}": extra.rollouts for i, extra in enumerate(rollout.extra_sources)}
-    for key, count in shared.items():
-        if count % world:
-            raise UserError(f"{key}={count} can not be shared by {world} ranks; make it a multiple")
-    mine = config.rollouts_per_step // world
-    if mine % minibatches:
-        raise UserError(
-            f"{mine} rollouts a rank (rollout.prompts x group_size / ranks) can not be cut into "
-            f"algorithm.minibatches={minibatches} equal parts"
-        )
-    if config.needs.whole_groups and config.group_size > config.engine.micro_batch:
-        raise UserError(
-            f"engine.micro_batch={config.engine.micro_batch} cuts groups of {config.group_size}, which "
-            f"algorithm.type={config.algorithm.type} needs whole; raise it"
-        )

@@ -30,6 +30,7 @@ from mmrl.sims.checks import SimulatorFault, checked_actions, misfit
 from mmrl.sims.transitions import Simulator, Transition
 from numpy.typing import NDArray
 
+from mmrl import devices
 from mmrl.errors import UserError, told
 from mmrl.placement import Cluster, Placed, end_with_parent
 
@@ -241,7 +242,9 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the trainer, which then ends the worker
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)) if own else ""},
+                env=devices.without_launcher(dict(os.environ))
+                | devices.of_children()
+                | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)) if own else ""},
             )
 
     def ready(self) -> dict[str, Any]:

@@ -17,7 +17,9 @@ class TaskSettings(Choice):
     title: ClassVar[str] = "task"
     kinds: ClassVar[dict[str, str]] = {
         "visual_qa": "mmrl.tasks.visual_qa.settings:VisualQASettings",
+        "visual_games": "mmrl.tasks.visual_games.settings:VisualGamesSettings",
         "image_generation": "mmrl.tasks.image_generation.settings:ImageGenerationSettings",
+        "video_generation": "mmrl.tasks.video_generation.settings:VideoGenerationSettings",
         "manipulation": "mmrl.tasks.manipulation.settings:ManipulationSettings",
     }
     type: str = "visual_qa"

@@ -11,11 +11,22 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["mmrl.kernels"],
     ["mmrl.core", "mmrl.rollouts", "mmrl.errors", "mmrl.lazy", "mmrl.seeds"],  # the words everyone above shares
-    ["mmrl.settings", "mmrl.tree", "mmrl.files", "mmrl.records", "mmrl.placement"],
-    ["mmrl.controls", "mmrl.sections", "mmrl.needs", "mmrl.prompt_samplers", "mmrl.views", "mmrl.samplers"],
-    ["mmrl.counterfactuals", "mmrl.curricula"],
+    ["mmrl.settings", "mmrl.tree", "mmrl.layers", "mmrl.files", "mmrl.records", "mmrl.placement", "mmrl.devices"],
+    [
+        "mmrl.controls",
+        "mmrl.guards",
+        "mmrl.layers",
+        "mmrl.sections",
+        "mmrl.needs",
+        "mmrl.prompt_samplers",
+        "mmrl.views",
+        "mmrl.samplers",
+    ],
+    ["mmrl.counterfactuals", "mmrl.curricula", "mmrl.controllers"],
+    ["mmrl.categories"],
     ["mmrl.sources", "mmrl.terms", "mmrl.facts", "mmrl.protocols"],
-    ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.sims", "mmrl.report", "mmrl.collection"],
+    ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.report", "mmrl.collection"],
+    ["mmrl.sims"],  # above rewards: environments run in the same kind of process
     ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics", "mmrl.tasks.settings"],
     ["mmrl.tasks"],
     ["mmrl.config"],
@@ -26,19 +37,21 @@ FLOORS = [
     ["mmrl.__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-SEE_THE_CONFIGURATION = {room for rooms in FLOORS[9:] for room in rooms}
+SEE_THE_CONFIGURATION = {room for rooms in FLOORS[12:] for room in rooms}
 ONLY_TORCH = {"mmrl.core", "mmrl.samplers"}  # besides the standard library and kernels
 # Whatever begins like this is imported when a configuration is read, and so is every module named `settings`.
 LIGHT = tuple(
     f"mmrl.{name}"
     for name in (
         "algorithms",
+        "categories",
         "collection",
         "config",
         "controls",
         "counterfactuals",
         "curricula",
         "errors",
+        "guards",
         "lazy",
         "needs",
         "prompt_samplers",

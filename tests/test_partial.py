@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mmrl import build
-from mmrl.batches import Batches
+from mmrl.batches import Batches, check_batch
 from mmrl.config import load, to_yaml
 from mmrl.errors import UserError
 from mmrl.policies.vlm.synced import Synced
@@ -21,7 +21,7 @@ from mmrl.pool import Pool
 from mmrl.prompt_samplers import Permutation
 from mmrl.report.run import Run
 from mmrl.rollouts import Rollouts
-from mmrl.trainer import Trainer, check_batch
+from mmrl.trainer import Trainer
 from tests.engine.parts import TINY, Fixed, final, metrics, model_folder, release, spread, timeless
 from tests.policies.conftest import PROMPTS, loaded
 from tests.policies.second import Copy, moved

@@ -248,9 +248,13 @@ NAMES = tuple(MAKERS)
 
 def build(name: str, path: Path, *, seed: int = 0) -> Path:
     """Write the pipeline to `path`; the same seed gives the same weights."""
+    return write(MAKERS[name], path, seed=seed)
+
+
+def write(maker: Callable[[], DiffusionPipeline], path: Path, *, seed: int = 0) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        pipe = MAKERS[name]()
+        pipe = maker()
         for part in pipe.components.values():
             if isinstance(part, nn.Module):
                 for parameter in part.parameters():

@@ -51,7 +51,8 @@ class GroupLoss(Algorithm):
     def objective(self, micro: Rollouts, replay: Replay, over: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
         import torch
 
-        values, stats = [], {}
+        values: list[Tensor] = []
+        stats: dict[str, Tensor] = {}
         for good, bad in sides(micro):
             value, found = self.of_group(good, bad, micro, replay)
             values.append(value)

@@ -30,6 +30,7 @@ class Transform(Choice):
         "pass_at_k_analytic": "mmrl.algorithms.best_of:PassAtKAnalytic",
         "smoothing": "mmrl.algorithms.smoothing:Smoothing",
         "modes": "mmrl.algorithms.modes:Modes",
+        "history": "mmrl.algorithms.history:History",
         "sequence_entropy": "mmrl.algorithms.sequence_entropy:SequenceEntropy",
     }
     test: ClassVar[str] = "tests/joints/test_transforms.py"

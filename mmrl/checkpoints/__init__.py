@@ -2,12 +2,15 @@
 
 from mmrl.checkpoints.files import finished
 from mmrl.checkpoints.starting import check_run_dir, check_warm_start
-from mmrl.checkpoints.store import origin_of, resume, save, save_weights
+from mmrl.checkpoints.store import go_back, load, newest_intact, origin_of, resume, save, save_weights
 
 __all__ = [
     "check_run_dir",
     "check_warm_start",
     "finished",
+    "go_back",
+    "load",
+    "newest_intact",
     "origin_of",
     "resume",
     "save",

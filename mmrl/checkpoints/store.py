@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 
 from mmrl.checkpoints import files
 from mmrl.checkpoints.training import MAY_CHANGE, WORTH_SAYING, differences, digest
-from mmrl.engine import Engine, weights_only
+from mmrl.engine import Engine, Shadow, weights_only
+from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
 
 STATE = "trainer.json"
@@ -134,6 +135,20 @@ def newest_intact(folder: Path, engine: Engine, say: Callable[[str], None]) -> P
     if candidates:
         raise UserError(f"no checkpoint in {folder} is intact (see above); name another run_dir, or remove this one")
     return None
+
+
+def go_back(folder: Path, engine: Engine, copies: Mapping[str, Shadow | Snapshot], say: Callable[[str], None]) -> str:
+    """Weights, their averages and the optimizer as the newest intact checkpoint in `folder` has them, while schedules
+    go on; its name. A collective. Raises UserError where there is none."""
+    path = newest_intact(folder, engine, say)
+    if path is None:
+        raise UserError("a guard shall go back, but there is no checkpoint yet; lower checkpoint.every")
+    updates, factor = engine.updates, engine.lr_factor
+    own = load(path, engine)
+    engine.updates, engine.lr_factor = updates, factor
+    for name, copy in copies.items():
+        copy.load(own["averages"][name])
+    return path.name
 
 
 def set_aside(paths: list[Path]) -> None:

@@ -85,7 +85,7 @@ def group_advantages(
 
     Statistics (0-d): groups, zero_variance_groups and small_groups (shares of the groups with all rewards equal, and
     with fewer than two scored), reward_nan_rate (share of the rollouts), reward_mean and reward_std of the combined
-    reward.
+    reward, and reward_std_within, its std in a group, on average over the groups that have one.
 
     Raises ValueError for an unknown option, a missing `lengths` or `buckets`, and shapes that do not fit.
     """
@@ -143,8 +143,14 @@ def group_advantages(
         "reward_nan_rate": (~scored).float().mean(),
         "reward_mean": overall.mean[0],
         "reward_std": overall.std[0],
+        "reward_std_within": _mean_where(within.std, within.scored > 1),
     }
     return result, stats
+
+
+def _mean_where(values: Tensor, chosen: Tensor) -> Tensor:
+    """0-d; 0 where none is chosen."""
+    return values.where(chosen, 0).sum() / chosen.sum().clamp(min=1)
 
 
 def combined_reward(rewards: Tensor, weights: Tensor) -> Tensor:

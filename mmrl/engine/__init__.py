@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from mmrl import lazy
 
 if TYPE_CHECKING:
-    from mmrl.engine.deepspeed import Engine, Ranks, gathered, memory_estimate
+    from mmrl.engine.deepspeed import Engine, Ranks, gathered
     from mmrl.engine.files import weights_only
     from mmrl.engine.interruption import Interruption
-    from mmrl.engine.launcher import end_with_launcher
+    from mmrl.engine.launcher import end_with_launcher, take_device
+    from mmrl.engine.memory import memory_estimate
     from mmrl.engine.shadow import Shadow, applied, ramp, warmed_up
 
 __all__ = [
@@ -21,14 +22,16 @@ __all__ = [
     "gathered",
     "memory_estimate",
     "ramp",
+    "take_device",
     "warmed_up",
     "weights_only",
 ]
 
 __getattr__ = lazy.attributes(
     __name__,
-    {name: "mmrl.engine.deepspeed" for name in ("Engine", "Ranks", "gathered", "memory_estimate")}
+    {name: "mmrl.engine.deepspeed" for name in ("Engine", "Ranks", "gathered")}
+    | {"memory_estimate": "mmrl.engine.memory"}
     | {"weights_only": "mmrl.engine.files", "Interruption": "mmrl.engine.interruption"}
-    | {"end_with_launcher": "mmrl.engine.launcher"}
+    | {name: "mmrl.engine.launcher" for name in ("end_with_launcher", "take_device")}
     | {name: "mmrl.engine.shadow" for name in ("Shadow", "applied", "ramp", "warmed_up")},
 )

@@ -30,7 +30,7 @@ os.environ.setdefault("DS_LOG_LEVEL", "error")
 import deepspeed  # noqa: E402  (reads DS_ACCELERATOR when imported)
 
 from mmrl.engine import files, reshape  # noqa: E402
-from mmrl.engine.launcher import MEETING, end_with_launcher  # noqa: E402
+from mmrl.engine.launcher import MEETING, end_with_launcher, take_device  # noqa: E402
 from mmrl.engine.shadow import reshaped, share  # noqa: E402
 from mmrl.engine.watch import Watch  # noqa: E402
 
@@ -127,6 +127,7 @@ class Ranks:
     def __init__(self, timeout: float = 1800.0) -> None:
         """timeout: seconds that this rank waits for another one."""
         start_distributed(timeout)
+        self._objects = objects_group(timeout)
         self.timeout = timeout
         self.waited = 0.0  # seconds in collectives that are asked for here
         self._watch: Watch | None = None
@@ -175,10 +176,11 @@ class Ranks:
             return int(tensor)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order (any picklable object; for small things)."""
+        """The values of all ranks, in rank order (any picklable object; for small things). They go over the hosts'
+        network: over NCCL they would pass through every GPU, and those would spin while one rank is late."""
         values: list[Any] = [None] * self.world
         with self._waiting():
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=self._objects)
         return values
 
     def barrier(self) -> None:
@@ -225,6 +227,7 @@ class Engine(Ranks):
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self.updates = 0  # optimizer steps taken, skipped ones not counted
+        self.lr_factor = 1.0  # what a guard has left of the learning rates
         groups, self._rates = parameter_groups(module, optim, total_steps)
         own_clip = optim.clip_grad_norm if self.zero_stage == 0 else None
         optimizer = GuardedAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, clip_grad_norm=own_clip)
@@ -261,7 +264,7 @@ class Engine(Ranks):
     @property
     def lr(self) -> float:
         """The learning rate of what has no group of its own."""
-        return self._rates[0](self.updates)
+        return self.lr_factor * self._rates[0](self.updates)
 
     # --- one optimizer step ---
 
@@ -275,7 +278,7 @@ class Engine(Ranks):
         finite when the update was skipped)."""
         self.mark()
         for group, rate in zip(self._engine.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate(self.updates)
+            group["lr"] = self.lr_factor * rate(self.updates)
         self._engine.step()
         applied = not self._engine.optimizer.overflow
         self.updates += applied
@@ -353,6 +356,7 @@ def start_distributed(timeout: float) -> None:
     if dist.is_initialized():
         return
     end_with_launcher()
+    take_device()
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -368,25 +372,14 @@ def start_distributed(timeout: float) -> None:
     deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout + LATER), init_method=MEETING)
 
 
+def objects_group(timeout: float) -> dist.ProcessGroup | None:
+    """A group of all ranks whose collectives stay on the hosts; None: the one that there is does. A collective."""
+    if dist.get_backend() == "gloo":
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + LATER))
+
+
 def gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
     """Inside it parameters are whole also where ZeRO-3 keeps a slice on each rank (a collective then)."""
     split = [p for p in parameters if "ds_id" in vars(p)]
     return deepspeed.zero.GatheredParameters(split) if split else nullcontext()
-
-
-def memory_estimate(module: nn.Module, zero_stage: int, world: int, dtype: str) -> list[str]:
-    """Lines that say what a rank holds for weights, gradients and optimizer; activations come on top.
-
-    ZeRO 1 shards the optimizer, 2 the gradients too, 3 the weights too (arXiv 1910.02054).
-    """
-    parameters = [(p.numel(), p.requires_grad) for p in module.parameters()]
-    all_, trained = sum(n for n, _ in parameters), sum(n for n, grad in parameters if grad)
-    width = 2 if dtype == "bfloat16" else 4
-    optimizer = trained * (8 + (4 if width == 2 else 0))  # two fp32 moments, and an fp32 copy of bf16 weights
-    share = [world if zero_stage >= stage else 1 for stage in (3, 2, 1)]
-    parts = [all_ * width / share[0], trained * width / share[1], optimizer / share[2]]
-    named = ", ".join(f"{n} {b / 2**20:.1f}" for n, b in zip(("weights", "gradients", "optimizer"), parts, strict=True))
-    return [
-        f"{all_ / 1e6:.2f}M parameters, {trained / 1e6:.2f}M trained",
-        f"a rank holds {sum(parts) / 2**20:.1f} MiB ({named}), and activations besides",
-    ]

@@ -9,7 +9,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from mmrl import devices
 
 STARTED_BY = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")  # what torchrun and DeepSpeed's launcher tell their ranks
 MEETING = "mmrl://"  # for init_method, see `_meet`
@@ -21,6 +24,13 @@ def end_with_launcher() -> None:
     would train on beside the job that takes its place. Does nothing to a process that no launcher started."""
     if sys.platform == "linux" and any(name in os.environ for name in STARTED_BY):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def take_device() -> None:
+    """This rank takes its own GPU, where there are any, before anything is built on one: the GPU of its local rank.
+    Raises UserError where there are fewer than ranks."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(devices.claim(torch.cuda.device_count()))
 
 
 def _meet(url: str, **options: Any) -> Iterator[Any]:

@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 
+from mmrl import devices
+from mmrl.errors import UserError
 from mmrl.generation.access import KEY
+from mmrl.generation.settings import VLLMServer
 from mmrl.generation.vllm import ENVIRONMENT, EngineOptions, last_error, versions
 from mmrl.placement import Cluster, Placed
 
@@ -31,18 +34,16 @@ class Process:
     key: str = field(repr=False)  # that requests have to come with
     log: Path
     address: str = ""
-    device: int = 0  # the first of its GPUs
+    device: int = 0  # the first of its GPUs, as torch counts in this process
     running: subprocess.Popen | Placed | None = None
     failures: int = 0  # how often it ended since all engines last had the same weights
 
     def start(self, model: Path) -> None:
         host, port = self.address.removeprefix("http://").rsplit(":", 1)
-        environment = {**os.environ, **self.environment()}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            environment.pop(name, None)  # the training's
+        environment = devices.without_launcher(dict(os.environ)) | self.environment()
         if torch.cuda.is_available():
-            devices = range(self.device, self.device + self.options.tensor_parallel)
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+            mine = range(self.device, self.device + self.options.tensor_parallel)
+            environment[devices.VISIBLE] = devices.names(mine)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("a") as file:
             self.running = subprocess.Popen(
@@ -117,6 +118,30 @@ class PlacedProcess(Process):
     def _kill(self) -> None:
         assert isinstance(self.running, Placed)
         self.running.kill()
+
+
+def devices_of(settings: VLLMServer, gather: Callable[[Any], list[Any]]) -> list[int]:
+    """The first GPU of each engine, as torch counts on the host of rank 0. Collective.
+
+    Raises UserError, on all ranks, where there are too few or where one is a rank's own.
+    """
+    count, first, each = settings.servers, settings.first_device, settings.tensor_parallel
+    problem = None
+    if torch.cuda.is_available():
+        ranks, there = devices.local_ranks(), torch.cuda.device_count()
+        if first < ranks:
+            problem = (
+                f"rollout.generator.first_device={first} is a GPU that a rank trains on; set it to {ranks} or more, or "
+                "use rollout.generator.type=vllm_colocated"
+            )
+        elif first + count * each > there:
+            problem = (
+                f"{count} engines of {each} GPUs from rollout.generator.first_device={first} on need "
+                f"{first + count * each} GPUs, and this host shows {there}"
+            )
+    if problem := gather(problem)[0]:
+        raise UserError(problem)
+    return [first + i * each for i in range(count)]
 
 
 def command_line(arguments: dict[str, Any]) -> list[str]:

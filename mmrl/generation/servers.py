@@ -33,7 +33,7 @@ from mmrl.generation.answers import Answer, BadAnswer
 from mmrl.generation.checksums import Report, report
 from mmrl.generation.client import ATTEMPTS, LOST, PAUSE, Failed, Server, Weights
 from mmrl.generation.exchange import Exchange, remove_abandoned, write_weights
-from mmrl.generation.processes import PlacedProcess, Process
+from mmrl.generation.processes import PlacedProcess, Process, devices_of
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.settings import VLLMServer
 from mmrl.generation.vllm import (
@@ -85,10 +85,10 @@ class Servers:
             if settings.ray is not None:
                 self._prepare(settings.ray, logs, timeout, key)
             else:
+                places = devices_of(settings, gather)
                 ports = gather([free_port(host) for _ in range(count)])[0]
                 addresses = [f"http://{host}:{port}" for port in ports]
                 if rank == 0:
-                    places = [settings.first_device + i * settings.tensor_parallel for i in range(count)]
                     self.processes = [Process(options, key, *own) for own in zip(logs, addresses, places, strict=True)]
         if self.known is None:
             self.servers = [Server(partial(str, address.rstrip("/")), timeout, key) for address in addresses]
@@ -315,6 +315,9 @@ class Servers:
         return counts
 
     def wake(self) -> None:
+        """They never sleep."""
+
+    def serve(self) -> None:
         """They never sleep."""
 
     def sleep(self) -> None:

@@ -109,19 +109,19 @@ def generate_groups(
     model: PreTrainedModel,
     inputs: dict[str, Tensor],
     *,
-    group_size: int,
+    rows: Tensor,
     sampling: Sampling,
     seeds: list[int],
     eos: tuple[int, ...],
     max_new_tokens: int,
 ) -> list[Tensor]:
-    """What `generate` returns for rows of which each stands `group_size` times in a row, with each read once.
+    """What `generate` returns for responses to prompts that each are read once.
 
-    inputs: one row a prompt. seeds: one a response, prompt by prompt.
+    inputs: one row a prompt. rows: [response] int64, which prompt it answers. seeds: one a response.
     """
     device = inputs["input_ids"].device
     processor, ends = _Draw(sampling, seeds, device), torch.tensor(eos, device=device)
-    rows = torch.arange(len(inputs["input_ids"]), device=device).repeat_interleave(group_size)
+    rows = rows.to(device)
     prefix = Prefix(model, inputs).select(rows)
     hidden, tokens, ended = prefix.last, [], torch.zeros_like(rows, dtype=torch.bool)
     for step in range(max_new_tokens):

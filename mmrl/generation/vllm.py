@@ -22,6 +22,7 @@ from mmrl.errors import UserError
 from mmrl.generation.answers import Answer, BadAnswer, check, recorded
 from mmrl.generation.arrival import ramp
 from mmrl.generation.checksums import Report, report
+from mmrl.generation.rest import Rest
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.settings import VLLMColocated, VLLMGenerator, VLLMServer
 
@@ -89,7 +90,11 @@ class Generator(Answering, Protocol):
 
     def measures(self) -> dict[str, float]: ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """From now on it can be given weights, and after `serve` it answers."""
+        ...
+
+    def serve(self) -> None: ...
 
     def sleep(self) -> None: ...
 
@@ -99,13 +104,14 @@ class Generator(Answering, Protocol):
 @dataclass(frozen=True)
 class EngineOptions:
     """What one engine is made with. context: tokens of the longest prompt and response. lora_rank: of adapters; 0:
-    none."""
+    none. observed: the most pictures that the observations of a conversation hold, beside those of its prompt."""
 
     context: int
     settings: VLLMGenerator = VLLMColocated()
     dtype: str = "float32"
     seed: int = 0
     lora_rank: int = 0
+    observed: int = 0
 
     @property
     def tensor_parallel(self) -> int:
@@ -126,7 +132,7 @@ class EngineOptions:
             "dtype": self.dtype,
             "max_model_len": self.context,
             "max_num_seqs": settings.max_sequences,
-            "limit_mm_per_prompt": {"image": settings.images, "video": 0},
+            "limit_mm_per_prompt": {"image": settings.images + self.observed, "video": 0},
             "gpu_memory_utilization": settings.memory,
             "kv_cache_memory_bytes": None if cache is None else int(cache * GIB),
             "enforce_eager": settings.eager or not gpu,  # compiling for a CPU takes minutes
@@ -221,7 +227,7 @@ class VLLM:
     """An engine with the architecture and the processor of a folder, and weights from memory.
 
     Every rank has one of its own. Each response depends on its own seed alone. On a GPU the engine sleeps between
-    `sleep` and `wake`: its weights lie in host memory and its cache is released. A CPU engine has nothing to release.
+    `sleep` and `wake`, see `Rest`. A CPU engine has nothing to release.
     """
 
     def __init__(self, folder: Path, options: EngineOptions) -> None:
@@ -237,7 +243,7 @@ class VLLM:
             ) from None
 
         self.context, self.max_sequences = options.context, options.settings.max_sequences
-        self.sleeps = torch.cuda.is_available()
+        gpu = torch.cuda.is_available()
         self.adapter: Any = None
         self.adapters = 0  # that it had
         self._adapter_folder = tempfile.TemporaryDirectory(prefix="mmrl-adapter-")
@@ -247,7 +253,7 @@ class VLLM:
                     str(folder),
                     load_format=_unloaded(),
                     distributed_executor_backend="external_launcher",
-                    enable_sleep_mode=self.sleeps,
+                    enable_sleep_mode=gpu,
                     **options.arguments(),
                 )
         except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
@@ -255,6 +261,7 @@ class VLLM:
                 f"rollout.generator: vLLM can not start ({_cause(error)}); {versions()}; context {options.context} "
                 "tokens, see rollout.generator, or set rollout.generator=transformers"
             ) from None
+        self.rest = Rest(self.llm, keep_weights=options.lora_rank > 0) if gpu else None
 
     @property
     def replicas(self) -> Sequence[VLLM]:
@@ -279,7 +286,7 @@ class VLLM:
         try:
             options = [SamplingParams(**sampling_parameters(r, sampling, eos), skip_clone=True) for r in requests]
             # Without a GPU vLLM would still compile a helper that ranks tokens, for ten seconds in each process.
-            with nullcontext() if self.sleeps else torch.compiler.set_stance("force_eager"):
+            with nullcontext() if self.rest is not None else torch.compiler.set_stance("force_eager"):
                 outputs = self.llm.generate(inputs, options, use_tqdm=False, lora_request=self.adapter)
         except (ValueError, VLLMError) as error:
             raise UserError(f"rollout.generator: vLLM refuses a prompt: {_cause(error)}") from None
@@ -347,12 +354,16 @@ class VLLM:
         return {}
 
     def sleep(self) -> None:
-        if self.sleeps:
-            self.llm.sleep(level=1)  # 2 would lose buffers too, which no synchronisation brings back
+        if self.rest is not None:
+            self.rest.sleep()
 
     def wake(self) -> None:
-        if self.sleeps:
-            self.llm.wake_up()
+        if self.rest is not None:
+            self.rest.wake_weights()
+
+    def serve(self) -> None:
+        if self.rest is not None:
+            self.rest.wake_cache()
 
     def close(self) -> None:
         """Ends the engine, and with it, as vLLM has it, the process group."""

@@ -21,6 +21,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from mmrl.report.conversations import conversation_html, data_url
 from mmrl.report.lock import RunLock
 from mmrl.rollouts import Episode, Sample
 
@@ -92,7 +93,7 @@ class Run:
 
     def samples(self, name: str, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> None:
         """Write samples/NAME.html: prompt, pictures, response, answer and the named numbers of each sample. Where
-        pictures were drawn, NAME.png shows them side by side."""
+        pictures were drawn, NAME.png shows them side by side; where clips were, NAME.gif plays them."""
         if self.writes:
             write_samples(self.folder / "samples" / f"{name}.html", samples, columns)
 
@@ -131,7 +132,8 @@ def versions() -> dict[str, str]:
 
 
 def write_samples(target: Path, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> list[Path]:
-    """The HTML page `target`, and a PNG grid beside it where pictures were drawn; returns what was written."""
+    """The HTML page `target`, and a PNG grid beside it where pictures were drawn, an animated GIF and a PNG of all
+    frames where clips were; returns what was written."""
     target.parent.mkdir(exist_ok=True)
     target.write_text(sample_table(samples, columns))
     written = [target]
@@ -139,10 +141,39 @@ def write_samples(target: Path, samples: Sequence[Sample], columns: dict[str, Se
     if drawn:
         grid(drawn).save(target.with_suffix(".png"))
         written.append(target.with_suffix(".png"))
+    clips = [pages(s.frames) for s in samples if s.frames is not None]
+    if clips:
+        written += write_clips(target, clips)
     for number, sample in enumerate(samples):
         if sample.episode is not None and sample.episode.frames is not None:
             written.append(film(target.with_name(f"{target.stem}-{number:03d}.mp4"), sample.episode))
     return written
+
+
+def pages(clip: Tensor) -> list[Image.Image]:
+    """The frames of [frame, 1 or 3, height, width] as PIL pictures."""
+    return [picture(frame) for frame in clip]
+
+
+def write_clips(target: Path, clips: Sequence[list[Image.Image]], columns: int = 8) -> list[Path]:
+    """NAME.gif, in which all clips play side by side, and NAME.png, with a clip a row and its frames from left to
+    right; in the same order in every evaluation of a run, from the same noise."""
+    moving, still = target.with_suffix(".gif"), target.with_suffix(".png")
+    sheets = [grid(moment, columns=columns) for moment in zip(*clips, strict=True)]
+    save_film(moving, sheets)
+    rows = [grid(clip, columns=len(clip)) for clip in clips]
+    sheet = Image.new("RGB", (rows[0].width, sum(row.height for row in rows)), "white")
+    for place, row in enumerate(rows):
+        sheet.paste(row, (0, place * row.height))
+    sheet.save(still)
+    return [moving, still]
+
+
+def save_film(target: Any, sheets: Sequence[Image.Image], milliseconds: int = 250) -> None:
+    """An animated GIF that repeats; its last frame stands as long as two more, so that one sees where it begins."""
+    times = [milliseconds] * (len(sheets) - 1) + [3 * milliseconds]
+    first, *rest = (sheet.convert("RGB") for sheet in sheets)
+    first.save(target, format="GIF", save_all=True, append_images=rest, duration=times, loop=0)
 
 
 def film(target: Path, episode: Episode, least: int = 256, per_second: int = 20) -> Path:
@@ -204,9 +235,14 @@ def sample_table(samples: Sequence[Sample], columns: dict[str, Sequence[float]])
 
 def _row(sample: Sample, numbers: Sequence[float]) -> str:
     pictures = [*sample.prompt.images, *([] if sample.image is None else [picture(sample.image)])]
+    shown = [data_url(image) for image in pictures]
+    shown += [] if sample.frames is None else [clip_url(sample.frames)]
+    response = f"<pre>{html.escape(sample.response)}</pre>"
     cells = [
-        "".join(f'<img src="{picture_url(image)}">' for image in pictures),
-        *(f"<pre>{html.escape(str(text))}</pre>" for text in (_asked(sample), sample.response, sample.prompt.answer)),
+        "".join(f'<img src="{url}">' for url in shown),
+        f"<pre>{html.escape(_asked(sample))}</pre>",
+        response if sample.conversation is None else conversation_html(sample.conversation),
+        f"<pre>{html.escape(str(sample.prompt.answer))}</pre>",
         *(f"{number:.3g}" for number in numbers),
     ]
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
@@ -216,7 +252,7 @@ def _asked(sample: Sample) -> str:
     return sample.prompt.text if sample.episode is None else f"{sample.episode.instruction}\n({sample.prompt.text})"
 
 
-def picture_url(image: Image.Image) -> str:
+def clip_url(clip: Tensor) -> str:
     buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    save_film(buffer, pages(clip))
+    return "data:image/gif;base64," + base64.b64encode(buffer.getvalue()).decode()

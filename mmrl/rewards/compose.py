@@ -15,6 +15,7 @@ from mmrl.rewards.guarded import Guarded
 from mmrl.rewards.isolated import IsolatedReward
 from mmrl.rewards.registry import LOWEST, build, is_own
 from mmrl.rewards.settings import RewardSpec
+from mmrl.rewards.turns import is_lost
 from mmrl.rewards.types import BatchReward, Reward, Score
 from mmrl.rollouts import Sample
 
@@ -38,10 +39,10 @@ def build_reward(spec: RewardSpec) -> Guarded | IsolatedReward:
     )
     _check_deadline(spec, reward)
     _check_batch_size(spec, reward)
-    isolated = isinstance(reward, IsolatedReward)
-    failures.most_late = spec.max_timeouts or (MOST_LATE if isolated else MOST_LATE_HERE)
-    if isolated:
+    if isinstance(reward, IsolatedReward):
+        failures.most_late = spec.max_timeouts or MOST_LATE
         return reward
+    failures.most_late = spec.max_timeouts or MOST_LATE_HERE
     patience = BATCH_S if isinstance(reward, BatchReward) else SAMPLE_S
     return Guarded(reward, failures, (spec.deadline_s or patience) if is_own(spec.name) else None)
 
@@ -86,13 +87,15 @@ class RewardSet:
 
         group: [rollout] integers, which prompt a rollout answers; only rewards that compare the rollouts of a group
         need it. A value that is None, NaN or infinite could not be scored and becomes NaN, never 0. A reward that
-        raises, ends its process or takes too long loses samples, which it counts and warns of. Raises UserError naming
+        raises, ends its process or takes too long loses samples, which it counts and warns of. A conversation that its
+        environment lost is never scored. Raises UserError naming
         the reward for a wrong number of values, a value that is no number, a group that is missing, a reward server
         that is down, and a sample of the wrong kind.
         """
         if group is not None and group.shape != (len(samples),):
             raise ValueError(f"group has the shape {tuple(group.shape)}, for {len(samples)} samples")
         scores = torch.full((len(samples), len(self.components)), math.nan)
+        lost = [row for row, sample in enumerate(samples) if is_lost(sample)]
         with self._one_at_a_time:
             for column, (name, spec, reward) in enumerate(zip(self.names, self._specs, self.components, strict=True)):
                 rows = [row for row, sample in enumerate(samples) if _applies(spec, sample)]
@@ -103,6 +106,7 @@ class RewardSet:
                         scores[index, column] = _column(reward.score([samples[row] for row in index]))
                 except UserError as error:
                     raise UserError(f"reward {name!r}: {error}") from error
+        scores[lost] = math.nan
         return scores
 
 

@@ -119,6 +119,27 @@ def boxes_in_reasoning(*, at_least: int = 1, at_most: int = 20) -> Reward:
     return reward
 
 
+def sections(*, tags: Sequence[str]) -> Reward:
+    """1 where the whole response is the sections of `tags` in their order, such as <info>...</info><think>...</think>
+    <answer>...</answer>, each tag once, none empty and nothing between them; else 0."""
+    if not tags or len(set(tags)) != len(tags):
+        raise ValueError(f"tags must be different names, at least one, got {list(tags)}")
+
+    def reward(sample: Sample) -> float:
+        left = sample.response.strip()
+        for tag in tags:
+            opening, closing = f"<{tag}>", f"</{tag}>"
+            if not left.startswith(opening) or left.count(opening) != 1 or left.count(closing) != 1:
+                return 0.0
+            inside, _, left = left.removeprefix(opening).partition(closing)
+            if not inside.strip() or any(f"<{other}>" in inside for other in tags):
+                return 0.0
+            left = left.lstrip()
+        return float(not left)
+
+    return reward
+
+
 def _between(text: str, opening: str, closing: str) -> list[str]:
     """What stands between the tags of each pair; in time that grows with the length alone."""
     found, place = [], 0

@@ -1,14 +1,21 @@
 """Guards: what is measured beside a reward, because a policy that hacks the reward moves it.
 
-Each takes a batch of pictures [rollout, channel, height, width] in 0..1 and gives [rollout], float32. Pictures are
+Each takes a batch of pictures [rollout, channel, height, width] in 0..1, or where it says so of clips, and gives
+[rollout], float32. Pictures are
 clamped as a viewer would see them, but for `out_of_gamut`. A held-out second scorer is a reward of weight 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mmrl.rewards.types import Score, clip, picture
+from mmrl.rollouts import Sample
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 _LAPLACIAN = ((0.0, 1.0, 0.0), (1.0, -4.0, 1.0), (0.0, 1.0, 0.0))
@@ -48,6 +55,30 @@ def diversity(images: Tensor, group: Tensor) -> Tensor:
     return result
 
 
+def motion(clips: Tensor) -> Tensor:
+    """Mean absolute difference of a clip's neighbouring frames, [rollout]; clips are [rollout, frame, channel, height,
+    width]. 0 for one frame."""
+    pixels = clips.float().clamp(0, 1)
+    if pixels.shape[1] < 2:
+        return pixels.new_zeros(len(pixels))
+    return pixels.diff(dim=1).abs().flatten(1).mean(1)
+
+
+def static(clips: Tensor, least: float = 0.01) -> Tensor:
+    """1 where a clip stands still: its `motion` is below `least`. A reward of single frames pays for such clips."""
+    return (motion(clips) < least).float()
+
+
+def flicker(clips: Tensor) -> Tensor:
+    """Mean absolute second difference in time of the frames' brightness, [rollout]: light that comes and goes. 0 where
+    a clip has fewer than three frames, and for what only moves."""
+    pixels = clips.float().clamp(0, 1)
+    if pixels.shape[1] < 3:
+        return pixels.new_zeros(len(pixels))
+    light = _luma(pixels.flatten(0, 1)).mean((1, 2)).view(pixels.shape[:2])
+    return light.diff(n=2, dim=1).abs().mean(1)
+
+
 def brightness(images: Tensor) -> Tensor:
     """Mean luma, 0.299 R + 0.587 G + 0.114 B; a picture of one channel is its own luma."""
     return _luma(images).flatten(1).mean(1)
@@ -65,3 +96,32 @@ def _luma(images: Tensor) -> Tensor:
     if images.shape[1] == 1:
         return pixels[:, 0]
     return torch.einsum("bchw,c->bhw", pixels, torch.tensor(_LUMA, device=images.device))
+
+
+MEASURES: dict[str, Callable[[Tensor], Tensor]] = {
+    "out_of_gamut": out_of_gamut,
+    "sharpness": sharpness,
+    "brightness": brightness,
+    "saturation": saturation,
+}
+OF_CLIPS: dict[str, Callable[[Tensor], Tensor]] = {"motion": motion, "static": static, "flicker": flicker}
+
+
+class GuardReward:
+    """A guard as a reward: with weight 0 it is reported as reward/<label> and may be the fact of a mask of type=band.
+    Of clips the guards of pictures are means over the frames. None for what holds NaN or inf."""
+
+    scope: Literal["sample"] = "sample"
+
+    def __init__(self, *, of: str) -> None:
+        if of not in {**MEASURES, **OF_CLIPS}:
+            raise ValueError(f"of must be one of {', '.join({**MEASURES, **OF_CLIPS})}, not {of!r}")
+        self.of = of
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        made: list[Score] = []
+        for sample in samples:  # one by one: sizes may differ
+            shown = picture(sample)[None] if sample.frames is None else clip(sample)
+            value = OF_CLIPS[self.of](clip(sample)[None]) if self.of in OF_CLIPS else MEASURES[self.of](shown)
+            made.append(float(value.mean()) if bool(shown.isfinite().all()) else None)
+        return made

@@ -29,10 +29,11 @@ from mmrl.errors import UserError
 from mmrl.rewards.failures import Failure, Failures
 from mmrl.rewards.limits import Limits, clean_environment, end_group
 from mmrl.rewards.types import Score, numbers
-from mmrl.rewards.worker import DISMISS, ENLIST, ORDER, START_S, receive_answer, send_frame
+from mmrl.rewards.worker import DISMISS, ENLIST, MAX_ANSWER, ORDER, START_S, receive_answer, send_frame
 from mmrl.rollouts import Sample
 
 WORKERS = 2
+SCORER = "mmrl.rewards.worker:scorer"
 ORDER_S = 20.0  # for a nursery to fork or end a worker
 _NURSERY = "import sys; from mmrl.rewards.worker import nursery; nursery(int(sys.argv[1]))"
 
@@ -114,7 +115,7 @@ class IsolatedReward:
             if self._nursery is None or self._nursery.process.poll() is not None:
                 if self._nursery is not None:
                     self._nursery.close()
-                self._nursery = Nursery(self.name, self.options, self.limits)
+                self._nursery = Nursery(SCORER, (self.name, self.options), self.limits)
                 self._idle = queue.SimpleQueue()
                 for _ in range(self.workers):
                     self._idle.put(None)
@@ -122,9 +123,10 @@ class IsolatedReward:
 
 
 class Nursery:
-    """The process that builds a reward and forks its workers. Raises UserError where it cannot."""
+    """The process that builds a service and forks its workers. maker: the "module:function" that makes the service of
+    `arguments`. Raises UserError where it cannot."""
 
-    def __init__(self, name: str, options: Mapping[str, Any], limits: Limits) -> None:
+    def __init__(self, maker: str, arguments: Sequence[Any], limits: Limits) -> None:
         self._ordering = threading.Lock()
         self._workers: dict[int, Worker] = {}
         self._control, theirs = socket.socketpair()
@@ -139,7 +141,7 @@ class Nursery:
             )
         try:
             self._control.settimeout(START_S)
-            send_frame(self._control, pickle.dumps((name, dict(options), limits)))
+            send_frame(self._control, pickle.dumps((maker, tuple(arguments), limits)))
             problem = receive_answer(self._control, START_S)["problem"]
         except (OSError, ValueError, KeyError) as error:
             self.close()
@@ -195,23 +197,28 @@ class Nursery:
 
 
 class Worker:
-    """One process that scores samples; its process group has its id."""
+    """One process that serves; its process group has its id."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid, self.channel = pid, channel
         self.spent = False  # it wants to be replaced
         self._asked = 0
 
-    def ask(self, sample: Sample, deadline_s: float) -> Score | Failure:
-        """Raises TimeoutError, ConnectionError, ValueError for an answer that cannot be read, and UserError for a value
-        that is no number."""
+    def call(self, request: Any, deadline_s: float, most: int = MAX_ANSWER) -> dict[str, Any]:
+        """What the service answers, in at most so many bytes of JSON. Raises TimeoutError, ConnectionError, and
+        ValueError for an answer that cannot be read."""
         self._asked += 1
         self.channel.settimeout(deadline_s)
-        send_frame(self.channel, pickle.dumps((self._asked, sample)))
-        answer = receive_answer(self.channel, deadline_s)
+        send_frame(self.channel, pickle.dumps((self._asked, request)))
+        answer = receive_answer(self.channel, deadline_s, most)
         if answer.get("number") != self._asked:
             raise ValueError("an answer to nothing that was asked")
         self.spent = answer.get("spent") is True
+        return answer
+
+    def ask(self, sample: Sample, deadline_s: float) -> Score | Failure:
+        """Of a reward. Raises as `call`, and UserError for a value that is no number."""
+        answer = self.call(sample, deadline_s)
         if "refused" in answer:
             raise UserError(str(answer["refused"]))
         if "raised" in answer:

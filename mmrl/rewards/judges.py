@@ -49,15 +49,26 @@ class Endpoint:
     """A model behind POST {base_url}/chat/completions. A word that is not among the TOP first tokens has probability 0.
 
     `api_key_env` names the environment variable that holds the key. At most `concurrency` requests are under way; each
-    has `deadline_s` and `retries` as `mmrl.rewards.http.post`, and raises UserError as it does.
+    has `deadline_s` and `retries` as `mmrl.rewards.http.post`, and raises UserError as it does. With `think_tokens` the
+    judge may say so much first: its verdict is the last token that is one of the words, or nothing.
     """
 
     def __init__(
-        self, base_url: str, model: str, deadline_s: float, retries: int, api_key_env: str | None, concurrency: int
+        self,
+        base_url: str,
+        model: str,
+        deadline_s: float,
+        retries: int,
+        api_key_env: str | None,
+        concurrency: int,
+        think_tokens: int = 0,
     ):
         check_address(base_url, deadline_s, retries)
         if concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, not {concurrency}")
+        if think_tokens < 0:
+            raise ValueError(f"think_tokens must not be negative, not {think_tokens}")
+        self.think_tokens = think_tokens
         if api_key_env is not None and api_key_env not in os.environ:
             raise ValueError(f"api_key_env: the environment has no {api_key_env}")
         self.url, self.model = f"{base_url.rstrip('/')}/chat/completions", model
@@ -86,7 +97,7 @@ class Endpoint:
         request = {
             "model": self.model,
             "messages": [{"role": "user", "content": [*content, {"type": "text", "text": question.text}]}],
-            "max_tokens": 1,
+            "max_tokens": self.think_tokens + 1,
             "temperature": 0,
             "logprobs": True,
             "top_logprobs": TOP,
@@ -94,7 +105,11 @@ class Endpoint:
         body = json.dumps(request).encode()
         answer = post(self.url, body, headers, deadline_s=self.deadline_s, retries=self.retries)
         try:
-            tokens = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+            said = answer["choices"][0]["logprobs"]["content"]
+            place = _verdict(said, words) if self.think_tokens else 0
+            if place is None:
+                return 0.0, 0.0
+            tokens = said[place]["top_logprobs"]
             found = [(str(token["token"]), math.exp(token["logprob"])) for token in tokens]
         except (KeyError, IndexError, TypeError) as error:
             raise UserError(
@@ -103,6 +118,12 @@ class Endpoint:
             ) from None
         first, second = (sum(p for token, p in found if _is_word(token, word)) for word in words)
         return first, second
+
+
+def _verdict(said: Sequence[Any], words: tuple[str, str]) -> int | None:
+    """The place of the last token that is one of the words."""
+    places = [i for i, token in enumerate(said) if any(_is_word(str(token["token"]), word) for word in words)]
+    return places[-1] if places else None
 
 
 class LocalModel:
@@ -162,8 +183,8 @@ class Judged:
     """The options that both kinds of judge share.
 
     Exactly one of `base_url` with `model` (an endpoint, see `Endpoint`) and `path` (a model in this process, see
-    `LocalModel`) says who judges; `deadline_s`, `retries`, `concurrency` and `api_key_env` are for the first,
-    `batch_size`, `dtype` and `device` for the second.
+    `LocalModel`) says who judges; `deadline_s`, `retries`, `concurrency`, `api_key_env` and `think_tokens` are for the
+    first, `batch_size`, `dtype` and `device` for the second.
     """
 
     def __init__(
@@ -181,7 +202,10 @@ class Judged:
         batch_size: int = 8,
         dtype: str = "auto",
         device: str | None = None,
+        think_tokens: int = 0,
     ):
+        if think_tokens and path is not None:
+            raise ValueError("think_tokens is for an endpoint: a model in this process says one word")
         if (base_url is None) == (path is None) or (base_url is None) != (model is None):
             raise ValueError("give base_url and model for an endpoint, or path for a model in this process")
         if len(answers) != 2 or len({answer.lower() for answer in answers}) != 2:
@@ -191,7 +215,7 @@ class Judged:
         self.question, self.words = question, (answers[0], answers[1])
         self.judge: Judge
         if base_url is not None and model is not None:
-            self.judge = Endpoint(base_url, model, deadline_s, retries, api_key_env, concurrency)
+            self.judge = Endpoint(base_url, model, deadline_s, retries, api_key_env, concurrency, think_tokens)
         elif path is not None:
             self.judge = LocalModel(path, self.words, batch_size, dtype, device)
 
@@ -223,8 +247,11 @@ class VlmJudge(Judged):
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return score_finite(samples, self._score)
 
+    def _asked(self, sample: Sample) -> Question:
+        return self._question(sample, as_pil(picture(sample)))
+
     def _score(self, samples: list[Sample]) -> list[Score]:
-        questions = [self._question(sample, as_pil(picture(sample))) for sample in samples]
+        questions = [self._asked(sample) for sample in samples]
         result: list[Score] = []
         for yes, no in self.judge.ask(questions, self.words):
             certain = yes + no if self.normalise else 1.0

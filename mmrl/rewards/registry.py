@@ -8,7 +8,20 @@ from functools import partial
 from typing import Any
 
 from mmrl.errors import told
-from mmrl.rewards import boxes, clip, credit, http, images, judges, pointing, verifiers
+from mmrl.rewards import (
+    boxes,
+    clip,
+    credit,
+    framewise,
+    guards,
+    http,
+    images,
+    judges,
+    pointing,
+    text_judges,
+    turns,
+    verifiers,
+)
 from mmrl.rewards.failures import Failures
 from mmrl.rewards.isolated import WORKERS, IsolatedReward
 from mmrl.rewards.limits import Limits
@@ -34,8 +47,11 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "majority": credit.Majority,
     "tool_calls": credit.tool_calls,
     "boxes_in_reasoning": credit.boxes_in_reasoning,
+    "sections": credit.sections,
     "overlong_penalty": verifiers.overlong_penalty,
     "random": verifiers.random,
+    "environment_return": turns.environment_return,
+    "tool_bonus": turns.tool_bonus,
     "jpeg_compressibility": images.jpeg_compressibility,
     "jpeg_incompressibility": images.jpeg_incompressibility,
     "classifier_logp": images.ClassifierLogp,
@@ -46,7 +62,15 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "hpsv2": clip.hpsv2,
     "vlm_judge": judges.VlmJudge,
     "vlm_preference": judges.VlmPreference,
+    "vlm_reference": text_judges.ReferenceJudge,
+    "answer_judge": text_judges.AnswerJudge,
+    "rubric_judge": text_judges.RubricJudge,
+    "consistency_judge": text_judges.ConsistencyJudge,
+    "caption_judge": text_judges.CaptionJudge,
+    "evidence_judge": text_judges.EvidenceJudge,
     "http": http.HttpReward,
+    "guard": guards.GuardReward,
+    "framewise": framewise.Framewise,
 }
 ISOLATED = frozenset({"math"})  # may hang, so they never run in this process
 DEADLINE_S = 5.0  # of a sample in an isolated reward

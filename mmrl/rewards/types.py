@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from mmrl.devices import named
 from mmrl.errors import UserError, told
 from mmrl.rollouts import Sample
 
@@ -36,9 +37,9 @@ class BatchReward(Protocol):
 def device_of(device: str | None) -> torch.device:
     """Where a reward's model runs: what its option `device` says, else the current GPU if there is one, else the CPU.
 
-    Asked when scoring, not when building, for a rank learns only later which GPU is its own.
+    Asked when scoring, not when building: a reward may be built before its process knows which GPU is its own.
     """
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device(device or (named("cuda") if torch.cuda.is_available() else "cpu"))
 
 
 def picture(sample: Sample) -> Tensor:
@@ -46,6 +47,13 @@ def picture(sample: Sample) -> Tensor:
     if sample.image is None:
         raise UserError(f"the rollout of prompt {sample.prompt.id!r} holds no picture to score")
     return sample.image
+
+
+def clip(sample: Sample) -> Tensor:
+    """The clip that was made, [frame, channel, height, width]. Raises UserError where the rollout holds none."""
+    if sample.frames is None:
+        raise UserError(f"the rollout of prompt {sample.prompt.id!r} holds no clip to score")
+    return sample.frames
 
 
 def as_pil(image: Tensor) -> Image.Image:

@@ -1,4 +1,5 @@
-"""The processes of an isolated reward: a nursery that forks workers, and workers that score (see `IsolatedReward`).
+"""The processes of somebody else's code: a nursery that builds a service, and workers that it forks, which serve. A
+reward is one (see `IsolatedReward`), an environment of turns another.
 
 An order to the nursery is one letter and a process id, with a socket where a worker shall be forked; its answer is
 {"done": process id, "why": text where the nursery itself has ended that worker, else null}. All answers are frames of
@@ -8,6 +9,7 @@ at most MAX_ANSWER bytes of JSON.
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import os
 import pickle
@@ -17,6 +19,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from mmrl.errors import UserError, told
@@ -31,6 +34,7 @@ from mmrl.rewards.limits import (
 )
 from mmrl.rewards.types import Reward, numbers
 
+Service = Callable[[Any], dict[str, Any]]  # from a request, which may be any Python object, to JSON
 START_S = 120.0  # a new interpreter that imports torch on a busy machine
 MAX_ANSWER = 1 << 16  # bytes
 WATCH_S = 0.05  # between two counts of what workers have started
@@ -66,10 +70,10 @@ def receive_frame(channel: socket.socket, limit_s: float | None, most: int | Non
     return exactly(size)
 
 
-def receive_answer(channel: socket.socket, limit_s: float) -> dict[str, Any]:
+def receive_answer(channel: socket.socket, limit_s: float, most: int = MAX_ANSWER) -> dict[str, Any]:
     """The next frame as a JSON object; raises as `receive_frame`, and ValueError for anything else."""
     try:
-        answer = json.loads(receive_frame(channel, limit_s, MAX_ANSWER))
+        answer = json.loads(receive_frame(channel, limit_s, most))
     except RecursionError:
         raise ValueError("an answer of many levels") from None
     if not isinstance(answer, dict):
@@ -82,7 +86,7 @@ def _answer(channel: socket.socket, **fields: Any) -> None:
 
 
 def nursery(descriptor: int) -> None:
-    """Builds the reward that the first frame names, then forks workers as it is ordered; never returns. At the other
+    """Builds the service that the first frame names, then forks workers as it is ordered; never returns. At the other
     side's end it kills all that it has started."""
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what verifiers print is no result of a program's
     adopt_orphans()
@@ -90,11 +94,11 @@ def nursery(descriptor: int) -> None:
     ended: dict[int, str] = {}  # by the nursery, until the other side knows
     with socket.socket(fileno=descriptor) as control:
         try:
-            reward, limits = _built(control)
+            service, limits = _built(control)
             while order := _watched(control, workers, ended, limits):
                 kind, pid = ORDER.unpack(order[0])
                 if kind == ENLIST:
-                    pid = _fork_worker(control, order[1][0], reward, limits)
+                    pid = _fork_worker(control, order[1][0], service, limits)
                     workers.add(pid)
                 elif pid in workers:
                     _end(pid, workers)
@@ -105,7 +109,7 @@ def nursery(descriptor: int) -> None:
             for worker in workers:
                 end_group(worker)
             end_descendants()
-            os._exit(0)  # no exit handlers, which belong to the reward
+            os._exit(0)  # no exit handlers, which belong to the service
 
 
 def _watched(
@@ -129,19 +133,18 @@ def _end(pid: int, workers: set[int]) -> None:
     end_descendants(keep=workers)
 
 
-def _built(control: socket.socket) -> tuple[Reward, Limits]:
-    from mmrl.rewards.registry import build
-
-    name, options, limits = pickle.loads(receive_frame(control, None))
-    _end_with(control, True)  # also where the reward hangs while it is built
+def _built(control: socket.socket) -> tuple[Service, Limits]:
+    maker, arguments, limits = pickle.loads(receive_frame(control, None))
+    _end_with(control, True)  # also where the service hangs while it is built
     try:
-        reward: Any = build(name, options, isolated=False)
+        module, _, name = maker.partition(":")
+        service: Service = vars(importlib.import_module(module))[name](*arguments)
     except Exception as error:
-        _answer(control, problem=str(error) if isinstance(error, ValueError) else f"reward {name!r}: {told(error)}")
+        _answer(control, problem=str(error) if isinstance(error, ValueError) else told(error))
         raise ConnectionAbortedError from None
     _end_with(control, False)
     _answer(control, problem=None)
-    return reward, limits
+    return service, limits
 
 
 def _end_with(control: socket.socket, ends: bool) -> None:
@@ -158,30 +161,49 @@ def _end_with(control: socket.socket, ends: bool) -> None:
         os._exit(0)
 
 
-def _fork_worker(control: socket.socket, descriptor: int, reward: Reward, limits: Limits) -> int:
+def _fork_worker(control: socket.socket, descriptor: int, service: Service, limits: Limits) -> int:
     pid = os.fork()
     if pid == 0:
         try:
             control.close()
-            _work(descriptor, reward, limits)
+            _work(descriptor, service, limits)
         finally:
             os._exit(0)  # whatever happened, the nursery's own frames must not run on in a copy
     os.close(descriptor)
     return pid
 
 
-def _work(descriptor: int, reward: Reward, limits: Limits) -> None:
-    """Scores one sample a frame until the other side closes."""
+def _work(descriptor: int, service: Service, limits: Limits) -> None:
+    """Serves one request a frame until the other side closes."""
     end_with_parent()
     adopt_orphans()
     os.setsid()
     limits.apply()
     with socket.socket(fileno=descriptor) as channel:
         while True:
-            number, sample = pickle.loads(receive_frame(channel, None))
-            answer = _scored(reward, sample)
-            end_descendants()  # what the reward started serves this sample only
+            number, request = pickle.loads(receive_frame(channel, None))
+            answer = service(request)
             _answer(channel, number=number, spent=limits.spent(), **answer)
+
+
+def scorer(name: str, options: dict[str, Any]) -> Service:
+    """The reward `name(options)` of the registry as a service for samples. Raises ValueError where it can not be
+    built."""
+    from mmrl.rewards.registry import build
+
+    try:
+        reward: Any = build(name, options, isolated=False)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"reward {name!r}: {told(error)}") from error
+
+    def score(sample: Any) -> dict[str, Any]:
+        answer = _scored(reward, sample)
+        end_descendants()  # what the reward started serves this sample only
+        return answer
+
+    return score
 
 
 def _scored(reward: Reward, sample: Any) -> dict[str, Any]:

@@ -53,12 +53,15 @@ class Shaper(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "entropy_bonus": "mmrl.terms.entropy_bonus:EntropyBonus",
         "token_baseline": "mmrl.terms.token_baseline:TokenBaseline",
+        "turn_returns": "mmrl.terms.turn_returns:TurnReturns",
+        "curiosity": "mmrl.terms.curiosity:Curiosity",
         "stratified": "mmrl.terms.stratified:Stratified",
         "set_diversity": "mmrl.terms.set_diversity:SetDiversity",
         "entropy_redistribution": "mmrl.terms.entropy_redistribution:EntropyRedistribution",
         "entropy_modulation": "mmrl.terms.entropy_modulation:EntropyModulation",
         "self_process": "mmrl.terms.self_process:SelfProcess",
         "long_wrong": "mmrl.terms.long_wrong:LongWrong",
+        "shared_prefix": "mmrl.terms.shared_prefix:SharedPrefix",
         "view_information": "mmrl.terms.view_information:ViewInformation",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
@@ -83,6 +86,8 @@ class Mask(Choice):
     of: ClassVar[Literal["rollouts", "decisions"]] = "decisions"
     kinds: ClassVar[dict[str, str]] = {
         "truncated": "mmrl.terms.truncated:Truncated",
+        "over_turn": "mmrl.terms.over_turn:OverTurn",
+        "band": "mmrl.terms.band:Band",
         "entropy_share": "mmrl.terms.entropy_share:EntropyShare",
         "covariance_clip": "mmrl.terms.covariance_clip:CovarianceClip",
         "token_budget": "mmrl.terms.token_budget:TokenBudget",

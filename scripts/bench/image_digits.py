@@ -1,6 +1,7 @@
 """Every recipe for digits, or for shapes, at several seeds: held-out accuracy, time, and the guards beside the reward.
 
-    .venv/bin/python scripts/bench/image_digits.py [--seeds 3] [--recipes flow,nft] [--runs FOLDER] [KEY=VALUE ...]
+    .venv/bin/python scripts/bench/image_digits.py [--seeds 3] [--recipes perceptron,nft] [--runs FOLDER]
+        [KEY=VALUE ...]
     .venv/bin/python scripts/bench/image_digits.py --data shapes [--seeds 3] [--runs FOLDER] [KEY=VALUE ...]
 
 KEY=VALUE: more overrides of every run. Runs that are already in --runs are not repeated; all start from one base. One
@@ -21,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {
-    "digits": ["flow", "dance", "cps", "window", "branch", "nft", "awm", "random_reward"],
+    "digits": ["perceptron", "dance", "cps", "window", "branch", "nft", "awm", "perceptron_random_reward"],
     "shapes": ["", "random_reward"],
 }
 TIME = {"digits": ("seconds", 1), "shapes": ("minutes", 60)}

@@ -10,6 +10,7 @@ from pathlib import Path
 import sapien
 import torch
 
+from mmrl.devices import named
 from mmrl.errors import UserError
 
 COMMAND = "bash scripts/install_renderer.sh"
@@ -24,7 +25,7 @@ def folder() -> Path:
 
 @cache
 def choose_device() -> str:
-    """SAPIEN's name of the device to render with: 'cuda', or 'pci:0' for what else there is.
+    """SAPIEN's name of the device to render with: 'cuda' (of this rank: 'cuda:3'), or 'pci:0' for what else there is.
 
     The driver of the machine comes first where there is a CUDA device or the user has named one (VK_ICD_FILENAMES),
     else the unpacked software driver. To be called before anything of SAPIEN renders, for a driver cannot be replaced
@@ -39,7 +40,7 @@ def choose_device() -> str:
         _preload(folder())
         os.environ["VK_ICD_FILENAMES"] = str(manifest)
     reasons = []
-    for name in ("cuda", "pci:0"):
+    for name in (named("cuda"), "pci:0"):
         try:
             if sapien.Device(name).can_render():
                 return name

@@ -20,6 +20,7 @@ from mmrl.sims.maniskill.tasks import INSTRUCTIONS
 from mmrl.sims.vector import Transition, nearest
 from numpy.typing import NDArray
 
+from mmrl.devices import named
 from mmrl.errors import UserError
 
 OBSERVATIONS = ("state", "rgb", "video")
@@ -156,7 +157,7 @@ class Recipe:
                     obs_mode=seen,
                     reward_mode=None if self.reward == "sparse" else "normalized_dense",  # None: of no consequence
                     control_mode=self.control_mode,
-                    sim_backend=self.sim_backend,
+                    sim_backend=named(self.sim_backend) if self.sim_backend == "physx_cuda" else self.sim_backend,
                     render_backend=renderer,
                     sensor_configs=size,
                     human_render_camera_configs=size,
@@ -168,7 +169,7 @@ class Recipe:
         device = choose_device()  # needed for materials even where nothing is shown
         if self.observation == "state" and task not in RENDERED_ALWAYS:
             return "none"
-        return "cuda" if device == "cuda" else "software"
+        return "software" if device == "pci:0" else device
 
     def _told(self) -> str:
         return f"observation={self.observation}, control_mode={self.control_mode}, reward={self.reward}"

@@ -28,6 +28,7 @@ class Prompts(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "digits": f"{_HERE}.settings:DigitsData",
         "shapes": f"{_HERE}.settings:ShapesData",
+        "edits": f"{_HERE}.settings:EditsData",
         "prompts": f"{_HERE}.settings:PromptsData",
     }
     rewards: ClassVar[list[RewardSpec]] = []
@@ -99,6 +100,29 @@ class ShapesData(MadePrompts):
         }
         train = ShapesSource(self.combinations, size=self.train_size, seed=seed, careless=self.careless, **allowed)
         return train, ShapesSource("heldout", size=self.eval_size, seed=self.eval_seed, **allowed)
+
+
+class EditsData(MadePrompts):
+    """Instructions for drawn scenes ("make the bar blue"): sources of 3 x 16 x 16, and what they shall become."""
+
+    test: ClassVar[str] = "tests/tasks/test_image_edits.py"
+    rewards: ClassVar[list[RewardSpec]] = [
+        RewardSpec(name=f"{_HERE}.edits:EditChecked", options={"part": "changed"}, label="changed"),
+        RewardSpec(name=f"{_HERE}.edits:EditChecked", options={"part": "kept"}, label="kept"),
+        RewardSpec(name=f"{_HERE}.edits:EditChecked", label="whole"),
+    ]
+    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.edits:EditChecked")
+    second_scorer: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.edits:RegionKept")
+    type: str = "edits"
+    all_edits: bool = option(False, "train on all edits, also those that evaluation asks for, as a base has seen them")
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.image_generation.edits import EditedShapes
+
+        train = EditedShapes(
+            "all" if self.all_edits else "train", size=self.train_size, seed=seed, careless=self.careless
+        )
+        return train, EditedShapes("heldout", size=self.eval_size, seed=self.eval_seed)
 
 
 class PromptsData(Prompts):

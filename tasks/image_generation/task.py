@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from mmrl.tasks.image_generation import digits, shapes
+from mmrl.tasks.image_generation.edits import untouched_moved
 from mmrl.tasks.image_generation.pictures import stack_pictures
 from mmrl.tasks.image_generation.settings import ImageGenerationSettings
 from torch import Tensor
@@ -71,6 +72,8 @@ class ImageGeneration:
             "guard/sharpness": sharpness(images),
             "guard/diversity": diversity(images, group),
         }
+        if all("wanted" in sample.prompt.metadata for sample in samples):
+            guards["guard/untouched_moved"] = untouched_moved(samples)
         if self._second_scorer is not None:
             guards["guard/second_scorer"] = self._second_scorer.score(samples, group)[:, 0]
         return guards

@@ -79,7 +79,7 @@ KINDS = tuple(QUESTIONS)
 
 
 @lru_cache(maxsize=1)
-def _digits() -> tuple[np.ndarray, np.ndarray]:
+def handwritten() -> tuple[np.ndarray, np.ndarray]:
     """All images [image, 8, 8] in uint8 (0 black to 255 white) and their labels [image]."""
     bunch = load_digits()
     return np.rint(bunch.images * (255 / 16)).astype(np.uint8), bunch.target
@@ -87,7 +87,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 
 def split_indices(split: Literal["train", "heldout"]) -> np.ndarray:
     """Indices of the images that a split may show: of each digit every fourth image is held out, whatever the seed."""
-    _, labels = _digits()
+    _, labels = handwritten()
     order = np.empty(len(labels), dtype=int)  # of an image among those of its digit
     for digit in range(10):
         members = np.flatnonzero(labels == digit)
@@ -159,7 +159,7 @@ class DigitsSource:
             raise IndexError(f"item {index} of {self.size}")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
         kind = self.kinds[index % len(self.kinds)]
-        images, labels = _digits()
+        images, labels = handwritten()
         question = None
         while question is None:
             chosen = rng.choice(self._pool, self.cells, replace=False)

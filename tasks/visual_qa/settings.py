@@ -6,6 +6,7 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from mmrl.sims.turns.settings import EnvironmentSettings
 from mmrl.tasks.settings import TaskSettings
 from mmrl.tasks.visual_qa.bounds import MAX_PIXELS, PARQUET_GIB, PILLOWS_LIMIT
 
@@ -27,6 +28,7 @@ class Questions(Choice):
     title: ClassVar[str] = "questions"
     kinds: ClassVar[dict[str, str]] = {
         "digits": "mmrl.tasks.visual_qa.settings:DigitsData",
+        "scenes": "mmrl.tasks.visual_qa.settings:ScenesData",
         "files": "mmrl.tasks.visual_qa.settings:FilesData",
         "huggingface": "mmrl.tasks.visual_qa.settings:HuggingFaceData",
     }
@@ -58,6 +60,34 @@ class DigitsData(Questions):
         layout |= {"scale": self.scale, "jitter": self.jitter}
         train = DigitsSource("train", size=self.train_size, seed=seed, careless=self.careless, **layout)
         return train, DigitsSource("heldout", size=self.eval_size, seed=self.eval_seed, **layout)
+
+
+class ScenesData(Questions):
+    """Scenes of many handwritten digits, of which a coloured one is asked for; a zoom shows it. Training rows follow
+    the run's seed, held-out rows only `eval_seed`."""
+
+    test: ClassVar[str] = "tests/tasks/test_scenes.py"
+    type: str = "scenes"
+    train_size: int = option(100_000, "questions to train on", ge=1)
+    eval_size: int = option(500, "held-out questions", ge=1)
+    eval_seed: int = option(0, "of the held-out questions", ge=0)
+    rows: int = option(1, "of digits", ge=1)
+    columns: int = option(4, "of digits", ge=1)
+    cell: int = option(8, "side of the square that a digit stands in; the digit has 8", unit="pixels", ge=8)
+    jitter: int = option(0, "how far digits are moved by chance", unit="pixels", ge=0)
+    colours: tuple[Literal["red", "green", "blue", "yellow"], ...] = option(
+        ("red", "blue"), "each marks one digit, and a question asks for one of them", min_length=1
+    )
+    wandering: float = option(0.0, "share of training demonstrations that zoom to any place", ge=0, le=1)
+    direct: float = option(0.0, "share of training demonstrations that answer without a zoom", ge=0, le=1)
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.visual_qa.scenes import ScenesSource
+
+        layout: dict[str, Any] = {n: vars(self)[n] for n in ("rows", "columns", "cell", "jitter", "colours")}
+        shown: dict[str, Any] = {"wandering": self.wandering, "direct": self.direct}
+        train = ScenesSource("train", size=self.train_size, seed=seed, **shown, **layout)
+        return train, ScenesSource("heldout", size=self.eval_size, seed=self.eval_seed, **layout)
 
 
 class Rows(Questions):
@@ -131,6 +161,9 @@ class VisualQASettings(TaskSettings):
     rewards: list[RewardSpec] = option([RewardSpec(name="exact_match")], "what a response earns", min_length=1)
     accuracy: RewardSpec = option(
         RewardSpec(name="exact_match"), "the verifier that evaluation reports, whatever the rewards are"
+    )
+    environment: EnvironmentSettings | None = option(
+        None, "what answers responses, so that a rollout is a conversation; null: one response a prompt"
     )
     instruction: str | None = option(None, "appended to each question on a line of its own")
     system: str | None = option(None, "the system message")

@@ -6,17 +6,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from mmrl.sims.turns.settings import EnvironmentSettings
 from mmrl.tasks.visual_qa.settings import VisualQASettings
 
 from mmrl.protocols import Source
 from mmrl.rewards import RewardSet
+from mmrl.rewards.turns import conversation_measures
 from mmrl.rollouts import Prompt, Sample
 
 
 class VisualQA:
     """A task: questions to train on (None where it is only evaluated), questions held out, rewards and a verifier."""
 
-    def __init__(self, train: Source | None, evaluation: Source, rewards: RewardSet, accuracy: RewardSet):
+    def __init__(
+        self,
+        train: Source | None,
+        evaluation: Source,
+        rewards: RewardSet,
+        accuracy: RewardSet,
+        environment: EnvironmentSettings | None = None,
+    ):
+        self.environment = environment
         self.train, self.evaluation = train, evaluation
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
         self._rewards, self._accuracy = rewards, accuracy
@@ -30,7 +40,8 @@ class VisualQA:
         train, evaluation = settings.data.sources(seed)
         asked = None if train is None else InstructedSource(train, settings.instruction, settings.system)
         held_out = InstructedSource(evaluation, settings.instruction, settings.system)
-        return VisualQA(asked, held_out, RewardSet(settings.rewards), RewardSet([settings.accuracy]))
+        rewards, accuracy = RewardSet(settings.rewards), RewardSet([settings.accuracy])
+        return VisualQA(asked, held_out, rewards, accuracy, settings.environment)
 
     def score(self, samples: Sequence[Sample], group: torch.Tensor | None = None) -> torch.Tensor:
         """Unweighted reward components [rollout, component], float32, NaN where one could not be scored. group:
@@ -42,10 +53,11 @@ class VisualQA:
         return self._accuracy.score(samples)[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Length in tokens and whether generation was cut, [rollout]."""
+        """Length in tokens and whether generation was cut, [rollout]; of conversations what became of their turns."""
         return {
             "response/length": torch.tensor([float(s.response_length) for s in samples]),
             "response/truncated": torch.tensor([float(s.truncated) for s in samples]),
+            **conversation_measures(samples),
         }
 
 

@@ -211,3 +211,13 @@ def test_the_samples_table_tells_advantages(given):
     made.trainer.log(rollouts, made.metrics)
     close(shown["advantage"], [-2.0, -1.0, 3.0, -2.0])
     assert shown["mark"] == torch.tensor([1.0, 2.0, 6.0, 0.0]).tolist()
+
+
+def test_the_deviation_within_groups_is_reported(given):
+    """Beside that of the batch, which does not fall while the groups become all alike."""
+    made = given(five(), "rollout.group_size=3")
+    made.prepare()
+    close(made.metrics.result()["advantages/reward_std_within"], (math.sqrt(7) + math.sqrt(8)) / 2)
+    flat = given(Table([[-1.0]] * 4, group=[0, 0, 1, 1], rewards=[1.0, 1.0, 9.0, 9.0]))
+    flat.prepare()
+    close(flat.metrics.result()["advantages/reward_std_within"], 0.0)

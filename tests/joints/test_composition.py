@@ -15,6 +15,7 @@ COUNT = 36  # combinations for each kind of decision
 DECISIONS = ("text token", "denoising step", "action token")
 # What a method must be given, and what keeps it from being at rest in so small a batch.
 OPTIONS = {
+    "band": "fact: length, high: 2",
     "best_of_group": "count: 3",
     "bucket_std": "by: level",
     "divergence_mask": "bound: 0.1",
@@ -92,6 +93,7 @@ def table(decision):
         columns |= {"prediction": column(-1, 1), "std": column(0.4, 0.6)}
     else:
         columns |= {"entropy": column(0.1, 2), "square_sum": column(0.2, 0.9)}
+        columns |= {"numbers": [[float(chance.randint(0, 2)) for _ in range(n)] for n in lengths]}
     rewards = [[chance.choice([0.0, 1.0]), chance.random()] for _ in range(12)]
     rewards[6] = [float("nan")] * 2
     return Table(

@@ -193,3 +193,25 @@ def test_words_are_needed_for_their_diversity():
     with pytest.raises(UserError, match="set_diversity.* needs responses in words"):
         load(GIVEN, ["run_dir=x", "model={type: diffusion, path: x}", "task={type: image_generation}",
                      "algorithm.shaping=[set_diversity]"])  # fmt: skip
+
+
+# --- shared prefix ---
+
+
+def test_shared_prefix(given):
+    # Of the first token 7 there are three, of 7 5 two, of 7 6 one; the fourth rollout shares nothing, and the second
+    # group, though it says the same, is another one. Rewards 3, 1, 1, 3 around 2.
+    table = Table(
+        [[-1.0, -1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0], [-1.0], [-1.0], [-1.0], [-1.0], [-1.0]],
+        group=[0, 0, 0, 0, 1, 1, 1, 1],
+        rewards=[3.0, 1.0, 1.0, 3.0, 1.0, 1.0, 3.0, 3.0],
+        numbers=[[7.0, 5.0, 4.0], [7.0, 5.0], [7.0, 6.0], [9.0], [7.0], [8.0], [6.0], [5.0]],
+    )
+    found = shaped(given, table, "shared_prefix", "rollout.prompts=2")
+    expected = [[1 / 3, 1 / 2, 1], [-1 / 3, -1 / 2, 0], [-1 / 3, -1, 0], [1, 0, 0]]
+    close(found, [*expected, [-1, 0, 0], [-1, 0, 0], [1, 0, 0], [1, 0, 0]])
+
+
+def test_a_prefix_is_shared_from_the_first_token_on(given):
+    table = Table([[-1.0, -1.0]] * 2, rewards=[3.0, 1.0], numbers=[[7.0, 5.0], [8.0, 5.0]])
+    close(shaped(given, table, "shared_prefix"), [[1, 1], [-1, -1]])

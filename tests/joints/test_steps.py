@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from mmrl.errors import UserError
 from tests.joints.parts import Table, close
 
 
@@ -154,3 +155,30 @@ def test_evaluation_has_its_own_temperature_seeds_and_weights(given):
     close([call.weights for call in asked], [first, 0.05 * first + 0.95 * 0.5])
     rolled = {seed for call in calls if call.what == "rollout" for seed in call.seeds}
     assert asked[0].seeds == asked[1].seeds and not rolled & set(asked[0].seeds)
+
+
+# --- the best weights ---
+
+
+def kept(given, measures, *overrides):
+    """After which of the evaluations, with these measures one after another, the weights were written."""
+    made = given(four(), "checkpoint.best=true", *overrides)
+    found, trainer = [], made.trainer
+    trainer.save_weights = lambda name: found.append((name, trainer.step))
+    for step, value in enumerate(measures, 1):
+        trainer.step = step
+        trainer.task.measures = lambda samples, group, value=value: {"entropy": torch.full((len(samples),), value)}
+        trainer.evaluate()
+    return found
+
+
+def test_the_best_weights_are_those_of_the_metric_that_is_asked_for(given):
+    by = "checkpoint.best_by=evaluation/entropy"
+    assert kept(given, [0.5, 0.4, 0.7, 0.7], by) == [("best", 1), ("best", 3)]
+    assert kept(given, [0.5, 0.4, 0.7, 0.3], by, "checkpoint.best_is=lowest") == [("best", 1), ("best", 2), ("best", 4)]
+    assert kept(given, [0.5, 0.4]) == [("best", 1)]  # by accuracy, which stays as it is
+
+
+def test_a_metric_that_evaluations_do_not_have(given):
+    with pytest.raises(UserError, match="checkpoint.best_by=evaluation/entropie is no metric.*evaluation/entropy"):
+        kept(given, [0.5], "checkpoint.best_by=evaluation/entropie")

@@ -126,3 +126,14 @@ def test_another_view_replays_the_same_response_to_a_changed_prompt(tmp_path):
         torch.testing.assert_close(found.logp[i, : len(expected)].detach(), expected, **close)
     apart = (found.logp - policy.replay(rollouts, policy.module).logp).abs().max()
     assert float(apart) > 1e-4 and found.logp.requires_grad
+
+
+def test_the_numbers_of_decisions_are_the_tokens_of_the_responses(tmp_path):
+    _, task, policy = policy_of(tmp_path)
+    rollouts = policy.rollout(prompts(task), 2, [1, 2, 3, 4], step=0)
+    rollouts.mask[1] = False
+    found = policy.numbers(rollouts)
+    assert found.shape == rollouts.mask.shape and (found[1] == -1).all()
+    for row in (0, 2, 3):
+        response = rollouts.inputs[row].response.tolist()
+        assert found[row].tolist() == response + [-1] * (found.shape[1] - len(response))

@@ -192,3 +192,16 @@ def test_transforms_follow_one_another_and_reach_every_component(given):
 def test_what_gives_advantages_takes_no_baseline(given, kind):
     with pytest.raises(UserError, match="set algorithm.baseline=none and algorithm.scale=none"):
         given(Table([[-1.0]] * 2), f"algorithm.transforms=[{kind}]")
+
+
+def test_history(given):
+    """The first step is on its own scale: around 2 with a std of 1; the second on that of the first."""
+    made = given(Table([[-1.0]] * 2, rewards=[1.0, 3.0]), *BARE, "algorithm.transforms=[{type: history, keep: 0.5}]")
+    close(made.prepare().advantages[:, 0], [-1.0, 1.0], atol=1e-5)
+
+    def again(*rewards):
+        return made.prepare(Table([[-1.0]] * 2, rewards=list(rewards)).rollouts()).advantages[:, 0]
+
+    close(again(4.0, 6.0), [2.0, 4.0], atol=1e-5)
+    # Mean (2 + 5) / 2; squares (5 + 26) / 2: deviation sqrt(15.5 - 12.25).
+    close(again(3.5, 7.0), [0.0, 3.5 / math.sqrt(3.25)], atol=1e-5)

@@ -90,6 +90,9 @@ class Copy:
         self.awake = False
 
     def wake(self):
+        pass
+
+    def serve(self):
         self.awake = True
 
     def close(self):

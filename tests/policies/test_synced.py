@@ -11,6 +11,7 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.generation import vllm
+from mmrl.generation.rest import Rest
 from mmrl.generation.sampling import Sampling
 from mmrl.policies.vlm.proof import Gap
 from mmrl.policies.vlm.synced import Synced, weights
@@ -54,6 +55,55 @@ def test_generation_has_the_trained_weights_after_every_change(synced, lora):
                 logp = made.policy.replay(rollouts, made.policy.module).logp
             torch.testing.assert_close(rollouts.behaviour_logp, logp, atol=1e-3, rtol=0)
         assert not made.engine.awake
+
+
+class Recorded(Copy):
+    """With the memory of a GPU, of which only the order is real."""
+
+    def __init__(self, policy, *, keep_weights):
+        super().__init__(policy, PROMPTS, adapters=keep_weights)
+        self.told = []
+        self.rest = Rest(self, keep_weights=keep_weights)
+
+    def sleep(self, level=None):
+        self.told.append(f"sleep at level {level}") if level else self.rest.sleep()
+
+    def wake_up(self, tags):
+        self.told.append(f"wake {' and '.join(tags)}")
+
+    def wake(self):
+        self.rest.wake_weights()
+
+    def serve(self):
+        self.rest.wake_cache()
+
+    def load(self, weights):
+        super().load(weights)
+        self.told.append("load")
+
+    def adapt(self, write):
+        super().adapt(write)
+        self.told.append("adapt")
+
+    def generate(self, requests, **options):
+        self.told.append("generate")
+        return super().generate(requests, **options)
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["merged", "adapter"])
+def test_memory_is_free_before_the_engine_takes_it_and_weights_come_before_the_cache(monkeypatch, adapters):
+    options = {"lora": LORA, "freeze": ["vision", "connector"]} if adapters else {}
+    policy = loaded(model_folder(), sampling=Sampling(0.7), max_response_length=7, **options)
+    engine = Recorded(policy, keep_weights=adapters)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: engine.told.append("empty"))
+    made = Synced(policy, engine, ONE_PICTURE, limit=1e-3, gather=lambda value: [value], adapters=adapters)
+    level = 1 if adapters else 2  # a base that is sent once has to be kept
+    asleep, before, after = f"sleep at level {level}", ["empty", "wake weights"], ["empty", "wake kv_cache", "generate"]
+    for given in (["load", "adapt"], ["adapt"]) if adapters else (["load"], ["load"]):
+        engine.told.clear()
+        with made.generation():
+            assert engine.told == [*before, *given, *after]  # the last is the probe
+        assert engine.told[-1] == asleep
 
 
 def test_weights_are_those_that_peft_merges(synced, tmp_path):

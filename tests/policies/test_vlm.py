@@ -17,6 +17,7 @@ from mmrl.generation.sampling import Sampling
 from mmrl.kernels import ops
 from mmrl.policies.vlm import loading, prompts
 from mmrl.policies.vlm import policy as vlm
+from mmrl.policies.vlm import prompts as chats
 from mmrl.rollouts import Prompt, Rollouts
 from tests.policies.conftest import LENGTH, PROMPTS, loaded, mixed, picture
 
@@ -614,6 +615,23 @@ def test_activation_checkpointing_changes_memory_only(family, load, lora):
         torch.testing.assert_close(grads[1][name], want, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_frozen_parts_run_no_backward(family, load, lora):
+    """Also where layers recompute their activations: of a frozen tower nothing asks for a gradient or runs again."""
+    policy = load(family, freeze=["vision", "connector"], activation_checkpointing=True, lora=lora)
+    rollouts, seen = mixed(policy), []
+    for name, module in policy.module.named_modules():
+        if isinstance(module, torch.nn.Linear) and loading.part_of(name) != "language":
+            module.register_forward_hook(lambda *call: seen.append(call[-1].requires_grad))
+    logp = replay(policy, rollouts).logp
+    once = len(seen)
+    logp.sum().backward()
+    assert once > 10 and len(seen) == once and not any(seen)
+    trained = {n for n, p in policy.module.named_parameters() if p.requires_grad}
+    assert trained == {n for n, p in policy.module.named_parameters() if p.grad is not None}
+    assert {loading.part_of(name) for name in trained} == {"language"}
+
+
 def test_lockstep_adds_a_picture_and_changes_nothing(family, load):
     """A rank without a picture runs the vision tower too; the numbers stay."""
     policy = load(family)
@@ -658,12 +676,10 @@ def test_prompts_are_encoded_together_as_alone(shared, monkeypatch):
     twin = replace(PROMPTS[2], id="twin", text="Which is the largest?", images=(picture(48, 40).transpose(1),))
     brief = replace(PROMPTS[1], id="brief", text="one", system=None)
     prompts = [PROMPTS[0], twin, *PROMPTS[1:], brief, replace(twin, images=(picture(40, 48),))]
-    template, calls = policy.processor.apply_chat_template, []
+    processed, calls = chats._read_alike, []
     with monkeypatch.context() as patch:
         patch.setattr(
-            policy.processor,
-            "apply_chat_template",
-            lambda chats, **kw: calls.append(len(chats)) or template(chats, **kw),
+            chats, "_read_alike", lambda p, rows, inside: calls.append(len(rows)) or processed(p, rows, inside)
         )
         encoded = policy.encode(prompts)
     assert calls == [1, 2, 2, 1]  # one for each set of picture sizes

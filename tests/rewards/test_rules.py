@@ -55,6 +55,7 @@ def test_gold_boxes_have_a_convention_of_their_own():
         (100, 200, {}, (112, 196)),
         (1000, 500, {"factor": 28, "max_pixels": 100000}, (420, 196)),  # 1000 / 2.236 = 447.2 falls short of 16 x 28
         (10, 20, {"factor": 28, "min_pixels": 6272}, (56, 112)),  # 10 x 5.6 = 56, 20 x 5.6 = 112
+        (10, 20, {"factor": 28, "min_pixels": 10000}, (84, 168)),  # 70.7 and 141.4 are rounded up
         (640, 480, {"factor": 32}, (640, 480)),
     ],
 )
@@ -294,6 +295,14 @@ def test_majority_of_each_group():
     assert found[:, 1].tolist() == [0.5, 0.5, 0.25, 0, 0.5, 0.5, 0.5, 0.5]
 
 
+def test_fewer_votes_are_no_majority():
+    import torch
+
+    samples = [sample(text, None) for text in ("a", "a", "a", "b", "b")]
+    found = RewardSet([RewardSpec(name="majority")]).score(samples, torch.zeros(5, dtype=torch.long))
+    assert found[:, 0].tolist() == [1, 1, 1, 0, 0]
+
+
 # --- calls and boxes in the reasoning ---
 
 CALLS = [{"name": "zoom", "arguments": {"x": 1, "y": 2}}, {"name": "ocr"}]
@@ -334,6 +343,28 @@ def test_tool_calls(response, expected):
 )
 def test_boxes_in_reasoning(response, expected):
     assert score("boxes_in_reasoning", response, None, at_most=3) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<info>a cat</info> <think>one</think>\n<answer>1</answer> ", 1.0),
+        ("<think>one</think><info>a cat</info><answer>1</answer>", 0.0),
+        ("<info>a cat</info><answer>1</answer>", 0.0),
+        ("<info> </info><think>one</think><answer>1</answer>", 0.0),
+        ("<info>a</info> and <think>one</think><answer>1</answer>", 0.0),
+        ("<info>a</info><think>one</think><answer>1</answer>2", 0.0),
+        ("<info>a</info><think>one</think><answer>1</answer><answer>2</answer>", 0.0),
+        ("<info>a<think></info><think>one</think><answer>1</answer>", 0.0),
+    ],
+)
+def test_sections(response, expected):
+    assert score("sections", response, None, tags=["info", "think", "answer"]) == expected
+
+
+def test_sections_have_names_of_their_own():
+    with pytest.raises(ValueError, match="tags must be different names"):
+        build("sections", {"tags": ["think", "think"]})
 
 
 LONG = [

@@ -1,26 +1,57 @@
-"""What the diffusion policy asks of a family of models (Stable Diffusion 3, FLUX, ..., or a small network)."""
+"""What the diffusion policy asks of a family of models (Stable Diffusion 3, FLUX, Wan, ..., or a small network)."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from PIL import Image
 from torch import Tensor, nn
 
+from mmrl.rollouts import Prompt
 from mmrl.samplers.settings import Space
 from mmrl.samplers.sigmas import Grid
 
 Shape = tuple[int, ...]  # of a latent
-Condition = dict[str, Tensor]  # what the text encoders say of one prompt; no batch dimension, on the CPU
+Resolution = int | tuple[int, int] | None  # pixels: the side of a square, height and width, or the model's own
+Condition = dict[str, Tensor]  # what the encoders say of one prompt; no batch dimension, on the network's device
+
+
+@dataclass(frozen=True)
+class Asked:
+    """All that a condition depends on: the words of a prompt and its pictures, told apart by their content."""
+
+    text: str
+    images: tuple[Image.Image, ...] = field(default=(), compare=False)
+    digest: str = ""  # of the pictures
+
+    @staticmethod
+    def of(prompt: Prompt) -> Asked:
+        """Of a prompt; its pictures are read once."""
+        return Asked(prompt.text, prompt.images, _digest(prompt.images) if prompt.images else "")
+
+    def saying(self, text: str) -> Asked:
+        """The same pictures with other words."""
+        return replace(self, text=text)
+
+
+def _digest(images: Sequence[Image.Image]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for image in images:
+        digest.update(f"{image.mode} {image.size}".encode())
+        digest.update(image.tobytes())
+    return digest.hexdigest()
 
 
 class Family(Protocol):
     """One loaded model: how its prompts are encoded, its network called and its latents decoded.
 
-    Latents are always [channel, height, width] an image, fp32, however the network packs them. `space` says what the
-    network predicts: "velocity" the velocity noise - data at x = (1 - sigma) data + sigma noise, "noise" the noise at
-    x = sqrt(1 - sigma^2) data + sigma noise.
+    Latents are always [channel, height, width] a picture and [channel, frame, height, width] a clip, fp32, however the
+    network packs them. `space` says what the network predicts: "velocity" the velocity noise - data at x = (1 - sigma)
+    data + sigma noise, "noise" the noise at x = sqrt(1 - sigma^2) data + sigma noise.
     """
 
     module: nn.Module  # what is trained, and what the engine wraps
@@ -28,8 +59,9 @@ class Family(Protocol):
     @property
     def space(self) -> Space: ...
 
-    def latent_shape(self, resolution: int | None) -> Shape:
-        """Of one image of `resolution` x `resolution` pixels; None: the model's own size."""
+    def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
+        """Of a picture of `resolution` pixels, or of a clip of so many frames; None: the model's own. Raises UserError
+        for what the VAE or the patches can not take."""
         ...
 
     def grid(self, steps: int, shape: Shape) -> Grid:
@@ -40,26 +72,31 @@ class Family(Protocol):
         """Noise levels for training without a chain: uniform draws in (0, 1) [n] -> (sigma [n], time [n])."""
         ...
 
-    def encode(self, texts: Sequence[str]) -> list[Condition]:
-        """One condition a text. The text encoders are on the device only while this runs."""
+    def encode(self, asked: Sequence[Asked], shape: Shape = ()) -> list[Condition]:
+        """One condition each, for latents of `shape`; those that visit the device are on it only while this runs."""
+        ...
+
+    def cut(self, text: str) -> int:
+        """How many tokens of a text the encoders leave out because of their limit."""
         ...
 
     def predict(
         self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
-        """Velocity (or noise) [n, channel, height, width] fp32 of latents x [n, ...] at times [n].
+        """Velocity (or noise) like x, fp32, of latents x [n, ...] at times [n].
 
-        `model` is `module` or the engine around it. `guidance` is the embedded scale of a guidance-distilled model;
-        others ignore it.
+        `model` is `module` or the engine around it. conditions: one a row; rows may share one, which is then put on the
+        device and batched once. `guidance` is the embedded scale of a guidance-distilled model; others ignore it.
         """
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """[n, channel, height, width] latents -> [n, 3 or 1, height, width] pixels, 0 to 1 in gamut, not clamped."""
+        """Latents [n, ...] -> pixels [n, 3 or 1, height, width], or [n, frame, 3 or 1, height, width] of clips; 0 to 1
+        in gamut, not clamped."""
         ...
 
     def to_latents(self, pixels: Tensor) -> Tensor:
-        """The inverse of `decode` [n, 3 or 1, height, width] -> [n, channel, height, width], for demonstrations."""
+        """The inverse of `decode`, for demonstrations."""
         ...
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:

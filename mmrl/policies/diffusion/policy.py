@@ -1,7 +1,8 @@
-"""Diffusion and flow models as policies: prompts to pictures, pictures to likelihoods."""
+"""Diffusion and flow models as policies: prompts to pictures and clips, and these to likelihoods."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from mmrl.errors import UserError
 from mmrl.files import share
 from mmrl.policies.diffusion import trees
-from mmrl.policies.diffusion.family import Condition, Family, Shape
+from mmrl.policies.diffusion.family import Asked, Condition, Family, Shape
 from mmrl.policies.diffusion.settings import (
     Denoising,
     DenoisingDemonstrations,
@@ -34,17 +35,23 @@ from mmrl.samplers.settings import Euler, Transition
 from mmrl.samplers.windows import window_steps
 from mmrl.settings import locate
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class PictureRecord:
-    """One picture: what it was asked for, and the steps of its chain or the picture itself. fp32, on the CPU."""
+    """One picture or clip: what it was asked for, and the steps of its chain or the latent itself. fp32, on the CPU."""
 
-    text: str
+    asked: Asked
     seed: int
     data: Tensor  # [...] the final latent
     points: Tensor  # [window] int64, grid points of the steps that were drawn
     x: Tensor  # [window, ...] before each of them
     x_next: Tensor  # [window, ...] after
+
+    @property
+    def text(self) -> str:
+        return self.asked.text
 
 
 class DiffusionPolicy:
@@ -60,9 +67,12 @@ class DiffusionPolicy:
         self.family, self.denoising = family, denoising
         self.module: nn.Module = family.module
         self.likelihood: PictureLikelihood = denoising.likelihood
-        self.shape: Shape = family.latent_shape(denoising.resolution)
-        self.evaluation_shape: Shape = family.latent_shape(denoising.evaluation_resolution or denoising.resolution)
-        self._conditions: OrderedDict[str, Condition] = OrderedDict()
+        self.shape: Shape = family.latent_shape(denoising.resolution, denoising.frames)
+        self.evaluation_shape: Shape = family.latent_shape(
+            denoising.evaluation_resolution or denoising.resolution, denoising.frames
+        )
+        self._conditions: OrderedDict[tuple[Asked, Shape], Condition] = OrderedDict()
+        self._cut = 0  # prompts of which the encoders left something out
         self._check()
 
     @property
@@ -94,33 +104,35 @@ class DiffusionPolicy:
             windows = [window for window in of_group for _ in range(group_size)]
             if likelihood.branching:
                 return self._branch(likelihood, prompts, group_size, seeds, windows)
-        chain = self._draw(self.sampler, [p.text for p in asked], seeds, windows, self.denoising.guidance)
-        return self._rollouts(asked, group_size, seeds, chain, windows)
+        said = [Asked.of(p) for p in prompts for _ in range(group_size)]
+        chain = self._draw(self.sampler, said, seeds, windows, self.denoising.guidance)
+        return self._rollouts(asked, said, group_size, seeds, chain, windows)
 
     @torch.no_grad()
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
         """One picture a prompt without noise in its chain, with the steps, size and guidance of evaluation."""
-        settings, texts = self.denoising, [p.text for p in prompts]
+        settings, said = self.denoising, [Asked.of(p) for p in prompts]
         guidance = settings.guidance if settings.evaluation_guidance is None else settings.evaluation_guidance
         sampler = self._sampler(settings.evaluation_steps, self.evaluation_shape)
-        chain = self._draw(sampler, texts, seeds, [[]] * len(texts), guidance, self.evaluation_shape)
-        images = self.family.decode(chain.final).float().cpu()
-        return [Sample(prompt, image=image) for prompt, image in zip(prompts, images, strict=True)]
+        chain = self._draw(sampler, said, seeds, [[]] * len(said), guidance, self.evaluation_shape)
+        return made_samples(prompts, self.family.decode(chain.final).float().cpu())
 
     @torch.no_grad()
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
-        """The pictures that prompts carry in metadata["target"] ([channel, height, width], 0 to 1), some of them
-        without their prompt."""
+        """The pictures or clips that prompts carry in metadata["target"] ([channel, height, width] or [frame, channel,
+        height, width], 0 to 1), some of them without the words of their prompt."""
         assert isinstance(self.denoising, DenoisingDemonstrations)
         missing = next((p.id for p in prompts if "target" not in p.metadata), None)
         if missing is not None:
             raise UserError(f"prompt {missing} has no picture to learn from: algorithm.type=supervised needs a target")
         data = self.family.to_latents(torch.stack([p.metadata["target"] for p in prompts]).to(self.device))
         empty = data.new_zeros(len(data), 0, *data.shape[1:])
-        made = self._rollouts(prompts, 1, seeds, Chain(data, empty, empty), [[]] * len(prompts), decode=False)
+        said = [Asked.of(p) for p in prompts]
+        chain = Chain(data, empty, empty)
+        made = self._rollouts(prompts, said, 1, seeds, chain, [[]] * len(prompts), decode=False)
         for i, record in enumerate(made.inputs):
             if score.stratified(record.seed, 1)[0] < self.denoising.prompt_dropout:
-                made.inputs[i] = replace(record, text=self.denoising.negative_prompt)
+                made.inputs[i] = replace(record, asked=record.asked.saying(self.denoising.negative_prompt))
         return made
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
@@ -129,7 +141,7 @@ class DiffusionPolicy:
         return replace(
             rollouts,
             samples=[replace(s, prompt=p) for s, p in zip(rollouts.samples, prompts, strict=True)],
-            inputs=[replace(record, text=p.text) for record, p in zip(rollouts.inputs, prompts, strict=True)],
+            inputs=[replace(record, asked=Asked.of(p)) for record, p in zip(rollouts.inputs, prompts, strict=True)],
             old_logp=None,
             old_prediction=None,
             ref_logp=None,
@@ -148,7 +160,9 @@ class DiffusionPolicy:
         """It has nothing to keep step with."""
 
     def counts(self) -> dict[str, float]:
-        return {}
+        """Prompts, since it was last asked, of which the encoders left something out because of their token limit."""
+        found, self._cut = self._cut, 0
+        return {"prompts_cut": float(found)} if found else {}
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         self.family.save(folder, state)
@@ -206,7 +220,7 @@ class DiffusionPolicy:
     def _draw(
         self,
         sampler: Sampler,
-        texts: Sequence[str],
+        said: Sequence[Asked],
         seeds: Sequence[int],
         windows: list[list[int]],
         guidance: float,
@@ -214,7 +228,7 @@ class DiffusionPolicy:
     ) -> Chain:
         shape = shape or self.shape
         x = gaussian(list(seeds), INITIAL, shape).to(self.device)
-        return run(self._predictor(sampler, texts, guidance), x, sampler, windows, noise_of(seeds, shape))
+        return run(self._predictor(sampler, said, guidance), x, sampler, windows, noise_of(seeds, shape))
 
     def _branch(
         self,
@@ -230,7 +244,7 @@ class DiffusionPolicy:
                 f"denoising.likelihood.branching={list(likelihood.branching)} makes {leaves} leaves a tree; "
                 f"rollout.group_size is {group_size}"
             )
-        roots = [int(s) for s in seeds[::group_size]]
+        roots, said = [int(s) for s in seeds[::group_size]], [Asked.of(p) for p in prompts]
 
         def segment(
             x: Tensor,
@@ -240,7 +254,7 @@ class DiffusionPolicy:
             start: list[int],
             stop: list[int],
         ) -> Chain:
-            predict = self._predictor(self.sampler, [prompts[g].text for g in owner], self.denoising.guidance)
+            predict = self._predictor(self.sampler, [said[g] for g in owner], self.denoising.guidance)
             steps: list[list[int]] = [[]] * len(owner) if drawn is None else [[point] for point in drawn]
             return run(predict, x, self.sampler, steps, noise_of(own_seeds, self.shape), start=start, stop=stop)
 
@@ -248,62 +262,76 @@ class DiffusionPolicy:
         last = len(self.sampler.grid)
         chain = trees.grow(segment, noise, roots, windows[::group_size], likelihood.branching, last)
         asked = [p for p in prompts for _ in range(group_size)]
-        made = self._rollouts(asked, group_size, seeds, chain, windows)
+        of_rows = [one for one in said for _ in range(group_size)]
+        made = self._rollouts(asked, of_rows, group_size, seeds, chain, windows)
         made.nodes = trees.nodes_of(likelihood.branching, len(windows[0]), group_size, len(prompts))
         return made
 
     def _predictor(
-        self, sampler: Sampler, texts: Sequence[str], guidance: float
+        self, sampler: Sampler, said: Sequence[Asked], guidance: float
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         def predict(x: Tensor, point: Tensor, rows: Tensor) -> Tensor:
             grid = sampler.grid
-            asked = [texts[i] for i in rows.tolist()]
+            asked = [said[i] for i in rows.tolist()]
             return self._predict(self.module, x, grid.sigmas[point], grid.times[point], asked, guidance)
 
         return predict
 
     def _predict(
-        self, model: Any, x: Tensor, sigma: Tensor, time: Tensor, texts: Sequence[str], guidance: float
+        self, model: Any, x: Tensor, sigma: Tensor, time: Tensor, said: Sequence[Asked], guidance: float
     ) -> Tensor:
-        """[row, ...] what the network says, guided. A text's embedding is made once and kept."""
-        embedded, time = self.denoising.embedded_guidance, time.to(x.device)
-        conditional = self.family.predict(model, x, time, self.conditions(texts), embedded)
+        """[row, ...] what the network says, guided. A prompt's condition is made once and kept."""
+        embedded, time, shape = self.denoising.embedded_guidance, time.to(x.device), tuple(x.shape[1:])
+        negative = [one.saying(self.denoising.negative_prompt) for one in said] if guidance != 1 else []
+        found = self.conditions([*said, *negative], shape)  # all at once: the encoders visit the device once
 
         def unconditional() -> Tensor:
-            empty = self.conditions([self.denoising.negative_prompt] * len(texts))
-            return self.family.predict(model, x, time, empty, embedded)
+            return self.family.predict(model, x, time, found[len(said) :], embedded)
 
+        conditional = self.family.predict(model, x, time, found[: len(said)], embedded)
         return guided(conditional, unconditional, scale_at(sigma, guidance, self.denoising.guidance_interval))
 
-    def conditions(self, texts: Sequence[str]) -> list[Condition]:
-        """Embeddings of `texts`, from the cache where they are in it; each text is encoded once."""
-        unknown = [t for t in dict.fromkeys(texts) if t not in self._conditions]
-        found = dict(zip(unknown, self.family.encode(unknown), strict=True)) if unknown else {}
-        found |= {t: self._conditions[t] for t in dict.fromkeys(texts) if t in self._conditions}
-        for text, condition in found.items():
-            self._conditions[text] = condition
-            self._conditions.move_to_end(text)
+    def conditions(self, said: Sequence[Asked], shape: Shape | None = None) -> list[Condition]:
+        """What the encoders say of prompts, for latents of `shape`; each is encoded once and kept while there is room.
+        Equal prompts get the same object."""
+        shape = self.shape if shape is None else shape
+        distinct = list(dict.fromkeys(said))
+        keys = {one: (one, shape if one.images else ()) for one in distinct}
+        unknown = [one for one in distinct if keys[one] not in self._conditions]
+        found = dict(zip(unknown, self.family.encode(unknown, shape), strict=True)) if unknown else {}
+        for one in unknown:
+            self._report_cut(one.text)
+        found |= {one: self._conditions[keys[one]] for one in distinct if keys[one] in self._conditions}
+        for one, condition in found.items():
+            self._conditions[keys[one]] = condition
+            self._conditions.move_to_end(keys[one])
         while len(self._conditions) > self.denoising.prompt_cache:
             self._conditions.popitem(last=False)
-        return [found[t] for t in texts]
+        return [found[one] for one in said]
+
+    def _report_cut(self, text: str) -> None:
+        lost = self.family.cut(text)
+        if lost and not self._cut:
+            log.warning("prompt %r is %d tokens longer than model.text_tokens allows; its end is not read", text, lost)
+        self._cut += lost > 0
 
     def _rollouts(
         self,
         asked: Sequence[Prompt],
+        said: Sequence[Asked],
         group_size: int,
         seeds: Sequence[int],
         chain: Chain,
         windows: list[list[int]],
         decode: bool = True,
     ) -> Rollouts:
-        images = self.family.decode(chain.final).float().cpu() if decode else [None] * len(asked)
         data, x, x_next = chain.final.cpu(), chain.x.cpu(), chain.x_next.cpu()
         inputs = [
-            PictureRecord(p.text, int(seed), data[i], torch.tensor(windows[i], dtype=torch.long), x[i], x_next[i])
-            for i, (p, seed) in enumerate(zip(asked, seeds, strict=True))
+            PictureRecord(said[i], int(seed), data[i], torch.tensor(windows[i], dtype=torch.long), x[i], x_next[i])
+            for i, seed in enumerate(seeds)
         ]
         return Rollouts(
-            samples=[Sample(p, image=image) for p, image in zip(asked, images, strict=True)],
+            samples=made_samples(asked, self.family.decode(chain.final).float().cpu() if decode else None),
             inputs=inputs,
             group=torch.arange(len(asked)) // group_size,
             mask=torch.ones(len(asked), self.max_decisions, dtype=torch.bool),
@@ -313,10 +341,10 @@ class DiffusionPolicy:
         records: list[PictureRecord] = rollouts.inputs
         points = torch.stack([r.points for r in records])
         x, x_next = (torch.stack([vars(r)[key] for r in records]).to(self.device) for key in ("x", "x_next"))
-        texts = [r.text for r in records for _ in range(points.shape[1])]
+        said = [r.asked for r in records for _ in range(points.shape[1])]
         grid, flat = self.sampler.grid, points.flatten()
         v = self._predict(
-            model, x.flatten(0, 1), grid.sigmas[flat], grid.times[flat], texts, self.denoising.guidance
+            model, x.flatten(0, 1), grid.sigmas[flat], grid.times[flat], said, self.denoising.guidance
         ).float()
         found: dict[str, Any] = score.chain_likelihood(
             v.view_as(x),
@@ -349,9 +377,9 @@ class DiffusionPolicy:
         uniform = torch.stack([self._uniform(r.seed) for r in records])
         sigma, time = (part.view(uniform.shape) for part in self.family.levels(uniform.flatten()))
         x, target = score.noisy_samples(data, noise, sigma, space)
-        texts = [r.text for r in records for _ in range(likelihood.draws)]
+        said = [r.asked for r in records for _ in range(likelihood.draws)]
         guidance = 1.0 if isinstance(likelihood, PictureMatching) else self.denoising.guidance
-        v = self._predict(model, x.flatten(0, 1), sigma.flatten(), time.flatten(), texts, guidance).float().view_as(x)
+        v = self._predict(model, x.flatten(0, 1), sigma.flatten(), time.flatten(), said, guidance).float().view_as(x)
         weight = None
         if isinstance(likelihood, PictureMatching):
             weight = self._matching_weight(likelihood, uniform, sigma).to(self.device)
@@ -384,6 +412,14 @@ class DiffusionPolicy:
         """Stratified uniform draws [draw] inside draw_range, from a rollout's seed alone."""
         low, high = self._draws.draw_range
         return low + (high - low) * score.stratified(seed, self._draws.draws, 1)
+
+
+def made_samples(prompts: Sequence[Prompt], pixels: Tensor | None) -> list[Sample]:
+    """Samples with what was decoded: pictures [n, channel, height, width] or clips [n, frame, channel, ...]."""
+    if pixels is None:
+        return [Sample(prompt) for prompt in prompts]
+    clips = pixels.dim() == 5
+    return [Sample(p, frames=one) if clips else Sample(p, image=one) for p, one in zip(prompts, pixels, strict=True)]
 
 
 def segment_ids(chunks: Sequence[int], rollouts: int) -> Tensor | None:

@@ -102,8 +102,15 @@ class Drawing(Section):
     """How pictures are drawn for evaluation, and what prompts become; every job with pictures has it."""
 
     evaluation_steps: int = option(40, "denoising steps of a picture in evaluation", unit="steps", ge=1)
-    resolution: int | None = option(None, "size of pictures; default: the model's own", unit="pixels", ge=1)
-    evaluation_resolution: int | None = option(None, "in evaluation; default: as in training", unit="pixels", ge=1)
+    resolution: int | tuple[int, int] | None = option(
+        None,
+        "of pictures and clips: one side of a square, or height and width; default: the model's own",
+        unit="pixels",
+    )
+    evaluation_resolution: int | tuple[int, int] | None = option(
+        None, "in evaluation; default: as in training", unit="pixels"
+    )
+    frames: int | None = option(None, "of a clip; only for models that draw clips, default: the model's own", ge=1)
     evaluation_guidance: float | None = option(None, "classifier-free guidance in evaluation; default: as in training")
     guidance_interval: tuple[float, float] = option((0.0, 1.0), "sigmas at which guidance acts")
     embedded_guidance: float = option(3.5, "what guidance-distilled networks (FLUX) are told")
@@ -149,6 +156,20 @@ class DiffusionModel(ModelSettings):
     type: str = "diffusion"
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
+    text_tokens: int | None = option(
+        None,
+        "of a prompt that the encoder with the longest limit (T5, Qwen) reads; default: the pipeline's own",
+        unit="tokens",
+        ge=1,
+    )
+    encoders: Literal["visit", "stay"] = option(
+        "visit", "whether the encoders of prompts visit the network's device while they are needed, or stay on it"
+    )
+    decoding: Literal["whole", "sliced", "tiled"] = option(
+        "sliced",
+        "how the VAE works. whole: on a batch at once; sliced: on one picture or clip at a time; tiled: on overlapping "
+        "tiles of it, for large ones: less memory, and seams are blended",
+    )
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
 
     @classmethod

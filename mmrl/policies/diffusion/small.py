@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
-from mmrl.policies.diffusion.family import Condition, Shape
+from mmrl.policies.diffusion.family import Asked, Condition, Resolution, Shape
 from mmrl.policies.embeddings import sinusoids
 from mmrl.samplers.settings import Space
 from mmrl.samplers.sigmas import Grid, shift_towards_noise, shifted
@@ -164,9 +164,11 @@ class SmallFamily:
         self.config, self.module = config, module.eval()
         self._ids = {word: i + 1 for i, word in enumerate(config.words)}
 
-    def latent_shape(self, resolution: int | None) -> tuple[int, int, int]:
-        if resolution not in (None, self.config.size):
+    def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
+        if resolution not in (None, self.config.size, (self.config.size,) * 2):
             raise UserError(f"denoising.resolution={resolution}: this model draws {self.config.size} pixels only")
+        if frames is not None:
+            raise UserError(f"denoising.frames={frames}: this model draws pictures; leave it out")
         return self.config.channels, self.config.size, self.config.size
 
     def grid(self, steps: int, shape: Shape) -> Grid:
@@ -177,8 +179,14 @@ class SmallFamily:
         sigma = shift_towards_noise(uniform, self.config.shift)
         return sigma, sigma
 
-    def encode(self, texts: Sequence[str]) -> list[Condition]:
-        return [{"words": self._encode(text)} for text in texts]
+    def encode(self, asked: Sequence[Asked], shape: Shape = ()) -> list[Condition]:
+        pictured = next((one for one in asked if one.images), None)
+        if pictured is not None:
+            raise UserError(f"prompt {pictured.text!r} has a picture; this model draws from words alone")
+        return [{"words": self._encode(one.text)} for one in asked]
+
+    def cut(self, text: str) -> int:
+        return 0  # it refuses what it can not read
 
     def _encode(self, text: str) -> Tensor:
         found = text.lower().replace(",", " ").split()

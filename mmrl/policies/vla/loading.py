@@ -19,6 +19,7 @@ from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLangua
 from mmrl.policies.vla.settings import (
     ActionFlow,
     Actions,
+    EpisodeEngine,
     EpisodeEvaluation,
     EpisodePrompts,
     EpisodeSampling,
@@ -69,6 +70,7 @@ def load(config: Config, task: Any, path: str) -> VisionLanguageActionPolicy:
         evaluation_temperature=(
             config.evaluation.temperature if isinstance(config.evaluation, EpisodeEvaluation) else 0.0
         ),
+        looks_at_once=config.engine.looks_at_once if isinstance(config.engine, EpisodeEngine) else None,
     )
 
 
@@ -83,6 +85,7 @@ def open_policy(
     max_prompt_length: int,
     temperature: Control,
     evaluation_temperature: float,
+    looks_at_once: int | None = None,
 ) -> VisionLanguageActionPolicy:
     """A policy from a folder that `save` wrote, or with a new head, drawn from `seed`, on any image-text model.
 
@@ -115,6 +118,7 @@ def open_policy(
         evaluation_temperature=evaluation_temperature,
         statistics=statistics,
         states=states,
+        looks_at_once=looks_at_once,
     )
 
 

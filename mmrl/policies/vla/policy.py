@@ -15,6 +15,7 @@ from einops import rearrange
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mmrl.controls import Control
 from mmrl.errors import UserError
@@ -42,6 +43,19 @@ class Look:
     valid: Tensor  # [chunk] bool
 
 
+@dataclass(frozen=True)
+class Looks:
+    """Looks as the network takes them. inputs: of the backbone, of as many looks as `valid` has rows; old, reference:
+    other policies' predictions, where there are any."""
+
+    inputs: dict[str, Tensor]
+    state: Tensor  # [look, state]
+    chosen: Chosen
+    valid: Tensor  # [look, chunk] bool
+    old: Tensor | None
+    reference: Tensor | None
+
+
 class Network(nn.Module):
     """Backbone, action head and critic: the module that the engine wraps."""
 
@@ -50,19 +64,22 @@ class Network(nn.Module):
         self.backbone, self.head = backbone, head
         self.critic = None if not critic else Critic(backbone.width + state_dim)
 
-    def forward(
-        self,
-        inputs: dict[str, Tensor],
-        state: Tensor,
-        chosen: Chosen,
-        valid: Tensor,
-        old: Tensor | None,
-        reference: Tensor | None,
-    ) -> dict[str, Tensor]:
-        """What `Head.score` says of n looks, and "value" [n] where there is a critic."""
-        reading = self.read(inputs)
-        scored = self.head.score(reading, state, chosen, valid, old, reference)
-        return scored if self.critic is None else {**scored, "value": self.critic(reading, state)}
+    def forward(self, parts: Sequence[Looks]) -> dict[str, Tensor]:
+        """What `Head.score` says of all looks, and "value" [look] where there is a critic.
+
+        Of several parts nothing is kept for the backward pass but what goes in: each is computed again there, so that
+        the activations of one part at a time exist.
+        """
+        if len(parts) == 1 or not torch.is_grad_enabled():
+            scored = [self.score(part) for part in parts]
+        else:  # nothing here is random
+            scored = [checkpoint(self.score, part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        return {name: torch.cat([one[name] for one in scored]) for name in scored[0]}
+
+    def score(self, looks: Looks) -> dict[str, Tensor]:
+        reading = self.read(looks.inputs)
+        scored = self.head.score(reading, looks.state, looks.chosen, looks.valid, looks.old, looks.reference)
+        return scored if self.critic is None else {**scored, "value": self.critic(reading, looks.state)}
 
     def read(self, inputs: dict[str, Tensor]) -> Reading:
         if "hidden" in inputs:
@@ -146,9 +163,12 @@ class VisionLanguageActionPolicy:
         evaluation_temperature: float = 0.0,
         statistics: Units | None = None,
         states: StateStatistics | None = None,
+        looks_at_once: int | None = None,
     ) -> None:
-        """temperature: of rollouts, as it is when they are made; heads that have none do not look at it."""
+        """temperature: of rollouts, as it is when they are made; heads that have none do not look at it. looks_at_once:
+        see `replay`."""
         self.module, self.action, self.sim = network, action, sim
+        self.looks_at_once = looks_at_once
         self.statistics, self.states = statistics, states
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
         self._counted = Counter(sim.counters)
@@ -239,8 +259,10 @@ class VisionLanguageActionPolicy:
     # --- episodes to likelihoods ---
 
     def replay(self, rollouts: Rollouts, model: Any, *, reference: bool = False) -> Replay:
-        """What `model` (`self.module` or the engine around it) says of every decision; looks at all episodes in one
-        batch. What does not count holds 0."""
+        """What `model` (`self.module` or the engine around it) says of every decision. What does not count holds 0.
+
+        Takes the looks of all episodes in one batch, or `looks_at_once` of them at a time, which a backward pass then
+        computes again."""
         episodes: list[list[Look]] = rollouts.inputs
         flat = [look for episode in episodes for look in episode]
         if not flat:  # the simulator lost them all before the first look
@@ -265,7 +287,15 @@ class VisionLanguageActionPolicy:
         chosen = {k: torch.stack([look.chosen[k] for look in flat]).to(self.device) for k in flat[0].chosen}
         valid = torch.stack([look.valid for look in flat]).to(self.device)
         state = torch.stack([look.state for look in flat]).to(self.device)
-        scored = dict(model(self._collate([look.seen for look in flat]), state, chosen, valid, old, before))
+        size = self.looks_at_once or len(flat)
+        parts = []
+        for first in range(0, len(flat), size):
+            rows = slice(first, first + size)
+            own = {name: values[rows] for name, values in chosen.items()}
+            others = [None if values is None else values[rows] for values in (old, before)]
+            inputs = self._collate([look.seen for look in flat[rows]])
+            parts.append(Looks(inputs, state[rows], own, valid[rows], *others))
+        scored = dict(model(parts))
         value = scored.pop("value", None)
         fields: dict[str, Any] = {n: rearrange(spread(v), "b s d ... -> b (s d) ...") for n, v in scored.items()}
         if "std" in fields:

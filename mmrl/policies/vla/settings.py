@@ -263,6 +263,18 @@ class EpisodeSampling(EpisodePrompts):
     temperature: Control = number(1.0, "scale of the head's randomness in rollouts and replay", gt=0)
 
 
+class EpisodeEngine(Section):
+    """How episodes are replayed."""
+
+    looks_at_once: int | None = option(
+        None,
+        "of a micro-batch's episodes; where they have more, each part is computed a second time in the backward pass: "
+        "less memory, more time; default: all",
+        unit="looks",
+        ge=1,
+    )
+
+
 class EpisodeEvaluation(Section):
     """How actions are sampled in evaluation."""
 
@@ -283,7 +295,7 @@ class VisionLanguageActionModel(ModelSettings):
         action = tree.get("action")
         tree_of_head = action.get("head", {}) if isinstance(action, Mapping) else {}
         head = kind_of(ActionHead, tree_of_head, ("action", "head"))  # type: ignore[type-abstract]
-        found: Sections = {"action": Actions, "rollout": EpisodePrompts}
+        found: Sections = {"action": Actions, "rollout": EpisodePrompts, "engine": EpisodeEngine}
         if collects == "demonstrations":
             found["action"] = TaughtActions
         if head.has_temperature:

@@ -32,6 +32,10 @@ class Draft:
         seed = continued_seed(self.request.seed, length)
         return replace(request, seed=seed, limit=min(count, self.request.limit - length))
 
+    def state(self) -> dict[str, Tensor | None]:
+        """All that a new draft of the same prompt and seed lacks to be this one."""
+        return {"response": self.tokens.response, "logp": self.logp, "experts": self.tokens.experts}
+
     def grow(self, ids: Tensor, logp: Tensor, experts: Tensor | None) -> None:
         """experts: of all tokens but the last, where they are recorded. Of what was known before the old record stays:
         a token keeps the experts with which the token after it was drawn, like that one's likelihood."""

@@ -55,7 +55,9 @@ def synced(
 def engine_options(config: Config, settings: VLLMGenerator, policy: VisionLanguagePolicy) -> EngineOptions:
     """What an engine of the job is made with."""
     positions = transformers_model(policy.module.model).config.get_text_config().max_position_embeddings
+    talks = policy.conversations
     return EngineOptions(
+        observed=0 if talks is None else talks.settings.limits.max_pictures,
         context=min(policy.max_prompt_length + policy.max_decisions, positions),
         settings=settings,
         dtype=config.model.dtype,

@@ -27,6 +27,7 @@ from mmrl.policies.vlm.settings import (
     TokenSampling,
     VisionLanguageModel,
 )
+from mmrl.protocols import ConversationTask
 
 if TYPE_CHECKING:
     from mmrl.config import Config
@@ -36,7 +37,7 @@ CONNECTORS = {"merger", "deepstack_merger_list", "connector", "multi_modal_proje
 VISION_TOWERS = {"visual", "vision_model", "vision_tower", "vision_backbone"}
 
 
-def load(path: str, settings: VisionLanguageModel, config: Config) -> VisionLanguagePolicy:
+def load(path: str, settings: VisionLanguageModel, config: Config, task: Any = None) -> VisionLanguagePolicy:
     """The policy of a job from a folder or a hub name. Raises UserError as `load_model` does."""
     rollout, engine = config.rollout, config.engine
     assert isinstance(rollout, TokenLimits) and isinstance(engine, TokenEngine)
@@ -50,7 +51,7 @@ def load(path: str, settings: VisionLanguageModel, config: Config) -> VisionLang
         )
     if settings.activation_checkpointing:
         recompute_activations(model)
-    return VisionLanguagePolicy(
+    policy = VisionLanguagePolicy(
         model,
         processor,
         sampling=Sampling(top_p=rollout.top_p, top_k=rollout.top_k) if isinstance(rollout, TokenSampling) else None,
@@ -60,6 +61,9 @@ def load(path: str, settings: VisionLanguageModel, config: Config) -> VisionLang
         logp_chunk=engine.logp_chunk,
         evaluation_temperature=config.evaluation.temperature,
     )
+    if isinstance(task, ConversationTask) and task.environment is not None:
+        policy.converse(task.environment)
+    return policy
 
 
 class Backbone(Protocol):
@@ -93,10 +97,10 @@ def load_model(path: str, settings: Backbone) -> tuple[nn.Module, Any]:
         raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from None
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
-    model: Any
-    model, found = AutoModelForImageTextToText.from_pretrained(
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(
         base, dtype=settings.dtype, attn_implementation=settings.attention, output_loading_info=True
     )
+    model, found = loaded
     if missing := sorted(found["missing_keys"]):  # transformers would leave them at random
         raise UserError(
             f"model.path={path}: its files lack {len(missing)} of the model's weights, such as {missing[0]}"
@@ -141,8 +145,11 @@ def adapt(model: Any, path: str, *, freeze: Sequence[str], lora: LoRA | None) ->
 
 def recompute_activations(model: Any) -> None:
     """Layers keep only their inputs for the backward pass."""
-    transformers_model(model).gradient_checkpointing_enable({"use_reentrant": False})
-    model.enable_input_require_grads()
+    core: Any = transformers_model(model)
+    core.gradient_checkpointing_enable({"use_reentrant": False})
+    # Which transformers has every embedding give something that asks for a gradient, patches of pictures too: a vision
+    # tower that is not trained would be recomputed and run backward. Only reentrant checkpoints need that.
+    core.disable_input_require_grads()
 
 
 def part_of(parameter: str) -> str:

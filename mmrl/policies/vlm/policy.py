@@ -30,9 +30,11 @@ from mmrl.generation.transformers import Prefix, generate, generate_groups
 from mmrl.generation.vllm import Answering, Request
 from mmrl.kernels import hidden_logprob, token_logprob
 from mmrl.policies.vlm.drafts import Draft
-from mmrl.policies.vlm.prompts import Tokens, chat_texts, collate, encode, save_processor
+from mmrl.policies.vlm.prompts import Tokens, chat_texts, collate, encode, pictures_of, save_processor
 from mmrl.policies.vlm.routing import Routing, collate_routes
+from mmrl.policies.vlm.turns import Conversations, conversing, demonstrated
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
+from mmrl.sims.turns.settings import EnvironmentSettings
 
 # Families (model_type) whose prompts are read once for all of their responses.
 PREFIX_SHARING = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "llava_onevision", "internvl"}
@@ -179,6 +181,11 @@ class VisionLanguagePolicy:
         # Generates instead of the model; whoever sets it keeps its weights current
         self.engine: Answering | None = None
         self.routing: Routing | None = None
+        self.conversations: Conversations | None = None  # where an environment answers its responses
+
+    def converse(self, settings: EnvironmentSettings) -> None:
+        """From now on responses are answered by environments, and rollouts are conversations."""
+        self.conversations = Conversations(settings, self.processor, self.eos)
 
     @property
     def max_response_length(self) -> int:
@@ -204,6 +211,10 @@ class VisionLanguagePolicy:
     @property
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
+
+    def anywhere(self, count: int) -> bool:
+        """Whether it is more than 0; under ZeRO-3, on any rank."""
+        return (count if self.lockstep is None else self.lockstep.max(count)) > 0
 
     def _recompute(self, on: bool) -> None:
         """Layers recompute their activations only in training mode, and then ignore the key-value cache."""
@@ -250,32 +261,41 @@ class VisionLanguagePolicy:
         limit = max_response_length or self.max_response_length
         if self.engine is not None:
             return self.ask(self.engine, prompts, group_size, seeds, sampling=sampling, limit=limit)
-        encoded = self.encode(prompts)
-        repeated = [tokens for tokens in encoded for _ in range(group_size)]
+        if self.conversations is not None:
+            drafts = self.draft(prompts, group_size, seeds, limit=limit, temperature=sampling.temperature)
+            self.extend(None, drafts, limit)
+            return self.complete(drafts, group_size, drawn_here=True)
+        rows = [tokens for tokens in self.encode(prompts) for _ in range(group_size)]
         each = [prompt for prompt in prompts for _ in range(group_size)]
+        responses = self.generate(rows, seeds, sampling, limit)
+        heat = sampling.temperature or 1.0  # greedy responses are replayed as they are
+        answered = [replace(t, response=r, temperature=heat) for t, r in zip(rows, responses, strict=True)]
+        return self._rollouts(each, answered, group_size)
+
+    def generate(self, rows: list[Tokens], seeds: Sequence[int], sampling: Sampling, limit: int) -> list[Tensor]:
+        """The model's own continuations of `rows`, of at most `limit` tokens: [token] int64 each."""
         core = transformers_model(self.module.model)
         limits: dict[str, Any] = {"eos": self.eos, "max_new_tokens": limit}
         self._recompute(False)
         if self.shares_prompts(training=False):
-            inputs = self.collate(encoded, padding_side="left")
+            distinct, which = distinct_rows(rows)
+            inputs = self.collate(distinct, padding_side="left")
             responses = generate_groups(
-                core, inputs, group_size=group_size, sampling=sampling, seeds=list(seeds), **limits
+                core, inputs, rows=torch.tensor(which), sampling=sampling, seeds=list(seeds), **limits
             )
         else:
-            rows = self._with_ballast(repeated)
+            padded = self._with_ballast(rows)
             responses = generate(
                 core,
-                self.collate(rows, padding_side="left"),
+                self.collate(padded, padding_side="left"),
                 sampling=sampling,
-                seeds=[*seeds, *[0] * (len(rows) - len(repeated))],
+                seeds=[*seeds, *[0] * (len(padded) - len(rows))],
                 pad=self.pad,
                 synced=self.lockstep is not None,
                 **limits,
             )
         self._recompute(True)
-        heat = sampling.temperature or 1.0  # greedy responses are replayed as they are
-        answered = [replace(t, response=r, temperature=heat) for t, r in zip(repeated, responses, strict=False)]
-        return self._rollouts(each, answered, group_size)
+        return responses[: len(rows)]
 
     def ask(
         self,
@@ -306,25 +326,43 @@ class VisionLanguagePolicy:
         that follow it, by which an engine takes it as one request. All of a draft is sampled at one temperature, by
         default that of now."""
         heat = self.temperature.value if temperature is None else temperature
+        talks = None if self.conversations is None else self.conversations.open(prompts, group_size)
+        if talks is not None:
+            prompts = [dialogue.prompt for dialogue in talks[::group_size]]
         encoded = [replace(tokens, temperature=heat) for tokens in self.encode(prompts)]
         marked = self.tokenizer(chat_texts(self.processor, prompts)).input_ids
         limit, found = limit or self.max_response_length, []
         for prompt, ids, tokens, seed in zip(prompts, marked, encoded, seeds[::group_size], strict=True):
-            first = Request(prompt.id, ids, prompt.images, tokens.prompt, seed, limit)
+            first = Request(prompt.id, ids, pictures_of(prompt), tokens.prompt, seed, limit)
             group = [replace(first, seed=seed + i) for i in range(group_size)]
             found += [Draft(prompt, request, tokens, torch.zeros(0)) for request in group]
-        return found
+        return found if talks is None else conversing(found, talks)
 
-    def extend(self, engine: Answering, drafts: Sequence[Draft], count: int) -> None:
+    def extend(self, engine: Answering | None, drafts: Sequence[Draft], count: int) -> None:
         """Gives each draft that is not finished up to `count` tokens more. What is drawn depends on the draft's seed
-        and temperature, its tokens so far and the engine's weights; not on when that is."""
+        and temperature, its tokens so far and the weights; not on when that is. Without an engine the model draws."""
+        if self.conversations is not None:
+            self.conversations.extend(self, engine, drafts, count)  # type: ignore[arg-type]
+            return
         unfinished = [draft for draft in drafts if not draft.finished(self.eos)]
-        for heat in dict.fromkeys(draft.tokens.temperature for draft in unfinished):
-            self._extend(engine, [draft for draft in unfinished if draft.tokens.temperature == heat], count, heat)
+        self.continue_all(engine, [(draft, draft.next(count)) for draft in unfinished])
 
-    def _extend(self, engine: Answering, drafts: list[Draft], count: int, temperature: float) -> None:
-        requests = [draft.next(count) for draft in drafts]
-        drawn = engine.generate(requests, sampling=replace(self.sampling, temperature=temperature), eos=self.eos)
+    def continue_all(self, engine: Answering | None, asked: Sequence[tuple[Draft, Request]]) -> None:
+        """Has each draft grow by the answer to its request; those of one temperature go together."""
+        for heat in dict.fromkeys(draft.tokens.temperature for draft, _ in asked):
+            self._continue(engine, [pair for pair in asked if pair[0].tokens.temperature == heat], heat)
+
+    def _continue(self, engine: Answering | None, asked: list[tuple[Draft, Request]], temperature: float) -> None:
+        drafts, requests = [draft for draft, _ in asked], [request for _, request in asked]
+        sampling = replace(self.sampling, temperature=temperature)
+        if engine is None:
+            longest = max(request.limit for request in requests)
+            rows, seeds = [draft.tokens for draft in drafts], [request.seed for request in requests]
+            answers = self.generate(rows, seeds, sampling, longest)
+            for draft, request, ids in zip(drafts, requests, answers, strict=True):
+                draft.grow(ids[: request.limit], torch.zeros(min(len(ids), request.limit)), None)
+            return
+        drawn = engine.generate(requests, sampling=sampling, eos=self.eos)
         for draft, request, answer in zip(drafts, requests, drawn, strict=True):
             experts = None
             if self.routing is not None:
@@ -332,11 +370,25 @@ class VisionLanguagePolicy:
                 experts = self.routing.check(request.name, length, answer.experts)
             draft.grow(answer.ids, answer.logp, experts)
 
-    def complete(self, drafts: Sequence[Draft], group_size: int) -> Rollouts:
-        """Finished drafts as rollouts, `group_size` a prompt."""
+    def restore(self, drafts: Sequence[Draft], states: Sequence[dict[str, Any]]) -> None:
+        """Makes new drafts those that once had these states. Raises UserError where an environment does not repeat what
+        it did."""
+        for draft, state in zip(drafts, states, strict=True):
+            if self.conversations is not None:
+                self.conversations.restore(draft, state)  # type: ignore[arg-type]
+            else:
+                draft.grow(state["response"], state["logp"], state["experts"])
+
+    def complete(self, drafts: Sequence[Draft], group_size: int, *, drawn_here: bool = False) -> Rollouts:
+        """Finished drafts as rollouts, `group_size` a prompt. drawn_here: by the model itself, so that the generator's
+        likelihoods are none of their own."""
         rows = [replace(draft.tokens, temperature=draft.tokens.temperature or 1.0) for draft in drafts]
-        rollouts = self._rollouts([draft.prompt for draft in drafts], rows, group_size)
-        rollouts.behaviour_logp = nn.utils.rnn.pad_sequence([draft.logp for draft in drafts], batch_first=True)
+        if self.conversations is not None:
+            rollouts = self.conversations.rollouts(drafts, rows, group_size, self)  # type: ignore[arg-type]
+        else:
+            rollouts = self._rollouts([draft.prompt for draft in drafts], rows, group_size)
+        if not drawn_here:
+            rollouts.behaviour_logp = nn.utils.rnn.pad_sequence([draft.logp for draft in drafts], batch_first=True)
         return rollouts
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
@@ -345,24 +397,35 @@ class VisionLanguagePolicy:
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int] = ()) -> Rollouts:
         """The prompts with their known answers as responses, for supervised learning; nothing here is random."""
+        if self.conversations is not None:
+            return self.conversations.demonstrate(self, prompts)
         answers = []
         for prompt in prompts:
-            text = prompt.metadata.get("demonstration", prompt.answer)
-            ids = self.tokenizer(str(text), add_special_tokens=False).input_ids + [self.eos[0]]
-            if len(ids) > self.max_response_length:
+            texts = demonstrated(prompt)
+            if len(texts) != 1:
                 raise UserError(
-                    f"the demonstration of prompt {prompt.id} has {len(ids)} tokens, more than "
-                    f"rollout.max_response_length={self.max_response_length}"
+                    f"the demonstration of prompt {prompt.id} has {len(texts)} responses; set task.environment, which "
+                    "answers them"
                 )
-            if impossible := set(ids) & set(self.sampling.suppressed):
-                raise UserError(
-                    f"the demonstration of prompt {prompt.id} holds {self.tokenizer.decode(list(impossible))}, which "
-                    "the policy never samples"
-                )
-            answers.append(torch.tensor(ids))
+            answers.append(self.demonstrated_ids(prompt, texts[0]))
         heat = self.temperature.value  # the policy that is trained is the one that is sampled from
         rows = [replace(t, response=a, temperature=heat) for t, a in zip(self.encode(prompts), answers, strict=True)]
         return self._rollouts(list(prompts), rows, 1)
+
+    def demonstrated_ids(self, prompt: Prompt, text: str) -> Tensor:
+        """[token] of a response that ends. Raises UserError for one that the policy could not give."""
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids + [self.eos[0]]
+        if len(ids) > self.max_response_length:
+            raise UserError(
+                f"the demonstration of prompt {prompt.id} has {len(ids)} tokens, more than "
+                f"rollout.max_response_length={self.max_response_length}"
+            )
+        if impossible := set(ids) & set(self.sampling.suppressed):
+            raise UserError(
+                f"the demonstration of prompt {prompt.id} holds {self.tokenizer.decode(list(impossible))}, which "
+                "the policy never samples"
+            )
+        return torch.tensor(ids)
 
     def _rollouts(self, prompts: list[Prompt], rows: list[Tokens], group_size: int) -> Rollouts:
         lengths = torch.tensor([len(r.response) for r in rows])
@@ -397,12 +460,13 @@ class VisionLanguagePolicy:
         if reference:
             rows = [replace(tokens, experts=None) for tokens in rows]
         answers = [tokens.response for tokens in rows]
-        targets = torch.cat(answers).to(self.device)
-        places = [(number, t) for number, answer in enumerate(answers) for t in range(len(answer))]
-        row, decision = torch.tensor(places, device=self.device).unbind(1)
+        targets = torch.cat([tokens.response[tokens.chosen] for tokens in rows]).to(self.device)
+        chosen = nn.utils.rnn.pad_sequence([tokens.chosen for tokens in rows], batch_first=True).to(self.device)
+        row, decision = chosen.nonzero().unbind(1)
         routes = None if self.routing is None else collate_routes(self._with_ballast(rows), padding_side, self.device)
         prompts, which = distinct_prompts(rows)
-        if routes is None and len(prompts) < len(rows) and self.shares_prompts(training=True):
+        shared = len(prompts) < len(rows) and not any(tokens.read_pictures for tokens in rows)
+        if routes is None and shared and self.shares_prompts(training=True):
             inputs = self.collate(prompts, padding_side=padding_side)
             ids = [answer[:-1] for answer in answers]
             continuations = Continuations(
@@ -436,7 +500,7 @@ class VisionLanguagePolicy:
         prompts = {id(sample.prompt): sample.prompt for sample in rollouts.samples}
         encoded = dict(zip(prompts, self.encode([change(prompt) for prompt in prompts.values()]), strict=True))
         inputs = [
-            replace(encoded[id(sample.prompt)], response=tokens.response, temperature=tokens.temperature)
+            tokens.answering(encoded[id(sample.prompt)])
             for sample, tokens in zip(rollouts.samples, rollouts.inputs, strict=True)
         ]
         return replace(rollouts, inputs=inputs)
@@ -454,10 +518,17 @@ class VisionLanguagePolicy:
             self.lockstep.ballast = replace(self.encode([blank])[0], response=torch.tensor(self.eos[:1]))
         return [*rows, self.lockstep.ballast]
 
+    def numbers(self, rollouts: Rollouts) -> Tensor:
+        """[rollout, decision] int64, which token was decided; -1 where no decision counts."""
+        found = torch.full(rollouts.mask.shape, -1)
+        for row, tokens in enumerate(rollouts.inputs):
+            found[row, : len(tokens.response)] = tokens.response.cpu()
+        return found.where(rollouts.mask, -1)
+
     # --- files ---
 
     def counts(self) -> dict[str, float]:
-        return {}
+        return {} if self.conversations is None else self.conversations.counts()
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Write model (or adapter) and processor in transformers' own format. state: of `self.module`."""
@@ -509,4 +580,13 @@ def distinct_prompts(rows: Sequence[Tokens]) -> tuple[list[Tokens], list[int]]:
     place: dict[int, int] = {}
     which = [place.setdefault(id(tokens.prompt), len(place)) for tokens in rows]
     firsts = [rows[which.index(number)] for number in range(len(place))]
-    return [replace(tokens, response=tokens.response[:0]) for tokens in firsts], which
+    return [tokens.asked() for tokens in firsts], which
+
+
+def distinct_rows(rows: Sequence[Tokens]) -> tuple[list[Tokens], list[int]]:
+    """What is to be continued, each once: prompts without a response are shared by their group. And for each row its
+    place among them."""
+    place: dict[tuple[int, int], int] = {}
+    keys = [(id(t.prompt), -1 if len(t.response) == 0 else number) for number, t in enumerate(rows)]
+    which = [place.setdefault(key, len(place)) for key in keys]
+    return [rows[which.index(number)] for number in range(len(place))], which

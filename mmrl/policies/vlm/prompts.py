@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from mmrl.errors import UserError
-from mmrl.rollouts import Prompt
+from mmrl.rollouts import Message, Prompt
 
 # What a processor returns with one value a token. Listed by name: by shape, a picture's [1, 3] grid looks like three
 # tokens.
 PER_TOKEN = {"mm_token_type_ids", "token_type_ids"}
+RESPONSE = "\u2402response\u2403"  # stands for one in a chat template; no template takes it for anything else
 
 
 @dataclass(frozen=True)
 class Tokens:
     """One rollout as the model sees it. `sequence` holds further inputs with one value a prompt token
     (mm_token_type_ids), `pictures` those that are laid out by picture (pixel_values, image_grid_thw). `experts` are
-    those that an engine routed prompt and response to, but for the last token, which it only drew."""
+    those that an engine routed prompt and response to, but for the last token, which it only drew.
+
+    In a conversation the response holds what the policy read between its turns too. `decided` says which of its tokens
+    the policy chose; `read_sequence` and `read_pictures` are for the response what `sequence` and `pictures` are for
+    the prompt (the former may end before the response does: tokens that the policy chose at its end have zeros).
+    """
 
     prompt: Tensor  # [prompt token] int64
     response: Tensor  # [response token] int64
@@ -31,6 +38,56 @@ class Tokens:
     pictures: dict[str, Tensor]
     experts: Tensor | None = None  # [token, layer, k] int16
     temperature: float = 1.0  # at which the response was sampled, and is replayed
+    decided: Tensor | None = None  # [response token] bool; None: all of them
+    read_sequence: dict[str, Tensor] = field(default_factory=dict)
+    read_pictures: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def chosen(self) -> Tensor:
+        """[response token] bool: which tokens are the policy's decisions."""
+        return torch.ones_like(self.response, dtype=torch.bool) if self.decided is None else self.decided
+
+    def followed(self, ids: Tensor, *, decided: bool) -> Tokens:
+        """The response goes on with text that the policy chose, or read."""
+        return replace(
+            self,
+            response=torch.cat([self.response, ids]),
+            decided=torch.cat([self.chosen, torch.full_like(ids, decided, dtype=torch.bool)]),
+        )
+
+    def shown(self, more: Tokens) -> Tokens:
+        """The response goes on with what the policy reads: the prompt of `more`, pictures and all."""
+        start = len(self.response)
+        sequence = {
+            key: torch.cat([_to_length(self.read_sequence.get(key), start, value), value])
+            for key, value in more.sequence.items()
+        }
+        pictures = dict(self.read_pictures)
+        for key, value in more.pictures.items():
+            pictures[key] = cat_padded([pictures[key], value]) if key in pictures else value
+        grown = self.followed(more.prompt, decided=False)
+        return replace(grown, read_sequence=self.read_sequence | sequence, read_pictures=pictures)
+
+    def asked(self) -> Tokens:
+        """The prompt with an empty response."""
+        return replace(self, response=self.response[:0], decided=None, read_sequence={}, read_pictures={})
+
+    def answering(self, prompt: Tokens) -> Tokens:
+        """The same response to another prompt, routed anew."""
+        return replace(
+            prompt,
+            response=self.response,
+            temperature=self.temperature,
+            decided=self.decided,
+            read_sequence=self.read_sequence,
+            read_pictures=self.read_pictures,
+        )
+
+
+def _to_length(values: Tensor | None, length: int, like: Tensor) -> Tensor:
+    """`values` followed by zeros up to so many."""
+    held = like.new_zeros(0) if values is None else values
+    return torch.cat([held, held.new_zeros(length - len(held))])
 
 
 def save_processor(processor: Any, folder: Path) -> None:
@@ -44,53 +101,90 @@ def save_processor(processor: Any, folder: Path) -> None:
 def encode(processor: Any, prompts: Sequence[Prompt], max_length: int) -> list[Tokens]:
     """The prompts through the chat template and the processor, with empty responses.
 
-    Prompts with as many pictures of the same sizes go through the processor together: what it returns for them then
-    falls into equal parts, which holds for every family.
-
     Raises UserError if a prompt is longer than max_length tokens; cutting it would cut picture tokens.
     """
-    alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        alike.setdefault(tuple(image.size for image in prompt.images), []).append(place)
-    found = {
-        place: tokens
-        for places in alike.values()
-        for place, tokens in zip(
-            places, _encode_alike(processor, [prompts[p] for p in places], max_length), strict=True
-        )
-    }
-    return [found[place] for place in range(len(prompts))]
-
-
-def _encode_alike(processor: Any, prompts: Sequence[Prompt], max_length: int) -> list[Tokens]:
-    texts = chat_texts(processor, prompts)
-    images = {"images": [list(p.images) for p in prompts]} if prompts[0].images else {}  # nested: by prompt
-    try:
-        encoded = dict(processor(text=texts, return_tensors="pt", padding=True, **images))
-    except ValueError as error:
-        if len(prompts) > 1:  # which of them?
-            return [row for prompt in prompts for row in _encode_alike(processor, [prompt], max_length)]
-        raise UserError(f"prompt {prompts[0].id}: the model's processor does not take it: {error}") from error
-    real = encoded.pop("attention_mask").bool()
-    ids = encoded.pop("input_ids")
-    pictures = {k: v.unflatten(0, (len(prompts), -1)) for k, v in encoded.items() if k not in PER_TOKEN}
-    rows = []
-    for i, prompt in enumerate(prompts):
-        length = int(real[i].sum())
-        if length > max_length:
+    names = [f"prompt {prompt.id}" for prompt in prompts]
+    found = read(processor, chat_texts(processor, prompts), [pictures_of(prompt) for prompt in prompts], names)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        if len(tokens.prompt) > max_length:
             raise UserError(
-                f"prompt {prompt.id} has {length} tokens, more than rollout.max_prompt_length="
+                f"prompt {prompt.id} has {len(tokens.prompt)} tokens, more than rollout.max_prompt_length="
                 f"{max_length}; raise it, or lower model.processor.max_pixels"
             )
+    return found
+
+
+def read(
+    processor: Any,
+    texts: Sequence[str],
+    images: Sequence[Sequence[Image.Image]],
+    names: Sequence[str],
+    *,
+    inside: bool = False,
+) -> list[Tokens]:
+    """Texts with one marker a picture through the processor, as prompts. names: of the texts, for messages. inside: a
+    text is no beginning, so that nothing is put before it. Raises UserError for one that the processor does not take.
+
+    Texts with as many pictures of the same sizes go through the processor together: what it returns for them then
+    falls into equal parts, which holds for every family.
+    """
+    alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for place, pictures in enumerate(images):
+        alike.setdefault(tuple(image.size for image in pictures), []).append(place)
+    found: dict[int, Tokens] = {}
+    for places in alike.values():
+        rows = [(names[p], texts[p], list(images[p])) for p in places]
+        part = _read_alike(processor, rows, inside)
+        found |= dict(zip(places, part, strict=True))
+    return [found[place] for place in range(len(texts))]
+
+
+def _read_alike(processor: Any, rows: Sequence[tuple[str, str, list[Image.Image]]], inside: bool) -> list[Tokens]:
+    """rows: name, text and pictures."""
+    texts, images = [text for _, text, _ in rows], [pictures for _, _, pictures in rows]
+    given = {"images": images} if images[0] else {}  # nested: by text
+    more = {"add_special_tokens": False} if inside else {}
+    try:
+        encoded = dict(processor(text=texts, return_tensors="pt", padding=True, **given, **more))
+    except ValueError as error:
+        if len(rows) > 1:  # which of them?
+            return [found for row in rows for found in _read_alike(processor, [row], inside)]
+        raise UserError(f"{rows[0][0]}: the model's processor does not take it: {error}") from error
+    real = encoded.pop("attention_mask").bool()
+    ids = encoded.pop("input_ids")
+    pictures = {k: v.unflatten(0, (len(texts), -1)) for k, v in encoded.items() if k not in PER_TOKEN}
+    found = []
+    for i in range(len(texts)):
         sequence = {k: v[i][real[i]] for k, v in encoded.items() if k in PER_TOKEN}
-        rows.append(Tokens(ids[i][real[i]], ids.new_empty(0), sequence, {k: v[i] for k, v in pictures.items()}))
-    return rows
+        found.append(Tokens(ids[i][real[i]], ids.new_empty(0), sequence, {k: v[i] for k, v in pictures.items()}))
+    return found
 
 
 def chat_texts(processor: Any, prompts: Sequence[Prompt]) -> list[str]:
     """The prompts through the chat template, with one marker a picture."""
-    chats = [messages(prompt) for prompt in prompts]
-    return processor.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    return [rendered(processor, chat(prompt), prompt.tools) for prompt in prompts]
+
+
+def rendered(processor: Any, talk: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
+    """Messages through the chat template, up to where the policy's next response begins."""
+    shown = {"tools": list(tools)} if tools else {}
+    return processor.apply_chat_template(
+        [as_template(message) for message in talk], add_generation_prompt=True, tokenize=False, **shown
+    )
+
+
+def between(processor: Any, talk: Sequence[Message], observation: Sequence[Message], ending: str) -> str:
+    """What the chat template puts between a response to `talk` that ended with the text `ending` and the next response,
+    which the policy gives after `observation`. Where the template closes a response with another text than `ending`,
+    that is a part of it.
+
+    Raises UserError for a template that does not show what assistants said.
+    """
+    whole = rendered(processor, [*talk, Message("assistant", (RESPONSE,)), *observation])
+    _, found, rest = whole.rpartition(RESPONSE)
+    if not found:
+        raise UserError("the model's chat template does not show responses, so a conversation can not go on with it")
+    return rest.removeprefix(ending)
 
 
 def collate(
@@ -103,36 +197,55 @@ def collate(
         "input_ids": (ids, pad),
         "attention_mask": ([torch.ones_like(i) for i in ids], 0),
     }
-    for key in {k: None for r in rows for k in r.sequence}:
-        values = [r.sequence.get(key, torch.zeros_like(r.prompt)) for r in rows]
-        padded[key] = ([torch.cat([v, torch.zeros_like(r.response)]) for v, r in zip(values, rows, strict=True)], 0)
+    for key in {k: None for r in rows for k in (*r.sequence, *r.read_sequence)}:
+        padded[key] = ([_per_token(r, key) for r in rows], 0)
     batch = {
         key: nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill, padding_side=padding_side)
         for key, (values, fill) in padded.items()
     }
-    for key in {k: None for r in rows for k in r.pictures}:
-        batch[key] = cat_padded([r.pictures[key] for r in rows if key in r.pictures])
+    for key in {k: None for r in rows for k in (*r.pictures, *r.read_pictures)}:
+        batch[key] = cat_padded([held[key] for r in rows for held in (r.pictures, r.read_pictures) if key in held])
     return {key: value.to(device) for key, value in batch.items()}
 
 
+def _per_token(row: Tokens, key: str) -> Tensor:
+    """[token] an input of prompt and response."""
+    first = _to_length(row.sequence.get(key), len(row.prompt), row.prompt)
+    return torch.cat([first, _to_length(row.read_sequence.get(key), len(row.response), row.prompt)])
+
+
 def messages(prompt: Prompt) -> list[dict[str, Any]]:
+    """The prompt as chat templates take it; see `chat`."""
+    return [as_template(message) for message in chat(prompt)]
+
+
+def chat(prompt: Prompt) -> tuple[Message, ...]:
     """The prompt as chat messages; `<image>` in its text says where a picture goes, else the pictures come first.
 
     Raises UserError if the markers and the pictures do not match.
     """
+    if prompt.messages:
+        return prompt.messages
     pieces = prompt.text.split("<image>")
     if len(pieces) == 1:
         pieces = [""] * len(prompt.images) + pieces
     if len(pieces) - 1 != len(prompt.images):
         raise UserError(f"prompt {prompt.id} has {len(pieces) - 1} <image> markers and {len(prompt.images)} images")
-    content: list[dict[str, Any]] = []
-    for number, piece in enumerate(pieces):
-        if number > 0:
-            content.append({"type": "image"})
-        if piece:
-            content.append({"type": "text", "text": piece})
-    system = [{"role": "system", "content": [{"type": "text", "text": prompt.system}]}] if prompt.system else []
-    return [*system, {"role": "user", "content": content}]
+    between_texts = [*prompt.images, None]
+    parts = [part for piece, image in zip(pieces, between_texts, strict=True) for part in (piece, image) if part]
+    system = (Message("system", (prompt.system,)),) if prompt.system else ()
+    return (*system, Message("user", tuple(parts)))
+
+
+def pictures_of(prompt: Prompt) -> tuple[Image.Image, ...]:
+    """All that the policy sees of a prompt, in order."""
+    return tuple(image for message in chat(prompt) for image in message.images)
+
+
+def as_template(message: Message) -> dict[str, Any]:
+    """A message as chat templates take it."""
+    content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in message.parts]
+    return {"role": message.role, "content": content}
 
 
 def cat_padded(tensors: Sequence[Tensor]) -> Tensor:

@@ -83,10 +83,13 @@ class VisionLanguageModel(ModelSettings):
         return {"rollout": rollout, "evaluation": TokenEvaluation, "engine": TokenEngine}
 
     def capabilities(self, config: Config) -> Capabilities:
-        offers = {"entropy", "square_sum", "tokens", "text", "single_sample_kl", "views"}
+        offers = {"entropy", "square_sum", "tokens", "text", "numbers", "single_sample_kl", "views"}
         sampling = config.rollout
         if isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator):
             offers |= {"drafts"}
+        if any(vars(config.task).get(key) is not None for key in ("environment", "game")):
+            offers -= {"views"}  # what an environment said belongs to the prompt that it was said to
+            offers |= {"turns"}
         return Capabilities("model.type=vision_language", frozenset(offers))
 
     def check(self, config: Config) -> None:
@@ -123,4 +126,4 @@ class VisionLanguageModel(ModelSettings):
     def load(self, config: Config, task: Any, path: str) -> VisionLanguagePolicy:
         from mmrl.policies.vlm.loading import load
 
-        return load(path, self, config)
+        return load(path, self, config, task)

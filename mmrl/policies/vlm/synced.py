@@ -78,6 +78,7 @@ class Synced:
         if self.adapters:
             self.adapter.sent = adapter_checksums(model)
             self.engine.adapt(partial(write_adapter, model))
+        self.engine.serve()
         loaded = time.perf_counter()
         counted = {} if self.arrivals is None else self.compare(self.arrivals)
         compared = time.perf_counter()

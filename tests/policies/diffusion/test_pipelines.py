@@ -12,12 +12,14 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import pipelines
+from mmrl.policies.diffusion.family import Asked
 from mmrl.policies.diffusion.settings import DiffusionModel
 from mmrl.policies.settings import LoRA
 from tests.tiny_pipelines import LATENT, NAMES, SIZE, ddim
 
 CLASSES = ("sd3", "flux", "qwen_image", "sd15", "sdxl")
 TEXTS = ["two red cats on a box", "7"]  # of different lengths
+ASKED = [Asked(text) for text in TEXTS]
 STEPS, SCALE = 3, 4.0
 EMBEDDED = 3.5  # the guidance that FLUX takes as an input
 LORA = LoRA(rank=4, alpha=8.0)
@@ -39,7 +41,7 @@ def noise(seed=0, n=2):
 
 def answer(family, *, n=2, model=None, time=700.0):
     """What the network says of fixed latents; rows differ in latents, time and text."""
-    conditions = family.encode(TEXTS[:n])
+    conditions = family.encode(ASKED[:n])
     times = torch.full((n,), time) - 100 * torch.arange(n)
     return family.predict(family.module if model is None else model, noise(n=n), times, conditions, EMBEDDED)
 
@@ -58,7 +60,7 @@ def guided(name, unconditional, conditional):
 def denoise(name, family, guide):
     """Euler's method, or DDIM without noise, in a plain loop."""
     x, grid = noise(), family.grid(STEPS, LATENT)
-    conditions, empty = family.encode(TEXTS), family.encode(["", ""])
+    conditions, empty = family.encode(ASKED), family.encode([Asked("")] * 2)
     for i, time in enumerate(grid.times):
         out = family.predict(family.module, x, time.expand(2), conditions, EMBEDDED)
         if guide:
@@ -121,7 +123,7 @@ class TestAgainstDiffusers:
 
     def test_text_time_and_latents_all_matter(self, name, shared_family):
         family, now = shared_family(name), torch.full((1,), 500.0)
-        one, other = ([condition] for condition in family.encode(TEXTS))
+        one, other = ([condition] for condition in family.encode(ASKED))
         base = family.predict(family.module, noise(n=1), now, one, EMBEDDED)
         for x, time, condition in ((noise(n=1), now, other), (noise(n=1), now / 2, one), (noise(9, 1), now, one)):
             changed = family.predict(family.module, x, time, condition, EMBEDDED)
@@ -138,7 +140,7 @@ class TestRows:
 
     def test_embeddings_do_not_depend_on_their_batch(self, name, shared_family):
         family = shared_family(name)
-        for together, alone in zip(family.encode(TEXTS), [family.encode([t])[0] for t in TEXTS], strict=True):
+        for together, alone in zip(family.encode(ASKED), [family.encode([one])[0] for one in ASKED], strict=True):
             assert together.keys() == alone.keys()
             assert all(torch.equal(together[k], alone[k]) and not together[k].requires_grad for k in together)
 
@@ -256,7 +258,7 @@ class TestIdleParts:
     def test_encoders_are_there_only_while_encoding(self, log, monkeypatch):
         family, moves = log
         monkeypatch.setattr(family, "_encode", lambda text: moves.append(text) or {})
-        family.encode(TEXTS)
+        family.encode(ASKED)
         parts = [part for part in family.encoders if family.pipe.components[part] is not None]
         assert moves == [*((p, "meta") for p in parts), *TEXTS, *((p, "cpu") for p in parts)]
 
@@ -389,4 +391,4 @@ class TestBadInput:
             shared_family("qwen_image").grid(1, LATENT)
         family = shared_family("flux")
         with pytest.raises(UserError, match="embedded guidance"):
-            family.predict(family.module, noise(n=1), torch.ones(1), family.encode(TEXTS[:1]), None)
+            family.predict(family.module, noise(n=1), torch.ones(1), family.encode(ASKED[:1]), None)

@@ -12,6 +12,7 @@ from mmrl.core.ratios import by_unit
 from mmrl.core.reduce import reduce
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import trees
+from mmrl.policies.diffusion.family import Asked
 from mmrl.policies.diffusion.loading import load
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.settings import Denoising, DenoisingDemonstrations, DiffusionModel, PictureLikelihood
@@ -30,6 +31,10 @@ WORDS = ("red", "cat", "dog", "two")
 PROMPTS = [Prompt("a", "red cat"), Prompt("b", "two dog"), Prompt("c", "cat")]
 SEEDS = [11, 12, 13, 14, 15, 16]
 RANDOM = {"type": "random", "size": 2}
+
+
+def said(*texts):
+    return [Asked(text) for text in texts]
 
 
 def small(kind="mlp", *, seed=0, **config):
@@ -152,7 +157,7 @@ class TestChains:
                 with torch.no_grad():
                     c, u = (
                         family.predict(
-                            family.module, one.x[t : t + 1], grid.times[point : point + 1], family.encode([w]), 3.5
+                            family.module, one.x[t : t + 1], grid.times[point : point + 1], family.encode(said(w)), 3.5
                         )
                         for w in (one.text, "")
                     )
@@ -252,7 +257,7 @@ class TestEvaluation:
         x = gaussian([2], -1, policy.shape)
         for s, after in zip(torch.linspace(1, 0, 8), torch.linspace(1, 0, 8)[1:], strict=False):
             with torch.no_grad():
-                x = x + (after - s) * family.predict(family.module, x, s[None], family.encode(["two dog"]), None)
+                x = x + (after - s) * family.predict(family.module, x, s[None], family.encode(said("two dog")), None)
         torch.testing.assert_close(one[1].image, (x / 2 + 0.5)[0], atol=1e-5, rtol=1e-5)
 
     def test_has_its_own_guidance(self):
@@ -266,18 +271,18 @@ class TestEvaluation:
 def test_a_text_is_encoded_once_while_it_is_kept():
     family, asked = small(), []
     encode = family.encode
-    family.encode = lambda texts: asked.append(list(texts)) or encode(texts)
+    family.encode = lambda new, shape: asked.append([one.text for one in new]) or encode(new)
     policy = policy_of(family, guidance=2.0, prompt_cache=3)
     policy.replay(draw(policy), policy.module)
     assert sorted(sum(asked, [])) == ["", "red cat", "two dog"]
     asked.clear()
-    policy.conditions(["red cat"])
-    policy.conditions(["cat"])  # the fourth: the one that was asked for longest ago goes
-    policy.conditions(["red cat", "cat"])
+    policy.conditions(said("red cat"))
+    policy.conditions(said("cat"))  # the fourth: the one that was asked for longest ago goes
+    policy.conditions(said("red cat", "cat"))
     assert asked == [["cat"]]
-    found = policy.conditions(["red", "dog", "two", "cat", "red"])  # more than are kept
+    found = policy.conditions(said("red", "dog", "two", "cat", "red"))  # more than are kept
     assert all(
-        torch.equal(f["words"], encode([t])[0]["words"])
+        torch.equal(f["words"], encode(said(t))[0]["words"])
         for f, t in zip(found, ["red", "dog", "two", "cat", "red"], strict=True)
     )
 
@@ -386,7 +391,7 @@ class TestFinalPictures:
                 level = float(s[i, j])
                 noisy = (1 - level) * one.data[None].double() + level * noise
                 torch.testing.assert_close(x[i, j][None].double(), noisy, atol=1e-5, rtol=1e-5)
-                words = torch.stack([c["words"] for c in family.encode([one.text])])
+                words = torch.stack([c["words"] for c in family.encode([one.asked])])
                 v = family.module(x[i, j][None], s[i, j][None], words).double()
                 w = {"one": 1, "sigma": level, "sigma_squared": level**2}[weight]
                 expected = -w * (v - (noise - one.data[None].double())).square().mean()
@@ -523,7 +528,7 @@ class TestViews:
         with torch.no_grad():
             own, viewed = (policy.replay(b, policy.module).logp for b in (batch, other))
         assert torch.equal(own[2:], viewed[2:]) and float((own[:2] - viewed[:2]).abs().min()) > 1e-6
-        made = replace(batch, inputs=[replace(r, text="red dog") for r in batch.inputs], old_prediction=None)
+        made = replace(batch, inputs=[replace(r, asked=Asked("red dog")) for r in batch.inputs], old_prediction=None)
         assert torch.equal(policy.replay(made, policy.module).logp[:2], viewed[:2])
 
 
@@ -618,7 +623,9 @@ class TestPerceptrons:
     def test_the_order_of_words_counts_where_asked(self, kind, ordered):
         family = small(kind, ordered=ordered)
         x, time = torch.randn(1, 1, 8, 8).expand(3, -1, -1, -1), torch.full((3,), 0.5)
-        one, turned, other = family.predict(family.module, x, time, family.encode(["red cat", "cat red", "dog"]), None)
+        one, turned, other = family.predict(
+            family.module, x, time, family.encode(said("red cat", "cat red", "dog")), None
+        )
         assert torch.allclose(one, turned, atol=1e-5) is not ordered
         assert not torch.allclose(one, other, atol=1e-2)
 

@@ -9,6 +9,7 @@ import torch
 from mmrl.sims import build
 from torch.distributions import Laplace, Normal
 
+from mmrl.config import validate
 from mmrl.errors import UserError
 from mmrl.policies.vla.heads import ActionSampling, extend
 from mmrl.rollouts import Rollouts
@@ -484,3 +485,77 @@ def test_learned_noise_has_the_spread_it_is_scored_with(make):
             rows = torch.arange(len(looks))
             mean, std = head._learned_step(head.likelihood, reading, state, chain[:, k], point, rows)
         assert ((chain[:, k + 1] - mean) / std).std().item() == pytest.approx(1, abs=0.06)
+
+
+class Saved:
+    """Bytes that a forward pass keeps for the backward pass, of tensors that are no parameters."""
+
+    def __init__(self, module):
+        self.own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        self.kept = {}
+
+    def __call__(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.own:
+            self.kept[storage.data_ptr()] = storage  # alive, so that no address comes twice
+        return tensor
+
+    @property
+    def bytes(self):
+        return sum(storage.nbytes() for storage in self.kept.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_looks_in_parts_change_memory_only(played, kind):
+    policy, rollouts = played(kind, critic=True)
+    torch.manual_seed(0)
+    weight = torch.randn(rollouts.mask.shape)  # so that no two decisions can be taken for one another
+    found, kept = {}, {}
+    network = policy.module
+    assert sum(map(len, rollouts.inputs)) >= 7
+    for size in (None, 3, 1):
+        policy.looks_at_once = size
+        network.zero_grad()
+        saved = Saved(network)
+        with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+            replay = policy.replay(rollouts, network)
+        (replay.logp * weight)[rollouts.mask].sum().backward()
+        with torch.no_grad():
+            old = policy.replay(rollouts, network)
+        assert torch.equal(old.logp, replay.logp.detach())  # so that the first ratio is exactly 1
+        grads = {n: p.grad.clone() for n, p in network.named_parameters() if p.grad is not None}
+        found[size], kept[size] = {"": replay.logp.detach(), "value": replay.value.detach(), **grads}, saved.bytes
+    policy.looks_at_once = None
+    for size in (3, 1):
+        assert found[size].keys() == found[None].keys()
+        for name, want in found[None].items():
+            torch.testing.assert_close(found[size][name], want, rtol=1e-3, atol=1e-4)
+        assert kept[size] < 0.5 * kept[None], kept  # what goes in and comes out
+
+
+class Line:
+    """A task that is nothing but its simulator."""
+
+    simulator_rows = 4
+
+    def make_simulator(self, rows):
+        return build("tests.sims.line_simulator:Line", rows, None)
+
+
+def test_the_key_of_a_configuration_says_how_many_looks_are_replayed_at_once(backbones):
+    tree = {
+        "run_dir": "unset",
+        "model": {"type": "vision_language_action"},
+        "task": {"type": "manipulation"},
+        "action": {"chunk": CHUNK, "prompt": "{instruction}", "head": {**KINDS["parallel"]}, "horizon": 12},
+    }
+    for keys, parts in (({}, [4]), ({"looks_at_once": 3}, [3, 1])):
+        config = validate({**tree, "engine": {"micro_batch": 2, **keys}}, "test")
+        policy = config.model.load(config, Line(), str(backbones["small"]))
+        rollouts, sizes = policy.rollout(starts(0, 10, 20), 1, SEEDS[:3]), []
+        looks = sum(map(len, rollouts.inputs))
+        policy.module.head.score = lambda *given, sizes=sizes, score=policy.module.head.score: (
+            sizes.append(len(given[3])) or score(*given)
+        )
+        policy.replay(rollouts, policy.module)
+        assert looks == 4 and sizes == parts

@@ -1,0 +1,39 @@
+"""Credit of the turns of conversations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def discounted(rewards: Tensor, gamma: float) -> Tensor:
+    """[rollout, turn] R_t = sum_{k >= t} gamma^(k - t) r_k of rewards [rollout, turn], 0 where there was no turn."""
+    returns = torch.zeros_like(rewards)
+    following = torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        following = rewards[:, t] + gamma * following
+        returns[:, t] = following
+    return returns
+
+
+def turn_advantages(
+    returns: Tensor, mask: Tensor, group: Tensor, *, scale: str = "group_std", eps: float = 1e-6
+) -> Tensor:
+    """[rollout, turn] returns against the mean of the same turn in the same group, divided by their unbiased std + eps
+    ("group_std") or not ("none"). mask: [rollout, turn] True where there was a turn. Exactly 0 where all are equal,
+    where one is alone, and where there was no turn. A group lies on one rank.
+
+    Raises ValueError for an unknown scale.
+    """
+    if scale not in ("group_std", "none"):
+        raise ValueError(f"scale of turn advantages must be group_std or none; got {scale!r}")
+    result = torch.zeros_like(returns)
+    for g in group.unique():
+        for t in range(returns.shape[1]):
+            rows = ((group == g) & mask[:, t]).nonzero().flatten()
+            values = returns[rows, t]
+            if len(rows) < 2 or bool((values == values[0]).all()):
+                continue
+            difference = values - values.mean()
+            result[rows, t] = difference / (values.std() + eps) if scale == "group_std" else difference
+    return result

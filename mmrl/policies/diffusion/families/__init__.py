@@ -1,0 +1,1 @@
+"""Diffusers pipelines as families, by class. Add one by a class here and its line in `pipelines.CLASSES`."""

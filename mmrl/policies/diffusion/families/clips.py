@@ -1,0 +1,234 @@
+"""Families that draw clips: Wan 2.1 and 2.2 of one transformer, LTX-Video and HunyuanVideo.
+
+Latents are [channel, frame, height, width].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from einops import rearrange
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.policies.diffusion.families.base import FlowPipeline, checked_sides
+from mmrl.policies.diffusion.family import Condition, Resolution, Shape
+from mmrl.samplers.sigmas import Grid, shift_towards_noise
+
+
+class Clips(FlowPipeline):
+    """What families of clips share: VAEs that compress time, whose first frame stands alone."""
+
+    @property
+    def patches(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of a latent that are one token."""
+        frames, height, width = self.module.config.patch_size
+        return frames, height, width
+
+    @property
+    def shrinks(self) -> tuple[int, int]:
+        """What the VAE shrinks time and sides by."""
+        return self.pipe.vae_scale_factor_temporal, self.pipe.vae_scale_factor_spatial
+
+    def own_size(self) -> tuple[int, int, int]:
+        """Frames, height and width, in pixels, of a clip when the recipe does not say."""
+        return 81, 480, 832
+
+    def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
+        """Raises UserError for sides and frames that the VAE and the patches can not take."""
+        (in_time, in_space), (t, h, w) = self.shrinks, self.patches
+        own_frames, *own_sides = self.own_size()
+        count = own_frames if frames is None else frames
+        height, width = checked_sides(resolution, (own_sides[0], own_sides[1]), in_space * math.lcm(h, w))
+        latents = (count - 1) // in_time + 1
+        if count < 1 or (count - 1) % in_time or latents % t:
+            first = (t - 1) * in_time + 1
+            raise UserError(
+                f"denoising.frames={count}: this model draws clips of {first}, {first + t * in_time}, "
+                f"{first + 2 * t * in_time}, ... frames"
+            )
+        return self.module.config.in_channels, latents, height // in_space, width // in_space
+
+    def predict(
+        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+    ) -> Tensor:
+        dtype = next(self.module.parameters()).dtype
+        texts = self._rows(conditions, x.device, dtype)
+        inputs = self._clip_inputs(time, texts, tuple(x.shape[2:]), guidance)
+        (out,) = model(x.to(dtype), **inputs, return_dict=False)
+        return out.float()
+
+    def _clip_inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, ...], guidance: float | None
+    ) -> dict[str, Any]:
+        """What the network takes besides latents of frames, height and width `size`."""
+        return {"timestep": time, **texts}
+
+    def _inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
+    ) -> dict[str, Any]:
+        raise NotImplementedError("clips have `_clip_inputs`")
+
+    def _latent_scale(self) -> tuple[Tensor, Tensor]:
+        scale, shift = super()._latent_scale()
+        return scale[:, None], shift[:, None]
+
+    def _decode(self, z: Tensor) -> Tensor:
+        return rearrange(super()._decode(z), "n c f h w -> n f c h w")
+
+    def _to_z(self, pixels: Tensor) -> Tensor:
+        return super()._to_z(rearrange(pixels, "n f c h w -> n c f h w"))
+
+
+class Wan(Clips):
+    """Wan 2.1 and the 5B model of Wan 2.2 (arXiv 2503.20314)."""
+
+    encoders = ("text_encoder",)
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 512)
+
+    def __init__(self, pipe: Any, base: str, **options: Any) -> None:
+        super().__init__(pipe, base, **options)
+        if pipe.components.get("transformer_2") is not None:
+            raise UserError(
+                f"model.path={base}: it has two transformers, for high and low noise; Wan models with one are "
+                "supported, such as Wan2.1-T2V-1.3B or Wan2.2-TI2V-5B"
+            )
+
+    def own_size(self) -> tuple[int, int, int]:
+        return (121, 704, 1280) if self.shrinks[1] == 16 else (81, 480, 832)  # 16: the 5B model
+
+    def grid(self, steps: int, shape: Shape) -> Grid:
+        """1, 1 - 1/steps, ..., 1/steps, shifted towards noise, then the data; what the scheduler's own class makes of
+        them when it is FlowMatchEulerDiscreteScheduler."""
+        scheduler: Any = FlowMatchEulerDiscreteScheduler(num_train_timesteps=self._train_steps, shift=self._shift)
+        scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
+        return Grid(scheduler.sigmas, scheduler.timesteps)
+
+    def levels(self, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        sigma = shift_towards_noise(uniform, self._shift)
+        return sigma, self._train_steps * sigma
+
+    @property
+    def _shift(self) -> float:
+        config = self.pipe.scheduler.config
+        return float(config["flow_shift"] if "flow_shift" in config else config["shift"])
+
+    @property
+    def _train_steps(self) -> int:
+        return int(self.pipe.scheduler.config.num_train_timesteps)
+
+    def _encode(self, text: str) -> dict[str, Tensor]:
+        tokens, _ = self.pipe.encode_prompt(text, do_classifier_free_guidance=False, device=self.device, **self._limit)
+        return {"encoder_hidden_states": tokens}
+
+    def _clip_inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, ...], guidance: float | None
+    ) -> dict[str, Any]:
+        if self.pipe.config.expand_timesteps:  # Wan 2.2's 5B model is told the time of every token
+            tokens = math.prod(side // patch for side, patch in zip(size, self.patches, strict=True))
+            time = time[:, None].expand(-1, tokens)
+        return {"timestep": time, **texts}
+
+    def _latent_scale(self) -> tuple[Tensor, Tensor]:
+        config = self.pipe.vae.config
+        spread, mean = (torch.tensor(v, device=self.device) for v in (config.latents_std, config.latents_mean))
+        return spread.view(-1, 1, 1, 1), mean.view(-1, 1, 1, 1)
+
+
+class LTXVideo(Clips):
+    """LTX-Video (arXiv 2501.00103), at 25 frames a second. Every latent pixel of a frame is a token."""
+
+    encoders = ("text_encoder",)
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 128)
+    patch = 1  # the scheduler counts latent pixels
+    FRAME_RATE = 25
+
+    def __init__(self, pipe: Any, base: str, **options: Any) -> None:
+        super().__init__(pipe, base, **options)
+        config = pipe.transformer.config
+        if pipe.vae.config.timestep_conditioning or (config.patch_size, config.patch_size_t) != (1, 1):
+            raise UserError(
+                f"model.path={base}: its VAE denoises while it decodes, or its patches are larger than one; of "
+                "LTX-Video the 0.9.0 model is supported"
+            )
+
+    @property
+    def patches(self) -> tuple[int, int, int]:
+        return 1, 1, 1
+
+    @property
+    def shrinks(self) -> tuple[int, int]:
+        return self.pipe.vae_temporal_compression_ratio, self.pipe.vae_spatial_compression_ratio
+
+    def own_size(self) -> tuple[int, int, int]:
+        return 161, 512, 704
+
+    def _encode(self, text: str) -> dict[str, Tensor]:
+        tokens, mask, _, _ = self.pipe.encode_prompt(
+            text, do_classifier_free_guidance=False, device=self.device, **self._limit
+        )
+        return {"encoder_hidden_states": tokens, "encoder_attention_mask": mask}
+
+    def predict(
+        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+    ) -> Tensor:
+        frames, height, width = x.shape[2:]
+        sizes = {"f": frames, "h": height, "w": width}
+        in_time, in_space = self.shrinks
+        dtype = next(self.module.parameters()).dtype
+        (out,) = model(
+            rearrange(x, "n c f h w -> n (f h w) c").to(dtype),
+            timestep=time,
+            **self._rows(conditions, x.device, dtype),
+            num_frames=frames,
+            height=height,
+            width=width,
+            rope_interpolation_scale=(in_time / self.FRAME_RATE, in_space, in_space),
+            return_dict=False,
+        )
+        return rearrange(out, "n (f h w) c -> n c f h w", **sizes).float()
+
+    def _latent_scale(self) -> tuple[Tensor, Tensor]:
+        vae = self.pipe.vae
+        spread, mean = (part.to(self.device).float().view(-1, 1, 1, 1) for part in (vae.latents_std, vae.latents_mean))
+        return spread / vae.config.scaling_factor, mean
+
+
+class HunyuanVideo(Clips):
+    """HunyuanVideo (arXiv 2412.03603), which is told its guidance scale."""
+
+    encoders = ("text_encoder", "text_encoder_2")
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 256)
+
+    @property
+    def patches(self) -> tuple[int, int, int]:
+        config = self.module.config
+        return config.patch_size_t, config.patch_size, config.patch_size
+
+    def own_size(self) -> tuple[int, int, int]:
+        return 129, 720, 1280
+
+    def _encode(self, text: str) -> dict[str, Tensor]:
+        tokens, pooled, mask = self.pipe.encode_prompt(text, device=self.device, **self._limit)
+        return {"encoder_hidden_states": tokens, "pooled_projections": pooled, "encoder_attention_mask": mask}
+
+    def cut(self, text: str) -> int:
+        limit = self.text_tokens
+        assert limit is not None
+        return max(0, len(self.pipe.tokenizer(text, verbose=False).input_ids) - limit)
+
+    def _clip_inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, ...], guidance: float | None
+    ) -> dict[str, Any]:
+        inputs: dict[str, Any] = {"timestep": time, **texts}
+        if self.module.config.guidance_embeds:
+            if guidance is None:
+                raise UserError(
+                    "HunyuanVideo takes an embedded guidance scale: set denoising.embedded_guidance, such as 6"
+                )
+            inputs["guidance"] = torch.full_like(time, guidance * 1000)
+        return inputs

@@ -1,0 +1,166 @@
+"""Families that edit a picture: FLUX.1-Kontext, Qwen-Image-Edit and its Plus, FLUX.2 klein.
+
+The source's latents are tokens beside those that are drawn, and belong to the prompt's condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as qwen_edit
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as qwen_edit_plus
+from einops import rearrange
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.policies.diffusion.families.base import FlowPipeline, checked_sides
+from mmrl.policies.diffusion.families.pictures import Flux, QwenImage
+from mmrl.policies.diffusion.family import Asked, Condition, Resolution, Shape
+
+
+class FluxKontext(Flux):
+    """FLUX.1-Kontext (arXiv 2506.15742): the source's tokens have 1 as the first of their places."""
+
+    condition_parts = ("vae",)
+
+    def _condition(self, asked: Asked, shape: Shape) -> dict[str, Tensor]:
+        return {**self._words(asked.text), "source": self._source(asked, shape)}
+
+    def _inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
+    ) -> dict[str, Any]:
+        inputs = super()._inputs(time, texts, size, guidance)
+        places = inputs["img_ids"]
+        inputs["img_ids"] = torch.cat([places, places + places.new_tensor([1, 0, 0])])
+        del inputs["source"]
+        return inputs
+
+
+class QwenImageEdit(QwenImage):
+    """Qwen-Image-Edit (arXiv 2508.02324): the language model sees the source too. Both pictures have one size."""
+
+    module_of_sizes: Any = qwen_edit
+    condition_parts = ("vae",)
+    longest: ClassVar[tuple[str, int] | None] = None  # the pipeline reads all of a text
+
+    def cut(self, text: str) -> int:
+        return 0
+
+    def _condition(self, asked: Asked, shape: Shape) -> dict[str, Tensor]:
+        source = self._source(asked, shape)
+        tokens, mask = self.pipe.encode_prompt(prompt=asked.text, image=self._seen(asked), device=self.device)
+        if mask is not None and not bool(mask.all()):
+            raise UserError(f"prompt {asked.text!r}: its embedding is padded, which one prompt's never is")
+        return {"encoder_hidden_states": tokens, "source": source}
+
+    def _seen(self, asked: Asked) -> Any:
+        """The picture as the language model gets it."""
+        return self._resized(asked, 1024**2)
+
+    def _resized(self, asked: Asked, area: int) -> Any:
+        """The picture at about `area` pixels, as the pipeline resizes it."""
+        image = asked.images[0].convert("RGB")
+        width, height, *_ = self.module_of_sizes.calculate_dimensions(area, image.width / image.height)
+        return self.pipe.image_processor.resize(image, height, width)
+
+    def _inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
+    ) -> dict[str, Any]:
+        own = {key: value for key, value in texts.items() if key != "source"}
+        inputs = super()._inputs(time, own, size, guidance)
+        inputs["img_shapes"] = [[shape, shape] for (shape,) in inputs["img_shapes"]]
+        return inputs
+
+    def _texts(self, conditions: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        texts = super()._texts(conditions, device, dtype)
+        return texts | {"source": torch.stack([c["source"] for c in conditions]).to(device)}
+
+
+class QwenImageEditPlus(QwenImageEdit):
+    """Qwen-Image-Edit-Plus (2509 and later), with one source."""
+
+    module_of_sizes = qwen_edit_plus
+
+    def _seen(self, asked: Asked) -> Any:
+        return [self._resized(asked, 384**2)]
+
+
+class Flux2Klein(FlowPipeline):
+    """FLUX.2 klein: draws from words, or edits one source. Latents are of 2 x 2 patches already, and normalised by the
+    running statistics of its VAE."""
+
+    encoders = ("text_encoder",)
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 512)
+    condition_parts = ("vae",)
+    packed = True
+    patch = 1
+    SOURCE = 10  # the first of the four places of a source's tokens
+
+    def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
+        if frames is not None:
+            return super().latent_shape(resolution, frames)  # which refuses
+        scale = 2 * self.pipe.vae_scale_factor
+        own = self.own_side()
+        height, width = checked_sides(resolution, (own, own), scale)
+        return self.module.config.in_channels, height // scale, width // scale
+
+    def _mu(self, tokens: int, steps: int) -> float:
+        return compute_empirical_mu(tokens, steps)
+
+    def _condition(self, asked: Asked, shape: Shape) -> dict[str, Tensor]:
+        said = self._words(asked.text)
+        return {**said, "source": self._source(asked, shape)} if asked.images else said
+
+    def _pixels(self, shape: Shape) -> tuple[int, int]:
+        height, width = (2 * side * self.pipe.vae_scale_factor for side in shape[-2:])
+        return height, width
+
+    def _encode(self, text: str) -> dict[str, Tensor]:
+        tokens, _ = self.pipe.encode_prompt(text, device=self.device, **self._limit)
+        return {"encoder_hidden_states": tokens}
+
+    def _whole(self, text: str) -> str:
+        messages = [{"role": "user", "content": text}]
+        return str(
+            self.pipe.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+            )
+        )
+
+    def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        if len({"source" in condition for condition in conditions}) > 1:
+            raise UserError("some prompts of a batch have a picture to edit and some have none; give all of them one")
+        return super()._texts(conditions, device, dtype)
+
+    def _inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
+    ) -> dict[str, Any]:
+        rows, columns = (torch.arange(side, device=time.device) for side in size)
+        none, said = rows.new_zeros(1), texts["encoder_hidden_states"]
+        places = torch.cartesian_prod(none, rows, columns, none)
+        if "source" in texts:
+            places = torch.cat([places, places + places.new_tensor([self.SOURCE, 0, 0, 0])])
+        words = torch.arange(said.shape[1], device=time.device)
+        if self.module.config.guidance_embeds and guidance is None:
+            raise UserError("this FLUX.2 model takes an embedded guidance scale: set denoising.embedded_guidance")
+        return {
+            "timestep": time / 1000,
+            "encoder_hidden_states": said,
+            "txt_ids": torch.cartesian_prod(none, none, none, words),
+            "img_ids": places,
+            "guidance": torch.full_like(time, guidance or 0.0) if self.module.config.guidance_embeds else None,
+        }
+
+    def _latent_scale(self) -> tuple[Tensor, Tensor]:
+        norm = self.pipe.vae.bn
+        spread = (norm.running_var + self.pipe.vae.config.batch_norm_eps).sqrt()
+        return spread.view(-1, 1, 1).to(self.device), norm.running_mean.view(-1, 1, 1).to(self.device)
+
+    def _decode(self, z: Tensor) -> Tensor:
+        return super()._decode(rearrange(z, "n (c p q) h w -> n c (h p) (w q)", p=2, q=2))
+
+    def _to_z(self, pixels: Tensor) -> Tensor:
+        return rearrange(super()._to_z(pixels), "n c (h p) (w q) -> n (c p q) h w", p=2, q=2)

@@ -1,0 +1,179 @@
+"""Families that draw pictures: Stable Diffusion 3, FLUX.1, Qwen-Image, Z-Image, Stable Diffusion 1.5 and SDXL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mmrl.errors import UserError
+from mmrl.policies.diffusion.families.base import FlowPipeline, NoisePipeline
+from mmrl.policies.diffusion.family import Condition
+
+
+class StableDiffusion3(FlowPipeline):
+    """Stable Diffusion 3 and 3.5 (arXiv 2403.03206)."""
+
+    encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    optional = ("text_encoder_3",)
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder_3", 256)
+
+    def _encode(self, text: str) -> dict[str, Tensor]:
+        tokens, _, pooled, _ = self.pipe.encode_prompt(
+            text, None, None, device=self.device, do_classifier_free_guidance=False, **self._limit
+        )
+        return {"encoder_hidden_states": tokens, "pooled_projections": pooled}
+
+    def _inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
+    ) -> dict[str, Any]:
+        return {"timestep": time, **texts}
+
+
+class Flux(FlowPipeline):
+    """FLUX.1 dev and schnell. dev takes its guidance scale as an input."""
+
+    encoders = ("text_encoder", "text_encoder_2")
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder_2", 512)
+    packed = True
+
+    def _encode(self, text: str) -> dict[str, Tensor]:
+        tokens, pooled, _ = self.pipe.encode_prompt(text, None, device=self.device, **self._limit)
+        return {"encoder_hidden_states": tokens, "pooled_projections": pooled}
+
+    def _inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
+    ) -> dict[str, Any]:
+        if self.module.config.guidance_embeds:
+            if guidance is None:
+                raise UserError(
+                    "this FLUX model takes an embedded guidance scale: set denoising.embedded_guidance, for example 3.5"
+                )
+            texts = texts | {"guidance": torch.full_like(time, guidance)}
+        return {
+            "timestep": time / 1000,
+            "img_ids": self._places(size, time.device),
+            "txt_ids": torch.zeros(texts["encoder_hidden_states"].shape[1], 3, device=time.device),
+            **texts,
+        }
+
+    def _places(self, size: tuple[int, int], device: torch.device) -> Tensor:
+        """Where the picture's tokens stand, [token, 3]: which picture, row and column."""
+        rows, columns = (torch.arange(side // self.patch, device=device) for side in size)
+        return torch.cartesian_prod(rows.new_zeros(1), rows, columns)
+
+
+class QwenImage(FlowPipeline):
+    """Qwen-Image (arXiv 2508.02324). Texts differ in length; a batch is padded and masked."""
+
+    encoders = ("text_encoder",)
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 1024)
+    packed = True
+
+    def _encode(self, text: str) -> dict[str, Tensor]:
+        tokens, _ = self.pipe.encode_prompt(text, device=self.device, **self._limit)
+        return {"encoder_hidden_states": tokens}
+
+    def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        tokens = [c["encoder_hidden_states"] for c in conditions]
+        texts = {"encoder_hidden_states": pad_sequence(tokens, batch_first=True).to(device, dtype)}
+        lengths = torch.tensor([len(t) for t in tokens])
+        if bool((lengths != lengths[0]).any()):  # without a mask attention has faster kernels
+            mask = torch.arange(int(lengths.max())) < rearrange(lengths, "n -> n 1")
+            texts["encoder_hidden_states_mask"] = mask.to(device)
+        return texts
+
+    def _inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
+    ) -> dict[str, Any]:
+        height, width = size
+        shapes = [[(1, height // self.patch, width // self.patch)]] * len(time)
+        return {"timestep": time / 1000, "img_shapes": shapes, **texts}
+
+    def _decode(self, z: Tensor) -> Tensor:
+        return super()._decode(rearrange(z, "n c h w -> n c 1 h w")).squeeze(2)
+
+    def _to_z(self, pixels: Tensor) -> Tensor:
+        return super()._to_z(rearrange(pixels, "n c h w -> n c 1 h w")).squeeze(2)
+
+
+class ZImage(FlowPipeline):
+    """Z-Image and Z-Image-Turbo (arXiv 2511.22699). The network takes lists, and predicts data - noise at 1 - sigma."""
+
+    encoders = ("text_encoder",)
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 512)
+
+    def own_side(self) -> int:
+        return 1024
+
+    def _encode(self, text: str) -> dict[str, Tensor]:
+        (tokens,), _ = self.pipe.encode_prompt(
+            text, device=self.device, do_classifier_free_guidance=False, **self._limit
+        )
+        return {"said": tokens[None]}
+
+    def _whole(self, text: str) -> str:
+        messages = [{"role": "user", "content": text}]
+        return str(
+            self.pipe.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
+            )
+        )
+
+    def predict(
+        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+    ) -> Tensor:
+        dtype = next(self.module.parameters()).dtype
+        said = [condition["said"].to(x.device, dtype) for condition in conditions]
+        pictures = list(rearrange(x.to(dtype), "n c h w -> n c 1 h w"))
+        (out,) = model(pictures, (1000 - time) / 1000, said, return_dict=False)
+        return -rearrange(torch.stack([part.float() for part in out]), "n c 1 h w -> n c h w")
+
+    def _inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
+    ) -> dict[str, Any]:
+        raise NotImplementedError("the network takes lists: see `predict`")
+
+
+class StableDiffusion(NoisePipeline):
+    """Stable Diffusion 1.x (arXiv 2112.10752)."""
+
+    encoders = ("text_encoder",)
+
+    def _encode(self, text: str) -> dict[str, Tensor]:
+        tokens, _ = self.pipe.encode_prompt(text, self.device, 1, False)
+        return {"encoder_hidden_states": tokens}
+
+    def _inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
+    ) -> dict[str, Any]:
+        return {"timestep": time, **texts}
+
+
+class StableDiffusionXL(NoisePipeline):
+    """SDXL (arXiv 2307.01952), told that its pictures are whole and of their own size."""
+
+    encoders = ("text_encoder", "text_encoder_2")
+
+    def _encode(self, text: str) -> dict[str, Tensor]:
+        """Where the pipeline says so, an empty prompt is zeros instead of what the encoders make of it."""
+        tokens, _, pooled, _ = self.pipe.encode_prompt(text, device=self.device, do_classifier_free_guidance=False)
+        if not text and self.pipe.config.force_zeros_for_empty_prompt:
+            tokens, pooled = torch.zeros_like(tokens), torch.zeros_like(pooled)
+        return {"encoder_hidden_states": tokens, "text_embeds": pooled}
+
+    def _inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
+    ) -> dict[str, Any]:
+        height, width = (side * self.pipe.vae_scale_factor for side in size)
+        sizes = time.new_tensor([height, width, 0, 0, height, width])  # original, crop's corner, target
+        added = {"text_embeds": texts["text_embeds"], "time_ids": repeat(sizes, "k -> n k", n=len(time))}
+        return {
+            "timestep": time,
+            "encoder_hidden_states": texts["encoder_hidden_states"],
+            "added_cond_kwargs": added,
+        }

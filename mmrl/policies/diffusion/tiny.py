@@ -1,0 +1,221 @@
+"""Parts of tiny diffusers pipelines that are built in code: nothing is downloaded, nothing but the network is trained.
+
+A pipeline of them is of the class that users bring, and its folder loads in diffusers. Text encoders are random and
+frozen; what makes them useful is that a word's state has unit scale. The VAE is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import nn
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+PAD, UNKNOWN, START, END = "<pad>", "<unknown>", "<start>", "<end>"
+MARGIN = 1000.0  # of the channels that make a norm of the identity VAE a division by a constant, in units of a pixel
+
+
+def word_tokenizer(words: Sequence[str], max_length: int) -> PreTrainedTokenizerFast:
+    """One token a word, in lower case; commas and full stops are left out."""
+    known = {token: i for i, token in enumerate((PAD, UNKNOWN, START, END, *words))}
+    tokenizer = Tokenizer(models.WordLevel(known, unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), normalizers.Replace(",", " "), normalizers.Replace(".", " ")]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A {END}", special_tokens=[(START, known[START]), (END, known[END])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        bos_token=START,
+        eos_token=END,
+        model_max_length=max_length,
+    )
+
+
+def clip_text_encoder(
+    tokenizer: PreTrainedTokenizerFast, width: int = 32, *, projection: bool = True
+) -> CLIPTextModelWithProjection | CLIPTextModel:
+    """A random CLIP text encoder whose states have unit scale: a fresh one's are small (std 0.08 behind its first
+    layer), and a network takes several times as long to learn to read them."""
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=tokenizer.model_max_length,
+        projection_dim=width,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    encoder = CLIPTextModelWithProjection(config) if projection else CLIPTextModel(config)
+    for name, parameter in encoder.named_parameters():
+        if "token_embedding" in name:
+            nn.init.normal_(parameter, std=1.0)
+        elif "position_embedding" in name:
+            nn.init.normal_(parameter, std=0.5)
+    return encoder
+
+
+def identity_vae(channels: int, size: int, *, halving: bool = False) -> AutoencoderKL:
+    """An AutoencoderKL whose latents are the pixels, [channels, size, size] in -1..1, by weights set by hand; or with
+    `halving` the means of 2 x 2 pixels, which decoding repeats.
+
+    Its hidden channels are x, -x, M and -M. A group norm over all of them divides by a constant, M times the share of
+    the margins, as long as x is small beside M; and silu(y) - silu(-y) = y undoes the activation. The blocks between
+    add nothing.
+    """
+    hidden, blocks = 4 * channels, 1 + halving  # channels: x, -x and as many margins
+    vae: Any = AutoencoderKL(
+        in_channels=channels,
+        out_channels=channels,
+        latent_channels=channels,
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        block_out_channels=(hidden,) * blocks,
+        layers_per_block=1,
+        norm_num_groups=1,
+        sample_size=size,
+        scaling_factor=1.0,
+        shift_factor=0.0,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        mid_block_add_attention=False,
+        force_upcast=False,
+    )
+    silence_blocks(vae, ("conv2",))
+    for half in (vae.encoder, vae.decoder):
+        pass_through(half.conv_in, half.conv_norm_out, half.conv_out, channels, gain=MARGIN * 0.5**0.5)
+    if halving:
+        average_pairs(vae.encoder.down_blocks[0].downsamplers[0].conv, hidden)
+        copy_channels(vae.decoder.up_blocks[0].upsamplers[0].conv, hidden, (1, 1))
+    return vae
+
+
+def silence_blocks(module: nn.Module, last: tuple[str, ...]) -> None:
+    """The layers of these names give 0, so that a residual block passes its input on."""
+    for name, part in module.named_modules():
+        if name.rsplit(".", 1)[-1] in last and isinstance(part, nn.Conv2d | nn.Conv3d):
+            nn.init.zeros_(part.weight)
+            assert part.bias is not None
+            nn.init.zeros_(part.bias)
+
+
+@torch.no_grad()
+def pass_through(enter: Any, norm: Any, leave: Any, channels: int, gain: float, margins: int | None = None) -> None:
+    """conv_in writes x, -x and the margins (None: in all channels that are left); the norm multiplies by `gain` what it
+    divided; conv_out reads x again. Where time is convolved too, the present is the last of its taps."""
+    for part in (enter, leave):
+        part.weight.zero_()
+        part.bias.zero_()
+    for name, parameter in norm.named_parameters():  # a group norm's weight and bias, or an RMS norm's gamma
+        parameter.fill_(0.0 if name == "bias" else gain)
+    sizes = enter.weight.shape[2:]
+    centre = tuple(size - 1 if len(sizes) == 3 and i == 0 else size // 2 for i, size in enumerate(sizes))
+    for c in range(channels):
+        enter.weight[(c, c, *centre)] = 1.0
+        enter.weight[(channels + c, c, *centre)] = -1.0
+        leave.weight[(c, c, *centre)] = 1.0
+        leave.weight[(c, channels + c, *centre)] = -1.0
+    last = None if margins is None else 2 * channels + margins
+    constant = enter.bias[2 * channels : last]
+    constant.copy_(torch.tensor([MARGIN, -MARGIN]).repeat(len(constant) // 2))
+
+
+def umt5_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> UMT5EncoderModel:
+    """A random UMT5 encoder; its last norm gives states of unit scale."""
+    encoder = UMT5EncoderModel(UMT5Config(**_t5(tokenizer, width)))
+    nn.init.normal_(encoder.shared.weight, std=1.0)
+    return encoder
+
+
+def t5_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> T5EncoderModel:
+    """A random T5 encoder, as `umt5_text_encoder`."""
+    encoder = T5EncoderModel(T5Config(**_t5(tokenizer, width)))
+    nn.init.normal_(encoder.shared.weight, std=1.0)
+    return encoder
+
+
+def _t5(tokenizer: PreTrainedTokenizerFast, width: int) -> dict[str, Any]:
+    return dict(
+        vocab_size=len(tokenizer),
+        d_model=width,
+        d_ff=2 * width,
+        d_kv=width // 2,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+@torch.no_grad()
+def halving_wan_vae(channels: int = 3) -> Any:
+    """An AutoencoderKLWan that halves the sides and keeps every frame, by weights set by hand: latents are the means of
+    2 x 2 pixels, decoding repeats them. Clips that are drawn in cells of 2 x 2 pixels pass unchanged.
+
+    As `identity_vae` with an RMS norm over the channels, of which x, -x and two margins are in use.
+    """
+    used = 2 * channels + 2
+    width = 2 * used  # its upsampling halves the channels
+    vae: Any = AutoencoderKLWan(
+        base_dim=used,
+        decoder_base_dim=width,
+        z_dim=channels,
+        dim_mult=[1, 1],
+        num_res_blocks=0,
+        temperal_downsample=[False],
+        latents_mean=[0.0] * channels,
+        latents_std=[1.0] * channels,
+        scale_factor_temporal=1,
+        scale_factor_spatial=2,
+    )
+    silence_blocks(vae, ("conv2", "proj"))
+    for half, size in ((vae.encoder, used), (vae.decoder, width)):
+        gain = MARGIN * (2 / size) ** 0.5
+        pass_through(half.conv_in, half.norm_out, half.conv_out, channels, gain, margins=2)
+    for part in (vae.quant_conv, vae.post_quant_conv):
+        copy_channels(part, part.weight.shape[0], (0, 0, 0))
+    average_pairs(next(part for part in vae.encoder.down_blocks if isinstance(part, WanResample)).resample[1], used)
+    copy_channels(vae.decoder.up_blocks[0].upsamplers[0].resample[1], used, (1, 1))
+    copy_channels(vae.decoder.up_blocks[1].resnets[0].conv_shortcut, used, (0, 0, 0))
+    return vae
+
+
+@torch.no_grad()
+def copy_channels(convolution: Any, count: int, tap: tuple[int, ...]) -> None:
+    """The convolution copies its first `count` channels from the place `tap` of its kernel, and nothing else."""
+    convolution.weight.zero_()
+    convolution.bias.zero_()
+    for channel in range(count):
+        convolution.weight[(channel, channel, *tap)] = 1.0
+
+
+@torch.no_grad()
+def average_pairs(convolution: Any, count: int) -> None:
+    """The convolution, of stride 2 and padded to the right and below, gives the means of 2 x 2 pixels of each of its
+    first `count` channels."""
+    copy_channels(convolution, count, (0, 0))
+    for row, column in ((0, 1), (1, 0), (1, 1)):
+        convolution.weight[:, :, row, column] = convolution.weight[:, :, 0, 0]
+    convolution.weight.mul_(0.25)

@@ -1,0 +1,345 @@
+"""Responses of several turns: what a policy samples, and what it reads in between.
+
+Token in, token out: what was sampled is never made into text and back. The chat template's text between two responses
+and an observation's pictures are added as tokens of their own, which are no decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from mmrl.errors import UserError
+from mmrl.generation.vllm import Answering, Request
+from mmrl.policies.vlm.drafts import Draft, continued_seed
+from mmrl.policies.vlm.prompts import Tokens, between, chat, read
+from mmrl.rollouts import Message, Prompt, Rollouts, Sample, Turns
+from mmrl.sims.turns.dialogue import Dialogue
+from mmrl.sims.turns.processes import Processes
+from mmrl.sims.turns.settings import EnvironmentSettings
+
+if TYPE_CHECKING:
+    from mmrl.policies.vlm.policy import VisionLanguagePolicy
+
+
+@dataclass(eq=False)
+class ConversationDraft(Draft):
+    """A conversation in the making. `request` is for its first response; `limit` counts the tokens of all that comes
+    after the prompt."""
+
+    dialogue: Dialogue
+    turn_tokens: int
+    begin: int = 0  # where in the response the present turn begins
+    turns: list[Tensor] = field(default_factory=list)  # [token] int64 each: of which turn a token of the response is
+    marked: list[int] = field(default_factory=list)  # ids of prompt and response with one marker a picture
+    images: tuple[Image.Image, ...] = ()
+
+    def finished(self, eos: tuple[int, ...]) -> bool:
+        return self.dialogue.end is not None
+
+    def whole(self, eos: tuple[int, ...]) -> bool:
+        """Whether the present response has ended."""
+        response = self.tokens.response
+        return len(response) > self.begin and int(response[-1]) in eos
+
+    @property
+    def room(self) -> int:
+        """Tokens that the present turn may still get."""
+        length = len(self.tokens.response)
+        return min(self.request.limit - length, self.begin + self.turn_tokens - length)
+
+    def next(self, count: int) -> Request:
+        response = self.tokens.response
+        return replace(
+            self.request,
+            marked=self.marked,
+            images=self.images,
+            ids=torch.cat([self.tokens.prompt, response]),
+            seed=continued_seed(self.request.seed, len(response)),
+            limit=min(count, self.room),
+        )
+
+    def grow(self, ids: Tensor, logp: Tensor, experts: Tensor | None) -> None:
+        self.tokens = self.tokens.followed(ids, decided=True)
+        self.logp = torch.cat([self.logp, logp])
+        self.turns.append(torch.full_like(ids, len(self.dialogue.turns)))
+        self.marked = [*self.marked, *ids.tolist()]
+
+    def state(self) -> dict[str, Tensor | None]:
+        return {"response": self.tokens.response, "logp": self.logp, "decided": self.tokens.chosen}
+
+    def see(self, more: Tokens, marked: list[int], images: Sequence[Image.Image]) -> None:
+        """The response goes on with an observation, if that leaves room for an answer; else the conversation ends."""
+        if len(self.tokens.response) + len(more.prompt) >= self.request.limit:
+            self.dialogue.finish("length")
+            return
+        self.tokens = self.tokens.shown(more)
+        self.logp = torch.cat([self.logp, torch.zeros(len(more.prompt))])
+        self.turns.append(torch.full_like(more.prompt, len(self.dialogue.turns) - 1))
+        self.marked, self.images = [*self.marked, *marked], (*self.images, *images)
+        self.begin = len(self.tokens.response)
+
+
+class Conversations:
+    """Makes and goes on with conversations of a policy with environments."""
+
+    def __init__(self, settings: EnvironmentSettings, processor: Any, eos: tuple[int, ...]) -> None:
+        self.settings, self.processor, self.tokenizer, self.eos = settings, processor, processor.tokenizer, eos
+        isolation = settings.isolated
+        self.make = settings.make if isolation is None else Processes(settings, isolation).make
+        self.at_once = None if isolation is None else isolation.at_once  # None: in this process, one after the other
+        self.counted = {"environment/lost": 0.0, "environment/tool_errors": 0.0}
+
+    # --- beginnings ---
+
+    def open(self, prompts: Sequence[Prompt], group_size: int) -> list[Dialogue]:
+        """An environment for each rollout, started; those of a group begin alike."""
+        asked = [replace(prompt, messages=chat(prompt)) for prompt in prompts for _ in range(group_size)]
+        with self.stepping() as steps:
+            found = list(steps.map(self._opened, asked))
+        for first in range(0, len(found), group_size):
+            group = [dialogue for dialogue in found[first : first + group_size] if dialogue.end is None]
+            for dialogue in group:
+                dialogue.join(group[0].prompt)
+        return found
+
+    def _opened(self, prompt: Prompt) -> Dialogue:
+        return Dialogue(self.make(), prompt, self.settings.limits)
+
+    def stepping(self) -> Steps:
+        return Steps() if self.at_once is None else ThreadedSteps(self.at_once)
+
+    # --- turns ---
+
+    def extend(
+        self, policy: VisionLanguagePolicy, engine: Answering | None, drafts: Sequence[ConversationDraft], count: int
+    ) -> None:
+        """Each draft gets up to `count` tokens of its own more, over as many turns as these last. Environments in
+        processes of their own answer while the policy generates for those that have been answered."""
+        left = {id(draft): count for draft in drafts}
+        with self.stepping() as steps:
+            while True:
+                self.show(steps.done(block=False))
+                ready = self.ready(drafts, left, steps)
+                if not ready and steps.waiting:
+                    self.show(steps.done(block=True))
+                    ready = self.ready(drafts, left, steps)
+                if not policy.anywhere(len(ready) + len(steps.waiting)):
+                    return
+                before = [len(draft.tokens.response) for draft in ready]
+                policy.continue_all(engine, [(draft, draft.next(left[id(draft)])) for draft in ready])
+                for draft, length in zip(ready, before, strict=True):
+                    left[id(draft)] -= len(draft.tokens.response) - length
+                for draft in ready:
+                    if draft.whole(self.eos):
+                        steps.begin(draft, partial(draft.dialogue.answer, self.text(draft)))
+                    elif draft.room == 0:
+                        draft.dialogue.cut(self.text(draft))
+
+    @staticmethod
+    def ready(drafts: Sequence[ConversationDraft], left: dict[int, int], steps: Steps) -> list[ConversationDraft]:
+        """Those that the policy may go on with."""
+        return [d for d in drafts if d.dialogue.end is None and left[id(d)] > 0 and id(d) not in steps.waiting]
+
+    def text(self, draft: ConversationDraft) -> str:
+        """Of the present response."""
+        return self.tokenizer.decode(draft.tokens.response[draft.begin :], skip_special_tokens=True)
+
+    def show(self, answered: Sequence[tuple[ConversationDraft, tuple[Message, ...]]]) -> None:
+        """What environments answered goes into the drafts."""
+        answered = [(draft, observation) for draft, observation in answered if observation]
+        texts = [self._bridge(draft, observation) for draft, observation in answered]
+        images = [[image for message in observation for image in message.images] for _, observation in answered]
+        names = [f"an observation after prompt {draft.prompt.id}" for draft, _ in answered]
+        shown = read(self.processor, texts, images, names, inside=True)
+        for (draft, _), text, more, pictures in zip(answered, texts, shown, images, strict=True):
+            draft.see(more, self.tokenizer(text, add_special_tokens=False).input_ids, pictures)
+
+    def _bridge(self, draft: ConversationDraft, observation: Sequence[Message]) -> str:
+        """The template's text from the end of the last response to the beginning of the next one."""
+        ending = self.tokenizer.decode(draft.tokens.response[-1:])
+        return between(self.processor, history(draft.dialogue), observation, ending)
+
+    def restore(self, draft: ConversationDraft, state: dict[str, Tensor]) -> None:
+        """Has the environment answer the responses of `state` again. Raises UserError where it says something else."""
+        response, decided = state["response"], state["decided"]
+        while draft.dialogue.end is None and len(draft.tokens.response) < len(response):
+            begin = len(draft.tokens.response)
+            read = (~decided[begin:]).nonzero()
+            end = begin + int(read[0]) if len(read) else len(response)
+            draft.grow(response[begin:end], state["logp"][begin:end], None)
+            self.follow(draft)
+        if not torch.equal(draft.tokens.response, response):
+            raise UserError(
+                f"the environment did not answer prompt {draft.prompt.id} as it did before the checkpoint; what it "
+                "does must follow from the prompt and the responses"
+            )
+
+    def follow(self, draft: ConversationDraft) -> None:
+        """What comes after the draft's last token: the environment's answer where the response has ended."""
+        if draft.whole(self.eos):
+            self.show([(draft, draft.dialogue.answer(self.text(draft)))])
+        elif draft.room == 0:
+            draft.dialogue.cut(self.text(draft))
+
+    # --- demonstrations ---
+
+    def demonstrate(self, policy: VisionLanguagePolicy, prompts: Sequence[Prompt]) -> Rollouts:
+        """Conversations whose responses are given: a list in `prompt.metadata["demonstration"]`, or one of its own. The
+        environment answers them as it would the policy.
+
+        Raises UserError for one that the policy could not hold, or in which the environment fails.
+        """
+        drafts: list[ConversationDraft] = policy.draft(prompts, 1, [0] * len(prompts))  # type: ignore[assignment]
+        said = [demonstrated(prompt) for prompt in prompts]
+        for number in range(max(map(len, said))):
+            going = [(draft, texts) for draft, texts in zip(drafts, said, strict=True) if number < len(texts)]
+            for draft, texts in going:
+                if draft.dialogue.end is not None:
+                    raise UserError(
+                        f"the demonstration of prompt {draft.prompt.id} has {len(texts)} responses, but the "
+                        f"conversation ended after {number} ({draft.dialogue.problem or draft.dialogue.end})"
+                    )
+                ids = policy.demonstrated_ids(draft.prompt, texts[number])
+                draft.grow(ids, torch.zeros(len(ids)), None)
+            self.show([(draft, draft.dialogue.answer(texts[number])) for draft, texts in going])
+        for draft in drafts:
+            if draft.dialogue.end is None:
+                draft.dialogue.finish("demonstration")
+        return self.rollouts(drafts, [draft.tokens for draft in drafts], 1, policy)
+
+    # --- ends ---
+
+    def rollouts(
+        self, drafts: Sequence[ConversationDraft], rows: list[Tokens], group_size: int, policy: VisionLanguagePolicy
+    ) -> Rollouts:
+        """Of conversations that are over; nothing of one that was lost counts."""
+        kept = [tokens.chosen & (draft.dialogue.end != "lost") for tokens, draft in zip(rows, drafts, strict=True)]
+        return Rollouts(
+            samples=[self.sample(draft, policy.max_response_length) for draft in drafts],
+            inputs=rows,
+            group=torch.arange(len(rows)) // group_size,
+            mask=nn.utils.rnn.pad_sequence(kept, batch_first=True),
+            extras={"turns": turns_of(drafts)},
+        )
+
+    def sample(self, draft: ConversationDraft, longest: int) -> Sample:
+        record = draft.dialogue.record
+        self.counted["environment/lost"] += record.end == "lost"
+        self.counted["environment/tool_errors"] += sum(turn.error is not None for turn in record.turns)
+        return Sample(
+            prompt=draft.prompt,
+            response=record.turns[-1].response if record.turns else "",
+            response_length=int(draft.tokens.chosen.sum()),
+            truncated=record.end == "length",
+            max_response_length=longest,
+            conversation=record,
+        )
+
+    def counts(self) -> dict[str, float]:
+        """Since they were last asked for."""
+        found, self.counted = self.counted, dict.fromkeys(self.counted, 0.0)
+        return found
+
+
+class Steps:
+    """Answers of environments in this process: each is there when it was asked for."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, Any] = {}  # by the draft's id
+        self._done: list[tuple[ConversationDraft, tuple[Message, ...]]] = []
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def map(self, function: Callable[[Prompt], Dialogue], prompts: Sequence[Prompt]) -> Iterable[Dialogue]:
+        return map(function, prompts)
+
+    def begin(self, draft: ConversationDraft, answer: Callable[[], tuple[Message, ...]]) -> None:
+        self._done.append((draft, answer()))
+
+    def done(self, *, block: bool) -> list[tuple[ConversationDraft, tuple[Message, ...]]]:
+        """What was answered since it was last asked for. block: waits until something is, where anything is due."""
+        found, self._done = self._done, []
+        return found
+
+
+class ThreadedSteps(Steps):
+    """Answers of environments elsewhere: a thread waits for each."""
+
+    def __init__(self, at_once: int) -> None:
+        super().__init__()
+        self._pool = ThreadPoolExecutor(at_once, "environment")
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown()
+
+    def map(self, function: Callable[[Prompt], Dialogue], prompts: Sequence[Prompt]) -> Iterable[Dialogue]:
+        return self._pool.map(function, prompts)
+
+    def begin(self, draft: ConversationDraft, answer: Callable[[], tuple[Message, ...]]) -> None:
+        self.waiting[id(draft)] = (draft, self._pool.submit(answer))
+
+    def done(self, *, block: bool) -> list[tuple[ConversationDraft, tuple[Message, ...]]]:
+        if block:
+            wait([future for _, future in self.waiting.values()], return_when=FIRST_COMPLETED)
+        found = [(draft, future.result()) for draft, future in self.waiting.values() if future.done()]
+        for draft, _ in found:
+            del self.waiting[id(draft)]
+        return found
+
+
+def conversing(drafts: Sequence[Draft], dialogues: Sequence[Dialogue]) -> list[Draft]:
+    """Drafts of first responses as drafts of conversations."""
+    found: list[Draft] = []
+    for draft, dialogue in zip(drafts, dialogues, strict=True):
+        request = draft.request
+        own = ConversationDraft(
+            prompt=draft.prompt,
+            request=request,
+            tokens=draft.tokens,
+            logp=draft.logp,
+            dialogue=dialogue,
+            turn_tokens=dialogue.limits.turn_tokens or request.limit,
+            marked=request.marked,
+            images=request.images,
+        )
+        if dialogue.end is not None:  # lost before it began: a token stands for what never was
+            own.tokens = own.tokens.followed(torch.tensor([0]), decided=False)
+            own.logp = torch.zeros(1)
+        found.append(own)
+    return found
+
+
+def demonstrated(prompt: Prompt) -> list[str]:
+    """The responses of a prompt's demonstration, which may be a function that gives them; else its answer."""
+    given = prompt.metadata.get("demonstration", prompt.answer)
+    given = given() if callable(given) else given
+    return [str(text) for text in given] if isinstance(given, list) else [str(given)]
+
+
+def history(dialogue: Dialogue) -> list[Message]:
+    """All that was said before the last response."""
+    said = list(dialogue.prompt.messages)
+    for turn in dialogue.turns[:-1]:
+        said += [Message("assistant", (turn.response,)), *turn.observation]
+    return said
+
+
+def turns_of(drafts: Sequence[ConversationDraft]) -> Turns:
+    """Of decisions and turns; the environment's rewards."""
+    pad = nn.utils.rnn.pad_sequence
+    numbers = [torch.cat(draft.turns) if draft.turns else torch.zeros(1, dtype=torch.int64) for draft in drafts]
+    rewards = [torch.tensor([turn.reward for turn in draft.dialogue.turns] or [0.0]) for draft in drafts]
+    mask = [torch.ones(max(1, len(draft.dialogue.turns)), dtype=torch.bool) for draft in drafts]
+    return Turns(*(pad(values, batch_first=True) for values in (numbers, mask, rewards)))

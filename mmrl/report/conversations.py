@@ -1,0 +1,67 @@
+"""Conversations in tables of samples: every turn with its pictures, the boxes that tools looked at, and its reward."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Iterator
+
+from PIL import Image, ImageDraw
+
+from mmrl.rollouts import Conversation, Message
+
+ROLE = '<b class="role">{}</b>'
+
+
+def conversation_html(talk: Conversation) -> str:
+    """The whole conversation. A box in a turn's facts is drawn into the picture that it is a part of."""
+    boxes: dict[int, list[list[float]]] = {}
+    for turn in talk.turns:
+        if "box" in turn.facts:
+            boxes.setdefault(int(turn.facts.get("picture", 0)), []).append(list(turn.facts["box"]))
+    number = iter(range(1_000_000))  # pictures are counted in the order in which the policy saw them
+    parts = [_said(message, boxes, number) for message in talk.messages]
+    for turn in talk.turns:
+        parts.append(f"{ROLE.format('response')} <pre>{html.escape(turn.response)}</pre>")
+        parts.append(_outcome(turn.reward, turn.tool, turn.error))
+        parts += [_said(message, boxes, number) for message in turn.observation]
+    problem = f": {html.escape(talk.problem)}" if talk.problem else ""
+    parts.append(f"<i>ended by {html.escape(talk.end)}{problem}</i>")
+    return "".join(f"<div>{part}</div>" for part in parts if part)
+
+
+def _said(message: Message, boxes: dict[int, list[list[float]]], number: Iterator[int]) -> str:
+    shown = []
+    for part in message.parts:
+        if isinstance(part, str):
+            shown.append(f"<pre>{html.escape(part)}</pre>")
+        else:
+            shown.append(f'<img src="{data_url(with_boxes(part, boxes.get(next(number), [])))}">')
+    return f"{ROLE.format(html.escape(message.role))} {''.join(shown)}"
+
+
+def _outcome(reward: float, tool: str | None, error: str | None) -> str:
+    told = [f"tool {tool}"] if tool else []
+    told += [f"error: {error}"] if error else []
+    told += [f"reward {reward:.3g}"] if reward else []
+    return f"<i>{html.escape('; '.join(told))}</i>" if told else ""
+
+
+def with_boxes(picture: Image.Image, boxes: list[list[float]]) -> Image.Image:
+    """A copy, enlarged where it is small, with frames around boxes, which are in shares of its width and height."""
+    if not boxes:
+        return picture
+    scale = max(1, -(-96 // max(1, min(picture.size))))
+    width, height = picture.width * scale, picture.height * scale
+    drawn = picture.convert("RGB").resize((width, height), Image.Resampling.NEAREST)
+    pen = ImageDraw.Draw(drawn)
+    for x0, y0, x1, y1 in boxes:
+        pen.rectangle((x0 * width, y0 * height, x1 * width - 1, y1 * height - 1), outline="red", width=2)
+    return drawn
+
+
+def data_url(picture: Image.Image) -> str:
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,135 @@
+"""Rollouts a second of conversations with environments that take their time: stepped while others generate, and in
+lock-step; and tokens that an engine which remembers prefixes need not read again.
+
+    python scripts/bench/turns.py [--rollouts 32] [--turns 4] [--mean 0.2] [--repeats 3]
+
+Environments sleep for times drawn from an exponential distribution, by chance that follows from the prompt. Both ways
+take turns in one process, on the same prompts and seeds; their conversations are compared, and the medians printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mmrl.sims.turns.environment import Environment, Reply
+from mmrl.sims.turns.settings import EnvironmentSettings, TurnLimits
+from mmrl.tasks.visual_games.tiny_model import build
+
+from mmrl.config import validate
+from mmrl.policies.vlm import turns
+from mmrl.rollouts import Message, Prompt
+from mmrl.settings import option
+
+
+class Slow(Environment):
+    """Sleeps before each answer."""
+
+    def __init__(self, count: int, mean: float) -> None:
+        self.left, self.mean = count, mean
+
+    def start(self, prompt: Prompt) -> list[Message]:
+        self.random = np.random.default_rng(prompt.metadata["seed"])
+        return [Message("user", (prompt.text,))]
+
+    def step(self, response: str) -> Reply:
+        time.sleep(float(self.random.exponential(self.mean)))
+        self.left -= 1
+        return Reply([Message("user", ("go on",))], end=self.left == 0)
+
+
+class SlowSettings(EnvironmentSettings):
+    """As `type: scripts.bench.turns:SlowSettings`."""
+
+    type: str = "slow"
+    count: int = option(4, "turns")
+    mean: float = option(0.2, "time of an answer", unit="s")
+
+    def make(self) -> Environment:
+        return Slow(self.count, self.mean)
+
+
+class LockStep(turns.ThreadedSteps):
+    """Nobody goes on before all have been answered."""
+
+    def done(self, *, block: bool) -> list[Any]:
+        while self.waiting and any(not future.done() for _, future in self.waiting.values()):
+            time.sleep(1e-3)
+        return super().done(block=False)
+
+
+def measured(policy: Any, prompts: list[Prompt], steps: type[turns.ThreadedSteps]) -> tuple[float, Any]:
+    policy.conversations.stepping = lambda: steps(policy.conversations.at_once)
+    started = time.perf_counter()
+    rollouts = policy.rollout(prompts, 1, range(len(prompts)))
+    return len(prompts) / (time.perf_counter() - started), rollouts
+
+
+def read_again(rollouts: Any) -> tuple[int, int]:
+    """Tokens that turns read without and with a cache of what they have in common with the turn before."""
+    whole = new = 0
+    for tokens in rollouts.inputs:
+        starts = [0, *((~tokens.chosen[:-1] & tokens.chosen[1:]).nonzero().flatten() + 1).tolist()]
+        lengths = [len(tokens.prompt) + start for start in starts]
+        whole, new = whole + sum(lengths), new + lengths[-1]
+    return whole, new
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--mean", type=float, default=0.2, help="seconds of an environment's answer")
+    parser.add_argument("--repeats", type=int, default=3)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        build(Path(name))
+        tree = {"run_dir": "unset", "model": {"path": name}, "rollout": {"max_response_length": 400}}
+        config = validate(tree, "turns.py")
+        policy: Any = config.model.load(config, None, name)
+    limits = TurnLimits(max_turns=asked.turns + 1, turn_tokens=8)
+    settings = SlowSettings(count=asked.turns, mean=asked.mean, limits=limits)
+    policy.converse(settings)
+    policy.conversations.at_once = asked.rollouts  # threads alone: the environments only sleep
+    policy.conversations.make = settings.make
+    policy.module.model.get_output_embeddings().register_forward_hook(ending(policy.eos))
+    prompts = [Prompt(str(i), "Match the count.", metadata={"seed": i}) for i in range(asked.rollouts)]
+    speeds: dict[str, list[float]] = {"while others generate": [], "in lock-step": []}
+    ways = dict(zip(speeds, (turns.ThreadedSteps, LockStep), strict=True))
+    said = {}
+    for _ in range(asked.repeats):
+        for way, steps in ways.items():
+            speed, rollouts = measured(policy, prompts, steps)
+            speeds[way].append(speed)
+            said[way] = [tokens.response.tolist() for tokens in rollouts.inputs]
+    first, second = (statistics.median(values) for values in speeds.values())
+    whole, new = read_again(rollouts)
+    print(json.dumps({
+        "rollouts_per_second": {way: round(statistics.median(values), 2) for way, values in speeds.items()},
+        "ratio": round(first / second, 2),
+        "same_conversations": len({json.dumps(rows) for rows in said.values()}) == 1,
+        "tokens_read": {"every turn anew": whole, "with a cache of prefixes": new},
+    }, indent=2))  # fmt: skip
+
+
+def ending(eos: tuple[int, ...]) -> Any:
+    """A hook by which a random model ends its responses after a few tokens."""
+
+    def hook(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+        bias = torch.zeros(out.shape[-1])
+        bias[list(eos)] = 5.0
+        return out + bias
+
+    return hook
+
+
+if __name__ == "__main__":
+    main()

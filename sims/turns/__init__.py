@@ -1,0 +1,1 @@
+"""Environments of turns: worlds and tools that answer what a policy says."""

@@ -1,0 +1,78 @@
+"""A game of counting and matching, drawn in a few pixels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from mmrl.sims.turns.environment import Environment, Reply
+from PIL import Image
+
+from mmrl.rollouts import Message, Prompt
+
+SIDE = 8  # of a card, in pixels
+COLOURS = {"red": (230, 30, 30), "green": (30, 200, 30), "blue": (60, 60, 255), "yellow": (220, 200, 0)}
+PLACES = ((1, 1), (1, 5), (5, 1), (5, 5))  # of spots on a card, from the top left corner
+
+
+@dataclass(frozen=True)
+class Deal:
+    """One round: the card that is to be matched, cards to choose from, and the place of the one that does."""
+
+    wanted: tuple[int, str]  # count and colour
+    choices: tuple[tuple[int, str], ...]
+    right: int
+
+    def picture(self) -> Image.Image:
+        return Image.fromarray(np.concatenate([card(*one) for one in (self.wanted, *self.choices)], axis=1))
+
+
+def deal(seed: int, number: int, rule: Literal["count", "colour"], choices: int) -> Deal:
+    """Round `number` of a game. Exactly one choice matches by the rule; by the other one any may."""
+    rng = np.random.default_rng([seed, number])
+    counts, colours = rng.permutation(len(PLACES)) + 1, rng.permutation(list(COLOURS))
+    wanted, right = (int(counts[0]), str(colours[0])), int(rng.integers(choices))
+    cards = []
+    for place in range(choices):
+        other = place + 1 - (place > right) if place != right else 0
+        if rule == "count":
+            cards.append((int(counts[other]), str(rng.choice(list(COLOURS)))))
+        else:
+            cards.append((int(rng.integers(len(PLACES))) + 1, str(colours[other])))
+    return Deal(wanted, tuple(cards), right)
+
+
+def card(count: int, colour: str) -> np.ndarray:
+    """[side, side, 3] uint8: spots of 2 x 2 pixels on grey."""
+    drawn = np.full((SIDE, SIDE, 3), 30, np.uint8)
+    for top, left in PLACES[:count]:
+        drawn[top : top + 2, left : left + 2] = COLOURS[colour]
+    return drawn
+
+
+class CardGame(Environment):
+    def __init__(self, rounds: int, choices: int) -> None:
+        self.rounds, self.choices = rounds, choices
+        self.number = self.won = 0
+
+    def start(self, prompt: Prompt) -> list[Message]:
+        self.seed, self.rule, self.text = prompt.metadata["seed"], prompt.metadata["kind"], prompt.text
+        return [self._shown(self.text)]
+
+    def step(self, response: str) -> Reply:
+        """The response is the number of a card, from 1. Anything else is a round lost, and an error."""
+        right = deal(self.seed, self.number, self.rule, self.choices).right
+        said = response.strip()
+        known = said.isascii() and said.isdigit() and 1 <= int(said) <= self.choices
+        won = known and int(said) == right + 1
+        self.won, self.number = self.won + won, self.number + 1
+        error = None if known else f"say the number of a card, 1 to {self.choices}"
+        facts = {"success": float(self.won == self.rounds)}
+        if self.number == self.rounds:
+            return Reply(end=True, reward=won / self.rounds, error=error, facts=facts)
+        return Reply([self._shown("")], reward=won / self.rounds, error=error, facts=facts)
+
+    def _shown(self, text: str) -> Message:
+        picture = deal(self.seed, self.number, self.rule, self.choices).picture()
+        return Message("user", (picture, text) if text else (picture,))

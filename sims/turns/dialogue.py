@@ -1,0 +1,134 @@
+"""One conversation as the environment's side keeps it: its turns, and the limits it has to stay within."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mmrl.sims.turns.environment import Environment, Reply
+from mmrl.sims.turns.settings import TurnLimits
+
+from mmrl.errors import UserError, told
+from mmrl.rollouts import Conversation, Message, Prompt, Turn
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class Fault(Exception):
+    """An environment did what loses it its rollout; the message says what."""
+
+
+class Dialogue:
+    """Asks an environment and looks at what it answers. An environment that raises, that answers what is no reply, or
+    more than the limits allow, is asked no further: the conversation is lost.
+
+    prompt: with the messages that the conversation begins with. end: None while it goes on.
+    """
+
+    def __init__(self, environment: Environment, prompt: Prompt, limits: TurnLimits) -> None:
+        self.limits, self._environment = limits, environment
+        self.turns: list[Turn] = []
+        self.end: str | None = None
+        self.problem = ""
+        self._pictures = self._pixels = 0
+        self.prompt = prompt
+        try:
+            messages = _checked(environment.start(prompt))
+            self.prompt = replace(prompt, messages=messages, tools=tuple(environment.tools()))
+        except UserError:
+            raise
+        except Exception as error:
+            self._lose(str(error) if isinstance(error, Fault) else told(error))
+
+    def answer(self, response: str) -> tuple[Message, ...]:
+        """What the policy reads after a response; nothing where the conversation is over."""
+        assert self.end is None
+        try:
+            reply = self._environment.step(response)
+            observation = self._inspected(reply)
+        except UserError:
+            raise
+        except Exception as error:
+            self.turns.append(Turn(response))
+            self._lose(str(error) if isinstance(error, Fault) else told(error))
+            return ()
+        over = reply.end or len(self.turns) + 1 >= self.limits.max_turns
+        shown = () if over else observation
+        self.turns.append(Turn(response, shown, float(reply.reward), reply.tool, reply.error, dict(reply.facts)))
+        if over:
+            self.finish("environment" if reply.end else "turns")
+        return shown
+
+    def cut(self, response: str) -> None:
+        """The last response reached the length limit; the environment does not hear of it."""
+        self.turns.append(Turn(response))
+        self.finish("length")
+
+    def finish(self, end: str) -> None:
+        self.end = end
+        try:
+            self._environment.close()
+        except Exception as error:  # nothing depends on it any more
+            self.problem = self.problem or told(error)
+
+    def join(self, first: Prompt) -> None:
+        """The beginning of another rollout of the group takes the place of this one's, which must say the same."""
+        if first is not self.prompt and not _alike(first.messages, self.prompt.messages):
+            self._lose("the environment began another conversation for the same prompt; it must follow from the prompt")
+        self.prompt = first
+
+    @property
+    def record(self) -> Conversation:
+        assert self.end is not None
+        return Conversation(self.prompt.messages, tuple(self.turns), self.end, self.problem)
+
+    def _lose(self, why: str) -> None:
+        self.problem = why
+        self.finish("lost")
+
+    def _inspected(self, reply: Reply) -> tuple[Message, ...]:
+        """Raises Fault."""
+        if not isinstance(reply, Reply):
+            raise Fault(f"the environment answered {type(reply).__name__}, not a Reply")
+        if (
+            not isinstance(reply.reward, int | float)
+            or reply.reward != reply.reward
+            or abs(reply.reward) == float("inf")
+        ):
+            raise Fault(f"the environment's reward is {reply.reward!r:.40}, no number")
+        if reply.end:
+            return ()
+        messages = _checked(reply.messages)
+        within(messages, self.limits, self._pictures, self._pixels)
+        self._pictures += sum(len(message.images) for message in messages)
+        self._pixels += sum(image.width * image.height for message in messages for image in message.images)
+        return messages
+
+
+def within(messages: Sequence[Message], limits: TurnLimits, pictures: int = 0, pixels: int = 0) -> None:
+    """Raises Fault, naming the limit, for an observation that is too much after so many pictures and pixels."""
+    text = sum(len(message.text) for message in messages)
+    images = [image for message in messages for image in message.images]
+    pictures, pixels = pictures + len(images), pixels + sum(image.width * image.height for image in images)
+    if text > limits.max_text:
+        raise Fault(f"an observation of {text} characters; limits.max_text={limits.max_text}")
+    if pictures > limits.max_pictures:
+        raise Fault(f"{pictures} pictures in observations; limits.max_pictures={limits.max_pictures}")
+    if pixels > limits.max_pixels:
+        raise Fault(f"{pixels} pixels in observations; limits.max_pixels={limits.max_pixels}")
+
+
+def _checked(messages: object) -> tuple[Message, ...]:
+    """Raises Fault for what are no messages."""
+    found = tuple(messages) if isinstance(messages, list | tuple) else ()
+    if not found or not all(isinstance(m, Message) and m.role in ROLES and m.parts for m in found):
+        raise Fault("the environment gave no messages: a list of Message is wanted, each with a role and parts")
+    return found
+
+
+def _alike(one: tuple[Message, ...], other: tuple[Message, ...]) -> bool:
+    def content(messages: tuple[Message, ...]) -> list[object]:
+        parts = [part if isinstance(part, str) else (part.size, part.tobytes()) for m in messages for part in m.parts]
+        return [[(m.role, len(m.parts)) for m in messages], parts]
+
+    return content(one) == content(other)

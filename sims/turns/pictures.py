@@ -1,0 +1,119 @@
+"""Tools that look at a picture in another way. Pictures are counted from 0 in the order in which the policy saw them;
+coordinates are as the environment's option `coordinates` says, x from the left and y from the top."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Literal
+
+from mmrl.sims.turns.tools import Scene, Tool, ToolError, fitted
+from PIL import Image, ImageDraw
+
+Number = Annotated[int, "which picture, counted from 0"]
+
+
+def zoom(pixels: int, *, related: bool = True) -> Tool:
+    """A crop of at most so many pixels. related: it is where it was asked for, else as large and elsewhere."""
+
+    def crop(
+        scene: Scene,
+        left: Annotated[float, "x of the box's left side"],
+        top: Annotated[float, "y of its upper side"],
+        right: Annotated[float, "x of its right side"],
+        bottom: Annotated[float, "y of its lower side"],
+        picture: Number = 0,
+    ) -> Image.Image:
+        """Shows the part of a picture that lies in a box, as large as it is in the original."""
+        whole = scene.picture(picture)
+        box = _box(scene, left, top, right, bottom, picture)
+        scene.facts |= {"box": list(box), "picture": picture}
+        seen = box if related else _elsewhere(box, whole)
+        width, height = whole.size
+        x0, x1 = (min(width, max(0, round(share * width))) for share in (seen[0], seen[2]))
+        y0, y1 = (min(height, max(0, round(share * height))) for share in (seen[1], seen[3]))
+        if x1 <= x0 or y1 <= y0:
+            raise ToolError("the box is smaller than a pixel")
+        part = whole.crop((x0, y0, x1, y1))
+        return scene.show(part, fitted(part, pixels))
+
+    return Tool.of(crop, "zoom")
+
+
+def _box(
+    scene: Scene, left: float, top: float, right: float, bottom: float, picture: int
+) -> tuple[float, float, float, float]:
+    """As shares of the picture, inside it. Raises ToolError for one that is empty."""
+    x0, y0 = scene.unit(left, top, picture)
+    x1, y1 = scene.unit(right, bottom, picture)
+    x0, y0, x1, y1 = (min(1.0, max(0.0, value)) for value in (x0, y0, x1, y1))
+    if x1 <= x0 or y1 <= y0:
+        raise ToolError("the box is empty: left must be below right and top below bottom, inside the picture")
+    return x0, y0, x1, y1
+
+
+def _elsewhere(box: tuple[float, float, float, float], picture: Image.Image) -> tuple[float, float, float, float]:
+    """A box of the same size that does not touch it where there is room; by chance that follows from both."""
+    width, height = box[2] - box[0], box[3] - box[1]
+    digest = hashlib.sha256(picture.tobytes() + repr(box).encode()).digest()
+    columns, rows = max(1, int(1 / width + 1e-6)), max(1, int(1 / height + 1e-6))
+    places = [(c * width, r * height) for c in range(columns) for r in range(rows)]
+    apart = [(x, y) for x, y in places if abs(x - box[0]) >= width - 1e-6 or abs(y - box[1]) >= height - 1e-6]
+    x, y = (apart or places)[int.from_bytes(digest[:4], "big") % len(apart or places)]
+    return x, y, x + width, y + height
+
+
+def rotate() -> Tool:
+    def turn(scene: Scene, degrees: Annotated[int, "clockwise; a multiple of 90"], picture: Number = 0) -> Image.Image:
+        """Shows a picture turned clockwise."""
+        if degrees % 90:
+            raise ToolError("degrees must be a multiple of 90")
+        return _alike(scene, picture, lambda one: one.rotate(-degrees, expand=True))
+
+    return Tool.of(turn, "rotate")
+
+
+def flip() -> Tool:
+    def mirror(
+        scene: Scene,
+        axis: Annotated[Literal["horizontal", "vertical"], "horizontal: left becomes right"],
+        picture: Number = 0,
+    ) -> Image.Image:
+        """Shows a picture mirrored."""
+        way = Image.Transpose.FLIP_LEFT_RIGHT if axis == "horizontal" else Image.Transpose.FLIP_TOP_BOTTOM
+        return _alike(scene, picture, lambda one: one.transpose(way))
+
+    return Tool.of(mirror, "flip")
+
+
+def mark() -> Tool:
+    def frame(
+        scene: Scene,
+        left: Annotated[float, "x of the box's left side"],
+        top: Annotated[float, "y of its upper side"],
+        right: Annotated[float, "x of its right side"],
+        bottom: Annotated[float, "y of its lower side"],
+        picture: Number = 0,
+    ) -> Image.Image:
+        """Shows a picture with a red frame around a box."""
+        scene.picture(picture)
+        box = _box(scene, left, top, right, bottom, picture)
+        scene.facts |= {"box": list(box), "picture": picture}
+        return _alike(scene, picture, lambda one: framed(one, box))
+
+    return Tool.of(frame, "mark")
+
+
+def framed(picture: Image.Image, box: tuple[float, float, float, float], colour: str = "red") -> Image.Image:
+    """A copy with a frame around a box, which is in shares of its width and height."""
+    drawn = picture.convert("RGB")
+    width, height = drawn.size
+    x0, x1 = (min(width - 1, max(0, round(share * width))) for share in (box[0], box[2]))
+    y0, y1 = (min(height - 1, max(0, round(share * height))) for share in (box[1], box[3]))
+    ImageDraw.Draw(drawn).rectangle((x0, y0, max(x0, x1), max(y0, y1)), outline=colour, width=max(1, width // 200))
+    return drawn
+
+
+def _alike(scene: Scene, number: int, change) -> Image.Image:  # type: ignore[no-untyped-def]
+    """The picture changed, both as it is and as it is shown."""
+    whole = scene.picture(number)
+    return scene.show(change(whole), change(scene.shown[number]))

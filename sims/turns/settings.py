@@ -1,0 +1,199 @@
+"""Settings of environments of turns, of their limits, and of tools."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from mmrl.rewards.limits import Limits
+from mmrl.settings import Choice, Section, locate, option
+
+if TYPE_CHECKING:
+    from mmrl.sims.turns.environment import Environment
+    from mmrl.sims.turns.tools import Tool
+
+
+class TurnLimits(Section):
+    """How far a conversation may go. Where the policy reaches a limit the conversation ends there; an environment that
+    exceeds one loses its rollout, which then counts for nothing."""
+
+    max_turns: int = option(8, "responses of a conversation", ge=1)
+    turn_tokens: int | None = option(
+        None, "tokens of one response; default: what is left of rollout.max_response_length", unit="tokens", ge=1
+    )
+    max_text: int = option(4000, "text of one observation", unit="characters", ge=1)
+    max_pictures: int = option(16, "pictures that a conversation's observations hold together", ge=0)
+    max_pixels: int = option(4_000_000, "pixels that they hold together", unit="pixels", ge=0)
+
+
+class Isolation(Section):
+    """Environments in processes of their own, stepped while the policy generates for other rollouts."""
+
+    deadline_s: float = option(10.0, "the longest that an environment may take for a start or a step", unit="s", gt=0)
+    at_once: int = option(16, "environments that are started or stepped at the same time", ge=1)
+    limits: Limits | None = option(None, "what each process may use")
+
+
+class EnvironmentSettings(Choice):
+    """What answers the policy's responses."""
+
+    title: ClassVar[str] = "environment"
+    kinds: ClassVar[dict[str, str]] = {
+        "tools": "mmrl.sims.turns.settings:ToolsSettings",
+    }
+    test: ClassVar[str] = "tests/sims/test_environments.py"
+    limits: TurnLimits = option(TurnLimits(), "how far a conversation may go")
+    isolated: Isolation | None = option(
+        None,
+        "run environments in processes of their own, so that one that hangs or ends its process costs its own rollout; "
+        "null: in this process, in turn, which is quicker for what is quick and trusted",
+    )
+
+    @abstractmethod
+    def make(self) -> Environment:
+        """An environment for one conversation."""
+
+
+class ToolSettings(Choice):
+    """A function that the policy may call in place of an answer."""
+
+    title: ClassVar[str] = "tool"
+    kinds: ClassVar[dict[str, str]] = {
+        "zoom": "mmrl.sims.turns.settings:Zoom",
+        "unrelated_zoom": "mmrl.sims.turns.settings:UnrelatedZoom",
+        "rotate": "mmrl.sims.turns.settings:Rotate",
+        "flip": "mmrl.sims.turns.settings:Flip",
+        "mark": "mmrl.sims.turns.settings:Mark",
+        "calculator": "mmrl.sims.turns.settings:Calculator",
+        "function": "mmrl.sims.turns.settings:Function",
+    }
+    test: ClassVar[str] = "tests/sims/test_tools.py"
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """`package.module:function` is a tool of one's own."""
+        if isinstance(value, str) and ":" in value:
+            return {"type": "function", "target": value}
+        return super().expand(value)
+
+    @abstractmethod
+    def make(self) -> Tool: ...
+
+
+class Zoom(ToolSettings):
+    """A part of a picture, from its full size, made smaller only where it is larger than `pixels`."""
+
+    type: str = "zoom"
+    pixels: int = option(1_000_000, "of the largest crop that is shown", unit="pixels", ge=1)
+
+    def make(self) -> Tool:
+        from mmrl.sims.turns.pictures import zoom
+
+        return zoom(self.pixels)
+
+
+class UnrelatedZoom(Zoom):
+    """The control of `zoom`: a part of the same size from another place of the picture, whatever was asked for."""
+
+    type: str = "unrelated_zoom"
+
+    def make(self) -> Tool:
+        from mmrl.sims.turns.pictures import zoom
+
+        return zoom(self.pixels, related=False)
+
+
+class Rotate(ToolSettings):
+    """A picture turned by multiples of 90 degrees."""
+
+    type: str = "rotate"
+
+    def make(self) -> Tool:
+        from mmrl.sims.turns.pictures import rotate
+
+        return rotate()
+
+
+class Flip(ToolSettings):
+    """A picture mirrored."""
+
+    type: str = "flip"
+
+    def make(self) -> Tool:
+        from mmrl.sims.turns.pictures import flip
+
+        return flip()
+
+
+class Mark(ToolSettings):
+    """A picture with a frame drawn into it."""
+
+    type: str = "mark"
+
+    def make(self) -> Tool:
+        from mmrl.sims.turns.pictures import mark
+
+        return mark()
+
+
+class Calculator(ToolSettings):
+    """Arithmetic."""
+
+    type: str = "calculator"
+
+    def make(self) -> Tool:
+        from mmrl.sims.turns.calculator import calculator
+
+        return calculator()
+
+
+class Function(ToolSettings):
+    """A function of one's own, with typed parameters."""
+
+    type: str = "function"
+    target: str = option(description="package.module:function")
+    name: str | None = option(None, "as which it is called; default: its own name")
+
+    def make(self) -> Tool:
+        from mmrl.sims.turns.tools import Tool
+
+        return Tool.of(locate(self.target, "task.environment.tools.target"), self.name)
+
+
+class ToolsSettings(EnvironmentSettings):
+    """Tools: a response that calls one gets its result, any other response is the answer and ends the conversation."""
+
+    type: str = "tools"
+    tools: list[ToolSettings] = option([Zoom()], "what may be called", min_length=1)
+    calls: Literal["json", "python"] = option(
+        "json",
+        'how tools are called. json: <tool_call>{"name": ..., "arguments": {...}}</tool_call>; python: an expression '
+        "such as zoom(1, 2, 3, 4) at the end of the response",
+    )
+    described: Literal["template", "system", "no"] = option(
+        "system", "where the policy reads of its tools: by the chat template, in the system message, or nowhere"
+    )
+    coordinates: float | None = option(
+        None, "boxes and points run from 0 to this along each side of a picture; default: pixels as shown", gt=0
+    )
+    shown_pixels: int | None = option(
+        None, "the prompt's pictures are shown at most so large; tools see them as they are", unit="pixels", ge=1
+    )
+
+    def make(self) -> Environment:
+        from mmrl.sims.turns.tools import ToolEnvironment
+
+        return ToolEnvironment(
+            [made(tool) for tool in self.tools],
+            calls=self.calls,
+            described=self.described,
+            coordinates=self.coordinates,
+            shown_pixels=self.shown_pixels,
+        )
+
+
+@lru_cache
+def made(settings: ToolSettings) -> Tool:
+    """A tool remembers nothing, so that all environments may share it."""
+    return settings.make()

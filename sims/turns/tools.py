@@ -1,0 +1,257 @@
+"""Tools: typed functions that a policy may call, and the environment that calls them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+from mmrl.sims.turns.environment import Environment, Reply
+from PIL import Image
+
+from mmrl.errors import told
+from mmrl.rollouts import Message, Prompt
+
+JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
+_JSON_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_PYTHON_CALL = re.compile(r"([A-Za-z_]\w*)\(([^()]*)\)\s*$")
+SYSTEM = "You may call these functions before you answer:\n{tools}\n{how}"
+HOW = {
+    "json": 'A call is <tool_call>{"name": ..., "arguments": {...}}</tool_call>.',
+    "python": "A call is an expression at the end of your response, such as name(1, 2).",
+}
+
+
+class ToolError(ValueError):
+    """A call that can not be carried out; the message is for the policy to read."""
+
+
+@dataclass
+class Scene:
+    """The pictures of a conversation, which tools see and add to. `whole` are as large as they came, `shown` as the
+    policy sees them; both are in the order in which it saw them."""
+
+    whole: list[Image.Image] = field(default_factory=list)
+    shown: list[Image.Image] = field(default_factory=list)
+    coordinates: float | None = None  # what a side of a picture is long; None: its pixels as shown
+    facts: dict[str, Any] = field(default_factory=dict)  # of the present call
+
+    def picture(self, number: int) -> Image.Image:
+        """Counted from 0. Raises ToolError."""
+        if not 0 <= number < len(self.whole):
+            raise ToolError(f"there is no picture {number}; there are {len(self.whole)}, counted from 0")
+        return self.whole[number]
+
+    def unit(self, x: float, y: float, number: int) -> tuple[float, float]:
+        """A point of a picture as shares of its width and its height."""
+        width, height = self.shown[number].size if self.coordinates is None else (self.coordinates, self.coordinates)
+        return x / width, y / height
+
+    def show(self, whole: Image.Image, shown: Image.Image | None = None) -> Image.Image:
+        """Adds a picture; returns it as the policy sees it."""
+        self.whole.append(whole)
+        self.shown.append(whole if shown is None else shown)
+        return self.shown[-1]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function by name. Its parameters are typed; one of type `Scene` is not the policy's to give. It returns text, a
+    picture, a number, or a list of these; what it raises is told the policy."""
+
+    name: str
+    function: Callable[..., Any]
+    schema: dict[str, Any]
+    parameters: dict[str, tuple[Any, bool]]  # the policy's: their types and whether they must be given
+    scenes: list[str]  # those that get the pictures
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], name: str | None = None) -> Tool:
+        """Raises ValueError for a parameter without a type that JSON knows."""
+        name = name or function.__name__
+        described = inspect.getdoc(function) or ""
+        hints = typing.get_type_hints(function, include_extras=True)
+        parameters = {
+            key: (hints.get(key), parameter.default is parameter.empty)
+            for key, parameter in inspect.signature(function).parameters.items()
+            if hints.get(key) is not Scene
+        }
+        properties = {key: _schema(name, key, kind) for key, (kind, _) in parameters.items()}
+        required = [key for key, (_, needed) in parameters.items() if needed]
+        inner = {"type": "object", "properties": properties, "required": required}
+        schema = {"name": name, "description": described.split("\n\n")[0], "parameters": inner}
+        scenes = [key for key, kind in hints.items() if kind is Scene]
+        return cls(name, function, {"type": "function", "function": schema}, parameters, scenes)
+
+    def __call__(self, scene: Scene, positional: Sequence[Any], named: dict[str, Any]) -> tuple[str | Image.Image, ...]:
+        """Raises ToolError for arguments that do not fit, and whatever the function raises."""
+        parameters = self.parameters
+        given = dict(zip(parameters, positional, strict=False))
+        if len(positional) > len(parameters) or given.keys() & named.keys() or named.keys() - parameters.keys():
+            raise ToolError(f"{self.name} takes {', '.join(parameters) or 'nothing'}")
+        given |= named
+        if missing := [key for key, (_, needed) in parameters.items() if needed and key not in given]:
+            raise ToolError(f"{self.name} needs {', '.join(missing)}")
+        given = {key: _converted(self.name, key, parameters[key][0], value) for key, value in given.items()}
+        return _parts(self.function(**given, **dict.fromkeys(self.scenes, scene)))
+
+
+def _schema(tool: str, key: str, kind: Any) -> dict[str, Any]:
+    if typing.get_origin(kind) is Annotated:
+        inner, meaning, *_ = typing.get_args(kind)
+        return {**_schema(tool, key, inner), "description": str(meaning)}
+    if kind in JSON_TYPES:
+        return {"type": JSON_TYPES[kind]}
+    if typing.get_origin(kind) is list:
+        return {"type": "array", "items": _schema(tool, key, typing.get_args(kind)[0])}
+    if typing.get_origin(kind) is Literal:
+        return {"type": "string", "enum": list(typing.get_args(kind))}
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return _schema(tool, key, next(k for k in typing.get_args(kind) if k is not type(None)))
+    raise ValueError(f"tool {tool}: parameter {key} needs a type: int, float, str, bool, list[...] or Literal[...]")
+
+
+def _converted(tool: str, key: str, kind: Any, value: Any) -> Any:
+    """Raises ToolError for a value of another type."""
+    if typing.get_origin(kind) is Annotated:
+        return _converted(tool, key, typing.get_args(kind)[0], value)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        options = typing.get_args(kind)
+        return None if value is None else _converted(tool, key, next(k for k in options if k is not type(None)), value)
+    if typing.get_origin(kind) is list and isinstance(value, list | tuple):
+        return [_converted(tool, key, typing.get_args(kind)[0], item) for item in value]
+    if typing.get_origin(kind) is Literal and value in typing.get_args(kind):
+        return value
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if kind in (int, str, bool) and type(value) is kind:
+        return value
+    raise ToolError(f"{tool}: {key} can not be {value!r:.80}")
+
+
+def _parts(value: Any) -> tuple[str | Image.Image, ...]:
+    if isinstance(value, list | tuple):
+        return tuple(part for one in value for part in _parts(one))
+    if isinstance(value, str | Image.Image):
+        return (value,)
+    if isinstance(value, int | float):
+        return (str(value),)
+    raise TypeError(f"the tool returned {type(value).__name__}; text, a picture, a number or a list of these is wanted")
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    positional: list[Any]
+    named: dict[str, Any]
+
+
+def json_call(response: str) -> Call | None:
+    """The last call in it; None where there is none. Raises ToolError for one that can not be read."""
+    found = _JSON_CALL.findall(response)
+    if not found:
+        return None
+    try:
+        call = json.loads(found[-1])
+    except (ValueError, RecursionError):
+        raise ToolError("the call is not JSON") from None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ToolError('a call is {"name": ..., "arguments": {...}}')
+    named = call.get("arguments", {})
+    if not isinstance(named, dict):
+        raise ToolError("arguments must be an object")
+    return Call(call["name"], [], named)
+
+
+def python_call(response: str) -> Call | None:
+    """The call at its end; None where there is none. Raises ToolError for one whose arguments are no literals."""
+    found = _PYTHON_CALL.search(response)
+    if found is None:
+        return None
+    try:
+        call = ast.parse(found.group().strip(), mode="eval").body
+        assert isinstance(call, ast.Call)
+        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return Call(found.group(1), [ast.literal_eval(value) for value in call.args], named)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise ToolError("the arguments of the call can not be read") from None
+
+
+READERS: dict[str, Callable[[str], Call | None]] = {"json": json_call, "python": python_call}
+
+
+class ToolEnvironment(Environment):
+    """Carries out calls of tools. A response without a call is the answer. What goes wrong in a call is an observation,
+    and an error of its turn."""
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        *,
+        calls: Literal["json", "python"] = "json",
+        described: Literal["template", "system", "no"] = "system",
+        coordinates: float | None = None,
+        shown_pixels: int | None = None,
+    ) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        self._calls, self._described, self._shown_pixels = calls, described, shown_pixels
+        self._scene = Scene(coordinates=coordinates)
+
+    def tools(self) -> Sequence[dict[str, Any]]:
+        return [tool.schema for tool in self._tools.values()] if self._described == "template" else ()
+
+    def start(self, prompt: Prompt) -> Sequence[Message]:
+        messages = [replace(m, parts=tuple(map(self._shown, m.parts))) for m in prompt.messages]
+        if self._described == "system":
+            listed = "\n".join(json.dumps(tool.schema) for tool in self._tools.values())
+            messages = _with_system(messages, SYSTEM.format(tools=listed, how=HOW[self._calls]))
+        return messages
+
+    def step(self, response: str) -> Reply:
+        try:
+            call = READERS[self._calls](response)
+        except ToolError as error:
+            return self._failed(None, str(error))
+        if call is None:
+            return Reply(end=True)
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return self._failed(None, f"there is no function {call.name!r:.40}; there are {', '.join(self._tools)}")
+        self._scene.facts = {}
+        try:
+            parts = tool(self._scene, call.positional, call.named)
+        except ToolError as error:
+            return self._failed(tool.name, str(error))
+        except Exception as error:  # a tool is anybody's code: its fault is told the policy
+            return self._failed(tool.name, told(error))
+        return Reply((Message("user", parts),), tool=tool.name, facts=self._scene.facts)
+
+    def _failed(self, tool: str | None, why: str) -> Reply:
+        return Reply((Message("user", (f"error: {why}",)),), tool=tool, error=why)
+
+    def _shown(self, part: str | Image.Image) -> str | Image.Image:
+        if isinstance(part, str):
+            return part
+        return self._scene.show(part, part if self._shown_pixels is None else fitted(part, self._shown_pixels))
+
+
+def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
+    if messages and messages[0].role == "system":
+        return [replace(messages[0], parts=(*messages[0].parts, f"\n{text}")), *messages[1:]]
+    return [Message("system", (text,)), *messages]
+
+
+def fitted(picture: Image.Image, pixels: int) -> Image.Image:
+    """The picture, averaged down where it has more pixels than that; its sides keep their ratio."""
+    width, height = picture.size
+    if width * height <= pixels:
+        return picture
+    by = (pixels / (width * height)) ** 0.5
+    size = (max(1, int(width * by + 1e-6)), max(1, int(height * by + 1e-6)))
+    return picture.resize(size, Image.Resampling.BOX)

@@ -1,0 +1,122 @@
+"""Sentences that ask for a moving shape, such as "the red square moves up slowly", and clips to learn from.
+
+A clip has FRAMES frames of SIZE x SIZE pixels, drawn on a grid of CELL x CELL pixels: a VAE that halves the sides
+loses nothing of it. What was drawn is known exactly, and `tracking` reads it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmrl.rollouts import Prompt
+
+FRAMES, SIZE, CELL = 5, 16, 2
+GRID = SIZE // CELL  # cells a side
+OBJECT = 3  # cells a side of an object
+COLOURS = {"red": (1.0, 0.0, 0.0), "green": (0.0, 1.0, 0.0), "blue": (0.0, 0.0, 1.0)}
+SHAPES = {"square": ("###", "###", "###"), "cross": (".#.", "###", ".#."), "ring": ("###", "#.#", "###")}
+DIRECTIONS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # of rows and columns
+STEPS = {"slowly": (0, 0, 1, 1, 2), "quickly": (0, 1, 2, 3, 4)}  # cells from the start, by frame
+SPLITS = ("train", "heldout", "all")
+Split = Literal["train", "heldout", "all"]
+
+
+@dataclass(frozen=True)
+class Motion:
+    """What a sentence asks for."""
+
+    colour: str
+    shape: str
+    direction: str
+    speed: str
+
+    def __str__(self) -> str:
+        return f"the {self.colour} {self.shape} moves {self.direction} {self.speed}"
+
+
+def words() -> list[str]:
+    """Every word of the sentences, sorted."""
+    return sorted({"the", "moves", *COLOURS, *SHAPES, *DIRECTIONS, *STEPS})
+
+
+@cache
+def motions(split: Split) -> tuple[Motion, ...]:
+    """All motions of a split, whatever the seed. A motion is held out where the indices of its parts sum to 3 modulo 4,
+    so that each part is trained on in others."""
+    parts = [list(part) for part in (COLOURS, SHAPES, DIRECTIONS, STEPS)]
+    made = []
+    for places in product(*(range(len(part)) for part in parts)):
+        heldout = sum(places) % 4 == 3
+        if split == "all" or heldout == (split == "heldout"):
+            made.append(Motion(*(part[i] for part, i in zip(parts, places, strict=True))))
+    return tuple(made)
+
+
+@cache
+def template(colour: str, shape: str) -> Tensor:
+    """[3, OBJECT, OBJECT] float32, the object on black."""
+    mask = torch.tensor([[float(mark == "#") for mark in row] for row in SHAPES[shape]])
+    return torch.tensor(COLOURS[colour]).view(3, 1, 1) * mask
+
+
+def draw(motion: Motion, top: int, left: int) -> Tensor:
+    """The clip of an object that starts at the cell `top`, `left`: [FRAMES, 3, SIZE, SIZE] float32, 0 to 1."""
+    down, right = DIRECTIONS[motion.direction]
+    cells = torch.zeros(FRAMES, 3, GRID, GRID)
+    for frame, step in enumerate(STEPS[motion.speed]):
+        row, column = top + down * step, left + right * step
+        cells[frame, :, row : row + OBJECT, column : column + OBJECT] = template(motion.colour, motion.shape)
+    return cells.repeat_interleave(CELL, 2).repeat_interleave(CELL, 3)
+
+
+def starts(motion: Motion) -> tuple[range, range]:
+    """Rows and columns at which a motion may start so that its object stays in the picture."""
+    travel, room = STEPS[motion.speed][-1], GRID - OBJECT + 1
+    return tuple(  # type: ignore[return-value]
+        range(travel, room) if way < 0 else range(room - travel) if way > 0 else range(room)
+        for way in DIRECTIONS[motion.direction]
+    )
+
+
+def spoiled(motion: Motion, rng: np.random.Generator) -> Motion:
+    """The motion with one part changed."""
+    parts: dict[str, Sequence[str]] = {
+        "colour": list(COLOURS),
+        "shape": list(SHAPES),
+        "direction": list(DIRECTIONS),
+        "speed": list(STEPS),
+    }
+    name = str(rng.choice(list(parts)))
+    others = [value for value in parts[name] if value != vars(motion)[name]]
+    change: dict[str, Any] = {name: others[rng.integers(len(others))]}
+    return replace(motion, **change)
+
+
+class MovingShapes:
+    """`size` prompts; item i depends on (split, seed, i) and `careless` alone. Metadata: `motion`, `kind` (its
+    direction) and `target`, a clip for supervised training, which for the share `careless` has one part wrong."""
+
+    def __init__(self, split: Split, *, size: int, seed: int, careless: float = 0.0) -> None:
+        self.split, self.size, self.seed, self.careless = split, size, seed, careless
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Prompt:
+        if not 0 <= index < self.size:
+            raise IndexError(f"item {index} of {self.size}")
+        rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
+        pool = motions(self.split)
+        motion = pool[rng.integers(len(pool))]
+        shown = spoiled(motion, rng) if rng.random() < self.careless else motion
+        top, left = (int(rng.choice(list(places))) for places in starts(shown))
+        metadata = {"motion": motion, "kind": motion.direction, "target": draw(shown, top, left)}
+        return Prompt(id=f"moving-{self.split}-{self.seed}-{index}", text=str(motion), metadata=metadata)

@@ -1,0 +1,119 @@
+"""Settings of the video generation task."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from mmrl.tasks.settings import TaskSettings
+from pydantic import model_validator
+
+from mmrl.rewards.settings import RewardSpec
+from mmrl.settings import Choice, option
+
+if TYPE_CHECKING:
+    from mmrl.tasks.video_generation.task import VideoGeneration
+
+    from mmrl.protocols import Source
+
+_HERE = "mmrl.tasks.video_generation"
+_CHECKED = f"{_HERE}.tracking:MotionChecked"
+
+
+class ClipPrompts(Choice):
+    """Where prompts of clips come from, and what is measured of their clips where the task does not say."""
+
+    title: ClassVar[str] = "prompts of clips"
+    kinds: ClassVar[dict[str, str]] = {
+        "moving_shapes": f"{_HERE}.settings:MovingShapesData",
+        "prompts": f"{_HERE}.settings:ClipPromptsData",
+    }
+    rewards: ClassVar[list[RewardSpec]] = []
+    accuracy: ClassVar[RewardSpec | None] = None
+
+    @abstractmethod
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        """Prompts to train on (None: the task can only be evaluated), and held-out ones."""
+
+
+class MovingShapesData(ClipPrompts):
+    """Sentences that ask for a moving shape: clips of 5 x 3 x 16 x 16 with an exact tracker."""
+
+    test: ClassVar[str] = "tests/tasks/test_video_generation.py"
+    rewards: ClassVar[list[RewardSpec]] = [
+        RewardSpec(name=_CHECKED, options={"partial": True}, label="parts"),
+        RewardSpec(name=_CHECKED, label="whole"),
+    ]
+    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=_CHECKED)
+    type: str = "moving_shapes"
+    train_size: int = option(20_000, "prompts to train on", ge=1)
+    eval_size: int = option(500, "held-out prompts", ge=1)
+    eval_seed: int = option(0, "of the held-out prompts", ge=0)
+    careless: float = option(0.0, "share of training clips of which one part is wrong", ge=0, le=1)
+    all_motions: bool = option(
+        False, "train on all motions, also those that evaluation asks for, as a base has seen them"
+    )
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.video_generation.moving import MovingShapes
+
+        train = MovingShapes(
+            "all" if self.all_motions else "train", size=self.train_size, seed=seed, careless=self.careless
+        )
+        return train, MovingShapes("heldout", size=self.eval_size, seed=self.eval_seed)
+
+
+class ClipPromptsData(ClipPrompts):
+    """The user's prompt files, one prompt a line. Held-out prompts come from `eval`, or are a share of `train`."""
+
+    test: ClassVar[str] = "tests/tasks/test_video_generation.py"
+    type: str = "prompts"
+    train: Path | None = option(None, "prompts to train on; without it the task can only be evaluated")
+    eval: Path | None = option(None, "held-out prompts")
+    heldout: float | None = option(None, "share of `train` that is held out", gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _one_source_of_held_out_prompts(self) -> Self:
+        if (self.eval is None) == (self.heldout is None):
+            raise ValueError("set either eval, a file of held-out prompts, or heldout, a share of train")
+        if self.heldout is not None and self.train is None:
+            raise ValueError("heldout is a share of train, which is not set")
+        return self
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.video_generation import prompts
+
+        train = None if self.train is None else prompts.load(self.train)
+        if self.eval is not None:
+            return train, prompts.load(self.eval)
+        assert train is not None and self.heldout is not None
+        return prompts.hold_out(train, self.heldout)
+
+
+class VideoGenerationSettings(TaskSettings):
+    """Clips from prompts. Moving shapes have rewards and an accuracy of their own; prompt files need both."""
+
+    test: ClassVar[str] = "tests/tasks/test_video_generation.py"
+    type: str = "video_generation"
+    data: ClipPrompts = option(MovingShapesData(), "where the prompts come from")
+    rewards: list[RewardSpec] | None = option(None, "what a clip earns; default: that of the data", min_length=1)
+    accuracy: RewardSpec | None = option(None, "what evaluation reports; default: that of the data")
+
+    @model_validator(mode="after")
+    def _something_is_measured(self) -> Self:
+        if not (self.rewards or self.data.rewards):
+            raise ValueError("rewards: at least one is needed; name it, such as [{name: clip_similarity}]")
+        if self.accuracy is None and self.data.accuracy is None:
+            raise ValueError("accuracy: name the reward that evaluation reports, such as {name: clip_similarity}")
+        return self
+
+    def build(self, seed: int) -> VideoGeneration:
+        from mmrl.tasks.video_generation.task import VideoGeneration
+
+        from mmrl.rewards import RewardSet
+
+        train, evaluation = self.data.sources(seed)
+        accuracy = self.accuracy or self.data.accuracy
+        assert accuracy is not None
+        return VideoGeneration(train, evaluation, RewardSet(self.rewards or self.data.rewards), RewardSet([accuracy]))

@@ -1,0 +1,50 @@
+"""Video generation: prompts, rewards, accuracy and guards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from mmrl.tasks.video_generation.clips import stack_clips
+from torch import Tensor
+
+from mmrl.protocols import Source
+from mmrl.rewards import RewardSet
+from mmrl.rewards.guards import diversity, flicker, motion, out_of_gamut, sharpness, static
+from mmrl.rollouts import Sample
+
+
+class VideoGeneration:
+    """A task: prompts to train on (None where it is only evaluated), prompts held out, rewards, accuracy and guards."""
+
+    def __init__(self, train: Source | None, evaluation: Source, rewards: RewardSet, accuracy: RewardSet) -> None:
+        self.train, self.evaluation = train, evaluation
+        self.reward_names, self.reward_weights = rewards.names, rewards.weights
+        self._rewards, self._accuracy = rewards, accuracy
+
+    def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
+        """Unweighted reward components [rollout, component], float32, NaN where one could not be scored."""
+        return self._rewards.score(samples, _groups(samples) if group is None else group)
+
+    def accuracy(self, samples: Sequence[Sample]) -> Tensor:
+        """What the scorer of the evaluation gives [rollout], float32, NaN where it could not tell."""
+        return self._accuracy.score(samples, _groups(samples))[:, 0]
+
+    def measures(self, samples: Sequence[Sample], group: Tensor | None = None) -> dict[str, Tensor]:
+        """What would show that the reward is hacked, each [rollout] float32: see `mmrl.rewards.guards`. Sharpness is
+        the mean of the frames'; diversity is NaN for a group of one."""
+        clips, group = stack_clips(samples), _groups(samples) if group is None else group
+        count, frames = clips.shape[:2]
+        return {
+            "guard/static": static(clips),
+            "guard/motion": motion(clips),
+            "guard/flicker": flicker(clips),
+            "guard/out_of_gamut": out_of_gamut(clips),
+            "guard/sharpness": sharpness(clips.flatten(0, 1)).view(count, frames).mean(1),
+            "guard/diversity": diversity(clips, group),
+        }
+
+
+def _groups(samples: Sequence[Sample]) -> Tensor:
+    numbers: dict[str, int] = {}
+    return torch.tensor([numbers.setdefault(sample.prompt.id, len(numbers)) for sample in samples], dtype=torch.int64)

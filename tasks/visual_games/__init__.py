@@ -1,0 +1,1 @@
+"""Worlds seen as pictures and played over turns."""

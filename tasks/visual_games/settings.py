@@ -1,0 +1,31 @@
+"""Settings of games over turns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.sims.turns.games import Cards, Game
+from mmrl.tasks.settings import TaskSettings
+
+from mmrl.rewards.settings import RewardSpec
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from mmrl.tasks.visual_games.task import VisualGames
+
+
+class VisualGamesSettings(TaskSettings):
+    """Worlds seen as pictures, with rewards over turns. Success is what the world says of it at the end."""
+
+    test: ClassVar[str] = "tests/tasks/test_visual_games.py"
+    type: str = "visual_games"
+    game: Game = option(Cards(), "the world")
+    train_size: int = option(100_000, "seeds to train on", ge=1)
+    eval_size: int = option(500, "held-out seeds", ge=1)
+    rewards: list[RewardSpec] = option([RewardSpec(name="environment_return")], "what a game earns", min_length=1)
+    careless: float = option(0.0, "share of an expert's responses in which it says another's instead", ge=0, le=1)
+
+    def build(self, seed: int) -> VisualGames:
+        from mmrl.tasks.visual_games.task import VisualGames
+
+        return VisualGames(self, seed)

@@ -1,0 +1,73 @@
+"""Games over turns: seeds to play, rewards and success."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from mmrl.sims.turns.games import Game
+from mmrl.tasks.visual_games.settings import VisualGamesSettings
+
+from mmrl.rewards import RewardSet
+from mmrl.rewards.turns import conversation_measures, is_lost
+from mmrl.rollouts import Prompt, Sample
+
+FIRST_TRAINING_SEED = 1_000_000  # held-out seeds are below
+
+
+class VisualGames:
+    def __init__(self, settings: VisualGamesSettings, seed: int) -> None:
+        self.environment = settings.game
+        first = FIRST_TRAINING_SEED * (1 + seed)
+        self.train = Games(settings.game, first, min(settings.train_size, FIRST_TRAINING_SEED), settings.careless)
+        self.evaluation = Games(settings.game, 0, min(settings.eval_size, FIRST_TRAINING_SEED), 0.0)
+        rewards = RewardSet(settings.rewards)
+        self.reward_names, self.reward_weights, self._rewards = rewards.names, rewards.weights, rewards
+
+    def score(self, samples: Sequence[Sample], group: torch.Tensor | None = None) -> torch.Tensor:
+        return self._rewards.score(samples, group)
+
+    def accuracy(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """[rollout] whether the game was won; NaN where its environment failed."""
+        return torch.tensor([math.nan if is_lost(sample) else success(sample) for sample in samples])
+
+    def measures(self, samples: Sequence[Sample], group: torch.Tensor) -> dict[str, torch.Tensor]:
+        return conversation_measures(samples)
+
+
+def success(sample: Sample) -> float:
+    """What the world said of it in the last turn."""
+    assert sample.conversation is not None
+    turns = sample.conversation.turns
+    return float(turns[-1].facts.get("success", 0.0)) if turns else 0.0
+
+
+class Games:
+    """Prompts of a game's seeds. Metadata: those of the game, and `demonstration`, a function that gives an expert's
+    responses: playing for a prompt that is only sampled from would cost time for nothing."""
+
+    def __init__(self, game: Game, first: int, size: int, careless: float) -> None:
+        self.game, self.first, self.size, self.careless = game, first, size, careless
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Prompt:
+        if not 0 <= index < self.size:
+            raise IndexError(f"item {index} of {self.size}")
+        seed = self.first + index
+        prompt = self.game.prompt(seed)
+        return replace(
+            prompt, metadata=prompt.metadata | {"demonstration": partial(played, self.game, prompt, self.careless)}
+        )
+
+
+def played(game: Game, prompt: Prompt, careless: float) -> list[str]:
+    """An expert's responses; in the share `careless` of them it says what it says in any other."""
+    said = game.demonstration(prompt)
+    rng = np.random.default_rng([prompt.metadata["seed"], 7])
+    return [str(rng.choice(said)) if rng.random() < careless else one for one in said]

@@ -1,0 +1,182 @@
+"""Credit over turns, from the key to the gradient of each decision, by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mmrl.config import load
+from mmrl.core.turns import discounted, turn_advantages
+from mmrl.errors import UserError
+from mmrl.rewards import RewardSet, RewardSpec
+from mmrl.rewards.turns import conversation_measures, overlap
+from mmrl.rollouts import Conversation, Message, Prompt, Sample, Turn, Turns
+from tests.joints.parts import GARBAGE, Table, close
+
+# Three rollouts of one group: two turns, two turns, one; decisions of turn 0, then those of turn 1.
+NUMBER = [[0, 0, 1], [0, 1, 0], [0, 0, 0]]
+REACHED = [[True, True], [True, True], [True, False]]
+EARNED = [[1.0, 2.0], [0.0, 1.0], [3.0, GARBAGE]]
+LOGP = [[-1.0, -2.0, -1.0], [-3.0, -1.0], [-1.0, -1.0]]
+ONE = ["rollout.prompts=1", "rollout.group_size=3"]
+
+
+def talk(*turns, end="environment"):
+    return Conversation((Message("user", ("?",)),), tuple(turns), end)
+
+
+def rollouts(table, talks=None, earned=EARNED, reached=REACHED):
+    made = table.rollouts()
+    turns = Turns(torch.tensor(NUMBER), torch.tensor(reached), torch.tensor(earned))
+    talks = talks or [talk()] * len(made)
+    samples = [replace(s, conversation=one) for s, one in zip(made.samples, talks, strict=True)]
+    return replace(made, samples=samples, extras={"turns": turns})
+
+
+def gradient(given, *options, rewards=(0.0, 0.0, 0.0), talks=None, **more):
+    table = Table(LOGP, rewards=list(rewards))
+    made = given(table, *ONE, *options)
+    made.prepare(rollouts(table, talks, **more))
+    made.learn()
+    return made
+
+
+def test_returns_of_each_turn_are_compared_with_that_turn_of_the_group(given):
+    """R = [2, 2], [0.5, 1], [3]; turn 0: mean 11/6, differences 1/6, -4/3, 7/6; turn 1: mean 1.5, 0.5 and -0.5."""
+    made = gradient(given, "algorithm.shaping=[{type: turn_returns, gamma: 0.5, scale: none}]")
+    first, second, third = 1 / 6, -4 / 3, 7 / 6
+    want = [[first, first, 0.5], [second, -0.5, 0.0], [third, third, 0.0]]
+    close(made.gradient(), [[-a / 7 for a in row] for row in want])
+
+
+def test_returns_divided_by_the_group_s_deviation_and_beside_the_outcome(given):
+    """gamma 0: turn 0 earned 1, 0, 3 (mean 4/3, std 1.527525), turn 1 earned 2 and 1 (std 0.707107)."""
+    options = "{type: turn_returns, gamma: 0, weight: 0.5, outcome: 2}"
+    made = gradient(given, "algorithm.scale=none", f"algorithm.shaping=[{options}]", rewards=(1.0, 0.0, 2.0))
+    std, late = 1.527525, 0.5 / 0.707107
+    outcome = [0.0, -2.0, 2.0]
+    turn = [0.5 * (1 - 4 / 3) / std, 0.5 * (0 - 4 / 3) / std, 0.5 * (3 - 4 / 3) / std]
+    want = [
+        [turn[0], turn[0], 0.5 * late],
+        [outcome[1] + turn[1], outcome[1] - 0.5 * late, 0.0],
+        [outcome[2] + turn[2], outcome[2] + turn[2], 0.0],
+    ]
+    close(made.gradient(), [[-a / 7 for a in row] for row in want])
+
+
+def test_gated_turns_earn_where_the_outcome_holds(given):
+    """Only the third rollout is right: R_0 = 0, 0, 3."""
+    options = "{type: turn_returns, gate: mark, scale: none}"
+    made = gradient(given, f"algorithm.shaping=[{options}]", rewards=(0.0, 0.0, 1.0))
+    want = [[-1.0, -1.0, 0.0], [-1.0, 0.0, 0.0], [2.0, 2.0, 0.0]]
+    close(made.gradient(), [[-a / 7 for a in row] for row in want])
+
+
+def test_a_turn_that_one_rollout_reached_alone_gets_nothing():
+    reached = torch.tensor([[True, True], [True, False]])
+    found = turn_advantages(torch.tensor([[1.0, 5.0], [0.0, GARBAGE]]), reached, torch.tensor([0, 0]), scale="none")
+    assert found.tolist() == [[0.5, 0.0], [-0.5, 0.0]]
+
+
+def test_groups_are_apart():
+    values = torch.tensor([[1.0], [3.0], [10.0], [10.0]])
+    found = turn_advantages(values, torch.ones(4, 1, dtype=torch.bool), torch.tensor([0, 0, 1, 1]), scale="none")
+    assert found.flatten().tolist() == [-1.0, 1.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="group_std or none; got 'std'"):
+        turn_advantages(values, torch.ones(4, 1, dtype=torch.bool), torch.zeros(4), scale="std")
+
+
+def test_discounting():
+    assert discounted(torch.tensor([[1.0, 2.0, 4.0]]), 0.5).tolist() == [[3.0, 4.0, 4.0]]
+
+
+CALLED = Turn("zoom()", tool="zoom")
+FAILED = Turn("zoom()", tool="zoom", error="the box is empty")
+
+
+def test_curiosity_pays_those_who_use_a_tool_that_is_used_too_seldom(given):
+    """One of three used a tool, where 0.5 are wanted: 0.6 x (0.5 - 1/3) = 0.1 for that one."""
+    talks = [talk(CALLED, Turn("1")), talk(FAILED, Turn("1")), talk(Turn("1"))]
+    made = gradient(given, "algorithm.shaping=[{type: curiosity, target: 0.5, weight: 0.6}]", talks=talks)
+    close(made.gradient(), [[-0.1 / 7] * 3, [0, 0, 0], [0, 0, 0]])
+    assert made.metrics.result()["curiosity/share"] == pytest.approx(1 / 3)
+
+
+def test_curiosity_is_satisfied(given):
+    talks = [talk(CALLED, Turn("1")), talk(CALLED, Turn("1")), talk(Turn("1"))]
+    made = gradient(given, "algorithm.shaping=[{type: curiosity, target: 0.5}]", talks=talks)
+    close(made.gradient(), [[0, 0, 0]] * 3)
+
+
+@pytest.mark.parametrize("end", ["turns", "length"])
+def test_over_turn_responses_leave_the_loss_and_the_statistics(given, end):
+    """Rewards 1, 0, 5, of which the last is masked: the mean of the others is 0.5. Five decisions are left."""
+    talks = [talk(), talk(), talk(end=end)]
+    options = ("algorithm.scale=none", "algorithm.masks=[{type: over_turn}]")
+    made = gradient(given, *options, rewards=(1.0, 0.0, 5.0), talks=talks)
+    close(made.gradient(), [[-0.1] * 3, [0.1, 0.1, 0], [0, 0, 0]])
+
+
+@pytest.mark.parametrize("option", ["shaping=[turn_returns]", "shaping=[curiosity]", "masks=[over_turn]"])
+def test_turn_credit_needs_turns(option):
+    with pytest.raises(UserError, match=r"needs turns of a conversation \(task.environment\), which model.type"):
+        load("configs/visual_qa_digits.yaml", [f"algorithm.{option}"])
+    load("configs/visual_qa_zoom.yaml", [f"algorithm.{option}"])
+
+
+# --- rewards ---
+
+
+def sample(*turns, answer="7", response="7", end="environment", target=None):
+    prompt = Prompt("p", "?", answer=answer, metadata={} if target is None else {"target": target})
+    return Sample(prompt, response=response, conversation=talk(*turns, end=end))
+
+
+def score(name, *samples, **options):
+    return RewardSet([RewardSpec(name=name, options=options)]).score(samples)[:, 0].tolist()
+
+
+def test_the_environment_s_rewards_are_a_reward():
+    turns = (Turn("a", reward=1.0), Turn("b", reward=2.0), Turn("c", reward=4.0))
+    assert score("environment_return", sample(*turns), gamma=0.5) == [3.0]
+    assert score("environment_return", sample(*turns)) == [7.0]
+
+
+def test_the_tool_bonus_is_for_success_only():
+    right, wrong = sample(CALLED, Turn("7")), sample(CALLED, Turn("8"), response="8")
+    bare, failed = sample(Turn("7")), sample(FAILED, Turn("7"))
+    assert score("tool_bonus", right, wrong, bare, failed) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_a_lost_conversation_is_scored_by_nobody():
+    values = score("exact_match", sample(Turn("7")), sample(Turn("7"), end="lost"))
+    assert values[0] == 1.0 and values[1] != values[1]
+
+
+def test_measures():
+    box = [0.0, 0.0, 0.5, 0.5]
+    looked = Turn("zoom()", tool="zoom", facts={"box": box, "picture": 0})
+    other = Turn("zoom()", tool="zoom", facts={"box": [0.5, 0.5, 1.0, 1.0], "picture": 0})
+    within = Turn("zoom()", tool="zoom", facts={"box": box, "picture": 1})  # of a crop
+    samples = [
+        sample(looked, Turn("7"), target=box),
+        sample(other, Turn("7", reward=2.0), target=box),
+        sample(within, end="turns", target=box),
+        sample(FAILED, end="lost", target=box),
+    ]
+    found = {name: values.tolist() for name, values in conversation_measures(samples).items()}
+    assert found == {
+        "turns/count": [2, 2, 1, 1],
+        "turns/tool_share": [1, 1, 1, 0],
+        "turns/error_share": [0, 0, 0, 1],
+        "turns/over_limit": [0, 0, 1, 0],
+        "turns/lost": [0, 0, 0, 1],
+        "turns/reward": [0, 2, 0, 0],
+        "turns/zoomed_right": [1, 0, 0, 0],
+    }
+    assert conversation_measures([Sample(Prompt("p", "?"))]) == {}
+
+
+def test_overlap():
+    assert overlap([0, 0, 2, 2], [1, 1, 3, 3]) == pytest.approx(1 / 7)
+    assert overlap([0, 0, 1, 1], [2, 2, 3, 3]) == 0.0

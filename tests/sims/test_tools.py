@@ -1,0 +1,203 @@
+"""Tools: how they are called, what they do to pictures by value, and what is said of a call that can not be done."""
+
+import json
+from typing import Annotated, Literal
+
+import numpy as np
+import pytest
+from mmrl.sims.turns import tools
+from mmrl.sims.turns.calculator import value
+from mmrl.sims.turns.settings import ToolsSettings
+from mmrl.sims.turns.tools import Scene, Tool, ToolError, json_call, python_call
+from PIL import Image
+
+from mmrl.rollouts import Message, Prompt
+from mmrl.settings import make
+
+
+def board(width=8, height=4):
+    """A picture whose red is its column and whose green is its row."""
+    rows, columns = np.mgrid[:height, :width]
+    return Image.fromarray(np.stack([columns, rows, 0 * rows], -1).astype(np.uint8))
+
+
+def environment(*names, picture=None, **options):
+    settings = make(ToolsSettings, {"tools": list(names), "calls": "python", "described": "no", **options})
+    made = settings.make()
+    made.start(Prompt("p", "?", messages=(Message("user", (picture or board(), "?")),)))
+    return made
+
+
+def shown(reply):
+    (image,) = reply.messages[0].images
+    return np.asarray(image)
+
+
+def test_zoom_shows_the_asked_pixels_of_the_whole_picture():
+    one = environment("zoom")
+    reply = one.step("zoom(2, 1, 5, 3)")
+    assert (reply.tool, reply.error, reply.end) == ("zoom", None, False)
+    assert shown(reply)[:, :, 0].tolist() == [[2, 3, 4], [2, 3, 4]]
+    assert shown(reply)[:, :, 1].tolist() == [[1, 1, 1], [2, 2, 2]]
+    assert reply.facts == {"box": [0.25, 0.25, 0.625, 0.75], "picture": 0}
+
+
+def test_zoom_looks_at_the_original_where_the_picture_is_shown_smaller():
+    one = environment("zoom", shown_pixels=8)  # shown as 4 x 2
+    reply = one.step("zoom(1, 0, 2, 1)")  # pixels as shown
+    assert shown(reply)[:, :, 0].tolist() == [[2, 3], [2, 3]] and shown(reply)[:, :, 1].tolist() == [[0, 0], [1, 1]]
+
+
+def test_coordinates_may_be_shares():
+    reply = environment("zoom", coordinates=2.0).step("I look. zoom(1, 0, 2, 1)")
+    assert shown(reply)[:, :, 0].tolist() == [[4, 5, 6, 7]] * 2 and shown(reply)[:, :, 1].max() == 1
+
+
+def test_a_crop_that_is_large_is_averaged_down():
+    reply = environment({"type": "zoom", "pixels": 2}).step("zoom(0, 0, 8, 4)")
+    assert shown(reply)[:, :, 0].tolist() == [[2, 6]]  # the means of columns 0 to 3 and 4 to 7, rounded
+
+
+def test_a_crop_can_be_looked_at_again():
+    one = environment("zoom")
+    one.step("zoom(2, 1, 6, 3)")
+    reply = one.step("zoom(1, 0, 2, 2, 1)")  # of picture 1, the crop
+    assert shown(reply)[:, :, 0].tolist() == [[3], [3]]
+
+
+def test_the_unrelated_zoom_shows_another_place_of_the_same_size():
+    for x in range(0, 8, 2):
+        reply = environment("unrelated_zoom").step(f"zoom({x}, 0, {x + 2}, 2)")
+        seen = shown(reply)
+        assert seen.shape[:2] == (2, 2)
+        columns, rows = set(seen[:, :, 0].flatten()), set(seen[:, :, 1].flatten())
+        assert not (columns & {x, x + 1} and rows & {0, 1})
+        assert reply.facts["box"] == [x / 8, 0.0, (x + 2) / 8, 0.5]
+
+
+def test_rotate_and_flip():
+    picture = board(2, 1)  # columns 0, 1
+    assert shown(environment("rotate", picture=picture).step("rotate(90)"))[:, :, 0].tolist() == [[0], [1]]
+    assert shown(environment("rotate", picture=picture).step("rotate(-90)"))[:, :, 0].tolist() == [[1], [0]]
+    assert shown(environment("flip", picture=picture).step("flip('horizontal')"))[:, :, 0].tolist() == [[1, 0]]
+    tall = board(1, 2)
+    assert shown(environment("flip", picture=tall).step("flip('vertical')"))[:, :, 1].tolist() == [[1], [0]]
+
+
+def test_mark_draws_a_red_frame_and_leaves_the_rest():
+    seen = shown(environment("mark", picture=Image.new("RGB", (8, 8))).step("mark(2, 2, 5, 5)"))
+    red = {(int(y), int(x)) for y, x in zip(*np.nonzero(seen[:, :, 0] == 255), strict=True)}
+    assert red == {(y, x) for y in range(2, 6) for x in range(2, 6) if y in (2, 5) or x in (2, 5)}
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("zoom(5, 1, 2, 3)", "the box is empty"),
+        ("zoom(90, 1, 95, 3)", "the box is empty"),
+        ("zoom(1, 2, 3)", "zoom needs bottom"),
+        ("zoom(1, 2, 3, 4, 7)", "there is no picture 7"),
+        ("zoom(1, 2, 3, 4, 0, 9)", "zoom takes left, top, right, bottom, picture"),
+        ("zoom('a', 2, 3, 4)", "zoom: left can not be 'a'"),
+        ("zoom(1, 2, 3, 4, True)", "zoom: picture can not be True"),
+        ("zoom(1, 2, 3, size=4)", "zoom takes left"),
+        ("zoom(a, 2, 3, 4)", "the arguments of the call can not be read"),
+        ("soom(1, 2, 3, 4)", "there is no function 'soom'; there are zoom"),
+    ],
+)
+def test_a_call_that_can_not_be_done_is_an_observation(said, told):
+    reply = environment("zoom").step(said)
+    assert told in reply.error and reply.messages[0].text == f"error: {reply.error}" and not reply.end
+
+
+def test_what_is_no_call_is_the_answer():
+    assert environment("zoom").step("It is 7").end
+
+
+def test_a_tool_that_raises_is_an_observation():
+    def broken(number: int) -> str:
+        """Breaks."""
+        raise KeyError(number)
+
+    one = tools.ToolEnvironment([Tool.of(broken)], calls="python", described="no")
+    one.start(Prompt("p", "?", messages=(Message("user", ("?",)),)))
+    assert "KeyError: 3" in one.step("broken(3)").error
+
+
+def test_json_calls():
+    call = json_call('first <tool_call>{"name": "zoom", "arguments": {"left": 1}}</tool_call>')
+    assert (call.name, call.positional, call.named) == ("zoom", [], {"left": 1})
+    assert json_call("no call") is None
+    for wrong in ("{", "[]", '{"name": 3}', '{"name": "a", "arguments": [1]}'):
+        with pytest.raises(ToolError):
+            json_call(f"<tool_call>{wrong}</tool_call>")
+
+
+def test_python_calls_take_literals_only():
+    call = python_call("so zoom(1, -2.5, picture=3)")
+    assert (call.name, call.positional, call.named) == ("zoom", [1, -2.5], {"picture": 3})
+    assert python_call("zoom(1) and more") is None
+
+
+def test_the_schema_follows_from_the_types():
+    def look(
+        scene: Scene,
+        where: Annotated[list[float], "a point"],
+        how: Literal["near", "far"],
+        times: int = 1,
+    ) -> str:
+        """Looks.
+
+        More of it."""
+        return f"{len(scene.whole)} {where} {how} {times}"
+
+    tool = Tool.of(look)
+    assert tool.schema["function"] == {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "where": {"type": "array", "items": {"type": "number"}, "description": "a point"},
+                "how": {"type": "string", "enum": ["near", "far"]},
+                "times": {"type": "integer"},
+            },
+            "required": ["where", "how"],
+        },
+    }
+    assert tool(Scene(), [[1, 2.5]], {"how": "far"}) == ("0 [1.0, 2.5] far 1",)
+    with pytest.raises(ValueError, match="parameter x needs a type"):
+        Tool.of(lambda x: x, "untyped")
+
+
+def test_tools_are_described_in_the_system_message_or_by_the_template():
+    settings = make(ToolsSettings, {"tools": ["zoom"]})
+    prompt = Prompt("p", "?", messages=(Message("user", ("?",)),))
+    first, second = settings.make().start(prompt)
+    assert (first.role, second) == ("system", prompt.messages[0])
+    line = next(line for line in first.text.splitlines() if line.startswith("{"))
+    assert json.loads(line)["function"]["name"] == "zoom" and not settings.make().tools()
+    shown = make(ToolsSettings, {"tools": ["zoom"], "described": "template"}).make()
+    assert shown.tools()[0]["function"]["name"] == "zoom" and list(shown.start(prompt)) == list(prompt.messages)
+
+
+@pytest.mark.parametrize(
+    ("expression", "want"),
+    [("2 + 3 * 4", 14), ("(1 + 2) ** 2 / 3", 3), ("-7 // 2", -4), ("7 % 4 - 0.5", 2.5), ("sqrt(16) + abs(-1)", 5)],
+)
+def test_the_calculator_computes(expression, want):
+    assert value(expression) == pytest.approx(want)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["9 ** 9 ** 9", "1 / 0", "__import__('os')", "(1).real", "a", "1" * 5000, "[1]", "", "(" * 200, "1e999"],
+)
+def test_the_calculator_refuses_what_is_no_small_arithmetic(expression):
+    with pytest.raises(ToolError):
+        value(expression)
+
+
+def test_the_calculator_is_a_tool():
+    reply = environment("calculator").step("calculator('2 * 21')")
+    assert (reply.messages[0].text, reply.tool) == ("42", "calculator")
