@@ -27,7 +27,7 @@ def tables():
 
 @pytest.mark.parametrize(
     ("job", "name", "at_least"),
-    [("visual_qa", "ANY_JOB", 118), ("visual_qa", "VISUAL_QA", 38), ("images", "IMAGES", 33), ("robots", "ROBOTS", 24)],
+    [("visual_qa", "ANY_JOB", 110), ("visual_qa", "VISUAL_QA", 35), ("images", "IMAGES", 30), ("robots", "ROBOTS", 22)],
 )
 def test_what_a_configuration_refuses_names_what_is_wrong(tables, tmp_path, job, name, at_least):
     inputs, wrong_files, wrong_inputs = tables
