@@ -223,6 +223,7 @@ def test_a_run_goes_back_to_the_last_good_checkpoint_with_half_the_rate(weak, tm
     try:
         trainer.train()
         assert trainer.engine.lr_factor == 0.5
+        assert trainer.engine.updates == 6  # of three steps with two updates each: schedules go on
         assert all(torch.equal(a, b) for a, b in zip(kept[2], kept[1], strict=True))
         assert not all(torch.equal(a, b) for a, b in zip(kept[1], kept[0], strict=True))
         assert trainer.engine.lr == pytest.approx(0.5 * load(DIGITS, [f"run_dir={tmp_path}"]).optim.lr)

@@ -1,4 +1,4 @@
-"""Sentences that ask for a moving shape, such as "the red square moves up slowly", and clips to learn from.
+"""Sentences that ask for a moving shape, such as "the square moves up slowly", and clips to learn from.
 
 A clip has FRAMES frames of SIZE x SIZE pixels, drawn on a grid of CELL x CELL pixels: a VAE that halves the sides
 loses nothing of it. What was drawn is known exactly, and `tracking` reads it back.
@@ -21,8 +21,12 @@ from mmrl.rollouts import Prompt
 FRAMES, SIZE, CELL = 5, 16, 2
 GRID = SIZE // CELL  # cells a side
 OBJECT = 3  # cells a side of an object
-COLOURS = {"red": (1.0, 0.0, 0.0), "green": (0.0, 1.0, 0.0), "blue": (0.0, 0.0, 1.0)}
-SHAPES = {"square": ("###", "###", "###"), "cross": (".#.", "###", ".#."), "ring": ("###", "#.#", "###")}
+SHAPES = {
+    "square": ("###", "###", "###"),
+    "cross": (".#.", "###", ".#."),
+    "ring": ("###", "#.#", "###"),
+    "corner": ("#..", "#..", "###"),
+}
 DIRECTIONS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # of rows and columns
 STEPS = {"slowly": (0, 0, 1, 1, 2), "quickly": (0, 1, 2, 3, 4)}  # cells from the start, by frame
 SPLITS = ("train", "heldout", "all")
@@ -33,25 +37,24 @@ Split = Literal["train", "heldout", "all"]
 class Motion:
     """What a sentence asks for."""
 
-    colour: str
     shape: str
     direction: str
     speed: str
 
     def __str__(self) -> str:
-        return f"the {self.colour} {self.shape} moves {self.direction} {self.speed}"
+        return f"the {self.shape} moves {self.direction} {self.speed}"
 
 
 def words() -> list[str]:
     """Every word of the sentences, sorted."""
-    return sorted({"the", "moves", *COLOURS, *SHAPES, *DIRECTIONS, *STEPS})
+    return sorted({"the", "moves", *SHAPES, *DIRECTIONS, *STEPS})
 
 
 @cache
 def motions(split: Split) -> tuple[Motion, ...]:
     """All motions of a split, whatever the seed. A motion is held out where the indices of its parts sum to 3 modulo 4,
     so that each part is trained on in others."""
-    parts = [list(part) for part in (COLOURS, SHAPES, DIRECTIONS, STEPS)]
+    parts = [list(part) for part in (SHAPES, DIRECTIONS, STEPS)]
     made = []
     for places in product(*(range(len(part)) for part in parts)):
         heldout = sum(places) % 4 == 3
@@ -61,19 +64,18 @@ def motions(split: Split) -> tuple[Motion, ...]:
 
 
 @cache
-def template(colour: str, shape: str) -> Tensor:
-    """[3, OBJECT, OBJECT] float32, the object on black."""
-    mask = torch.tensor([[float(mark == "#") for mark in row] for row in SHAPES[shape]])
-    return torch.tensor(COLOURS[colour]).view(3, 1, 1) * mask
+def template(shape: str) -> Tensor:
+    """[1, OBJECT, OBJECT] float32, white on black."""
+    return torch.tensor([[[float(mark == "#") for mark in row] for row in SHAPES[shape]]])
 
 
 def draw(motion: Motion, top: int, left: int) -> Tensor:
-    """The clip of an object that starts at the cell `top`, `left`: [FRAMES, 3, SIZE, SIZE] float32, 0 to 1."""
+    """The clip of an object that starts at the cell `top`, `left`: [FRAMES, 1, SIZE, SIZE] float32, 0 to 1."""
     down, right = DIRECTIONS[motion.direction]
-    cells = torch.zeros(FRAMES, 3, GRID, GRID)
+    cells = torch.zeros(FRAMES, 1, GRID, GRID)
     for frame, step in enumerate(STEPS[motion.speed]):
         row, column = top + down * step, left + right * step
-        cells[frame, :, row : row + OBJECT, column : column + OBJECT] = template(motion.colour, motion.shape)
+        cells[frame, :, row : row + OBJECT, column : column + OBJECT] = template(motion.shape)
     return cells.repeat_interleave(CELL, 2).repeat_interleave(CELL, 3)
 
 
@@ -89,7 +91,6 @@ def starts(motion: Motion) -> tuple[range, range]:
 def spoiled(motion: Motion, rng: np.random.Generator) -> Motion:
     """The motion with one part changed."""
     parts: dict[str, Sequence[str]] = {
-        "colour": list(COLOURS),
         "shape": list(SHAPES),
         "direction": list(DIRECTIONS),
         "speed": list(STEPS),

@@ -11,7 +11,6 @@ import torch
 from mmrl.tasks.video_generation.clips import stack_clips
 from mmrl.tasks.video_generation.moving import (
     CELL,
-    COLOURS,
     DIRECTIONS,
     FRAMES,
     GRID,
@@ -37,7 +36,6 @@ STILL, FAST = 0.25, 0.75  # cells a frame: below there is no motion, above it is
 class Track:
     """What was found in one clip."""
 
-    colour: str
     shape: str
     rows: tuple[int, ...]  # cell of the object's top, by frame
     columns: tuple[int, ...]  # and of its left side
@@ -58,22 +56,17 @@ def slope(places: Sequence[int]) -> float:
 
 @cache
 def _drawings() -> Tensor:
-    """Every object at every place, [colour * shape, place, 3 * GRID * GRID]."""
-    cells = torch.zeros(len(COLOURS) * len(SHAPES), PLACES**2, 3, GRID, GRID)
-    for i, (colour, shape) in enumerate(_objects()):
+    """Every shape at every place, [shape, place, GRID * GRID]."""
+    cells = torch.zeros(len(SHAPES), PLACES**2, 1, GRID, GRID)
+    for i, shape in enumerate(SHAPES):
         for place in range(PLACES**2):
             row, column = divmod(place, PLACES)
-            cells[i, place, :, row : row + OBJECT, column : column + OBJECT] = template(colour, shape)
+            cells[i, place, :, row : row + OBJECT, column : column + OBJECT] = template(shape)
     return cells.flatten(2)
 
 
-@cache
-def _objects() -> list[tuple[str, str]]:
-    return [(colour, shape) for colour in COLOURS for shape in SHAPES]
-
-
 def track(clips: Tensor) -> list[Track]:
-    """Of [clip, FRAMES, 3, SIZE, SIZE] in 0..1, clamped: the object whose best places over the frames are nearest to
+    """Of [clip, FRAMES, 1, SIZE, SIZE] in 0..1, clamped: the object whose best places over the frames are nearest to
     the clip, and these places."""
     cells = clips.float().clamp(0, 1).unflatten(4, (GRID, CELL)).unflatten(3, (GRID, CELL)).mean((4, 6))
     drawings = _drawings()
@@ -83,16 +76,15 @@ def track(clips: Tensor) -> list[Track]:
     best = nearest.sum(1).argmin(1)
     found = []
     for clip, which in enumerate(best.tolist()):
-        colour, shape = _objects()[which]
         rows, columns = zip(*(divmod(int(p), PLACES) for p in place[clip, :, which]), strict=True)
-        found.append(Track(colour, shape, rows, columns, float(nearest[clip, :, which].max() / weight[which])))
+        found.append(Track(list(SHAPES)[which], rows, columns, float(nearest[clip, :, which].max() / weight[which])))
     return found
 
 
 def marks(motion: Motion, found: Track) -> dict[str, float]:
     """What of a motion is right, each 0 or 1.
 
-    identity   colour and shape, of an object that is clean in every frame
+    identity   the shape, of an object that is clean in every frame
     direction  the faster of the two slopes is not still and points the way, and the other is still
     speed      that slope is of the speed asked for, whatever its direction
     steady     no place is more than a cell from the least-squares line, nor is a step against the motion
@@ -106,7 +98,7 @@ def marks(motion: Motion, found: Track) -> dict[str, float]:
     expected = down_right[axis]
     fast = abs(along) >= FAST
     return {
-        "identity": float(clean and (found.colour, found.shape) == (motion.colour, motion.shape)),
+        "identity": float(clean and found.shape == motion.shape),
         "direction": float(moves and expected * along > 0),
         "speed": float(moves and fast == (motion.speed == "quickly")),
         "steady": float(clean and steady(found)),
@@ -141,7 +133,7 @@ class MotionChecked:
         self.partial, self.part = partial, part
 
     def score(self, samples: Sequence[Sample]) -> list[float | None]:
-        clips = stack_clips(samples, (FRAMES, 3, SIZE, SIZE))
+        clips = stack_clips(samples, (FRAMES, 1, SIZE, SIZE))
         finite = clips.flatten(1).isfinite().all(1)
         tracks = track(clips.nan_to_num())
         scores: list[float | None] = []
