@@ -50,8 +50,8 @@ JOBS = {
 # written. One wait is the optimizer step's; those of vision-language models are transformers' own, which reads where
 # pictures lie, and those of action tokens are the temperatures of their rows.
 BUDGETS = {
-    "vlm, lora": (21.5, 26),
-    "vlm, frozen tower, checkpointing": (30.5, 20),
+    "vlm, lora": (22.5, 26),
+    "vlm, frozen tower, checkpointing": (31.5, 20),
     "images, chain": (1, 13),
     "robots, tokens": (3, 18),
     "robots, autoregressive, parts of looks": (9, 20),

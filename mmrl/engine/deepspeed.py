@@ -7,7 +7,6 @@ import hashlib
 import logging
 import math
 import os
-import socket
 import sys
 import time
 import warnings
@@ -30,7 +29,7 @@ os.environ.setdefault("DS_LOG_LEVEL", "error")
 import deepspeed  # noqa: E402  (reads DS_ACCELERATOR when imported)
 
 from mmrl.engine import files, reshape  # noqa: E402
-from mmrl.engine.launcher import MEETING, end_with_launcher, take_device  # noqa: E402
+from mmrl.engine.launcher import ANY_PORT, MEETING, end_with_launcher, take_device  # noqa: E402
 from mmrl.engine.shadow import reshaped, share  # noqa: E402
 from mmrl.engine.watch import Watch  # noqa: E402
 
@@ -358,15 +357,12 @@ def start_distributed(timeout: float) -> None:
     end_with_launcher()
     take_device()
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         alone = {
             "RANK": "0",
             "LOCAL_RANK": "0",
             "WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": ANY_PORT,
         }
         os.environ.update(alone)
     deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout + LATER), init_method=MEETING)

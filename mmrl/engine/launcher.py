@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mmrl import devices
 
 STARTED_BY = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")  # what torchrun and DeepSpeed's launcher tell their ranks
+ANY_PORT = "0"  # the system gives a free one when it is opened, so that no other process can take it in between
 MEETING = "mmrl://"  # for init_method, see `_meet`
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -42,6 +43,8 @@ def _meet(url: str, **options: Any) -> Iterator[Any]:
     alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"  # several launchers count their restarts apart
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
     for store, rank, world in dist.rendezvous("env://", **options):
+        if os.environ["MASTER_PORT"] == ANY_PORT:
+            os.environ["MASTER_PORT"] = str(store.port)
         yield dist.PrefixStore(f"start-{start}", store), rank, world
 
 

@@ -58,7 +58,7 @@ def test_a_folder_is_of_the_users_class_and_its_words_have_unit_scale(build, kin
     build(str(path), seed=0)
     family = pipelines.load(str(path), DiffusionModel(text_tokens=tokens))
     assert isinstance(family.pipe, kind)
-    assert sum(p.numel() for p in family.module.parameters()) < 700_000
+    assert sum(p.numel() for p in family.module.parameters()) < 3_000_000
     tokenizer = family.pipe.tokenizer
     assert tokenizer.unk_token_id not in tokenizer(text).input_ids
     shape = family.latent_shape(None if kind is StableDiffusion3Pipeline else 16, 5 if kind is WanPipeline else None)

@@ -325,7 +325,7 @@ class ConfigParts:
 
     def __init__(self, model, action, rollout, evaluation, critic=False):
         self.model, self.action, self.rollout, self.evaluation = model, action, rollout, evaluation
-        self.seed, self.rollouts_per_step = 3, 24
+        self.seed, self.rollouts_per_step, self.engine = 3, 24, None
         self.needs = type("Needs", (), {"critic": critic})()
 
     def section(self, name):
