@@ -1,10 +1,28 @@
 import os
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("MMRL_ROW_CACHE", tempfile.mkdtemp(prefix="mmrl-rows-"))  # no verdict of the user's is used
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_it_was():
+    """What a module leaves in the environment, such as the port of its process group, is not inherited by processes
+    that later modules start."""
+    before = dict(os.environ)
+    yield
+    if "torch.distributed" in sys.modules and "RANK" in os.environ and "RANK" not in before:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            import deepspeed
+
+            deepspeed.comm.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")
