@@ -45,8 +45,9 @@ class Needs:
     reference_decays. critic: a value of every observation. statistics: of decisions ("logp", "entropy", "square_sum"),
     before the advantages. whole_groups: every micro-batch holds whole groups. views: other views of the prompt, under
     which responses are replayed; views_before: those under which they are before the advantages, for `Batch.viewed`.
-    greedy: the rewards of a greedy response to each prompt, as `Rollouts.extras["greedy"]`. numbers: what was decided,
-    as `Rollouts.extras["numbers"]`.
+    greedy: the rewards of a greedy response to each prompt, as `Rollouts.extras["greedy"]`. answered_under: views under
+    which as many responses are sampled again, for `Batch.answered`. numbers: what was decided, as
+    `Rollouts.extras["numbers"]`.
     """
 
     offers: frozenset[str] = frozenset()
@@ -60,6 +61,7 @@ class Needs:
     views: tuple[View, ...] = ()
     views_before: tuple[View, ...] = ()
     greedy: bool = False
+    answered_under: tuple[View, ...] = ()
     numbers: bool = False
 
     def __or__(self, other: Needs) -> Needs:

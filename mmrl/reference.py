@@ -325,6 +325,8 @@ def cost_of(needs: Needs) -> str:
         found.append("a critic, which is trained beside the policy")
     if needs.greedy:
         found.append("one more response a prompt")
+    if needs.answered_under:
+        found.append("as many responses again under every view")
     if needs.whole_groups:
         found.append("micro-batches that hold whole groups")
     return "; ".join(found) or "no pass of its own"

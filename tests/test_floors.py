@@ -27,7 +27,8 @@ FLOORS = [
     ["mmrl.sources", "mmrl.terms", "mmrl.facts", "mmrl.protocols"],
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.report", "mmrl.collection"],
     ["mmrl.sims"],  # above rewards: environments run in the same kind of process
-    ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics", "mmrl.tasks.settings"],
+    ["mmrl.tasks.settings", "mmrl.tasks.moving"],
+    ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics"],
     ["mmrl.tasks"],
     ["mmrl.config"],
     ["mmrl.evaluation", "mmrl.pool", "mmrl.preparation", "mmrl.reference", "mmrl.skeleton"],
@@ -37,7 +38,7 @@ FLOORS = [
     ["mmrl.__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-SEE_THE_CONFIGURATION = {room for rooms in FLOORS[12:] for room in rooms}
+SEE_THE_CONFIGURATION = {room for rooms in FLOORS[13:] for room in rooms}
 ONLY_TORCH = {"mmrl.core", "mmrl.samplers"}  # besides the standard library and kernels
 # Whatever begins like this is imported when a configuration is read, and so is every module named `settings`.
 LIGHT = tuple(

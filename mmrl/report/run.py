@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import importlib.metadata
-import io
 import json
 import os
 import platform
@@ -21,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from mmrl.report.conversations import conversation_html, data_url
+from mmrl.report.conversations import conversation_html, data_url, film_url, save_film
 from mmrl.report.lock import RunLock
 from mmrl.rollouts import Episode, Sample
 
@@ -169,13 +167,6 @@ def write_clips(target: Path, clips: Sequence[list[Image.Image]], columns: int =
     return [moving, still]
 
 
-def save_film(target: Any, sheets: Sequence[Image.Image], milliseconds: int = 250) -> None:
-    """An animated GIF that repeats; its last frame stands as long as two more, so that one sees where it begins."""
-    times = [milliseconds] * (len(sheets) - 1) + [3 * milliseconds]
-    first, *rest = (sheet.convert("RGB") for sheet in sheets)
-    first.save(target, format="GIF", save_all=True, append_images=rest, duration=times, loop=0)
-
-
 def film(target: Path, episode: Episode, least: int = 256, per_second: int = 20) -> Path:
     """The frames of an episode as a video, enlarged, under its instruction and its outcome; one frame an action."""
     import imageio.v3  # comes with the simulators
@@ -236,6 +227,7 @@ def sample_table(samples: Sequence[Sample], columns: dict[str, Sequence[float]])
 def _row(sample: Sample, numbers: Sequence[float]) -> str:
     pictures = [*sample.prompt.images, *([] if sample.image is None else [picture(sample.image)])]
     shown = [data_url(image) for image in pictures]
+    shown += [film_url(clip.frames, round(1000 / clip.fps)) for clip in sample.prompt.videos]
     shown += [] if sample.frames is None else [clip_url(sample.frames)]
     response = f"<pre>{html.escape(sample.response)}</pre>"
     cells = [
@@ -253,6 +245,4 @@ def _asked(sample: Sample) -> str:
 
 
 def clip_url(clip: Tensor) -> str:
-    buffer = io.BytesIO()
-    save_film(buffer, pages(clip))
-    return "data:image/gif;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return film_url(pages(clip))
