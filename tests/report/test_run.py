@@ -101,7 +101,7 @@ def test_a_later_run_in_the_folder_keeps_the_metrics(run):
 def test_other_ranks_write_nothing(tmp_path, capfd):
     other = Run(tmp_path / "run", "", writes=False)
     other.log(1, {"loss": 1.0})
-    other.samples("x", [sample()], {})
+    other.samples("train", 1, [sample()], {})
     other.line("hello")
     other.forget_after(0)
     other.close()
