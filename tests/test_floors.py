@@ -33,8 +33,9 @@ FLOORS = [
     ["mmrl.evaluation", "mmrl.pool", "mmrl.preparation", "mmrl.reference", "mmrl.skeleton"],
     ["mmrl.batches"],
     ["mmrl.trainer", "mmrl.build"],
+    ["mmrl.job"],
     ["mmrl.cli"],
-    ["mmrl.__main__"],
+    ["mmrl.__main__", "mmrl"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 SEE_THE_CONFIGURATION = {room for rooms in FLOORS[12:] for room in rooms}

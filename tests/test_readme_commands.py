@@ -8,7 +8,7 @@ from PIL import Image
 
 from tests.readme import PAGES, ROOT, printed, workshop
 
-ARM = "runs/manipulation_tabletop configs/manipulation_tabletop.yaml"
+ARM = "runs/manipulation_tabletop"
 # In the order in which they build on one another, with what each has to leave behind.
 RUN = {
     "bash scripts/quickstart.sh": "runs/visual_qa_digits_seed0/final",
@@ -17,6 +17,7 @@ RUN = {
     "mmrl train configs/manipulation_tabletop.yaml": "runs/manipulation_tabletop/final",
     f"mmrl eval {ARM}": "runs/manipulation_tabletop/evaluation.json",
     f"mmrl sample {ARM}": "runs/manipulation_tabletop/samples.html",
+    f"mmrl report {ARM}": "runs/manipulation_tabletop/report.html",
     "mmrl doctor": "",
     "mmrl new algorithm MyAlgorithm": "my_algorithm.py",
     "mmrl train my_algorithm.yaml": "runs/my_algorithm/final",
