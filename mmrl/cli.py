@@ -18,6 +18,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from mmrl.errors import UserError  # noqa: E402
 
+KINDS_OF_NEW = ["task", "reward", "simulator", "environment", "algorithm", "term", "shaper", "mask", "sampler"]
+
 
 def main(arguments: list[str] | None = None) -> None:
     root = parser()
@@ -85,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     methods.add_argument("name", nargs="?")
     methods.set_defaults(run=run_methods)
     new = commands.add_parser("new", help="write something of your own that trains at once, with its recipe and test")
-    new.add_argument("kind", choices=["algorithm", "term", "shaper", "mask", "sampler"])
+    new.add_argument("kind", choices=KINDS_OF_NEW)
     new.add_argument("name", help="of the class, such as MyAlgorithm")
     new.add_argument("--folder", type=Path, default=Path(), help="where its files go; default: here")
     new.set_defaults(run=run_new)

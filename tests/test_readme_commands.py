@@ -22,6 +22,8 @@ RUN = {
     "mmrl new algorithm MyAlgorithm": "my_algorithm.py",
     "mmrl train my_algorithm.yaml": "runs/my_algorithm/final",
     "python -m pytest test_my_algorithm.py": "",
+    "mmrl new reward MyReward": "my_reward.py",
+    "mmrl train my_reward.yaml": "runs/my_reward/final",
 }
 OWN = "task.data.type=files task.data.train=train.jsonl task.data.eval=eval.jsonl"
 
