@@ -8,6 +8,7 @@ Importing the package costs nothing: a name is fetched when it is first asked fo
 from typing import TYPE_CHECKING
 
 from mmrl.lazy import attributes
+from mmrl.version import VERSION
 
 if TYPE_CHECKING:
     from mmrl.config import Config, configure, load
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from mmrl.job import Job
     from mmrl.report.records import RunRecord, read_run
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = ["Config", "Job", "RunRecord", "UserError", "configure", "load", "read_run"]
 

@@ -302,6 +302,7 @@ def run_doctor(options: argparse.Namespace) -> int:
     import torch
 
     from mmrl import kernels
+    from mmrl.report.run import canonical
     from mmrl.sims import renderers
 
     print(f"{'python':<20} {sys.version.split()[0]}")
@@ -317,10 +318,6 @@ def run_doctor(options: argparse.Namespace) -> int:
     for simulator, renderer in renderers().items():
         print(f"{simulator + ' renders with':<20} {renderer}")
     return 0
-
-
-def canonical(package: str) -> str:
-    return package.lower().replace("_", "-")
 
 
 def arithmetic(config: Any, world: int, module: Any) -> str:

@@ -201,7 +201,7 @@ def check_start(config: Config) -> None:
         raise RunEnded(f"run_dir={folder} has reached its end already; raise steps, or name another run_dir")
     if config.log.wandb is not None and importlib.util.find_spec("wandb") is None:
         raise UserError(
-            f"log.wandb={config.log.wandb}: wandb is not installed; pip install wandb, or set log.wandb=null"
+            f"log.wandb={config.log.wandb}: wandb is not installed; pip install -e '.[wandb]', or set log.wandb=null"
         )
 
 

@@ -90,7 +90,7 @@ def test_grpo_logs_what_a_run_is_judged_by(warm, tmp_path):
     named = {"reward/exact_match", "reward/random", "unscored", "accuracy", "advantages/zero_variance_groups"}
     named |= {"entropy", "surrogate/ratio_gap", "surrogate/clip_low", "surrogate/clip_high", "grad_norm", "lr", "loss"}
     named |= {"response/length", "response/truncated", "time/rollout", "time/update", "time/step"}
-    named |= {"throughput/rollouts_per_second"}
+    named |= {"throughput/rollouts_per_second", "memory/host_gib"}
     for row in (first, second):
         assert named <= row.keys()
         assert 0 <= row["reward/random"] <= 1 and row["unscored"] == 0

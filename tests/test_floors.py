@@ -10,7 +10,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["mmrl.kernels"],
-    ["mmrl.core", "mmrl.rollouts", "mmrl.errors", "mmrl.lazy", "mmrl.seeds"],  # the words everyone above shares
+    [
+        "mmrl.core",
+        "mmrl.rollouts",
+        "mmrl.errors",
+        "mmrl.lazy",
+        "mmrl.seeds",
+        "mmrl.version",
+    ],  # the words everyone above shares
     ["mmrl.settings", "mmrl.tree", "mmrl.layers", "mmrl.files", "mmrl.records", "mmrl.placement", "mmrl.devices"],
     [
         "mmrl.controls",

@@ -166,6 +166,7 @@ def test_links_of_a_page_lead_somewhere(page):
 
 def test_nobody_is_told_to_install_the_other_mmrl():
     """The name belongs to another project on the public index."""
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"] == "mmrl-train"
     for path in [*PAGES, *(p for folder in SOURCES for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".sh"))]:
         for line in path.read_text().splitlines():
             assert not re.search(r"(?:pip|uv) install (?!-e)[^`.]*\bmmrl\b|\bmmrl\[", line), (path, line)

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from mmrl.report.figures import COLOURS, Group, groups
 from mmrl.report.galleries import BUDGET, Gallery, galleries
 from mmrl.report.health import BAD, WARNING, Finding, examine, standard_error
-from mmrl.report.records import RunRecord, told_time
+from mmrl.report.records import RunRecord, flattened, told_time
 
 
 @dataclass(frozen=True)
@@ -161,16 +161,6 @@ def differences(trees: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     keys = dict.fromkeys(key for one in flat for key in one)
     found = {key: [str(one.get(key, "–")) for one in flat] for key in keys}
     return {key: values for key, values in found.items() if len(set(values)) > 1}
-
-
-def flattened(tree: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(tree, Mapping):
-        inner = ((f"{path}.{key}" if path else str(key), value) for key, value in tree.items())
-    elif isinstance(tree, list) and any(isinstance(item, Mapping) for item in tree):
-        inner = ((f"{path}.{i}", value) for i, value in enumerate(tree))
-    else:
-        return {path: tree}
-    return {key: value for place, item in inner for key, value in flattened(item, place).items()}
 
 
 def number(value: Any) -> str:

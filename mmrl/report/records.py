@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,14 @@ def told_time(seconds: float) -> str:
         parts.append((count, name))
     first = next((i for i, (count, _) in enumerate(parts) if count), len(parts) - 1)
     return " ".join(f"{count} {name}" for count, name in parts[first : first + 2] if count) or "0 s"
+
+
+def flattened(tree: Any, path: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings by their dotted keys; a list is a leaf unless it holds mappings."""
+    if isinstance(tree, Mapping):
+        inner = ((f"{path}.{key}" if path else str(key), value) for key, value in tree.items())
+    elif isinstance(tree, list) and any(isinstance(item, Mapping) for item in tree):
+        inner = ((f"{path}.{i}", value) for i, value in enumerate(tree))
+    else:
+        return {path: tree}
+    return {key: value for place, item in inner for key, value in flattened(item, place).items()}

