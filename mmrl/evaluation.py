@@ -18,8 +18,8 @@ from mmrl.seeds import rollout_seeds
 
 def evaluate(
     policy: Policy, task: Task, ranks: Ranks, count: int, config: Config
-) -> tuple[dict[str, float], list[Sample]]:
-    """Held-out accuracy with its standard error, the task's measures, and this rank's samples.
+) -> tuple[dict[str, float], list[Sample], list[float]]:
+    """Held-out accuracy with its standard error and the task's measures; this rank's samples, and the accuracy of each.
 
     Every rank takes every world-th prompt. What could not be scored counts for nothing, and its share is reported.
 
@@ -47,7 +47,7 @@ def evaluate(
             f"{result['evaluation/unscored']:.0%} of {len(by_index)} held-out rollouts could not be scored, more than "
             f"evaluation.max_unscored={settings.max_unscored:g}: the accuracy of the others says little"
         )
-    return result, samples
+    return result, samples, [row["accuracy"] for row in rows]
 
 
 def summarised(rows: list[tuple[dict[str, float], str]], columns: list[str]) -> dict[str, float]:

@@ -10,7 +10,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["mmrl.kernels"],
-    ["mmrl.core", "mmrl.rollouts", "mmrl.errors", "mmrl.lazy", "mmrl.seeds"],  # the words everyone above shares
+    [
+        "mmrl.core",
+        "mmrl.rollouts",
+        "mmrl.errors",
+        "mmrl.lazy",
+        "mmrl.seeds",
+        "mmrl.version",
+    ],  # the words everyone above shares
     ["mmrl.settings", "mmrl.tree", "mmrl.layers", "mmrl.files", "mmrl.records", "mmrl.placement", "mmrl.devices"],
     [
         "mmrl.controls",
@@ -34,8 +41,9 @@ FLOORS = [
     ["mmrl.evaluation", "mmrl.pool", "mmrl.preparation", "mmrl.reference", "mmrl.skeleton"],
     ["mmrl.batches"],
     ["mmrl.trainer", "mmrl.build"],
+    ["mmrl.job"],
     ["mmrl.cli"],
-    ["mmrl.__main__"],
+    ["mmrl.__main__", "mmrl"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 SEE_THE_CONFIGURATION = {room for rooms in FLOORS[13:] for room in rooms}

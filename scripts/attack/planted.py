@@ -26,6 +26,9 @@ OPTIMIZER = ("joints/test_optimizer.py",)
 TOKENS = ("joints/test_tokens.py",)
 RANKS = ("joints/test_ranks.py",)
 
+REPORT = ("report/test_report.py", "report/test_run.py")
+
+R = "mmrl/report/"
 T, A, P, B = "mmrl/trainer.py", "mmrl/algorithms/", "mmrl/preparation.py", "mmrl/batches.py"
 VLM = "mmrl/policies/vlm/"
 
@@ -294,4 +297,61 @@ FAULTS = [
     Fault("the view has the pictures of the prompt", VLM + "policy.py",
           "self.encode([change(prompt) for prompt in prompts.values()])", "self.encode(list(prompts.values()))",
           TOKENS),
+
+    # --- what is reported of a run ---
+    Fault("report: an evaluation taken for a training step", R + "records.py",
+          'held_out = any(name.startswith("evaluation/") for name in numbers)', "held_out = False", REPORT),
+    Fault("report: a killed run taken for one that goes on", R + "records.py",
+          "if owner and lock.lives(owner):", "if owner:", REPORT),
+    Fault("report: a damaged line ends the reading", R + "records.py",
+          "            continue\n        numbers", "            break\n        numbers", REPORT),
+    Fault("report: how a run ended before stays", R + "run.py",
+          "(folder / END).unlink(missing_ok=True)", "pass", REPORT),
+    Fault("report: the last step is thinned out", R + "figures.py",
+          "sorted({*range(0, count, every), count - 1})", "list(range(0, count, every))", REPORT),
+    Fault("report: intervals of one standard error", R + "figures.py",
+          "clean(WIDE * by_step", "clean(by_step", REPORT),
+    Fault("report: what is not finite is drawn as 0", R + "figures.py",
+          "return value if math.isfinite(value) else None", "return value if math.isfinite(value) else 0.0", REPORT),
+    Fault("report: numbers are rounded", R + "figures.py",
+          "clean(series.values[i]) for i", "clean(round(series.values[i], 9)) for i", REPORT),
+    Fault("report: all curves are the first run's", R + "figures.py",
+          '"meta": {"run": number,', '"meta": {"run": 0,', REPORT),
+    Fault("report: out of gamut the wrong way round", R + "health.py",
+          "late > early + 0.25 or late > 0.8", "early > late + 0.25 or late > 0.8", REPORT),
+    Fault("report: a reward that is always 0 passes", R + "health.py",
+          "if low == high == 0:", "if low == high == 2:", REPORT),
+    Fault("report: one jump of the gradient passes", R + "health.py", "if grown or peaks:", "if grown:", REPORT),
+    Fault("report: an engine that drifts passes", R + "health.py",
+          "late > 3 * early and late > 0.02", "early > 3 * late and late > 0.02", REPORT),
+    Fault("report: clips on one side only", R + "health.py",
+          "share = mean(low.late) + mean(high.late)", "share = mean(low.late)", REPORT),
+    Fault("report: any ratio passes", R + "health.py", "        most > limit,", "        False,", REPORT),
+    Fault("report: rounding of bfloat16 is a fault", R + "health.py", '"bfloat16": 0.05', '"bfloat16": 0.0', REPORT),
+    Fault("report: staleness that is allowed is a fault", R + "health.py",
+          'run.key(f"{generator}.partial.max_staleness", ', 'run.key(f"{generator}.partial.none", ', REPORT),
+    Fault("report: the error of a difference is that of one end", R + "health.py",
+          "math.hypot(errors[0], errors[-1])", "errors[-1]", REPORT),
+    Fault("report: tables may ask the network", R + "galleries.py",
+          'url_schemes={"data"}', 'url_schemes={"data", "http", "https"}', REPORT),
+    Fault("report: galleries know no limit", R + "galleries.py", "budget -= moment.size", "pass", REPORT),
+    Fault("report: the first moments before the last", R + "galleries.py",
+          "for place in (len(steps) - 1, 0):", "for place in (0, len(steps) - 1):", REPORT),
+    Fault("report: text of a run is not escaped", R + "page.py", "autoescape=True", "autoescape=False", REPORT),
+    Fault("report: names in figures are not escaped", R + "page.py",
+          '.replace("<", "\\\\u003c")', "", REPORT),
+    Fault("report: the last value is the first", R + "page.py",
+          "[end(run, name, -1) for run in runs]", "[end(run, name, 0) for run in runs]", REPORT),
+    Fault("report: differences between all runs only", R + "page.py",
+          "if len(set(values)) > 1", "if len(set(values)) > 2", REPORT),
+    Fault("report: every row is a group of its own", R + "run.py",
+          "            first = i\n        sizes", "            pass\n        first = i\n        sizes", REPORT),
+    Fault("report: numbers of a group's samples shifted", R + "run.py",
+          "_row(s, [values[i] for", "_row(s, [values[i - 1] for", REPORT),
+    Fault("watch: time left at the pace of all steps", R + "watch.py", "][-RECENT:]\n    if", "]\n    if",
+          ("report/test_watch.py",)),
+    Fault("watch: the course upside down", R + "watch.py",
+          "(mean - low) / (high - low)", "(high - mean) / (high - low)", ("report/test_watch.py",)),
+    Fault("metrics: the memory of the rank that holds least", "mmrl/metrics.py",
+          "max(memory[name] for", "min(memory[name] for", ("test_metrics.py",)),
 ]
