@@ -172,7 +172,8 @@ class Batches:
         seeds = rollout_seeds(self.config.seed, positions, size)
         group = torch.tensor(positions).repeat_interleave(size)
         if self.config.algorithm.collects == "demonstrations":
-            batch = self.policy.demonstrate(prompts, seeds)
+            shared = [seed for seed in seeds[::size] for _ in range(size)]  # what is compared is drawn alike
+            batch = self.policy.demonstrate(self.config.algorithm.shown(prompts), shared)
             batch.group = group
             return batch
         at_once = max(1, (self.rollout.generated_at_once or len(group)) // size)

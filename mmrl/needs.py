@@ -25,6 +25,7 @@ OFFERS = {
     "matching": "decisions that compare the final sample with a prediction",
     "contrast": "decisions that are errors of implicit policies (denoising.likelihood.type=contrast)",
     "segments": "decisions in segments (denoising.likelihood.chunks)",
+    "reference_ratio": "a likelihood that can be compared with the reference policy's",
     "single_sample_kl": "a KL divergence estimated from single samples",
     "critic": "a critic",
     "views": "prompts of which there are other views",

@@ -30,11 +30,15 @@ from mmrl.terms.base import Mask, Shaper, Term
 MODELS: list[dict[str, Any]] = [
     {"type": "vision_language"},
     {"type": "diffusion"},
+    {"type": "masked_diffusion"},
+    {"type": "picture_codes"},
     *({"type": "vision_language_action", "head": head} for head in ("token", "flow", "regression", "bridge")),
 ]
 # One kind of job for each kind of decision.
 DECISIONS: dict[str, dict[str, Any]] = {
     "text token": {"model": {"type": "vision_language"}},
+    "masked token": {"model": {"type": "masked_diffusion"}},
+    "code of a picture": {"model": {"type": "picture_codes"}},
     "denoising step": {"model": {"type": "diffusion"}},
     "picture": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "matching"}}},
     "picture (contrast)": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "contrast"}}},
@@ -60,6 +64,8 @@ CHOICES = (
     "mmrl.samplers.settings:Window",
     "mmrl.samplers.settings:Tail",
     "mmrl.policies.diffusion.settings:PictureLikelihood",
+    "mmrl.policies.masked.settings:MaskedLikelihood",
+    "mmrl.policies.masked.settings:Order",
     "mmrl.policies.vla.settings:ActionLikelihood",
     "mmrl.policies.vla.settings:ActionHead",
     "mmrl.policies.settings:ModelSettings",

@@ -231,6 +231,7 @@ class Replay:
     log_ratio: Tensor | None = None  # given where the policy has a more exact form than logp - old_logp
     divergence: Tensor | None = None  # exact KL to the old policy, where there is one, with its gradient
     reference_kl: Tensor | None = None  # exact, to the reference policy, where rollouts.ref_prediction is given
+    reference_log_ratio: Tensor | None = None  # given where it has a more exact form than logp - ref_logp
     reference_error: Tensor | None = None  # squared distance of predictions from the reference policy's, likewise
     prediction: Tensor | None = None  # [rollout, decision, ...] detached: what old and reference are compared by
     std: Tensor | None = None  # of a Gaussian step

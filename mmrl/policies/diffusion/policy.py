@@ -43,7 +43,7 @@ class PictureRecord:
     """One picture or clip: what it was asked for, and the steps of its chain or the latent itself. fp32, on the CPU."""
 
     asked: Asked
-    seed: int
+    seed: int  # of the noises that the latent is scored with
     data: Tensor  # [...] the final latent
     points: Tensor  # [window] int64, grid points of the steps that were drawn
     x: Tensor  # [window, ...] before each of them
@@ -326,9 +326,11 @@ class DiffusionPolicy:
         decode: bool = True,
     ) -> Rollouts:
         data, x, x_next = chain.final.cpu(), chain.x.cpu(), chain.x_next.cpu()
+        shared = isinstance(self.likelihood, PictureMatching) and self.likelihood.shared
+        draws = [seeds[i - i % group_size] if shared else seed for i, seed in enumerate(seeds)]
         inputs = [
             PictureRecord(said[i], int(seed), data[i], torch.tensor(windows[i], dtype=torch.long), x[i], x_next[i])
-            for i, seed in enumerate(seeds)
+            for i, seed in enumerate(draws)
         ]
         return Rollouts(
             samples=made_samples(asked, self.family.decode(chain.final).float().cpu() if decode else None),

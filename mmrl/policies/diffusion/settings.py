@@ -60,7 +60,7 @@ class PictureChain(ChainLikelihood, PictureLikelihood):
 
     @property
     def offers(self) -> frozenset[str]:
-        offered = frozenset({"divergence", "gaussian", "velocity"})
+        offered = frozenset({"divergence", "gaussian", "velocity", "reference_ratio"})
         return offered | {"segments"} if self.chunks else offered
 
 
@@ -69,6 +69,9 @@ class PictureMatching(MatchingLikelihood, PictureLikelihood):
 
     draw_range: tuple[float, float] = option((0.02, 0.98), "of the uniform draw that a noise level is made from")
     weight: MatchingWeight = option("one", "w(s)")
+    shared: bool = option(
+        False, "the same noise levels and noises for all pictures of a group, as preferences between them need"
+    )
 
     @model_validator(mode="after")
     def _inside(self) -> PictureMatching:
@@ -77,7 +80,7 @@ class PictureMatching(MatchingLikelihood, PictureLikelihood):
 
     @property
     def offers(self) -> frozenset[str]:
-        return frozenset({"matching", "velocity"})
+        return frozenset({"matching", "velocity", "reference_ratio"})
 
 
 class PictureContrast(Draws, PictureLikelihood):
@@ -179,7 +182,7 @@ class DiffusionModel(ModelSettings):
     def capabilities(self, config: Config) -> Capabilities:
         denoising = config.section("denoising")
         if isinstance(denoising, DenoisingDemonstrations):
-            return Capabilities(f"model.type={self.type}", frozenset({"matching"}))
+            return Capabilities(f"model.type={self.type}", frozenset({"matching", "reference_ratio"}))
         assert isinstance(denoising, Denoising)
         likelihood = denoising.likelihood
         return Capabilities(f"denoising.likelihood.type={likelihood.type}", likelihood.offers | {"views"})
