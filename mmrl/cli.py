@@ -261,11 +261,12 @@ def run_eval(options: argparse.Namespace) -> int:
 
     with held_out(options) as (config, task, policy, ranks):
         played = isinstance(task, SimulatedTask)
-        result, samples = evaluate(policy, task, ranks, config.evaluation.prompts, config)
+        result, samples = evaluate(searched(policy, task, config), task, ranks, config.evaluation.prompts, config)
         if played:
             policy.evaluation_temperature = policy.temperature.value
             _, sampled = evaluate(policy, task, ranks, config.evaluation.prompts, config)
     protocol = {"seed": config.seed, "evaluation": plain(config.evaluation), "task": plain(config.task)}
+    protocol["sample"] = plain(config.sample)
     record = {"model": options.model, **result, "protocol": protocol, "versions": versions()}
     for name, value in result.items():
         print(f"{name.removeprefix('evaluation/'):>28}  {value:.4f}")
@@ -316,7 +317,7 @@ def run_sample(options: argparse.Namespace) -> int:
 
     filmed = "action" in type(load(options.config, options.overrides)).model_fields
     with held_out(options, *(["action.film=true"] if filmed else [])) as (config, task, policy, ranks):
-        _, samples = evaluate(policy, task, ranks, options.count, config)
+        _, samples = evaluate(searched(policy, task, config), task, ranks, options.count, config)
     marks = task.accuracy(samples).tolist()
     for sample, mark in zip(samples, marks, strict=True):
         drawn = "a picture" if sample.image is not None else "a clip"
@@ -326,6 +327,13 @@ def run_sample(options: argparse.Namespace) -> int:
     written = write_samples(beside(options.model, "samples.html"), samples, {"accuracy": marks})
     print(f"written to {', '.join(map(str, written))}")
     return 0
+
+
+def searched(policy: Any, task: Any, config: Any) -> Any:
+    """The policy, whose answers are searched for where sample.search is set."""
+    from mmrl.search import SearchingPolicy
+
+    return policy if config.sample.search is None else SearchingPolicy(policy, task, config.sample.search)
 
 
 @contextmanager

@@ -69,6 +69,7 @@ CHOICES = (
     "mmrl.policies.vla.settings:ActionLikelihood",
     "mmrl.policies.vla.settings:ActionHead",
     "mmrl.policies.settings:ModelSettings",
+    "mmrl.search:Search",
     "mmrl.generation.settings:GeneratorSettings",
     "mmrl.prompt_samplers:PromptSampler",
     "mmrl.sources:ExtraSource",

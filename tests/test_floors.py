@@ -28,7 +28,7 @@ FLOORS = [
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.report", "mmrl.collection"],
     ["mmrl.sims"],  # above rewards: environments run in the same kind of process
     ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics", "mmrl.tasks.settings"],
-    ["mmrl.tasks"],
+    ["mmrl.tasks", "mmrl.search"],
     ["mmrl.config"],
     ["mmrl.evaluation", "mmrl.pool", "mmrl.preparation", "mmrl.reference", "mmrl.skeleton"],
     ["mmrl.batches"],
@@ -55,6 +55,7 @@ LIGHT = tuple(
         "lazy",
         "needs",
         "prompt_samplers",
+        "search",
         "settings",
         "sources",
         "terms",

@@ -40,8 +40,8 @@ class Codebook:
         last = self.first + len(self.patches)
         if last > vocabulary:
             raise UserError(
-                f"the codebook's {len(self.patches)} codes are tokens {self.first} to {last - 1}, but the model beside it "
-                f"has {vocabulary} tokens; take the codebook that it was trained with"
+                f"the codebook's {len(self.patches)} codes are tokens {self.first} to {last - 1}, but the model beside "
+                f"it has {vocabulary} tokens; take the codebook that it was trained with"
             )
         return torch.cat([torch.arange(self.first), torch.arange(last, vocabulary)])
 

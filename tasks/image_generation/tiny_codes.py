@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from mmrl.tasks.image_generation import digits
-from transformers import BertConfig, BertForMaskedLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from mmrl.policies import codebook
 from mmrl.policies.diffusion import tiny
@@ -22,12 +22,12 @@ def digit_codes(first: int) -> codebook.Codebook:
 
 
 def build_autoregressive(folder: str, seed: int) -> None:
-    """A Qwen2 of 0.3M parameters."""
+    """A Llama of 0.3M parameters."""
     tokenizer = tiny.word_tokenizer(digits.words(), max_length=12)
     codes = digit_codes(len(tokenizer))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = Qwen2Config(
+        config = LlamaConfig(
             vocab_size=codes.first + CODES,
             hidden_size=96,
             intermediate_size=192,
@@ -38,7 +38,7 @@ def build_autoregressive(folder: str, seed: int) -> None:
             tie_word_embeddings=False,
             initializer_range=0.08,  # about 1 / sqrt(width)
         )
-        model: Any = Qwen2ForCausalLM(config)
+        model: Any = LlamaForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     codebook.write(folder, codes)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def load(path: str, settings: CodeModel, config: Config) -> CodePolicy:
-    """The policy of a job. Raises UserError if there is no causal language model at `path`, or no codebook beside it."""
+    """The policy of a job. Raises UserError without a causal language model at `path`, or a codebook beside it."""
     limits, drawing = config.rollout, config.section("drawing")
     assert isinstance(limits, CodeLimits) and isinstance(drawing, CodeDrawing)
     assert isinstance(config.evaluation, CodeEvaluation)

@@ -51,8 +51,8 @@ class CodeScorer(nn.Module):
     def forward(
         self, ids: Tensor, there: Tensor, tokens: Tensor, temperature: Tensor, guidance: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """logp, entropy and sum of squared probabilities, [row, place] fp32, of `tokens` [row, place]. ids, there: [row,
-        token], padded in front and without the last code; twice as many rows with guidance. temperature: [row]."""
+        """logp, entropy and sum of squared probabilities, [row, place] fp32, of `tokens` [row, place]. ids, there:
+        [row, token], padded in front, without the last code; twice as many rows with guidance. temperature: [row]."""
         found = self.model(input_ids=ids, attention_mask=there.long(), position_ids=positions(there), use_cache=False)
         logits = self.logits(found.logits[:, -tokens.shape[1] :], guidance) / temperature[:, None, None]
         scored = token_logprob(logits.flatten(0, 1), (tokens - self.first).flatten())
@@ -96,8 +96,8 @@ class CodePolicy:
         ids = self.tokenizer(text).input_ids
         if not 0 < len(ids) <= self.max_prompt_length:
             raise UserError(
-                f"prompt {text!r} has {len(ids)} tokens; rollout.max_prompt_length={self.max_prompt_length}, and at least "
-                "one is needed"
+                f"prompt {text!r} has {len(ids)} tokens; rollout.max_prompt_length={self.max_prompt_length}, and at "
+                "least one is needed"
             )
         return torch.tensor(ids)
 
@@ -110,7 +110,9 @@ class CodePolicy:
         """One picture a prompt, at the temperature and with the guidance of evaluation."""
         told = self.drawing.evaluation_guidance
         guidance = self.drawing.guidance if told is None else told
-        return self._rollouts(list(prompts), self._draw(prompts, seeds, self.evaluation_temperature, guidance), 1).samples
+        return self._rollouts(
+            list(prompts), self._draw(prompts, seeds, self.evaluation_temperature, guidance), 1
+        ).samples
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
         """The pictures that prompts carry in metadata["target"], as codes; some of them without their prompt."""
@@ -157,7 +159,8 @@ class CodePolicy:
         return self.encode(prompt.text)
 
     def _guided(self, rows: list[Tensor], guidance: float, after: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Prompts, and behind them as many negative ones where there is guidance, each followed by its row of `after`."""
+        """Prompts, and behind them as many negative ones where there is guidance; each has its row of `after` behind
+        it."""
         rows = rows if guidance == 1 else [*rows, *[self.encode(self.drawing.negative_prompt)] * len(rows)]
         return [torch.cat([row, after[i % len(after)]]) for i, row in enumerate(rows)] if after else rows
 

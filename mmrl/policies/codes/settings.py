@@ -36,9 +36,7 @@ class CodeEvaluation(Section):
 class CodeDrawing(Section):
     """How a prompt leads what is written."""
 
-    guidance: float = option(
-        1.0, "classifier-free guidance on logits, in rollouts and in replay alike; 1: none", ge=0
-    )
+    guidance: float = option(1.0, "classifier-free guidance on logits, in rollouts and in replay alike; 1: none", ge=0)
     evaluation_guidance: float | None = option(None, "in evaluation; default: as in training", ge=0)
     negative_prompt: str = option("", "the prompt that guidance leads away from")
 

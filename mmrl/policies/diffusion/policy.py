@@ -228,7 +228,7 @@ class DiffusionPolicy:
     ) -> Chain:
         shape = shape or self.shape
         x = gaussian(list(seeds), INITIAL, shape).to(self.device)
-        return run(self._predictor(sampler, said, guidance), x, sampler, windows, noise_of(seeds, shape))
+        return run(self.predictor(sampler, said, guidance), x, sampler, windows, noise_of(seeds, shape))
 
     def _branch(
         self,
@@ -254,7 +254,7 @@ class DiffusionPolicy:
             start: list[int],
             stop: list[int],
         ) -> Chain:
-            predict = self._predictor(self.sampler, [said[g] for g in owner], self.denoising.guidance)
+            predict = self.predictor(self.sampler, [said[g] for g in owner], self.denoising.guidance)
             steps: list[list[int]] = [[]] * len(owner) if drawn is None else [[point] for point in drawn]
             return run(predict, x, self.sampler, steps, noise_of(own_seeds, self.shape), start=start, stop=stop)
 
@@ -267,7 +267,7 @@ class DiffusionPolicy:
         made.nodes = trees.nodes_of(likelihood.branching, len(windows[0]), group_size, len(prompts))
         return made
 
-    def _predictor(
+    def predictor(
         self, sampler: Sampler, said: Sequence[Asked], guidance: float
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         def predict(x: Tensor, point: Tensor, rows: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from transformers import (
 
 from mmrl.controls import constant
 from mmrl.errors import UserError
+from mmrl.policies import codebook
+from mmrl.policies.codebook import Codebook
 from mmrl.policies.masked.policy import MaskedPolicy, MaskScorer, Vocabulary
 from mmrl.policies.masked.settings import (
     MaskedEvaluation,
@@ -63,7 +65,13 @@ def load(path: str, settings: MaskedModel, config: Config) -> MaskedPolicy:
     if settings.activation_checkpointing:
         recompute_activations(model)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    vocabulary = vocabulary_of(tokenizer, settings, transformers_model(model).get_output_embeddings().weight.shape[0])
+    codes = codebook.read(path)
+    if codes is not None and codes.places != limits.response_length:
+        raise UserError(
+            f"model.path={path} writes pictures of {codes.places} codes; set rollout.response_length={codes.places}"
+        )
+    size = transformers_model(model).get_output_embeddings().weight.shape[0]
+    vocabulary = vocabulary_of(tokenizer, settings, size, codes)
     return MaskedPolicy(
         MaskScorer(model, vocabulary, causal=causal, shifted=settings.shifted),
         tokenizer,
@@ -74,11 +82,13 @@ def load(path: str, settings: MaskedModel, config: Config) -> MaskedPolicy:
         max_prompt_length=min(limits.max_prompt_length, most - limits.response_length),
         temperature=limits.temperature if isinstance(limits, MaskedSampling) else constant(1.0),
         evaluation_temperature=config.evaluation.temperature,
+        codes=codes,
     )
 
 
-def vocabulary_of(tokenizer: Any, settings: MaskedModel, size: int) -> Vocabulary:
-    """size: rows of the output layer. Never drawn are special tokens other than the end, and rows beyond the tokenizer.
+def vocabulary_of(tokenizer: Any, settings: MaskedModel, size: int, codes: Codebook | None) -> Vocabulary:
+    """size: rows of the output layer. Never drawn are special tokens other than the end, and rows beyond the tokenizer;
+    with `codes` whatever is none of them.
 
     Raises UserError without a mask or an end token."""
     mask = tokenizer.mask_token_id
@@ -89,6 +99,8 @@ def vocabulary_of(tokenizer: Any, settings: MaskedModel, size: int) -> Vocabular
             f"model.mask_token={settings.mask_token} is no token of the model's tokenizer; name the one that stands in "
             "empty places"
         )
+    if codes is not None:
+        return Vocabulary(mask, tokenizer.pad_token_id or 0, None, codes.outside(size))
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if end is None:
         raise UserError("the model's tokenizer has neither an end token nor a separator")

@@ -16,6 +16,8 @@ from mmrl.errors import UserError
 from mmrl.files import share
 from mmrl.generation.sampling import draw
 from mmrl.kernels import token_logprob
+from mmrl.policies import codebook
+from mmrl.policies.codebook import Codebook
 from mmrl.policies.masked.likelihoods import States, together
 from mmrl.policies.masked.schedule import schedule
 from mmrl.policies.masked.settings import MaskedLikelihood, Unmasking
@@ -86,9 +88,11 @@ class MaskedPolicy:
         max_prompt_length: int,
         temperature: Control,
         evaluation_temperature: float,
+        codes: Codebook | None = None,
     ) -> None:
+        """codes: of a model that writes pictures; None: it writes text."""
         self.module, self.tokenizer, self.vocabulary = scorer, tokenizer, vocabulary
-        self.unmasking, self.likelihood, self.length = unmasking, likelihood, length
+        self.unmasking, self.likelihood, self.length, self.codebook = unmasking, likelihood, length, codes
         self.max_prompt_length, self.temperature = max_prompt_length, temperature
         self.evaluation_temperature = evaluation_temperature
         self.steps = schedule(length, unmasking.steps, unmasking.block)
@@ -136,7 +140,7 @@ class MaskedPolicy:
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
         """The prompts with the responses that they carry in metadata["demonstration"], or with their answers; places
-        behind the end are filled with end tokens."""
+        behind the end are filled with end tokens. Of a model that writes pictures: with those in metadata["target"]."""
         heat = self.temperature.value
         records = [
             MaskedRecord(
@@ -147,6 +151,10 @@ class MaskedPolicy:
         return self._rollouts(list(prompts), records, 1)
 
     def _demonstrated(self, prompt: Prompt) -> Tensor:
+        if self.codebook is not None:
+            if "target" not in prompt.metadata:
+                raise UserError(f"prompt {prompt.id} has no picture to learn from: metadata['target'] is missing")
+            return self.codebook.tokens(prompt.metadata["target"][None])[0]
         text, end = str(prompt.metadata.get("demonstration", prompt.answer)), self.vocabulary.end
         assert end is not None
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
@@ -206,6 +214,8 @@ class MaskedPolicy:
         return Rollouts(samples, records, torch.arange(len(records)) // group_size, mask)
 
     def _sample(self, prompt: Prompt, record: MaskedRecord, mask: Tensor) -> Sample:
+        if self.codebook is not None:
+            return Sample(prompt, image=self.codebook.pictures(record.response[None])[0])
         said = record.response[mask]
         return Sample(
             prompt,
@@ -281,4 +291,6 @@ class MaskedPolicy:
         model: Any = self.module.model
         model.save_pretrained(folder, state_dict=weights)
         self.tokenizer.save_pretrained(folder)
+        if self.codebook is not None:
+            codebook.write(folder, self.codebook)
         share(folder)

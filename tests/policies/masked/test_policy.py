@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mmrl.tasks.image_generation import tiny_codes
+from mmrl.tasks.image_generation.digits import DigitsSource
 from mmrl.tasks.text_sums import tiny_model
 from PIL import Image
 from safetensors.torch import load_file
@@ -19,7 +21,7 @@ from transformers import (
 from mmrl.errors import UserError
 from mmrl.policies.masked.settings import Trace
 from mmrl.rollouts import Prompt
-from tests.policies.masked.parts import PROMPT, policy_of
+from tests.policies.masked.parts import PROMPT, Exact, policy_of
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +163,40 @@ def test_what_does_not_fit_is_one_line(folder, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(UserError, match="is a clip model, which does not write text"):
         policy_of(tmp_path, build=False)
+
+
+def test_pictures_are_written_as_codes(tmp_path):
+    tiny_codes.build_masked(str(tmp_path), seed=0)
+    policy = policy_of(tmp_path, length=16, build=False, perturbed=0.0)
+    prompt = DigitsSource(size=10, seed=0)[3]
+    made = policy.rollout([prompt], 2, [1, 2])
+    assert made.mask.all() and made.samples[0].image.shape == (1, 8, 8)
+    assert torch.equal(policy.codebook.tokens(made.samples[1].image[None])[0], made.inputs[1].response)
+    with torch.no_grad():
+        assert torch.equal(policy.replay(made, policy.module).logp, policy.replay(made, policy.module).logp)
+    shown = policy_of(tmp_path, length=16, build=False, algorithm="supervised").demonstrate([prompt], [0])
+    assert (shown.samples[0].image - prompt.metadata["target"]).square().mean() < 0.05
+    policy.save(tmp_path / "again", policy.module.state_dict())
+    assert policy_of(tmp_path / "again", length=16, build=False).codebook.places == 16
+    with pytest.raises(UserError, match="writes pictures of 16 codes; set rollout.response_length=16"):
+        policy_of(tmp_path, length=4, build=False)
+
+
+def test_temperatures_reach_what_is_drawn_and_what_is_replayed(folder):
+    """Of rollouts in the distribution and its likelihood; of evaluation in the distribution alone."""
+    hot, cold = (policy_of(folder, length=1, rollout={"temperature": t}) for t in (2.0, 0.5))
+    exact = Exact(hot, 1)
+    logits = exact.table([None])[0]
+    for policy, heat in ((hot, 2.0), (cold, 0.5)):
+        batch = policy.rollout([PROMPT], 2000, list(range(2000)))
+        token = torch.stack([record.response[0] for record in batch.inputs])
+        chance = (logits / heat).softmax(-1)
+        share = torch.bincount(token, minlength=len(chance)) / 2000
+        assert ((share - chance).abs() < 4.5 * (chance * (1 - chance) / 2000).sqrt() + 1e-3).all()
+        policy.likelihood = Trace()
+        with torch.no_grad():
+            found = policy.replay(batch, policy.module).logp[:, 0].double()
+        torch.testing.assert_close(found, chance.log()[token], rtol=0, atol=1e-4)
+    assert {s.response for s in hot.respond([PROMPT] * 9, list(range(9)))} == {
+        hot.tokenizer.decode(logits.argmax(-1), skip_special_tokens=True)
+    }
