@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmrl.collection import Independent
 from mmrl.config import Config
+from mmrl.core.advantages import combined_reward
 from mmrl.core.filters import groups_within
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
@@ -21,7 +22,7 @@ from mmrl.facts import Batch
 from mmrl.metrics import Metrics
 from mmrl.pool import Pool
 from mmrl.prompt_samplers import Outcome
-from mmrl.protocols import Policy, SyncedGenerator, Task
+from mmrl.protocols import Completing, Policy, SyncedGenerator, Task
 from mmrl.rollouts import FRESH, Column, Rollouts
 from mmrl.seeds import rollout_seeds
 from mmrl.sources import SourceContext
@@ -193,6 +194,7 @@ class Batches:
         if self.steps_ahead:
             batch.version = torch.full_like(group, self.version)
         self._ask_greedily(batch)
+        self._complete(batch)
         return batch
 
     def _draw(self, share: int) -> tuple[list[int], list[int]]:
@@ -224,6 +226,17 @@ class Batches:
         prompts = [batch.samples[row].prompt for row in first]
         answers = self.policy.respond(prompts, [0] * len(prompts))
         batch.extras["greedy"] = Column(self.task.score(answers, torch.arange(len(prompts)))[member])
+
+    def _complete(self, batch: Rollouts) -> None:
+        """Leaves the rewards of what the states of chains lead to in `extras`, where a part needs them."""
+        if not self.config.needs.completions:
+            return
+        assert isinstance(self.policy, Completing) and batch.rewards is not None
+        weights, count = torch.tensor(self.task.reward_weights), batch.mask.shape[1]
+        made = self.policy.complete_steps(batch)
+        before = combined_reward(self.task.score(made, batch.group.repeat_interleave(count)), weights)
+        after = combined_reward(batch.rewards, weights)
+        batch.extras["completions"] = Column(torch.cat([before.view(-1, count), after[:, None]], 1))
 
     def _with_extras(self, fresh: Rollouts) -> Rollouts:
         """The step's rollouts with those of further sources behind them."""

@@ -32,6 +32,7 @@ OFFERS = {
     "drafts": "responses that can be continued",
     "demonstrations": "answers that it can learn from beside its rollouts",
     "turns": "turns of a conversation (task.environment)",
+    "completions": "chains that can be completed from each of their steps",
     "nodes": "rollouts that share decisions, as leaves of a tree",
 }
 
@@ -47,7 +48,8 @@ class Needs:
     before the advantages. whole_groups: every micro-batch holds whole groups. views: other views of the prompt, under
     which responses are replayed; views_before: those under which they are before the advantages, for `Batch.viewed`.
     greedy: the rewards of a greedy response to each prompt, as `Rollouts.extras["greedy"]`. numbers: what was decided,
-    as `Rollouts.extras["numbers"]`.
+    as `Rollouts.extras["numbers"]`. completions: the rewards of what a chain's states lead to without further noise,
+    before its first stochastic step and behind each, as `Rollouts.extras["completions"]` [rollout, 1 + decision].
     """
 
     offers: frozenset[str] = frozenset()
@@ -62,6 +64,7 @@ class Needs:
     views_before: tuple[View, ...] = ()
     greedy: bool = False
     numbers: bool = False
+    completions: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(**{f.name: _either(vars(self)[f.name], vars(other)[f.name]) for f in fields(Needs)})

@@ -102,6 +102,15 @@ class Numbered(Protocol):
 
 
 @runtime_checkable
+class Completing(Protocol):
+    """A policy whose decisions are steps of chains."""
+
+    def complete_steps(self, rollouts: Rollouts) -> list[Sample]:
+        """What the states before each decision lead to without further noise: all of the first rollout, then of the
+        next."""
+
+
+@runtime_checkable
 class SimulatedTask(Protocol):
     """A task whose prompts are start states of episodes."""
 

@@ -26,6 +26,8 @@ RECIPES = (
     "image_digits_dpo",
     "image_digits_dpo_random_reward",
     "image_digits_dpo_offline",
+    "image_digits_steps",
+    "image_digits_steps_random_reward",
 )
 GUARDS = ("second_scorer", "sharpness", "diversity")
 

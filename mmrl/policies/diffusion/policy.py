@@ -156,6 +156,20 @@ class DiffusionPolicy:
             return self._replay_chain(self.likelihood, rollouts, model)
         return self._replay_data(rollouts, model)
 
+    @torch.no_grad()
+    def complete_steps(self, rollouts: Rollouts) -> list[Sample]:
+        """Pictures that the state before each step of the window leads to by deterministic steps, under the guidance of
+        rollouts: those of the first rollout, then of the next."""
+        records: list[PictureRecord] = rollouts.inputs
+        start = [point for record in records for point in record.points.tolist()]
+        each = [sample.prompt for sample, r in zip(rollouts.samples, records, strict=True) for _ in r.points]
+        said = [record.asked for record in records for _ in record.points]
+        predict = self.predictor(self.sampler, said, self.denoising.guidance)
+        x = torch.cat([record.x for record in records]).to(self.device)
+        none: list[list[int]] = [[]] * len(start)
+        chain = run(predict, x, self.sampler, none, noise_of([], self.shape), start=start)
+        return made_samples(each, self.family.decode(chain.final).float().cpu())
+
     def trained_by(self, engine: Any) -> None:
         """It has nothing to keep step with."""
 

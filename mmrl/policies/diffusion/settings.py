@@ -60,7 +60,7 @@ class PictureChain(ChainLikelihood, PictureLikelihood):
 
     @property
     def offers(self) -> frozenset[str]:
-        offered = frozenset({"divergence", "gaussian", "velocity", "reference_ratio"})
+        offered = frozenset({"divergence", "gaussian", "velocity", "reference_ratio", "completions"})
         return offered | {"segments"} if self.chunks else offered
 
 

@@ -43,7 +43,7 @@ def steered(
 def particles(
     policy: DiffusionPolicy, prompts: Sequence[Prompt], seeds: Sequence[int], steering: Steering, score: Score
 ) -> tuple[Tensor, list[Prompt], Tensor]:
-    """The final latents [particle, ...], `count` of each prompt in a row; the prompt of each, itself and as a number."""
+    """The final latents [particle, ...], `count` of each prompt in a row; each one's prompt, itself and as a number."""
     family, settings, shape = policy.family, policy.denoising, policy.evaluation_shape
     if steering.transition.space != family.space:
         raise UserError(
