@@ -20,8 +20,8 @@ class StepGains(Shaper):
     towards its outcome gets all that comes after its beginning."""
 
     equation: ClassVar[str] = (
-        "d_k = R_k - R_(k-1), R_k the reward of k steps and then the ODE, R_K the rollout's; s_k = sign(d_k) sign(R_K - "
-        "R_0); where s_(k-1) < 0 < s_k and d_k (R_K - R_k) > 0 (first step: the latter alone) it is R_K - R_(k-1); "
+        "d_k = R_k - R_(k-1), R_k the reward of k steps and then the ODE, R_K the rollout's; s_k = sign(d_k) sign(R_K "
+        "- R_0); where s_(k-1) < 0 < s_k and d_k (R_K - R_k) > 0 (first step: the latter alone) it is R_K - R_(k-1); "
         "A_k = outcome A + weight (d_k - mean) / (std + eps), by group"
     )
     source: ClassVar[str] = "TP-GRPO, arXiv 2602.06422, without its balance of positive and negative turning points"

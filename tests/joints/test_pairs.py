@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 
-from mmrl.algorithms.pairs import OfflinePreference
+from mmrl.algorithms.pairs import OfflinePreference, StepwisePreference
+from mmrl.controls import constant
 from mmrl.errors import UserError
-from mmrl.rollouts import Prompt
+from mmrl.rollouts import Prompt, Replay
 from tests.joints.parts import Table, close
 
 
@@ -109,3 +110,16 @@ def test_what_does_not_fit_is_one_line(given):
         given(table, STEPWISE, "rollout.group_size=1")
     with pytest.raises(UserError, match="engine.micro_batch=1 cuts groups of 2"):
         given(table, "algorithm=offline_preference", "rollout={prompts: 1}", "engine.micro_batch=1")
+
+
+def test_steps_have_the_weight_that_the_policy_gives_them():
+    micro = Table([[-1.0, -2.0], [-3.0, -1.0]]).rollouts()
+    micro.ref_logp = torch.tensor([[-1.5, -2.1], [-3.2, -0.6]])
+    now = Replay(
+        micro.ref_logp + torch.tensor([[0.5, 0.1], [0.2, -0.4]]), weight=torch.tensor([[0.5, 1.5]]).expand(2, 2)
+    )
+    loss, _ = StepwisePreference(beta=constant(0.5)).of_group(torch.tensor([0]), torch.tensor([1]), micro, now)
+    close(loss, (0.5 * softplus(-0.15) + 1.5 * softplus(-0.25)) / 2)
+    exact = Replay(now.logp, reference_log_ratio=torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+    loss, _ = StepwisePreference(beta=constant(0.5)).of_group(torch.tensor([0]), torch.tensor([1]), micro, exact)
+    close(loss, (softplus(-0.5) + softplus(0.0)) / 2)
