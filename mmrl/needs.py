@@ -24,6 +24,7 @@ OFFERS = {
     "velocity": "predictions of a denoiser",
     "matching": "decisions that compare the final sample with a prediction",
     "contrast": "decisions that are errors of implicit policies (denoising.likelihood.type=contrast)",
+    "picture_gradient": "pictures with their gradient (denoising.likelihood.type=last_steps)",
     "segments": "decisions in segments (denoising.likelihood.chunks)",
     "reference_ratio": "a likelihood that can be compared with the reference policy's",
     "single_sample_kl": "a KL divergence estimated from single samples",

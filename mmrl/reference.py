@@ -38,6 +38,7 @@ MODELS: list[dict[str, Any]] = [
 DECISIONS: dict[str, dict[str, Any]] = {
     "text token": {"model": {"type": "vision_language"}},
     "masked token": {"model": {"type": "masked_diffusion"}},
+    "picture with its gradient": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "last_steps"}}},
     "code of a picture": {"model": {"type": "picture_codes"}},
     "denoising step": {"model": {"type": "diffusion"}},
     "picture": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "matching"}}},
@@ -47,7 +48,7 @@ DECISIONS: dict[str, dict[str, Any]] = {
     "action": {"model": {"type": "vision_language_action"}, "action": {"head": {"type": "regression"}}},
 }
 NEEDY = (Baseline, Transform, Scale, Surrogate, Term, Shaper, Mask, ExtraSource)
-ALGORITHMS = ("grpo", "ppo", "supervised", "contrast", "matching")
+ALGORITHMS = ("grpo", "ppo", "supervised", "contrast", "matching", "offline_preference", "reward_gradient")
 # Everything that comes in kinds, by where it is.
 CHOICES = (
     "mmrl.algorithms.base:Algorithm",
@@ -332,6 +333,8 @@ def cost_of(needs: Needs) -> str:
         found.append("a critic, which is trained beside the policy")
     if needs.greedy:
         found.append("one more response a prompt")
+    if needs.completions:
+        found.append("a deterministic completion of every step of the chain, and its reward")
     if needs.whole_groups:
         found.append("micro-batches that hold whole groups")
     return "; ".join(found) or "no pass of its own"

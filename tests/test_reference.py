@@ -90,7 +90,11 @@ def test_every_reward_says_what_it_is():
 
 def test_a_key_is_told_with_unit_default_bounds_and_jobs():
     said = "\n".join(describe_keys("rollout.temperature"))
-    assert "default 1.0" in said and "gt=0" in said and "vision_language x grpo|ppo|contrast|matching" in said
+    assert (
+        "default 1.0" in said
+        and "gt=0" in said
+        and "vision_language x grpo|ppo|contrast|matching|reward_gradient" in said
+    )
     assert "steps" in "\n".join(describe_keys("optim.hold_steps"))
     assert len(describe_keys("optim")) == sum(path.startswith("optim.") for path in _collected()) > 10
     with pytest.raises(UserError, match="did you mean rollout.temperature"):

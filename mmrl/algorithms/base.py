@@ -58,6 +58,7 @@ class Algorithm(Choice):
         "supervised": "mmrl.algorithms.supervised:Supervised",
         "contrast": "mmrl.algorithms.contrast:Contrast",
         "matching": "mmrl.algorithms.matching:Matching",
+        "reward_gradient": "mmrl.algorithms.reward_gradient:RewardGradient",
         "preference": "mmrl.algorithms.preference:Preference",
         "stepwise_preference": "mmrl.algorithms.pairs:StepwisePreference",
         "offline_preference": "mmrl.algorithms.pairs:OfflinePreference",

@@ -26,6 +26,7 @@ RECIPES = (
     "image_digits_dpo",
     "image_digits_dpo_random_reward",
     "image_digits_dpo_offline",
+    "image_digits_reward_gradient",
     "image_digits_steps",
     "image_digits_steps_random_reward",
 )

@@ -19,11 +19,13 @@ from mmrl.errors import UserError
 from mmrl.files import share
 from mmrl.policies.diffusion import trees
 from mmrl.policies.diffusion.family import Asked, Condition, Family, Shape
+from mmrl.policies.diffusion.last_steps import replay_last
 from mmrl.policies.diffusion.settings import (
     Denoising,
     DenoisingDemonstrations,
     PictureChain,
     PictureContrast,
+    PictureLastSteps,
     PictureLikelihood,
     PictureMatching,
 )
@@ -82,6 +84,8 @@ class DiffusionPolicy:
     @property
     def max_decisions(self) -> int:
         likelihood = self.likelihood
+        if isinstance(likelihood, PictureLastSteps):
+            return 1
         return len(self._window(0, 0)) if isinstance(likelihood, PictureChain) else self._draws.draws
 
     @cached_property
@@ -105,7 +109,10 @@ class DiffusionPolicy:
             if likelihood.branching:
                 return self._branch(likelihood, prompts, group_size, seeds, windows)
         said = [Asked.of(p) for p in prompts for _ in range(group_size)]
-        chain = self._draw(self.sampler, said, seeds, windows, self.denoising.guidance)
+        if isinstance(likelihood, PictureLastSteps):
+            chain = self._in_two(said, seeds, len(self.sampler.grid) - likelihood.steps)
+        else:
+            chain = self._draw(self.sampler, said, seeds, windows, self.denoising.guidance)
         return self._rollouts(asked, said, group_size, seeds, chain, windows)
 
     @torch.no_grad()
@@ -154,6 +161,8 @@ class DiffusionPolicy:
         """What `model` (`self.module` or the engine around it) says of every decision; one forward for all of them."""
         if isinstance(self.likelihood, PictureChain):
             return self._replay_chain(self.likelihood, rollouts, model)
+        if isinstance(self.likelihood, PictureLastSteps):
+            return replay_last(self, self.likelihood.steps, rollouts, model)
         return self._replay_data(rollouts, model)
 
     @torch.no_grad()
@@ -190,9 +199,10 @@ class DiffusionPolicy:
         own = "denoising.likelihood" if isinstance(self.denoising, Denoising) else "denoising"
         if isinstance(likelihood, PictureChain):
             self._check_chain(likelihood)
-        elif not isinstance(likelihood, PictureMatching | PictureContrast):
+        elif not isinstance(likelihood, PictureMatching | PictureContrast | PictureLastSteps):
             raise UserError(
-                f"{own}.type={likelihood.type} inherits from none of PictureChain, PictureMatching and PictureContrast"
+                f"{own}.type={likelihood.type} inherits from none of PictureChain, PictureMatching, PictureContrast "
+                "and PictureLastSteps"
             )
         elif space == "noise" and isinstance(likelihood, PictureMatching) and likelihood.weight == "elbo":
             raise UserError(f"{own}.weight=elbo is for models that predict velocity; use one or sigma")
@@ -244,6 +254,16 @@ class DiffusionPolicy:
         x = gaussian(list(seeds), INITIAL, shape).to(self.device)
         return run(self.predictor(sampler, said, guidance), x, sampler, windows, noise_of(seeds, shape))
 
+    def _in_two(self, said: Sequence[Asked], seeds: Sequence[int], point: int) -> Chain:
+        """Deterministic chains of which the latents at a grid point are kept, as `x`."""
+        predict, shape = self.predictor(self.sampler, said, self.denoising.guidance), self.shape
+        none: list[list[int]] = [[]] * len(said)
+        ends, noise = [point] * len(said), noise_of(seeds, shape)
+        x = gaussian(list(seeds), INITIAL, shape).to(self.device)
+        kept = run(predict, x, self.sampler, none, noise, stop=ends).final
+        final = run(predict, kept, self.sampler, none, noise, start=ends).final
+        return Chain(final, kept[:, None], final[:, None])
+
     def _branch(
         self,
         likelihood: PictureChain,
@@ -287,11 +307,11 @@ class DiffusionPolicy:
         def predict(x: Tensor, point: Tensor, rows: Tensor) -> Tensor:
             grid = sampler.grid
             asked = [said[i] for i in rows.tolist()]
-            return self._predict(self.module, x, grid.sigmas[point], grid.times[point], asked, guidance)
+            return self.guided_prediction(self.module, x, grid.sigmas[point], grid.times[point], asked, guidance)
 
         return predict
 
-    def _predict(
+    def guided_prediction(
         self, model: Any, x: Tensor, sigma: Tensor, time: Tensor, said: Sequence[Asked], guidance: float
     ) -> Tensor:
         """[row, ...] what the network says, guided. A prompt's condition is made once and kept."""
@@ -366,7 +386,7 @@ class DiffusionPolicy:
         x, x_next = (torch.stack([vars(r)[key] for r in records]).to(self.device) for key in ("x", "x_next"))
         said = [r.asked for r in records for _ in range(points.shape[1])]
         grid, flat = self.sampler.grid, points.flatten()
-        v = self._predict(
+        v = self.guided_prediction(
             model, x.flatten(0, 1), grid.sigmas[flat], grid.times[flat], said, self.denoising.guidance
         ).float()
         found: dict[str, Any] = score.chain_likelihood(
@@ -402,7 +422,11 @@ class DiffusionPolicy:
         x, target = score.noisy_samples(data, noise, sigma, space)
         said = [r.asked for r in records for _ in range(likelihood.draws)]
         guidance = 1.0 if isinstance(likelihood, PictureMatching) else self.denoising.guidance
-        v = self._predict(model, x.flatten(0, 1), sigma.flatten(), time.flatten(), said, guidance).float().view_as(x)
+        v = (
+            self.guided_prediction(model, x.flatten(0, 1), sigma.flatten(), time.flatten(), said, guidance)
+            .float()
+            .view_as(x)
+        )
         weight = None
         if isinstance(likelihood, PictureMatching):
             weight = self._matching_weight(likelihood, uniform, sigma).to(self.device)

@@ -37,6 +37,7 @@ class PictureLikelihood(Likelihood):
         "chain": "mmrl.policies.diffusion.settings:PictureChain",
         "matching": "mmrl.policies.diffusion.settings:PictureMatching",
         "contrast": "mmrl.policies.diffusion.settings:PictureContrast",
+        "last_steps": "mmrl.policies.diffusion.settings:PictureLastSteps",
     }
 
     @property
@@ -99,6 +100,20 @@ class PictureContrast(Draws, PictureLikelihood):
     @property
     def offers(self) -> frozenset[str]:
         return frozenset({"contrast", "velocity"})
+
+
+class PictureLastSteps(PictureLikelihood):
+    """The picture itself, with its gradient through the last steps of its chain; it has no likelihood."""
+
+    equation: ClassVar[str] = "x_0 of the last `steps` deterministic steps"
+    source: ClassVar[str] = "ReFL, arXiv 2304.05977; DRaFT-K, arXiv 2309.17400"
+    test: ClassVar[str] = "tests/joints/test_reward_gradient.py"
+    type: str = "last_steps"
+    steps: int = option(1, "of the chain that the gradient goes through", unit="steps", ge=1)
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return frozenset({"picture_gradient"})
 
 
 class Drawing(Section):
@@ -195,6 +210,17 @@ class DiffusionModel(ModelSettings):
                 f"denoising.likelihood.type={likelihood.type} compares implicit policies and gives no likelihood of "
                 f"the present one, which algorithm.type={config.algorithm.type} needs; use chain or matching"
             )
+        if isinstance(likelihood, PictureLastSteps):
+            if "picture_gradient" not in config.needs.offers:
+                raise ValueError(
+                    f"denoising.likelihood.type={likelihood.type} gives no likelihood, which algorithm.type="
+                    f"{config.algorithm.type} needs; use chain or matching"
+                )
+            assert isinstance(denoising, Denoising)
+            if likelihood.steps > denoising.steps:
+                raise ValueError(
+                    f"denoising.likelihood.steps={likelihood.steps} are more than denoising.steps={denoising.steps}"
+                )
         if isinstance(likelihood, PictureChain) and likelihood.branching:
             leaves = math.prod(likelihood.branching)
             if leaves != config.group_size:

@@ -578,7 +578,7 @@ class TestBadInput:
             (
                 "mlp",
                 {"likelihood": "tests.policies.diffusion.test_policy:Unheard"},
-                "Unheard inherits from none of PictureChain, PictureMatching and PictureContrast",
+                "Unheard inherits from none of PictureChain, PictureMatching, PictureContrast",
             ),
         ],
     )
