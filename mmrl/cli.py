@@ -169,6 +169,7 @@ def run_eval(options: argparse.Namespace) -> int:
             policy.evaluation_temperature = policy.temperature.value
             _, sampled, sampled_marks = job.measure()
     protocol = {"seed": config.seed, "evaluation": plain(config.evaluation), "task": plain(config.task)}
+    protocol["sample"] = plain(config.sample)
     record = {"model": options.model, **result, "protocol": protocol, "versions": versions()}
     for name, value in result.items():
         print(f"{name.removeprefix('evaluation/'):>28}  {value:.4f}")

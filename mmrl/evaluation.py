@@ -10,14 +10,14 @@ import torch
 from mmrl.config import Config
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
-from mmrl.protocols import Policy, Task
+from mmrl.protocols import Responding, Task
 from mmrl.rollouts import Sample
 from mmrl.sections import Checkpoint
 from mmrl.seeds import rollout_seeds
 
 
 def evaluate(
-    policy: Policy, task: Task, ranks: Ranks, count: int, config: Config
+    policy: Responding, task: Task, ranks: Ranks, count: int, config: Config
 ) -> tuple[dict[str, float], list[Sample], list[float]]:
     """Held-out accuracy with its standard error and the task's measures; this rank's samples, and the accuracy of each.
 

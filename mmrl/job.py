@@ -24,10 +24,12 @@ from mmrl.config import Config, configure, load, to_yaml
 from mmrl.engine import Engine, Ranks, applied, end_with_launcher, take_device
 from mmrl.errors import UserError, told
 from mmrl.evaluation import evaluate
+from mmrl.protocols import Responding
 from mmrl.report.lock import check_free
 from mmrl.report.records import RunRecord, read_run
 from mmrl.report.run import Run
 from mmrl.rollouts import Sample
+from mmrl.search import SearchingPolicy
 from mmrl.settings import plain
 
 EachStep = Callable[[int, Mapping[str, float]], None]
@@ -170,7 +172,12 @@ class Job:
         count = self.config.evaluation.prompts if prompts is None else prompts
         ema = None if self._trainer is None else self._trainer.ema
         with applied(ema), awake(self.generator):
-            return evaluate(self.policy, self.task, self.ranks, count, self.config)
+            return evaluate(self._answering(), self.task, self.ranks, count, self.config)
+
+    def _answering(self) -> Responding:
+        """The policy; with weights that are finished, what searches its answers where sample.search is set."""
+        search = None if self._trains else self.config.sample.search
+        return self.policy if search is None else SearchingPolicy(self.policy, self.task, search)
 
 
 # --- before a run ---

@@ -261,11 +261,13 @@ class Replay:
     log_ratio: Tensor | None = None  # given where the policy has a more exact form than logp - old_logp
     divergence: Tensor | None = None  # exact KL to the old policy, where there is one, with its gradient
     reference_kl: Tensor | None = None  # exact, to the reference policy, where rollouts.ref_prediction is given
+    reference_log_ratio: Tensor | None = None  # given where it has a more exact form than logp - ref_logp
     reference_error: Tensor | None = None  # squared distance of predictions from the reference policy's, likewise
     prediction: Tensor | None = None  # [rollout, decision, ...] detached: what old and reference are compared by
     std: Tensor | None = None  # of a Gaussian step
     weight: Tensor | None = None  # detached, of the decision in the loss; None: all alike
     segments: Tensor | None = None  # int64, the unit of level "segment" that a decision belongs to
+    pictures: Tensor | None = None  # [rollout, channel, height, width] with their gradient, 0 to 1 in gamut
     matching: Matching | None = None  # of a policy whose decisions compare final samples
     value: Tensor | None = None  # [rollout, step], of a policy with a critic
     # Fraction of the recorded experts that the trainer's router would not have picked for the previous token; NaN where

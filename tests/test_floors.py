@@ -36,7 +36,7 @@ FLOORS = [
     ["mmrl.sims"],  # above rewards: environments run in the same kind of process
     ["mmrl.tasks.settings", "mmrl.tasks.moving"],
     ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics"],
-    ["mmrl.tasks"],
+    ["mmrl.tasks", "mmrl.search"],
     ["mmrl.config"],
     ["mmrl.evaluation", "mmrl.pool", "mmrl.preparation", "mmrl.reference", "mmrl.skeleton"],
     ["mmrl.batches"],
@@ -64,6 +64,7 @@ LIGHT = tuple(
         "lazy",
         "needs",
         "prompt_samplers",
+        "search",
         "settings",
         "sources",
         "terms",
