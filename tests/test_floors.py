@@ -14,6 +14,7 @@ FLOORS = [
     ["mmrl.settings", "mmrl.tree", "mmrl.layers", "mmrl.files", "mmrl.records", "mmrl.placement", "mmrl.devices"],
     [
         "mmrl.controls",
+        "mmrl.critics",
         "mmrl.guards",
         "mmrl.layers",
         "mmrl.sections",
@@ -48,6 +49,7 @@ LIGHT = tuple(
         "collection",
         "config",
         "controls",
+        "critics",
         "counterfactuals",
         "curricula",
         "errors",

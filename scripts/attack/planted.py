@@ -25,6 +25,7 @@ STEPS = ("joints/test_steps.py",)
 OPTIMIZER = ("joints/test_optimizer.py",)
 TOKENS = ("joints/test_tokens.py",)
 RANKS = ("joints/test_ranks.py",)
+CRITICS = ("policies/vla/test_critics.py",)
 
 T, A, P, B = "mmrl/trainer.py", "mmrl/algorithms/", "mmrl/preparation.py", "mmrl/batches.py"
 VLM = "mmrl/policies/vlm/"
@@ -103,6 +104,45 @@ FAULTS = [
     Fault("ppo: the better of both errors", A + "ppo.py", "torch.maximum(error", "torch.minimum(error", PPO),
     Fault("ppo: the critic's gradient cut", A + "ppo.py", "error = (value - returns).square()",
           "error = (value.detach() - returns).square()", PPO),
+    Fault("ppo: the horizon is never finite", A + "ppo.py", 'gae if self.horizon == "infinite" else finite_gae', "gae",
+          PPO),
+    Fault("ppo: ends are ends whatever bootstrap says", A + "ppo.py", 'if self.bootstrap == "time_limit" else',
+          "if True else", PPO),
+    Fault("ppo: a minibatch is standardised by micro-batch", A + "ppo.py", "added, count = total(sums).tolist()",
+          "added, count = (sums / 2).tolist()", PPO),
+    Fault("ppo: a minibatch's spread of this rank", A + "ppo.py", "spread = (float(total(squares))",
+          "spread = (float(squares)", PPO),
+    Fault("ppo: standardised twice", A + "ppo.py", 'if self.standardise == "batch":\n            return',
+          "if False:\n            return", (*PPO, *CRITICS)),
+    Fault("target_kl: the sign of the log-ratio", A + "ratio.py", "ratio.detach().exp() - 1 - ratio.detach()",
+          "ratio.detach().exp() - 1 + ratio.detach()", PPO),
+    Fault("target_kl: goes on when far", A + "ratio.py", 'means["surrogate/old_kl"] > self',
+          'means["surrogate/old_kl"] < self', PPO),
+    Fault("target_kl: nobody ends the step", T,
+          "if self.algorithm.enough(self.update(minibatch, metrics)):\n                        break",
+          "self.update(minibatch, metrics)", PPO),
+    Fault("target_kl: over what does not count too", T, "values.where(known, 0.0).sum(), known.sum()",
+          "values.sum(), known.sum()", PPO),
+    Fault("finite gae: weights are not divided by", "mmrl/core/advantages.py", "(earned + valued) / weight - values",
+          "(earned + valued) - values", (*PPO, "core/test_advantages.py")),
+    Fault("finite gae: past the end of an episode", "mmrl/core/advantages.py", "lam * earned.where(on, 0.0)",
+          "lam * earned", (*PPO, "core/test_advantages.py")),
+    Fault("critic: the backbone learns although it should not", "mmrl/policies/vla/critic.py",
+          "reading.last.detach() if self.detach else reading.last", "reading.last", CRITICS),
+    Fault("critic: layers are not asked for", "mmrl/policies/vla/critic.py",
+          "perceptron([state_dim, *[settings.width] * settings.layers], 1)",
+          "perceptron([state_dim, settings.width], 1)", CRITICS),
+    Fault("critic: of the job is always the shared one", A + "ppo.py", "critic=self.critic)", "critic=SharedCritic())",
+          CRITICS),
+    Fault("gaussian: scored without the temperature", "mmrl/policies/vla/gaussian.py",
+          'self.log_std.float() + chosen["temperature"].log().float()[:, None, None]', "self.log_std.float()[None]",
+          CRITICS),
+    Fault("gaussian: half of the exponent", "mmrl/policies/vla/gaussian.py", "-0.5 * ((chosen", "-1.0 * ((chosen",
+          CRITICS),
+    Fault("looks: advantages of another look", "mmrl/rollouts.py", "parts[torch.arange(len(step)), step]",
+          "parts[torch.arange(len(step)), step * 0]", CRITICS),
+    Fault("looks: taken apart before the advantages", P, "if not self.algorithm.by_step:\n            self.set",
+          "if True:\n            self.set", CRITICS),
     # --- terms ---
     Fault("kl: sign", "mmrl/terms/kl.py", "return self.coefficient.value * kl,", "return -self.coefficient.value * kl,",
           TERMS),

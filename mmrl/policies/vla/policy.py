@@ -22,6 +22,7 @@ from mmrl.errors import UserError
 from mmrl.files import share
 from mmrl.policies.vla.backbone import Backbone
 from mmrl.policies.vla.codec import Units
+from mmrl.policies.vla.critic import Critic
 from mmrl.policies.vla.heads import ActionSampling, Chosen, Head, Reading
 from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
@@ -59,10 +60,9 @@ class Looks:
 class Network(nn.Module):
     """Backbone, action head and critic: the module that the engine wraps."""
 
-    def __init__(self, backbone: Backbone, head: Head, state_dim: int, critic: bool) -> None:
+    def __init__(self, backbone: Backbone, head: Head, critic: Critic | None) -> None:
         super().__init__()
-        self.backbone, self.head = backbone, head
-        self.critic = None if not critic else Critic(backbone.width + state_dim)
+        self.backbone, self.head, self.critic = backbone, head, critic
 
     def forward(self, parts: Sequence[Looks]) -> dict[str, Tensor]:
         """What `Head.score` says of all looks, and "value" [look] where there is a critic.
@@ -85,20 +85,6 @@ class Network(nn.Module):
         if "hidden" in inputs:
             return self.backbone.recall(inputs)
         return self.backbone.read(inputs, every_layer=self.head.every_layer)
-
-
-class Critic(nn.Module):
-    """The value of an observation, from the prompt's last token and the robot's state."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        last = nn.Linear(128, 1)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
-        self.layers = nn.Sequential(nn.Linear(width, 128), nn.GELU(), last)
-
-    def forward(self, reading: Reading, state: Tensor) -> Tensor:
-        return self.layers(torch.cat([reading.last, state.to(reading.last)], 1)).squeeze(1).float()
 
 
 class EpisodeRecord:
@@ -302,6 +288,10 @@ class VisionLanguageActionPolicy:
             fields["std"] = fields["std"].where(fields["std"] > 0, 1)  # of looks that do not exist
         return Replay(**fields, value=None if value is None else spread(value))
 
+    def by_step(self, rollouts: Rollouts) -> Rollouts:
+        """Every look as a rollout of its own, episode by episode."""
+        return rollouts.by_step([[[look] for look in episode] for episode in rollouts.inputs])
+
     # --- details ---
 
     @torch.no_grad()
@@ -351,20 +341,20 @@ class VisionLanguageActionPolicy:
                     valid = torch.from_numpy(steps[-1].valid[row].copy())
                     records[row].looks.append(Look(seen[i], state[i], picked, valid))
                     records[row].values.append(values[i])
-                self._value_cut_episodes(steps[-1], rows, records)
+                self._value_ends(steps[-1], rows, records)
 
         play(sim, act, tell, most_looks=self.action.horizon)
         return records
 
-    def _value_cut_episodes(self, moved: Step, rows: NDArray[np.int64], records: list[EpisodeRecord]) -> None:
-        """What the critic expects of episodes that the time limit has just cut."""
-        cut = [row for row in rows if moved.truncated[row].any()]
-        if self.module.critic is None or not cut:
+    def _value_ends(self, moved: Step, rows: NDArray[np.int64], records: list[EpisodeRecord]) -> None:
+        """What the critic expects behind the ends of episodes that have just ended, or that the time limit has cut."""
+        ended = [row for row in rows if moved.ended[row] and not moved.dropped[row]]
+        if self.module.critic is None or not ended:
             return
-        shown = moved.final_observation.select(cut)
-        reading = self.module.read(self._collate(self._look(shown)))
+        shown = moved.final_observation.select(ended)
+        reading = self.module.read(self._collate(self._look(shown))) if self.module.critic.reads else None
         values = self.module.critic(reading, self._state(shown).to(self.device))
-        for row, value in zip(cut, values.tolist(), strict=True):
+        for row, value in zip(ended, values.tolist(), strict=True):
             records[row].bootstrap = value
 
     def _state(self, observation: Observation) -> Tensor:

@@ -32,6 +32,7 @@ class ActionHead(Choice):
         "flow": "mmrl.policies.vla.settings:FlowActions",
         "regression": "mmrl.policies.vla.settings:RegressionActions",
         "bridge": "mmrl.policies.vla.settings:BridgeActions",
+        "gaussian": "mmrl.policies.vla.settings:GaussianActions",
     }
     test: ClassVar[str] = "tests/policies/vla/test_policy.py"
     type: str = "token"
@@ -214,6 +215,32 @@ class BridgeActions(LaplaceActions):
         return BridgeHead(self, action, action_dim, state_dim, backbone.width)
 
 
+class GaussianActions(ActionHead):
+    """The chunk's mean, by a perceptron, and a learned spread. It is the only head that needs no backbone: it may read
+    nothing but the robot's state."""
+
+    equation: ClassVar[str] = (
+        "log p(a) = -(a - mean)^2 / (2 std^2) - log(std sqrt(2 pi)); sampled and scored at temperature x std"
+    )
+    source: ClassVar[str] = "ManiSkill's PPO, arXiv 2410.00425, after CleanRL"
+    type: str = "gaussian"
+    shaping: ClassVar[tuple[str, ...]] = ("width", "layers")
+    level: Level = option("action", "what one decision is: one number of one action, an action, or the chunk")
+    std: float = option(0.6, "standard deviation, before training", gt=0)
+    width: int = option(256, "of the perceptron's hidden layers", ge=1)
+    layers: int = option(3, "hidden layers of the perceptron; 0: the mean is linear", ge=0)
+    last_gain: float = option(0.01, "size of the last layer's weights, before training", gt=0)
+
+    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
+        from mmrl.policies.vla.gaussian import GaussianHead
+
+        return GaussianHead(self, action, action_dim, state_dim, backbone.width)
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return frozenset({"entropy", "single_sample_kl"})
+
+
 class Actions(Section):
     """How actions are made."""
 
@@ -307,7 +334,7 @@ class VisionLanguageActionModel(ModelSettings):
     def capabilities(self, config: Config) -> Capabilities:
         action = config.section("action")
         assert isinstance(action, Actions)
-        offers = action.head.offers | {"critic"}
+        offers = action.head.offers | {"critic", "steps"}
         # Under ZeRO-3 every forward pass gathers weights, but ranks play episodes of different lengths.
         return Capabilities(f"action.head.type={action.head.type}", offers, zero_stages=(0, 1, 2), groups=("critic",))
 

@@ -65,7 +65,7 @@ def load(
         make(VisionLanguageActionModel, model),
         make(TaughtActions if supervised else Actions, tree),
         build(simulator, 4),
-        critic=False,
+        critic=None,
         seed=0,
         max_prompt_length=1024,
         temperature=constant(1.0),

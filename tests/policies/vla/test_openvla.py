@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mmrl.critics import SharedCritic
 from mmrl.errors import UserError
 from mmrl.policies.vla.codec import load_statistics
 from mmrl.policies.vla.heads import ActionSampling
@@ -189,7 +190,7 @@ def test_greedy_actions_are_those_of_the_architecture(openvla, checkpoint, decod
 
 @pytest.mark.parametrize("decoding", DECODINGS)
 def test_on_policy_ratio_is_exactly_one(openvla, decoding):
-    policy = openvla(decoding, critic=True)
+    policy = openvla(decoding, critic=SharedCritic())
     rollouts = policy.rollout(STARTS, 2, SEEDS)
     with torch.no_grad():
         old = policy.replay(rollouts, policy.module)
