@@ -8,8 +8,8 @@ from mmrl.settings import Choice, option
 
 
 class CriticSettings(Choice):
-    """What says how much an observation is worth. In `optim.groups` the name critic gives it a learning rate of its own,
-    and with `optim.hold_steps` it learns alone for a while."""
+    """What says how much an observation is worth. In `optim.groups` the name critic gives it a learning rate of its
+    own, and with `optim.hold_steps` it learns alone for a while."""
 
     title: ClassVar[str] = "critic"
     kinds: ClassVar[dict[str, str]] = {
