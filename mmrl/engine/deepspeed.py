@@ -179,6 +179,8 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order (any picklable object; for small things). They go over the hosts'
         network: over NCCL they would pass through every GPU, and those would spin while one rank is late."""
+        if self.world == 1:  # there is nobody to pickle it for
+            return [value]
         values: list[Any] = [None] * self.world
         with self._waiting():
             dist.all_gather_object(values, value, group=self._objects)

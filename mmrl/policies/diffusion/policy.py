@@ -282,7 +282,7 @@ class DiffusionPolicy:
     ) -> Tensor:
         """[row, ...] what the network says, guided. A prompt's condition is made once and kept."""
         embedded, time, shape = self.denoising.embedded_guidance, time.to(x.device), tuple(x.shape[1:])
-        negative = [one.saying(self.denoising.negative_prompt) for one in said] if guidance != 1 else []
+        negative = self._negative(said) if guidance != 1 else []
         found = self.conditions([*said, *negative], shape)  # all at once: the encoders visit the device once
 
         def unconditional() -> Tensor:
@@ -291,11 +291,17 @@ class DiffusionPolicy:
         conditional = self.family.predict(model, x, time, found[: len(said)], embedded)
         return guided(conditional, unconditional, scale_at(sigma, guidance, self.denoising.guidance_interval))
 
+    def _negative(self, said: Sequence[Asked]) -> list[Asked]:
+        """What is asked for in place of `said` where guidance leads away from it."""
+        made = {id(one): one.saying(self.denoising.negative_prompt) for one in said}
+        return [made[id(one)] for one in said]
+
     def conditions(self, said: Sequence[Asked], shape: Shape | None = None) -> list[Condition]:
         """What the encoders say of prompts, for latents of `shape`; each is encoded once and kept while there is room.
         Equal prompts get the same object."""
         shape = self.shape if shape is None else shape
-        distinct = list(dict.fromkeys(said))
+        objects = {id(one): one for one in said}  # rollouts of a group share theirs: comparing all by value is slow
+        distinct = list(dict.fromkeys(objects.values()))
         keys = {one: (one, shape if one.images else ()) for one in distinct}
         unknown = [one for one in distinct if keys[one] not in self._conditions]
         found = dict(zip(unknown, self.family.encode(unknown, shape), strict=True)) if unknown else {}
@@ -307,7 +313,8 @@ class DiffusionPolicy:
             self._conditions.move_to_end(keys[one])
         while len(self._conditions) > self.denoising.prompt_cache:
             self._conditions.popitem(last=False)
-        return [found[one] for one in said]
+        of = {key: found[one] for key, one in objects.items()}
+        return [of[id(one)] for one in said]
 
     def _report_cut(self, text: str) -> None:
         lost = self.family.cut(text)
