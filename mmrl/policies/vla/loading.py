@@ -96,15 +96,17 @@ def open_policy(
     """
     backbone = load_backbone(path, model, action, max_prompt_length)
     if isinstance(backbone, states_only.StateBackbone):
-        check_reads_state(path, action, sim.simulator.state_dim)
+        check_reads_state(path, action, sim.simulator.state_dim - action.privileged)
     if backbone.units is not None:
         _check_own_head(path, action)
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
+    if action.privileged > state_dim:
+        raise UserError(f"action.privileged={action.privileged}, but the simulator's state has {state_dim} numbers")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = action.head.build(action, backbone, action_dim, state_dim)
+        head = action.head.build(action, backbone, action_dim, state_dim - action.privileged)
         judge = None if critic is None else critics.build(critic, backbone.width, state_dim)
-        network = Network(backbone, head, judge)
+        network = Network(backbone, head, judge, action.privileged)
     statistics, states = backbone.units, None
     if action.statistics is None and action.statistics_key is not None:
         raise UserError(
@@ -223,6 +225,13 @@ def _restore(folder: Path, network: Network, action: Actions, state_dim: int) ->
     missing = [n for n in sorted(wanted - set(found)) if not n.startswith(anew)]
     if missing:
         raise UserError(f"{folder / WEIGHTS} lacks {missing[0]}")
+    shapes = {n: value.shape for n, value in network.state_dict().items()}
+    for name in sorted(wanted & set(found)):
+        if name.startswith("critic.") and found[name].shape != shapes[name]:
+            raise UserError(
+                f"algorithm.critic makes {name} {list(shapes[name])}, but in {folder / WEIGHTS} it is "
+                f"{list(found[name].shape)}; ask for the critic that it was trained with"
+            )
     network.load_state_dict({n: value for n, value in found.items() if n in wanted}, strict=False)
     known = then.get("states")  # absent before there were any
     if action.standardise != (known is not None):

@@ -39,7 +39,7 @@ class Look:
     """One look of one episode: what was seen, what was chosen, and which actions of the chunk were executed."""
 
     seen: Any  # of the backbone's `prepare`; or, from a frozen one, its last layer [token, width]
-    state: Tensor  # [state]
+    state: Tensor  # [state], the numbers for the critic alone included
     chosen: Chosen  # without the leading dimension
     valid: Tensor  # [chunk] bool
 
@@ -60,9 +60,14 @@ class Looks:
 class Network(nn.Module):
     """Backbone, action head and critic: the module that the engine wraps."""
 
-    def __init__(self, backbone: Backbone, head: Head, critic: Critic | None) -> None:
+    def __init__(self, backbone: Backbone, head: Head, critic: Critic | None, privileged: int = 0) -> None:
+        """privileged: how many of the last numbers of a state only the critic may read."""
         super().__init__()
-        self.backbone, self.head, self.critic = backbone, head, critic
+        self.backbone, self.head, self.critic, self.privileged = backbone, head, critic, privileged
+
+    def own(self, state: Any) -> Any:
+        """What the policy itself may read of states [n, state]."""
+        return state[:, : state.shape[1] - self.privileged]
 
     def forward(self, parts: Sequence[Looks]) -> dict[str, Tensor]:
         """What `Head.score` says of all looks, and "value" [look] where there is a critic.
@@ -78,7 +83,7 @@ class Network(nn.Module):
 
     def score(self, looks: Looks) -> dict[str, Tensor]:
         reading = self.read(looks.inputs)
-        scored = self.head.score(reading, looks.state, looks.chosen, looks.valid, looks.old, looks.reference)
+        scored = self.head.score(reading, self.own(looks.state), looks.chosen, looks.valid, looks.old, looks.reference)
         return scored if self.critic is None else {**scored, "value": self.critic(reading, looks.state)}
 
     def read(self, inputs: dict[str, Tensor]) -> Reading:
@@ -324,7 +329,9 @@ class VisionLanguageActionPolicy:
             own = [mixed(seeds[row], looks[row]) for row in rows]  # each look of an episode has noise of its own
             looks.update(rows.tolist())
             shared = [groups[row] for row in rows]
-            chosen = head.act(reading, state, ActionSampling(own, how.temperature, how.training, shared, how.step))
+            chosen = head.act(
+                reading, self.module.own(state), ActionSampling(own, how.temperature, how.training, shared, how.step)
+            )
             values = [0.0] * len(rows) if critic is None else critic(reading, state).tolist()
             actions = self._robot_actions(chosen["actions"], rows)
             parts = np.split(actions, actions.shape[1], axis=1) if how.film else [actions]
@@ -376,7 +383,7 @@ class VisionLanguageActionPolicy:
         """What is kept of each row: the prompt as the model takes it, or what a frozen backbone says of it."""
         backbone, own = self.module.backbone, self.action.prompt
         texts = [backbone.ask(i) if own is None else own.format(instruction=i) for i in observation.instructions]
-        seen = backbone.prepare(observation.images, texts, observation.state)
+        seen = backbone.prepare(observation.images, texts, self.module.own(observation.state))
         if not self.keeps_readings:
             return seen
         with torch.no_grad():

@@ -247,6 +247,12 @@ class Actions(Section):
     head: ActionHead = option(TokenActions(), "what makes them")
     chunk: int = option(5, "actions executed before the policy looks again", unit="actions", ge=1)
     proprioception: bool = option(True, "the robot's state is an input")
+    privileged: int = option(
+        0,
+        "how many of the last numbers of the simulator's state are for a critic alone, such as where objects are "
+        "(task.options.privileged of the tabletop)",
+        ge=0,
+    )
     standardise: bool = option(
         False, "standardise the state by its mean and deviation under random actions, which are kept with the model"
     )

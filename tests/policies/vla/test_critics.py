@@ -147,6 +147,59 @@ class TestCritics:
             made(SeparateCritic(), 32, 0)
 
 
+class WatchedLine(QuietLine):
+    """Its state goes on with a number that no camera measures."""
+
+    state_dim, hidden = 2, 5.0
+
+    def _told(self, moved):
+        moved.state = np.concatenate([moved.state, np.full((len(moved.state), 1), self.hidden, np.float32)], 1)
+        return moved
+
+    def reset(self, rows, seeds, tasks):
+        return self._told(super().reset(rows, seeds, tasks))
+
+    def step(self, rows, actions):
+        return self._told(super().step(rows, actions))
+
+
+class OtherLine(WatchedLine):
+    hidden = -3.0
+
+
+class TestPrivilegedStates:
+    def played(self, make, path, simulator, **options):
+        sim = build(f"tests.policies.vla.test_critics:{simulator}", 4)
+        policy = stir(make("gaussian", path, sim=sim, privileged=1, **options))
+        return policy, policy.rollout(STARTS, 2, SEEDS)
+
+    @pytest.mark.parametrize("critic", ["separate", "shared"])
+    def test_only_the_critic_reads_them(self, make, blind, critic):
+        policy, rollouts = self.played(make, blind, "WatchedLine", critic=critic)
+        other, others = self.played(make, blind, "OtherLine", critic=critic)
+        assert rollouts.inputs[0][0].state.tolist() == [0.0, 5.0]
+        assert policy.module.head.layers[0].weight.shape[1] == 1 and policy.module.critic.layers[0].weight.shape[1] == 2
+        one, two = policy.replay(rollouts, policy.module), other.replay(others, other.module)
+        assert torch.equal(one.logp, two.logp) and torch.equal(rollouts.mask, others.mask)
+        known = rollouts.extras["steps"].mask
+        assert (one.value[known] != two.value[known]).all()
+        steps, moved = rollouts.extras["steps"], others.extras["steps"]
+        assert (steps.bootstrap != moved.bootstrap).any() and (steps.values != moved.values)[known].all()
+
+    def test_there_must_be_so_many(self, make, blind):
+        with pytest.raises(UserError, match="action.privileged=2, but the simulator's state has 1 numbers"):
+            make("regression", sim=quiet(), privileged=2)
+        with pytest.raises(UserError, match="the simulator's state has 0 numbers"):
+            make("gaussian", blind, sim=quiet(), privileged=1)
+
+
+def test_another_critic_than_the_one_that_was_trained_is_refused(make, blind, tmp_path):
+    policy = make("gaussian", blind, sim=quiet(), critic="separate")
+    policy.save(tmp_path / "final", policy.module.state_dict())
+    with pytest.raises(UserError, match="algorithm.critic makes critic.layers.0.bias .8., but in .* it is .256."):
+        make("gaussian", str(tmp_path / "final"), sim=quiet(), critic={"type": "separate", "width": 8})
+
+
 # --- single looks ---
 
 
