@@ -255,58 +255,61 @@ def summary(accuracies: dict[str, float], folder: Path) -> str:
 
 def run_eval(options: argparse.Namespace) -> int:
     from mmrl.evaluation import evaluate
-    from mmrl.protocols import SimulatedTask
     from mmrl.report.run import versions
     from mmrl.settings import plain
+    from mmrl.tasks.manipulation.settings import ManipulationSettings
 
     with held_out(options) as (config, task, policy, ranks):
-        played = isinstance(task, SimulatedTask)
-        result, samples = evaluate(policy, task, ranks, config.evaluation.prompts, config)
-        if played:
+        if isinstance(config.task, ManipulationSettings):
+            return eval_episodes(options, config, task, policy, ranks)
+        result, _ = evaluate(policy, task, ranks, config.evaluation.prompts, config)
+    told = {"seed": config.seed, "evaluation": plain(config.evaluation), "task": plain(config.task)}
+    return write_evaluation(options.model, {**result, "protocol": told, "versions": versions()})
+
+
+def eval_episodes(options: argparse.Namespace, config: Any, task: Any, policy: Any, ranks: Any) -> int:
+    """The likeliest actions, then sampled ones. What was played before under the same protocol is not played again."""
+    from mmrl import evaluation_protocol as protocols
+    from mmrl.evaluation import Journal, evaluate
+
+    told = protocols.protocol(config, task, policy.action.chunk)
+    found: dict[str, dict[str, Any]] = {}
+    record: dict[str, Any] = {}
+    journals: list[Path] = []
+    for decoding in ("greedy", "sampled"):
+        if decoding == "sampled":
             policy.evaluation_temperature = policy.temperature.value
-            _, sampled = evaluate(policy, task, ranks, config.evaluation.prompts, config)
-    protocol = {"seed": config.seed, "evaluation": plain(config.evaluation), "task": plain(config.task)}
-    record = {"model": options.model, **result, "protocol": protocol, "versions": versions()}
-    for name, value in result.items():
-        print(f"{name.removeprefix('evaluation/'):>28}  {value:.4f}")
-    if played:
-        protocol["action"] = plain(config.section("action"))
-        record["greedy"] = by_task("greedy", task, samples)
-        record["sampled"] = by_task("sampled", task, sampled)
-    target = beside(options.model, "evaluation.json")
-    target.write_text(json.dumps(record, indent=2))
-    print(f"written to {target}")
+        mark = protocols.digest({**told, "decoding": decoding}, options.model)
+        journal = Journal(beside(options.model, f"evaluation.{decoding}-{ranks.rank}.jsonl"), mark)
+        if journal.known:
+            print(f"{journal.episodes} episodes ({decoding}) were played before; going on behind them")
+        result, samples = evaluate(policy, task, ranks, told["episodes"], config, journal)
+        journals.append(journal.file)
+        if not record:
+            print("\n".join(protocols.described(told, policy.evaluation_temperature)))
+            record = {**result, "protocol": told, "versions": told["versions"]}
+        found[decoding] = protocols.by_task(task, [s for part in ranks.gather(samples) for s in part])
+        for name, of_task in found[decoding].items():
+            print(protocols.told_success(name, decoding, of_task))
+    if ranks.rank == 0:
+        command = ["mmrl", "eval", options.model, options.config, *options.overrides]
+        protocols.add_line(beside(options.model, protocols.LINES), command, told, found)
+        write_evaluation(options.model, {**record, **found})
+    for file in journals:
+        file.unlink()
     return 0
 
 
-def by_task(decoding: str, task: Any, samples: list[Any]) -> dict[str, dict[str, float]]:
-    """Success at any time of each task with its Wilson interval, success when the episode ended, and length; printed
-    and returned. Episodes that the simulator lost are left out."""
-    from mmrl.report.run import wilson
+def write_evaluation(model: str, record: dict[str, Any]) -> int:
+    from mmrl.report.run import replace
 
-    marks = task.accuracy(samples).tolist()
-    episodes: dict[str, list[Any]] = {}
-    for sample, mark in zip(samples, marks, strict=True):
-        if mark == mark:  # not lost
-            episodes.setdefault(sample.prompt.metadata["task"], []).append(sample.episode)
-    found = {}
-    for name, played in episodes.items():
-        n, solved = len(played), sum(e.success for e in played)
-        low, high = wilson(solved, n)
-        at_end, length = sum(e.success_at_end for e in played) / n, sum(e.length for e in played) / n
-        found[name] = {
-            "success": solved / n,
-            "low": low,
-            "high": high,
-            "success_at_end": at_end,
-            "length": length,
-            "episodes": n,
-        }
-        print(
-            f"{name + ', ' + decoding:>28}  {solved / n:.4f}  ({low:.3f} .. {high:.3f} at 95 %, {n} episodes; at their "
-            f"end {at_end:.4f}, {length:.1f} actions long)"
-        )
-    return found
+    for name, value in record.items():
+        if isinstance(value, float):
+            print(f"{name.removeprefix('evaluation/'):>28}  {value:.4f}")
+    target = beside(model, "evaluation.json")
+    replace(target, json.dumps({"model": model, **record}, indent=2).encode())
+    print(f"written to {target}")
+    return 0
 
 
 def run_sample(options: argparse.Namespace) -> int:

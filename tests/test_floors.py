@@ -31,7 +31,7 @@ FLOORS = [
     ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics", "mmrl.tasks.settings"],
     ["mmrl.tasks"],
     ["mmrl.config"],
-    ["mmrl.evaluation", "mmrl.pool", "mmrl.preparation", "mmrl.reference", "mmrl.skeleton"],
+    ["mmrl.evaluation", "mmrl.evaluation_protocol", "mmrl.pool", "mmrl.preparation", "mmrl.reference", "mmrl.skeleton"],
     ["mmrl.batches"],
     ["mmrl.trainer", "mmrl.build"],
     ["mmrl.cli"],
