@@ -82,6 +82,10 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("name", help="of the class, such as MyAlgorithm")
     new.add_argument("--folder", type=Path, default=Path(), help="where its files go; default: here")
     new.set_defaults(run=run_new)
+    conversion = commands.add_parser("convert", help="a recipe of SimpleVLA-RL or cosmos-rl as a configuration of ours")
+    conversion.add_argument("recipe", type=Path, help="a script with SimpleVLA-RL's command, or cosmos-rl's TOML")
+    conversion.add_argument("--out", type=Path, help="where the YAML goes; default: to the terminal")
+    conversion.set_defaults(run=run_convert)
     doctor = commands.add_parser("doctor", help="say what is installed and what is missing")
     doctor.set_defaults(run=run_doctor)
     return root
@@ -385,6 +389,19 @@ def run_new(options: argparse.Namespace) -> int:
 
     for path in write(options.kind, options.name, options.folder):
         print(f"written {path}")
+    return 0
+
+
+def run_convert(options: argparse.Namespace) -> int:
+    from mmrl.conversion import convert
+
+    found = convert(options.recipe)
+    text = found.text(str(options.recipe))
+    if options.out is None:
+        print(text, end="")
+    else:
+        options.out.write_text(text)
+        print(f"written to {options.out}; {len(found.without)} keys have no counterpart, see its first lines")
     return 0
 
 
