@@ -33,6 +33,7 @@ from mmrl.policies.vla.states import StateStatistics, measure
 from mmrl.policies.vlm import loading
 from mmrl.settings import plain
 from mmrl.sims import VectorSim
+from mmrl.sims.vector import nearest
 
 if TYPE_CHECKING:
     from mmrl.config import Config
@@ -100,6 +101,7 @@ def open_policy(
     if backbone.units is not None:
         _check_own_head(path, action)
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
+    check_cameras(path, action, sim, backbone)
     if action.privileged > state_dim:
         raise UserError(f"action.privileged={action.privileged}, but the simulator's state has {state_dim} numbers")
     with torch.random.fork_rng(devices=[]):
@@ -177,6 +179,20 @@ def check_reads_state(path: str, action: Actions, state_dim: int) -> None:
         raise UserError(
             f"model.path={path} reads only the robot's state, but action.proprioception={action.proprioception} and "
             f"the simulator's state has {state_dim} numbers"
+        )
+
+
+def check_cameras(path: str, action: Actions, sim: VectorSim, backbone: Backbone) -> None:
+    """Raises UserError for cameras that the simulator does not have, and for more than the model takes."""
+    named = action.cameras or []
+    for camera in named:
+        if camera not in sim.cameras:
+            near = nearest(camera, sim.cameras)
+            raise UserError(f"action.cameras: no camera {camera!r}{near}; the simulator has {', '.join(sim.cameras)}")
+    if backbone.most_cameras is not None and len(named) > backbone.most_cameras:
+        raise UserError(
+            f"action.cameras names {len(named)} cameras, but model.path={path} takes {backbone.most_cameras}; name "
+            "fewer, or none to show all side by side in one picture"
         )
 
 

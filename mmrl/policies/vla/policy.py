@@ -211,6 +211,7 @@ class VisionLanguageActionPolicy:
             np.concatenate([o.images for o in seen]),
             np.concatenate([o.state for o in seen]),
             [o.instructions[0] for o in seen],
+            seen[0].cameras,
         )
         chunk, size = self.action.chunk, self.sim.simulator.action_dim
         actions = np.zeros((len(prompts), chunk, size), np.float32)
@@ -383,7 +384,9 @@ class VisionLanguageActionPolicy:
         """What is kept of each row: the prompt as the model takes it, or what a frozen backbone says of it."""
         backbone, own = self.module.backbone, self.action.prompt
         texts = [backbone.ask(i) if own is None else own.format(instruction=i) for i in observation.instructions]
-        seen = backbone.prepare(observation.images, texts, self.module.own(observation.state))
+        named = self.action.cameras
+        pictures = [observation.images] if named is None else [observation.picture(camera) for camera in named]
+        seen = backbone.prepare(pictures, texts, self.module.own(observation.state))
         if not self.keeps_readings:
             return seen
         with torch.no_grad():

@@ -267,6 +267,12 @@ class Actions(Section):
     horizon: int = option(
         100, "longest episode; algorithm.reduce=constant divides by its decisions", unit="actions", ge=1
     )
+    cameras: list[str] | None = option(
+        None,
+        "cameras of the simulator whose pictures the policy sees, in this order; default: all of them, side by side in "
+        "one picture",
+        min_length=1,
+    )
     film: bool = option(False, "keep a picture of every action in evaluation")
 
     @model_validator(mode="after")

@@ -50,7 +50,9 @@ class StateBackbone(Backbone):
     def ask(self, instruction: str) -> str:
         return instruction
 
-    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str], state: NDArray[np.float32]) -> list[Any]:
+    def prepare(
+        self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
+    ) -> list[Any]:
         """Raises UserError for a second instruction."""
         for text in texts:
             if self.instruction is None:

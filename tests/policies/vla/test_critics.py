@@ -108,9 +108,9 @@ class TestAPolicyOfStates:
     def test_it_has_one_instruction(self):
         backbone = states_only.StateBackbone()
         nothing = np.zeros((2, 0, 0, 3), np.uint8), np.zeros((2, 1), np.float32)
-        assert backbone.prepare(nothing[0], ["push", "push"], nothing[1]) == [None, None]
+        assert backbone.prepare([nothing[0]], ["push", "push"], nothing[1]) == [None, None]
         with pytest.raises(UserError, match="says both 'push' and 'lift'"):
-            backbone.prepare(nothing[0], ["push", "lift"], nothing[1])
+            backbone.prepare([nothing[0]], ["push", "lift"], nothing[1])
 
 
 class TestCritics:

@@ -47,7 +47,7 @@ def by_name(folder):
 def prompts(policy):
     """The two observations, read together and so padded."""
     backbone = policy.module.backbone
-    rows = backbone.prepare(IMAGES, [backbone.ask(text) for text in ASKED], np.zeros((len(ASKED), 0), np.float32))
+    rows = backbone.prepare([IMAGES], [backbone.ask(text) for text in ASKED], np.zeros((len(ASKED), 0), np.float32))
     return rows, backbone.read(backbone.collate(rows, CPU), every_layer=False)
 
 
@@ -111,7 +111,7 @@ def test_the_middle_is_that_of_openvlas_evaluation():
 
 def test_pictures_are_cropped_where_asked(openvla, make):
     whole, cropped = (openvla(center_crop=area).module.backbone for area in (1.0, 0.9))
-    rows = [b.prepare(IMAGES, ASKED, np.zeros((2, 0), np.float32)) for b in (whole, cropped)]
+    rows = [b.prepare([IMAGES], ASKED, np.zeros((2, 0), np.float32)) for b in (whole, cropped)]
     for one, other in zip(*rows, strict=True):
         kept = one.picture.permute(1, 2, 0).numpy()
         assert (other.picture.permute(1, 2, 0).numpy() == middle(kept, 0.9)).all()

@@ -410,7 +410,7 @@ def test_the_prompt_may_be_continued_in_pieces(make):
     for backbone in ("small", "qwen"):
         module = make("regression", backbone).module
         seen = module.backbone.prepare(
-            np.zeros((2, 32, 32, 3), np.uint8), ["go from there", "go"], np.zeros((2, 1), np.float32)
+            [np.zeros((2, 32, 32, 3), np.uint8)], ["go from there", "go"], np.zeros((2, 1), np.float32)
         )
         tokens = torch.randn(2, 3, module.backbone.width, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
