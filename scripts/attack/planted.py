@@ -139,6 +139,8 @@ FAULTS = [
           CRITICS),
     Fault("gaussian: half of the exponent", "mmrl/policies/vla/gaussian.py", "-0.5 * ((chosen", "-1.0 * ((chosen",
           CRITICS),
+    Fault("gaussian: the divergence the other way round", "mmrl/policies/vla/gaussian.py",
+          "gaussian_divergence(other.view(now.shape), now)", "gaussian_divergence(now, other.view(now.shape))", CRITICS),
     Fault("looks: advantages of another look", "mmrl/rollouts.py", "parts[torch.arange(len(step)), step]",
           "parts[torch.arange(len(step)), step * 0]", CRITICS),
     Fault("looks: taken apart before the advantages", P, "if not self.algorithm.by_step:\n            self.set",

@@ -49,4 +49,20 @@ class GaussianHead(LevelledHead):
         log_std = self.log_std.float() + chosen["temperature"].log().float()[:, None, None]
         logp = -0.5 * ((chosen["actions"] - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)
         entropy = (0.5 + 0.5 * math.log(2 * math.pi) + log_std).expand_as(logp)
-        return {"logp": self._by_level(logp, valid), "entropy": self._by_level(entropy, valid)}
+        now = torch.stack([mean, log_std.expand_as(mean)], -1)
+        found = {
+            "logp": self._by_level(logp, valid),
+            "entropy": self._by_level(entropy, valid),
+            "prediction": now.detach().view(len(mean), self.decisions, -1, 2),
+        }
+        for name, other in (("divergence", old), ("reference_kl", reference)):
+            if other is not None:
+                found[name] = self._by_level(gaussian_divergence(other.view(now.shape), now), valid)
+        return found
+
+
+def gaussian_divergence(a: Tensor, b: Tensor) -> Tensor:
+    """KL(a || b) of Gaussians given by mean and log standard deviation in the last dimension, [...]."""
+    (mean, log_std), (other, log_other) = a.unbind(-1), b.unbind(-1)
+    apart = (mean - other).square() / log_other.exp().square()
+    return log_other - log_std + 0.5 * ((2 * (log_std - log_other)).exp() + apart - 1)

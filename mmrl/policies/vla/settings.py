@@ -238,7 +238,7 @@ class GaussianActions(ActionHead):
 
     @property
     def offers(self) -> frozenset[str]:
-        return frozenset({"entropy", "single_sample_kl"})
+        return frozenset({"entropy", "divergence", "single_sample_kl"})
 
 
 class Actions(Section):

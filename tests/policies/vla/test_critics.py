@@ -1,13 +1,14 @@
 """Critics, policies that read nothing but states, and episodes taken apart into their looks."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from mmrl.sims import build
 from mmrl.tasks.manipulation import tiny_model
-from torch.distributions import Normal
+from torch.distributions import Normal, kl_divergence
 
 from mmrl.errors import UserError
 from mmrl.facts import Batch
@@ -72,6 +73,35 @@ class TestAPolicyOfStates:
         expected = known.log_prob(look.chosen["actions"]).sum(-1).where(look.valid, 0)
         torch.testing.assert_close(found.logp[0, :4], expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found.entropy[0, :4], known.entropy()[:, 0].where(look.valid, 0))
+
+    @pytest.mark.parametrize("level", ["token", "action", "chunk"])
+    def test_its_divergence_from_others_is_exact(self, make, blind, level):
+        policy = stir(make("gaussian", blind, sim=quiet(), level=level))
+        rollouts = policy.rollout(STARTS, 1, [1, 2, 3])
+        with torch.no_grad():
+            before = policy.replay(rollouts, policy.module)
+        assert before.divergence is None
+        look, head = rollouts.inputs[1][0], policy.module.head
+
+        def distribution():
+            mean = head.mean(states_only.NothingRead(1, policy.device), look.state[None])[0]
+            return Normal(mean, head.log_std.exp())
+
+        with torch.no_grad():
+            then = distribution()
+        rollouts = replace(
+            rollouts, old_logp=before.logp, old_prediction=before.prediction, ref_prediction=before.prediction
+        )
+        assert not policy.replay(rollouts, policy.module).divergence.any()
+        stir(policy, 0.1)
+        found = policy.replay(rollouts, policy.module)
+        known = kl_divergence(then, distribution()).where(look.valid[:, None], 0)
+        known = known.sum() if level == "chunk" else known[:, 0]
+        decisions = head.decisions
+        torch.testing.assert_close(found.divergence[1, :decisions].squeeze(), known, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found.reference_kl, found.divergence)
+        found.divergence.sum().backward()
+        assert head.log_std.grad.any() and head.layers[-1].weight.grad.any()
 
     def test_it_starts_near_zero_with_the_spread_that_was_asked_for(self, make, blind):
         policy = make("gaussian", blind, sim=quiet(), std=0.5, width=256, layers=3)
