@@ -162,6 +162,9 @@ class Record:
         return cls(**{f.name: _joined(f, [vars(part)[f.name] for part in parts]) for f in fields(cls)})
 
 
+BY_DECISION = ("advantages", "nodes")  # columns by decision that are not padded
+
+
 @dataclass
 class Rollouts(Record):
     """A batch of rollouts, whatever the policy: B rollouts, at most T decisions each, K reward components.
@@ -194,6 +197,19 @@ class Rollouts(Record):
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def by_step(self, inputs: list[list[Any]]) -> Rollouts:
+        """Every step of every rollout as a rollout of its own, and a group of its own; a step is as many decisions as
+        each of them has. inputs: of every step of every rollout; those that it does not name are left out.
+
+        What is known of a rollout is known of each of its steps.
+        """
+        places = [(b, s) for b, steps in enumerate(inputs) for s in range(len(steps))]
+        row, step = torch.tensor(places, dtype=torch.int64).view(-1, 2).unbind(1)
+        most = max(1, *map(len, inputs))
+        found = self.select(row)
+        cut = _cut(found, step, most)
+        return replace(cut, inputs=[one for steps in inputs for one in steps], group=torch.arange(len(places)))
 
 
 @dataclass
@@ -282,6 +298,20 @@ def _picked(value: Any, index: Tensor, rows: list[int]) -> Any:
     if isinstance(value, dict):
         return {name: record.select(index) for name, record in value.items()}
     return None if value is None else value[index]
+
+
+def _cut(record: Any, step: Tensor, steps: int) -> Any:
+    """`record`, whose rows are steps by now, with only the decisions, or the step, of each row's own `step` [row].
+    steps: of the longest rollout."""
+    found: dict[str, Any] = {}
+    for f in fields(record):
+        value = vars(record)[f.name]
+        if isinstance(value, dict):
+            found[f.name] = {name: _cut(own, step, steps) for name, own in value.items()}
+        elif isinstance(value, Tensor) and (f.metadata.get("pad") is not None or f.name in BY_DECISION):
+            parts = value.unflatten(1, (steps, value.shape[1] // steps))
+            found[f.name] = parts[torch.arange(len(step)), step]
+    return replace(record, **found)
 
 
 def _joined(column: Any, values: list[Any]) -> Any:
