@@ -22,6 +22,10 @@ Question = Literal["which", "sum", "largest", "above_five", "where"]
 ClipQuestion = Literal["direction", "speed", "order"]
 CLIP_QUESTIONS: tuple[ClipQuestion, ...] = ("direction", "speed", "order")
 EVERY: tuple[Question, ...] = ("which", "sum", "largest", "above_five", "where")
+NamedQuestion = Literal["alone", "what", "left_of", "right_of", "where", "how_many", "all"]
+NAMED: tuple[NamedQuestion, ...] = ("what", "left_of", "right_of", "where", "how_many")
+NamedPart = Literal["all", "shown", "heldout"]
+NamedStyle = Literal["noto", "fluent", "openmoji"]
 
 
 class Questions(Choice):
@@ -32,6 +36,7 @@ class Questions(Choice):
         "digits": "mmrl.tasks.visual_qa.settings:DigitsData",
         "scenes": "mmrl.tasks.visual_qa.settings:ScenesData",
         "clips": "mmrl.tasks.visual_qa.settings:ClipsData",
+        "named_pictures": "mmrl.tasks.visual_qa.settings:NamedPicturesData",
         "files": "mmrl.tasks.visual_qa.settings:FilesData",
         "huggingface": "mmrl.tasks.visual_qa.settings:HuggingFaceData",
     }
@@ -113,6 +118,55 @@ class ClipsData(Questions):
         shown: dict[str, Any] = {"careless": self.careless, "shuffled": self.shuffled}
         train = ClipsSource("train", size=self.train_size, seed=seed, **asked, **shown)
         return train, ClipsSource("heldout", size=self.eval_size, seed=self.eval_seed, **asked)
+
+
+class NamedPicturesData(Questions):
+    """Rows of named pictures in the styles of icon sets; training rows follow the run's seed, held-out rows only
+    `eval_seed`. Held-out rows show held-out names, unless told otherwise."""
+
+    test: ClassVar[str] = "tests/tasks/test_named_pictures.py"
+    type: str = "named_pictures"
+    train_size: int = option(200_000, "questions to train on", ge=1)
+    eval_size: int = option(1000, "held-out questions", ge=1)
+    eval_seed: int = option(0, "of the held-out questions", ge=0)
+    questions: tuple[NamedQuestion, ...] = option(NAMED, "kinds of question to train on", min_length=1)
+    eval_questions: tuple[NamedQuestion, ...] = option(NAMED, "kinds of held-out question", min_length=1)
+    train_names: NamedPart = option("shown", "which names rows to train on are made of; every fifth is held out")
+    eval_names: NamedPart = option("heldout", "which names held-out rows are made of")
+    styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "of the pictures to train on", min_length=1)
+    eval_styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "of held-out rows", min_length=1)
+    cells: int = option(3, "pictures of a row", ge=2, le=3)
+    jitter: int = option(0, "how far pictures to train on are moved by chance", unit="pixels", ge=0, lt=32)
+    tint: int = option(0, "how far their background may be from white, of 255 a channel", ge=0, le=255)
+    careless: float = option(
+        0.0, "share of training demonstrations that answer for another place, or one too many", ge=0, le=1
+    )
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.visual_qa.named_pictures import NamedPicturesSource
+
+        train = NamedPicturesSource(
+            "train",
+            size=self.train_size,
+            seed=seed,
+            which=self.train_names,
+            styles=self.styles,
+            kinds=self.questions,
+            cells=self.cells,
+            jitter=self.jitter,
+            tint=self.tint,
+            careless=self.careless,
+        )
+        held_out = NamedPicturesSource(
+            "heldout",
+            size=self.eval_size,
+            seed=self.eval_seed,
+            which=self.eval_names,
+            styles=self.eval_styles,
+            kinds=self.eval_questions,
+            cells=self.cells,
+        )
+        return train, held_out
 
 
 class Rows(Questions):
