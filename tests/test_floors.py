@@ -27,7 +27,14 @@ FLOORS = [
     ["mmrl.sources", "mmrl.terms", "mmrl.facts", "mmrl.protocols"],
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.report", "mmrl.collection"],
     ["mmrl.sims"],  # above rewards: environments run in the same kind of process
-    ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics", "mmrl.tasks.settings"],
+    [
+        "mmrl.policies",
+        "mmrl.algorithms",
+        "mmrl.checkpoints",
+        "mmrl.metrics",
+        "mmrl.tasks.settings",
+        "mmrl.tasks.named_pictures",  # data that several tasks may show
+    ],
     ["mmrl.tasks"],
     ["mmrl.config"],
     ["mmrl.evaluation", "mmrl.pool", "mmrl.preparation", "mmrl.reference", "mmrl.skeleton"],
