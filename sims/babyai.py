@@ -82,13 +82,8 @@ class Levels(gymnasium.Env):
         if self._idle:
             return self._last, 0.0, False, False, {"solved": False}
         seen, reward, terminated, truncated, info = self._now.step(int(action))
-        return (
-            self._shown(seen),
-            float(reward),
-            terminated,
-            truncated,
-            {"solved": bool(terminated and float(reward) > 0)},
-        )
+        solved = bool(terminated and float(reward) > 0)
+        return self._shown(seen), float(reward), terminated, truncated, {"solved": solved}
 
     def close(self) -> None:
         for world in self._worlds.values():

@@ -164,6 +164,8 @@ class Ranks:
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over ranks."""
         total = value.detach().clone().to(self.device)
+        if self.world == 1:  # a lone rank would wait for gloo's thread
+            return total
         with self._waiting():
             dist.all_reduce(total)
         return total
@@ -177,6 +179,8 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order (any picklable object; for small things). They go over the hosts'
         network: over NCCL they would pass through every GPU, and those would spin while one rank is late."""
+        if self.world == 1:  # there is nobody to pickle it for
+            return [value]
         values: list[Any] = [None] * self.world
         with self._waiting():
             dist.all_gather_object(values, value, group=self._objects)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from mmrl.sims import Simulator, VectorSim
 from mmrl.sims import build as build_simulator
+from mmrl.sims.transitions import cameras_of
 from mmrl.tasks.manipulation.episodes import FIRST_TRAINING_SEED, EpisodeSource
 from mmrl.tasks.manipulation.settings import ManipulationSettings
 from torch import Tensor
@@ -94,6 +95,7 @@ class Shuffled:
         self.started: list[int] = []
         self.count, self.action_dim = simulator.count, simulator.action_dim
         self.state_dim, self.image_shape, self.tasks = simulator.state_dim, simulator.image_shape, simulator.tasks
+        self.cameras = cameras_of(simulator)
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Any:
         self.started = list(rows)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mmrl.sims.turns.settings import EnvironmentSettings
 from mmrl.tasks.settings import TaskSettings
-from mmrl.tasks.visual_qa.bounds import MAX_PIXELS, PARQUET_GIB, PILLOWS_LIMIT
+from mmrl.tasks.visual_qa.bounds import MAX_FRAMES, MAX_PIXELS, PARQUET_GIB, PILLOWS_LIMIT
 
 from mmrl.rewards.settings import RewardSpec
 from mmrl.settings import Choice, option
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from mmrl.protocols import Source
 
 Question = Literal["which", "sum", "largest", "above_five", "where"]
+ClipQuestion = Literal["direction", "speed", "order"]
+CLIP_QUESTIONS: tuple[ClipQuestion, ...] = ("direction", "speed", "order")
 EVERY: tuple[Question, ...] = ("which", "sum", "largest", "above_five", "where")
 NamedQuestion = Literal["alone", "what", "left_of", "right_of", "where", "how_many", "all"]
 NAMED: tuple[NamedQuestion, ...] = ("what", "left_of", "right_of", "where", "how_many")
@@ -33,6 +35,7 @@ class Questions(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "digits": "mmrl.tasks.visual_qa.settings:DigitsData",
         "scenes": "mmrl.tasks.visual_qa.settings:ScenesData",
+        "clips": "mmrl.tasks.visual_qa.settings:ClipsData",
         "named_pictures": "mmrl.tasks.visual_qa.settings:NamedPicturesData",
         "files": "mmrl.tasks.visual_qa.settings:FilesData",
         "huggingface": "mmrl.tasks.visual_qa.settings:HuggingFaceData",
@@ -95,6 +98,28 @@ class ScenesData(Questions):
         return train, ScenesSource("heldout", size=self.eval_size, seed=self.eval_seed, **layout)
 
 
+class ClipsData(Questions):
+    """Drawn clips of five frames in which a shape moves, or one shape follows another. Training clips follow the run's
+    seed, held-out clips only `eval_seed`, with shapes at other places and in other pairs."""
+
+    test: ClassVar[str] = "tests/tasks/test_clip_questions.py"
+    type: str = "clips"
+    train_size: int = option(20_000, "questions to train on", ge=1)
+    eval_size: int = option(500, "held-out questions", ge=1)
+    eval_seed: int = option(0, "of the held-out questions", ge=0)
+    questions: tuple[ClipQuestion, ...] = option(CLIP_QUESTIONS, "kinds of question", min_length=1)
+    careless: float = option(0.0, "share of training demonstrations that give another answer", ge=0, le=1)
+    shuffled: bool = option(False, "show the frames of training clips in an order drawn by chance: a control")
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.visual_qa.clips import ClipsSource
+
+        asked: dict[str, Any] = {"kinds": self.questions}
+        shown: dict[str, Any] = {"careless": self.careless, "shuffled": self.shuffled}
+        train = ClipsSource("train", size=self.train_size, seed=seed, **asked, **shown)
+        return train, ClipsSource("heldout", size=self.eval_size, seed=self.eval_seed, **asked)
+
+
 class NamedPicturesData(Questions):
     """Rows of named pictures in the styles of icon sets; training rows follow the run's seed, held-out rows only
     `eval_seed`. Held-out rows show held-out names, unless told otherwise."""
@@ -150,7 +175,11 @@ class Rows(Questions):
     image_field: str = option("images", "column of the pictures")
     problem_field: str = option("problem", "column of the question")
     answer_field: str = option("answer", "column of the answer")
-    image_root: Path | None = option(None, "folder that relative paths of pictures start from; default: the file's")
+    video_field: str = option("videos", "column of the clips")
+    max_frames: int = option(MAX_FRAMES, "of a clip that are kept, evenly spaced", ge=1)
+    image_root: Path | None = option(
+        None, "folder that relative paths of pictures and clips start from; default: the file's"
+    )
     max_pixels: int = option(
         MAX_PIXELS, "width x height of the largest picture that is opened", unit="pixels", ge=1, le=PILLOWS_LIMIT
     )
@@ -163,6 +192,8 @@ class Rows(Questions):
             "image_field": self.image_field,
             "problem_field": self.problem_field,
             "answer_field": self.answer_field,
+            "video_field": self.video_field,
+            "max_frames": self.max_frames,
             "image_root": self.image_root,
             "max_pixels": self.max_pixels,
             "max_bad_share": self.max_bad_share,
