@@ -10,13 +10,16 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Before the heavy imports, so that `mmrl --help` answers at once and the libraries stay quiet.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from mmrl.errors import UserError  # noqa: E402
+
+if TYPE_CHECKING:
+    from mmrl.job import Job
 
 KINDS_OF_NEW = ["task", "reward", "simulator", "environment", "algorithm", "term", "shaper", "mask", "sampler"]
 
@@ -91,6 +94,10 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("name", help="of the class, such as MyAlgorithm")
     new.add_argument("--folder", type=Path, default=Path(), help="where its files go; default: here")
     new.set_defaults(run=run_new)
+    conversion = commands.add_parser("convert", help="a recipe of SimpleVLA-RL or cosmos-rl as a configuration of ours")
+    conversion.add_argument("recipe", type=Path, help="a script with SimpleVLA-RL's command, or cosmos-rl's TOML")
+    conversion.add_argument("--out", type=Path, help="where the YAML goes; default: to the terminal")
+    conversion.set_defaults(run=run_convert)
     doctor = commands.add_parser("doctor", help="say what is installed and what is missing")
     doctor.set_defaults(run=run_doctor)
     return root
@@ -157,28 +164,52 @@ def summary(accuracies: dict[str, float], folder: Path) -> str:
 
 def run_eval(options: argparse.Namespace) -> int:
     from mmrl.job import Job
-    from mmrl.protocols import SimulatedTask
     from mmrl.report.run import versions
     from mmrl.settings import plain
+    from mmrl.tasks.manipulation.settings import ManipulationSettings
 
     with Job.of(options.model, *given(options)) as job:
-        config, played = job.config, isinstance(job.task, SimulatedTask)
-        result, samples, marks = job.measure()
-        if played:
-            policy: Any = job.policy
+        config = job.config
+        if isinstance(config.task, ManipulationSettings):
+            return eval_episodes(options, job)
+        result, _, _ = job.measure()
+    told = {"seed": config.seed, "evaluation": plain(config.evaluation), "task": plain(config.task)}
+    told["sample"] = plain(config.sample)
+    return write_evaluation(options.model, {**result, "protocol": told, "versions": versions()})
+
+
+def eval_episodes(options: argparse.Namespace, job: Job) -> int:
+    """The likeliest actions, then sampled ones. What was played before under the same protocol is not played again."""
+    from mmrl import evaluation_protocol as protocols
+    from mmrl.evaluation import Journal
+
+    task, ranks = job.task, job.ranks
+    policy: Any = job.policy
+    told = protocols.protocol(job.config, task, policy.action.chunk)
+    found: dict[str, dict[str, Any]] = {}
+    record: dict[str, Any] = {}
+    journals: list[Path] = []
+    for decoding in ("greedy", "sampled"):
+        if decoding == "sampled":
             policy.evaluation_temperature = policy.temperature.value
-            _, sampled, sampled_marks = job.measure()
-    protocol = {"seed": config.seed, "evaluation": plain(config.evaluation), "task": plain(config.task)}
-    record = {"model": options.model, **result, "protocol": protocol, "versions": versions()}
-    for name, value in result.items():
-        print(f"{name.removeprefix('evaluation/'):>28}  {value:.4f}")
-    if played:
-        protocol["action"] = plain(config.section("action"))
-        record["greedy"] = by_task("greedy", samples, marks)
-        record["sampled"] = by_task("sampled", sampled, sampled_marks)
-    target = beside(options.model, "evaluation.json")
-    target.write_text(json.dumps(record, indent=2))
-    print(f"written to {target}")
+        mark = protocols.digest({**told, "decoding": decoding}, options.model)
+        journal = Journal(beside(options.model, f"evaluation.{decoding}-{ranks.rank}.jsonl"), mark)
+        if journal.known:
+            print(f"{journal.episodes} episodes ({decoding}) were played before; going on behind them")
+        result, samples, _ = job.measure(told["episodes"], journal)
+        journals.append(journal.file)
+        if not record:
+            print("\n".join(protocols.described(told, policy.evaluation_temperature)))
+            record = {**result, "protocol": told, "versions": told["versions"]}
+        found[decoding] = protocols.by_task(task, [s for part in ranks.gather(samples) for s in part])
+        for name, of_task in found[decoding].items():
+            print(protocols.told_success(name, decoding, of_task))
+    if ranks.rank == 0:
+        command = ["mmrl", "eval", options.model, *options.overrides]
+        protocols.add_line(beside(options.model, protocols.LINES), command, told, found)
+        write_evaluation(options.model, {**record, **found})
+    for file in journals:
+        file.unlink()
     return 0
 
 
@@ -192,33 +223,16 @@ def given(options: argparse.Namespace) -> tuple[str | None, list[str]]:
     return (files[0] if files else None), [word for word in words if word not in files]
 
 
-def by_task(decoding: str, samples: list[Any], marks: list[float]) -> dict[str, dict[str, float]]:
-    """Success at any time of each task with its Wilson interval, success when the episode ended, and length; printed
-    and returned. Episodes that the simulator lost are left out."""
-    from mmrl.report.run import wilson
+def write_evaluation(model: str, record: dict[str, Any]) -> int:
+    from mmrl.report.run import replace
 
-    episodes: dict[str, list[Any]] = {}
-    for sample, mark in zip(samples, marks, strict=True):
-        if mark == mark:  # not lost
-            episodes.setdefault(sample.prompt.metadata["task"], []).append(sample.episode)
-    found = {}
-    for name, played in episodes.items():
-        n, solved = len(played), sum(e.success for e in played)
-        low, high = wilson(solved, n)
-        at_end, length = sum(e.success_at_end for e in played) / n, sum(e.length for e in played) / n
-        found[name] = {
-            "success": solved / n,
-            "low": low,
-            "high": high,
-            "success_at_end": at_end,
-            "length": length,
-            "episodes": n,
-        }
-        print(
-            f"{name + ', ' + decoding:>28}  {solved / n:.4f}  ({low:.3f} .. {high:.3f} at 95 %, {n} episodes; at their "
-            f"end {at_end:.4f}, {length:.1f} actions long)"
-        )
-    return found
+    for name, value in record.items():
+        if isinstance(value, float):
+            print(f"{name.removeprefix('evaluation/'):>28}  {value:.4f}")
+    target = beside(model, "evaluation.json")
+    replace(target, json.dumps({"model": model, **record}, indent=2).encode())
+    print(f"written to {target}")
+    return 0
 
 
 def run_sample(options: argparse.Namespace) -> int:
@@ -293,6 +307,19 @@ def run_new(options: argparse.Namespace) -> int:
 
     for path in write(options.kind, options.name, options.folder):
         print(f"written {path}")
+    return 0
+
+
+def run_convert(options: argparse.Namespace) -> int:
+    from mmrl.conversion import convert
+
+    found = convert(options.recipe)
+    text = found.text(str(options.recipe))
+    if options.out is None:
+        print(text, end="")
+    else:
+        options.out.write_text(text)
+        print(f"written to {options.out}; {len(found.without)} keys have no counterpart, see its first lines")
     return 0
 
 

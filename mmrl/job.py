@@ -23,11 +23,13 @@ from mmrl.checkpoints.starting import read_origin
 from mmrl.config import Config, configure, load, to_yaml
 from mmrl.engine import Engine, Ranks, applied, end_with_launcher, take_device
 from mmrl.errors import UserError, told
-from mmrl.evaluation import evaluate
+from mmrl.evaluation import Journal, evaluate
+from mmrl.protocols import Responding
 from mmrl.report.lock import check_free
 from mmrl.report.records import RunRecord, read_run
 from mmrl.report.run import Run
 from mmrl.rollouts import Sample
+from mmrl.search import SearchingPolicy
 from mmrl.settings import plain
 
 EachStep = Callable[[int, Mapping[str, float]], None]
@@ -165,12 +167,20 @@ class Job:
         """Samples of the first held-out prompts; with several ranks those of this one."""
         return self.measure(prompts)[1]
 
-    def measure(self, prompts: int | None = None) -> tuple[dict[str, float], list[Sample], list[float]]:
-        """Metrics, samples, and the accuracy of each sample, with the averaged weights where there are any."""
+    def measure(
+        self, prompts: int | None = None, journal: Journal | None = None
+    ) -> tuple[dict[str, float], list[Sample], list[float]]:
+        """Metrics, samples, and the accuracy of each sample, with the averaged weights where there are any. journal: of
+        episodes that were played before."""
         count = self.config.evaluation.prompts if prompts is None else prompts
         ema = None if self._trainer is None else self._trainer.ema
         with applied(ema), awake(self.generator):
-            return evaluate(self.policy, self.task, self.ranks, count, self.config)
+            return evaluate(self._answering(), self.task, self.ranks, count, self.config, journal)
+
+    def _answering(self) -> Responding:
+        """The policy; with weights that are finished, what searches its answers where sample.search is set."""
+        search = None if self._trains else self.config.sample.search
+        return self.policy if search is None else SearchingPolicy(self.policy, self.task, search)
 
 
 # --- before a run ---

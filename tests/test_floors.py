@@ -21,6 +21,7 @@ FLOORS = [
     ["mmrl.settings", "mmrl.tree", "mmrl.layers", "mmrl.files", "mmrl.records", "mmrl.placement", "mmrl.devices"],
     [
         "mmrl.controls",
+        "mmrl.critics",
         "mmrl.guards",
         "mmrl.layers",
         "mmrl.sections",
@@ -34,10 +35,19 @@ FLOORS = [
     ["mmrl.sources", "mmrl.terms", "mmrl.facts", "mmrl.protocols"],
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.report", "mmrl.collection"],
     ["mmrl.sims"],  # above rewards: environments run in the same kind of process
-    ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics", "mmrl.tasks.settings"],
-    ["mmrl.tasks"],
+    ["mmrl.tasks.settings", "mmrl.tasks.moving"],
+    ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics"],
+    ["mmrl.tasks", "mmrl.search"],
     ["mmrl.config"],
-    ["mmrl.evaluation", "mmrl.pool", "mmrl.preparation", "mmrl.reference", "mmrl.skeleton"],
+    [
+        "mmrl.conversion",
+        "mmrl.evaluation",
+        "mmrl.evaluation_protocol",
+        "mmrl.pool",
+        "mmrl.preparation",
+        "mmrl.reference",
+        "mmrl.skeleton",
+    ],
     ["mmrl.batches"],
     ["mmrl.trainer", "mmrl.build"],
     ["mmrl.job"],
@@ -45,7 +55,7 @@ FLOORS = [
     ["mmrl.__main__", "mmrl"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-SEE_THE_CONFIGURATION = {room for rooms in FLOORS[12:] for room in rooms}
+SEE_THE_CONFIGURATION = {room for rooms in FLOORS[13:] for room in rooms}
 ONLY_TORCH = {"mmrl.core", "mmrl.samplers"}  # besides the standard library and kernels
 # Whatever begins like this is imported when a configuration is read, and so is every module named `settings`.
 LIGHT = tuple(
@@ -56,6 +66,7 @@ LIGHT = tuple(
         "collection",
         "config",
         "controls",
+        "critics",
         "counterfactuals",
         "curricula",
         "errors",
@@ -63,6 +74,7 @@ LIGHT = tuple(
         "lazy",
         "needs",
         "prompt_samplers",
+        "search",
         "settings",
         "sources",
         "terms",

@@ -4,7 +4,7 @@ configuration as `algorithm.type=package.module:Class`."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from mmrl.config import Config
     from mmrl.facts import Batch
-    from mmrl.rollouts import Replay, Rollouts
+    from mmrl.rollouts import Prompt, Replay, Rollouts
 
 ReduceMode = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
@@ -58,7 +58,10 @@ class Algorithm(Choice):
         "supervised": "mmrl.algorithms.supervised:Supervised",
         "contrast": "mmrl.algorithms.contrast:Contrast",
         "matching": "mmrl.algorithms.matching:Matching",
+        "reward_gradient": "mmrl.algorithms.reward_gradient:RewardGradient",
         "preference": "mmrl.algorithms.preference:Preference",
+        "stepwise_preference": "mmrl.algorithms.pairs:StepwisePreference",
+        "offline_preference": "mmrl.algorithms.pairs:OfflinePreference",
         "mixed_preference": "mmrl.algorithms.preference:MixedPreference",
         "discriminative": "mmrl.algorithms.discriminative:Discriminative",
         "reweighted_supervised": "mmrl.algorithms.reweighted:ReweightedSupervised",
@@ -114,7 +117,17 @@ class Algorithm(Choice):
     def check_rewards(self, names: list[str]) -> None:
         """Raises ValueError in one line for a reward that is none of the task's."""
 
+    @property
+    def by_step(self) -> bool:
+        """Whether a step's updates learn from single steps of episodes in a random order, in place of whole ones."""
+        return False
+
     # --- what it computes ---
+
+    def shown(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts with what is demonstrated of each, as many in a row as its collection has rollouts a prompt; of
+        an algorithm that collects demonstrations."""
+        return list(prompts)
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Tensor:
@@ -124,6 +137,20 @@ class Algorithm(Choice):
         """Lets its parts leave what they will need in the rollouts, when advantages and masks are known."""
         for term in self.terms:
             term.prepare(batch)
+
+    def of_minibatch(self, minibatch: Sequence[Rollouts], total: Callable[[Tensor], Tensor]) -> None:
+        """May change the advantages of an optimizer step's micro-batches, before the first update. total: the sum of a
+        tensor over ranks, which all of them ask for alike."""
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """Statistics of the loss that `enough` wants to know."""
+        return ()
+
+    def enough(self, means: dict[str, float]) -> bool:
+        """Whether a step ends with the update that has just been made. means: of `watched`, over all decisions of the
+        update on all ranks, before it."""
+        return False
 
     @abstractmethod
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:

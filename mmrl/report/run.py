@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import importlib.metadata
-import io
 import json
 import os
 import platform
@@ -26,7 +24,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from mmrl.report.conversations import conversation_html, data_url
+from mmrl.report.conversations import conversation_html, data_url, film_url, save_film
 from mmrl.report.lock import RunLock
 from mmrl.report.records import END, flattened, parsed
 from mmrl.rollouts import Episode, Prompt, Sample
@@ -233,13 +231,6 @@ def write_clips(target: Path, clips: Sequence[list[Image.Image]], columns: int =
     return [moving, still]
 
 
-def save_film(target: Any, sheets: Sequence[Image.Image], milliseconds: int = 250) -> None:
-    """An animated GIF that repeats; its last frame stands as long as two more, so that one sees where it begins."""
-    times = [milliseconds] * (len(sheets) - 1) + [3 * milliseconds]
-    first, *rest = (sheet.convert("RGB") for sheet in sheets)
-    first.save(target, format="GIF", save_all=True, append_images=rest, duration=times, loop=0)
-
-
 def film(target: Path, episode: Episode, least: int = 256, per_second: int = 20) -> Path:
     """The frames of an episode as a video, enlarged, under its instruction and its outcome; one frame an action."""
     import imageio.v3  # comes with the simulators
@@ -315,7 +306,12 @@ def groups_of(prompts: Sequence[Prompt]) -> list[int]:
     first = 0
     for i, prompt in enumerate(prompts):
         before = prompts[first]
-        if (prompt.id, prompt.text, prompt.images) != (before.id, before.text, before.images):
+        if (prompt.id, prompt.text, prompt.images, prompt.videos) != (
+            before.id,
+            before.text,
+            before.images,
+            before.videos,
+        ):
             first = i
         sizes[first] += 1
     return sizes
@@ -330,12 +326,17 @@ def _row(sample: Sample, numbers: Sequence[float], same: int) -> str:
     cells = [f"<td>{_pictures(shown)}{own}</td>", *(f"<td>{number:.3g}</td>" for number in numbers)]
     if same:
         asked = [
-            _pictures([data_url(image) for image in sample.prompt.images]),
+            _pictures(_asked_with(sample.prompt)),
             f"<pre>{html.escape(_asked(sample))}</pre>",
         ]
         asked.append(f"<pre>{html.escape(str(sample.prompt.answer))}</pre>")
         cells[:0] = [f'<td rowspan="{same}">{cell}</td>' for cell in asked]
     return f"<tr>{''.join(cells)}</tr>"
+
+
+def _asked_with(prompt: Prompt) -> list[str]:
+    """Data URLs of a prompt's pictures and clips."""
+    return [*map(data_url, prompt.images), *(film_url(c.frames, round(1000 / c.fps)) for c in prompt.videos)]
 
 
 def _pictures(urls: Sequence[str]) -> str:
@@ -347,6 +348,4 @@ def _asked(sample: Sample) -> str:
 
 
 def clip_url(clip: Tensor) -> str:
-    buffer = io.BytesIO()
-    save_film(buffer, pages(clip))
-    return "data:image/gif;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return film_url(pages(clip))
