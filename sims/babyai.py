@@ -67,7 +67,8 @@ class Levels(gymnasium.Env):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         seen, reward, terminated, truncated, info = self._now.step(int(action))
-        return self._shown(seen), float(reward), terminated, truncated, {"solved": bool(terminated and float(reward) > 0)}
+        solved = bool(terminated and float(reward) > 0)
+        return self._shown(seen), float(reward), terminated, truncated, {"solved": solved}
 
     def close(self) -> None:
         for world in self._worlds.values():

@@ -61,7 +61,7 @@ def _beside(row: Sequence[str], rng: np.random.Generator, step: int) -> Question
 def _where(row: Sequence[str], rng: np.random.Generator) -> Question:
     here, there = rng.permutation(len(row))[:2]
     places = PLACES[len(row)]
-    return Question(f"Where is the {row[here]}?", places[here], places[there])
+    return Question(f"Where is the {row[int(here)]}?", places[int(here)], places[int(there)])
 
 
 def _how_many(row: Sequence[str], rng: np.random.Generator) -> Question:
