@@ -193,7 +193,7 @@ class Batches:
         batch.accuracy = self.task.accuracy(batch.samples)
         if self.steps_ahead:
             batch.version = torch.full_like(group, self.version)
-        self._ask_greedily(batch)
+        self._ask_more(batch, step)
         self._complete(batch)
         return batch
 
@@ -214,18 +214,24 @@ class Batches:
         batch = pool.take(share, step, self.version)
         batch.rewards = self.task.score(batch.samples, batch.group)
         batch.accuracy = self.task.accuracy(batch.samples)
-        self._ask_greedily(batch)
+        self._ask_more(batch, step)
         return batch
 
-    def _ask_greedily(self, batch: Rollouts) -> None:
-        """Leaves the rewards of a greedy response to each rollout's prompt in `extras`, where a part needs them."""
-        if not self.config.needs.greedy:
-            return
+    def _ask_more(self, batch: Rollouts, step: int) -> None:
+        """Leaves in `extras` what parts need of further responses to the rollouts' prompts: the rewards of a greedy
+        one, and how often those under a view are right."""
+        needs, size = self.config.needs, self.config.group_size
         groups, member = batch.group.unique(return_inverse=True)
         first = [int((member == g).nonzero()[0]) for g in range(len(groups))]
         prompts = [batch.samples[row].prompt for row in first]
-        answers = self.policy.respond(prompts, [0] * len(prompts))
-        batch.extras["greedy"] = Column(self.task.score(answers, torch.arange(len(prompts)))[member])
+        if needs.greedy:
+            answers = self.policy.respond(prompts, [0] * len(prompts))
+            batch.extras["greedy"] = Column(self.task.score(answers, torch.arange(len(prompts)))[member])
+        seeds = rollout_seeds(self.config.seed, groups.tolist(), size)
+        for view in needs.answered_under:
+            changed = [view.change(prompt) for prompt in prompts]
+            right = self.task.accuracy(self.policy.rollout(changed, size, seeds, step=step).samples)
+            batch.extras[f"answered {view.name}"] = Column(right.view(-1, size).nanmean(1)[member])
 
     def _complete(self, batch: Rollouts) -> None:
         """Leaves the rewards of what the states of chains lead to in `extras`, where a part needs them."""

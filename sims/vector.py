@@ -23,7 +23,7 @@ from mmrl.sims.checks import (
     mark_what_is_not_finite,
     misfit,
 )
-from mmrl.sims.transitions import Simulator, Transition
+from mmrl.sims.transitions import Simulator, Transition, cameras_of
 from mmrl.sims.watch import watched
 from numpy.typing import ArrayLike, NDArray
 
@@ -44,6 +44,15 @@ class Observation:
     images: NDArray[np.uint8]  # [B, height, width, 3], RGB
     state: NDArray[np.float32]  # [B, S] proprioception
     instructions: list[str]  # B
+    cameras: tuple[str, ...] = ("camera",)  # whose pictures stand side by side in `images`, from the left
+
+    def picture(self, camera: str) -> NDArray[np.uint8]:
+        """What one camera shows, [B, height, width / cameras, 3]. Raises UserError for one that there is not."""
+        if camera not in self.cameras:
+            raise UserError(f"no camera {camera!r}{nearest(camera, self.cameras)}; there are {', '.join(self.cameras)}")
+        width = self.images.shape[2] // len(self.cameras)
+        left = self.cameras.index(camera) * width
+        return self.images[:, :, left : left + width]
 
     def __len__(self) -> int:
         return len(self.instructions)
@@ -51,7 +60,7 @@ class Observation:
     def select(self, rows: Sequence[int] | NDArray) -> Observation:
         """The rows at `rows` (indices, or [B] bool), in that order."""
         index = np.flatnonzero(rows) if np.asarray(rows).dtype == bool else np.asarray(rows, dtype=np.int64)
-        return Observation(self.images[index], self.state[index], [self.instructions[i] for i in index])
+        return Observation(self.images[index], self.state[index], [self.instructions[i] for i in index], self.cameras)
 
 
 @dataclass
@@ -110,6 +119,7 @@ class VectorSim:
         self.name = name or type(simulator).__name__
         check_facts(self.name, simulator)
         self.simulator, self.end_of_episode, self.seed_stride = simulator, end_of_episode, seed_stride
+        self.cameras = cameras_of(simulator)
         self.shares = [np.arange(simulator.count)] if shares is None else list(shares)
         self.counters = Counter(nan_actions=0, dropped_episodes=0, restarts=0)
         self.seeds: list[int] = []  # B, of the running episodes
@@ -153,6 +163,7 @@ class VectorSim:
             np.zeros((len(self), *shape), np.uint8),
             np.zeros((len(self), self.simulator.state_dim), np.float32),
             [""] * len(self),
+            self.cameras,
         )
         self._running[:] = False
         dropped = self._start(np.arange(len(seeds)))
@@ -218,7 +229,7 @@ class VectorSim:
     def observation(self) -> Observation:
         """A copy of what all environments show now; ended ones show their last picture."""
         now = self._checked(None)
-        return Observation(now.images.copy(), now.state.copy(), list(now.instructions))
+        return Observation(now.images.copy(), now.state.copy(), list(now.instructions), self.cameras)
 
     def close(self) -> None:
         """Frees renderers, threads and processes; the simulator cannot be used afterwards."""

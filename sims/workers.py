@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from mmrl.sims.checks import SimulatorFault, checked_actions, misfit
-from mmrl.sims.transitions import Simulator, Transition
+from mmrl.sims.transitions import Simulator, Transition, cameras_of
 from numpy.typing import NDArray
 
 from mmrl import devices
@@ -115,6 +115,7 @@ class Workers:
             raise UserError(f"simulator {name!r}: a worker does not start: {error}") from error
         self.action_dim, self.state_dim = first["action_dim"], first["state_dim"]
         self.image_shape, self.tasks = tuple(first["image_shape"]), tuple(first["tasks"])
+        self.cameras = tuple(first["cameras"])
 
     @property
     def restarts(self) -> int:
@@ -442,7 +443,7 @@ def serve(connection: socket.socket) -> None:
 
     def begin() -> Message:
         made.append(make(recipe["name"], recipe["count"], recipe["options"]))
-        return {name: getattr(made[0], name) for name in _FACTS}, {}
+        return {name: getattr(made[0], name) for name in _FACTS} | {"cameras": cameras_of(made[0])}, {}
 
     with connection as channel, suppress(ConnectionError):
         lock, busy = threading.Lock(), threading.Event()

@@ -4,7 +4,7 @@ configuration as `algorithm.type=package.module:Class`."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -117,6 +117,11 @@ class Algorithm(Choice):
     def check_rewards(self, names: list[str]) -> None:
         """Raises ValueError in one line for a reward that is none of the task's."""
 
+    @property
+    def by_step(self) -> bool:
+        """Whether a step's updates learn from single steps of episodes in a random order, in place of whole ones."""
+        return False
+
     # --- what it computes ---
 
     def shown(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -132,6 +137,20 @@ class Algorithm(Choice):
         """Lets its parts leave what they will need in the rollouts, when advantages and masks are known."""
         for term in self.terms:
             term.prepare(batch)
+
+    def of_minibatch(self, minibatch: Sequence[Rollouts], total: Callable[[Tensor], Tensor]) -> None:
+        """May change the advantages of an optimizer step's micro-batches, before the first update. total: the sum of a
+        tensor over ranks, which all of them ask for alike."""
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """Statistics of the loss that `enough` wants to know."""
+        return ()
+
+    def enough(self, means: dict[str, float]) -> bool:
+        """Whether a step ends with the update that has just been made. means: of `watched`, over all decisions of the
+        update on all ranks, before it."""
+        return False
 
     @abstractmethod
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:

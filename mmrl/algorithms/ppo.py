@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from mmrl.algorithms.base import Reduction
 from mmrl.algorithms.ratio import RatioAlgorithm
 from mmrl.collection import CollectionSettings, Independent
-from mmrl.needs import Needs
+from mmrl.critics import CriticSettings, SharedCritic
+from mmrl.needs import Capabilities, Needs
 from mmrl.settings import option
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch import Tensor
 
+    from mmrl.config import Config
     from mmrl.facts import Batch
     from mmrl.rollouts import Replay, Rollouts, Steps
 
@@ -37,36 +41,76 @@ class PPO(RatioAlgorithm):
         None, "how far a value may move from what it was before its loss stops to fall; null: as far as it likes", gt=0
     )
     simulator_reward: float = option(0.0, "weight of the simulator's own reward, beside task.rewards", ge=0)
+    critic: CriticSettings = option(SharedCritic(), "what says how much an observation is worth")
+    horizon: Literal["infinite", "finite"] = option(
+        "infinite",
+        "finite: the estimates over 1, 2, ... steps are weighted by lam^n only as far as the episode was seen, and the "
+        "weights sum to 1; infinite: all weight beyond its end goes to the longest estimate",
+    )
+    bootstrap: Literal["time_limit", "every_end"] = option(
+        "time_limit",
+        "where the critic's word stands for what would have followed: where the time limit cut an episode, or also "
+        "where it ended of its own, so that ending early is no loss under a reward of every step",
+    )
+    standardise: Literal["batch", "minibatch"] = option(
+        "batch", "over which advantages are standardised: a step's, or an optimizer step's"
+    )
+    shuffle: Literal["episodes", "steps"] = option(
+        "episodes",
+        "what minibatches are drawn from: whole episodes, or single steps of them (which engine.micro_batch counts)",
+    )
 
     @property
     def own_needs(self) -> Needs:
-        return super().own_needs | Needs(offers=frozenset({"critic"}), critic=True)
+        offers = {"critic", "steps"} if self.by_step else {"critic"}
+        return super().own_needs | Needs(offers=frozenset(offers), critic=self.critic)
+
+    @property
+    def by_step(self) -> bool:
+        return self.shuffle == "steps"
+
+    def check(self, config: Config, offered: Capabilities) -> None:
+        super().check(config, offered)
+        if not self.by_step:
+            return
+        if self.reduce != "token_mean" or self.level != "decision":
+            raise ValueError(
+                "algorithm.shuffle=steps takes episodes apart: it needs algorithm.reduce=token_mean and "
+                "algorithm.level=decision"
+            )
+        for key, needs in self.parts():
+            if needs.statistics or needs.whole_groups or needs.views_before:
+                raise ValueError(f"{key} needs whole episodes; use algorithm.shuffle=episodes")
 
     def advantages(self, batch: Batch) -> Tensor:
-        """[rollout, decision], standardised over the steps of all ranks; leaves the critic's targets in the rollouts.
+        """[rollout, decision], standardised over the steps of all ranks unless each minibatch is; leaves the critic's
+        targets in the rollouts.
 
         The reward of the task comes with an episode's last step, the simulator's own with each.
         """
         import torch
 
-        from mmrl.core.advantages import gae
+        from mmrl.core.advantages import finite_gae, gae
 
         rollouts, steps = batch.rollouts, _steps(batch.rollouts)
         last = torch.arange(steps.mask.shape[1]) == steps.mask.sum(1, keepdim=True) - 1
         total = batch.mine(batch.combined()).nan_to_num(0.0)
-        values, steps.returns = gae(
+        estimate = gae if self.horizon == "infinite" else finite_gae
+        ends = steps.terminated if self.bootstrap == "time_limit" else torch.zeros_like(steps.terminated)
+        values, steps.returns = estimate(
             self.simulator_reward * steps.rewards + total[:, None].where(last, 0.0),
             steps.values,
-            steps.terminated,
+            ends,
             torch.zeros_like(steps.mask),
             gamma=self.gamma,
             lam=self.lam,
             mask=steps.mask,
             bootstrap=steps.bootstrap,
         )
-        counted = batch.steps(values, steps.mask)
-        spread = counted.std() if len(counted) > 1 else torch.zeros(())
-        values = ((values - counted.mean()) / (spread + 1e-6)).where(steps.mask, 0.0)
+        if self.standardise == "batch":
+            counted = batch.steps(values, steps.mask)
+            spread = counted.std() if len(counted) > 1 else torch.zeros(())
+            values = ((values - counted.mean()) / (spread + 1e-6)).where(steps.mask, 0.0)
         batch.report(
             {
                 "critic/value": float(batch.steps(steps.values, steps.mask).mean()),
@@ -74,6 +118,21 @@ class PPO(RatioAlgorithm):
             }
         )
         return values.repeat_interleave(rollouts.mask.shape[1] // steps.mask.shape[1], 1)
+
+    def of_minibatch(self, minibatch: Sequence[Rollouts], total: Callable[[Tensor], Tensor]) -> None:
+        """Standardises advantages over the decisions that count."""
+        import torch
+
+        if self.standardise == "batch":
+            return
+        known = [(micro.advantages.double(), micro.mask) for micro in minibatch if micro.advantages is not None]
+        sums = torch.stack([torch.stack([a.where(m, 0.0).sum(), m.sum().double()]) for a, m in known]).sum(0)
+        added, count = total(sums).tolist()
+        mean = added / max(count, 1.0)
+        squares = torch.stack([(a - mean).square().where(m, 0.0).sum() for a, m in known]).sum()
+        spread = (float(total(squares)) / max(count - 1, 1.0)) ** 0.5
+        for micro, (a, m) in zip(minibatch, known, strict=True):
+            micro.advantages = ((a - mean) / (spread + 1e-6)).where(m, 0.0).float()
 
     def objective(self, micro: Rollouts, replay: Replay, over: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
         from mmrl.core.reduce import reduce

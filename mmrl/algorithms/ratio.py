@@ -27,6 +27,20 @@ class RatioAlgorithm(RewardedAlgorithm):
         "plain", "normalised: GRPO-Guard's regulated ratio of Gaussian steps (arXiv 2510.22319)"
     )
 
+    target_kl: float | None = option(
+        None,
+        "a step ends with the update in which the estimated divergence from the policy that made the rollouts, "
+        "r - 1 - log r, was on average more than this; null: it has all its updates",
+        gt=0,
+    )
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        return () if self.target_kl is None else ("surrogate/old_kl",)
+
+    def enough(self, means: dict[str, float]) -> bool:
+        return self.target_kl is not None and means["surrogate/old_kl"] > self.target_kl
+
     @property
     def own_needs(self) -> Needs:
         needs = Needs(old=True) | self.surrogate.needs
@@ -66,6 +80,8 @@ class RatioAlgorithm(RewardedAlgorithm):
         mask = micro.mask.to(ratio.device)
         ratio = by_unit(ratio, mask, level=self.level, segments=replay.segments)
         stats = {"surrogate/ratio_gap": (ratio.detach().exp() - 1).abs()}
+        if self.target_kl is not None:
+            stats["surrogate/old_kl"] = ratio.detach().exp() - 1 - ratio.detach()
         if replay.divergence is not None:
             stats["surrogate/divergence"] = replay.divergence.detach()
         return ratio, stats

@@ -148,6 +148,42 @@ def group_advantages(
     return result, stats
 
 
+def finite_gae(
+    rewards: Tensor,
+    values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    mask: Tensor,
+    bootstrap: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns = advantages + values, all [B, T], as `gae`, with the weights of a finite horizon.
+
+        A_t = sum_n lam^n A_t^(n) / sum_n lam^n      A_t^(n) = sum_{k<=n} gamma^k r_{t+k} + gamma^{n+1} v'_{t+n} - v_t
+
+    over the n for which step t + n was still of the same episode (arXiv 1506.02438, equation 16, whose weights
+    (1 - lam) lam^n sum to 1 only over an infinite number of them; ManiSkill's PPO divides as here). v' as in `gae`.
+    """
+    followed = torch.zeros_like(mask)
+    followed[:, :-1] = mask[:, 1:]
+    runs_on = mask & followed & ~terminated & ~truncated
+    after = torch.zeros_like(values)
+    after[:, :-1] = values[:, 1:]
+    after = bootstrap.where(mask & ~terminated & ~runs_on, after.where(runs_on, 0.0))
+    weight = earned = valued = torch.zeros_like(rewards[:, 0])
+    found = []
+    for t in reversed(range(rewards.shape[1])):
+        on = runs_on[:, t]
+        weight = 1 + lam * weight.where(on, 0.0)
+        earned = weight * rewards[:, t] + gamma * lam * earned.where(on, 0.0)
+        valued = gamma * after[:, t] + gamma * lam * valued.where(on, 0.0)
+        found.append((earned + valued) / weight - values[:, t])
+    advantages = torch.stack(found[::-1], 1).where(mask, 0.0)
+    return advantages, (advantages + values).where(mask, 0.0)
+
+
 def _mean_where(values: Tensor, chosen: Tensor) -> Tensor:
     """0-d; 0 where none is chosen."""
     return values.where(chosen, 0).sum() / chosen.sum().clamp(min=1)

@@ -164,6 +164,8 @@ class Ranks:
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over ranks."""
         total = value.detach().clone().to(self.device)
+        if self.world == 1:  # a lone rank would wait for gloo's thread
+            return total
         with self._waiting():
             dist.all_reduce(total)
         return total

@@ -141,7 +141,7 @@ def policy_of(make_model: Any, sim: VectorSim, head: ActionHead, model: Model) -
             model,
             Actions(head=head),
             sim,
-            critic=False,
+            critic=None,
             seed=0,
             max_prompt_length=1024,
             temperature=constant(1.0),

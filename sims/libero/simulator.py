@@ -88,7 +88,7 @@ class Libero:
         self.count, self.tasks = count, tuple(self._known)
         self.image_shape = (image_size, image_size * len(cameras), 3)
         self._mirrored, self._openvla_gripper = orientation == "openvla", gripper == "openvla"
-        self._cameras, self._size, self._shadows = tuple(cameras), image_size, shadows
+        self.cameras, self._size, self._shadows = tuple(cameras), image_size, shadows
         self._end_on_success, self._kept = end_on_success, kept
         self._rows: list[Row | None] = [None] * count
         self._spare: list[Scene] = []
@@ -145,7 +145,7 @@ class Libero:
                 return self._spare.pop(place)
         while len(self._spare) > self._kept:
             self._spare.pop(0).close()
-        return Scene(task, self._cameras, self._size, self._shadows)
+        return Scene(task, self.cameras, self._size, self._shadows)
 
     def _converted(self, actions: NDArray) -> NDArray:
         """Actions [C, 7] as robosuite takes them."""
@@ -156,7 +156,7 @@ class Libero:
 
     def _show(self, scene: Scene, out: Transition, i: int) -> None:
         out.state[i] = scene.state()
-        for c in range(len(self._cameras)):
+        for c in range(len(self.cameras)):
             left = c * self._size
             scene.render(c, out.images[i, :, left : left + self._size], self._mirrored)
 

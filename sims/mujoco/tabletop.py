@@ -14,13 +14,14 @@ import numpy as np
 from mmrl.sims.mujoco import scene
 from mmrl.sims.mujoco.arm import FINGER_TRAVEL, HIGH, HOME, LOW, inverse_kinematics
 from mmrl.sims.mujoco.gl import Renderer, choose_backend
-from mmrl.sims.mujoco.tasks import COLOURS, STEP, TASKS, Scene, Task, View
+from mmrl.sims.mujoco.tasks import COLOURS, STEP, TASKS, Scene, Task, View, held
 from mmrl.sims.vector import Transition, nearest
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 
 STATE_DIM = 5
+PRIVILEGED_DIM = 10
 ACTION_DIM = 4
 DRAWS = 10_000
 LEASH = 0.05  # metres that the setpoint may run ahead of a blocked arm
@@ -168,6 +169,12 @@ def _cubes(model: mujoco.MjModel) -> int:
     return sum(1 for i in range(model.nbody) if model.body(i).name.startswith("cube"))
 
 
+def privileged_state(view: View) -> NDArray[np.float32]:
+    """[10], see `Tabletop`."""
+    cube = view.cubes[0]
+    return np.array([*(cube - view.tip), *(view.goal - cube), *cube, held(view) / 10], np.float32) * 10
+
+
 class Worker:
     """A thread with a renderer of its own."""
 
@@ -196,10 +203,13 @@ class Tabletop:
     colours: names from COLOURS, at least 2.
     reward: "sparse" gives 1 at every step that is solved; "shaped" adds the gain in progress (0 to 1) of that step.
     end_on_success: whether the first success ends the episode; otherwise it goes on until its time is up.
+    privileged: whether the state goes on with what no camera measures, [10]: the way from the fingertips to cube 0 (3),
+        from there to where it belongs (3) and its place (3), in decimetres, and whether it is held. It is meant for
+        critics alone: action.privileged=10.
     threads: that step and render; the numbers do not depend on it. 0: one per processor.
     """
 
-    action_dim, state_dim = ACTION_DIM, STATE_DIM
+    action_dim = ACTION_DIM
     tasks = tuple(TASKS)
 
     def __init__(
@@ -211,6 +221,7 @@ class Tabletop:
         colours: Sequence[str] = tuple(COLOURS),
         reward: Literal["sparse", "shaped"] = "sparse",
         end_on_success: bool = True,
+        privileged: bool = False,
         threads: int = 0,
     ):
         if image_size < 8:
@@ -228,13 +239,14 @@ class Tabletop:
         if threads < 0:
             raise UserError(f"tabletop: threads must not be negative, but is {threads}")
         self.count, self.image_shape = count, (image_size, image_size, 3)
+        self.state_dim = STATE_DIM + PRIVILEGED_DIM * privileged
         model = scene.compile_model(objects, image_size)
         self._worlds = [World(model, list(colours), reward == "shaped", end_on_success) for _ in range(count)]
         threads = min(count, threads or len(os.sched_getaffinity(0)))
         self._workers = [Worker(model, image_size) for _ in range(threads)]
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
-        out = Transition.empty(len(rows), 0, self.image_shape, STATE_DIM)
+        out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
 
         def start(worker: Worker, i: int) -> None:
             world = self._worlds[rows[i]]
@@ -245,7 +257,7 @@ class Tabletop:
         return out
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
-        out = Transition.empty(len(rows), actions.shape[1], self.image_shape, STATE_DIM)
+        out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
 
         def run(worker: Worker, i: int) -> None:
             world = self._worlds[rows[i]]
@@ -272,7 +284,8 @@ class Tabletop:
         self._workers = []
 
     def _show(self, worker: Worker, world: World, out: Transition, i: int) -> None:
-        out.state[i] = world.state()
+        state = world.state()
+        out.state[i] = state if self.state_dim == STATE_DIM else np.append(state, privileged_state(world.view()))
         worker.renderer.render(world.model, world.data, out.images[i])
 
     def _each(self, function: Callable[[Worker, int], None], n: int) -> list[Exception | None]:

@@ -41,6 +41,7 @@ class Recorded:
     images: NDArray[np.uint8]  # [T, height, width, 3], before each action; or what gives slices of them
     state: NDArray[np.float32]  # [T, state]
     actions: NDArray[np.float32]  # [T, action]
+    cameras: tuple[str, ...] = ("camera",)  # see `Observation`
 
 
 class DemonstrationSource:
@@ -56,7 +57,7 @@ class DemonstrationSource:
     def __getitem__(self, index: int) -> Prompt:
         e, t = self._places[index]
         episode = self.episodes[e]
-        seen = Observation(episode.images[t : t + 1], episode.state[t : t + 1], [episode.instruction])
+        seen = Observation(episode.images[t : t + 1], episode.state[t : t + 1], [episode.instruction], episode.cameras)
         shown = {"observation": seen, "actions": episode.actions[t : t + DEMONSTRATED]}
         return Prompt(f"{episode.name}-{t}", episode.instruction, metadata=shown)
 
@@ -86,7 +87,8 @@ def record_expert(
         for row, (task, start) in enumerate(part):
             if steps[row] and (solved[row] or not successful):
                 images, state, actions = (np.stack(column) for column in zip(*steps[row], strict=True))
-                recorded.append(Recorded(f"{task}-{start}", instructions[row], images, state, actions))
+                name = f"{task}-{start}"
+                recorded.append(Recorded(name, instructions[row], images, state, actions, sim.cameras))
     if not recorded:
         raise UserError(f"task.demonstrations: none of {len(starts)} scripted episodes succeeded; lower noise")
     return recorded

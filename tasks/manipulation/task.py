@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from mmrl.sims import Simulator, VectorSim
 from mmrl.sims import build as build_simulator
+from mmrl.sims.transitions import cameras_of
 from mmrl.tasks.manipulation.episodes import FIRST_TRAINING_SEED, EpisodeSource
 from mmrl.tasks.manipulation.settings import ManipulationSettings
 from torch import Tensor
@@ -32,7 +33,7 @@ class Manipulation:
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
         self._rewards, self._success = rewards, RewardSet([RewardSpec(name="mmrl.tasks.manipulation.rewards:success")])
         self.seed = seed
-        self.evaluation = EpisodeSource(settings.tasks, settings.eval_size, settings.eval_seed)
+        self.evaluation = EpisodeSource(settings.eval_tasks or settings.tasks, settings.eval_size, settings.eval_seed)
 
     @cached_property
     def train(self) -> Source:
@@ -57,10 +58,12 @@ class Manipulation:
             turns=min(settings.turns, rows),
             deadline_s=settings.deadline_s,
         )
-        for task in self.settings.tasks:
+        played = [("tasks", task) for task in settings.tasks]
+        played += [("eval_tasks", task) for task in settings.eval_tasks or ()]
+        for key, task in played:
             if task not in sim.simulator.tasks:
                 sim.close()
-                raise UserError(f"task.tasks: {self.settings.simulator} has no {task!r}; it has {sim.simulator.tasks}")
+                raise UserError(f"task.{key}: {self.settings.simulator} has no {task!r}; it has {sim.simulator.tasks}")
         if self.settings.instructions == "shuffled":
             sim.simulator = Shuffled(sim.simulator)
         return sim
@@ -92,6 +95,7 @@ class Shuffled:
         self.started: list[int] = []
         self.count, self.action_dim = simulator.count, simulator.action_dim
         self.state_dim, self.image_shape, self.tasks = simulator.state_dim, simulator.image_shape, simulator.tasks
+        self.cameras = cameras_of(simulator)
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Any:
         self.started = list(rows)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mmrl.policies.vla import small
+from mmrl.policies.vla import small, states_only
 from mmrl.policies.vlm.tiny_qwen import END, PAD, START, VISION, Sizes, fast_tokenizer, write
 
 UNKNOWN = "<|unknown|>"
@@ -39,6 +39,11 @@ def build_small(path: str | Path, seed: int = 0) -> None:
 def build_blind(path: str | Path, seed: int = 0) -> None:
     """The same for simulators that show states and no pictures."""
     small.create(path, small.SmallConfig(WORDS, bins=BINS, channels=()), seed)
+
+
+def build_states(path: str | Path, seed: int = 0) -> None:
+    """No backbone at all, for a head that reads the robot's state; its weights are drawn when it is built."""
+    states_only.create(path)
 
 
 def build(path: str | Path, seed: int = 0) -> None:

@@ -4,7 +4,7 @@ import statistics
 import pytest
 import torch
 
-from mmrl.core.advantages import BASELINES, COMPONENTS, SCALES, gae, group_advantages
+from mmrl.core.advantages import BASELINES, COMPONENTS, SCALES, finite_gae, gae, group_advantages
 
 NAN = math.nan
 
@@ -285,6 +285,41 @@ def test_gae_against_explicit_sum_with_masked_garbage():
     a, returns = gae(r, v, term, trunc, gamma=0.9, lam=0.7, mask=mask, bootstrap=boot)
     rows = zip(r, v, term, trunc, mask, boot, strict=True)
     want = torch.tensor([slow_gae(*[x.tolist() for x in row], 0.9, 0.7) for row in rows], dtype=torch.float64)
+    torch.testing.assert_close(a, want)
+    torch.testing.assert_close(returns[mask], (want + v)[mask])
+    assert (returns[hidden] == 0).all()
+
+
+def slow_finite_gae(r, v, term, trunc, mask, boot, gamma, lam):
+    """The weighted mean of the estimates over 1, 2, ... steps of the rest of the episode, written out for one row."""
+    found = []
+    for t in range(len(r)):
+        if not mask[t]:
+            found.append(0.0)
+            continue
+        estimates, earned = [], 0.0
+        for k in range(t, len(r)):
+            earned += gamma ** (k - t) * r[k]
+            last = k + 1 == len(r) or not mask[k + 1] or term[k] or trunc[k]
+            after = (0.0 if term[k] else boot[k]) if last else v[k + 1]
+            estimates.append(earned + gamma ** (k - t + 1) * after - v[t])
+            if last:
+                break
+        weights = [lam**n for n in range(len(estimates))]
+        found.append(sum(w * e for w, e in zip(weights, estimates, strict=True)) / sum(weights))
+    return found
+
+
+def test_finite_gae_against_the_mean_of_its_estimates():
+    g = torch.Generator().manual_seed(4)
+    shape = (16, 9)
+    r, v, boot = (torch.randn(shape, generator=g, dtype=torch.float64) for _ in range(3))
+    term, trunc, hidden = (torch.rand(shape, generator=g) < 0.2 for _ in range(3))
+    mask = ~hidden
+    r[hidden], v[hidden], boot[hidden] = NAN, math.inf, NAN
+    a, returns = finite_gae(r, v, term, trunc, gamma=0.9, lam=0.7, mask=mask, bootstrap=boot)
+    rows = zip(r, v, term, trunc, mask, boot, strict=True)
+    want = torch.tensor([slow_finite_gae(*[x.tolist() for x in row], 0.9, 0.7) for row in rows], dtype=torch.float64)
     torch.testing.assert_close(a, want)
     torch.testing.assert_close(returns[mask], (want + v)[mask])
     assert (returns[hidden] == 0).all()

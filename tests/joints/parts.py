@@ -108,7 +108,7 @@ class GivenModel(ModelSettings):
         return {"evaluation": GivenEvaluation} | ({} if collects == "demonstrations" else {"rollout": GivenSampling})
 
     def capabilities(self, config):
-        return Capabilities("model.type=given", frozenset(OFFERS) - {"nodes"}, groups=("critic",))
+        return Capabilities("model.type=given", frozenset(OFFERS) - {"nodes", "steps"}, groups=("critic",))
 
     def load(self, config, task, path):
         return GivenPolicy(config)

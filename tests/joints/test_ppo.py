@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from mmrl.errors import UserError
 from tests.joints.parts import Table, close, steps
 
 # gamma = lam = 1/2. Episode 0 earns 1 at its end: delta_1 = 1 - 0.4, A_1 = 0.6; delta_0 = 0.5 x 0.4 - 0.2 = 0, and so
@@ -95,3 +96,72 @@ def test_micro_batches_share_the_denominator_of_steps(given):
     rollouts.extras["steps"] = steps(table, values=VALUES, terminated=[[0.0, 1.0], [1.0]])
     made.prepare(rollouts)
     close(made.learn(), 0.5 * 0.3925 / 3, atol=1e-5)
+
+
+def test_a_finite_horizon_divides_by_the_weights_that_there_are(given):
+    # Episode 0, step 0: over one step 0.5 x 0.4 - 0.2 = 0, over two 0.25 x 0 + 0.5 x 1 - 0.2 = 0.3; weighted 1 and 0.5:
+    # 0.1. The last steps have one estimate each.
+    _, rollouts = critic(given, ", horizon: finite")
+    close(returns(rollouts), [[0.3, 1.0], [0.0, 0.0]])
+    # Cut with 0.8 to come: over two steps 0.5 + 0.25 x 0.8 - 0.2 = 0.5, so A_0 = 0.5 x 0.5 / 1.5.
+    _, rollouts = critic(given, ", horizon: finite", ends=(0.0, 0.0), bootstrap=(0.8, 0.6))
+    close(returns(rollouts), [[0.2 + 0.25 / 1.5, 1.4], [0.3, 0.0]])
+
+
+def test_every_end_may_be_one_that_the_critic_looks_behind(given):
+    """As if the limit had cut them."""
+    _, rollouts = critic(given, ", bootstrap: every_end", bootstrap=(0.8, 0.6))
+    close(returns(rollouts), [[0.45, 1.4], [0.3, 0.0]])
+    _, rollouts = critic(given, bootstrap=(0.8, 0.6))  # by default an end is an end
+    close(returns(rollouts), [[0.35, 1.0], [0.0, 0.0]])
+
+
+def test_advantages_of_a_minibatch_are_standardised_alone(given):
+    """One has 0.15 and 0.6, whose mean is 0.375 and whose std is 0.225 x sqrt(2); the other a single advantage."""
+    made, _ = critic(given, ", standardise: minibatch, minibatches: 2")
+    found = sorted((part[0].advantages[part[0].mask].tolist() for part in made.minibatches), key=len)
+    close(found[0], [0.0])
+    close(found[1], [-1 / math.sqrt(2), 1 / math.sqrt(2)], atol=1e-5)
+
+
+def test_micro_batches_and_ranks_of_a_minibatch_are_standardised_together(given):
+    table = Table([[-1.0, -1.0], [-1.0]], group=[0, 1], rewards=[1.0, 0.0], value=VALUES)
+    options = ("rollout={prompts: 2}", f"{PPO}, standardise: minibatch}}", "engine.micro_batch=1")
+    for world, wide in ((1, 1.0), (2, math.sqrt(5 / 4))):  # as in the test of all ranks above
+        made = given(table, *options, world=world, rank=world - 1)
+        rollouts = table.rollouts()
+        rollouts.extras["steps"] = steps(table, values=VALUES, terminated=[[0.0, 1.0], [1.0]])
+        made.prepare(rollouts)
+        (parts,) = made.minibatches
+        found = sorted((part.advantages[part.mask].tolist() for part in parts), key=len)
+        close(found[1], [wide * a for a in STANDARD[:2]], atol=1e-5)
+        close(found[0], [wide * STANDARD[2]], atol=1e-5)
+
+
+def test_a_step_ends_where_the_policy_has_gone_far_enough(given):
+    """r - 1 - log r of a log-ratio of 0.2 is 0.0214; over two decisions at 0.2 and one at 0 it is 0.0143 on average."""
+    far = 2 * (math.exp(0.2) - 1.2) / 3
+    for limit, stops in ((far + 1e-4, False), (far - 1e-4, True)):
+        made, _ = critic(given, f", epochs: 3, target_kl: {limit}")
+        made.move(logp=[[0.2, 0.2], [0.0]])  # the policy is another one now than that which made the rollouts
+        means = made.trainer.update(made.minibatches[0], made.metrics)
+        close(means["surrogate/old_kl"], far, atol=1e-5)
+        assert made.trainer.algorithm.enough(means) == stops
+        assert made.trainer.engine.losses and made.metrics.result()["updates"] == 1
+
+
+def test_the_loop_ends_a_step_early(given):
+    """Its updates are far: with a learning rate of 1 the second one sees how far the first one went."""
+    table = Table([[-1.0, -1.0], [-1.0]], group=[0, 1], rewards=[1.0, 0.0], value=VALUES)
+    for limit, updates in ((1e-3, 2), (1e3, 4)):
+        made = given(table, "rollout={prompts: 2}", f"{PPO}, epochs: 4, target_kl: {limit}}}", "steps=1")
+        rollouts = table.rollouts()
+        rollouts.extras["steps"] = steps(table, values=VALUES, terminated=[[0.0, 1.0], [1.0]])
+        made.trainer.batches.next = lambda step, metrics, given=rollouts: given
+        made.trainer.loop()
+        assert len(made.trainer.engine.losses) == updates and made.trainer.run.rows[0]["updates"] == updates
+
+
+def test_single_steps_are_for_policies_that_have_them(given):
+    with pytest.raises(UserError, match="needs steps of an episode that can be learned from one by one"):
+        critic(given, ", shuffle: steps")

@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from mmrl.sims.mujoco import TASKS  # noqa: E402
 from mmrl.sims.mujoco.arm import HIGH, LOW, inverse_kinematics  # noqa: E402
 from mmrl.sims.mujoco.gl import choose_backend  # noqa: E402
 from mmrl.sims.mujoco.scene import CUBE, compile_model  # noqa: E402
+from mmrl.sims.mujoco.tabletop import privileged_state  # noqa: E402
 from mmrl.sims.mujoco.tasks import COLOURS, View, placed, pushed, reached, stacked  # noqa: E402
 
 try:
@@ -46,6 +48,28 @@ def equal(a, b):
 
 def random_actions(seed, *shape):
     return np.random.default_rng(seed).uniform(-1, 1, (*shape, 4))
+
+
+def test_what_no_camera_measures_comes_behind_the_state(tabletop):
+    """And changes nothing else."""
+    plain, told = tabletop(3), tabletop(3, privileged=True)
+    starts = ([1, 2, 3], ["lift", "push", "stack"])
+    actions = random_actions(0, 3, 4)
+    first = plain.reset(*starts), told.reset(*starts)
+    then = plain.step(actions).observation, told.step(actions).observation
+    for one, other in (first, then):
+        assert np.array_equal(one.images, other.images) and np.array_equal(one.state, other.state[:, :5])
+        assert other.state.shape == (3, 15)
+    for row, world in enumerate(told.simulator._worlds):
+        view, found = world.view(), told.observation().state[row, 5:] / 10
+        np.testing.assert_allclose(found[:3] + view.tip, view.cubes[0], atol=1e-6)
+        np.testing.assert_allclose(found[3:6] + view.cubes[0], view.goal, atol=1e-6)
+        np.testing.assert_allclose(found[6:9], view.cubes[0], atol=1e-6)
+        assert found[9] == 0
+    # Held: the fingers are told to close, and what stops them is cube 0.
+    view = told.simulator._worlds[0].view()
+    grasped = replace(view, closing=True, opening=0.5, tip=view.cubes[0])
+    assert privileged_state(grasped)[9] == 1 and not privileged_state(grasped)[:3].any()
 
 
 # The arm and the tasks

@@ -43,6 +43,7 @@ class Backbone(nn.Module):
     width: int
     vocabulary: int
     units: Units | None = None
+    most_cameras: int | None = None  # whose pictures it takes one by one; None: any number
 
     @property
     def frozen(self) -> bool:
@@ -62,9 +63,11 @@ class Backbone(nn.Module):
         """The prompt it is used to; OpenVLA has its own."""
         return PROMPT.format(instruction)
 
-    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str], state: NDArray[np.float32]) -> list[Any]:
-        """images [n, height, width, 3] RGB, n prompts and the robot's state [n, state], which heads of our own read
-        instead -> what is kept of each, and what `collate` takes."""
+    def prepare(
+        self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
+    ) -> list[Any]:
+        """pictures: of each camera [n, height, width, 3] RGB, n prompts and the robot's state [n, state], which heads
+        of our own read instead -> what is kept of each, and what `collate` takes."""
         raise NotImplementedError
 
     def collate(self, rows: Sequence[Any], device: torch.device) -> dict[str, Tensor]:
@@ -117,11 +120,13 @@ class VisionLanguageBackbone(Backbone):
     def output_weight(self) -> Tensor:
         return vlm.transformers_model(self.model).get_output_embeddings().weight  # type: ignore[return-value]
 
-    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str], state: NDArray[np.float32]) -> list[Tokens]:
+    def prepare(
+        self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
+    ) -> list[Tokens]:
         """Raises UserError for a prompt that is too long."""
         prompts = [
-            Prompt(str(i), text, (Image.fromarray(image),))
-            for i, (image, text) in enumerate(zip(images, texts, strict=True))
+            Prompt(str(i), text, tuple(Image.fromarray(image) for image in shown))
+            for i, (text, *shown) in enumerate(zip(texts, *pictures, strict=True))
         ]
         return encode(self.processor, prompts, self.max_prompt_length)
 

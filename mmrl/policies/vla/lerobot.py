@@ -89,6 +89,8 @@ class LeRobotUnits:
 class LeRobotBackbone(Backbone):
     """A whole LeRobot policy, its action expert too. What is not the expert's makes the prefix."""
 
+    most_cameras = 1
+
     def __init__(self, policy: Any, folder: Path) -> None:
         super().__init__()
         self.policy, config = policy, policy.config
@@ -111,7 +113,10 @@ class LeRobotBackbone(Backbone):
     def ask(self, instruction: str) -> str:
         return instruction
 
-    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str], state: NDArray[np.float32]) -> list[Glance]:
+    def prepare(
+        self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
+    ) -> list[Glance]:
+        (images,) = pictures
         pixels = torch.from_numpy(rearrange(images, "n h w c -> n c h w").copy())
         given = zip(pixels, torch.from_numpy(state.copy()), texts, strict=True)
         return [Glance(image, numbers, text) for image, numbers, text in given]

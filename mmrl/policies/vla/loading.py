@@ -11,8 +11,10 @@ from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
 from mmrl.controls import Control, constant
+from mmrl.critics import CriticSettings
 from mmrl.errors import UserError
-from mmrl.policies.vla import small
+from mmrl.policies.vla import critic as critics
+from mmrl.policies.vla import small, states_only
 from mmrl.policies.vla.backbone import Backbone, VisionLanguageBackbone
 from mmrl.policies.vla.codec import load_statistics
 from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy
@@ -23,6 +25,7 @@ from mmrl.policies.vla.settings import (
     EpisodeEvaluation,
     EpisodePrompts,
     EpisodeSampling,
+    GaussianActions,
     TokenActions,
     VisionLanguageActionModel,
 )
@@ -30,6 +33,7 @@ from mmrl.policies.vla.states import StateStatistics, measure
 from mmrl.policies.vlm import loading
 from mmrl.settings import plain
 from mmrl.sims import VectorSim
+from mmrl.sims.vector import nearest
 
 if TYPE_CHECKING:
     from mmrl.config import Config
@@ -80,7 +84,7 @@ def open_policy(
     action: Actions,
     sim: VectorSim,
     *,
-    critic: bool,
+    critic: CriticSettings | None,
     seed: int,
     max_prompt_length: int,
     temperature: Control,
@@ -92,13 +96,19 @@ def open_policy(
     Raises UserError for a folder whose head is another one than `action` asks for.
     """
     backbone = load_backbone(path, model, action, max_prompt_length)
+    if isinstance(backbone, states_only.StateBackbone):
+        check_reads_state(path, action, sim.simulator.state_dim - action.privileged)
     if backbone.units is not None:
         _check_own_head(path, action)
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
+    check_cameras(path, action, sim, backbone)
+    if action.privileged > state_dim:
+        raise UserError(f"action.privileged={action.privileged}, but the simulator's state has {state_dim} numbers")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = action.head.build(action, backbone, action_dim, state_dim)
-        network = Network(backbone, head, state_dim, critic)
+        head = action.head.build(action, backbone, action_dim, state_dim - action.privileged)
+        judge = None if critic is None else critics.build(critic, backbone.width, state_dim)
+        network = Network(backbone, head, judge, action.privileged)
     statistics, states = backbone.units, None
     if action.statistics is None and action.statistics_key is not None:
         raise UserError(
@@ -124,6 +134,9 @@ def open_policy(
 
 def load_backbone(path: str, model: VisionLanguageActionModel, action: Actions, max_prompt_length: int) -> Backbone:
     """By what the folder holds; else a transformers image-text model."""
+    if (Path(path) / states_only.CONFIG).is_file():
+        check_small(path, model)
+        return states_only.StateBackbone()
     together = isinstance(action.head, TokenActions) and action.head.decoding == "bidirectional"
     is_small = (Path(path) / small.CONFIG).is_file()
     told = {} if is_small else _told(path)
@@ -142,12 +155,45 @@ def load_backbone(path: str, model: VisionLanguageActionModel, action: Actions, 
     if together:
         raise UserError(f"action.head.decoding=bidirectional is for OpenVLA-OFT, which model.path={path} is not")
     if is_small:
-        unused = [key for key in ("freeze", "lora", "processor") if vars(model)[key]]
-        if unused or model.dtype != "float32":
-            raise UserError(f"model.{(unused or ['dtype'])[0]} is not for the small network in {path}; remove it")
+        check_small(path, model)
         return small.load(Path(path))
     network, processor = loading.load_model(path, model)
     return VisionLanguageBackbone(network, processor, max_prompt_length)
+
+
+def check_small(path: str, model: VisionLanguageActionModel) -> None:
+    """Raises UserError for options of large models."""
+    unused = [key for key in ("freeze", "lora", "processor") if vars(model)[key]]
+    if unused or model.dtype != "float32":
+        raise UserError(f"model.{(unused or ['dtype'])[0]} is not for the small network in {path}; remove it")
+
+
+def check_reads_state(path: str, action: Actions, state_dim: int) -> None:
+    """Raises UserError where a policy without a backbone would be left with nothing to read."""
+    if not isinstance(action.head, GaussianActions):
+        raise UserError(
+            f"action.head.type={action.head.type} reads what a backbone made of pictures and words, but "
+            f"model.path={path} reads only the robot's state; use action.head.type=gaussian"
+        )
+    if not action.proprioception or state_dim == 0:
+        raise UserError(
+            f"model.path={path} reads only the robot's state, but action.proprioception={action.proprioception} and "
+            f"the simulator's state has {state_dim} numbers"
+        )
+
+
+def check_cameras(path: str, action: Actions, sim: VectorSim, backbone: Backbone) -> None:
+    """Raises UserError for cameras that the simulator does not have, and for more than the model takes."""
+    named = action.cameras or []
+    for camera in named:
+        if camera not in sim.cameras:
+            near = nearest(camera, sim.cameras)
+            raise UserError(f"action.cameras: no camera {camera!r}{near}; the simulator has {', '.join(sim.cameras)}")
+    if backbone.most_cameras is not None and len(named) > backbone.most_cameras:
+        raise UserError(
+            f"action.cameras names {len(named)} cameras, but model.path={path} takes {backbone.most_cameras}; name "
+            "fewer, or none to show all side by side in one picture"
+        )
 
 
 def _told(path: str) -> dict[str, Any]:
@@ -195,6 +241,13 @@ def _restore(folder: Path, network: Network, action: Actions, state_dim: int) ->
     missing = [n for n in sorted(wanted - set(found)) if not n.startswith(anew)]
     if missing:
         raise UserError(f"{folder / WEIGHTS} lacks {missing[0]}")
+    shapes = {n: value.shape for n, value in network.state_dict().items()}
+    for name in sorted(wanted & set(found)):
+        if name.startswith("critic.") and found[name].shape != shapes[name]:
+            raise UserError(
+                f"algorithm.critic makes {name} {list(shapes[name])}, but in {folder / WEIGHTS} it is "
+                f"{list(found[name].shape)}; ask for the critic that it was trained with"
+            )
     network.load_state_dict({n: value for n, value in found.items() if n in wanted}, strict=False)
     known = then.get("states")  # absent before there were any
     if action.standardise != (known is not None):

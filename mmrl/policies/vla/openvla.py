@@ -170,6 +170,7 @@ class Glance:
 class OpenVLABackbone(Backbone):
     """Reads as OpenVLA does; with `together` as OpenVLA-OFT, see `Together`."""
 
+    most_cameras = 1
     mean: Tensor
     std: Tensor
 
@@ -219,8 +220,11 @@ class OpenVLABackbone(Backbone):
     def ask(self, instruction: str) -> str:
         return PROMPT.format(instruction.lower())
 
-    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str], state: NDArray[np.float32]) -> list[Glance]:
+    def prepare(
+        self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
+    ) -> list[Glance]:
         """Raises UserError for a prompt that is too long."""
+        (images,) = pictures
         return [Glance(self._fit(image), self._ids(text)) for image, text in zip(images, texts, strict=True)]
 
     def collate(self, rows: Sequence[Glance], device: torch.device) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from mmrl.errors import UserError
 from mmrl.files import share
 from mmrl.policies.vla.backbone import Backbone
 from mmrl.policies.vla.codec import Units
+from mmrl.policies.vla.critic import Critic
 from mmrl.policies.vla.heads import ActionSampling, Chosen, Head, Reading
 from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
@@ -38,7 +39,7 @@ class Look:
     """One look of one episode: what was seen, what was chosen, and which actions of the chunk were executed."""
 
     seen: Any  # of the backbone's `prepare`; or, from a frozen one, its last layer [token, width]
-    state: Tensor  # [state]
+    state: Tensor  # [state], the numbers for the critic alone included
     chosen: Chosen  # without the leading dimension
     valid: Tensor  # [chunk] bool
 
@@ -59,10 +60,14 @@ class Looks:
 class Network(nn.Module):
     """Backbone, action head and critic: the module that the engine wraps."""
 
-    def __init__(self, backbone: Backbone, head: Head, state_dim: int, critic: bool) -> None:
+    def __init__(self, backbone: Backbone, head: Head, critic: Critic | None, privileged: int = 0) -> None:
+        """privileged: how many of the last numbers of a state only the critic may read."""
         super().__init__()
-        self.backbone, self.head = backbone, head
-        self.critic = None if not critic else Critic(backbone.width + state_dim)
+        self.backbone, self.head, self.critic, self.privileged = backbone, head, critic, privileged
+
+    def own(self, state: Any) -> Any:
+        """What the policy itself may read of states [n, state]."""
+        return state[:, : state.shape[1] - self.privileged]
 
     def forward(self, parts: Sequence[Looks]) -> dict[str, Tensor]:
         """What `Head.score` says of all looks, and "value" [look] where there is a critic.
@@ -78,27 +83,13 @@ class Network(nn.Module):
 
     def score(self, looks: Looks) -> dict[str, Tensor]:
         reading = self.read(looks.inputs)
-        scored = self.head.score(reading, looks.state, looks.chosen, looks.valid, looks.old, looks.reference)
+        scored = self.head.score(reading, self.own(looks.state), looks.chosen, looks.valid, looks.old, looks.reference)
         return scored if self.critic is None else {**scored, "value": self.critic(reading, looks.state)}
 
     def read(self, inputs: dict[str, Tensor]) -> Reading:
         if "hidden" in inputs:
             return self.backbone.recall(inputs)
         return self.backbone.read(inputs, every_layer=self.head.every_layer)
-
-
-class Critic(nn.Module):
-    """The value of an observation, from the prompt's last token and the robot's state."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        last = nn.Linear(128, 1)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
-        self.layers = nn.Sequential(nn.Linear(width, 128), nn.GELU(), last)
-
-    def forward(self, reading: Reading, state: Tensor) -> Tensor:
-        return self.layers(torch.cat([reading.last, state.to(reading.last)], 1)).squeeze(1).float()
 
 
 class EpisodeRecord:
@@ -220,6 +211,7 @@ class VisionLanguageActionPolicy:
             np.concatenate([o.images for o in seen]),
             np.concatenate([o.state for o in seen]),
             [o.instructions[0] for o in seen],
+            seen[0].cameras,
         )
         chunk, size = self.action.chunk, self.sim.simulator.action_dim
         actions = np.zeros((len(prompts), chunk, size), np.float32)
@@ -302,6 +294,10 @@ class VisionLanguageActionPolicy:
             fields["std"] = fields["std"].where(fields["std"] > 0, 1)  # of looks that do not exist
         return Replay(**fields, value=None if value is None else spread(value))
 
+    def by_step(self, rollouts: Rollouts) -> Rollouts:
+        """Every look as a rollout of its own, episode by episode."""
+        return rollouts.by_step([[[look] for look in episode] for episode in rollouts.inputs])
+
     # --- details ---
 
     @torch.no_grad()
@@ -334,7 +330,9 @@ class VisionLanguageActionPolicy:
             own = [mixed(seeds[row], looks[row]) for row in rows]  # each look of an episode has noise of its own
             looks.update(rows.tolist())
             shared = [groups[row] for row in rows]
-            chosen = head.act(reading, state, ActionSampling(own, how.temperature, how.training, shared, how.step))
+            chosen = head.act(
+                reading, self.module.own(state), ActionSampling(own, how.temperature, how.training, shared, how.step)
+            )
             values = [0.0] * len(rows) if critic is None else critic(reading, state).tolist()
             actions = self._robot_actions(chosen["actions"], rows)
             parts = np.split(actions, actions.shape[1], axis=1) if how.film else [actions]
@@ -351,20 +349,20 @@ class VisionLanguageActionPolicy:
                     valid = torch.from_numpy(steps[-1].valid[row].copy())
                     records[row].looks.append(Look(seen[i], state[i], picked, valid))
                     records[row].values.append(values[i])
-                self._value_cut_episodes(steps[-1], rows, records)
+                self._value_ends(steps[-1], rows, records)
 
         play(sim, act, tell, most_looks=self.action.horizon)
         return records
 
-    def _value_cut_episodes(self, moved: Step, rows: NDArray[np.int64], records: list[EpisodeRecord]) -> None:
-        """What the critic expects of episodes that the time limit has just cut."""
-        cut = [row for row in rows if moved.truncated[row].any()]
-        if self.module.critic is None or not cut:
+    def _value_ends(self, moved: Step, rows: NDArray[np.int64], records: list[EpisodeRecord]) -> None:
+        """What the critic expects behind the ends of episodes that have just ended, or that the time limit has cut."""
+        ended = [row for row in rows if moved.ended[row] and not moved.dropped[row]]
+        if self.module.critic is None or not ended:
             return
-        shown = moved.final_observation.select(cut)
-        reading = self.module.read(self._collate(self._look(shown)))
+        shown = moved.final_observation.select(ended)
+        reading = self.module.read(self._collate(self._look(shown))) if self.module.critic.reads else None
         values = self.module.critic(reading, self._state(shown).to(self.device))
-        for row, value in zip(cut, values.tolist(), strict=True):
+        for row, value in zip(ended, values.tolist(), strict=True):
             records[row].bootstrap = value
 
     def _state(self, observation: Observation) -> Tensor:
@@ -386,7 +384,9 @@ class VisionLanguageActionPolicy:
         """What is kept of each row: the prompt as the model takes it, or what a frozen backbone says of it."""
         backbone, own = self.module.backbone, self.action.prompt
         texts = [backbone.ask(i) if own is None else own.format(instruction=i) for i in observation.instructions]
-        seen = backbone.prepare(observation.images, texts, observation.state)
+        named = self.action.cameras
+        pictures = [observation.images] if named is None else [observation.picture(camera) for camera in named]
+        seen = backbone.prepare(pictures, texts, self.module.own(observation.state))
         if not self.keeps_readings:
             return seen
         with torch.no_grad():

@@ -32,6 +32,7 @@ class ActionHead(Choice):
         "flow": "mmrl.policies.vla.settings:FlowActions",
         "regression": "mmrl.policies.vla.settings:RegressionActions",
         "bridge": "mmrl.policies.vla.settings:BridgeActions",
+        "gaussian": "mmrl.policies.vla.settings:GaussianActions",
     }
     test: ClassVar[str] = "tests/policies/vla/test_policy.py"
     type: str = "token"
@@ -214,12 +215,44 @@ class BridgeActions(LaplaceActions):
         return BridgeHead(self, action, action_dim, state_dim, backbone.width)
 
 
+class GaussianActions(ActionHead):
+    """The chunk's mean, by a perceptron, and a learned spread. It is the only head that needs no backbone: it may read
+    nothing but the robot's state."""
+
+    equation: ClassVar[str] = (
+        "log p(a) = -(a - mean)^2 / (2 std^2) - log(std sqrt(2 pi)); sampled and scored at temperature x std"
+    )
+    source: ClassVar[str] = "ManiSkill's PPO, arXiv 2410.00425, after CleanRL"
+    type: str = "gaussian"
+    shaping: ClassVar[tuple[str, ...]] = ("width", "layers")
+    level: Level = option("action", "what one decision is: one number of one action, an action, or the chunk")
+    std: float = option(0.6, "standard deviation, before training", gt=0)
+    width: int = option(256, "of the perceptron's hidden layers", ge=1)
+    layers: int = option(3, "hidden layers of the perceptron; 0: the mean is linear", ge=0)
+    last_gain: float = option(0.01, "size of the last layer's weights, before training", gt=0)
+
+    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
+        from mmrl.policies.vla.gaussian import GaussianHead
+
+        return GaussianHead(self, action, action_dim, state_dim, backbone.width)
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return frozenset({"entropy", "divergence", "single_sample_kl"})
+
+
 class Actions(Section):
     """How actions are made."""
 
     head: ActionHead = option(TokenActions(), "what makes them")
     chunk: int = option(5, "actions executed before the policy looks again", unit="actions", ge=1)
     proprioception: bool = option(True, "the robot's state is an input")
+    privileged: int = option(
+        0,
+        "how many of the last numbers of the simulator's state are for a critic alone, such as where objects are "
+        "(task.options.privileged of the tabletop)",
+        ge=0,
+    )
     standardise: bool = option(
         False, "standardise the state by its mean and deviation under random actions, which are kept with the model"
     )
@@ -233,6 +266,12 @@ class Actions(Section):
     statistics_key: str | None = option(None, "which of its entries; default: the only one")
     horizon: int = option(
         100, "longest episode; algorithm.reduce=constant divides by its decisions", unit="actions", ge=1
+    )
+    cameras: list[str] | None = option(
+        None,
+        "cameras of the simulator whose pictures the policy sees, in this order; default: all of them, side by side in "
+        "one picture",
+        min_length=1,
     )
     film: bool = option(False, "keep a picture of every action in evaluation")
 
@@ -307,7 +346,7 @@ class VisionLanguageActionModel(ModelSettings):
     def capabilities(self, config: Config) -> Capabilities:
         action = config.section("action")
         assert isinstance(action, Actions)
-        offers = action.head.offers | {"critic"}
+        offers = action.head.offers | {"critic", "steps"}
         # Under ZeRO-3 every forward pass gathers weights, but ranks play episodes of different lengths.
         return Capabilities(f"action.head.type={action.head.type}", offers, zero_stages=(0, 1, 2), groups=("critic",))
 

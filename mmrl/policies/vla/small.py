@@ -73,8 +73,12 @@ class SmallBackbone(Backbone):
     def output_weight(self) -> Tensor:
         return self.embeddings.weight
 
-    def prepare(self, images: NDArray[np.uint8], texts: Sequence[str], state: NDArray[np.float32]) -> list[Glance]:
-        """Unknown words become one word. Raises UserError where there are no pictures for convolutions."""
+    def prepare(
+        self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
+    ) -> list[Glance]:
+        """Unknown words become one word, and pictures stand side by side. Raises UserError where there are none for
+        convolutions."""
+        images = pictures[0] if len(pictures) == 1 else np.concatenate(pictures, 2)
         if self.config.channels and not images.size:
             raise UserError("the simulator shows no pictures, but this small network looks at them; make a blind one")
         pixels = torch.from_numpy(rearrange(images, "n h w c -> n c h w").copy())

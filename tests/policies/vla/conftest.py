@@ -5,10 +5,12 @@ from mmrl.sims import build
 from mmrl.tasks.manipulation import tiny_model
 
 from mmrl.controls import constant
+from mmrl.critics import CriticSettings
 from mmrl.policies.vla import small
 from mmrl.policies.vla.loading import open_policy
 from mmrl.policies.vla.settings import Actions, TaughtActions, VisionLanguageActionModel
 from mmrl.rollouts import Prompt
+from mmrl.settings import choose
 from mmrl.settings import make as made_section
 
 CHUNK = 4  # of at most 6 actions: a second look ends in the middle of its chunk
@@ -17,6 +19,7 @@ KINDS = {
     "parallel": {"type": "token", "bins": 8},
     "autoregressive": {"type": "token", "bins": 8, "decoding": "autoregressive"},
     "regression": {"type": "regression"},
+    "gaussian": {"type": "gaussian", "width": 16, "layers": 1},
     "bridge": {"type": "bridge", "width": 32, "depth": 2, "queries": 3},
     "flow": {**SMALL_FLOW, "likelihood": {"type": "chain", "window": {"type": "random", "size": 1}}},
     "flow, all steps": {**SMALL_FLOW, "likelihood": {"type": "chain", "transition": {"type": "cps", "noise": 0.7}}},
@@ -49,8 +52,10 @@ def make(backbones):
     def made(kind="parallel", backbone="small", *, rows=4, sim=None, simulator=None, supervised=False, **options):
         """kind: one of KINDS, or a head's section. `options` are of the section `action`, of its head, of the model,
         and of `open_policy`."""
-        opened = {"critic": False, "seed": 0, "max_prompt_length": 128, "evaluation_temperature": 0.0}
+        opened = {"critic": None, "seed": 0, "max_prompt_length": 128, "evaluation_temperature": 0.0}
         opened |= {name: options.pop(name) for name in list(options) if name in opened}
+        if opened["critic"] is not None:
+            opened["critic"] = choose(CriticSettings, "shared" if opened["critic"] is True else opened["critic"])
         opened["temperature"] = constant(options.pop("temperature", 1.0))
         names = VisionLanguageActionModel.model_fields
         model = {name: options.pop(name) for name in list(options) if name in names}

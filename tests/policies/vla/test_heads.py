@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributions import Categorical, Laplace, Normal, kl_divergence
 
 from mmrl.controls import Linear
+from mmrl.critics import SharedCritic
 from mmrl.errors import UserError
+from mmrl.needs import Needs
 from mmrl.policies.vla.heads import Head
 from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS
 from mmrl.policies.vla.settings import ActionHead, Actions
@@ -326,7 +328,7 @@ class ConfigParts:
     def __init__(self, model, action, rollout, evaluation, critic=False):
         self.model, self.action, self.rollout, self.evaluation = model, action, rollout, evaluation
         self.seed, self.rollouts_per_step, self.engine = 3, 24, None
-        self.needs = type("Needs", (), {"critic": critic})()
+        self.needs = Needs(critic=SharedCritic() if critic else None)
 
     def section(self, name):
         return vars(self)[name]

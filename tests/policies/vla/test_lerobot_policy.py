@@ -65,7 +65,7 @@ def load(
         make(VisionLanguageActionModel, model),
         make(TaughtActions if supervised else Actions, tree),
         build(simulator, 4),
-        critic=False,
+        critic=None,
         seed=0,
         max_prompt_length=1024,
         temperature=constant(1.0),
@@ -227,7 +227,7 @@ def test_a_frozen_prefix_is_not_read_again(checkpoint, monkeypatch):
 def test_a_prefix_is_the_same_alone_padded_and_kept(checkpoint):
     backbone, cpu = load(checkpoint).module.backbone, torch.device("cpu")
     images = np.random.default_rng(0).integers(0, 256, (2, 2, 2, 3), np.uint8)
-    rows = backbone.prepare(images, ["go from 0.30", "go"], np.array([[0.1], [0.3]], np.float32))
+    rows = backbone.prepare([images], ["go from 0.30", "go"], np.array([[0.1], [0.3]], np.float32))
     generator = torch.Generator().manual_seed(0)
     x, sigma = torch.randn(2, *load(checkpoint).module.head.latent, generator=generator), torch.tensor([0.9, 0.4])
     with torch.no_grad():

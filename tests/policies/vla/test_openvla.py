@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mmrl.critics import SharedCritic
 from mmrl.errors import UserError
 from mmrl.policies.vla.codec import load_statistics
 from mmrl.policies.vla.heads import ActionSampling
@@ -46,7 +47,7 @@ def by_name(folder):
 def prompts(policy):
     """The two observations, read together and so padded."""
     backbone = policy.module.backbone
-    rows = backbone.prepare(IMAGES, [backbone.ask(text) for text in ASKED], np.zeros((len(ASKED), 0), np.float32))
+    rows = backbone.prepare([IMAGES], [backbone.ask(text) for text in ASKED], np.zeros((len(ASKED), 0), np.float32))
     return rows, backbone.read(backbone.collate(rows, CPU), every_layer=False)
 
 
@@ -110,7 +111,7 @@ def test_the_middle_is_that_of_openvlas_evaluation():
 
 def test_pictures_are_cropped_where_asked(openvla, make):
     whole, cropped = (openvla(center_crop=area).module.backbone for area in (1.0, 0.9))
-    rows = [b.prepare(IMAGES, ASKED, np.zeros((2, 0), np.float32)) for b in (whole, cropped)]
+    rows = [b.prepare([IMAGES], ASKED, np.zeros((2, 0), np.float32)) for b in (whole, cropped)]
     for one, other in zip(*rows, strict=True):
         kept = one.picture.permute(1, 2, 0).numpy()
         assert (other.picture.permute(1, 2, 0).numpy() == middle(kept, 0.9)).all()
@@ -189,7 +190,7 @@ def test_greedy_actions_are_those_of_the_architecture(openvla, checkpoint, decod
 
 @pytest.mark.parametrize("decoding", DECODINGS)
 def test_on_policy_ratio_is_exactly_one(openvla, decoding):
-    policy = openvla(decoding, critic=True)
+    policy = openvla(decoding, critic=SharedCritic())
     rollouts = policy.rollout(STARTS, 2, SEEDS)
     with torch.no_grad():
         old = policy.replay(rollouts, policy.module)

@@ -1,0 +1,293 @@
+"""Recipes of other systems for robots, read as configurations of ours: SimpleVLA-RL's scripts and cosmos-rl's TOML."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mmrl.config import validate
+from mmrl.errors import UserError
+
+Given = dict[str, Any]  # their settings by dotted keys
+SUITES = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
+HORIZON = 512  # actions of an episode, in both systems
+
+
+@dataclass
+class Converted:
+    """A configuration of ours, by dotted keys, and what is to be said of it. without: their keys that have no
+    counterpart, with the reason where there is one."""
+
+    ours: dict[str, Any] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+    without: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for key, value in self.ours.items():
+            *above, last = key.split(".")
+            place = tree
+            for name in above:
+                place = place.setdefault(name, {})
+            place[last] = value
+        return tree
+
+    def text(self, origin: str) -> str:
+        """YAML, with what is to be said as comments. Raises UserError if it is no configuration of a job."""
+        validate(self.tree, f"{origin} as converted")
+        lines = [f"# Converted from {origin}.", *(f"# {remark}" for remark in self.remarks)]
+        if self.without:
+            lines.append("# Without a counterpart here:")
+            lines += [f"#   {key}" + (f": {why}" if why else "") for key, why in self.without.items()]
+        return "\n".join(lines) + "\n" + yaml.safe_dump(self.tree, sort_keys=False, default_flow_style=None)
+
+
+Rule = str | Callable[[Any, Converted, Given], None]
+
+
+def convert(path: Path) -> Converted:
+    """The recipe in `path`. Raises UserError for a file that is no recipe of these systems, or not of a robot."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {error}") from None
+    if path.suffix == ".toml":
+        try:
+            given = flat(tomllib.loads(text))
+        except tomllib.TOMLDecodeError as error:
+            raise UserError(f"{path}: {error}") from None
+        return applied(given, COSMOS, MEMORY_OF_COSMOS, path, "vla.vla_type", "cosmos-rl")
+    return applied(script(text), SIMPLEVLA, MEMORY_OF_SIMPLEVLA, path, "actor_rollout_ref.model.vla", "SimpleVLA-RL")
+
+
+def applied(
+    given: Given, rules: Mapping[str, Rule], memory: tuple[str, ...], path: Path, needed: str, system: str
+) -> Converted:
+    if needed not in given:
+        raise UserError(f"{path}: {needed} is not set, so this is no recipe of {system} for a robot")
+    found = Converted(ours={"run_dir": f"runs/{path.stem}", **COMMON})
+    for key, value in given.items():
+        rule = rules.get(key)
+        if isinstance(rule, str):
+            found.ours[rule] = value
+        elif rule is not None:
+            rule(value, found, given)
+        elif key.startswith(memory):
+            found.without[key] = "how memory and processes are shared out; see engine and configs/scaling.md"
+        else:
+            found.without[key] = ""
+    for key, value in found.ours.items():
+        if isinstance(value, str) and "$" in value:
+            found.remarks.append(f"{key}={value}: the script does not say what that is.")
+    return found
+
+
+# --- their files ---
+
+
+def flat(tree: Mapping[str, Any], above: str = "") -> Given:
+    found: Given = {}
+    for name, value in tree.items():
+        found |= flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {above + name: value}
+    return found
+
+
+def script(text: str) -> Given:
+    """The overrides of a script's command, with the script's own variables put in. Others stay as $NAME."""
+    variables = dict(re.findall(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S*)\s*(?:#.*)?$", text, re.MULTILINE))
+    known = {name: value.strip("\"'") for name, value in variables.items()}
+
+    def filled(value: str) -> str:
+        return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", lambda found: known.get(found[1], found[0]), value)
+
+    found: Given = {}
+    for key, value in re.findall(r"^\s*\+*([a-z_]+(?:\.\w+)+)=(.*?)\s*\\?$", text, re.MULTILINE):
+        words = shlex.split(filled(filled(value)))
+        found[key] = yaml.safe_load(words[0]) if words else None
+    return {key: number(value) for key, value in found.items()}
+
+
+def number(value: Any) -> Any:
+    """YAML takes 5e-6 for a word."""
+    try:
+        return float(value) if isinstance(value, str) and "e" in value else value
+    except ValueError:
+        return value
+
+
+# --- rules of both ---
+
+COMMON: dict[str, Any] = {
+    "model.type": "vision_language_action",
+    "model.dtype": "bfloat16",
+    "task.type": "manipulation",
+    "task.simulator": "libero",
+    "action.horizon": HORIZON,
+    "action.proprioception": False,
+    "engine.zero_stage": 1,
+    "engine.micro_batch": 1,
+    "engine.looks_at_once": 4,  # an episode's looks at a 7B model at once fit no GPU
+}
+
+
+def suite(value: Any, found: Converted, given: Given) -> None:
+    if value not in SUITES:
+        raise UserError(f"the suite {value} has no simulator here; there are {', '.join(SUITES)}")
+    found.ours |= {
+        "task.options": {"suites": [value], "image_size": 224, "step_limit": "simplevla"},
+        "task.tasks": [f"{value}/{i}" for i in range(SUITES[value])],
+        "task.eval_size": 50 * SUITES[value],
+        "evaluation.prompts": 50 * SUITES[value],
+    }
+    found.remarks.append(
+        "Training starts are drawn from seeds; the published ones, on which the recipe trains, are for evaluation only."
+    )
+
+
+def kind_of_policy(value: Any, found: Converted, given: Given) -> None:
+    heads = {"openvla-oft": "bidirectional", "openvla": "autoregressive"}
+    if value not in heads:
+        raise UserError(f"a policy of kind {value} can not be converted; there are {', '.join(heads)}")
+    found.ours["action.head"] = {"type": "token", "decoding": heads[value]}
+
+
+def weights(value: Any, found: Converted, given: Given) -> None:
+    found.ours |= {"model.path": value, "action.statistics": value}
+    found.remarks.append(f"action.statistics={value} must be a folder with dataset_statistics.json.")
+
+
+def pictures(value: Any, found: Converted, given: Given) -> None:
+    if value != 1:
+        raise UserError(f"num_images_in_input={value}: a policy of several cameras can not be converted yet")
+
+
+def crop(value: Any, found: Converted, given: Given) -> None:
+    found.ours["action.center_crop"] = 0.9 if value else 1.0
+
+
+def term(name: str) -> Rule:
+    def add(value: Any, found: Converted, given: Given) -> None:
+        if value:
+            found.ours.setdefault("algorithm.terms", []).append({"type": name, "coefficient": value})
+
+    return add
+
+
+def estimator(value: Any, found: Converted, given: Given) -> None:
+    if value not in ("grpo", "rloo"):
+        raise UserError(f"advantages by {value} can not be converted; there are grpo and rloo")
+    if value == "rloo":
+        found.ours |= {"algorithm.baseline": "leave_one_out", "algorithm.scale": "none"}
+
+
+# --- SimpleVLA-RL ---
+
+
+def kept_groups(value: Any, found: Converted, given: Given) -> None:
+    if value:
+        low, high = given.get("data.accuracy_lower_bound", 0.0), given.get("data.accuracy_upper_bound", 1.0)
+        found.ours["rollout.dynamic_sampling"] = {"low": low, "high": high}
+
+
+def updates(value: Any, found: Converted, given: Given) -> None:
+    episodes = int(given["data.train_batch_size"]) * int(given["data.n_samples"])
+    found.ours["algorithm.minibatches"] = max(1, episodes // int(value))
+
+
+def nothing(value: Any, found: Converted, given: Given) -> None:
+    """Said by another key."""
+
+
+A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+SIMPLEVLA: dict[str, Rule] = {
+    "data.task_suite_name": suite,
+    "data.n_samples": "rollout.group_size",
+    "data.train_batch_size": "rollout.prompts",
+    "data.filter_accuracy": kept_groups,
+    "data.accuracy_lower_bound": nothing,
+    "data.accuracy_upper_bound": nothing,
+    "actor_rollout_ref.model.path": weights,
+    "actor_rollout_ref.model.vla": kind_of_policy,
+    "actor_rollout_ref.model.action_chunks_len": "action.chunk",
+    "actor_rollout_ref.model.action_token_len": nothing,  # the simulator's
+    A + "optim.lr": "optim.lr",
+    A + "ppo_mini_batch_size": updates,
+    A + "traj_mini_batch_size": "engine.micro_batch",
+    A + "grad_clip": "optim.clip_grad_norm",
+    A + "clip_ratio_low": "algorithm.surrogate.low",
+    A + "clip_ratio_high": "algorithm.surrogate.high",
+    A + "entropy_coeff": term("entropy"),
+    A + "num_images_in_input": pictures,
+    R + "num_images_in_input": pictures,
+    R + "use_proprio": "action.proprioception",
+    R + "temperature": "rollout.temperature",
+    R + "unnorm_key": "action.statistics_key",
+    R + "center_crop": crop,
+    R + "task_suite_name": nothing,
+    R + "pretrained_checkpoint": nothing,
+    R + "num_steps_wait": nothing,  # the simulator waits so long too
+    "algorithm.adv_estimator": estimator,
+    "algorithm.kl_ctrl.kl_coef": term("kl"),
+    "trainer.test_freq": "evaluation.every",
+    "trainer.save_freq": "checkpoint.every",
+    "trainer.default_local_dir": "run_dir",
+}
+MEMORY_OF_SIMPLEVLA = (
+    *(f"{A}fsdp", f"{A}ppo_micro", f"{A}ppo_max", f"{A}use_dynamic", f"{R}gpu", f"{R}micro", f"{R}val_micro"),
+    *(f"{R}log_prob", f"{R}tensor", f"{R}free", "actor_rollout_ref.ref.", "trainer.n_gpus", "trainer.nnodes"),
+    *("actor_rollout_ref.model.enable_gradient", "actor_rollout_ref.model.use_remove"),
+)
+
+# --- cosmos-rl ---
+
+
+def batch(value: Any, found: Converted, given: Given) -> None:
+    replicas, group = given.get("policy.parallelism.n_init_replicas", 1), given["rollout.n_generation"]
+    found.ours |= {"rollout.prompts": int(value) * int(replicas) // int(group), "rollout.group_size": group}
+
+
+def double_clip(value: Any, found: Converted, given: Given) -> None:
+    found.ours |= {"algorithm.surrogate.type": "dual_clip", "algorithm.surrogate.cap": value}
+
+
+COSMOS: dict[str, Rule] = {
+    "train.output_dir": "run_dir",
+    "train.epsilon": "optim.eps",
+    "train.optm_lr": "optim.lr",
+    "train.optm_weight_decay": "optim.weight_decay",
+    "train.optm_betas": "optim.betas",
+    "train.optm_warmup_steps": "optim.warmup_steps",
+    "train.optm_grad_norm_clip": "optim.clip_grad_norm",
+    "train.param_dtype": "model.dtype",
+    "train.train_batch_per_replica": batch,
+    "rollout.n_generation": nothing,
+    "policy.model_name_or_path": weights,
+    "train.train_policy.dataset.subset": suite,
+    "train.train_policy.temperature": nothing,
+    "rollout.sampling_config.temperature": "rollout.temperature",
+    "train.train_policy.epsilon_low": "algorithm.surrogate.low",
+    "train.train_policy.epsilon_high": "algorithm.surrogate.high",
+    "train.train_policy.lower_bound_ratio": double_clip,
+    "train.train_policy.kl_beta": term("kl"),
+    "train.train_policy.mu_iterations": "algorithm.epochs",
+    "train.train_policy.mini_batch": "engine.micro_batch",
+    "train.ckpt.save_freq": "checkpoint.every",
+    "validation.freq": "evaluation.every",
+    "vla.vla_type": kind_of_policy,
+    "vla.use_proprio": "action.proprioception",
+    "vla.num_images_in_input": pictures,
+    "vla.training_chunk_size": "engine.looks_at_once",
+    "vla.num_envs": "task.rows",
+}
+MEMORY_OF_COSMOS = (
+    *("policy.parallelism", "rollout.parallelism", "train.fsdp", "train.compile", "train.async_tp", "rollout.gpu"),
+    *("train.master_dtype", "train.transfer_dtype", "policy.model_gradient", "rollout.enforce", "rollout.enable"),
+)

@@ -1,0 +1,68 @@
+"""A head whose actions are Gaussian, with a mean from a perceptron and a learned spread."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.policies.vla.heads import ActionSampling, Chosen, LevelledHead, Reading
+from mmrl.policies.vla.perceptron import perceptron
+from mmrl.policies.vla.settings import Actions, GaussianActions
+
+
+class GaussianHead(LevelledHead):
+    """A perceptron makes the mean of the prompt's last token and the robot's state; the spread is one learned number
+    for each number of the chunk, which the temperature multiplies."""
+
+    context_only = True
+
+    def __init__(self, settings: GaussianActions, action: Actions, action_dim: int, state_dim: int, width: int) -> None:
+        """width: of the backbone, 0 where it reads nothing."""
+        super().__init__(settings.level, action, action_dim, state_dim)
+        self.log_std = nn.Parameter(torch.full(self.shape, math.log(settings.std)))
+        sizes = [width + self.state_dim, *[settings.width] * settings.layers]
+        self.layers = perceptron(sizes, math.prod(self.shape), last_gain=settings.last_gain)
+
+    def mean(self, reading: Reading, state: Tensor) -> Tensor:
+        """[n, chunk, action]"""
+        given = reading.last if self.state_dim == 0 else torch.cat([reading.last, state.to(reading.last)], 1)
+        return self.layers(given).float().view(-1, *self.shape)
+
+    def act(self, reading: Reading, state: Tensor, how: ActionSampling) -> Chosen:
+        mean = self.mean(reading, state)
+        noise = torch.stack([torch.randn(self.shape, generator=torch.Generator().manual_seed(s)) for s in how.seeds])
+        actions = mean + how.temperature * self.log_std.float().exp() * noise.to(mean.device)
+        return {"actions": actions, "temperature": self._temperature(how)}
+
+    def score(
+        self,
+        reading: Reading,
+        state: Tensor,
+        chosen: Chosen,
+        valid: Tensor,
+        old: Tensor | None,
+        reference: Tensor | None,
+    ) -> dict[str, Tensor]:
+        mean = self.mean(reading, state)
+        log_std = self.log_std.float() + chosen["temperature"].log().float()[:, None, None]
+        logp = -0.5 * ((chosen["actions"] - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)
+        entropy = (0.5 + 0.5 * math.log(2 * math.pi) + log_std).expand_as(logp)
+        now = torch.stack([mean, log_std.expand_as(mean)], -1)
+        found = {
+            "logp": self._by_level(logp, valid),
+            "entropy": self._by_level(entropy, valid),
+            "prediction": now.detach().view(len(mean), self.decisions, -1, 2),
+        }
+        for name, other in (("divergence", old), ("reference_kl", reference)):
+            if other is not None:
+                found[name] = self._by_level(gaussian_divergence(other.view(now.shape), now), valid)
+        return found
+
+
+def gaussian_divergence(a: Tensor, b: Tensor) -> Tensor:
+    """KL(a || b) of Gaussians given by mean and log standard deviation in the last dimension, [...]."""
+    (mean, log_std), (other, log_other) = a.unbind(-1), b.unbind(-1)
+    apart = (mean - other).square() / log_other.exp().square()
+    return log_other - log_std + 0.5 * ((2 * (log_std - log_other)).exp() + apart - 1)
