@@ -138,12 +138,12 @@ def test_a_healthy_run_has_no_complaint(tmp_path):
 LATE = 31  # the first step of the last quarter
 FAULTS = [
     # what is wrong, the metric and a word by which it must be named, how bad
-    (changed(guard__out_of_gamut=lambda s: 0.3 + 0.02 * s), "guard/out_of_gamut", "hacked", "bad"),
+    (changed(guard__out_of_gamut=lambda s: 0.3 + 0.01 * s), "guard/out_of_gamut", "hacked", "bad"),
     (changed(correction__logp_gap=lambda s: 1e-3 * 1.2**s), "correction/logp_gap", "older weights", "bad"),
     (changed(generation__probe_gap=lambda s: 0.5 if s > 20 else 1e-7), "generation/probe_gap", "step 21", "bad"),
     (changed(grad_norm=lambda s: 1.5 * 1.3**s), "grad_norm", "explodes", "bad"),
     (changed(grad_norm=lambda s: 90.0 if s == 17 else 1.5), "grad_norm", "step 17", "warning"),
-    (changed(reward__exact_match=lambda s: 0.0), "reward/exact_match", "0 in all 40 steps", "bad"),
+    (changed(reward__exact_match=lambda s: 0.0), "reward/exact_match", "0 in all 40 steps: nothing earns it", "bad"),
     (changed(reward__exact_match=lambda s: 0.5), "reward/exact_match", "0.5 in all 40 steps", "bad"),
     (changed(surrogate__ratio_gap_max=lambda s: 0.01 if s == 3 else 0.0), "surrogate/ratio_gap_max", "0.01", "bad"),
     (changed(surrogate__clip_low=lambda s: 0.39), "surrogate/clip_low", "40.0%", "warning"),
@@ -254,6 +254,9 @@ def test_a_run_says_how_it_ended_and_forgets_when_it_goes_on(tmp_path):
     assert "with an error: &lt;no&gt;" in report_html([read_run(run.folder)])
     again = Run(tmp_path / "run", "steps: 3", writes=True)
     assert read_run(run.folder).ending.state == "running"
+    gone = lock.me() | {"process": 2**22 - 3, "started": 1}
+    (run.folder / "run.lock").write_text(json.dumps(gone))  # as after a kill: the end before is not this one's
+    assert read_run(run.folder).ending.state == "killed"
     again.close()
 
 
