@@ -67,12 +67,12 @@ class Prompt:
     id: str
     text: str
     images: tuple[Image.Image, ...] = ()
-    videos: tuple[Clip, ...] = ()
     answer: Any = None
     system: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
+    videos: tuple[Clip, ...] = ()
 
     def redrawn(self, change: Callable[[Image.Image], Image.Image]) -> Prompt:
         """With every picture and every frame changed, one after the other."""

@@ -45,7 +45,8 @@ class Composed:
     def __call__(self, command, **_):
         assert command[1:3] == ["-m", "mmrl"], command
         options = cli.parser().parse_args([str(word) for word in command[3:]])
-        config = load(ROOT / options.config, options.overrides)
+        path, given = cli.given(options) if command[3] == "eval" else (options.config, options.overrides)
+        config = load(ROOT / path, given)
         if command[3] == "eval":
             self.configs[f"eval {options.model}"] = config
             (Path(options.model) / "evaluation.json").write_text('{"evaluation/accuracy": 0.125}')

@@ -35,7 +35,7 @@ FLOORS = [
     ["mmrl.sources", "mmrl.terms", "mmrl.facts", "mmrl.protocols"],
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.report", "mmrl.collection"],
     ["mmrl.sims"],  # above rewards: environments run in the same kind of process
-    ["mmrl.tasks.settings", "mmrl.tasks.moving"],
+    ["mmrl.tasks.settings", "mmrl.tasks.moving", "mmrl.tasks.named_pictures"],
     ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics"],
     ["mmrl.tasks", "mmrl.search"],
     ["mmrl.config"],

@@ -75,4 +75,5 @@ def test_objects_travel_over_the_hosts_where_tensors_travel_over_gpus(monkeypatc
     ranks._objects, asked = group, []
     gather = dist.all_gather_object
     monkeypatch.setattr(dist, "all_gather_object", lambda *given, **how: asked.append(how) or gather(*given, **how))
-    assert ranks.gather({"a": 1}) == [{"a": 1}] and asked == [{"group": group}]
+    monkeypatch.setattr(Ranks, "world", 2)  # alone it asks nobody
+    assert ranks.gather({"a": 1}) == [{"a": 1}, None] and asked == [{"group": group}]

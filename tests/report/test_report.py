@@ -299,7 +299,7 @@ def test_a_line_in_the_making_is_no_damage(tmp_path):
 
 
 def sample(number, answer="2", **more):
-    return Sample(Prompt(f"id{number}", f"question {number}", (), answer), "said", 1, **more)
+    return Sample(Prompt(f"id{number}", f"question {number}", answer=answer), "said", 1, **more)
 
 
 def test_galleries_show_tables_before_and_after_pictures_and_videos(tmp_path):

@@ -19,7 +19,7 @@ from mmrl.rollouts import Episode, Prompt, Sample
 
 
 def sample(text="how many?", response="2", answer="2", images=()):
-    return Sample(Prompt("id", text, images, answer), response, 1, False, 4)
+    return Sample(Prompt("id", text, images, answer=answer), response, 1, False, 4)
 
 
 def steps(run):
@@ -68,7 +68,9 @@ def test_metrics_go_to_the_file_and_to_tensorboard(run):
 
 def test_tensorboard_has_pictures_texts_and_hyperparameters(tmp_path):
     run = Run(tmp_path / "run", "seed: 7\noptim: {lr: 0.001, betas: [0.9, 0.99]}\nterms: [{type: kl}]\n", writes=True)
-    drawn = [Sample(Prompt(str(i), "a | b\nc", (), "<1>"), "said", image=torch.full((3, 8, 8), 0.5)) for i in range(3)]
+    drawn = [
+        Sample(Prompt(str(i), "a | b\nc", answer="<1>"), "said", image=torch.full((3, 8, 8), 0.5)) for i in range(3)
+    ]
     run.samples("evaluation", 5, drawn, {"accuracy": [0.25, 0.5, 1.0]})
     asked = [Sample(Prompt("q", "what?", (Image.new("RGB", (9, 9), "red"),)), "it")]
     run.samples("train", 6, asked, {})

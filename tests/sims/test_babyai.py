@@ -132,3 +132,45 @@ def test_the_parts_share_no_instruction_and_every_word_is_known():
 def test_unknown_levels_are_named():
     with pytest.raises(UserError, match="no level 'GoToMoon'; known: .*GoToLocalS6N3"):
         build("babyai", 1, {"levels": ["GoToMoon"]})
+
+
+def test_rows_that_ended_make_no_worlds(monkeypatch):
+    """While others go on, an ended row costs nothing, shows its last picture, and starts anew from its seed."""
+    from mmrl.sims import babyai
+
+    with build("babyai", 2, {"levels": ["GoToLocalS6N3"], "max_steps": 3}) as sim:
+        first = sim.reset([1, 2], ["GoToLocalS6N3"] * 2)
+        turns = np.zeros((2, 1, 1))
+        turns[:] = Choices(spaces.Discrete(7)).show(0)
+        made = []
+        kept = babyai.is_unseen
+        monkeypatch.setattr(babyai, "is_unseen", lambda words: made.append(words) or kept(words))
+        for _ in range(3):
+            last = sim.step(turns)
+        assert last.truncated.all() and not made
+        assert not np.array_equal(last.observation.images[0], first.images[0])
+        again = sim.reset([1, 2], ["GoToLocalS6N3"] * 2)
+        assert len(made) >= 2 and np.array_equal(again.images, first.images)
+
+
+def test_pictures_are_those_that_minigrid_draws_but_for_its_highlight():
+    from minigrid.utils.rendering import highlight_img
+    from mmrl.sims.babyai import picture
+
+    env = gymnasium.make("BabyAI-OpenDoorColor-v0")
+    for seed in range(4):
+        seen, _ = env.reset(seed=seed)
+        ours, theirs = picture(seen["image"], 8), env.unwrapped.get_pov_render(tile_size=8)
+        assert ours.shape == theirs.shape == (56, 56, 3) and len(np.unique(ours.reshape(-1, 3), axis=0)) > 3
+        for x in range(7):
+            for y in range(7):
+                place = slice(8 * y, 8 * y + 8), slice(8 * x, 8 * x + 8)
+                if (x, y) == (3, 6):
+                    continue  # the agent, which looks the same always
+                if seen["image"][x, y, 0] == 0:
+                    assert not ours[place].any()
+                else:
+                    lit = ours[place].copy()
+                    highlight_img(lit)
+                    gap = np.abs(lit.astype(int) - theirs[place].astype(int))
+                    assert gap.max() <= 2  # theirs is lit before it is made smaller

@@ -26,6 +26,7 @@ from mmrl.policies.vla.settings import (
     EpisodePrompts,
     EpisodeSampling,
     GaussianActions,
+    InvertibleActions,
     TokenActions,
     VisionLanguageActionModel,
 )
@@ -170,10 +171,10 @@ def check_small(path: str, model: VisionLanguageActionModel) -> None:
 
 def check_reads_state(path: str, action: Actions, state_dim: int) -> None:
     """Raises UserError where a policy without a backbone would be left with nothing to read."""
-    if not isinstance(action.head, GaussianActions):
+    if not isinstance(action.head, GaussianActions | InvertibleActions):
         raise UserError(
             f"action.head.type={action.head.type} reads what a backbone made of pictures and words, but "
-            f"model.path={path} reads only the robot's state; use action.head.type=gaussian"
+            f"model.path={path} reads only the robot's state; use action.head.type=gaussian or invertible"
         )
     if not action.proprioception or state_dim == 0:
         raise UserError(

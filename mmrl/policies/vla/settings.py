@@ -33,6 +33,7 @@ class ActionHead(Choice):
         "regression": "mmrl.policies.vla.settings:RegressionActions",
         "bridge": "mmrl.policies.vla.settings:BridgeActions",
         "gaussian": "mmrl.policies.vla.settings:GaussianActions",
+        "invertible": "mmrl.policies.vla.settings:InvertibleActions",
     }
     test: ClassVar[str] = "tests/policies/vla/test_policy.py"
     type: str = "token"
@@ -239,6 +240,36 @@ class GaussianActions(ActionHead):
     @property
     def offers(self) -> frozenset[str]:
         return frozenset({"entropy", "divergence", "single_sample_kl"})
+
+
+class InvertibleActions(ActionHead):
+    """A flow over two copies of the chunk that runs backwards exactly, and so knows its likelihood. As `gaussian` it
+    may read nothing but the robot's state."""
+
+    equation: ClassVar[str] = (
+        "x += v(y, t) / T; y += v(x, t) / T; x = p x + (1 - p) y; y = p y + (1 - p) x; action = (x + y) / 2; "
+        "log p(x, y) = log N(noise; 0, (temperature x scale)^2) - 2 T D log p"
+    )
+    source: ClassVar[str] = "after GenPO, arXiv 2505.18763; reconstructed from its abstract and equations"
+    test: ClassVar[str] = "tests/policies/vla/test_invertible.py"
+    type: str = "invertible"
+    shaping: ClassVar[tuple[str, ...]] = ("width", "layers", "steps", "mix", "scale")
+    steps: int = option(5, "of the flow", unit="steps", ge=1)
+    mix: float = option(0.9, "p: how much of a copy stays itself at each step", gt=0.5, lt=1)
+    scale: float = option(0.5, "standard deviation of the noise", gt=0)
+    apart: float = option(0.05, "how far the copies of a demonstrated chunk are drawn apart", gt=0)
+    width: int = option(256, "of the perceptron's hidden layers", ge=1)
+    layers: int = option(3, "hidden layers of the perceptron", ge=1)
+    last_gain: float = option(0.01, "size of the last layer's weights, before training", gt=0)
+
+    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
+        from mmrl.policies.vla.invertible import InvertibleHead
+
+        return InvertibleHead(self, action, action_dim, state_dim, backbone.width)
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return frozenset({"single_sample_kl"})
 
 
 class Actions(Section):

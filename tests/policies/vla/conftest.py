@@ -21,6 +21,7 @@ KINDS = {
     "regression": {"type": "regression"},
     "gaussian": {"type": "gaussian", "width": 16, "layers": 1},
     "bridge": {"type": "bridge", "width": 32, "depth": 2, "queries": 3},
+    "invertible": {"type": "invertible", "width": 16, "layers": 1, "last_gain": 0.1, "scale": 0.2},
     "flow": {**SMALL_FLOW, "likelihood": {"type": "chain", "window": {"type": "random", "size": 1}}},
     "flow, all steps": {**SMALL_FLOW, "likelihood": {"type": "chain", "transition": {"type": "cps", "noise": 0.7}}},
     "flow, learned": {**SMALL_FLOW, "likelihood": "learned"},
