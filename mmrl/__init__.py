@@ -1,0 +1,28 @@
+"""Reinforcement-learning post-training for vision-language, diffusion and vision-language-action models.
+
+    from mmrl import Job, load, read_run
+
+Importing the package costs nothing: a name is fetched when it is first asked for. mmrl/library.md shows all of them.
+"""
+
+from typing import TYPE_CHECKING
+
+from mmrl.lazy import attributes
+from mmrl.version import VERSION
+
+if TYPE_CHECKING:
+    from mmrl.config import Config, configure, load
+    from mmrl.errors import UserError
+    from mmrl.job import Job
+    from mmrl.report.records import RunRecord, read_run
+
+__version__ = VERSION
+
+__all__ = ["Config", "Job", "RunRecord", "UserError", "configure", "load", "read_run"]
+
+__getattr__ = attributes(
+    __name__,
+    {name: "mmrl.config" for name in ("Config", "configure", "load")}
+    | {name: "mmrl.report.records" for name in ("RunRecord", "read_run")}
+    | {"Job": "mmrl.job", "UserError": "mmrl.errors"},
+)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmrl.collection import Independent
 from mmrl.config import Config
+from mmrl.core.advantages import combined_reward
 from mmrl.core.filters import groups_within
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
@@ -21,7 +22,7 @@ from mmrl.facts import Batch
 from mmrl.metrics import Metrics
 from mmrl.pool import Pool
 from mmrl.prompt_samplers import Outcome
-from mmrl.protocols import Policy, SyncedGenerator, Task
+from mmrl.protocols import Completing, Policy, SyncedGenerator, Task
 from mmrl.rollouts import FRESH, Column, Rollouts
 from mmrl.seeds import rollout_seeds
 from mmrl.sources import SourceContext
@@ -172,7 +173,8 @@ class Batches:
         seeds = rollout_seeds(self.config.seed, positions, size)
         group = torch.tensor(positions).repeat_interleave(size)
         if self.config.algorithm.collects == "demonstrations":
-            batch = self.policy.demonstrate(prompts, seeds)
+            shared = [seed for seed in seeds[::size] for _ in range(size)]  # what is compared is drawn alike
+            batch = self.policy.demonstrate(self.config.algorithm.shown(prompts), shared)
             batch.group = group
             return batch
         at_once = max(1, (self.rollout.generated_at_once or len(group)) // size)
@@ -191,7 +193,8 @@ class Batches:
         batch.accuracy = self.task.accuracy(batch.samples)
         if self.steps_ahead:
             batch.version = torch.full_like(group, self.version)
-        self._ask_greedily(batch)
+        self._ask_more(batch, step)
+        self._complete(batch)
         return batch
 
     def _draw(self, share: int) -> tuple[list[int], list[int]]:
@@ -211,18 +214,35 @@ class Batches:
         batch = pool.take(share, step, self.version)
         batch.rewards = self.task.score(batch.samples, batch.group)
         batch.accuracy = self.task.accuracy(batch.samples)
-        self._ask_greedily(batch)
+        self._ask_more(batch, step)
         return batch
 
-    def _ask_greedily(self, batch: Rollouts) -> None:
-        """Leaves the rewards of a greedy response to each rollout's prompt in `extras`, where a part needs them."""
-        if not self.config.needs.greedy:
-            return
+    def _ask_more(self, batch: Rollouts, step: int) -> None:
+        """Leaves in `extras` what parts need of further responses to the rollouts' prompts: the rewards of a greedy
+        one, and how often those under a view are right."""
+        needs, size = self.config.needs, self.config.group_size
         groups, member = batch.group.unique(return_inverse=True)
         first = [int((member == g).nonzero()[0]) for g in range(len(groups))]
         prompts = [batch.samples[row].prompt for row in first]
-        answers = self.policy.respond(prompts, [0] * len(prompts))
-        batch.extras["greedy"] = Column(self.task.score(answers, torch.arange(len(prompts)))[member])
+        if needs.greedy:
+            answers = self.policy.respond(prompts, [0] * len(prompts))
+            batch.extras["greedy"] = Column(self.task.score(answers, torch.arange(len(prompts)))[member])
+        seeds = rollout_seeds(self.config.seed, groups.tolist(), size)
+        for view in needs.answered_under:
+            changed = [view.change(prompt) for prompt in prompts]
+            right = self.task.accuracy(self.policy.rollout(changed, size, seeds, step=step).samples)
+            batch.extras[f"answered {view.name}"] = Column(right.view(-1, size).nanmean(1)[member])
+
+    def _complete(self, batch: Rollouts) -> None:
+        """Leaves the rewards of what the states of chains lead to in `extras`, where a part needs them."""
+        if not self.config.needs.completions:
+            return
+        assert isinstance(self.policy, Completing) and batch.rewards is not None
+        weights, count = torch.tensor(self.task.reward_weights), batch.mask.shape[1]
+        made = self.policy.complete_steps(batch)
+        before = combined_reward(self.task.score(made, batch.group.repeat_interleave(count)), weights)
+        after = combined_reward(batch.rewards, weights)
+        batch.extras["completions"] = Column(torch.cat([before.view(-1, count), after[:, None]], 1))
 
     def _with_extras(self, fresh: Rollouts) -> Rollouts:
         """The step's rollouts with those of further sources behind them."""

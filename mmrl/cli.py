@@ -1,25 +1,27 @@
-"""The command line: mmrl train | eval | sample | config | methods | new | doctor."""
+"""The command line: mmrl train | eval | sample | report | watch | config | methods | new | doctor."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import logging
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Before the heavy imports, so that `mmrl --help` answers at once and the libraries stay quiet.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from mmrl.errors import UserError  # noqa: E402
+
+if TYPE_CHECKING:
+    from mmrl.job import Job
+
+KINDS_OF_NEW = ["task", "reward", "simulator", "environment", "algorithm", "term", "shaper", "mask", "sampler"]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -66,9 +68,19 @@ def parser() -> argparse.ArgumentParser:
     sample.add_argument("model", help="a run directory, or a model's folder or hub name")
     sample.add_argument("--count", type=at_least_one, default=16, help="held-out prompts; default: 16")
     sample.set_defaults(run=run_sample)
-    for command in (train, evaluation, sample):
-        command.add_argument("config", help="a YAML file")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, optim.lr=1e-5")
+    train.add_argument("config", help="a YAML file")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, optim.lr=1e-5")
+    for command in (evaluation, sample):
+        words = "a YAML file, where the run's own configuration is not meant, and dotted overrides"
+        command.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help=words)
+    report = commands.add_parser("report", help="one HTML file about a run, or several: curves, health, pictures")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="a run directory, whatever became of the run")
+    report.add_argument("--output", type=Path, help="default: RUN/report.html; of several runs report.html here")
+    report.set_defaults(run=run_report)
+    watch = commands.add_parser("watch", help="a run's numbers live in the terminal, until it has ended")
+    watch.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory")
+    watch.add_argument("--once", action="store_true", help="show them once, as where there is no terminal")
+    watch.set_defaults(run=run_watch)
     config = commands.add_parser("config", help="what a key of the configuration means; without a key, all of them")
     config.add_argument("key", nargs="?", help="such as rollout.temperature, or a section")
     config.set_defaults(run=run_config)
@@ -78,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     methods.add_argument("name", nargs="?")
     methods.set_defaults(run=run_methods)
     new = commands.add_parser("new", help="write something of your own that trains at once, with its recipe and test")
-    new.add_argument("kind", choices=["algorithm", "term", "shaper", "mask", "sampler"])
+    new.add_argument("kind", choices=KINDS_OF_NEW)
     new.add_argument("name", help="of the class, such as MyAlgorithm")
     new.add_argument("--folder", type=Path, default=Path(), help="where its files go; default: here")
     new.set_defaults(run=run_new)
@@ -97,20 +109,6 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
-def launched() -> tuple[int, int]:
-    """Rank and number of ranks, as a launcher has put them into the environment. Raises UserError."""
-    found = {}
-    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")):
-        text = os.environ.get(name, default)
-        if not text.isdecimal():
-            raise UserError(f"{name}={text} in the environment is no number of ranks; start several with torchrun")
-        found[name] = int(text)
-    rank, world = found["RANK"], found["WORLD_SIZE"]
-    if rank >= world:
-        raise UserError(f"RANK={rank} in the environment is beyond WORLD_SIZE={world}; start several with torchrun")
-    return rank, world
-
-
 def run_train(options: argparse.Namespace) -> int:
     from mmrl.config import load, to_yaml
 
@@ -118,57 +116,10 @@ def run_train(options: argparse.Namespace) -> int:
     if options.print_config:
         print(to_yaml(config), end="")
         return 0
-    quieten()
-    config = warm_started(config)
     if not options.dry_run:
         return train(config)
     with tempfile.TemporaryDirectory(prefix="mmrl-dry-run-") as folder:
         return train(one_step(config, folder), dry=True)
-
-
-def warm_started(config: Any) -> Any:
-    """The configuration with model.path set to the weights that its warm start ended with, which is run first, or gone
-    on with, where they are missing. Raises UserError if that run fails, would have to be shared by several processes,
-    or ended with another configuration."""
-    import subprocess
-
-    from mmrl.checkpoints import check_warm_start
-    from mmrl.config import load
-    from mmrl.settings import plain
-
-    path = config.model.warm_start
-    if path is None:
-        return config
-    final = Path(load(path).run_dir) / "final"
-    before = plain(after_warm_start(load(path)))
-    if not check_warm_start(final, before, path):
-        if launched()[1] > 1:
-            raise UserError(
-                f"model.warm_start={path}: {final} is missing; run it first, as one process: mmrl train {path}"
-            )
-        print(f"warm start: mmrl train {path}", flush=True)
-        command = [sys.executable, "-m", "mmrl", "train", path, "checkpoint.resume=auto"]
-        if subprocess.run(command).returncode != 0 or not check_warm_start(final, before, path):
-            raise UserError(f"model.warm_start={path} failed; see above")
-    return after_warm_start(config)
-
-
-def after_warm_start(config: Any) -> Any:
-    """The configuration with model.path set to where its warm start leaves its weights."""
-    from mmrl.config import load
-
-    if config.model.warm_start is None:
-        return config
-    final = Path(load(config.model.warm_start).run_dir) / "final"
-    model = config.model.model_copy(update={"path": str(final), "warm_start": None})
-    return config.model_copy(update={"model": model})
-
-
-def quieten() -> None:
-    from transformers.utils.logging import disable_progress_bar
-
-    if not sys.stderr.isatty():
-        disable_progress_bar()  # else every rank's bars fill the log
 
 
 def one_step(config: Any, folder: str) -> Any:
@@ -180,73 +131,27 @@ def one_step(config: Any, folder: str) -> Any:
 
 
 def train(config: Any, *, dry: bool = False) -> int:
-    import torch
+    from mmrl.job import Job, RunEnded
 
-    from mmrl.batches import check_batch
-    from mmrl.build import build_engine, build_generator, build_policy, build_task
-    from mmrl.checkpoints import check_run_dir
-    from mmrl.config import to_yaml
-    from mmrl.engine import end_with_launcher, take_device
-    from mmrl.report.lock import check_free
-    from mmrl.report.run import Run
-    from mmrl.settings import plain
-    from mmrl.trainer import Trainer
-
-    end_with_launcher()
-    take_device()
-    folder = Path(config.run_dir)
-    rank, world = launched()
-    check_batch(config, world)
-    if rank == 0:
-        check_free(folder)
-    if check_run_dir(folder, plain(config)):
-        if rank == 0:
-            print(f"run_dir={folder} has reached its end already; raise steps, or name another run_dir", flush=True)
-        return 0
-    if config.log.wandb is not None and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            f"log.wandb={config.log.wandb}: wandb is not installed; pip install wandb, or set log.wandb=null"
-        )
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
-    task = build_task(config)
-    if task.train is None:
-        raise UserError("the task has no questions to train on, only held-out ones; name them in task.data")
-    policy = build_policy(config, task)
-    engine, generator = build_engine(config, policy), None
     try:
-        check_batch(config, engine.world)
-        generator = build_generator(config, policy, task, engine)
-        try:
-            run = Run(folder, to_yaml(config), writes=rank == 0, wandb=config.log.wandb)
-        except OSError as error:
-            raise UserError(f"run_dir={folder} can not be written: {error}") from None
-        if dry:
-            run.line(arithmetic(config, engine.world, policy.module))
-        engine.watch(folder)
-        trainer = Trainer(config, policy, task, engine, run, generator)
-        if config.checkpoint.resume:
-            trainer.resume()
-        trainer.train()
-        if trainer.stopping:
-            run.line(f"stopped at step {trainer.step} and saved; the same command goes on with checkpoint.resume=auto")
-        run.close()
-        if dry:
-            run.line("dry run: one step done, nothing kept")
-        elif not trainer.stopping:
-            run.line(summary(trainer.accuracies, folder))
-    except RuntimeError as error:  # what a collective raises, each backend in its words
-        if (dead := engine.dead()) is not None:
-            raise UserError(f"{dead} has ended: {str(error).splitlines()[0]}") from error
-        raise
-    finally:
-        engine.release()
-        if generator is not None:
-            generator.close()
-        # In order also after an error: gloo's thread otherwise aborts the interpreter and hides the message.
-        engine.close()
-    return 128 + trainer.stopping if trainer.stopping else 0
+        with Job(config) as job:
+            if dry and job.ranks.rank == 0:
+                print(arithmetic(job.config, job.ranks.world, job.policy.module), flush=True)
+            job.train()
+            if job.ranks.rank == 0:
+                print(last_line(job, dry), flush=True)
+            stopped = job.stopped
+    except RunEnded as ended:
+        if os.environ.get("RANK", "0") == "0":
+            print(ended, flush=True)
+        return 0
+    return 128 + stopped if stopped else 0
+
+
+def last_line(job: Any, dry: bool) -> str:
+    if job.stopped:
+        return f"stopped at step {job.step} and saved; the same command goes on with checkpoint.resume=auto"
+    return "dry run: one step done, nothing kept" if dry else summary(job.accuracies, Path(job.config.run_dir))
 
 
 def summary(accuracies: dict[str, float], folder: Path) -> str:
@@ -258,25 +163,29 @@ def summary(accuracies: dict[str, float], folder: Path) -> str:
 
 
 def run_eval(options: argparse.Namespace) -> int:
-    from mmrl.evaluation import evaluate
+    from mmrl.job import Job
     from mmrl.report.run import versions
     from mmrl.settings import plain
     from mmrl.tasks.manipulation.settings import ManipulationSettings
 
-    with held_out(options) as (config, task, policy, ranks):
+    with Job.of(options.model, *given(options)) as job:
+        config = job.config
         if isinstance(config.task, ManipulationSettings):
-            return eval_episodes(options, config, task, policy, ranks)
-        result, _ = evaluate(policy, task, ranks, config.evaluation.prompts, config)
+            return eval_episodes(options, job)
+        result, _, _ = job.measure()
     told = {"seed": config.seed, "evaluation": plain(config.evaluation), "task": plain(config.task)}
+    told["sample"] = plain(config.sample)
     return write_evaluation(options.model, {**result, "protocol": told, "versions": versions()})
 
 
-def eval_episodes(options: argparse.Namespace, config: Any, task: Any, policy: Any, ranks: Any) -> int:
+def eval_episodes(options: argparse.Namespace, job: Job) -> int:
     """The likeliest actions, then sampled ones. What was played before under the same protocol is not played again."""
     from mmrl import evaluation_protocol as protocols
-    from mmrl.evaluation import Journal, evaluate
+    from mmrl.evaluation import Journal
 
-    told = protocols.protocol(config, task, policy.action.chunk)
+    task, ranks = job.task, job.ranks
+    policy: Any = job.policy
+    told = protocols.protocol(job.config, task, policy.action.chunk)
     found: dict[str, dict[str, Any]] = {}
     record: dict[str, Any] = {}
     journals: list[Path] = []
@@ -287,7 +196,7 @@ def eval_episodes(options: argparse.Namespace, config: Any, task: Any, policy: A
         journal = Journal(beside(options.model, f"evaluation.{decoding}-{ranks.rank}.jsonl"), mark)
         if journal.known:
             print(f"{journal.episodes} episodes ({decoding}) were played before; going on behind them")
-        result, samples = evaluate(policy, task, ranks, told["episodes"], config, journal)
+        result, samples, _ = job.measure(told["episodes"], journal)
         journals.append(journal.file)
         if not record:
             print("\n".join(protocols.described(told, policy.evaluation_temperature)))
@@ -296,12 +205,22 @@ def eval_episodes(options: argparse.Namespace, config: Any, task: Any, policy: A
         for name, of_task in found[decoding].items():
             print(protocols.told_success(name, decoding, of_task))
     if ranks.rank == 0:
-        command = ["mmrl", "eval", options.model, options.config, *options.overrides]
+        command = ["mmrl", "eval", options.model, *options.overrides]
         protocols.add_line(beside(options.model, protocols.LINES), command, told, found)
         write_evaluation(options.model, {**record, **found})
     for file in journals:
         file.unlink()
     return 0
+
+
+def given(options: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """The configuration and the overrides among the words behind RUN: a word without an equals sign is a file, and so
+    is one that exists."""
+    words = list(options.overrides)
+    files = [word for word in words if "=" not in word or Path(word).is_file()]
+    if len(files) > 1:
+        raise UserError(f"one configuration is enough: {' '.join(files)}")
+    return (files[0] if files else None), [word for word in words if word not in files]
 
 
 def write_evaluation(model: str, record: dict[str, Any]) -> int:
@@ -317,14 +236,15 @@ def write_evaluation(model: str, record: dict[str, Any]) -> int:
 
 
 def run_sample(options: argparse.Namespace) -> int:
-    from mmrl.config import load
-    from mmrl.evaluation import evaluate
+    from mmrl.job import Job
     from mmrl.report.run import write_samples
 
-    filmed = "action" in type(load(options.config, options.overrides)).model_fields
-    with held_out(options, *(["action.film=true"] if filmed else [])) as (config, task, policy, ranks):
-        _, samples = evaluate(policy, task, ranks, options.count, config)
-    marks = task.accuracy(samples).tolist()
+    config, overrides = given(options)
+    job = Job.of(options.model, config, overrides)
+    if "action" in type(job.config).model_fields:
+        job = Job.of(options.model, config, [*overrides, "action.film=true"])
+    with job:
+        _, samples, marks = job.measure(options.count)
     for sample, mark in zip(samples, marks, strict=True):
         drawn = "a picture" if sample.image is not None else "a clip"
         told = sample.image is None and sample.frames is None
@@ -335,34 +255,32 @@ def run_sample(options: argparse.Namespace) -> int:
     return 0
 
 
-@contextmanager
-def held_out(options: argparse.Namespace, *overrides: str) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """Configuration, task, policy with the weights that are asked for, and ranks; these are left at the end."""
-    from mmrl.batches import awake
-    from mmrl.build import build_generator, build_policy, build_task
-    from mmrl.config import load
-    from mmrl.engine import Ranks, take_device
-
-    take_device()
-    quieten()
-    origin = [f"model.path={json.dumps(weights(options.model))}", "model.build=null", "model.warm_start=null"]
-    config = load(options.config, [*options.overrides, *origin, *overrides])
-    task = build_task(config)
-    policy, ranks, generator = build_policy(config, task), Ranks(), None
-    try:
-        policy.module.to(ranks.device)
-        generator = build_generator(config, policy, task, ranks)
-        with awake(generator):
-            yield config, task, policy, ranks
-    finally:
-        if generator is not None:
-            generator.close()
-        ranks.close()
-
-
 def beside(model: str, name: str) -> Path:
     """Where a result goes: into the run's or the model's folder, or here for a model from a hub."""
     return Path(model if Path(model).is_dir() else ".") / name
+
+
+def run_report(options: argparse.Namespace) -> int:
+    from mmrl.report.page import write_report
+    from mmrl.report.records import read_run
+
+    runs = [read_run(folder) for folder in options.runs]
+    target = options.output or (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
+    try:
+        write_report(runs, target)
+    except OSError as error:
+        raise UserError(f"--output={target}: {error}") from None
+    for run in runs:
+        print(run.ending.sentence if len(runs) == 1 else f"{run.name}: {run.ending.sentence}")
+    print(f"written to {target}")
+    return 0
+
+
+def run_watch(options: argparse.Namespace) -> int:
+    from mmrl.report.watch import watch
+
+    watch(options.run_directory, once=options.once)
+    return 0
 
 
 def run_config(options: argparse.Namespace) -> int:
@@ -411,6 +329,7 @@ def run_doctor(options: argparse.Namespace) -> int:
     import torch
 
     from mmrl import kernels
+    from mmrl.report.run import canonical
     from mmrl.sims import renderers
 
     print(f"{'python':<20} {sys.version.split()[0]}")
@@ -426,23 +345,6 @@ def run_doctor(options: argparse.Namespace) -> int:
     for simulator, renderer in renderers().items():
         print(f"{simulator + ' renders with':<20} {renderer}")
     return 0
-
-
-def canonical(package: str) -> str:
-    return package.lower().replace("_", "-")
-
-
-def weights(model: str) -> str:
-    """The folder of weights that a run directory ended with, or the model itself.
-
-    Raises UserError for a run that has not reached its end.
-    """
-    final = Path(model) / "final"
-    if not final.is_dir() and (Path(model) / "metrics.jsonl").is_file():
-        best = Path(model) / "best"
-        instead = f"; {best} holds the best weights so far" if best.is_dir() else ""
-        raise UserError(f"{model} is a run that has not reached its end: {final} is missing{instead}")
-    return str(final if final.is_dir() else model)
 
 
 def arithmetic(config: Any, world: int, module: Any) -> str:

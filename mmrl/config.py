@@ -27,6 +27,7 @@ from mmrl.guards import Guard
 from mmrl.needs import Needs, check, together
 from mmrl.policies.settings import ModelSettings
 from mmrl.policies.vlm.settings import VisionLanguageModel
+from mmrl.search import Sampling
 from mmrl.sections import Checkpoint, Evaluation, Kernels, Log
 from mmrl.settings import Section, SettingsError, kind_of, make, option, plain
 from mmrl.tasks.settings import TaskSettings
@@ -50,6 +51,7 @@ class Config(Section):
     evaluation: Evaluation = option(Evaluation(), "measuring on held-out prompts")
     checkpoint: Checkpoint = option(Checkpoint(), "saving and going on")
     log: Log = option(Log(), "what is written about the run")
+    sample: Sampling = option(Sampling(), "looking for answers after training")
     guards: list[Guard] = option([], "bands that metrics shall stay in, and what happens when they do not")
     kernels: Kernels = option(Kernels(), "who computes fused operators")
 
@@ -93,6 +95,8 @@ class Config(Section):
         offered = self.model.capabilities(self)
         check(self._parts(), offered)
         self.algorithm.check(self, offered)
+        if self.sample.search is not None:
+            self.sample.search.check(offered)
         self.model.check(self)
         if self.engine.zero_stage not in offered.zero_stages:
             stages = ", ".join(map(str, offered.zero_stages))
@@ -160,6 +164,15 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     if isinstance(model, dict) and isinstance(model.get("warm_start"), str):
         model["warm_start"] = str(Path(path).parent / model["warm_start"])
     return validate({str(key): value for key, value in resolved.items()}, str(path))
+
+
+def configure(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Config:
+    """A configuration that is made in Python: `tree` holds what a YAML file would. Raises UserError as `load` does."""
+    try:
+        whole = laid_over(dict(tree), *map(read_override, overrides or []))
+    except TreeError as error:
+        raise UserError(str(error)) from None
+    return validate(whole, "configuration")
 
 
 def laid_over(*trees: dict[str, Any]) -> dict[str, Any]:

@@ -22,12 +22,10 @@ class Blank(View):
     level: int = option(127, "of every pixel and channel", ge=0, le=255)
 
     def change(self, prompt: Prompt) -> Prompt:
-        from dataclasses import replace
-
         from PIL import Image
 
         grey = (self.level,) * 3
-        return replace(prompt, images=tuple(Image.new("RGB", image.size, grey) for image in prompt.images))
+        return prompt.redrawn(lambda image: Image.new("RGB", image.size, grey))
 
 
 class HiddenRegions(View):
@@ -70,19 +68,48 @@ class ShuffledPatches(View):
 
     def change(self, prompt: Prompt) -> Prompt:
         import zlib
-        from dataclasses import replace
 
         import numpy as np
         from PIL import Image
 
-        random = np.random.default_rng(zlib.crc32(prompt.id.encode()))
-        images, side = [], self.patch
-        for image in prompt.images:
+        random, side = np.random.default_rng(zlib.crc32(prompt.id.encode())), self.patch
+
+        def mixed(image: Image.Image) -> Image.Image:
             pixels = np.array(image.convert("RGB"))
             rows, columns = image.height // side, image.width // side
             whole = pixels[: rows * side, : columns * side].reshape(rows, side, columns, side, 3).swapaxes(1, 2)
-            mixed = whole.reshape(rows * columns, side, side, 3)[random.permutation(rows * columns)]
-            back = mixed.reshape(rows, columns, side, side, 3).swapaxes(1, 2).reshape(rows * side, columns * side, 3)
+            moved = whole.reshape(rows * columns, side, side, 3)[random.permutation(rows * columns)]
+            back = moved.reshape(rows, columns, side, side, 3).swapaxes(1, 2).reshape(rows * side, columns * side, 3)
             pixels[: rows * side, : columns * side] = back
-            images.append(Image.fromarray(pixels))
-        return replace(prompt, images=tuple(images))
+            return Image.fromarray(pixels)
+
+        return prompt.redrawn(mixed)
+
+
+class ShuffledFrames(View):
+    """The frames of every clip in another order, drawn by chance from the prompt's id: what is seen stays, what happens
+    is lost."""
+
+    equation: ClassVar[str] = "a permutation of the frames, never the order that they have"
+    source: ClassVar[str] = "the contrast of T-GRPO, Video-R1, arXiv 2503.21776"
+    test: ClassVar[str] = "tests/test_counterfactuals.py"
+    type: str = "shuffled_frames"
+
+    def change(self, prompt: Prompt) -> Prompt:
+        import zlib
+        from dataclasses import replace
+
+        import numpy as np
+
+        random = np.random.default_rng(zlib.crc32(prompt.id.encode()))
+
+        def shuffled(count: int) -> list[int]:
+            order = list(range(count))
+            while count > 1 and order == sorted(order):
+                order = random.permutation(count).tolist()
+            return order
+
+        if not prompt.videos:
+            raise UserError(f"prompt {prompt.id!r} has no clip whose frames view.type=shuffled_frames could shuffle")
+        clips = [replace(c, frames=tuple(c.frames[i] for i in shuffled(len(c.frames)))) for c in prompt.videos]
+        return replace(prompt, videos=tuple(clips))

@@ -14,7 +14,7 @@ import torch
 from mmrl.config import Config
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
-from mmrl.protocols import Policy, Task
+from mmrl.protocols import Responding, Task
 from mmrl.rollouts import Episode, Prompt, Sample
 from mmrl.sections import Checkpoint
 from mmrl.seeds import rollout_seeds
@@ -65,10 +65,10 @@ class Journal:
 
 
 def evaluate(
-    policy: Policy, task: Task, ranks: Ranks, count: int, config: Config, journal: Journal | None = None
-) -> tuple[dict[str, float], list[Sample]]:
-    """Held-out accuracy with its standard error, the task's measures, and this rank's samples. journal: of episodes
-    that were played before, and of those that are played now.
+    policy: Responding, task: Task, ranks: Ranks, count: int, config: Config, journal: Journal | None = None
+) -> tuple[dict[str, float], list[Sample], list[float]]:
+    """Held-out accuracy with its standard error and the task's measures; this rank's samples, and the accuracy of each.
+    journal: of episodes that were played before, and of those that are played now.
 
     Every rank takes every world-th prompt. What could not be scored counts for nothing, and its share is reported.
 
@@ -101,7 +101,7 @@ def evaluate(
             f"{result['evaluation/unscored']:.0%} of {len(by_index)} held-out rollouts could not be scored, more than "
             f"evaluation.max_unscored={settings.max_unscored:g}: the accuracy of the others says little"
         )
-    return result, samples
+    return result, samples, [row["accuracy"] for row in rows]
 
 
 def summarised(rows: list[tuple[dict[str, float], str]], columns: list[str]) -> dict[str, float]:

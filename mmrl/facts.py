@@ -73,6 +73,11 @@ class Batch:
         """[rollout, decision] of this rank: log-likelihoods under a view that a part asked for before them."""
         return self.column(f"view {view.name}")
 
+    def answered(self, view: View) -> Tensor:
+        """[rollout of all ranks] mean accuracy of the responses that a rollout's prompt got under a view; NaN where
+        none could be judged."""
+        return self.everyone(self.column(f"answered {view.name}"))
+
     def responses(self) -> list[str]:
         """The text of the responses of all ranks."""
         return [text for part in self._gather([s.response for s in self.rollouts.samples]) for text in part]

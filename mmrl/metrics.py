@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from mmrl.engine import Ranks
 from mmrl.errors import UserError
 
 UNSCORED = "unscored"  # share of the rollouts of a step whose reward is unknown; "unscored/NAME": of one component
+KIB_IN_GIB = 2**20
 MAXIMA = ("_gap", "/staleness")  # names of which the largest value is told besides
 
 
@@ -57,9 +59,9 @@ class Metrics:
         self._busy[name] += elapsed - (self.engine.waited - waited)
 
     def result(self) -> dict[str, float]:
-        everyone = self.engine.gather((*self.read(), dict(self._busy)))
+        everyone = self.engine.gather((*self.read(), dict(self._busy), peak_memory()))
         merged: dict[str, list[float]] = {}
-        for sums, maxima, _ in everyone:
+        for sums, maxima, _, _ in everyone:
             for name, (total, count) in sums.items():
                 entry = merged.setdefault(name, [0.0, 0.0])
                 entry[0] += total
@@ -68,7 +70,9 @@ class Metrics:
                 self._given[name + "_max"] = max(self._given.get(name + "_max", 0.0), value)
         means = {name: total / count for name, (total, count) in merged.items() if count > 0}
         times = {f"time/{name}": value for name, value in self._times.items()}
-        times |= stragglers([seconds for _, _, seconds in everyone])
+        times |= stragglers([seconds for _, _, seconds, _ in everyone])
+        for name in everyone[0][3]:
+            times[name] = max(memory[name] for _, _, _, memory in everyone)
         return {**means, **self._given, **times, "time/step": time.perf_counter() - self._started}
 
     def read(self) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
@@ -86,6 +90,14 @@ class Metrics:
                 if name.endswith(MAXIMA) and count:
                     maxima[name] = max(maxima.get(name, 0.0), most)
         return sums, maxima
+
+
+def peak_memory() -> dict[str, float]:
+    """The most memory that this process has held so far, in GiB: of the host, and of its GPU."""
+    found = {"memory/host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / KIB_IN_GIB}
+    if torch.cuda.is_initialized():
+        found["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return found
 
 
 def stragglers(times: list[dict[str, float]]) -> dict[str, float]:

@@ -25,7 +25,9 @@ OFFERS = {
     "velocity": "predictions of a denoiser",
     "matching": "decisions that compare the final sample with a prediction",
     "contrast": "decisions that are errors of implicit policies (denoising.likelihood.type=contrast)",
+    "picture_gradient": "pictures with their gradient (denoising.likelihood.type=last_steps)",
     "segments": "decisions in segments (denoising.likelihood.chunks)",
+    "reference_ratio": "a likelihood that can be compared with the reference policy's",
     "single_sample_kl": "a KL divergence estimated from single samples",
     "critic": "a critic",
     "steps": "steps of an episode that can be learned from one by one",
@@ -33,6 +35,7 @@ OFFERS = {
     "drafts": "responses that can be continued",
     "demonstrations": "answers that it can learn from beside its rollouts",
     "turns": "turns of a conversation (task.environment)",
+    "completions": "chains that can be completed from each of their steps",
     "nodes": "rollouts that share decisions, as leaves of a tree",
 }
 
@@ -47,8 +50,11 @@ class Needs:
     reference_decays. critic: what gives a value of every observation. statistics: of decisions ("logp", "entropy",
     "square_sum"), before the advantages. whole_groups: every micro-batch holds whole groups. views: other views of the
     prompt, under which responses are replayed; views_before: those under which they are before the advantages, for
-    `Batch.viewed`. greedy: the rewards of a greedy response to each prompt, as `Rollouts.extras["greedy"]`. numbers:
-    what was decided, as `Rollouts.extras["numbers"]`.
+    `Batch.viewed`. greedy: the rewards of a greedy response to each prompt, as `Rollouts.extras["greedy"]`.
+    answered_under: views under which as many responses are sampled again, for `Batch.answered`. numbers: what was
+    decided, as `Rollouts.extras["numbers"]`. completions: the rewards of what a chain's states lead to without
+    further noise, before its first stochastic step and behind each, as `Rollouts.extras["completions"]`
+    [rollout, 1 + decision].
     """
 
     offers: frozenset[str] = frozenset()
@@ -62,7 +68,9 @@ class Needs:
     views: tuple[View, ...] = ()
     views_before: tuple[View, ...] = ()
     greedy: bool = False
+    answered_under: tuple[View, ...] = ()
     numbers: bool = False
+    completions: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(**{f.name: _either(vars(self)[f.name], vars(other)[f.name]) for f in fields(Needs)})

@@ -20,7 +20,16 @@ class Source(Protocol):
     def __getitem__(self, index: int, /) -> Prompt: ...
 
 
-class Policy(Protocol):
+class Responding(Protocol):
+    """What answers prompts."""
+
+    def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]: ...
+
+    def counts(self) -> dict[str, float]:
+        """Of what went wrong since it was last asked."""
+
+
+class Policy(Responding, Protocol):
     """A model that makes rollouts and says how likely they are."""
 
     @property
@@ -32,8 +41,6 @@ class Policy(Protocol):
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int) -> Rollouts: ...
 
-    def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]: ...
-
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts: ...
 
     def replay(self, rollouts: Rollouts, model: Any, *, reference: bool = False) -> Replay:
@@ -44,9 +51,6 @@ class Policy(Protocol):
 
     def trained_by(self, engine: Any) -> None:
         """Told once which engine trains it, whose ranks it may have to keep step with."""
-
-    def counts(self) -> dict[str, float]:
-        """Of what went wrong since it was last asked."""
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None: ...
 
@@ -95,6 +99,15 @@ class Numbered(Protocol):
 
     def numbers(self, rollouts: Rollouts) -> Tensor:
         """[rollout, decision] int64."""
+
+
+@runtime_checkable
+class Completing(Protocol):
+    """A policy whose decisions are steps of chains."""
+
+    def complete_steps(self, rollouts: Rollouts) -> list[Sample]:
+        """What the states before each decision lead to without further noise: all of the first rollout, then of the
+        next."""
 
 
 @runtime_checkable

@@ -30,11 +30,16 @@ from mmrl.terms.base import Mask, Shaper, Term
 MODELS: list[dict[str, Any]] = [
     {"type": "vision_language"},
     {"type": "diffusion"},
+    {"type": "masked_diffusion"},
+    {"type": "picture_codes"},
     *({"type": "vision_language_action", "head": head} for head in ("token", "flow", "regression", "bridge")),
 ]
 # One kind of job for each kind of decision.
 DECISIONS: dict[str, dict[str, Any]] = {
     "text token": {"model": {"type": "vision_language"}},
+    "masked token": {"model": {"type": "masked_diffusion"}},
+    "picture with its gradient": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "last_steps"}}},
+    "code of a picture": {"model": {"type": "picture_codes"}},
     "denoising step": {"model": {"type": "diffusion"}},
     "picture": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "matching"}}},
     "picture (contrast)": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "contrast"}}},
@@ -43,7 +48,7 @@ DECISIONS: dict[str, dict[str, Any]] = {
     "action": {"model": {"type": "vision_language_action"}, "action": {"head": {"type": "regression"}}},
 }
 NEEDY = (Baseline, Transform, Scale, Surrogate, Term, Shaper, Mask, ExtraSource)
-ALGORITHMS = ("grpo", "ppo", "supervised", "contrast", "matching")
+ALGORITHMS = ("grpo", "ppo", "supervised", "contrast", "matching", "offline_preference", "reward_gradient")
 # Everything that comes in kinds, by where it is.
 CHOICES = (
     "mmrl.algorithms.base:Algorithm",
@@ -60,9 +65,12 @@ CHOICES = (
     "mmrl.samplers.settings:Window",
     "mmrl.samplers.settings:Tail",
     "mmrl.policies.diffusion.settings:PictureLikelihood",
+    "mmrl.policies.masked.settings:MaskedLikelihood",
+    "mmrl.policies.masked.settings:Order",
     "mmrl.policies.vla.settings:ActionLikelihood",
     "mmrl.policies.vla.settings:ActionHead",
     "mmrl.policies.settings:ModelSettings",
+    "mmrl.search:Search",
     "mmrl.generation.settings:GeneratorSettings",
     "mmrl.prompt_samplers:PromptSampler",
     "mmrl.sources:ExtraSource",
@@ -325,6 +333,10 @@ def cost_of(needs: Needs) -> str:
         found.append("a critic, which is trained beside the policy")
     if needs.greedy:
         found.append("one more response a prompt")
+    if needs.answered_under:
+        found.append("as many responses again under every view")
+    if needs.completions:
+        found.append("a deterministic completion of every step of the chain, and its reward")
     if needs.whole_groups:
         found.append("micro-batches that hold whole groups")
     return "; ".join(found) or "no pass of its own"

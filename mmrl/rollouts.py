@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -15,15 +15,38 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Clip:
+    """A moving picture: `frames` of one size, in order, `fps` of them a second."""
+
+    frames: tuple[Image.Image, ...]
+    fps: float = 2.0
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Frames, width and height."""
+        return (len(self.frames), *self.frames[0].size)
+
+    def times(self) -> dict[str, Any]:
+        """When its frames are shown, by the names of transformers and vLLM."""
+        count = len(self.frames)
+        indices = list(range(count))
+        return {"total_num_frames": count, "fps": self.fps, "duration": count / self.fps, "frames_indices": indices}
+
+
+@dataclass(frozen=True)
 class Message:
-    """What one side of a conversation says: texts and pictures, in order."""
+    """What one side of a conversation says: texts, pictures and clips, in order."""
 
     role: str  # system, user, assistant or tool
-    parts: tuple[str | Image.Image, ...]
+    parts: tuple[str | Image.Image | Clip, ...]
 
     @property
     def images(self) -> tuple[Image.Image, ...]:
-        return tuple(part for part in self.parts if not isinstance(part, str))
+        return tuple(part for part in self.parts if isinstance(part, Image.Image))
+
+    @property
+    def videos(self) -> tuple[Clip, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Clip))
 
     @property
     def text(self) -> str:
@@ -35,20 +58,27 @@ class Message:
 class Prompt:
     """One question put to a policy.
 
-    `text` may hold `<image>` once per picture, at the place where the picture belongs; without any marker the
-    pictures come first, in order. `answer` is what a verifier compares with; `metadata` is for rewards and tables.
-    `messages`, where there are any, are what the policy reads in place of system, text and images, and `tools` are the
-    JSON schemas of functions that its chat template shows it.
+    `text` may hold `<image>` once per picture and `<video>` once per clip, at the place where it belongs; without any
+    marker the pictures come first, in order, and the clips after them. `answer` is what a verifier compares with;
+    `metadata` is for rewards and tables. `messages`, where there are any, are what the policy reads in place of system,
+    text, images and videos, and `tools` are the JSON schemas of functions that its chat template shows it.
     """
 
     id: str
     text: str
     images: tuple[Image.Image, ...] = ()
+    videos: tuple[Clip, ...] = ()
     answer: Any = None
     system: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
+
+    def redrawn(self, change: Callable[[Image.Image], Image.Image]) -> Prompt:
+        """With every picture and every frame changed, one after the other."""
+        images = tuple(change(image) for image in self.images)
+        clips = tuple(replace(clip, frames=tuple(change(frame) for frame in clip.frames)) for clip in self.videos)
+        return replace(self, images=images, videos=clips)
 
 
 @dataclass(frozen=True)
@@ -247,11 +277,13 @@ class Replay:
     log_ratio: Tensor | None = None  # given where the policy has a more exact form than logp - old_logp
     divergence: Tensor | None = None  # exact KL to the old policy, where there is one, with its gradient
     reference_kl: Tensor | None = None  # exact, to the reference policy, where rollouts.ref_prediction is given
+    reference_log_ratio: Tensor | None = None  # given where it has a more exact form than logp - ref_logp
     reference_error: Tensor | None = None  # squared distance of predictions from the reference policy's, likewise
     prediction: Tensor | None = None  # [rollout, decision, ...] detached: what old and reference are compared by
     std: Tensor | None = None  # of a Gaussian step
     weight: Tensor | None = None  # detached, of the decision in the loss; None: all alike
     segments: Tensor | None = None  # int64, the unit of level "segment" that a decision belongs to
+    pictures: Tensor | None = None  # [rollout, channel, height, width] with their gradient, 0 to 1 in gamut
     matching: Matching | None = None  # of a policy whose decisions compare final samples
     value: Tensor | None = None  # [rollout, step], of a policy with a critic
     # Fraction of the recorded experts that the trainer's router would not have picked for the previous token; NaN where

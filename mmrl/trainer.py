@@ -204,11 +204,12 @@ class Trainer:
         self.engine.mark("evaluation")
         started = time.perf_counter()
         with applied(self.ema), awake(self.generator):
-            result, samples = evaluate(self.policy, self.task, self.engine, self.config.evaluation.prompts, self.config)
+            count = self.config.evaluation.prompts
+            result, samples, marks = evaluate(self.policy, self.task, self.engine, count, self.config)
         accuracy, unscored = result.get("evaluation/accuracy", 0.0), result["evaluation/unscored"]
         result["time/evaluation"] = time.perf_counter() - started
         self.run.log(self.step, result)
-        self.run.samples(f"evaluation-{self.step:06d}", samples[: self.config.log.samples], {})
+        self.run.samples("evaluation", self.step, samples[: self.config.log.samples], {"accuracy": marks})
         left_out = f" ({unscored:.1%} could not be scored)" if unscored else ""
         counted = int(result["evaluation/n"])
         self.run.line(f"evaluation at step {self.step}: held-out accuracy {accuracy:.4f} on {counted}{left_out}")
@@ -268,7 +269,7 @@ class Trainer:
             columns = {} if shown.rewards is None else dict(zip(names, shown.rewards.T.tolist(), strict=True))
             assert shown.advantages is not None
             columns["advantage"] = shown.advantages.mean(1).tolist()
-            self.run.samples(f"train-{self.step:06d}", shown.samples, columns)
+            self.run.samples("train", self.step, shown.samples, columns)
 
     def judge_generator(self, values: dict[str, float]) -> None:
         """Adds what follows from the step's means. Raises UserError, on all ranks, if the engine that samples and the

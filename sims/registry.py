@@ -15,6 +15,7 @@ from mmrl.errors import UserError, told
 SIMULATORS = {
     "tabletop": "mmrl.sims.mujoco:Tabletop",
     "gymnasium": "mmrl.sims.gymnasium:GymnasiumSimulator",
+    "babyai": "mmrl.sims.babyai:BabyAI",
     "maniskill": "mmrl.sims.maniskill:ManiSkill",
     "libero": "mmrl.sims.libero:Libero",
     "metaworld": "mmrl.sims.metaworld:MetaWorld",

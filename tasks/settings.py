@@ -20,6 +20,7 @@ class TaskSettings(Choice):
         "visual_games": "mmrl.tasks.visual_games.settings:VisualGamesSettings",
         "image_generation": "mmrl.tasks.image_generation.settings:ImageGenerationSettings",
         "video_generation": "mmrl.tasks.video_generation.settings:VideoGenerationSettings",
+        "text_sums": "mmrl.tasks.text_sums.settings:TextSumsSettings",
         "manipulation": "mmrl.tasks.manipulation.settings:ManipulationSettings",
     }
     type: str = "visual_qa"

@@ -60,7 +60,7 @@ FAST = (
     "test_rollouts.py",
     "test_settings.py",
 )
-SLOWER = ("joints/test_composition.py",)  # more than a hundred combinations
+SLOWER = ("joints/test_composition.py", "report/test_browser.py")  # hundreds of combinations; a browser
 
 
 def pytest_collection_modifyitems(items):

@@ -90,7 +90,7 @@ def test_grpo_logs_what_a_run_is_judged_by(warm, tmp_path):
     named = {"reward/exact_match", "reward/random", "unscored", "accuracy", "advantages/zero_variance_groups"}
     named |= {"entropy", "surrogate/ratio_gap", "surrogate/clip_low", "surrogate/clip_high", "grad_norm", "lr", "loss"}
     named |= {"response/length", "response/truncated", "time/rollout", "time/update", "time/step"}
-    named |= {"throughput/rollouts_per_second"}
+    named |= {"throughput/rollouts_per_second", "memory/host_gib"}
     for row in (first, second):
         assert named <= row.keys()
         assert 0 <= row["reward/random"] <= 1 and row["unscored"] == 0
@@ -166,3 +166,38 @@ def test_help_answers_without_the_heavy_imports():
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "train" in out and "doctor" in out
     assert not {"torch", "transformers", "deepspeed", "omegaconf", "pydantic"} & set(out.split("\n")[-2].split())
+
+
+def test_a_run_is_evaluated_and_sampled_with_its_own_configuration(warm, tmp_path):
+    """Words may stand in any order; weights that the run wrote know their configuration too."""
+    result = mmrl(tmp_path, "eval", warm, "seed=3", "evaluation.prompts=6")
+    assert (result.code, result.err) == (0, "")
+    record = json.loads((warm / "evaluation.json").read_text())
+    assert record["evaluation/n"] == 6 and record["protocol"]["seed"] == 3
+    assert record["protocol"]["task"]["data"]["train_size"] == 100  # of the run, not of the recipe
+    result = mmrl(tmp_path, "sample", "--count", "3", warm / "final", "seed=3")
+    assert (result.code, result.err) == (0, "") and len(result.out.splitlines()) == 3 + 1
+    assert (warm / "final" / "samples.html").unlink() is None
+    result = mmrl(tmp_path, "eval", warm, "seed=3", WARM_START, "also.yaml")
+    assert (result.code, result.err) == (2, f"mmrl: one configuration is enough: {WARM_START} also.yaml\n")
+    result = mmrl(tmp_path, "eval", warm, "none.yaml")
+    assert (result.code, result.err) == (2, "mmrl: no configuration file none.yaml\n")
+
+
+def test_a_run_says_how_it_ended(warm, tmp_path):
+    assert json.loads((warm / "end.json").read_text()) == {
+        "state": "finished",
+        "sentence": "It reached its end, step 2.",
+    }
+    nan = [
+        "optim.lr=1e30",
+        "optim.clip_grad_norm=0",
+        "engine.max_bad_steps=1",
+        "steps=4",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    result = mmrl(tmp_path, "train", WARM_START, *TINY, *nan)
+    assert result.code == 2
+    said = json.loads((tmp_path / "run" / "end.json").read_text())
+    assert said["state"] == "failed" and said["sentence"].startswith("It ended at step ")
+    assert result.err.removeprefix("mmrl: ").strip() in said["sentence"]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmrl.counterfactuals import Blank, HiddenRegions, ShuffledPatches
+from mmrl.counterfactuals import Blank, HiddenRegions, ShuffledFrames, ShuffledPatches
 from mmrl.errors import UserError
-from mmrl.rollouts import Prompt
+from mmrl.rollouts import Clip, Prompt
 
 
 def picture(width=6, height=4):
@@ -56,3 +56,22 @@ def test_shuffled_patches():
     assert sorted(patches(first[0])) == sorted(patches(picture())) and patches(first[0]) != patches(picture())
     odd = np.array(first[1])  # 5 x 3: the last column and the last row are no whole patch
     assert (odd[:, 4] == np.array(picture(5, 3))[:, 4]).all() and (odd[2] == np.array(picture(5, 3))[2]).all()
+
+
+def test_shuffled_frames():
+    frames = tuple(Image.new("RGB", (2, 2), (shade,) * 3) for shade in range(4))
+    own = Prompt("7", "What happens?", videos=(Clip(frames, 4.0), Clip(frames[:1])))
+    changed = ShuffledFrames().change(own)
+    shades = [frame.getpixel((0, 0))[0] for frame in changed.videos[0].frames]
+    assert sorted(shades) == [0, 1, 2, 3] != shades and changed.videos[0].fps == 4.0
+    assert changed.videos[1] == own.videos[1]  # one frame has one order
+    assert ShuffledFrames().change(own) == changed
+    with pytest.raises(UserError, match="prompt '7' has no clip"):
+        ShuffledFrames().change(prompt())
+
+
+def test_frames_are_changed_as_pictures_are():
+    own = Prompt("7", "What happens?", images=(picture(),), videos=(Clip((picture(5, 3), picture())),))
+    changed = Blank(level=9).change(own)
+    assert all((np.array(image) == 9).all() for image in (*changed.images, *changed.videos[0].frames))
+    assert [frame.size for frame in changed.videos[0].frames] == [(5, 3), (6, 4)]

@@ -10,7 +10,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["mmrl.kernels"],
-    ["mmrl.core", "mmrl.rollouts", "mmrl.errors", "mmrl.lazy", "mmrl.seeds"],  # the words everyone above shares
+    [
+        "mmrl.core",
+        "mmrl.rollouts",
+        "mmrl.errors",
+        "mmrl.lazy",
+        "mmrl.seeds",
+        "mmrl.version",
+    ],  # the words everyone above shares
     ["mmrl.settings", "mmrl.tree", "mmrl.layers", "mmrl.files", "mmrl.records", "mmrl.placement", "mmrl.devices"],
     [
         "mmrl.controls",
@@ -28,8 +35,9 @@ FLOORS = [
     ["mmrl.sources", "mmrl.terms", "mmrl.facts", "mmrl.protocols"],
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.report", "mmrl.collection"],
     ["mmrl.sims"],  # above rewards: environments run in the same kind of process
-    ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics", "mmrl.tasks.settings"],
-    ["mmrl.tasks"],
+    ["mmrl.tasks.settings", "mmrl.tasks.moving"],
+    ["mmrl.policies", "mmrl.algorithms", "mmrl.checkpoints", "mmrl.metrics"],
+    ["mmrl.tasks", "mmrl.search"],
     ["mmrl.config"],
     [
         "mmrl.conversion",
@@ -42,11 +50,12 @@ FLOORS = [
     ],
     ["mmrl.batches"],
     ["mmrl.trainer", "mmrl.build"],
+    ["mmrl.job"],
     ["mmrl.cli"],
-    ["mmrl.__main__"],
+    ["mmrl.__main__", "mmrl"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-SEE_THE_CONFIGURATION = {room for rooms in FLOORS[12:] for room in rooms}
+SEE_THE_CONFIGURATION = {room for rooms in FLOORS[13:] for room in rooms}
 ONLY_TORCH = {"mmrl.core", "mmrl.samplers"}  # besides the standard library and kernels
 # Whatever begins like this is imported when a configuration is read, and so is every module named `settings`.
 LIGHT = tuple(
@@ -65,6 +74,7 @@ LIGHT = tuple(
         "lazy",
         "needs",
         "prompt_samplers",
+        "search",
         "settings",
         "sources",
         "terms",

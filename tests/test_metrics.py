@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,6 +48,14 @@ def test_parts_of_a_total_are_added_over_ranks_and_the_largest_value_is_told():
     assert found["correction/logp_gap_max"] == pytest.approx(0.7)
     assert "unknown_gap_max" not in found
     assert found["correction/logp_gap"] == pytest.approx((0.1 + 0.7 + 0.4) / 3)
+
+
+def test_memory_is_that_of_the_rank_that_holds_most(monkeypatch):
+    held = np.ones(2**27)  # 1 GiB: the process holds at least as much from now on
+    found = Metrics(Two()).result()["memory/host_gib"]
+    assert 1.0 < found < 64 and held[-1] == 1
+    monkeypatch.setattr(Two, "gather", lambda self, value: [(*value[:3], {"memory/gpu_gib": g}) for g in (2.0, 5.0)])
+    assert Metrics(Two()).result()["memory/gpu_gib"] == 5.0
 
 
 def test_a_loss_that_is_not_finite_is_told_as_it_is():

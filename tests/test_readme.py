@@ -109,8 +109,9 @@ def test_commands_of_a_page_are_valid(page, there):
             skeleton.write(arguments[1], arguments[2], there)
         job, words = arguments[0], [word for word in arguments[1:] if not word.startswith("--") and not word.isdigit()]
         if job in ("train", "eval", "sample"):
-            config, *given = words if job == "train" else words[1:]
-            given = [filled(word) for word in given]
+            behind = words if job == "train" else words[1:]  # a run has its configuration
+            config = behind[0] if behind and "=" not in behind[0] else "CONFIG"
+            given = [filled(word) for word in behind if word != config]
             assert composes(given) if config == "CONFIG" else load(config, given).run_dir, command
         elif job == "config" and words and not words[0].isupper():
             assert describe_keys(words[0])
@@ -165,6 +166,7 @@ def test_links_of_a_page_lead_somewhere(page):
 
 def test_nobody_is_told_to_install_the_other_mmrl():
     """The name belongs to another project on the public index."""
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"] == "mmrl-train"
     for path in [*PAGES, *(p for folder in SOURCES for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".sh"))]:
         for line in path.read_text().splitlines():
             assert not re.search(r"(?:pip|uv) install (?!-e)[^`.]*\bmmrl\b|\bmmrl\[", line), (path, line)
@@ -205,7 +207,7 @@ def test_the_files_of_a_page_run(page, tmp_path):
     trained = []
     for command in printed(page):
         words = shlex.split(command)
-        mine = any((tmp_path / word).exists() and "/" not in word for word in words)
+        mine = any((tmp_path / word).exists() and word.startswith("runs/") == ("/" in word) for word in words)
         if words[0] == "python" and words[1] != "-m" and mine:
             arguments = words[1:]
         elif words[:2] == ["mmrl", "new"] and not words[3].isupper():

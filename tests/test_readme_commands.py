@@ -8,7 +8,7 @@ from PIL import Image
 
 from tests.readme import PAGES, ROOT, printed, workshop
 
-ARM = "runs/manipulation_tabletop configs/manipulation_tabletop.yaml"
+ARM = "runs/manipulation_tabletop"
 # In the order in which they build on one another, with what each has to leave behind.
 RUN = {
     "bash scripts/quickstart.sh": "runs/visual_qa_digits_seed0/final",
@@ -17,10 +17,13 @@ RUN = {
     "mmrl train configs/manipulation_tabletop.yaml": "runs/manipulation_tabletop/final",
     f"mmrl eval {ARM}": "runs/manipulation_tabletop/evaluation.json",
     f"mmrl sample {ARM}": "runs/manipulation_tabletop/samples.html",
+    f"mmrl report {ARM}": "runs/manipulation_tabletop/report.html",
     "mmrl doctor": "",
     "mmrl new algorithm MyAlgorithm": "my_algorithm.py",
     "mmrl train my_algorithm.yaml": "runs/my_algorithm/final",
     "python -m pytest test_my_algorithm.py": "",
+    "mmrl new reward MyReward": "my_reward.py",
+    "mmrl train my_reward.yaml": "runs/my_reward/final",
 }
 OWN = "task.data.type=files task.data.train=train.jsonl task.data.eval=eval.jsonl"
 

@@ -68,8 +68,9 @@ def test_decisions_and_cost_follow_from_what_a_method_needs():
     def said(name):
         return "\n".join(describe_methods(name))
 
-    assert "decisions: text token\n" in said("token_baseline") and "before the advantages" in said("token_baseline")
-    assert "decisions: text token, action token, action\n" in said("entropy_bonus")
+    assert "decisions: text token, masked token, code of a picture\n" in said("token_baseline")
+    assert "before the advantages" in said("token_baseline")
+    assert "decisions: text token, masked token, code of a picture, action token, action\n" in said("entropy_bonus")
     assert "under the reference" in said("self_process") and "one more response a prompt" in said("greedy")
     assert "every view" in said("view_kl") and "micro-batches that hold whole groups" in said("preference")
     assert "cost: no pass of its own" in said("rank")
@@ -89,7 +90,11 @@ def test_every_reward_says_what_it_is():
 
 def test_a_key_is_told_with_unit_default_bounds_and_jobs():
     said = "\n".join(describe_keys("rollout.temperature"))
-    assert "default 1.0" in said and "gt=0" in said and "vision_language x grpo|ppo|contrast|matching" in said
+    assert (
+        "default 1.0" in said
+        and "gt=0" in said
+        and "vision_language x grpo|ppo|contrast|matching|reward_gradient" in said
+    )
     assert "steps" in "\n".join(describe_keys("optim.hold_steps"))
     assert len(describe_keys("optim")) == sum(path.startswith("optim.") for path in _collected()) > 10
     with pytest.raises(UserError, match="did you mean rollout.temperature"):

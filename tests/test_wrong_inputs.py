@@ -6,9 +6,10 @@ import sys
 import pytest
 import yaml
 
-from mmrl.cli import at_least_one, launched, main
+from mmrl.cli import at_least_one, main
 from mmrl.config import load
 from mmrl.errors import UserError
+from mmrl.job import launched
 from tests.command_line import ROOT
 
 ATTACKS = ROOT / "scripts" / "attack"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from mmrl.config import Config
     from mmrl.facts import Batch
-    from mmrl.rollouts import Replay, Rollouts
+    from mmrl.rollouts import Prompt, Replay, Rollouts
 
 ReduceMode = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
@@ -58,7 +58,10 @@ class Algorithm(Choice):
         "supervised": "mmrl.algorithms.supervised:Supervised",
         "contrast": "mmrl.algorithms.contrast:Contrast",
         "matching": "mmrl.algorithms.matching:Matching",
+        "reward_gradient": "mmrl.algorithms.reward_gradient:RewardGradient",
         "preference": "mmrl.algorithms.preference:Preference",
+        "stepwise_preference": "mmrl.algorithms.pairs:StepwisePreference",
+        "offline_preference": "mmrl.algorithms.pairs:OfflinePreference",
         "mixed_preference": "mmrl.algorithms.preference:MixedPreference",
         "discriminative": "mmrl.algorithms.discriminative:Discriminative",
         "reweighted_supervised": "mmrl.algorithms.reweighted:ReweightedSupervised",
@@ -120,6 +123,11 @@ class Algorithm(Choice):
         return False
 
     # --- what it computes ---
+
+    def shown(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts with what is demonstrated of each, as many in a row as its collection has rollouts a prompt; of
+        an algorithm that collects demonstrations."""
+        return list(prompts)
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Tensor:

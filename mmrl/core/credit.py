@@ -35,3 +35,24 @@ def branch_advantages(
                 advantage = advantage / (known.std() + eps)
             result[rows, t] = advantage.nan_to_num(0.0)[place]
     return result
+
+
+def gains(worth: Tensor) -> Tensor:
+    """[rollout, step] what each step added: differences of `worth` [rollout, 1 + step], that of the beginning and
+    of the end of each step."""
+    return worth.diff(dim=1)
+
+
+def turned(worth: Tensor) -> Tensor:
+    """`gains`, but of a step at which a chain turns towards its outcome all that comes after its beginning. TP-GRPO,
+    arXiv 2602.06422.
+
+    With d_k the gain of step k, R_K the last worth and s_k the sign of d_k (R_K - R_0), it turns where s_(k-1) < 0 <
+    s_k and R_K - R_k has the sign of d_k; the first step where the latter holds.
+    """
+    added, last = gains(worth), worth[:, -1:]
+    sign = (added * (last - worth[:, :1])).sign()
+    onwards = added * (last - worth[:, 1:]) > 0
+    after_a_step_away = torch.ones_like(onwards)
+    after_a_step_away[:, 1:] = (sign[:, :-1] < 0) & (sign[:, 1:] > 0)
+    return (last - worth[:, :-1]).where(onwards & after_a_step_away, added)

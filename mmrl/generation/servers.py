@@ -406,7 +406,12 @@ def read(store: TCPStore, number: int) -> str:
 
 
 def content(request: Request, pictures: Sequence[str]) -> dict[str, Any]:
-    """Prompt and pictures as /inference/v1/generate takes them."""
+    """Prompt and pictures as /inference/v1/generate takes them. Raises UserError for a prompt with clips: it takes none
+    as they are."""
+    if request.clips:
+        raise UserError(
+            f"prompt {request.name} has clips, which servers do not take; set rollout.generator.type=vllm_colocated"
+        )
     parts = [{"type": "image_url", "url": picture} for picture in pictures]
     return {"token_ids": request.marked, "return_token_ids": True, **({"content_parts": parts} if parts else {})}
 

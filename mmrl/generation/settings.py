@@ -92,6 +92,7 @@ class VLLMGenerator(GeneratorSettings):
     )
     max_sequences: int = option(256, "responses in the making at the same time", ge=1)
     images: int = option(1, "the most pictures that one prompt holds", ge=0)
+    videos: int = option(0, "the most clips that one prompt holds", ge=0)
     lora: Literal["merged", "adapter"] = option(
         "merged",
         "how a LoRA gets to the engines: added to all weights, or alone as an adapter, which is quicker to hand over "

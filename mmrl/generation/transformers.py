@@ -95,12 +95,23 @@ class Prefix:
         return output.last_hidden_state
 
 
+# What places of tokens depend on in models with pictures and clips; the seconds between two rows of a clip's grid among
+# them, where a family goes by seconds.
+PLACED_BY = (
+    "input_ids",
+    "mm_token_type_ids",
+    "image_grid_thw",
+    "video_grid_thw",
+    "second_per_grid_ts",
+    "attention_mask",
+)
+
+
 def positions(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-    """Of each token: [row, length], or [3, row, length] where a picture's tokens have a time, a height and a width."""
-    if "image_grid_thw" in inputs:
-        keys = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
+    """Of each token: [row, length], or [3, row, length] where tokens of pictures and clips have a time and a place."""
+    if "image_grid_thw" in inputs or "video_grid_thw" in inputs:
         base: Any = model.base_model
-        return base.get_rope_index(**{key: inputs[key] for key in keys})[0]
+        return base.get_rope_index(**{key: inputs[key] for key in PLACED_BY if key in inputs})[0]
     return (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from PIL import Image
 from pydantic import ValidationError
@@ -25,6 +26,7 @@ from mmrl.generation.checksums import Report, report
 from mmrl.generation.rest import Rest
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.settings import VLLMColocated, VLLMGenerator, VLLMServer
+from mmrl.rollouts import Clip
 
 # Read by vLLM when it is imported. In process: weights are handed over as tensors; threads are torch's.
 ENVIRONMENT = {
@@ -54,6 +56,7 @@ class Request:
     seed: int
     limit: int  # tokens
     count: int = 1
+    clips: tuple[Clip, ...] = ()
 
     def after(self, response: Tensor) -> Request:
         """The prompt and the first tokens of its response, to be continued."""
@@ -66,8 +69,19 @@ class Request:
             and other.limit == self.limit
             and other.marked == self.marked
             and other.images is self.images
+            and other.clips is self.clips
             and torch.equal(other.ids, self.ids)
         )
+
+
+def shown(request: Request) -> dict[str, Any]:
+    """What its prompt shows, as vLLM takes it: clips are arrays [frame, height, width, 3] uint8 with their times."""
+    clips = [(np.stack([np.asarray(f.convert("RGB")) for f in clip.frames]), clip.times()) for clip in request.clips]
+    seen = {
+        "image": list(request.images),
+        "video": [(frames, at | {"do_sample_frames": False}) for frames, at in clips],
+    }
+    return {kind: held for kind, held in seen.items() if held}
 
 
 class Answering(Protocol):
@@ -132,7 +146,7 @@ class EngineOptions:
             "dtype": self.dtype,
             "max_model_len": self.context,
             "max_num_seqs": settings.max_sequences,
-            "limit_mm_per_prompt": {"image": settings.images + self.observed, "video": 0},
+            "limit_mm_per_prompt": {"image": settings.images + self.observed, "video": settings.videos},
             "gpu_memory_utilization": settings.memory,
             "kv_cache_memory_bytes": None if cache is None else int(cache * GIB),
             "enforce_eager": settings.eager or not gpu,  # compiling for a CPU takes minutes
@@ -280,7 +294,7 @@ class VLLM:
             check_length(request, self.context)
         requests = bundled(requests, self.max_sequences)
         inputs: Any = [
-            {"prompt_token_ids": r.marked, **({"multi_modal_data": {"image": list(r.images)}} if r.images else {})}
+            {"prompt_token_ids": r.marked, **({"multi_modal_data": seen} if (seen := shown(r)) else {})}
             for r in requests
         ]
         try:

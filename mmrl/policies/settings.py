@@ -42,6 +42,8 @@ class ModelSettings(Choice):
         "vision_language": "mmrl.policies.vlm.settings:VisionLanguageModel",
         "diffusion": "mmrl.policies.diffusion.settings:DiffusionModel",
         "vision_language_action": "mmrl.policies.vla.settings:VisionLanguageActionModel",
+        "picture_codes": "mmrl.policies.codes.settings:CodeModel",
+        "masked_diffusion": "mmrl.policies.masked.settings:MaskedModel",
     }
     type: str = "vision_language"
     path: str | None = option(None, "a folder or a hub name; or `build`, or `warm_start`")

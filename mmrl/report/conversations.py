@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from PIL import Image, ImageDraw
 
-from mmrl.rollouts import Conversation, Message
+from mmrl.rollouts import Clip, Conversation, Message
 
 ROLE = '<b class="role">{}</b>'
 
@@ -36,6 +37,8 @@ def _said(message: Message, boxes: dict[int, list[list[float]]], number: Iterato
     for part in message.parts:
         if isinstance(part, str):
             shown.append(f"<pre>{html.escape(part)}</pre>")
+        elif isinstance(part, Clip):
+            shown.append(f'<img src="{film_url(part.frames, round(1000 / part.fps))}">')
         else:
             shown.append(f'<img src="{data_url(with_boxes(part, boxes.get(next(number), [])))}">')
     return f"{ROLE.format(html.escape(message.role))} {''.join(shown)}"
@@ -65,3 +68,16 @@ def data_url(picture: Image.Image) -> str:
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def save_film(target: Any, sheets: Sequence[Image.Image], milliseconds: int = 250) -> None:
+    """An animated GIF that repeats; its last frame stands as long as two more, so that one sees where it begins."""
+    times = [milliseconds] * (len(sheets) - 1) + [3 * milliseconds]
+    first, *rest = (sheet.convert("RGB") for sheet in sheets)
+    first.save(target, format="GIF", save_all=True, append_images=rest, duration=times, loop=0)
+
+
+def film_url(sheets: Sequence[Image.Image], milliseconds: int = 250) -> str:
+    buffer = io.BytesIO()
+    save_film(buffer, sheets, milliseconds)
+    return "data:image/gif;base64," + base64.b64encode(buffer.getvalue()).decode()

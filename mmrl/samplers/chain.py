@@ -118,7 +118,7 @@ def run(
             z[here] = noise(s, rows[here]).to(z)
         moved, _, _ = gaussian_step(x[rows], v, step, noise=z, keep_mean=False)
         if isinstance(sampler.tail, DPM):
-            data = _data(x[rows], v, sampler.grid.sigmas[at], sampler.deterministic)
+            data = data_of(x[rows], v, sampler.grid.sigmas[at], sampler.deterministic)
             if previous is not None and visit > 0:
                 before = points[rows, visit - 1]
                 second = ~random & ~drawn[rows, visit - 1]
@@ -139,7 +139,7 @@ def run(
     )
 
 
-def _data(x: Tensor, v: Tensor, sigma: Tensor, kind: str) -> Tensor:
+def data_of(x: Tensor, v: Tensor, sigma: Tensor, kind: str) -> Tensor:
     """The data a prediction stands for: x - s v, or (x - s e) / sqrt(1 - s^2) where the noise is predicted."""
     signal = (1 - sigma.double().square()).sqrt() if kind == "ddim" else torch.ones_like(sigma)
     s, signal = (c.to(x).view(-1, *[1] * (x.dim() - 1)) for c in (sigma, signal))

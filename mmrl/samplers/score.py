@@ -26,6 +26,7 @@ class Score(NamedTuple):
     std: Tensor | None = None  # of a Gaussian step
     divergence: Tensor | None = None  # exact KL to the old policy, with its gradient
     reference_kl: Tensor | None = None  # exact KL to the reference policy
+    reference_log_ratio: Tensor | None = None  # to the reference policy, exactly 0 where it is the present one
     reference_error: Tensor | None = None  # squared distance to the reference policy's prediction
 
     @property
@@ -72,7 +73,12 @@ def chain_likelihood(
         return score
     reference = _equal_elsewhere(reference, v, counted)
     kl = step_kl(flat_v, reference.flatten(0, 1), step, reduction=reduction)
-    return score._replace(reference_kl=kl.view(size), reference_error=_squared(v - reference, reduction))
+    ratio = compare_steps(x, flat_v, reference.flatten(0, 1), step, x_next, reduction=reduction).log_ratio
+    return score._replace(
+        reference_kl=kl.view(size),
+        reference_log_ratio=ratio.view(size),
+        reference_error=_squared(v - reference, reduction),
+    )
 
 
 def matching_likelihood(
@@ -93,15 +99,15 @@ def matching_likelihood(
     def error(values: Tensor) -> Tensor:
         return _reduced(values if counted is None else values.where(counted, 0), reduction)
 
-    score = Score(
-        logp=-w * error((v - target).square()),
-        # With both predictions at hand the difference of squares has a form that is exactly 0 on-policy.
-        log_ratio=-w * error((v - before) * (v + before - 2 * target)),
-        prediction=v.detach(),
-    )
+    def ratio_to(other: Tensor) -> Tensor:
+        """With both predictions at hand the difference of squares has a form that is exactly 0 on-policy."""
+        return -w * error((v - other) * (v + other - 2 * target))
+
+    score = Score(logp=-w * error((v - target).square()), log_ratio=ratio_to(before), prediction=v.detach())
     if reference is None:
         return score
-    return score._replace(reference_error=_squared(v - _equal_elsewhere(reference, v, counted), reduction))
+    reference = _equal_elsewhere(reference, v, counted)
+    return score._replace(reference_log_ratio=ratio_to(reference), reference_error=_squared(v - reference, reduction))
 
 
 def noisy_samples(data: Tensor, noise: Tensor, sigma: Tensor, space: Space) -> tuple[Tensor, Tensor]:

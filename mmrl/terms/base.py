@@ -54,6 +54,7 @@ class Shaper(Choice):
         "entropy_bonus": "mmrl.terms.entropy_bonus:EntropyBonus",
         "token_baseline": "mmrl.terms.token_baseline:TokenBaseline",
         "turn_returns": "mmrl.terms.turn_returns:TurnReturns",
+        "step_gains": "mmrl.terms.step_gains:StepGains",
         "curiosity": "mmrl.terms.curiosity:Curiosity",
         "stratified": "mmrl.terms.stratified:Stratified",
         "set_diversity": "mmrl.terms.set_diversity:SetDiversity",

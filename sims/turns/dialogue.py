@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.settings import TurnLimits
+from PIL import Image
 
 from mmrl.errors import UserError, told
-from mmrl.rollouts import Conversation, Message, Prompt, Turn
+from mmrl.rollouts import Clip, Conversation, Message, Prompt, Turn
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -107,6 +108,8 @@ class Dialogue:
 
 def within(messages: Sequence[Message], limits: TurnLimits, pictures: int = 0, pixels: int = 0) -> None:
     """Raises Fault, naming the limit, for an observation that is too much after so many pictures and pixels."""
+    if any(message.videos for message in messages):
+        raise Fault("a clip in an observation, which holds texts and pictures; its frames can be shown as pictures")
     text = sum(len(message.text) for message in messages)
     images = [image for message in messages for image in message.images]
     pictures, pixels = pictures + len(images), pixels + sum(image.width * image.height for image in images)
@@ -127,8 +130,12 @@ def _checked(messages: object) -> tuple[Message, ...]:
 
 
 def _alike(one: tuple[Message, ...], other: tuple[Message, ...]) -> bool:
+    def shown(part: str | Image.Image | Clip) -> object:
+        if isinstance(part, Clip):
+            return [part.fps, *map(shown, part.frames)]
+        return part if isinstance(part, str) else (part.size, part.tobytes())
+
     def content(messages: tuple[Message, ...]) -> list[object]:
-        parts = [part if isinstance(part, str) else (part.size, part.tobytes()) for m in messages for part in m.parts]
-        return [[(m.role, len(m.parts)) for m in messages], parts]
+        return [(m.role, [shown(part) for part in m.parts]) for m in messages]
 
     return content(one) == content(other)

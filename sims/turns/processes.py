@@ -25,7 +25,7 @@ from PIL import Image
 from mmrl.errors import UserError, told
 from mmrl.rewards.isolated import Nursery, Worker
 from mmrl.rewards.limits import Limits
-from mmrl.rollouts import Message, Prompt
+from mmrl.rollouts import Clip, Message, Prompt
 
 SERVICE = "mmrl.sims.turns.processes:serve"
 SPARE = 1 << 20  # bytes of an answer beside text and pictures
@@ -169,10 +169,13 @@ def packed(messages: Sequence[Message], limits: TurnLimits | None = None) -> lis
     if limits is not None:
         within(messages, limits)
 
-    return [
-        [message.role, [part if isinstance(part, str) else _bytes(part) for part in message.parts]]
-        for message in messages
-    ]
+    return [[message.role, [_packed(part) for part in message.parts]] for message in messages]
+
+
+def _packed(part: str | Image.Image | Clip) -> Any:
+    if isinstance(part, Clip):
+        return {"fps": part.fps, "frames": [_bytes(frame) for frame in part.frames]}
+    return part if isinstance(part, str) else _bytes(part)
 
 
 def _bytes(picture: Image.Image) -> list[Any]:
@@ -184,13 +187,19 @@ def unpacked(found: Any) -> tuple[Message, ...]:
     """Raises Fault for what `packed` would not have made."""
     try:
         return tuple(Message(str(role), tuple(map(_part, parts))) for role, parts in found)
-    except (TypeError, ValueError, binascii.Error) as error:
+    except (TypeError, ValueError, KeyError, binascii.Error) as error:
         raise Fault(f"the environment answered nonsense ({error})") from None
 
 
-def _part(found: Any) -> str | Image.Image:
+def _part(found: Any) -> str | Image.Image | Clip:
     if isinstance(found, str):
         return found
+    if isinstance(found, dict):
+        return Clip(tuple(map(_picture, found["frames"])), float(found["fps"]))
+    return _picture(found)
+
+
+def _picture(found: Any) -> Image.Image:
     width, height, data = found
     if not (1 <= width <= LONGEST_SIDE and 1 <= height <= LONGEST_SIDE):
         raise ValueError("a picture without a size")

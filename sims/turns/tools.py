@@ -16,7 +16,7 @@ from mmrl.sims.turns.environment import Environment, Reply
 from PIL import Image
 
 from mmrl.errors import told
-from mmrl.rollouts import Message, Prompt
+from mmrl.rollouts import Clip, Message, Prompt
 
 JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 _JSON_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -235,8 +235,8 @@ class ToolEnvironment(Environment):
     def _failed(self, tool: str | None, why: str) -> Reply:
         return Reply((Message("user", (f"error: {why}",)),), tool=tool, error=why)
 
-    def _shown(self, part: str | Image.Image) -> str | Image.Image:
-        if isinstance(part, str):
+    def _shown(self, part: str | Image.Image | Clip) -> str | Image.Image | Clip:
+        if isinstance(part, str | Clip):
             return part
         return self._scene.show(part, part if self._shown_pixels is None else fitted(part, self._shown_pixels))
 

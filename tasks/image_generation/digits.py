@@ -78,11 +78,12 @@ class DigitsSource:
     The answer is the digit. Metadata: `image` (an index into `load_digits`) and `target`, that picture for supervised
     training, [1, 8, 8] float32, 0 to 1. For the share `careless` it shows another digit, so that a supervised run ends
     with a base that often draws the wrong one. Training and held-out prompts share neither texts nor
-    pictures nor random streams.
+    pictures nor random streams. With `rejected` the metadata also has such a picture of another digit than the one that
+    was asked for.
     """
 
-    def __init__(self, split: Split = "train", *, size: int, seed: int, careless: float = 0.0):
-        self.split, self.size, self.seed, self.careless = split, size, seed, careless
+    def __init__(self, split: Split = "train", *, size: int, seed: int, careless: float = 0.0, rejected: bool = False):
+        self.split, self.size, self.seed, self.careless, self.rejected = split, size, seed, careless, rejected
         _, labels = _digits()
         self._pools = [np.array([i for i in split_indices(split) if labels[i] == digit]) for digit in range(10)]
 
@@ -98,12 +99,11 @@ class DigitsSource:
         wrong = int(rng.integers(1, 10))
         shown = (digit + wrong) % 10 if rng.random() < self.careless else digit
         image = int(rng.choice(self._pools[shown]))
-        return Prompt(
-            id=f"digits-{self.split}-{self.seed}-{index}",
-            text=text,
-            answer=digit,
-            metadata={"image": image, "target": _digits()[0][image]},
-        )
+        metadata = {"image": image, "target": _digits()[0][image]}
+        if self.rejected:
+            other = int(rng.choice(self._pools[(digit + int(rng.integers(1, 10))) % 10]))
+            metadata["rejected"] = _digits()[0][other]
+        return Prompt(id=f"digits-{self.split}-{self.seed}-{index}", text=text, answer=digit, metadata=metadata)
 
 
 def half(judge: Judge) -> np.ndarray:

@@ -30,6 +30,7 @@ class Prompts(Choice):
         "shapes": f"{_HERE}.settings:ShapesData",
         "edits": f"{_HERE}.settings:EditsData",
         "prompts": f"{_HERE}.settings:PromptsData",
+        "pairs": f"{_HERE}.settings:PairsData",
     }
     rewards: ClassVar[list[RewardSpec]] = []
     accuracy: ClassVar[RewardSpec | None] = None
@@ -61,11 +62,14 @@ class DigitsData(MadePrompts):
         name="classifier_logp", options={"classifier": f"{_HERE}.digits:second_classifier"}
     )
     type: str = "digits"
+    rejected: bool = option(
+        False, "each prompt holds a picture of another digit too, for algorithm.type=offline_preference"
+    )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.image_generation.digits import DigitsSource
 
-        train = DigitsSource("train", size=self.train_size, seed=seed, careless=self.careless)
+        train = DigitsSource("train", size=self.train_size, seed=seed, careless=self.careless, rejected=self.rejected)
         return train, DigitsSource("heldout", size=self.eval_size, seed=self.eval_seed)
 
 
@@ -156,6 +160,26 @@ class PromptsData(Prompts):
         if train is not None:
             prompts.warn_of_overlap(train, evaluation)
         return train, evaluation
+
+
+class PairsData(Prompts):
+    """Pairs of the user's: a `.jsonl` file with `prompt`, `chosen` and `rejected`, the latter paths of pictures of one
+    size below the file's folder; for algorithm.type=offline_preference."""
+
+    test: ClassVar[str] = "tests/tasks/test_image_pairs.py"
+    type: str = "pairs"
+    train: Path | None = option(None, "pairs to train on; without them the task can only be evaluated")
+    eval: Path = option(description="held-out prompts, a .txt or .jsonl file")
+    grey: bool = option(False, "pictures have one channel")
+    max_bad_share: float = option(0.0, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.image_generation import prompts
+        from mmrl.tasks.image_generation.pairs import PairSource
+
+        bad = self.max_bad_share
+        train = None if self.train is None else PairSource(self.train, grey=self.grey, max_bad_share=bad)
+        return train, prompts.load(self.eval, max_bad_share=bad)
 
 
 class ImageGenerationSettings(TaskSettings):

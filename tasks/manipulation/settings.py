@@ -99,6 +99,7 @@ class ManipulationSettings(TaskSettings):
     simulator: str = option("tabletop", "a shipped simulator, or one's own as package.module:Class")
     options: dict[str, Any] = option({}, "of the simulator")
     tasks: tuple[str, ...] = option(("reach",), "of the simulator", min_length=1)
+    eval_tasks: tuple[str, ...] | None = option(None, "of held-out start states; default: as `tasks`", min_length=1)
     rows: int = option(128, "environments at once on a rank", ge=1)
     workers: int = option(0, "processes of their own for the simulator; 0: in this one", ge=0)
     ray: str | None = option(

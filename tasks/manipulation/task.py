@@ -33,7 +33,7 @@ class Manipulation:
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
         self._rewards, self._success = rewards, RewardSet([RewardSpec(name="mmrl.tasks.manipulation.rewards:success")])
         self.seed = seed
-        self.evaluation = EpisodeSource(settings.tasks, settings.eval_size, settings.eval_seed)
+        self.evaluation = EpisodeSource(settings.eval_tasks or settings.tasks, settings.eval_size, settings.eval_seed)
 
     @cached_property
     def train(self) -> Source:
@@ -58,10 +58,12 @@ class Manipulation:
             turns=min(settings.turns, rows),
             deadline_s=settings.deadline_s,
         )
-        for task in self.settings.tasks:
+        played = [("tasks", task) for task in settings.tasks]
+        played += [("eval_tasks", task) for task in settings.eval_tasks or ()]
+        for key, task in played:
             if task not in sim.simulator.tasks:
                 sim.close()
-                raise UserError(f"task.tasks: {self.settings.simulator} has no {task!r}; it has {sim.simulator.tasks}")
+                raise UserError(f"task.{key}: {self.settings.simulator} has no {task!r}; it has {sim.simulator.tasks}")
         if self.settings.instructions == "shuffled":
             sim.simulator = Shuffled(sim.simulator)
         return sim

@@ -56,7 +56,7 @@ class MovingShapesData(ClipPrompts):
     )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.video_generation.moving import MovingShapes
+        from mmrl.tasks.moving import MovingShapes
 
         train = MovingShapes(
             "all" if self.all_motions else "train", size=self.train_size, seed=seed, careless=self.careless

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
-from mmrl.tasks.video_generation import moving
+from mmrl.tasks import moving
 
 from mmrl.policies.diffusion import tiny
 from mmrl.policies.diffusion.families.base import quiet

@@ -8,8 +8,7 @@ from functools import cache
 from typing import Literal
 
 import torch
-from mmrl.tasks.video_generation.clips import stack_clips
-from mmrl.tasks.video_generation.moving import (
+from mmrl.tasks.moving import (
     CELL,
     DIRECTIONS,
     FRAMES,
@@ -21,6 +20,7 @@ from mmrl.tasks.video_generation.moving import (
     Motion,
     template,
 )
+from mmrl.tasks.video_generation.clips import stack_clips
 from torch import Tensor
 
 from mmrl.rollouts import Sample

@@ -8,3 +8,4 @@ PARQUET_GIB = 2.0  # of row groups that are kept unpacked
 MAX_GROUP = 2 * GIBIBYTE  # bytes that one row group may unpack to
 MAX_ROWS = 100_000_000  # of a Parquet file; a few bytes can claim any number
 MAX_GROUP_ROWS = 4_000_000  # of one of its row groups
+MAX_FRAMES = 16  # of a clip that are kept

@@ -13,7 +13,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from mmrl.tasks.visual_qa import verdicts
-from mmrl.tasks.visual_qa.bounds import GIBIBYTE, MAX_GROUP, MAX_GROUP_ROWS, MAX_PIXELS, MAX_ROWS, PARQUET_GIB
+from mmrl.tasks.visual_qa.bounds import (
+    GIBIBYTE,
+    MAX_FRAMES,
+    MAX_GROUP,
+    MAX_GROUP_ROWS,
+    MAX_PIXELS,
+    MAX_ROWS,
+    PARQUET_GIB,
+)
 from mmrl.tasks.visual_qa.pictures import Pictures
 from mmrl.tasks.visual_qa.rows import Fields, Rows, RowSource
 
@@ -42,6 +50,8 @@ class FileSource(RowSource):
         image_field: str = "images",
         problem_field: str = "problem",
         answer_field: str = "answer",
+        video_field: str = "videos",
+        max_frames: int = MAX_FRAMES,
         image_root: str | Path | None = None,
         max_pixels: int = MAX_PIXELS,
         max_bad_share: float = 0.01,
@@ -50,7 +60,8 @@ class FileSource(RowSource):
     ):
         path = Path(path)
         root = path.parent if image_root is None else Path(image_root)
-        fields = Fields(image_field, problem_field, answer_field, Pictures(root, max_pixels))
+        pictures = Pictures(root, max_pixels)
+        fields = Fields(image_field, problem_field, answer_field, video_field, pictures, max_frames)
         super().__init__(
             _rows(path, parquet_gib),
             fields,

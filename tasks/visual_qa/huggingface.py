@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.tasks.visual_qa import verdicts
-from mmrl.tasks.visual_qa.bounds import MAX_PIXELS
+from mmrl.tasks.visual_qa.bounds import MAX_FRAMES, MAX_PIXELS
 from mmrl.tasks.visual_qa.pictures import Pictures
 from mmrl.tasks.visual_qa.rows import Fields, RowSource
 
@@ -31,6 +31,8 @@ class HuggingFaceSource(RowSource):
         image_field: str = "images",
         problem_field: str = "problem",
         answer_field: str = "answer",
+        video_field: str = "videos",
+        max_frames: int = MAX_FRAMES,
         image_root: str | Path | None = None,
         max_pixels: int = MAX_PIXELS,
         max_bad_share: float = 0.01,
@@ -38,9 +40,10 @@ class HuggingFaceSource(RowSource):
         options: Mapping[str, Any] | None = None,
     ):
         root = None if image_root is None else Path(image_root)
+        pictures = Pictures(root, max_pixels, absolute=True)
         super().__init__(
             _Rows(_load(name, split, dict(options or {}))),
-            Fields(image_field, problem_field, answer_field, Pictures(root, max_pixels, absolute=True)),
+            Fields(image_field, problem_field, answer_field, video_field, pictures, max_frames),
             name=f"{name} ({split})",
             prefix=name,
             max_bad_share=max_bad_share,

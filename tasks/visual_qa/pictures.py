@@ -47,24 +47,29 @@ class Pictures:
         with self._opened(picture) as opened:
             return opened.convert("RGB")
 
-    @contextmanager
-    def _opened(self, picture: Any) -> Iterator[Image.Image]:
+    def file(self, picture: Any) -> tuple[str, BinaryIO]:
+        """What a message calls it, and its bytes to read. Raises RowError for what may not be opened."""
         data = picture.get("bytes") if isinstance(picture, Mapping) else None
         path = picture.get("path") if isinstance(picture, Mapping) else picture
-        file: BinaryIO
         if isinstance(data, bytes) and data:
-            what, file = "bytes", io.BytesIO(data)
-        elif isinstance(path, str) and path and not data:
-            what, file = repr(path), self._file(path)
-        else:
-            raise RowError("neither a path nor bytes")
+            return "bytes", io.BytesIO(data)
+        if isinstance(path, str) and path and not data:
+            return repr(path), self._file(path)
+        raise RowError("neither a path nor bytes")
+
+    def check_size(self, what: str, width: int, height: int) -> None:
+        """Raises RowError for a size that may not be decoded."""
+        if width * height > self.max_pixels:
+            raise RowError(f"{what} has {width} x {height} pixels, more than max_pixels={self.max_pixels}")
+        if max(width, height) > MAX_RATIO * min(width, height):
+            raise RowError(f"{what} has {width} x {height} pixels; sides may be 1 : {MAX_RATIO}")
+
+    @contextmanager
+    def _opened(self, picture: Any) -> Iterator[Image.Image]:
+        what, file = self.file(picture)
         try:
             with file, Image.open(file, formats=FORMATS) as opened:
-                if opened.width * opened.height > self.max_pixels:
-                    size = f"{opened.width} x {opened.height}"
-                    raise RowError(f"{what} has {size} pixels, more than max_pixels={self.max_pixels}")
-                if max(opened.size) > MAX_RATIO * min(opened.size):
-                    raise RowError(f"{what} has {opened.width} x {opened.height} pixels; sides may be 1 : {MAX_RATIO}")
+                self.check_size(what, *opened.size)
                 yield opened
         except RowError:
             raise

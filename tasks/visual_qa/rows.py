@@ -11,13 +11,15 @@ from itertools import chain
 from typing import Any, Protocol
 
 from mmrl.tasks.visual_qa import verdicts
+from mmrl.tasks.visual_qa.bounds import MAX_FRAMES
+from mmrl.tasks.visual_qa.clip_files import ClipFiles
 from mmrl.tasks.visual_qa.pictures import Pictures
 
 from mmrl.errors import UserError
 from mmrl.records import RowError, check_finite, check_value
 from mmrl.rollouts import Prompt
 
-MARKER = "<image>"
+MARKER, CLIP_MARKER = "<image>", "<video>"
 SHOWN = 5  # bad rows in an error
 CHECKED_AT_ONCE = 256  # rows, by one thread
 THREADS = 8  # that wait for disks
@@ -36,34 +38,45 @@ class BadRow:
 class Fields:
     """Which field of a row holds what.
 
-    The picture field may be absent or empty (a question without pictures), one picture, or a list of them; see
-    `Pictures` for what a picture is. A row without one that has a field of nearly the same name is refused: it would
-    be a question without the picture it is about.
+    The fields of pictures and of clips may be absent or empty, one, or a list of them; see `Pictures` and `ClipFiles`
+    for what they are. A row without one that has a field of nearly the same name is refused: it would be a question
+    without the picture it is about. Of a clip `max_frames` are kept, evenly spaced.
     """
 
     images: str = "images"
     problem: str = "problem"
     answer: str = "answer"
+    videos: str = "videos"
     pictures: Pictures = Pictures()
+    max_frames: int = MAX_FRAMES
 
     def prompt(self, row: Any, prompt_id: str) -> Prompt:
         """The prompt of a row, its pictures decoded to RGB; what the row holds besides goes to metadata.
 
         Raises RowError as `check`, and for a picture that cannot be decoded.
         """
-        text, answer, pictures = self._checked(row)
-        images = tuple(self._each(pictures, self.pictures.decoded))
-        used = (self.images, self.problem, self.answer)
-        rest = {key: value for key, value in row.items() if key not in used}
-        return Prompt(id=prompt_id, text=text, images=images, answer=answer, metadata=rest)
+        text, answer, pictures, clips = self._checked(row)
+        images = tuple(self._each(self.images, "picture", pictures, self.pictures.decoded))
+        videos = tuple(self._each(self.videos, "clip", clips, self._clips.decoded))
+        rest = {key: value for key, value in row.items() if key not in self._used}
+        return Prompt(id=prompt_id, text=text, images=images, videos=videos, answer=answer, metadata=rest)
 
     def check(self, row: Any) -> None:
         """Raises RowError for a row that is no object, a problem or an answer that is missing or empty, markers that do
         not match the pictures, values that cannot be used, and a picture whose header says that it cannot be."""
-        _, _, pictures = self._checked(row)
-        self._each(pictures, self.pictures.check)
+        _, _, pictures, clips = self._checked(row)
+        self._each(self.images, "picture", pictures, self.pictures.check)
+        self._each(self.videos, "clip", clips, self._clips.check)
 
-    def _checked(self, row: Any) -> tuple[str, Any, list[Any]]:
+    @property
+    def _clips(self) -> ClipFiles:
+        return ClipFiles(self.pictures, self.max_frames)
+
+    @property
+    def _used(self) -> tuple[str, ...]:
+        return (self.images, self.videos, self.problem, self.answer)
+
+    def _checked(self, row: Any) -> tuple[str, Any, list[Any], list[Any]]:
         if not isinstance(row, Mapping):
             raise RowError(f"a row must be an object, not {type(row).__name__}")
         for key, value in row.items():
@@ -73,13 +86,17 @@ class Fields:
         if not isinstance(problem, str):
             raise RowError(f"field {self.problem!r} must be text, not {type(problem).__name__}")
         check_finite(answer, self.answer)
-        pictures = self._listed(row)
-        if (markers := problem.count(MARKER)) not in (0, len(pictures)):
+        pictures, clips = self._listed(row, self.images, "image_field"), self._listed(row, self.videos, "video_field")
+        if problem.count(MARKER) or problem.count(CLIP_MARKER):
+            self._match(problem, MARKER, self.images, pictures, "pictures")
+            self._match(problem, CLIP_MARKER, self.videos, clips, "clips")
+        return problem, answer, pictures, clips
+
+    def _match(self, problem: str, marker: str, field: str, shown: list[Any], what: str) -> None:
+        if (markers := problem.count(marker)) != len(shown):
             raise RowError(
-                f"field {self.problem!r} has {markers} {MARKER} markers, field {self.images!r} has {len(pictures)} "
-                "pictures"
+                f"field {self.problem!r} has {markers} {marker} markers, field {field!r} has {len(shown)} {what}"
             )
-        return problem, answer, pictures
 
     def _filled(self, row: Mapping[str, Any], name: str) -> Any:
         if name not in row:
@@ -89,27 +106,25 @@ class Fields:
             raise RowError(f"field {name!r} is empty")
         return value
 
-    def _listed(self, row: Mapping[str, Any]) -> list[Any]:
-        value = row.get(self.images)
+    def _listed(self, row: Mapping[str, Any], field: str, key: str) -> list[Any]:
+        value = row.get(field)
         if value is None or value == []:
-            self._refuse_a_near_name(row)
+            self._refuse_a_near_name(row, field, key)
             return []
         return list(value) if isinstance(value, (list, tuple)) else [value]
 
-    def _refuse_a_near_name(self, row: Mapping[str, Any]) -> None:
-        others = [key for key, value in row.items() if value and key not in (self.images, self.problem, self.answer)]
-        if near := difflib.get_close_matches(self.images, others, n=1, cutoff=0.8):
-            raise RowError(
-                f"field {self.images!r} is missing, but there is {near[0]!r}: set image_field={near[0]}, or rename it"
-            )
+    def _refuse_a_near_name(self, row: Mapping[str, Any], field: str, key: str) -> None:
+        others = [name for name, value in row.items() if value and name not in self._used]
+        if near := difflib.get_close_matches(field, others, n=1, cutoff=0.8):
+            raise RowError(f"field {field!r} is missing, but there is {near[0]!r}: set {key}={near[0]}, or rename it")
 
-    def _each(self, pictures: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
+    def _each(self, field: str, what: str, shown: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
         found = []
-        for index, picture in enumerate(pictures):
+        for index, one in enumerate(shown):
             try:
-                found.append(function(picture))
+                found.append(function(one))
             except RowError as error:
-                raise RowError(f"field {self.images!r}, picture {index}: {error}") from None
+                raise RowError(f"field {field!r}, {what} {index}: {error}") from None
         return found
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mmrl.sims.turns.settings import EnvironmentSettings
 from mmrl.tasks.settings import TaskSettings
-from mmrl.tasks.visual_qa.bounds import MAX_PIXELS, PARQUET_GIB, PILLOWS_LIMIT
+from mmrl.tasks.visual_qa.bounds import MAX_FRAMES, MAX_PIXELS, PARQUET_GIB, PILLOWS_LIMIT
 
 from mmrl.rewards.settings import RewardSpec
 from mmrl.settings import Choice, option
@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from mmrl.protocols import Source
 
 Question = Literal["which", "sum", "largest", "above_five", "where"]
+ClipQuestion = Literal["direction", "speed", "order"]
+CLIP_QUESTIONS: tuple[ClipQuestion, ...] = ("direction", "speed", "order")
 EVERY: tuple[Question, ...] = ("which", "sum", "largest", "above_five", "where")
+NamedQuestion = Literal["alone", "what", "left_of", "right_of", "where", "how_many", "all"]
+NAMED: tuple[NamedQuestion, ...] = ("what", "left_of", "right_of", "where", "how_many")
+NamedPart = Literal["all", "shown", "heldout"]
+NamedStyle = Literal["noto", "fluent", "openmoji"]
 
 
 class Questions(Choice):
@@ -29,6 +35,8 @@ class Questions(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "digits": "mmrl.tasks.visual_qa.settings:DigitsData",
         "scenes": "mmrl.tasks.visual_qa.settings:ScenesData",
+        "clips": "mmrl.tasks.visual_qa.settings:ClipsData",
+        "named_pictures": "mmrl.tasks.visual_qa.settings:NamedPicturesData",
         "files": "mmrl.tasks.visual_qa.settings:FilesData",
         "huggingface": "mmrl.tasks.visual_qa.settings:HuggingFaceData",
     }
@@ -90,13 +98,88 @@ class ScenesData(Questions):
         return train, ScenesSource("heldout", size=self.eval_size, seed=self.eval_seed, **layout)
 
 
+class ClipsData(Questions):
+    """Drawn clips of five frames in which a shape moves, or one shape follows another. Training clips follow the run's
+    seed, held-out clips only `eval_seed`, with shapes at other places and in other pairs."""
+
+    test: ClassVar[str] = "tests/tasks/test_clip_questions.py"
+    type: str = "clips"
+    train_size: int = option(20_000, "questions to train on", ge=1)
+    eval_size: int = option(500, "held-out questions", ge=1)
+    eval_seed: int = option(0, "of the held-out questions", ge=0)
+    questions: tuple[ClipQuestion, ...] = option(CLIP_QUESTIONS, "kinds of question", min_length=1)
+    careless: float = option(0.0, "share of training demonstrations that give another answer", ge=0, le=1)
+    shuffled: bool = option(False, "show the frames of training clips in an order drawn by chance: a control")
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.visual_qa.clips import ClipsSource
+
+        asked: dict[str, Any] = {"kinds": self.questions}
+        shown: dict[str, Any] = {"careless": self.careless, "shuffled": self.shuffled}
+        train = ClipsSource("train", size=self.train_size, seed=seed, **asked, **shown)
+        return train, ClipsSource("heldout", size=self.eval_size, seed=self.eval_seed, **asked)
+
+
+class NamedPicturesData(Questions):
+    """Rows of named pictures in the styles of icon sets; training rows follow the run's seed, held-out rows only
+    `eval_seed`. Held-out rows show held-out names, unless told otherwise."""
+
+    test: ClassVar[str] = "tests/tasks/test_named_pictures.py"
+    type: str = "named_pictures"
+    train_size: int = option(200_000, "questions to train on", ge=1)
+    eval_size: int = option(1000, "held-out questions", ge=1)
+    eval_seed: int = option(0, "of the held-out questions", ge=0)
+    questions: tuple[NamedQuestion, ...] = option(NAMED, "kinds of question to train on", min_length=1)
+    eval_questions: tuple[NamedQuestion, ...] = option(NAMED, "kinds of held-out question", min_length=1)
+    train_names: NamedPart = option("shown", "which names rows to train on are made of; every fifth is held out")
+    eval_names: NamedPart = option("heldout", "which names held-out rows are made of")
+    styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "of the pictures to train on", min_length=1)
+    eval_styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "of held-out rows", min_length=1)
+    cells: int = option(3, "pictures of a row", ge=2, le=3)
+    jitter: int = option(0, "how far pictures to train on are moved by chance", unit="pixels", ge=0, lt=32)
+    tint: int = option(0, "how far their background may be from white, of 255 a channel", ge=0, le=255)
+    careless: float = option(
+        0.0, "share of training demonstrations that answer for another place, or one too many", ge=0, le=1
+    )
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.visual_qa.named_pictures import NamedPicturesSource
+
+        train = NamedPicturesSource(
+            "train",
+            size=self.train_size,
+            seed=seed,
+            which=self.train_names,
+            styles=self.styles,
+            kinds=self.questions,
+            cells=self.cells,
+            jitter=self.jitter,
+            tint=self.tint,
+            careless=self.careless,
+        )
+        held_out = NamedPicturesSource(
+            "heldout",
+            size=self.eval_size,
+            seed=self.eval_seed,
+            which=self.eval_names,
+            styles=self.eval_styles,
+            kinds=self.eval_questions,
+            cells=self.cells,
+        )
+        return train, held_out
+
+
 class Rows(Questions):
     """Rows of the user's."""
 
     image_field: str = option("images", "column of the pictures")
     problem_field: str = option("problem", "column of the question")
     answer_field: str = option("answer", "column of the answer")
-    image_root: Path | None = option(None, "folder that relative paths of pictures start from; default: the file's")
+    video_field: str = option("videos", "column of the clips")
+    max_frames: int = option(MAX_FRAMES, "of a clip that are kept, evenly spaced", ge=1)
+    image_root: Path | None = option(
+        None, "folder that relative paths of pictures and clips start from; default: the file's"
+    )
     max_pixels: int = option(
         MAX_PIXELS, "width x height of the largest picture that is opened", unit="pixels", ge=1, le=PILLOWS_LIMIT
     )
@@ -109,6 +192,8 @@ class Rows(Questions):
             "image_field": self.image_field,
             "problem_field": self.problem_field,
             "answer_field": self.answer_field,
+            "video_field": self.video_field,
+            "max_frames": self.max_frames,
             "image_root": self.image_root,
             "max_pixels": self.max_pixels,
             "max_bad_share": self.max_bad_share,

@@ -240,7 +240,7 @@ def metrics(folder) -> list[dict]:
 
 
 def timeless(rows: list[dict]) -> list[dict]:
-    return [{k: v for k, v in r.items() if not k.startswith(("time", "throughput"))} for r in rows]
+    return [{k: v for k, v in r.items() if not k.startswith(("time", "throughput", "memory"))} for r in rows]
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

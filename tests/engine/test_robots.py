@@ -260,7 +260,7 @@ def test_every_head_trains(tmp_path, head):
 
 
 def test_evaluation_counts_each_start_once(trainer):
-    result, samples = evaluate(trainer.policy, trainer.task, trainer.engine, 4, trainer.config)
+    result, samples, _ = evaluate(trainer.policy, trainer.task, trainer.engine, 4, trainer.config)
     assert [s.prompt.metadata["seed"] for s in samples] == [0, 1, 2, 3]
     assert result["evaluation/accuracy/go"] == result["evaluation/accuracy"]
     assert result["evaluation/episode/length"] <= 6

@@ -205,7 +205,7 @@ def test_weights_of_rewards_may_be_negative(given):
 def test_the_samples_table_tells_advantages(given):
     shown = {}
     made = given(five(), *UNSCALED, "rollout.group_size=3", "log.samples_every=1", "log.samples=4")
-    made.trainer.run.samples = lambda name, samples, columns: shown.update(columns)
+    made.trainer.run.samples = lambda kind, step, samples, columns: shown.update(columns)
     rollouts = made.prepare()
     made.trainer.step = 1
     made.trainer.log(rollouts, made.metrics)

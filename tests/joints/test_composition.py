@@ -114,6 +114,8 @@ BASE = ["rollout.prompts=3", "rollout.group_size=4", "task.names=[one, two]", "t
 def learned(given, decision, algorithm, order, micro_batch):
     made = given(table(decision), *BASE, algorithm, f"engine.micro_batch={micro_batch}")
     rollouts = made.table.rollouts(order)
+    worth = torch.linspace(-1, 20, 48).sin().view(12, 4)[order]  # of the steps of chains
+    rollouts.extras["completions"] = Column(worth[:, : 1 + rollouts.mask.shape[1]])
     rollouts.extras["greedy"] = Column(torch.full((12, 2), 0.3))  # what `Batches` would have asked for
     made.prepare(rollouts)
     chance = random.Random(9)

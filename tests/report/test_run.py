@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import subprocess
 
 import imageio.v3
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mmrl.report.run import Run, grid, picture, sample_table, wilson, write_samples
+import mmrl
+from mmrl.report.run import Run, commit_of, grid, picture, sample_table, versions, wilson, write_samples
 from mmrl.rollouts import Episode, Prompt, Sample
 
 
@@ -64,6 +66,45 @@ def test_metrics_go_to_the_file_and_to_tensorboard(run):
     assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 0.5), (2, 0.125)]
 
 
+def test_tensorboard_has_pictures_texts_and_hyperparameters(tmp_path):
+    run = Run(tmp_path / "run", "seed: 7\noptim: {lr: 0.001, betas: [0.9, 0.99]}\nterms: [{type: kl}]\n", writes=True)
+    drawn = [Sample(Prompt(str(i), "a | b\nc", (), "<1>"), "said", image=torch.full((3, 8, 8), 0.5)) for i in range(3)]
+    run.samples("evaluation", 5, drawn, {"accuracy": [0.25, 0.5, 1.0]})
+    asked = [Sample(Prompt("q", "what?", (Image.new("RGB", (9, 9), "red"),)), "it")]
+    run.samples("train", 6, asked, {})
+    run.close()
+    board = EventAccumulator(str(run.folder / "tensorboard")).Reload()
+    sheet = Image.open(io.BytesIO(board.Images("samples/evaluation")[0].encoded_image_string))
+    assert board.Images("samples/evaluation")[0].step == 5 and sheet.size == (3 * 50, 50)
+    assert sheet.getpixel((10, 10)) == (128, 128, 128)
+    shown = Image.open(io.BytesIO(board.Images("samples/train")[0].encoded_image_string))
+    assert board.Images("samples/train")[0].step == 6 and shown.getpixel((10, 10)) == (255, 0, 0)
+    text = board.Tensors("samples/evaluation/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text.splitlines()[0] == "| prompt | answer | response | accuracy |"
+    assert text.splitlines()[2] == "| a &#124; b c | &lt;1&gt; | said | 0.25 |" and len(text.splitlines()) == 2 + 3
+    assert "lr: 0.001" in board.Tensors("configuration/text_summary")[0].tensor_proto.string_val[0].decode()
+    session = board.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"optim.lr" in session and b"terms.0.type" in session and b"[0.9, 0.99]" in session
+    assert b"evaluation/accuracy" in board.summary_metadata["_hparams_/experiment"].plugin_data.content
+
+
+def test_versions_name_the_commit_and_only_what_is_installed(tmp_path):
+    found = versions()
+    assert found["mmrl"] == mmrl.__version__ and found["torch"] == torch.__version__.partition("+")[0]
+    assert {"transformers", "numpy", "python", "machine"} <= found.keys() and "metaworld-not-there" not in found
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
+    assert commit_of(tmp_path) is None
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "file").write_text("one")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True)
+    subprocess.run([*git, "tag", "v1"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert commit_of(tmp_path) == head
+    (tmp_path / "file").write_text("two")
+    assert commit_of(tmp_path) == f"{head}-dirty"
+
+
 def test_forget_after_drops_later_steps_and_goes_on(run):
     for step in range(5):
         run.log(step, {"loss": float(step)})
@@ -101,7 +142,7 @@ def test_a_later_run_in_the_folder_keeps_the_metrics(run):
 def test_other_ranks_write_nothing(tmp_path, capfd):
     other = Run(tmp_path / "run", "", writes=False)
     other.log(1, {"loss": 1.0})
-    other.samples("x", [sample()], {})
+    other.samples("train", 1, [sample()], {})
     other.line("hello")
     other.forget_after(0)
     other.close()

@@ -51,6 +51,7 @@ class TestChains:
                     "log_ratio": logp - old_logp,
                     "divergence": kl_divergence(now, before),
                     "reference_kl": kl_divergence(now, home),
+                    "reference_log_ratio": logp - home.log_prob(x_next),
                     "reference_error": (v - ref) ** 2,
                 }
                 for name, values in expected.items():
@@ -123,6 +124,7 @@ class TestMatchings:
         torch.testing.assert_close(found.logp, -weight * size(v - target))
         torch.testing.assert_close(found.log_ratio, weight * (size(old - target) - size(v - target)))
         torch.testing.assert_close(found.reference_error, size(v - ref))
+        torch.testing.assert_close(found.reference_log_ratio, weight * (size(ref - target) - size(v - target)))
         assert found.reference_kl is found.divergence is found.std is None
 
     def test_elements_that_do_not_count_add_nothing(self):
@@ -142,6 +144,7 @@ class TestMatchings:
         v = latents(1).requires_grad_()
         for old in (None, v.detach().clone()):
             assert not score.matching_likelihood(v, latents(2), old=old).log_ratio.any()
+        assert not score.matching_likelihood(v, latents(2), reference=v.detach().clone()).reference_log_ratio.any()
 
 
 class TestNoise:

@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mmrl.tasks.settings import TaskSettings
-from mmrl.tasks.video_generation import prompts
-from mmrl.tasks.video_generation.moving import (
+from mmrl.tasks.moving import (
     CELL,
     DIRECTIONS,
     FRAMES,
@@ -22,6 +20,8 @@ from mmrl.tasks.video_generation.moving import (
     starts,
     words,
 )
+from mmrl.tasks.settings import TaskSettings
+from mmrl.tasks.video_generation import prompts
 from mmrl.tasks.video_generation.tracking import MotionChecked, Track, marks, slope, steady, track
 
 from mmrl.errors import UserError

@@ -95,6 +95,10 @@ class Family(Protocol):
         in gamut, not clamped."""
         ...
 
+    def decode_with_gradient(self, latents: Tensor) -> Tensor:
+        """`decode` with the gradient by the latents. What decodes stays on the device, for the backward pass."""
+        ...
+
     def to_latents(self, pixels: Tensor) -> Tensor:
         """The inverse of `decode`, for demonstrations."""
         ...

@@ -19,11 +19,13 @@ from mmrl.errors import UserError
 from mmrl.files import share
 from mmrl.policies.diffusion import trees
 from mmrl.policies.diffusion.family import Asked, Condition, Family, Shape
+from mmrl.policies.diffusion.last_steps import replay_last
 from mmrl.policies.diffusion.settings import (
     Denoising,
     DenoisingDemonstrations,
     PictureChain,
     PictureContrast,
+    PictureLastSteps,
     PictureLikelihood,
     PictureMatching,
 )
@@ -43,7 +45,7 @@ class PictureRecord:
     """One picture or clip: what it was asked for, and the steps of its chain or the latent itself. fp32, on the CPU."""
 
     asked: Asked
-    seed: int
+    seed: int  # of the noises that the latent is scored with
     data: Tensor  # [...] the final latent
     points: Tensor  # [window] int64, grid points of the steps that were drawn
     x: Tensor  # [window, ...] before each of them
@@ -82,6 +84,8 @@ class DiffusionPolicy:
     @property
     def max_decisions(self) -> int:
         likelihood = self.likelihood
+        if isinstance(likelihood, PictureLastSteps):
+            return 1
         return len(self._window(0, 0)) if isinstance(likelihood, PictureChain) else self._draws.draws
 
     @cached_property
@@ -105,7 +109,10 @@ class DiffusionPolicy:
             if likelihood.branching:
                 return self._branch(likelihood, prompts, group_size, seeds, windows)
         said = [Asked.of(p) for p in prompts for _ in range(group_size)]
-        chain = self._draw(self.sampler, said, seeds, windows, self.denoising.guidance)
+        if isinstance(likelihood, PictureLastSteps):
+            chain = self._in_two(said, seeds, len(self.sampler.grid) - likelihood.steps)
+        else:
+            chain = self._draw(self.sampler, said, seeds, windows, self.denoising.guidance)
         return self._rollouts(asked, said, group_size, seeds, chain, windows)
 
     @torch.no_grad()
@@ -154,7 +161,23 @@ class DiffusionPolicy:
         """What `model` (`self.module` or the engine around it) says of every decision; one forward for all of them."""
         if isinstance(self.likelihood, PictureChain):
             return self._replay_chain(self.likelihood, rollouts, model)
+        if isinstance(self.likelihood, PictureLastSteps):
+            return replay_last(self, self.likelihood.steps, rollouts, model)
         return self._replay_data(rollouts, model)
+
+    @torch.no_grad()
+    def complete_steps(self, rollouts: Rollouts) -> list[Sample]:
+        """Pictures that the state before each step of the window leads to by deterministic steps, under the guidance of
+        rollouts: those of the first rollout, then of the next."""
+        records: list[PictureRecord] = rollouts.inputs
+        start = [point for record in records for point in record.points.tolist()]
+        each = [sample.prompt for sample, r in zip(rollouts.samples, records, strict=True) for _ in r.points]
+        said = [record.asked for record in records for _ in record.points]
+        predict = self.predictor(self.sampler, said, self.denoising.guidance)
+        x = torch.cat([record.x for record in records]).to(self.device)
+        none: list[list[int]] = [[]] * len(start)
+        chain = run(predict, x, self.sampler, none, noise_of([], self.shape), start=start)
+        return made_samples(each, self.family.decode(chain.final).float().cpu())
 
     def trained_by(self, engine: Any) -> None:
         """It has nothing to keep step with."""
@@ -176,9 +199,10 @@ class DiffusionPolicy:
         own = "denoising.likelihood" if isinstance(self.denoising, Denoising) else "denoising"
         if isinstance(likelihood, PictureChain):
             self._check_chain(likelihood)
-        elif not isinstance(likelihood, PictureMatching | PictureContrast):
+        elif not isinstance(likelihood, PictureMatching | PictureContrast | PictureLastSteps):
             raise UserError(
-                f"{own}.type={likelihood.type} inherits from none of PictureChain, PictureMatching and PictureContrast"
+                f"{own}.type={likelihood.type} inherits from none of PictureChain, PictureMatching, PictureContrast "
+                "and PictureLastSteps"
             )
         elif space == "noise" and isinstance(likelihood, PictureMatching) and likelihood.weight == "elbo":
             raise UserError(f"{own}.weight=elbo is for models that predict velocity; use one or sigma")
@@ -228,7 +252,17 @@ class DiffusionPolicy:
     ) -> Chain:
         shape = shape or self.shape
         x = gaussian(list(seeds), INITIAL, shape).to(self.device)
-        return run(self._predictor(sampler, said, guidance), x, sampler, windows, noise_of(seeds, shape))
+        return run(self.predictor(sampler, said, guidance), x, sampler, windows, noise_of(seeds, shape))
+
+    def _in_two(self, said: Sequence[Asked], seeds: Sequence[int], point: int) -> Chain:
+        """Deterministic chains of which the latents at a grid point are kept, as `x`."""
+        predict, shape = self.predictor(self.sampler, said, self.denoising.guidance), self.shape
+        none: list[list[int]] = [[]] * len(said)
+        ends, noise = [point] * len(said), noise_of(seeds, shape)
+        x = gaussian(list(seeds), INITIAL, shape).to(self.device)
+        kept = run(predict, x, self.sampler, none, noise, stop=ends).final
+        final = run(predict, kept, self.sampler, none, noise, start=ends).final
+        return Chain(final, kept[:, None], final[:, None])
 
     def _branch(
         self,
@@ -254,7 +288,7 @@ class DiffusionPolicy:
             start: list[int],
             stop: list[int],
         ) -> Chain:
-            predict = self._predictor(self.sampler, [said[g] for g in owner], self.denoising.guidance)
+            predict = self.predictor(self.sampler, [said[g] for g in owner], self.denoising.guidance)
             steps: list[list[int]] = [[]] * len(owner) if drawn is None else [[point] for point in drawn]
             return run(predict, x, self.sampler, steps, noise_of(own_seeds, self.shape), start=start, stop=stop)
 
@@ -267,17 +301,17 @@ class DiffusionPolicy:
         made.nodes = trees.nodes_of(likelihood.branching, len(windows[0]), group_size, len(prompts))
         return made
 
-    def _predictor(
+    def predictor(
         self, sampler: Sampler, said: Sequence[Asked], guidance: float
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         def predict(x: Tensor, point: Tensor, rows: Tensor) -> Tensor:
             grid = sampler.grid
             asked = [said[i] for i in rows.tolist()]
-            return self._predict(self.module, x, grid.sigmas[point], grid.times[point], asked, guidance)
+            return self.guided_prediction(self.module, x, grid.sigmas[point], grid.times[point], asked, guidance)
 
         return predict
 
-    def _predict(
+    def guided_prediction(
         self, model: Any, x: Tensor, sigma: Tensor, time: Tensor, said: Sequence[Asked], guidance: float
     ) -> Tensor:
         """[row, ...] what the network says, guided. A prompt's condition is made once and kept."""
@@ -333,9 +367,11 @@ class DiffusionPolicy:
         decode: bool = True,
     ) -> Rollouts:
         data, x, x_next = chain.final.cpu(), chain.x.cpu(), chain.x_next.cpu()
+        shared = isinstance(self.likelihood, PictureMatching) and self.likelihood.shared
+        draws = [seeds[i - i % group_size] if shared else seed for i, seed in enumerate(seeds)]
         inputs = [
             PictureRecord(said[i], int(seed), data[i], torch.tensor(windows[i], dtype=torch.long), x[i], x_next[i])
-            for i, seed in enumerate(seeds)
+            for i, seed in enumerate(draws)
         ]
         return Rollouts(
             samples=made_samples(asked, self.family.decode(chain.final).float().cpu() if decode else None),
@@ -350,7 +386,7 @@ class DiffusionPolicy:
         x, x_next = (torch.stack([vars(r)[key] for r in records]).to(self.device) for key in ("x", "x_next"))
         said = [r.asked for r in records for _ in range(points.shape[1])]
         grid, flat = self.sampler.grid, points.flatten()
-        v = self._predict(
+        v = self.guided_prediction(
             model, x.flatten(0, 1), grid.sigmas[flat], grid.times[flat], said, self.denoising.guidance
         ).float()
         found: dict[str, Any] = score.chain_likelihood(
@@ -386,7 +422,11 @@ class DiffusionPolicy:
         x, target = score.noisy_samples(data, noise, sigma, space)
         said = [r.asked for r in records for _ in range(likelihood.draws)]
         guidance = 1.0 if isinstance(likelihood, PictureMatching) else self.denoising.guidance
-        v = self._predict(model, x.flatten(0, 1), sigma.flatten(), time.flatten(), said, guidance).float().view_as(x)
+        v = (
+            self.guided_prediction(model, x.flatten(0, 1), sigma.flatten(), time.flatten(), said, guidance)
+            .float()
+            .view_as(x)
+        )
         weight = None
         if isinstance(likelihood, PictureMatching):
             weight = self._matching_weight(likelihood, uniform, sigma).to(self.device)

@@ -37,6 +37,7 @@ class PictureLikelihood(Likelihood):
         "chain": "mmrl.policies.diffusion.settings:PictureChain",
         "matching": "mmrl.policies.diffusion.settings:PictureMatching",
         "contrast": "mmrl.policies.diffusion.settings:PictureContrast",
+        "last_steps": "mmrl.policies.diffusion.settings:PictureLastSteps",
     }
 
     @property
@@ -60,7 +61,7 @@ class PictureChain(ChainLikelihood, PictureLikelihood):
 
     @property
     def offers(self) -> frozenset[str]:
-        offered = frozenset({"divergence", "gaussian", "velocity"})
+        offered = frozenset({"divergence", "gaussian", "velocity", "reference_ratio", "completions"})
         return offered | {"segments"} if self.chunks else offered
 
 
@@ -69,6 +70,9 @@ class PictureMatching(MatchingLikelihood, PictureLikelihood):
 
     draw_range: tuple[float, float] = option((0.02, 0.98), "of the uniform draw that a noise level is made from")
     weight: MatchingWeight = option("one", "w(s)")
+    shared: bool = option(
+        False, "the same noise levels and noises for all pictures of a group, as preferences between them need"
+    )
 
     @model_validator(mode="after")
     def _inside(self) -> PictureMatching:
@@ -77,7 +81,7 @@ class PictureMatching(MatchingLikelihood, PictureLikelihood):
 
     @property
     def offers(self) -> frozenset[str]:
-        return frozenset({"matching", "velocity"})
+        return frozenset({"matching", "velocity", "reference_ratio"})
 
 
 class PictureContrast(Draws, PictureLikelihood):
@@ -96,6 +100,20 @@ class PictureContrast(Draws, PictureLikelihood):
     @property
     def offers(self) -> frozenset[str]:
         return frozenset({"contrast", "velocity"})
+
+
+class PictureLastSteps(PictureLikelihood):
+    """The picture itself, with its gradient through the last steps of its chain; it has no likelihood."""
+
+    equation: ClassVar[str] = "x_0 of the last `steps` deterministic steps"
+    source: ClassVar[str] = "ReFL, arXiv 2304.05977; DRaFT-K, arXiv 2309.17400"
+    test: ClassVar[str] = "tests/joints/test_reward_gradient.py"
+    type: str = "last_steps"
+    steps: int = option(1, "of the chain that the gradient goes through", unit="steps", ge=1)
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return frozenset({"picture_gradient"})
 
 
 class Drawing(Section):
@@ -179,7 +197,7 @@ class DiffusionModel(ModelSettings):
     def capabilities(self, config: Config) -> Capabilities:
         denoising = config.section("denoising")
         if isinstance(denoising, DenoisingDemonstrations):
-            return Capabilities(f"model.type={self.type}", frozenset({"matching"}))
+            return Capabilities(f"model.type={self.type}", frozenset({"matching", "reference_ratio"}))
         assert isinstance(denoising, Denoising)
         likelihood = denoising.likelihood
         return Capabilities(f"denoising.likelihood.type={likelihood.type}", likelihood.offers | {"views"})
@@ -192,6 +210,17 @@ class DiffusionModel(ModelSettings):
                 f"denoising.likelihood.type={likelihood.type} compares implicit policies and gives no likelihood of "
                 f"the present one, which algorithm.type={config.algorithm.type} needs; use chain or matching"
             )
+        if isinstance(likelihood, PictureLastSteps):
+            if "picture_gradient" not in config.needs.offers:
+                raise ValueError(
+                    f"denoising.likelihood.type={likelihood.type} gives no likelihood, which algorithm.type="
+                    f"{config.algorithm.type} needs; use chain or matching"
+                )
+            assert isinstance(denoising, Denoising)
+            if likelihood.steps > denoising.steps:
+                raise ValueError(
+                    f"denoising.likelihood.steps={likelihood.steps} are more than denoising.steps={denoising.steps}"
+                )
         if isinstance(likelihood, PictureChain) and likelihood.branching:
             leaves = math.prod(likelihood.branching)
             if leaves != config.group_size:

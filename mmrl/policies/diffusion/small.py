@@ -208,6 +208,9 @@ class SmallFamily:
     def decode(self, latents: Tensor) -> Tensor:
         return latents / 2 + 0.5
 
+    def decode_with_gradient(self, latents: Tensor) -> Tensor:
+        return self.decode(latents)
+
     def to_latents(self, pixels: Tensor) -> Tensor:
         return pixels * 2 - 1
 

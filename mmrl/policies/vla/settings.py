@@ -76,7 +76,7 @@ class TokenActions(ActionHead):
 
     @property
     def offers(self) -> frozenset[str]:
-        return frozenset({"entropy", "tokens", "single_sample_kl"})
+        return frozenset({"entropy", "tokens", "single_sample_kl", "reference_ratio"})
 
 
 class ActionLikelihood(Likelihood):
@@ -100,7 +100,7 @@ class ActionChain(ChainLikelihood, ActionLikelihood):
 
     @property
     def offers(self) -> frozenset[str]:
-        return frozenset({"divergence", "gaussian", "velocity", "single_sample_kl"})
+        return frozenset({"divergence", "gaussian", "velocity", "single_sample_kl", "reference_ratio"})
 
 
 class ActionMatching(MatchingLikelihood, ActionLikelihood):
@@ -108,7 +108,7 @@ class ActionMatching(MatchingLikelihood, ActionLikelihood):
 
     @property
     def offers(self) -> frozenset[str]:
-        return frozenset({"matching", "velocity", "single_sample_kl"})
+        return frozenset({"matching", "velocity", "single_sample_kl", "reference_ratio"})
 
 
 class LearnedNoise(ActionLikelihood):
@@ -127,7 +127,7 @@ class LearnedNoise(ActionLikelihood):
 
     @property
     def offers(self) -> frozenset[str]:
-        return frozenset({"entropy", "single_sample_kl"})
+        return frozenset({"entropy", "single_sample_kl", "reference_ratio"})
 
 
 class ActionFlow(ActionHead):
@@ -186,7 +186,7 @@ class LaplaceActions(ActionHead):
 
     @property
     def offers(self) -> frozenset[str]:
-        return frozenset({"entropy", "single_sample_kl"})
+        return frozenset({"entropy", "single_sample_kl", "reference_ratio"})
 
 
 class RegressionActions(LaplaceActions):

@@ -30,7 +30,7 @@ from mmrl.generation.transformers import Prefix, generate, generate_groups
 from mmrl.generation.vllm import Answering, Request
 from mmrl.kernels import hidden_logprob, token_logprob
 from mmrl.policies.vlm.drafts import Draft
-from mmrl.policies.vlm.prompts import Tokens, chat_texts, collate, encode, pictures_of, save_processor
+from mmrl.policies.vlm.prompts import Tokens, chat_texts, clips_of, collate, encode, pictures_of, save_processor
 from mmrl.policies.vlm.routing import Routing, collate_routes
 from mmrl.policies.vlm.turns import Conversations, conversing, demonstrated
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
@@ -333,7 +333,7 @@ class VisionLanguagePolicy:
         marked = self.tokenizer(chat_texts(self.processor, prompts)).input_ids
         limit, found = limit or self.max_response_length, []
         for prompt, ids, tokens, seed in zip(prompts, marked, encoded, seeds[::group_size], strict=True):
-            first = Request(prompt.id, ids, pictures_of(prompt), tokens.prompt, seed, limit)
+            first = Request(prompt.id, ids, pictures_of(prompt), tokens.prompt, seed, limit, clips=clips_of(prompt))
             group = [replace(first, seed=seed + i) for i in range(group_size)]
             found += [Draft(prompt, request, tokens, torch.zeros(0)) for request in group]
         return found if talks is None else conversing(found, talks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from mmrl.errors import UserError
-from mmrl.rollouts import Message, Prompt
+from mmrl.rollouts import Clip, Message, Prompt
 
 # What a processor returns with one value a token. Listed by name: by shape, a picture's [1, 3] grid looks like three
 # tokens.
@@ -104,7 +105,8 @@ def encode(processor: Any, prompts: Sequence[Prompt], max_length: int) -> list[T
     Raises UserError if a prompt is longer than max_length tokens; cutting it would cut picture tokens.
     """
     names = [f"prompt {prompt.id}" for prompt in prompts]
-    found = read(processor, chat_texts(processor, prompts), [pictures_of(prompt) for prompt in prompts], names)
+    pictures, clips = [pictures_of(prompt) for prompt in prompts], [clips_of(prompt) for prompt in prompts]
+    found = read(processor, chat_texts(processor, prompts), pictures, names, clips=clips)
     for prompt, tokens in zip(prompts, found, strict=True):
         if len(tokens.prompt) > max_length:
             raise UserError(
@@ -120,36 +122,52 @@ def read(
     images: Sequence[Sequence[Image.Image]],
     names: Sequence[str],
     *,
+    clips: Sequence[Sequence[Clip]] | None = None,
     inside: bool = False,
 ) -> list[Tokens]:
-    """Texts with one marker a picture through the processor, as prompts. names: of the texts, for messages. inside: a
-    text is no beginning, so that nothing is put before it. Raises UserError for one that the processor does not take.
+    """Texts with one marker a picture or clip through the processor, as prompts. names: of the texts, for messages.
+    inside: a text is no beginning, so that nothing is put before it. Raises UserError for one that the processor does
+    not take.
 
-    Texts with as many pictures of the same sizes go through the processor together: what it returns for them then
-    falls into equal parts, which holds for every family.
+    Texts with as many pictures and clips of the same sizes go through the processor together: what it returns for them
+    then falls into equal parts, which holds for every family.
     """
-    alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for place, pictures in enumerate(images):
-        alike.setdefault(tuple(image.size for image in pictures), []).append(place)
+    clips = [()] * len(texts) if clips is None else clips
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for place, (pictures, moving) in enumerate(zip(images, clips, strict=True)):
+        sizes = (*(image.size for image in pictures), *(clip.shape for clip in moving))
+        alike.setdefault(sizes, []).append(place)
     found: dict[int, Tokens] = {}
     for places in alike.values():
-        rows = [(names[p], texts[p], list(images[p])) for p in places]
+        rows = [_Row(names[p], texts[p], list(images[p]), list(clips[p])) for p in places]
         part = _read_alike(processor, rows, inside)
         found |= dict(zip(places, part, strict=True))
     return [found[place] for place in range(len(texts))]
 
 
-def _read_alike(processor: Any, rows: Sequence[tuple[str, str, list[Image.Image]]], inside: bool) -> list[Tokens]:
-    """rows: name, text and pictures."""
-    texts, images = [text for _, text, _ in rows], [pictures for _, _, pictures in rows]
-    given = {"images": images} if images[0] else {}  # nested: by text
-    more = {"add_special_tokens": False} if inside else {}
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    text: str
+    images: list[Image.Image]
+    clips: list[Clip]
+
+
+def _read_alike(processor: Any, rows: Sequence[_Row], inside: bool) -> list[Tokens]:
+    texts = [row.text for row in rows]
+    more: dict[str, Any] = {"add_special_tokens": False} if inside else {}
+    if rows[0].images:
+        more["images"] = [row.images for row in rows]  # nested: by text
+    if rows[0].clips:
+        clips = [clip for row in rows for clip in row.clips]
+        more |= {"videos": [list(clip.frames) for clip in clips], "video_metadata": [clip.times() for clip in clips]}
+        more["do_sample_frames"] = False  # what the model sees of a clip is what rewards and tables see
     try:
-        encoded = dict(processor(text=texts, return_tensors="pt", padding=True, **given, **more))
+        encoded = dict(processor(text=texts, return_tensors="pt", padding=True, **more))
     except ValueError as error:
         if len(rows) > 1:  # which of them?
             return [found for row in rows for found in _read_alike(processor, [row], inside)]
-        raise UserError(f"{rows[0][0]}: the model's processor does not take it: {error}") from error
+        raise UserError(f"{rows[0].name}: the model's processor does not take it: {error}") from error
     real = encoded.pop("attention_mask").bool()
     ids = encoded.pop("input_ids")
     pictures = {k: v.unflatten(0, (len(texts), -1)) for k, v in encoded.items() if k not in PER_TOKEN}
@@ -161,7 +179,7 @@ def _read_alike(processor: Any, rows: Sequence[tuple[str, str, list[Image.Image]
 
 
 def chat_texts(processor: Any, prompts: Sequence[Prompt]) -> list[str]:
-    """The prompts through the chat template, with one marker a picture."""
+    """The prompts through the chat template, with one marker a picture or clip."""
     return [rendered(processor, chat(prompt), prompt.tools) for prompt in prompts]
 
 
@@ -220,32 +238,47 @@ def messages(prompt: Prompt) -> list[dict[str, Any]]:
 
 
 def chat(prompt: Prompt) -> tuple[Message, ...]:
-    """The prompt as chat messages; `<image>` in its text says where a picture goes, else the pictures come first.
+    """The prompt as chat messages; `<image>` and `<video>` in its text say where a picture and a clip go, else they
+    come first.
 
-    Raises UserError if the markers and the pictures do not match.
+    Raises UserError if the markers do not match the pictures and clips.
     """
     if prompt.messages:
         return prompt.messages
-    pieces = prompt.text.split("<image>")
+    held: dict[str, Sequence[Image.Image | Clip]] = {"<image>": prompt.images, "<video>": prompt.videos}
+    pieces: list[Any] = re.split("(<image>|<video>)", prompt.text)
     if len(pieces) == 1:
-        pieces = [""] * len(prompt.images) + pieces
-    if len(pieces) - 1 != len(prompt.images):
-        raise UserError(f"prompt {prompt.id} has {len(pieces) - 1} <image> markers and {len(prompt.images)} images")
-    between_texts = [*prompt.images, None]
-    parts = [part for piece, image in zip(pieces, between_texts, strict=True) for part in (piece, image) if part]
+        pieces = [*prompt.images, *prompt.videos, prompt.text]
+    else:
+        for marker, shown in held.items():
+            if (count := pieces.count(marker)) != len(shown):
+                kind = "images" if marker == "<image>" else "videos"
+                raise UserError(f"prompt {prompt.id} has {count} {marker} markers and {len(shown)} {kind}")
+        rest = {marker: iter(shown) for marker, shown in held.items()}
+        pieces = [next(rest[piece]) if piece in rest else piece for piece in pieces]
     system = (Message("system", (prompt.system,)),) if prompt.system else ()
-    return (*system, Message("user", tuple(parts)))
+    return (*system, Message("user", tuple(piece for piece in pieces if piece)))
 
 
 def pictures_of(prompt: Prompt) -> tuple[Image.Image, ...]:
-    """All that the policy sees of a prompt, in order."""
+    """All pictures that the policy sees of a prompt, in order."""
     return tuple(image for message in chat(prompt) for image in message.images)
+
+
+def clips_of(prompt: Prompt) -> tuple[Clip, ...]:
+    """All clips that the policy sees of a prompt, in order."""
+    return tuple(clip for message in chat(prompt) for clip in message.videos)
 
 
 def as_template(message: Message) -> dict[str, Any]:
     """A message as chat templates take it."""
-    content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in message.parts]
-    return {"role": message.role, "content": content}
+    return {"role": message.role, "content": [_as_part(part) for part in message.parts]}
+
+
+def _as_part(part: str | Image.Image | Clip) -> dict[str, str]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "video" if isinstance(part, Clip) else "image"}
 
 
 def cat_padded(tensors: Sequence[Tensor]) -> Tensor:

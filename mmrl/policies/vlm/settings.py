@@ -84,6 +84,7 @@ class VisionLanguageModel(ModelSettings):
 
     def capabilities(self, config: Config) -> Capabilities:
         offers = {"entropy", "square_sum", "tokens", "text", "numbers", "single_sample_kl", "views"}
+        offers |= {"reference_ratio"}
         sampling = config.rollout
         if isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator):
             offers |= {"drafts"}

@@ -53,6 +53,9 @@ class Sizes:
     vision_width: int = 64
     vision_layers: int = 2
     rope: tuple[int, int, int] = (2, 2, 12)  # frequencies for time, height and width
+    spread: float | None = (
+        None  # standard deviation of the vision half's weights; None: the family's own of generation 3
+    )
 
 
 def fast_tokenizer(tokenizer: Tokenizer, length: int, **more: str) -> PreTrainedTokenizerFast:
@@ -96,6 +99,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VL
     config: Any
     text: dict[str, Any]
     vision: dict[str, Any]
+    spread: dict[str, Any] = {} if sizes.spread is None else {"initializer_range": sizes.spread}
     if sizes.generation == "2.5":
         config, text = Qwen2_5_VLConfig, {"rope_parameters": rope}
         every = list(range(sizes.vision_layers))
@@ -127,6 +131,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VL
             "spatial_merge_size": sizes.merge,
             "temporal_patch_size": 2,
             **vision,
+            **spread,
         },
         image_token_id=image,
         video_token_id=video,

@@ -397,6 +397,18 @@ class TestFinalPictures:
                 expected = -w * (v - (noise - one.data[None].double())).square().mean()
                 assert float(logp[i, j].detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
 
+    def test_a_group_may_share_its_levels_and_noises(self):
+        for shared in (False, True):
+            policy = policy_of(small(), "matching", draws=2, shared=shared)
+            batch, seen = draw(policy), []
+            policy.replay(batch, lambda x, time, words, seen=seen: seen.append((x, time)) or x)
+            data = torch.stack([one.data for one in batch.inputs])[:, None]
+            x, s = seen[0][0].view(4, 2, 1, 8, 8), seen[0][1].view(4, 2)
+            noise = (x - (1 - s)[..., None, None, None] * data) / s[..., None, None, None]
+            for one, other, alike in ((0, 1, shared), (2, 3, shared), (0, 2, False)):
+                assert torch.equal(s[one], s[other]) == alike
+                assert torch.allclose(noise[one], noise[other], atol=1e-3) == alike
+
     @pytest.mark.parametrize("likelihood", ["matching", "contrast"])
     def test_off_policy(self, likelihood):
         """The log-ratio equals logp - old_logp; the implicit policies are b and -b times the move away from the old."""
@@ -566,7 +578,7 @@ class TestBadInput:
             (
                 "mlp",
                 {"likelihood": "tests.policies.diffusion.test_policy:Unheard"},
-                "Unheard inherits from none of PictureChain, PictureMatching and PictureContrast",
+                "Unheard inherits from none of PictureChain, PictureMatching, PictureContrast",
             ),
         ],
     )

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from diffusers import FluxKontextPipeline, StableDiffusion3Pipeline, WanPipeline
+from mmrl.tasks import moving
 from mmrl.tasks.image_generation import edits, tiny_pipeline
-from mmrl.tasks.video_generation import moving
 from mmrl.tasks.video_generation import tiny_pipeline as tiny_clips
 
 from mmrl.policies.diffusion import pipelines, tiny

@@ -192,6 +192,11 @@ class Pipeline(ABC):
         with self._visiting("vae"):
             return self._decode(latents.float().to(self.device) * scale + shift) / 2 + 0.5
 
+    def decode_with_gradient(self, latents: Tensor) -> Tensor:
+        scale, shift = self._latent_scale()
+        self.pipe.vae.to(self.device).requires_grad_(False)
+        return self._decode(latents.float().to(self.device) * scale + shift) / 2 + 0.5
+
     @torch.no_grad()
     def to_latents(self, pixels: Tensor) -> Tensor:
         scale, shift = self._latent_scale()

@@ -72,11 +72,14 @@ def template(shape: str) -> Tensor:
 def draw(motion: Motion, top: int, left: int) -> Tensor:
     """The clip of an object that starts at the cell `top`, `left`: [FRAMES, 1, SIZE, SIZE] float32, 0 to 1."""
     down, right = DIRECTIONS[motion.direction]
-    cells = torch.zeros(FRAMES, 1, GRID, GRID)
-    for frame, step in enumerate(STEPS[motion.speed]):
-        row, column = top + down * step, left + right * step
-        cells[frame, :, row : row + OBJECT, column : column + OBJECT] = template(motion.shape)
-    return cells.repeat_interleave(CELL, 2).repeat_interleave(CELL, 3)
+    return torch.stack([still(motion.shape, top + down * step, left + right * step) for step in STEPS[motion.speed]])
+
+
+def still(shape: str, top: int, left: int) -> Tensor:
+    """One frame of an object at the cell `top`, `left`: [1, SIZE, SIZE] float32, 0 to 1."""
+    cells = torch.zeros(1, GRID, GRID)
+    cells[:, top : top + OBJECT, left : left + OBJECT] = template(shape)
+    return cells.repeat_interleave(CELL, 1).repeat_interleave(CELL, 2)
 
 
 def starts(motion: Motion) -> tuple[range, range]:

@@ -1,0 +1,301 @@
+"""A job in Python: what `mmrl train`, `mmrl eval` and `mmrl sample` do, for notebooks and programs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from mmrl import trainer
+from mmrl.batches import awake, check_batch
+from mmrl.build import build_engine, build_generator, build_policy, build_task
+from mmrl.checkpoints import check_run_dir, check_warm_start
+from mmrl.checkpoints.starting import read_origin
+from mmrl.config import Config, configure, load, to_yaml
+from mmrl.engine import Engine, Ranks, applied, end_with_launcher, take_device
+from mmrl.errors import UserError, told
+from mmrl.evaluation import Journal, evaluate
+from mmrl.protocols import Responding
+from mmrl.report.lock import check_free
+from mmrl.report.records import RunRecord, read_run
+from mmrl.report.run import Run
+from mmrl.rollouts import Sample
+from mmrl.search import SearchingPolicy
+from mmrl.settings import plain
+
+EachStep = Callable[[int, Mapping[str, float]], None]
+
+
+class RunEnded(UserError):
+    """The run directory holds the end of this very run, so that there is nothing to do."""
+
+
+class Job:
+    """The task, the policy and the engine of a configuration, inside a `with` block.
+
+        with Job(load("recipe.yaml", ["steps=20"])) as job:
+            job.train(lambda step, metrics: print(step, metrics.get("accuracy")))
+            print(job.evaluate())
+
+    `task`, `policy` and `ranks` are there inside the block; a warm start is run first, and `config` is what follows it.
+    With several processes every one of them runs the block, as torchrun starts them.
+    """
+
+    def __init__(self, config: Config, *, trains: bool = True) -> None:
+        """trains: build an optimizer too, and refuse a run directory that is in use or has reached its end."""
+        self.config = config
+        self._trains, self._parts = trains, ExitStack()
+        self._engine: Engine | None = None
+        self._trainer: trainer.Trainer | None = None
+
+    @classmethod
+    def of(cls, model: str | Path, config: str | Path | None = None, overrides: Sequence[str] = ()) -> Job:
+        """A job that evaluates and samples with the weights in `model`: a run directory, a folder of weights, or a name
+        on a hub. config: a YAML file; a run directory, and weights that a run wrote, have their own.
+
+        Raises UserError for a run that has not reached its end, and for weights of which no configuration is known.
+        """
+        origin = [f"model.path={json.dumps(weights(str(model)))}", "model.build=null", "model.warm_start=null"]
+        return cls(own_config(Path(model), config, [*overrides, *origin]), trains=False)
+
+    def __enter__(self) -> Job:
+        end_with_launcher()
+        take_device()
+        quieten()
+        with ExitStack() as parts:
+            self._build(parts)
+            self._parts = parts.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._parts.__exit__(kind, error, traceback)
+
+    def _build(self, parts: ExitStack) -> None:
+        if self._trains:
+            self.config = warm_started(self.config)
+            check_start(self.config)
+        config = self.config
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        torch.manual_seed(config.seed)
+        self.task = build_task(config)
+        if self._trains and self.task.train is None:
+            raise UserError("the task has no questions to train on, only held-out ones; name them in task.data")
+        self.policy = build_policy(config, self.task)
+        self.ranks: Ranks
+        if self._trains:
+            self.ranks = self._engine = build_engine(config, self.policy)
+        else:
+            self.ranks = Ranks()
+        # In order also after an error: gloo's thread otherwise aborts the interpreter and hides the message.
+        parts.callback(self.ranks.close)
+        if self._engine is None:
+            self.policy.module.to(self.ranks.device)
+        else:
+            check_batch(config, self.ranks.world)
+        self.generator = build_generator(config, self.policy, self.task, self.ranks)
+        if self.generator is not None:
+            parts.callback(self.generator.close)
+        if self._engine is not None:
+            parts.callback(self._engine.release)
+
+    def train(self, each_step: EachStep | None = None) -> RunRecord:
+        """Trains to the last step, or until a signal, and returns what the run directory holds then.
+
+        each_step: is called on every rank with the number and the metrics of each finished step, and of each
+        evaluation, whose metrics begin with evaluation/. Raises UserError as `mmrl train` prints it.
+        """
+        if self._engine is None or self._trainer is not None:
+            raise UserError("this job can not train: it was made for weights that are finished, or has trained already")
+        folder = Path(self.config.run_dir)
+        try:
+            run = Run(
+                folder,
+                to_yaml(self.config),
+                writes=self.ranks.rank == 0,
+                wandb=self.config.log.wandb,
+                each_step=each_step,
+            )
+        except OSError as error:
+            raise UserError(f"run_dir={folder} can not be written: {error}") from None
+        try:
+            self._engine.watch(folder)
+            self._trainer = trainer.Trainer(self.config, self.policy, self.task, self._engine, run, self.generator)
+            with told_end(run, self._trainer):
+                if self.config.checkpoint.resume:
+                    self._trainer.resume()
+                self._trainer.train()
+        except RuntimeError as error:  # what a collective raises, each backend in its words
+            if (dead := self._engine.dead()) is not None:
+                raise UserError(f"{dead} has ended: {str(error).splitlines()[0]}") from error
+            raise
+        finally:
+            run.close()
+        return read_run(folder)
+
+    @property
+    def step(self) -> int:
+        """Steps that are finished."""
+        return 0 if self._trainer is None else self._trainer.step
+
+    @property
+    def stopped(self) -> int:
+        """The signal that ended the training before its last step; 0 where none did."""
+        return 0 if self._trainer is None else self._trainer.stopping
+
+    @property
+    def accuracies(self) -> dict[str, float]:
+        """Held-out accuracy by step, of the evaluations while training."""
+        return {} if self._trainer is None else self._trainer.accuracies
+
+    def evaluate(self, prompts: int | None = None) -> dict[str, float]:
+        """Metrics on the first `prompts` held-out prompts (default: evaluation.prompts), as they are logged."""
+        return self.measure(prompts)[0]
+
+    def sample(self, prompts: int = 16) -> list[Sample]:
+        """Samples of the first held-out prompts; with several ranks those of this one."""
+        return self.measure(prompts)[1]
+
+    def measure(
+        self, prompts: int | None = None, journal: Journal | None = None
+    ) -> tuple[dict[str, float], list[Sample], list[float]]:
+        """Metrics, samples, and the accuracy of each sample, with the averaged weights where there are any. journal: of
+        episodes that were played before."""
+        count = self.config.evaluation.prompts if prompts is None else prompts
+        ema = None if self._trainer is None else self._trainer.ema
+        with applied(ema), awake(self.generator):
+            return evaluate(self._answering(), self.task, self.ranks, count, self.config, journal)
+
+    def _answering(self) -> Responding:
+        """The policy; with weights that are finished, what searches its answers where sample.search is set."""
+        search = None if self._trains else self.config.sample.search
+        return self.policy if search is None else SearchingPolicy(self.policy, self.task, search)
+
+
+# --- before a run ---
+
+
+def launched() -> tuple[int, int]:
+    """Rank and number of ranks, as a launcher has put them into the environment. Raises UserError."""
+    found = {}
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        text = os.environ.get(name, default)
+        if not text.isdecimal():
+            raise UserError(f"{name}={text} in the environment is no number of ranks; start several with torchrun")
+        found[name] = int(text)
+    rank, world = found["RANK"], found["WORLD_SIZE"]
+    if rank >= world:
+        raise UserError(f"RANK={rank} in the environment is beyond WORLD_SIZE={world}; start several with torchrun")
+    return rank, world
+
+
+def check_start(config: Config) -> None:
+    """Raises UserError where a run of this configuration can neither start nor go on, before anything slow."""
+    rank, world = launched()
+    folder = Path(config.run_dir)
+    check_batch(config, world)
+    if rank == 0:
+        check_free(folder)
+    if check_run_dir(folder, plain(config)):
+        raise RunEnded(f"run_dir={folder} has reached its end already; raise steps, or name another run_dir")
+    if config.log.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"log.wandb={config.log.wandb}: wandb is not installed; pip install -e '.[wandb]', or set log.wandb=null"
+        )
+
+
+def warm_started(config: Config) -> Config:
+    """The configuration with model.path set to the weights that its warm start ended with, which is run first, or gone
+    on with, where they are missing. Raises UserError if that run fails, would have to be shared by several processes,
+    or ended with another configuration."""
+    path = config.model.warm_start
+    if path is None:
+        return config
+    final = Path(load(path).run_dir) / "final"
+    before = plain(after_warm_start(load(path)))
+    if not check_warm_start(final, before, path):
+        if launched()[1] > 1:
+            raise UserError(
+                f"model.warm_start={path}: {final} is missing; run it first, as one process: mmrl train {path}"
+            )
+        print(f"warm start: mmrl train {path}", flush=True)
+        command = [sys.executable, "-m", "mmrl", "train", path, "checkpoint.resume=auto"]
+        if subprocess.run(command).returncode != 0 or not check_warm_start(final, before, path):
+            raise UserError(f"model.warm_start={path} failed; see above")
+    return after_warm_start(config)
+
+
+def after_warm_start(config: Config) -> Config:
+    """The configuration with model.path set to where its warm start leaves its weights."""
+    if config.model.warm_start is None:
+        return config
+    final = Path(load(config.model.warm_start).run_dir) / "final"
+    model = config.model.model_copy(update={"path": str(final), "warm_start": None})
+    return config.model_copy(update={"model": model})
+
+
+def quieten() -> None:
+    from transformers.utils.logging import disable_progress_bar
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # else every rank's bars fill the log
+
+
+# --- after a run ---
+
+
+@contextmanager
+def told_end(run: Run, training: trainer.Trainer) -> Iterator[None]:
+    """Writes into the run directory how the training inside ended."""
+
+    def at() -> str:
+        return f"step {training.step} of {training.config.steps}"
+
+    try:
+        yield
+    except BaseException as error:  # whatever it was: it goes on from here
+        text = str(error) if isinstance(error, UserError) else told(error)
+        run.end("failed", f"It ended at {at()} with an error: {text}")
+        raise
+    if training.stopping:
+        name = signal.Signals(training.stopping).name
+        run.end("stopped", f"{name} stopped it at {at()}; it has saved, and the same command goes on.")
+    else:
+        run.end("finished", f"It reached its end, step {training.step}.")
+
+
+def weights(model: str) -> str:
+    """The folder of weights that a run directory ended with, or the model itself.
+
+    Raises UserError for a run that has not reached its end.
+    """
+    final = Path(model) / "final"
+    if not final.is_dir() and (Path(model) / "metrics.jsonl").is_file():
+        best = Path(model) / "best"
+        instead = f"; {best} holds the best weights so far" if best.is_dir() else ""
+        raise UserError(f"{model} is a run that has not reached its end: {final} is missing{instead}")
+    return str(final if final.is_dir() else model)
+
+
+def own_config(model: Path, config: str | Path | None, overrides: Sequence[str]) -> Config:
+    """The configuration in the file `config`; without one that of the run in `model`, or of the run that wrote the
+    weights in `model`. Raises UserError where there is none."""
+    if config is not None:
+        return load(config, list(overrides))
+    if (model / "config.yaml").is_file():
+        return load(model / "config.yaml", list(overrides))
+    origin = read_origin(model)
+    if origin is None:
+        raise UserError(f"{model} has no configuration of its own; give one, as in: mmrl eval {model} recipe.yaml")
+    return configure(origin["config"], list(overrides))

@@ -1,0 +1,90 @@
+"""Pictures as rows of codes: a codebook of patches, saved beside the model that writes the codes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from einops import rearrange
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mmrl.errors import UserError
+
+NAME = "codebook"
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """Code c is the patch `patches[c]`, and the token `first + c` of the model. A picture is read row by row."""
+
+    patches: Tensor  # [code, channel, height, width] fp32, 0 to 1
+    rows: int  # of patches in a picture
+    columns: int
+    first: int  # the token of code 0
+
+    @property
+    def places(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Channels, height and width of a picture."""
+        channels, height, width = self.patches.shape[1:]
+        return channels, self.rows * height, self.columns * width
+
+    def outside(self, vocabulary: int) -> Tensor:
+        """[n] int64, the tokens of a model that are no codes. Raises UserError where codes are no tokens of it."""
+        last = self.first + len(self.patches)
+        if last > vocabulary:
+            raise UserError(
+                f"the codebook's {len(self.patches)} codes are tokens {self.first} to {last - 1}, but the model beside "
+                f"it has {vocabulary} tokens; take the codebook that it was trained with"
+            )
+        return torch.cat([torch.arange(self.first), torch.arange(last, vocabulary)])
+
+    def tokens(self, pictures: Tensor) -> Tensor:
+        """[picture, channel, height, width] of 0 to 1 -> [picture, place] int64, the nearest code's token each.
+
+        Raises UserError for pictures of another size."""
+        if tuple(pictures.shape[1:]) != self.size:
+            raise UserError(f"pictures of {list(pictures.shape[1:])} do not fit a codebook for {list(self.size)}")
+        shape = {"r": self.rows, "c": self.columns}
+        cut = rearrange(pictures.float(), "n k (r h) (c w) -> (n r c) (k h w)", **shape)
+        nearest = torch.cdist(cut, self.patches.flatten(1)).argmin(1)
+        return self.first + nearest.view(len(pictures), self.places)
+
+    def pictures(self, tokens: Tensor) -> Tensor:
+        """[picture, place] -> [picture, channel, height, width] fp32."""
+        shape = {"r": self.rows, "c": self.columns}
+        return rearrange(self.patches[tokens - self.first], "n (r c) k h w -> n k (r h) (c w)", **shape)
+
+
+def write(folder: str | Path, codebook: Codebook) -> None:
+    save_file({"patches": codebook.patches.contiguous()}, Path(folder) / f"{NAME}.safetensors")
+    numbers = {"rows": codebook.rows, "columns": codebook.columns, "first": codebook.first}
+    (Path(folder) / f"{NAME}.json").write_text(json.dumps(numbers, indent=2))
+
+
+def read(folder: str | Path) -> Codebook | None:
+    """The codebook in a model's folder, or None. Raises UserError for one that can not be."""
+    weights = Path(folder) / f"{NAME}.safetensors"
+    if not weights.is_file():
+        return None
+    try:
+        numbers = json.loads((Path(folder) / f"{NAME}.json").read_text())
+        return Codebook(load_file(weights)["patches"], numbers["rows"], numbers["columns"], numbers["first"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"the codebook in {folder} can not be read: {error}") from None
+
+
+def trained(pictures: Tensor, count: int, patch: int, first: int, seed: int = 0) -> Codebook:
+    """`count` codes for square patches of [picture, channel, height, width], by k-means."""
+    from sklearn.cluster import KMeans
+
+    cut = rearrange(pictures, "n k (r h) (c w) -> (n r c) (k h w)", h=patch, w=patch)
+    found = KMeans(count, n_init=1, random_state=seed).fit(cut.numpy())
+    patches = torch.from_numpy(found.cluster_centers_).float().view(count, pictures.shape[1], patch, patch)
+    return Codebook(patches, pictures.shape[2] // patch, pictures.shape[3] // patch, first)

@@ -1,0 +1,1 @@
+"""Language models that write pictures as codes, one after the other."""

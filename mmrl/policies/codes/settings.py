@@ -1,0 +1,78 @@
+"""Settings of language models that write pictures as codes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from mmrl.controls import Control, number
+from mmrl.needs import Capabilities
+from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
+from mmrl.settings import Section, option
+
+if TYPE_CHECKING:
+    from mmrl.config import Config
+    from mmrl.policies.codes.policy import CodePolicy
+
+
+class CodeLimits(Section):
+    """How long prompts are."""
+
+    max_prompt_length: int = option(256, "longest prompt", unit="tokens", ge=1)
+
+
+class CodeSampling(CodeLimits):
+    """How codes are sampled."""
+
+    temperature: Control = number(1.0, "of the distributions that codes are drawn from and replayed", gt=0)
+
+
+class CodeEvaluation(Section):
+    """How codes are sampled in evaluation."""
+
+    temperature: float = option(1.0, "0: the most likely code each time", ge=0)
+
+
+class CodeDrawing(Section):
+    """How a prompt leads what is written."""
+
+    guidance: float = option(1.0, "classifier-free guidance on logits, in rollouts and in replay alike; 1: none", ge=0)
+    evaluation_guidance: float | None = option(None, "in evaluation; default: as in training", ge=0)
+    negative_prompt: str = option("", "the prompt that guidance leads away from")
+
+
+class CodeDemonstrations(CodeDrawing):
+    """How pictures that are given are learned."""
+
+    prompt_dropout: float = option(
+        0.0, "share of pictures shown without their prompt, which guidance needs", ge=0, lt=1
+    )
+
+
+class CodeModel(ModelSettings):
+    """A causal language model of transformers that writes a picture as codes of a codebook. One decision a code."""
+
+    test: ClassVar[str] = "tests/policies/codes/test_policy.py"
+    source: ClassVar[str] = "SimpleAR, arXiv 2504.11455; guidance on logits: LlamaGen, arXiv 2406.06525"
+    type: str = "picture_codes"
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
+    lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
+    activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
+
+    @classmethod
+    def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
+        given = collects == "demonstrations"
+        return {
+            "rollout": CodeLimits if given else CodeSampling,
+            "drawing": CodeDemonstrations if given else CodeDrawing,
+            "evaluation": CodeEvaluation,
+        }
+
+    def capabilities(self, config: Config) -> Capabilities:
+        offers = {"entropy", "square_sum", "tokens", "numbers", "single_sample_kl", "reference_ratio", "views"}
+        return Capabilities("model.type=picture_codes", frozenset(offers))
+
+    def load(self, config: Config, task: Any, path: str) -> CodePolicy:
+        from mmrl.policies.codes.loading import load
+
+        return load(path, self, config)

@@ -1,0 +1,65 @@
+"""The states of a masked response whose likelihoods are known, and what its likelihood is made of.
+
+Everything here is a function of a rollout's seed and trace: no model, and nothing that changes between the old, the
+present and the reference policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class States:
+    """States of one rollout that the model is shown."""
+
+    empty: Tensor  # [state, place] bool, places of the response that are masked
+    weight: Tensor  # [state, place] float32, of the place's log-likelihood in this state; 0 where it is not empty
+    prompt_empty: Tensor | None = None  # [state, token] bool, tokens of the prompt that are masked; None: none
+
+
+def one_step(seed: int, prompt: int, length: int, prompt_mask: float) -> States:
+    """All places are empty, and each of `prompt` tokens with the chance `prompt_mask`."""
+    hidden = torch.rand(1, prompt, generator=_generator(seed)) < prompt_mask
+    return States(torch.ones(1, length, dtype=torch.bool), torch.ones(1, length), hidden)
+
+
+def coupled(seed: int, length: int, pairs: int, levels: tuple[float, float]) -> States:
+    """The empty response, then pairs of states. In the first of a pair each place is empty with a chance between
+    `levels`, in the second the others are."""
+    generator, (low, high) = _generator(seed), levels
+    share = low + (high - low) * torch.rand(pairs, 1, generator=generator)
+    first = torch.rand(pairs, length, generator=generator) < share
+    empty = torch.cat([torch.ones(1, length, dtype=torch.bool), torch.stack([first, ~first], 1).flatten(0, 1)])
+    return States(empty, empty.float() / (pairs + 1))
+
+
+def elbo(seed: int, length: int, draws: int) -> States:
+    """In draw j of n, l places are empty, l from the j-th of n equal parts of 1 to `length`; any l places alike."""
+    generator = _generator(seed)
+    uniform = (torch.arange(draws) + torch.rand(draws, generator=generator)) / draws
+    count = (uniform * length).long().clamp(max=length - 1) + 1  # 1 to length, alike
+    rank = torch.rand(draws, length, generator=generator).argsort(1).argsort(1)
+    empty = rank < count[:, None]
+    return States(empty, empty * (length / (count[:, None] * draws)).float())
+
+
+def trace(steps: Tensor, last: int, shrink: int) -> States:
+    """One state for `shrink` steps: that before the first of them. steps: [place] the step, 0 to last - 1, in which a
+    place was filled."""
+    number = torch.arange(-(-last // shrink))[:, None]
+    part = (steps // shrink)[None]
+    return States(part >= number, (part == number).float())
+
+
+def together(found: Sequence[States]) -> tuple[Tensor, Tensor]:
+    """Places [rollout, state, place] that are empty, and weights, of rollouts that have equally many."""
+    return torch.stack([s.empty for s in found]), torch.stack([s.weight for s in found])
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

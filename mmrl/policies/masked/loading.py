@@ -1,0 +1,110 @@
+"""Masked diffusion models from folders and hub names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+)
+
+from mmrl.controls import constant
+from mmrl.errors import UserError
+from mmrl.policies import codebook
+from mmrl.policies.codebook import Codebook
+from mmrl.policies.masked.policy import MaskedPolicy, MaskScorer, Vocabulary
+from mmrl.policies.masked.settings import (
+    MaskedEvaluation,
+    MaskedLimits,
+    MaskedModel,
+    MaskedSampling,
+    UnmaskingDemonstrations,
+    UnmaskingRollouts,
+)
+from mmrl.policies.vlm.loading import adapt, base_of, recompute_activations
+from mmrl.policies.vlm.policy import transformers_model
+
+if TYPE_CHECKING:
+    from mmrl.config import Config
+
+
+def load(path: str, settings: MaskedModel, config: Config) -> MaskedPolicy:
+    """The policy of a job. Raises UserError if there is no model at `path`, or none that can fill empty places."""
+    limits, unmasking = config.rollout, config.section("unmasking")
+    assert isinstance(limits, MaskedLimits) and isinstance(config.evaluation, MaskedEvaluation)
+    assert isinstance(unmasking, UnmaskingRollouts | UnmaskingDemonstrations)
+    base = base_of(path)
+    try:
+        known = AutoConfig.from_pretrained(base)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from None
+    causal = type(known) not in MODEL_FOR_MASKED_LM_MAPPING
+    if causal and type(known) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"model.path={path} is a {known.model_type} model, which does not write text")
+    made: Any = AutoModelForCausalLM if causal else AutoModelForMaskedLM
+    model, found = made.from_pretrained(
+        base, dtype=settings.dtype, attn_implementation=settings.attention, output_loading_info=True
+    )
+    if missing := sorted(found["missing_keys"]):  # transformers would leave them at random
+        raise UserError(
+            f"model.path={path}: its files lack {len(missing)} of the model's weights, such as {missing[0]}"
+        )
+    most = known.get_text_config().max_position_embeddings
+    if limits.response_length >= most:
+        raise UserError(
+            f"rollout.response_length={limits.response_length} leaves no room for a prompt in the {most} tokens that "
+            f"model.path={path} can read; lower it"
+        )
+    model = adapt(model, path, freeze=(), lora=settings.lora)
+    if settings.activation_checkpointing:
+        recompute_activations(model)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    codes = codebook.read(path)
+    if codes is not None and codes.places != limits.response_length:
+        raise UserError(
+            f"model.path={path} writes pictures of {codes.places} codes; set rollout.response_length={codes.places}"
+        )
+    size = transformers_model(model).get_output_embeddings().weight.shape[0]
+    vocabulary = vocabulary_of(tokenizer, settings, size, codes)
+    return MaskedPolicy(
+        MaskScorer(model, vocabulary, causal=causal, shifted=settings.shifted),
+        tokenizer,
+        vocabulary,
+        unmasking,
+        unmasking.likelihood,
+        length=limits.response_length,
+        max_prompt_length=min(limits.max_prompt_length, most - limits.response_length),
+        temperature=limits.temperature if isinstance(limits, MaskedSampling) else constant(1.0),
+        evaluation_temperature=config.evaluation.temperature,
+        codes=codes,
+    )
+
+
+def vocabulary_of(tokenizer: Any, settings: MaskedModel, size: int, codes: Codebook | None) -> Vocabulary:
+    """size: rows of the output layer. Never drawn are special tokens other than the end, and rows beyond the tokenizer;
+    with `codes` whatever is none of them.
+
+    Raises UserError without a mask or an end token."""
+    mask = tokenizer.mask_token_id
+    if settings.mask_token is not None:
+        mask = tokenizer.get_vocab().get(settings.mask_token)
+    if mask is None:
+        raise UserError(
+            f"model.mask_token={settings.mask_token} is no token of the model's tokenizer; name the one that stands in "
+            "empty places"
+        )
+    if codes is not None:
+        return Vocabulary(mask, tokenizer.pad_token_id or 0, None, codes.outside(size))
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    if end is None:
+        raise UserError("the model's tokenizer has neither an end token nor a separator")
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    suppressed = sorted((special | {mask} | set(range(len(tokenizer), size))) - {end})
+    pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return Vocabulary(mask, pad, end, torch.tensor(suppressed))

@@ -1,0 +1,296 @@
+"""Masked diffusion models as policies: empty places are filled step by step, one decision a token of the response."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from mmrl.controls import Control
+from mmrl.errors import UserError
+from mmrl.files import share
+from mmrl.generation.sampling import draw
+from mmrl.kernels import token_logprob
+from mmrl.policies import codebook
+from mmrl.policies.codebook import Codebook
+from mmrl.policies.masked.likelihoods import States, together
+from mmrl.policies.masked.schedule import schedule
+from mmrl.policies.masked.settings import MaskedLikelihood, Unmasking
+from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
+
+
+@dataclass(frozen=True)
+class MaskedRecord:
+    """A prompt and its response, on the CPU."""
+
+    prompt: Tensor  # [token] int64
+    response: Tensor  # [place] int64
+    steps: Tensor  # [place] int64, in which step of its rollout a place was filled; 0 in demonstrations
+    seed: int  # of the states in which it is scored
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What tokens mean to a policy."""
+
+    mask: int  # stands in empty places
+    pad: int
+    end: int | None  # ends a response; None: responses fill all of their places
+    suppressed: Tensor  # [n] int64, ids that are never drawn
+
+
+class MaskScorer(nn.Module):
+    """What a model says of chosen places; this is the module that the engine wraps."""
+
+    def __init__(self, model: nn.Module, vocabulary: Vocabulary, *, causal: bool, shifted: bool) -> None:
+        """causal: the model would look at earlier tokens only, and is made to look at all. shifted: see
+        `MaskedModel`."""
+        super().__init__()
+        self.model, self.causal, self.shifted = model, causal, shifted
+        self.register_buffer("suppressed", vocabulary.suppressed, persistent=False)
+
+    def logits(self, ids: Tensor, there: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        """[place, vocabulary] fp32, at position column[i] of row row[i]. ids, there: [row, token], what is read and
+        where there is anything to read."""
+        seen = there[:, None, None, :].expand(-1, 1, ids.shape[1], -1) if self.causal else there
+        found = self.model(input_ids=ids, attention_mask=seen.bool() if self.causal else seen.long()).logits
+        logits = found[row, column - 1 if self.shifted else column].float()
+        return logits.index_fill(-1, self.suppressed, -torch.inf)
+
+    def forward(
+        self, ids: Tensor, there: Tensor, row: Tensor, column: Tensor, targets: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """logp, entropy and sum of squared probabilities of tokens `targets`, [place] fp32 each. temperature: [place]
+        too."""
+        logits = self.logits(ids, there, row, column) / temperature[:, None]
+        found = token_logprob(logits, targets)
+        return found.logp, found.entropy, found.square_sum
+
+
+class MaskedPolicy:
+    """Fills the places of a response step by step, and says how likely responses are by a named estimate."""
+
+    def __init__(
+        self,
+        scorer: MaskScorer,
+        tokenizer: Any,
+        vocabulary: Vocabulary,
+        unmasking: Unmasking,
+        likelihood: MaskedLikelihood,
+        *,
+        length: int,
+        max_prompt_length: int,
+        temperature: Control,
+        evaluation_temperature: float,
+        codes: Codebook | None = None,
+    ) -> None:
+        """codes: of a model that writes pictures; None: it writes text."""
+        self.module, self.tokenizer, self.vocabulary = scorer, tokenizer, vocabulary
+        self.unmasking, self.likelihood, self.length, self.codebook = unmasking, likelihood, length, codes
+        self.max_prompt_length, self.temperature = max_prompt_length, temperature
+        self.evaluation_temperature = evaluation_temperature
+        self.steps = schedule(length, unmasking.steps, unmasking.block)
+        self.module.eval()  # dropout would make replay differ from sampling
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def max_decisions(self) -> int:
+        return self.length
+
+    # --- prompts to responses ---
+
+    def encode(self, prompt: Prompt) -> Tensor:
+        """[token] int64. Raises UserError for pictures, and for a prompt that is too long."""
+        if prompt.images or prompt.messages:
+            raise UserError(f"prompt {prompt.id}: model.type=masked_diffusion reads a single text without pictures")
+        if self.tokenizer.chat_template is not None:
+            said = [{"role": "system", "content": prompt.system}] if prompt.system else []
+            said.append({"role": "user", "content": prompt.text})
+            ids = self.tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+        else:
+            ids = self.tokenizer(f"{prompt.system or ''}{prompt.text}", add_special_tokens=False).input_ids
+        if not 0 < len(ids) <= self.max_prompt_length:
+            raise UserError(
+                f"prompt {prompt.id} has {len(ids)} tokens; rollout.max_prompt_length={self.max_prompt_length}, and at "
+                "least one is needed"
+            )
+        return torch.tensor(ids)
+
+    @torch.no_grad()
+    def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
+        """`group_size` responses a prompt. seeds: one a rollout, prompt by prompt."""
+        each = [prompt for prompt in prompts for _ in range(group_size)]
+        ids = [row for row in map(self.encode, prompts) for _ in range(group_size)]
+        return self._rollouts(each, self._draw(ids, seeds, self.temperature.value), group_size)
+
+    @torch.no_grad()
+    def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
+        """One response a prompt at the temperature of evaluation."""
+        ids = [self.encode(prompt) for prompt in prompts]
+        return self._rollouts(list(prompts), self._draw(ids, seeds, self.evaluation_temperature), 1).samples
+
+    def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
+        """The prompts with the responses that they carry in metadata["demonstration"], or with their answers; places
+        behind the end are filled with end tokens. Of a model that writes pictures: with those in metadata["target"]."""
+        heat = self.temperature.value
+        records = [
+            MaskedRecord(
+                self.encode(p), self._demonstrated(p), torch.zeros(self.length, dtype=torch.long), int(s), heat
+            )
+            for p, s in zip(prompts, seeds, strict=True)
+        ]
+        return self._rollouts(list(prompts), records, 1)
+
+    def _demonstrated(self, prompt: Prompt) -> Tensor:
+        if self.codebook is not None:
+            if "target" not in prompt.metadata:
+                raise UserError(f"prompt {prompt.id} has no picture to learn from: metadata['target'] is missing")
+            return self.codebook.tokens(prompt.metadata["target"][None])[0]
+        text, end = str(prompt.metadata.get("demonstration", prompt.answer)), self.vocabulary.end
+        assert end is not None
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) > self.length:
+            raise UserError(
+                f"the demonstration of prompt {prompt.id} has {len(ids)} tokens, more than "
+                f"rollout.response_length={self.length}"
+            )
+        if impossible := set(ids) & set(self.vocabulary.suppressed.tolist()):
+            raise UserError(
+                f"the demonstration of prompt {prompt.id} holds {self.tokenizer.decode(list(impossible))}, which the "
+                "policy never writes"
+            )
+        return torch.tensor(ids + [end] * (self.length - len(ids)))
+
+    def _draw(self, prompts: list[Tensor], seeds: Sequence[int], temperature: float) -> list[MaskedRecord]:
+        """One response a prompt, from its seed alone. temperature: 0 for the most likely token each time."""
+        generators = [torch.Generator(self.device).manual_seed(int(seed)) for seed in seeds]
+        response = torch.full((len(prompts), self.length), self.vocabulary.mask)
+        filled = torch.zeros_like(response)
+        rows = torch.arange(len(prompts)).repeat_interleave(self.length).to(self.device)
+        place = torch.arange(self.length).repeat(len(prompts)).to(self.device)
+        first = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        for turn, step in enumerate(self.steps):
+            ids, there = self._collate([torch.cat(pair) for pair in zip(prompts, response, strict=True)])
+            logits = self.module.logits(ids, there, rows, first[rows] + place)
+            logits = logits.view(len(prompts), self.length, -1) / (temperature or 1.0)
+            noisy = draw(logits, generators) if temperature else logits
+            tokens = noisy.argmax(-1)
+            logp = logits.log_softmax(-1)
+            chosen = logp.gather(-1, tokens[..., None])[..., 0].cpu()
+            entropy = -(logp.exp() * logp.clamp(min=-1e9)).sum(-1).cpu()
+            chance = torch.stack([torch.rand(self.length, generator=g, device=self.device) for g in generators]).cpu()
+            open_ = torch.zeros_like(response, dtype=torch.bool)
+            open_[:, step.start : step.stop] = response[:, step.start : step.stop] == self.vocabulary.mask
+            scores = self.unmasking.order.scores(chosen, entropy, chance).masked_fill(~open_, -torch.inf)
+            now = scores.topk(step.number, -1).indices
+            response = response.scatter(1, now, tokens.cpu().gather(1, now))
+            filled = filled.scatter(1, now, turn)
+        heat = temperature or 1.0  # responses of the most likely tokens are replayed as they are
+        return [MaskedRecord(prompt, response[i], filled[i], int(seeds[i]), heat) for i, prompt in enumerate(prompts)]
+
+    def _collate(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Tokens [row, token], padded behind, and where there is any."""
+        ids = pad_sequence(list(rows), batch_first=True, padding_value=self.vocabulary.pad)
+        lengths = torch.tensor([len(row) for row in rows])
+        there = torch.arange(ids.shape[1]) < lengths[:, None]
+        return ids.to(self.device), there.to(self.device)
+
+    def _rollouts(self, prompts: list[Prompt], records: list[MaskedRecord], group_size: int) -> Rollouts:
+        responses = torch.stack([record.response for record in records])
+        mask = torch.ones_like(responses, dtype=torch.bool)
+        if self.vocabulary.end is not None:
+            ends = (responses == self.vocabulary.end).long()
+            mask = ends.cumsum(1) - ends == 0  # up to the first end token, and it too
+        samples = [self._sample(*row) for row in zip(prompts, records, mask, strict=True)]
+        return Rollouts(samples, records, torch.arange(len(records)) // group_size, mask)
+
+    def _sample(self, prompt: Prompt, record: MaskedRecord, mask: Tensor) -> Sample:
+        if self.codebook is not None:
+            return Sample(prompt, image=self.codebook.pictures(record.response[None])[0])
+        said = record.response[mask]
+        return Sample(
+            prompt,
+            response=self.tokenizer.decode(said, skip_special_tokens=True),
+            response_length=len(said),
+            truncated=self.vocabulary.end is not None and int(said[-1]) != self.vocabulary.end,
+            max_response_length=self.length,
+        )
+
+    # --- responses to likelihoods ---
+
+    def states_of(self, record: MaskedRecord) -> States:
+        return self.likelihood.states(record.seed, len(record.prompt), record.steps, len(self.steps))
+
+    def replay(self, rollouts: Rollouts, model: Any, *, reference: bool = False) -> Replay:
+        """What `model` (`self.module` or the engine around it) says of every token, weighted over the states in which
+        the likelihood asks about it; entropies and squares are means with the same weights. One forward for all."""
+        records: list[MaskedRecord] = rollouts.inputs
+        found = [self.states_of(record) for record in records]
+        empty, weight = together(found)
+        rollout, state, place = weight.nonzero().unbind(1)
+        responses = torch.stack([record.response for record in records])
+        rows = [
+            torch.cat([self._hidden(record, states, s), responses[i].masked_fill(empty[i, s], self.vocabulary.mask)])
+            for i, (record, states) in enumerate(zip(records, found, strict=True))
+            for s in range(len(states.empty))
+        ]
+        ids, there = self._collate(rows)
+        first = torch.tensor([len(record.prompt) for record in records])
+        heat = torch.tensor([record.temperature for record in records])[rollout]
+        row, column = rollout * weight.shape[1] + state, first[rollout] + place
+        asked = (row, column, responses[rollout, place], heat)
+        scored = model(ids, there, *(part.to(self.device) for part in asked))
+        w = weight[rollout, state, place].to(self.device)
+        total = weight.sum(1)[rollout, place].to(self.device)
+        where = (rollout.to(self.device), place.to(self.device))
+        blank = torch.zeros(len(records), self.length, device=self.device)
+        logp, entropy, square_sum = (
+            blank.index_put(where, values * share_of, accumulate=True)
+            for values, share_of in zip(scored, (w, w / total, w / total), strict=True)
+        )
+        return Replay(logp, entropy, square_sum)
+
+    def _hidden(self, record: MaskedRecord, states: States, state: int) -> Tensor:
+        """[token] the prompt as it is read in a state."""
+        if states.prompt_empty is None:
+            return record.prompt
+        return record.prompt.masked_fill(states.prompt_empty[state], self.vocabulary.mask)
+
+    def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
+        """The same responses to changed prompts."""
+        inputs = [
+            replace(record, prompt=self.encode(change(sample.prompt)))
+            for sample, record in zip(rollouts.samples, rollouts.inputs, strict=True)
+        ]
+        return replace(rollouts, inputs=inputs)
+
+    def numbers(self, rollouts: Rollouts) -> Tensor:
+        """[rollout, decision] int64, which token was decided; -1 where no decision counts."""
+        return torch.stack([record.response for record in rollouts.inputs]).where(rollouts.mask, -1)
+
+    # --- the rest of a policy ---
+
+    def trained_by(self, engine: Any) -> None:
+        """It has nothing to keep step with: every replay is one forward, and every rank takes as many steps."""
+
+    def counts(self) -> dict[str, float]:
+        return {}
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write model (or adapter) and tokenizer in transformers' own format. state: of `self.module`."""
+        weights = {name.removeprefix("model."): value for name, value in state.items()}
+        model: Any = self.module.model
+        model.save_pretrained(folder, state_dict=weights)
+        self.tokenizer.save_pretrained(folder)
+        if self.codebook is not None:
+            codebook.write(folder, self.codebook)
+        share(folder)

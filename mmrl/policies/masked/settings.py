@@ -1,0 +1,265 @@
+"""Settings of masked diffusion models, which write tokens into empty places in any order."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from mmrl.controls import Control, number
+from mmrl.needs import Capabilities
+from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
+from mmrl.settings import Choice, Section, option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.config import Config
+    from mmrl.policies.masked.likelihoods import States
+    from mmrl.policies.masked.policy import MaskedPolicy
+
+_HERE = "mmrl.policies.masked.settings"
+
+
+class Order(Choice):
+    """Which empty places are filled next."""
+
+    title: ClassVar[str] = "order of unmasking"
+    kinds: ClassVar[dict[str, str]] = {
+        "confidence": f"{_HERE}:Confidence",
+        "entropy": f"{_HERE}:LowEntropy",
+        "random": f"{_HERE}:RandomOrder",
+        "left_to_right": f"{_HERE}:LeftToRight",
+    }
+    source: ClassVar[str] = "LLaDA, arXiv 2502.09992"
+    test: ClassVar[str] = "tests/policies/masked/test_unmasking.py"
+
+    @abstractmethod
+    def scores(self, chosen: Tensor, entropy: Tensor, chance: Tensor) -> Tensor:
+        """[row, place], the higher the sooner. chosen: log-probability of the token that was drawn for a place;
+        entropy: of its distribution; chance: uniform draws of the row. Each is [row, place]."""
+
+
+class Confidence(Order):
+    """The places whose drawn token is most likely come first."""
+
+    equation: ClassVar[str] = "argmax p(x_k | state)"
+    type: str = "confidence"
+
+    def scores(self, chosen: Tensor, entropy: Tensor, chance: Tensor) -> Tensor:
+        return chosen
+
+
+class LowEntropy(Order):
+    """The places about which the model is surest come first, whatever was drawn."""
+
+    equation: ClassVar[str] = "argmin H(. | state)"
+    source: ClassVar[str] = "Dream 7B, arXiv 2508.15487"
+    type: str = "entropy"
+
+    def scores(self, chosen: Tensor, entropy: Tensor, chance: Tensor) -> Tensor:
+        return -entropy
+
+
+class RandomOrder(Order):
+    """Any place may be next. Only then is the likelihood of a trace all that there is to it."""
+
+    equation: ClassVar[str] = "uniform"
+    type: str = "random"
+
+    def scores(self, chosen: Tensor, entropy: Tensor, chance: Tensor) -> Tensor:
+        return chance
+
+
+class LeftToRight(Order):
+    """The first empty place is next, as in an autoregressive model."""
+
+    equation: ClassVar[str] = "argmin k"
+    type: str = "left_to_right"
+
+    def scores(self, chosen: Tensor, entropy: Tensor, chance: Tensor) -> Tensor:
+        import torch
+
+        return -torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen).float()
+
+
+class MaskedLikelihood(Choice):
+    """How likely a response is: which states of it the model is shown, and what of its answers counts.
+
+    The states follow from a rollout's seed (and from its trace), so that the old, the present and the reference policy
+    are asked about the same ones.
+    """
+
+    title: ClassVar[str] = "likelihood of a masked response"
+    kinds: ClassVar[dict[str, str]] = {
+        "one_step": f"{_HERE}:OneStep",
+        "coupled": f"{_HERE}:Coupled",
+        "elbo": f"{_HERE}:ELBO",
+        "trace": f"{_HERE}:Trace",
+    }
+    test: ClassVar[str] = "tests/policies/masked/test_likelihoods.py"
+    type: str = "one_step"
+
+    @abstractmethod
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        """Of one rollout. prompt: tokens of its prompt; steps: [place] the step in which a place was filled; last: so
+        many steps a rollout has."""
+
+
+class OneStep(MaskedLikelihood):
+    """All places at once, from a response that is empty and a prompt of which some tokens are hidden."""
+
+    equation: ClassVar[str] = "log p(x_k | prompt with tokens hidden, all places empty)"
+    source: ClassVar[str] = "d1 (diffu-GRPO), arXiv 2504.12216"
+    type: str = "one_step"
+    prompt_mask: float = option(0.15, "chance that a token of the prompt is hidden", ge=0, lt=1)
+
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        from mmrl.policies.masked.likelihoods import one_step
+
+        return one_step(seed, prompt, len(steps), self.prompt_mask)
+
+
+class Coupled(MaskedLikelihood):
+    """Pairs of states that complete each other, so that each place is asked about once a pair, and the empty one."""
+
+    equation: ClassVar[str] = (
+        "(sum over pairs log p(x_k | the state of the pair in which k is empty) + log p(x_k | all empty)) / (pairs + 1)"
+    )
+    source: ClassVar[str] = "DiffuCoder (coupled-GRPO), arXiv 2506.20639"
+    type: str = "coupled"
+    pairs: int = option(1, "pairs of states", ge=1)
+    levels: tuple[float, float] = option(
+        (0.2, 0.8), "least and largest share of places that are empty in one of a pair"
+    )
+
+    @model_validator(mode="after")
+    def _rising(self) -> Coupled:
+        low, high = self.levels
+        if not 0 < low <= high < 1:
+            raise ValueError(f"levels must lie inside (0, 1) and not fall, got {self.levels}")
+        return self
+
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        from mmrl.policies.masked.likelihoods import coupled
+
+        return coupled(seed, len(steps), self.pairs, self.levels)
+
+
+class ELBO(MaskedLikelihood):
+    """The evidence lower bound, from states at stratified levels: so many places are empty, no matter which."""
+
+    equation: ClassVar[str] = "E_l (L / l) sum over l empty places log p(x_k | the others), l from 1 to L"
+    source: ClassVar[str] = "LLaDA, arXiv 2502.09992 (its form of low variance); LLaDA 1.5 (VRPO), arXiv 2505.19223"
+    type: str = "elbo"
+    draws: int = option(4, "states of a response, one in each of as many parts of the levels", ge=1)
+
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        from mmrl.policies.masked.likelihoods import elbo
+
+        return elbo(seed, len(steps), self.draws)
+
+
+class Trace(MaskedLikelihood):
+    """What was drawn in each step, from the state that it was drawn in."""
+
+    equation: ClassVar[str] = "log p(x_k | the state before the step that filled k), `shrink` steps merged"
+    source: ClassVar[str] = "TraceRL, arXiv 2509.06949; merged steps also d2-StepMerge"
+    type: str = "trace"
+    shrink: int = option(1, "steps of a rollout that become one state", unit="steps", ge=1)
+
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        from mmrl.policies.masked.likelihoods import trace
+
+        return trace(steps, last, self.shrink)
+
+
+class MaskedLimits(Section):
+    """How long prompts and responses are."""
+
+    max_prompt_length: int = option(1024, "longest prompt", unit="tokens", ge=1)
+    response_length: int = option(
+        64, "places of every response; what stands behind its end token is left out", unit="tokens", ge=1
+    )
+
+
+class MaskedSampling(MaskedLimits):
+    """How responses are sampled."""
+
+    temperature: Control = number(1.0, "of the distributions that tokens are drawn from and replayed", gt=0)
+
+
+class MaskedEvaluation(Section):
+    """How responses are sampled in evaluation."""
+
+    temperature: float = option(0.0, "0: the most likely token each time", ge=0)
+
+
+class Unmasking(Section):
+    """In how many steps, and in which order, the places of a response are filled."""
+
+    steps: int | None = option(None, "of a response; default: one a place", unit="steps", ge=1)
+    block: int | None = option(
+        None, "places that are filled before those behind them; default: all", unit="tokens", ge=1
+    )
+    order: Order = option(Confidence(), "which places are filled next")
+
+
+class UnmaskingRollouts(Unmasking):
+    """How responses are drawn in training, and how likely they are."""
+
+    likelihood: MaskedLikelihood = option(OneStep(), "what is known of a response's likelihood")
+
+
+class UnmaskingDemonstrations(Unmasking):
+    """How a masked diffusion model learns responses that are given."""
+
+    draws: int = option(1, "states of a response", ge=1)
+
+    @property
+    def likelihood(self) -> ELBO:
+        return ELBO(draws=self.draws)
+
+
+class MaskedModel(ModelSettings):
+    """A masked diffusion model of text: a masked language model of transformers, or a causal one that is read in both
+    directions. One decision a token of the response."""
+
+    test: ClassVar[str] = "tests/policies/masked/test_policy.py"
+    source: ClassVar[str] = "LLaDA, arXiv 2502.09992"
+    type: str = "masked_diffusion"
+    attention: Literal["sdpa", "eager"] = option("sdpa", "how attention is computed")
+    lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
+    activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
+    mask_token: str | None = option(None, "that stands in empty places; default: the tokenizer's own")
+    shifted: bool = option(
+        False, "the model says at each place what stands at the next, as those made of autoregressive ones do (Dream)"
+    )
+
+    @classmethod
+    def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
+        given = collects == "demonstrations"
+        return {
+            "rollout": MaskedLimits if given else MaskedSampling,
+            "unmasking": UnmaskingDemonstrations if given else UnmaskingRollouts,
+            "evaluation": MaskedEvaluation,
+        }
+
+    def capabilities(self, config: Config) -> Capabilities:
+        offers = {"entropy", "square_sum", "tokens", "text", "numbers", "single_sample_kl", "views"}
+        offers |= {"reference_ratio"}
+        return Capabilities("model.type=masked_diffusion", frozenset(offers))
+
+    def check(self, config: Config) -> None:
+        from mmrl.policies.masked.schedule import schedule
+
+        unmasking, limits = config.section("unmasking"), config.rollout
+        assert isinstance(unmasking, Unmasking) and isinstance(limits, MaskedLimits)
+        schedule(limits.response_length, unmasking.steps, unmasking.block)
+
+    def load(self, config: Config, task: Any, path: str) -> MaskedPolicy:
+        from mmrl.policies.masked.loading import load
+
+        return load(path, self, config)

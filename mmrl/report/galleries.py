@@ -1,0 +1,120 @@
+"""What a run wrote for people to look at, as parts of a page: tables of samples, pictures, clips and videos."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nh3
+
+from mmrl.report.records import RunRecord
+
+BUDGET = 12_000_000  # characters of all galleries of a page, which shall stay below 20 MB
+KINDS = {".png": "image/png", ".gif": "image/gif", ".mp4": "video/mp4"}
+STEP = re.compile(r"(?P<kind>[a-z]+)-(?P<step>\d{6})(?:-\d{3})?")
+TITLES = {"evaluation": "Held-out prompts", "train": "Training prompts", "samples": "Written by mmrl sample"}
+# What tables of samples consist of (`mmrl.report.run.sample_table`). Anything else in a file is left out: the page of a
+# run that came from elsewhere can not do anything.
+TAGS = {"table", "tbody", "tr", "th", "td", "div", "pre", "b", "i", "img"}
+ATTRIBUTES = {"img": {"src"}, "b": {"class"}, "td": {"rowspan"}}
+
+
+@dataclass
+class Moment:
+    """What was written at one step."""
+
+    step: int | None  # None: by mmrl sample
+    table: str = ""  # HTML that has been cleaned
+    pictures: list[str] = field(default_factory=list)  # data URLs
+    videos: list[str] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return len(self.table) + sum(map(len, [*self.pictures, *self.videos]))
+
+    @property
+    def title(self) -> str:
+        return "now" if self.step is None else f"step {self.step}"
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Moments of one kind, by step. left_out: how many did not fit."""
+
+    title: str
+    moments: list[Moment]
+    left_out: int
+
+    @property
+    def compared(self) -> list[Moment]:
+        """The first and the last moment, where they have pictures of the same prompts from the same noise."""
+        ends = [self.moments[0], self.moments[-1]] if len(self.moments) > 1 else []
+        return ends if self.title == TITLES["evaluation"] and all(moment.pictures for moment in ends) else []
+
+
+def galleries(run: RunRecord, budget: int = BUDGET) -> list[Gallery]:
+    """What the run wrote, within `budget` characters: the last moments and the first before those in between."""
+    found = {kind: files(run.folder, kind) for kind in TITLES}
+    wanted = sorted(
+        ((rank, kind, step) for kind, by_step in found.items() for rank, step in ranked(list(by_step))),
+        key=lambda place: place[0],
+    )
+    kept: dict[str, list[Moment]] = {kind: [] for kind in TITLES}
+    for _, kind, step in wanted:
+        moment = moment_of(step, found[kind][step])
+        if moment.size <= budget:
+            budget -= moment.size
+            kept[kind].append(moment)
+    return [
+        Gallery(TITLES[kind], sorted(moments, key=lambda moment: moment.step or 0), len(found[kind]) - len(moments))
+        for kind, moments in kept.items()
+        if found[kind]
+    ]
+
+
+def files(folder: Path, kind: str) -> dict[int | None, list[Path]]:
+    """The files of a kind by step."""
+    if kind == "samples":
+        ours = sorted(path for path in folder.glob("samples*") if path.is_file())
+        return {None: ours} if ours else {}
+    found: dict[int | None, list[Path]] = {}
+    for path in sorted((folder / "samples").glob(f"{kind}-*")):
+        if named := STEP.fullmatch(path.stem):
+            found.setdefault(int(named["step"]), []).append(path)
+    return found
+
+
+def ranked(steps: Sequence[int | None]) -> Iterable[tuple[int, int | None]]:
+    """Which steps are wanted first: the last, the first, the middle, and so on by halves."""
+    order, left = [], list(range(len(steps)))
+    for place in (len(steps) - 1, 0):
+        if place in left:
+            order.append(place)
+            left.remove(place)
+    while left:
+        farthest = max(left, key=lambda i: (min(abs(i - j) for j in order), i))
+        order.append(farthest)
+        left.remove(farthest)
+    return [(rank, steps[place]) for rank, place in enumerate(order)]
+
+
+def moment_of(step: int | None, paths: Iterable[Path]) -> Moment:
+    moment = Moment(step)
+    for path in paths:
+        if path.suffix == ".html":
+            moment.table = table_of(path.read_text(errors="replace"))
+        elif path.suffix in KINDS:
+            url = f"data:{KINDS[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"
+            (moment.videos if path.suffix == ".mp4" else moment.pictures).append(url)
+    return moment
+
+
+def table_of(page: str) -> str:
+    """The table of a page of samples, cleaned and closed, also where the file was cut off."""
+    start = page.find("<table")
+    if start < 0:
+        return ""
+    return nh3.clean(page[start:], tags=TAGS, attributes=ATTRIBUTES, url_schemes={"data"}, link_rel=None)

@@ -1,0 +1,471 @@
+"""What a run's metrics say of its health, in plain sentences: what looks wrong, and what to try.
+
+A check looks at metrics alone, never at rewards' meaning. Limits stand beside the checks; they are rules of thumb, and
+`mmrl/report/README.md` explains the metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import mean, median
+
+from mmrl.report.records import RunRecord, Series
+
+GOOD, WARNING, BAD = "good", "warning", "bad"
+ROUNDING = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}  # the ratio's gap that rounding alone can make
+FEW = 4  # values, below which nothing is said of a course
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check. verdict: good, warning or bad; advice is empty where the verdict is good."""
+
+    name: str
+    verdict: str
+    sentence: str
+    advice: str = ""
+    metrics: tuple[str, ...] = ()
+
+
+Check = Callable[[RunRecord], Iterator[Finding]]
+
+
+def examine(run: RunRecord) -> list[Finding]:
+    """All checks whose metrics the run has, the bad ones first."""
+    found = [finding for check in CHECKS for finding in check(run)]
+    return sorted(found, key=lambda finding: (BAD, WARNING, GOOD).index(finding.verdict))
+
+
+def judged(name: str, wrong: bool, good: str, bad: str, advice: str, *metrics: str, verdict: str = WARNING) -> Finding:
+    return Finding(name, verdict, bad, advice, metrics) if wrong else Finding(name, GOOD, good, "", metrics)
+
+
+# --- can anything be learned? ---
+
+
+def rewards(run: RunRecord) -> Iterator[Finding]:
+    for name in (n for n in run.names if n.startswith("reward/")):
+        values = run.series(name).finite
+        if len(values) < FEW:
+            continue
+        low, high = min(values), max(values)
+        if low == high == 0:
+            sentence = f"{name} is 0 in all {len(values)} steps: nothing earns it."
+            advice = (
+                "Look at the answers in the galleries. If none is right, begin with easier prompts, a warm start or "
+                "partial credit; if some are right, the reward is wrong."
+            )
+            yield Finding(f"Reward {name[7:]}", BAD, sentence, advice, (name,))
+        elif low == high:
+            sentence = f"{name} is {low:.4g} in all {len(values)} steps: it does not tell rollouts apart."
+            yield Finding(
+                f"Reward {name[7:]}", BAD, sentence, "Try harder prompts, or a reward with more levels.", (name,)
+            )
+        else:
+            early, late = mean(run.series(name).early), mean(run.series(name).late)
+            yield Finding(
+                f"Reward {name[7:]}",
+                GOOD,
+                f"{name} moves: {early:.4g} in the first quarter of the steps, {late:.4g} in the last.",
+                "",
+                (name,),
+            )
+
+
+def signal(run: RunRecord) -> Iterator[Finding]:
+    flat = run.series("advantages/zero_variance_groups")
+    if flat.finite:
+        share = mean(flat.late)
+        yield judged(
+            "Groups without signal",
+            share > 0.8,
+            f"{share:.0%} of the groups in the last quarter have equal rewards and teach nothing; the others do.",
+            f"{share:.0%} of the groups in the last quarter have equal rewards, so they teach nothing.",
+            "Try prompts that are neither too easy nor too hard, a larger rollout.group_size, partial credit, or "
+            "rollout.dynamic_sampling={}.",
+            flat.name,
+        )
+    norm = run.series("grad_norm")
+    if len(norm.finite) >= FEW:
+        still = sum(value == 0 for value in norm.finite)
+        yield judged(
+            "Learning at all",
+            still > len(norm) / 2,
+            f"The gradient is above 0 in {len(norm.finite) - still} of {len(norm)} steps.",
+            f"The gradient is exactly 0 in {still} of {len(norm)} steps, so nothing was learned in them.",
+            "All rewards of every group are equal, a weight is 0, or a mask leaves nothing: look at the rewards and "
+            "their weights.",
+            norm.name,
+            verdict=BAD,
+        )
+
+
+def unscored(run: RunRecord) -> Iterator[Finding]:
+    lost = run.series("unscored")
+    if not lost.finite:
+        return
+    parts = [run.series(name) for name in run.names if name.startswith("unscored/")]
+    blamed = [f"{part.name[9:]} {mean(part.finite):.1%}" for part in parts if part.finite and max(part.finite) > 0]
+    share, most = mean(lost.finite), max(lost.finite)
+    yield judged(
+        "Unscored rollouts",
+        share > 0.01,
+        f"{share:.1%} of the rollouts could not be scored.",
+        f"{share:.1%} of the rollouts could not be scored, {most:.1%} in the worst step ({', '.join(blamed)}).",
+        "Warnings above the step lines say why: the reward raises, is too slow, or answers nonsense.",
+        lost.name,
+        verdict=BAD if share > 0.2 else WARNING,
+    )
+
+
+# --- is it on-policy? ---
+
+
+def ratio_gap(run: RunRecord) -> Iterator[Finding]:
+    gap = run.series("surrogate/ratio_gap_max")
+    if not gap.finite:
+        return
+    updates = int(run.key("algorithm.epochs", 1)) * int(run.key("algorithm.minibatches", 1))
+    limit, most = ROUNDING.get(str(run.key("model.dtype", "float32")), 1e-4), max(gap.finite)
+    if updates > 1:
+        later = f"The largest gap of the ratio from 1 is {most:.3g}, with {updates} updates a step, of which all but "
+        yield judged(
+            "On-policy gap",
+            median(gap.late) > 10,
+            f"{later}the first may differ.",
+            f"{later}the first may differ; in the last quarter it is {median(gap.late):.3g} as a rule.",
+            "Updates go too far: lower optim.lr, or take fewer algorithm.minibatches or algorithm.epochs.",
+            gap.name,
+        )
+        return
+    yield judged(
+        "On-policy gap",
+        most > limit,
+        f"With one update a step the ratio is 1 to rounding: the largest gap is {most:.3g}.",
+        f"With one update a step the ratio should be 1, but it is off by up to {most:.3g}: rollouts and replay do not "
+        "compute the same likelihoods.",
+        "If the policy is your own, its `rollout` and `replay` must run the same code on the same inputs. Otherwise "
+        "please report it, with config.yaml and versions.json.",
+        gap.name,
+        verdict=BAD,
+    )
+
+
+def clipped(run: RunRecord) -> Iterator[Finding]:
+    low, high = run.series("surrogate/clip_low"), run.series("surrogate/clip_high")
+    if not low.finite or not high.finite:
+        return
+    share = mean(low.late) + mean(high.late)
+    yield judged(
+        "Clip shares",
+        share > 0.3,
+        f"{share:.1%} of the decisions are clipped in the last quarter.",
+        f"{share:.1%} of the decisions are clipped in the last quarter: much of each batch is thrown away.",
+        "Lower optim.lr, or take fewer algorithm.minibatches or algorithm.epochs.",
+        low.name,
+        high.name,
+    )
+
+
+def stale_engine(run: RunRecord) -> Iterator[Finding]:
+    gap = run.series("correction/logp_gap")
+    if len(gap.finite) >= FEW:
+        early, late = median(gap.early), median(gap.late)
+        yield judged(
+            "Engine that samples",
+            late > 3 * early and late > 0.02,
+            f"Its log-probabilities are {late:.3g} from the trained model's in the last quarter, and "
+            f"{early:.3g} in the first.",
+            f"Its log-probabilities drift from the trained model's: {early:.3g} in the first quarter of the steps, "
+            f"{late:.3g} in the last. It looks as if it still had older weights.",
+            "A stale engine: look at generation/probe_gap and at generation/staleness; allow fewer steps ahead, set "
+            "model.dtype=float32, or rollout.generator=transformers.",
+            gap.name,
+            verdict=BAD,
+        )
+    probe, limit = run.series("generation/probe_gap"), run.series("generation/probe_limit")
+    if probe.finite and limit.finite:
+        over = [s for s, v, most in zip(probe.steps, probe.values, limit.values, strict=False) if not v <= most]
+        yield judged(
+            "Weights in the engine",
+            bool(over),
+            f"They were proved to have arrived in all {len(probe)} steps.",
+            f"They had not arrived at step {over[0] if over else ''}: its answer to the probe is off by "
+            f"{max(probe.finite):.3g}.",
+            "A stale engine: the run should have stopped by itself. Restart it, and report it if it comes again.",
+            probe.name,
+            verdict=BAD,
+        )
+    size = run.series("correction/effective_sample_size")
+    if size.finite:
+        yield judged(
+            "Effective sample size",
+            mean(size.late) < 0.5,
+            f"{mean(size.late):.0%} of the rollouts count in the last quarter, by the weights that correct for the "
+            "engine.",
+            f"Only {mean(size.late):.0%} of the rollouts count in the last quarter: few carry the step.",
+            "Allow fewer steps ahead, or lower the cap in rollout.generator.correction.weight.",
+            size.name,
+        )
+
+
+def staleness(run: RunRecord) -> Iterator[Finding]:
+    behind = run.series("generation/staleness_max")
+    behind = behind if behind.finite else run.series("generation/staleness")
+    if not behind.finite:
+        return
+    generator, most = "rollout.generator", max(behind.finite)
+    allowed = run.key(f"{generator}.partial.max_staleness", run.key(f"{generator}.async_steps", 0))
+    yield judged(
+        "Staleness",
+        most > allowed,
+        f"The oldest rollouts were made {most:.0f} steps ago, and {allowed} are allowed.",
+        f"Rollouts were made up to {most:.0f} steps ago, more than the {allowed} that are allowed.",
+        "Lower rollout.generator.async_steps, or give the engines more memory, so that rollouts come in time.",
+        behind.name,
+    )
+
+
+# --- does it hold? ---
+
+
+def gradient(run: RunRecord) -> Iterator[Finding]:
+    norm = run.series("grad_norm")
+    known = [value for value in norm.finite if value > 0]
+    if len(known) < FEW:
+        return
+    usual, late = median(known), [value for value in norm.late if value > 0]
+    grown = bool(late) and median(late) > 10 * median([value for value in norm.early if value > 0] or [math.inf])
+    peaks = [s for s, v in zip(norm.steps, norm.values, strict=True) if not v <= 30 * usual]
+    if grown or peaks:
+        where = (
+            f"it jumped to {max(known):.3g} at step {peaks[0]}"
+            if peaks
+            else f"in the last quarter it is {median(late):.3g}"
+        )
+        first = median([value for value in norm.early if value > 0] or [0.0])
+        yield Finding(
+            "Gradient",
+            BAD if grown else WARNING,
+            f"The gradient explodes: its norm was {first:.3g} in the first quarter, and {where}.",
+            "Lower optim.lr, set optim.clip_grad_norm, or raise optim.warmup_steps; look at the rollouts of the step "
+            "in the galleries.",
+            (norm.name,),
+        )
+    else:
+        yield Finding(
+            "Gradient", GOOD, f"Its norm is {usual:.3g} as a rule, and {max(known):.3g} at most.", "", (norm.name,)
+        )
+
+
+def skipped(run: RunRecord) -> Iterator[Finding]:
+    share = run.series("updates_skipped")
+    wrong = [step for step, value in zip(share.steps, share.values, strict=True) if value > 0]
+    odd = sorted({n for n in run.names for v in run.series(n).values if not math.isfinite(v)})
+    if share.finite:
+        yield judged(
+            "Skipped updates",
+            bool(wrong),
+            "No update was skipped.",
+            f"Updates were skipped in {len(wrong)} steps, first in step {wrong[0] if wrong else 0}: a loss or a "
+            "gradient was not finite.",
+            "Lower optim.lr, and look at bad-step-*.jsonl in the run directory, which holds the rollouts.",
+            share.name,
+            verdict=BAD,
+        )
+    if odd:
+        yield Finding(
+            "Values that are not finite",
+            WARNING,
+            f"{', '.join(odd[:5])} {'is' if len(odd) == 1 else 'are'} not finite in some steps; curves have gaps.",
+            "Look at the first such step: what came before it is the cause.",
+            tuple(odd),
+        )
+
+
+def entropy(run: RunRecord) -> Iterator[Finding]:
+    course = run.series("entropy")
+    if len(course.finite) < FEW:
+        return
+    early, late = mean(course.early), mean(course.late)
+    yield judged(
+        "Entropy",
+        early > 0 and late < 0.1 * early,
+        f"It goes from {early:.3g} in the first quarter to {late:.3g} in the last.",
+        f"It collapses: {early:.3g} in the first quarter, {late:.3g} in the last. The policy tries little that is new.",
+        "Add an entropy term with a target, raise algorithm.surrogate.high or rollout.temperature, or stop earlier.",
+        course.name,
+    )
+
+
+def responses(run: RunRecord) -> Iterator[Finding]:
+    cut = run.series("response/truncated")
+    if cut.finite:
+        share = mean(cut.late)
+        yield judged(
+            "Truncated responses",
+            share > 0.5,
+            f"{share:.0%} of the responses are cut off in the last quarter.",
+            f"{share:.0%} of the responses are cut off in the last quarter, before they end.",
+            "Raise rollout.max_response_length, set algorithm.masks=[truncated], or add the reward overlong_penalty.",
+            cut.name,
+        )
+
+
+# --- is the reward hacked? ---
+
+
+def risen(series: Series) -> bool:
+    """Whether the last quarter is above the first by more than the first quarter's own spread."""
+    if len(series.finite) < FEW:
+        return False
+    spread = max(series.early) - min(series.early)
+    return mean(series.late) > mean(series.early) + max(spread, 1e-9)
+
+
+def guards(run: RunRecord) -> Iterator[Finding]:
+    up = [name for name in run.names if name.startswith("reward/") and risen(run.series(name))]
+    gamut = run.series("guard/out_of_gamut")
+    if len(gamut.finite) >= FEW:
+        early, late = mean(gamut.early), mean(gamut.late)
+        yield judged(
+            "Out of gamut",
+            late > early + 0.25 or late > 0.8,
+            f"{late:.0%} of the pixel values are beyond what a viewer can show, {early:.0%} in the first quarter.",
+            f"{late:.0%} of the pixel values are beyond what a viewer can show, {early:.0%} in the first quarter"
+            f"{', while ' + ', '.join(up) + ' rises' if up else ''}: the reward is hacked with values that nobody can "
+            "see.",
+            "Add a kl term, lower optim.lr, or stop at an earlier checkpoint; look at the pictures before and after.",
+            gamut.name,
+            *up,
+            verdict=BAD,
+        )
+    second = run.series("guard/second_scorer")
+    if len(second.finite) >= FEW and up:
+        spread = max(second.early) - min(second.early)
+        fallen = mean(second.late) < mean(second.early) - max(spread, 1e-9)
+        yield judged(
+            "Second scorer",
+            fallen,
+            f"It does not fall while {', '.join(up)} rises ({mean(second.early):.3g} to {mean(second.late):.3g}).",
+            f"It falls from {mean(second.early):.3g} to {mean(second.late):.3g} while {', '.join(up)} rises: what is "
+            "learned is the scorer, not the task.",
+            "Reward with both scorers, add a kl term, or stop at an earlier checkpoint.",
+            second.name,
+            *up,
+            verdict=BAD,
+        )
+    diversity = run.series("guard/diversity")
+    if len(diversity.finite) >= FEW:
+        early, late = mean(diversity.early), mean(diversity.late)
+        yield judged(
+            "Diversity",
+            late < 0.3 * early,
+            f"Pictures of a group differ by {late:.3g} in the last quarter, {early:.3g} in the first.",
+            f"Pictures of a group look alike: they differ by {late:.3g} in the last quarter, {early:.3g} in the first.",
+            "Add a kl term, or raise the noise of the transition.",
+            diversity.name,
+        )
+    accuracy = run.series("evaluation/accuracy")
+    if len(accuracy.finite) >= 2 and up:
+        loss, error = accuracy.finite[0] - accuracy.finite[-1], standard_error(run)
+        yield judged(
+            "Held-out accuracy beside the reward",
+            loss > 2 * error,
+            f"It does not fall while {', '.join(up)} rises.",
+            f"It falls by {loss:.3g} while {', '.join(up)} rises: what is rewarded is not what is wanted.",
+            "Look at answers with a high reward that are wrong, in the galleries, and mend the reward.",
+            accuracy.name,
+            *up,
+            verdict=BAD,
+        )
+
+
+def standard_error(run: RunRecord) -> float:
+    """Of the difference of the last and the first evaluation."""
+    errors = run.series("evaluation/standard_error").finite
+    return math.hypot(errors[0], errors[-1]) if errors else 0.0
+
+
+def gain(run: RunRecord) -> Iterator[Finding]:
+    accuracy = run.series("evaluation/accuracy")
+    if len(accuracy.finite) < 2:
+        return
+    change, error = accuracy.finite[-1] - accuracy.finite[0], standard_error(run)
+    told = f"{change:+.4f}, with a standard error of {error:.4f}"
+    yield judged(
+        "Held-out accuracy",
+        change <= 2 * error,
+        f"It changes by {told}: more than chance would give.",
+        f"It changes by {told}: that is no gain that can be told from chance.",
+        "Train longer, or evaluate on more prompts (evaluation.prompts). Believe a gain only after three seeds and a "
+        "control with task.rewards=[{name: random}].",
+        accuracy.name,
+    )
+
+
+# --- does it run well? ---
+
+
+def stragglers(run: RunRecord) -> Iterator[Finding]:
+    for phase in ("rollout", "update"):
+        most, usual = run.series(f"time/{phase}_max"), run.series(f"time/{phase}_median")
+        if len(most.finite) < FEW or not usual.finite:
+            continue
+        factor = mean(most.finite) / max(mean(usual.finite), 1e-9)
+        slowest = [int(v) for v in run.series(f"time/{phase}_slowest").finite]
+        rank = max(set(slowest), key=slowest.count) if slowest else 0
+        often = slowest.count(rank) / max(1, len(slowest))
+        yield judged(
+            f"Stragglers in {phase}",
+            factor > 1.5,
+            f"The slowest rank takes {factor:.2f} times the median.",
+            f"The slowest rank takes {factor:.2f} times the median; it is rank {rank} in {often:.0%} of the steps.",
+            "If it is one rank, look at its host and device; if it changes, responses differ in length: "
+            "rollout.generator.partial, or more rollouts a rank."
+            if often > 0.5
+            else "Work is spread unevenly: more rollouts a rank, or rollout.generator.partial.",
+            most.name,
+        )
+
+
+COUNTED = {
+    "simulator/dropped": (
+        "Episodes that the simulator lost",
+        "Look at the simulator's own log, and at task.deadline_s.",
+    ),
+    "simulator/restarts": ("Restarts of simulators", "Look at the simulator's own log, and at task.deadline_s."),
+    "simulator/nan_actions": ("Actions that are not finite", "Lower optim.lr."),
+    "environment/lost": ("Conversations that the environment lost", "Warnings above the step lines say why."),
+    "generation/restarts": ("Restarts of engines", "Give them more memory: rollout.generator.memory."),
+}
+
+
+def mishaps(run: RunRecord) -> Iterator[Finding]:
+    for name, (title, advice) in COUNTED.items():
+        values = run.series(name).finite
+        if values:
+            yield judged(
+                title, sum(values) > 0, "None.", f"{name} adds up to {sum(values):.4g} over the run.", advice, name
+            )
+
+
+CHECKS: tuple[Check, ...] = (
+    gain,
+    rewards,
+    signal,
+    unscored,
+    ratio_gap,
+    clipped,
+    stale_engine,
+    staleness,
+    gradient,
+    skipped,
+    entropy,
+    responses,
+    guards,
+    stragglers,
+    mishaps,
+)

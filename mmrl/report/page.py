@@ -1,0 +1,169 @@
+"""The report: one HTML file that opens with no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from mmrl.report.figures import COLOURS, Group, groups
+from mmrl.report.galleries import BUDGET, Gallery, galleries
+from mmrl.report.health import BAD, WARNING, Finding, examine, standard_error
+from mmrl.report.records import RunRecord, flattened, told_time
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """What the page says of one run."""
+
+    run: RunRecord
+    colour: str
+    paragraph: str
+    findings: list[Finding]
+    galleries: list[Gallery]
+
+
+def write_report(runs: Sequence[RunRecord], target: Path) -> Path:
+    """Writes the page about `runs` to `target`; returns it. Raises OSError."""
+    target.write_text(report_html(runs))
+    return target
+
+
+def report_html(runs: Sequence[RunRecord]) -> str:
+    from plotly.offline import get_plotlyjs
+
+    chapters = [
+        Chapter(run, COLOURS[i % len(COLOURS)], paragraph(run), examine(run), galleries(run, BUDGET // len(runs)))
+        for i, run in enumerate(runs)
+    ]
+    curves = groups(runs)
+    names = list(dict.fromkeys(run.name for run in runs))
+    return (
+        environment()
+        .get_template("report.html.jinja")
+        .render(
+            title=", ".join(names),
+            chapters=chapters,
+            groups=curves,
+            figures=embedded(curves),
+            plotly=get_plotlyjs(),
+            results=results(chapters),
+            differences=differences([run.config for run in runs]),
+            version_differences=differences([run.versions for run in runs]),
+        )
+    )
+
+
+def environment() -> Environment:
+    made = Environment(
+        loader=PackageLoader("mmrl.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters["number"] = number
+    return made
+
+
+def embedded(curves: Sequence[Group]) -> str:
+    """All figures as JSON that can stand inside a script element."""
+    figures = [figure for group in curves for figure in group.figures]
+    return json.dumps(figures, allow_nan=False).replace("<", "\\u003c")
+
+
+# --- words ---
+
+
+def paragraph(run: RunRecord) -> str:
+    """What was trained on what, how it ended, and what came of it."""
+    return " ".join(part for part in (trained(run), run.ending.sentence, lasted(run), outcome(run)) if part)
+
+
+def trained(run: RunRecord) -> str:
+    if not run.config:
+        return f"What {run.name} trained is unknown, since its configuration can not be read."
+    model, task = str(run.key("model.type", "model")).replace("_", "-"), str(run.key("task.type", "a task"))
+    origin = run.key("model.path") or run.key("model.build")
+    data = run.key("task.data.type") or run.key("task.simulator") or run.key("task.game.type")
+    prompts, size = run.key("rollout.prompts"), run.key("rollout.group_size")
+    each = f"{prompts} prompts" + (f" with {size} rollouts each" if size else "")
+    text = f"{run.name} trains a {model} model" + (f" ({origin})" if origin else "")
+    text += f" on {task.replace('_', ' ')}" + (f" ({data})" if data else "")
+    text += f" with {run.key('algorithm.type')}: a step is {each}, the learning rate {run.key('optim.lr')}"
+    return f"{text}, the seed {run.key('seed')}, and {run.steps} steps are asked for."
+
+
+def lasted(run: RunRecord) -> str:
+    times = [row["time"] for row in [*run.rows, *run.evaluations] if "time" in row]
+    steps = run.series("time/step").finite
+    if not times or not steps:
+        return ""
+    each = f"a step took {sum(steps) / len(steps):.3g} s"
+    return f"From its first line to its last it took {told_time(max(times) - min(times))}; {each} on average."
+
+
+def outcome(run: RunRecord) -> str:
+    accuracy, errors = run.series("evaluation/accuracy"), run.series("evaluation/standard_error")
+    if not len(accuracy):
+        return "Nothing was evaluated."
+    told = [
+        f"{value:.4f}{f' ± {errors.values[i]:.4f}' if i < len(errors) else ''} at step {step}"
+        for i, (step, value) in enumerate(zip(accuracy.steps, accuracy.values, strict=True))
+    ]
+    if len(told) == 1:
+        return f"Held-out accuracy was {told[0]}."
+    change, error = accuracy.values[-1] - accuracy.values[0], standard_error(run)
+    times = f", {abs(change) / error:.1f} standard errors" if error > 0 else ""
+    return f"Held-out accuracy went from {told[0]} to {told[-1]}: {change:+.4f}{times}."
+
+
+# --- tables ---
+
+
+def results(chapters: Sequence[Chapter]) -> dict[str, list[Any]]:
+    """A row a run: columns by name, in which a number stays a number so that the table can be sorted."""
+    found: dict[str, list[Any]] = {name: [] for name in ("ended", "steps", "problems")}
+    runs = [chapter.run for chapter in chapters]
+    for chapter in chapters:
+        found["ended"].append(chapter.run.ending.state)
+        found["steps"].append(chapter.run.step)
+        found["problems"].append(sum(f.verdict in (BAD, WARNING) for f in chapter.findings))
+    rewards = list(dict.fromkeys(name for run in runs for name in run.names if name.startswith(("reward/", "guard/"))))
+    for name in ("evaluation/accuracy", *rewards):
+        if any(len(run.series(name)) for run in runs):
+            found[f"{name}, first"] = [end(run, name, 0) for run in runs]
+            found[f"{name}, last"] = [end(run, name, -1) for run in runs]
+    found["standard error"] = [end(run, "evaluation/standard_error", -1) for run in runs]
+    found["best held-out"] = [max(run.series("evaluation/accuracy").finite, default=None) for run in runs]
+    found["seconds a step"] = [average(run, "time/step") for run in runs]
+    found["rollouts a second"] = [average(run, "throughput/rollouts_per_second") for run in runs]
+    return {name: column for name, column in found.items() if any(value is not None for value in column)}
+
+
+def end(run: RunRecord, name: str, which: int) -> float | None:
+    values = run.series(name).values
+    return values[which] if values else None
+
+
+def average(run: RunRecord, name: str) -> float | None:
+    values = run.series(name).finite
+    return sum(values) / len(values) if values else None
+
+
+def differences(trees: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Dotted keys whose values are not the same in all trees, with the value in each; a dash where it has none."""
+    flat = [flattened(tree) for tree in trees]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    found = {key: [str(one.get(key, "–")) for one in flat] for key in keys}
+    return {key: values for key, values in found.items() if len(set(values)) > 1}
+
+
+def number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "–" if value is None else str(value)

@@ -1,0 +1,103 @@
+"""A run's numbers live in the terminal: `mmrl watch`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from mmrl.report.health import BAD, GOOD, examine
+from mmrl.report.records import RunRecord, Series, read_run, told_time
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+SHOWN = ("accuracy", "reward/", "guard/", "entropy", "loss", "grad_norm", "advantages/zero_variance_groups", "unscored")
+TIMES = ("time/step", "time/rollout", "time/update", "throughput/rollouts_per_second")
+RECENT = 20  # steps, of which the means are shown and by which the time left is judged
+
+
+def watch(folder: Path, *, every: float = 2.0, once: bool = False) -> None:
+    """Shows the run in `folder` until it has ended, or once. Where there is no terminal it shows it once.
+
+    Raises UserError if there is no such folder.
+    """
+    console = Console(highlight=False)
+    run = read_run(folder)
+    if once or not sys.stdout.isatty():
+        console.print(screen(run))
+        return
+    with Live(screen(run), console=console, auto_refresh=False) as live:
+        while run.ending.state in ("running", "empty") or maybe_elsewhere(run):
+            time.sleep(every)
+            run = read_run(folder)
+            live.update(screen(run), refresh=True)
+
+
+def maybe_elsewhere(run: RunRecord) -> bool:
+    """Whether the run may go on on another host: only its file tells."""
+    return run.ending.state == "unknown" and "may be running" in run.ending.sentence
+
+
+def screen(run: RunRecord) -> RenderableType:
+    parts: list[RenderableType] = [Text(run.ending.sentence), *progress(run)]
+    parts += [table(run, metrics_of(run))] if run.names else []
+    parts += [Text(f"- {problem}", style="yellow") for problem in run.problems]
+    for finding in examine(run):
+        if finding.verdict != GOOD:
+            style = "red" if finding.verdict == BAD else "yellow"
+            parts.append(Text.assemble((finding.name, f"bold {style}"), f" {finding.sentence} Try: {finding.advice}"))
+    return Panel(Group(*parts), title=run.name, title_align="left")
+
+
+def progress(run: RunRecord) -> list[RenderableType]:
+    """A bar of the steps, and the time that is left at the pace of the last ones."""
+    if run.steps is None or not run.step:
+        return []
+    left = time_left(run)
+    told = f"step {run.step} of {run.steps}" + (f", {told_time(left)} left" if left else "")
+    return [ProgressBar(total=run.steps, completed=run.step, width=60), Text(told)]
+
+
+def time_left(run: RunRecord) -> float | None:
+    """Seconds until the last step, evaluations and checkpoints included, at the pace of the last steps."""
+    last = [row["time"] for row in run.rows if "time" in row][-RECENT:]
+    if run.steps is None or len(last) < 2:
+        return None
+    return (run.steps - run.step) * (last[-1] - last[0]) / (len(last) - 1)
+
+
+def metrics_of(run: RunRecord) -> list[str]:
+    held_out = [name for name in run.names if name.startswith("evaluation/accuracy")]
+    return [*held_out, *(name for name in run.names if name.startswith(SHOWN)), *(n for n in TIMES if n in run.names)]
+
+
+def table(run: RunRecord, names: list[str]) -> Table:
+    made = Table(box=None, pad_edge=False)
+    for head in ("metric", "last", f"mean of {RECENT}", "course"):
+        made.add_column(head, justify="left" if head in ("metric", "course") else "right", no_wrap=True)
+    for name in names:
+        series = run.series(name)
+        if series.values:
+            recent = series.finite[-RECENT:]
+            mean = f"{sum(recent) / len(recent):.4g}" if recent else ""
+            made.add_row(name, f"{series.values[-1]:.4g}", mean, course(series))
+    return made
+
+
+def course(series: Series, width: int = 32) -> str:
+    """The values as a row of blocks, each the mean of an equal share of the steps; the lowest and the highest of these
+    means are the ends of the scale."""
+    values = series.finite
+    count = min(width, len(values))
+    shares = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
+    means = [sum(share) / len(share) for share in shares]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    if high == low:
+        return BLOCKS[3] * count
+    return "".join(BLOCKS[min(7, int(8 * (mean - low) / (high - low)))] for mean in means)

@@ -1,0 +1,208 @@
+"""Object detectors behind one interface: pictures in, labelled boxes with scores out.
+
+Kinds: `onnx`, a file as described in `OnnxDetector` (scripts/convert_detectors.py makes two of packaged weights);
+`transformers`, any model for object detection by folder or hub name; `torchvision`, one of its detectors by name with a
+file of weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torchvision.ops import batched_nms
+
+from mmrl.rewards.types import device_of, nearest
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels of the picture
+
+COCO = (
+    *("person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat", "traffic light"),
+    *("fire hydrant", "stop sign", "parking meter", "bench", "bird", "cat", "dog", "horse", "sheep", "cow"),
+    *("elephant", "bear", "zebra", "giraffe", "backpack", "umbrella", "handbag", "tie", "suitcase", "frisbee"),
+    *("skis", "snowboard", "sports ball", "kite", "baseball bat", "baseball glove", "skateboard", "surfboard"),
+    *("tennis racket", "bottle", "wine glass", "cup", "fork", "knife", "spoon", "bowl", "banana", "apple"),
+    *("sandwich", "orange", "broccoli", "carrot", "hot dog", "pizza", "donut", "cake", "chair", "couch"),
+    *("potted plant", "bed", "dining table", "toilet", "tv", "laptop", "computer mouse", "tv remote"),
+    *("computer keyboard", "cell phone", "microwave", "oven", "toaster", "sink", "refrigerator", "book", "clock"),
+    *("vase", "scissors", "teddy bear", "hair drier", "toothbrush"),
+)  # in the order of the data set; as GenEval calls them
+SAME = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard"}  # COCO's own words
+OVERLAP = 0.5  # of two boxes of one label; the weaker is left out
+
+
+@dataclass(frozen=True)
+class Found:
+    """One object: `score` 0 to 1."""
+
+    label: str
+    score: float
+    box: Box
+
+
+class Detector(Protocol):
+    """`labels` are all that it can find."""
+
+    labels: tuple[str, ...]
+
+    def detect(self, pictures: Sequence[Image.Image], least: float) -> list[list[Found]]:
+        """The objects of each RGB picture with a score of at least `least`, the surest first."""
+        ...
+
+
+class OnnxDetector:
+    """A file for onnxruntime with the input `image`, float32 [1, 3, side, side], RGB of 0 to 255, and the outputs
+    `boxes` [1, n, 4] (left, top, right, bottom in pixels of that input) and `scores` [1, n, label], 0 to 1. Its
+    metadata `labels` is their JSON list. Pictures are made to fit, with white margins.
+
+    Raises ValueError where there is no such file, or it is not of this form.
+    """
+
+    def __init__(self, path: str, threads: int = 1) -> None:
+        if not Path(path).is_file():
+            raise ValueError(f"there is no detector {path}; scripts/convert_detectors.py makes one")
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise ValueError(f"a detector of kind onnx needs: pip install -e '.[detector]' ({error})") from error
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        given, made = self._session.get_inputs(), {output.name for output in self._session.get_outputs()}
+        stored = self._session.get_modelmeta().custom_metadata_map
+        if [one.name for one in given] != ["image"] or not {"boxes", "scores"} <= made or "labels" not in stored:
+            raise ValueError(f"{path} needs the input image, the outputs boxes and scores, and labels in its metadata")
+        self._side = int(given[0].shape[2])
+        self.labels: tuple[str, ...] = tuple(json.loads(stored["labels"]))
+
+    def detect(self, pictures: Sequence[Image.Image], least: float) -> list[list[Found]]:
+        return [self._one(picture, least) for picture in pictures]
+
+    def _one(self, picture: Image.Image, least: float) -> list[Found]:
+        scale = self._side / max(picture.size)
+        size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+        left, top = (self._side - size[0]) // 2, (self._side - size[1]) // 2
+        fitted = Image.new("RGB", (self._side, self._side), "white")
+        fitted.paste(picture.resize(size, Image.Resampling.BILINEAR), (left, top))
+        image = np.asarray(fitted, np.float32).transpose(2, 0, 1)[None]
+        boxes, scores = self._session.run(["boxes", "scores"], {"image": np.ascontiguousarray(image)})
+        moved = (boxes[0] - np.array([left, top, left, top], np.float32)) / scale
+        sides = np.array([picture.width, picture.height] * 2, np.float32)
+        return listed(torch.from_numpy(np.clip(moved, 0, sides)), torch.from_numpy(scores[0]), self.labels, least)
+
+
+class TransformersDetector:
+    """A model for object detection of transformers (DETR, RT-DETR, YOLOS ...) by folder or hub name.
+
+    Raises ValueError where it can not be loaded.
+    """
+
+    def __init__(self, path: str, device: str | None = None) -> None:
+        from transformers import AutoImageProcessor, AutoModelForObjectDetection
+
+        try:
+            self._processor: Any = AutoImageProcessor.from_pretrained(path)
+            model: Any = AutoModelForObjectDetection.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"detector {path!r} of transformers: {error}") from error
+        self._model, self._device = model.eval().requires_grad_(False), device
+        names = self._model.config.id2label
+        self.labels = tuple(_name(names[number]) for number in sorted(names))
+        self._names = {number: _name(name) for number, name in names.items()}
+
+    @torch.no_grad()
+    def detect(self, pictures: Sequence[Image.Image], least: float) -> list[list[Found]]:
+        device = device_of(self._device)
+        self._model.to(device)
+        inputs = self._processor(images=list(pictures), return_tensors="pt").to(device)
+        sizes = [(picture.height, picture.width) for picture in pictures]
+        made = self._processor.post_process_object_detection(self._model(**inputs), least, sizes)
+        return [
+            sure_first(
+                Found(self._names[int(label)], float(score), _corners(box))
+                for label, score, box in zip(one["labels"], one["scores"], one["boxes"], strict=True)
+            )
+            for one in made
+        ]
+
+
+class TorchvisionDetector:
+    """A detector of torchvision.models by name ('fasterrcnn_resnet50_fpn_v2') with the file of its published weights.
+
+    Raises ValueError for an unknown name, and for weights that are not there or do not fit.
+    """
+
+    def __init__(self, name: str, weights: str, device: str | None = None) -> None:
+        from torchvision.models import detection, get_model, get_model_weights, list_models
+
+        known = list_models(detection)
+        if name not in known:
+            raise ValueError(f"torchvision has no detector {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+        if not Path(weights).is_file():
+            raise ValueError(f"weights: there is no file {weights}")
+        model: Any = get_model(name, weights=None, weights_backbone=None)
+        try:
+            model.load_state_dict(torch.load(weights, "cpu", weights_only=True))
+        except RuntimeError as error:
+            raise ValueError(f"weights {weights} are not of {name}: {str(error).splitlines()[0]}") from error
+        self._model, self._device = model.eval().requires_grad_(False), device
+        categories = next(iter(get_model_weights(name))).meta["categories"]
+        self._names = [_name(category) for category in categories]
+        self.labels = tuple(name for name in self._names if name not in ("__background__", "N/A"))
+
+    @torch.no_grad()
+    def detect(self, pictures: Sequence[Image.Image], least: float) -> list[list[Found]]:
+        device = device_of(self._device)
+        self._model.to(device)
+        given = [torch.from_numpy(np.array(picture)).permute(2, 0, 1).to(device) / 255 for picture in pictures]
+        return [
+            sure_first(
+                Found(self._names[int(label)], float(score), _corners(box))
+                for label, score, box in zip(made["labels"], made["scores"], made["boxes"], strict=True)
+                if score >= least
+            )
+            for made in self._model(given)
+        ]
+
+
+KINDS: dict[str, Any] = {"onnx": OnnxDetector, "transformers": TransformersDetector, "torchvision": TorchvisionDetector}
+
+
+def detector(options: Mapping[str, Any]) -> Detector:
+    """`options`: `kind` and what its class takes. Raises ValueError for an unknown kind or option, and as the class."""
+    given = dict(options)
+    kind = given.pop("kind", None)
+    if kind not in KINDS:
+        raise ValueError(f"detector.kind must be one of {', '.join(KINDS)}, not {kind!r}")
+    try:
+        return KINDS[kind](**given)
+    except TypeError as error:
+        raise ValueError(f"detector of kind {kind}: {error}") from None
+
+
+def listed(boxes: torch.Tensor, scores: torch.Tensor, labels: Sequence[str], least: float) -> list[Found]:
+    """boxes [n, 4], scores [n, label] -> objects, without the weaker of two boxes of one label that overlap by more
+    than half (intersection over union), the surest first."""
+    place, label = (scores >= least).nonzero(as_tuple=True)
+    sure = scores[place, label]
+    kept = batched_nms(boxes[place], sure, label, OVERLAP)
+    return [Found(labels[int(label[i])], float(sure[i]), _corners(boxes[place[i]])) for i in kept]
+
+
+def sure_first(found: Any) -> list[Found]:
+    return sorted(found, key=lambda one: -one.score)
+
+
+def _corners(box: torch.Tensor) -> Box:
+    left, top, right, bottom = box.tolist()
+    return left, top, right, bottom
+
+
+def _name(label: str) -> str:
+    return SAME.get(label, label)

@@ -1,0 +1,136 @@
+"""Levels of BabyAI (arXiv 1810.08272): a small grid of rooms seen from above, and an instruction out of a grammar."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+
+import gymnasium
+import minigrid  # noqa: F401  it registers the levels
+import numpy as np
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from minigrid.utils.baby_ai_bot import BabyAIBot
+from minigrid.wrappers import RGBImgPartialObsWrapper
+from mmrl.sims.gymnasium import GymnasiumSimulator
+from mmrl.sims.vector import Transition
+from numpy.typing import NDArray
+
+from mmrl.errors import UserError
+
+LEVELS = ("GoToLocalS6N3", "PickupDist", "OpenDoorColor", "PutNextLocalS5N3")
+COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
+THINGS = ("ball", "box", "key", "door")
+UNSEEN = frozenset({("red", "ball"), ("blue", "box"), ("yellow", "key"), ("green", "ball"), ("purple", "door")})
+SUFFIX = "/unseen"
+TRIES = 1000  # worlds that are made in search of an instruction
+STRIDE = 1 << 40  # between the seeds of those worlds, so that no episode's worlds are those of its neighbour
+
+
+def is_unseen(instruction: str) -> bool:
+    """Whether an instruction names a thing of UNSEEN, by colour and kind."""
+    found = re.findall(rf"({'|'.join(COLOURS)}) ({'|'.join(THINGS)})", instruction)
+    return any(pair in UNSEEN for pair in found)
+
+
+class Levels(gymnasium.Env):
+    """Several levels behind one environment; options={"task": name} of a reset chooses.
+
+    A level has two tasks: NAME, whose instructions name nothing of UNSEEN, and NAME/unseen, whose instructions do. A
+    world whose instruction is of the other part is skipped: the next has the seed STRIDE further on. Observations are
+    the picture of the 7 x 7 squares before the agent, with what it carries in its place, and the mission.
+    """
+
+    def __init__(self, levels: Sequence[str], tile: int, max_steps: int) -> None:
+        self._worlds = {level: _world(level, tile, max_steps) for level in levels}
+        self._now = self._worlds[levels[0]]
+        shape = self._now.observation_space["image"]  # type: ignore[index]
+        self.observation_space = gymnasium.spaces.Dict(image=shape, mission=gymnasium.spaces.Text(200))
+        self.action_space = self._now.action_space
+
+    @property
+    def unwrapped(self) -> gymnasium.Env:
+        return self._now.unwrapped
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        task = (options or {}).get("task", next(iter(self._worlds)))
+        level = task.removesuffix(SUFFIX)
+        self._now = self._worlds[level]
+        for number in range(TRIES):
+            with redirect_stdout(StringIO()):  # the levels print what they tried
+                seen, info = self._now.reset(seed=None if seed is None else seed + number * STRIDE)
+            if is_unseen(seen["mission"]) == task.endswith(SUFFIX):
+                return self._shown(seen), info
+        raise UserError(f"babyai: {level} has no instruction for task {task!r}: {TRIES} worlds were tried")
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        seen, reward, terminated, truncated, info = self._now.step(int(action))
+        solved = bool(terminated and float(reward) > 0)
+        return self._shown(seen), float(reward), terminated, truncated, {"solved": solved}
+
+    def close(self) -> None:
+        for world in self._worlds.values():
+            world.close()
+
+    @staticmethod
+    def _shown(seen: dict[str, Any]) -> dict[str, Any]:
+        return {"image": seen["image"], "mission": seen["mission"]}
+
+
+class BabyAI:
+    """Levels of BabyAI with their scripted expert, the bot; the seven actions are the parts of [-1, 1] (`Choices`).
+
+    levels: by name, without "BabyAI-" and "-v0"; each gives the tasks NAME and NAME/unseen, see `Levels`.
+    tile: pixels a side of a square, of which a picture shows 7 x 7. max_steps: of an episode.
+    """
+
+    def __init__(self, count: int, *, levels: Sequence[str] = LEVELS, tile: int = 8, max_steps: int = 32) -> None:
+        if not levels or tile < 1 or max_steps < 1:
+            raise UserError(
+                f"babyai: levels, tile and max_steps from 1 on are needed, not {levels=}, {tile=}, {max_steps=}"
+            )
+        tasks = [f"{level}{suffix}" for level in levels for suffix in ("", SUFFIX)]
+        self._inner = GymnasiumSimulator(
+            count,
+            env=lambda n: SyncVectorEnv(
+                [lambda: Levels(levels, tile, max_steps)] * n, autoreset_mode=AutoresetMode.DISABLED
+            ),
+            image="image",
+            instruction=dict.fromkeys(tasks, ""),
+            mission="mission",
+            expert=_bot,
+            success="solved",
+            max_steps=max_steps,
+        )
+        self.count, self.tasks = count, self._inner.tasks
+        self.action_dim, self.state_dim = self._inner.action_dim, self._inner.state_dim
+        self.image_shape = self._inner.image_shape
+
+    def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        return self._inner.reset(rows, seeds, tasks)
+
+    def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        return self._inner.step(rows, actions)
+
+    def instruction(self, row: int) -> str:
+        return self._inner.instruction(row)
+
+    def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
+        return self._inner.expert(rows, length)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _bot(env: gymnasium.Env) -> Callable[[Any], Any]:
+    return BabyAIBot(env.unwrapped).replan
+
+
+def _world(level: str, tile: int, max_steps: int) -> gymnasium.Env:
+    name = f"BabyAI-{level}-v0"
+    if name not in gymnasium.registry:
+        known = ", ".join(sorted(i[7:-3] for i in gymnasium.registry if i.startswith("BabyAI-")))
+        raise UserError(f"babyai: there is no level {level!r}; known: {known}")
+    return RGBImgPartialObsWrapper(gymnasium.make(name, max_episode_steps=max_steps), tile_size=tile)

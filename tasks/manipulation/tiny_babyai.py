@@ -1,0 +1,20 @@
+"""A small vision-language-action model that knows BabyAI's words and has a token for each of its seven actions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmrl.policies.vla import small
+
+WORDS = (  # what the prompt and the grammar of instructions are made of
+    *("What", "action", "should", "the", "robot", "take", "to", "?", "a", "and", "then", "after", "you"),
+    *("go", "pick", "up", "open", "put", "next", "object", "ball", "box", "key", "door"),
+    *("in", "front", "of", "on", "your", "left", "right", "behind"),
+    *("red", "green", "blue", "purple", "yellow", "grey"),
+)
+BINS = 8  # seven intervals between them
+
+
+def build(path: str | Path, seed: int = 0) -> None:
+    """Writes a `SmallBackbone` that knows WORDS."""
+    small.create(path, small.SmallConfig(WORDS, bins=BINS), seed)

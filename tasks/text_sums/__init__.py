@@ -1,0 +1,1 @@
+"""Sums as text: a task without pictures, for models that only write."""

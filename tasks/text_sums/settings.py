@@ -1,0 +1,31 @@
+"""Settings of the task of sums."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.tasks.settings import TaskSettings
+
+from mmrl.rewards.settings import RewardSpec
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from mmrl.tasks.text_sums.task import TextSums
+
+
+class TextSumsSettings(TaskSettings):
+    """Sums of two numbers, `27+45=`. Every fourth pair of numbers is held out, whatever the seeds."""
+
+    test: ClassVar[str] = "tests/tasks/test_text_sums.py"
+    type: str = "text_sums"
+    largest: int = option(99, "number of a sum", ge=3)
+    train_size: int = option(20_000, "sums to train on", ge=1)
+    eval_size: int = option(500, "held-out sums", ge=1)
+    eval_seed: int = option(0, "of the held-out sums", ge=0)
+    careless: float = option(0.0, "share of training demonstrations that forget to carry", ge=0, le=1)
+    rewards: list[RewardSpec] = option([RewardSpec(name="exact_match")], "what a response earns", min_length=1)
+
+    def build(self, seed: int) -> TextSums:
+        from mmrl.tasks.text_sums.task import TextSums
+
+        return TextSums(self, seed)

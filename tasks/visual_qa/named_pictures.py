@@ -1,0 +1,192 @@
+"""Questions about rows of named pictures: what something is, where it is, what stands beside it, and how often.
+
+The pictures are of `named_pictures/`: 218 things in the styles of three icon sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from mmrl.tasks.named_pictures.pictures import SHIPPED, SIDE, Style, check_style, names, pictures
+from PIL import Image
+
+from mmrl.rollouts import Prompt
+
+SPLITS = ("train", "heldout")
+PLACES = {2: ("left", "right"), 3: ("left", "middle", "right")}
+Names = Literal["all", "shown", "heldout"]
+NAMES: tuple[Names, ...] = ("all", "shown", "heldout")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, its answer and `other`: the answer for another place or picture, which a careless reader gives."""
+
+    text: str
+    answer: str
+    other: str
+
+
+def _alone(row: Sequence[str], rng: np.random.Generator) -> Question:
+    others = [name for name in names() if name != row[0]]
+    return Question("What is it?", row[0], others[rng.integers(len(others))])
+
+
+def _what(row: Sequence[str], rng: np.random.Generator) -> Question:
+    here, there = rng.permutation(len(row))[:2]
+    place = PLACES[len(row)][here]
+    return Question(f"What is {'in' if place == 'middle' else 'on'} the {place}?", row[here], row[there])
+
+
+def _left_of(row: Sequence[str], rng: np.random.Generator) -> Question:
+    return _beside(row, rng, -1)
+
+
+def _right_of(row: Sequence[str], rng: np.random.Generator) -> Question:
+    return _beside(row, rng, 1)
+
+
+def _beside(row: Sequence[str], rng: np.random.Generator, step: int) -> Question:
+    """step: -1 asks for the left neighbour, 1 for the right one; the careless answer is any other place's."""
+    first = int(rng.integers(len(row) - 1))
+    named, asked = (first + 1, first) if step == -1 else (first, first + 1)
+    others = [place for place in range(len(row)) if place != asked]
+    side = "left" if step == -1 else "right"
+    return Question(f"What is {side} of the {row[named]}?", row[asked], row[int(rng.choice(others))])
+
+
+def _where(row: Sequence[str], rng: np.random.Generator) -> Question:
+    here, there = rng.permutation(len(row))[:2]
+    places = PLACES[len(row)]
+    return Question(f"Where is the {row[int(here)]}?", places[int(here)], places[int(there)])
+
+
+def _how_many(row: Sequence[str], rng: np.random.Generator) -> Question:
+    name = row[rng.integers(len(row))]
+    count = row.count(name)
+    return Question(f"How many show a {name}?", str(count), str(count + 1))
+
+
+def _all(row: Sequence[str], rng: np.random.Generator) -> Question:
+    return Question("What are they?", " ".join(row), " ".join(row[::-1]))
+
+
+QUESTIONS: dict[str, Callable[[Sequence[str], np.random.Generator], Question]] = {
+    "alone": _alone,
+    "what": _what,
+    "left_of": _left_of,
+    "right_of": _right_of,
+    "where": _where,
+    "how_many": _how_many,
+    "all": _all,
+}
+KINDS = tuple(QUESTIONS)
+
+
+def name_indices(which: Names) -> np.ndarray:
+    """Indices into `names`: every fifth name is held out, whatever the seed."""
+    every = np.arange(len(names()))
+    if which == "all":
+        return every
+    return every[(every % 5 == 4) == (which == "heldout")]
+
+
+def canvas(cells: np.ndarray, offsets: np.ndarray, background: np.ndarray) -> Image.Image:
+    """A row of pictures on one colour, RGB of 32 x 32 cells pixels (height x width).
+
+    cells: [cell, 32, 32, RGBA] uint8; offsets: [cell, 2], how far down and right each moves inside its cell, where what
+    leaves is cut off; background: [RGB] uint8.
+    """
+    margin = int(np.abs(offsets).max())
+    padded = np.pad(cells, ((0, 0), (margin, margin), (margin, margin), (0, 0)))
+    moved = [
+        picture[margin - down : margin - down + SIDE, margin - right : margin - right + SIDE]
+        for picture, (down, right) in zip(padded, offsets, strict=True)
+    ]
+    row = np.concatenate(moved, axis=1).astype(np.float32)
+    opacity = row[..., 3:] / 255
+    return Image.fromarray(np.rint(row[..., :3] * opacity + background * (1 - opacity)).astype(np.uint8))
+
+
+class NamedPicturesSource:
+    """`size` questions about rows of named pictures; item i depends on (split, seed, i) and the layout alone.
+
+    Each picture has one of `styles` by chance. A row shows different things, but for `how_many`, where one may stand
+    several times, in whatever style, and `alone`, which shows one. Item i is of kind `kinds[i % len(kinds)]`. Train
+    and held-out rows come from disjoint random streams; `which` says of which names they are made. Metadata: `kind`,
+    `names` and `styles` (left to right), and `demonstration`: what a supervised run is shown, which is the answer or,
+    in the share `careless`, what would be right of another place (of a number: one more). The answer itself is always
+    right.
+
+    Raises ValueError for an unknown split, kind, style or part of the names, or a layout that is not possible.
+    """
+
+    def __init__(
+        self,
+        split: Literal["train", "heldout"] = "train",
+        *,
+        size: int,
+        seed: int,
+        which: Names = "all",
+        styles: tuple[Style, ...] = SHIPPED,
+        kinds: tuple[str, ...] = KINDS,
+        cells: int = 3,
+        jitter: int = 0,
+        tint: int = 0,
+        careless: float = 0.0,
+    ):
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(SPLITS)}, not {split!r}")
+        if which not in NAMES:
+            raise ValueError(f"names must be one of {', '.join(NAMES)}, not {which!r}")
+        unknown = [kind for kind in kinds if kind not in QUESTIONS]
+        if unknown or not kinds:
+            raise ValueError(f"kinds must be some of {', '.join(KINDS)}, not {', '.join(unknown) or 'none'}")
+        if not styles:
+            raise ValueError("styles must name at least one style")
+        for style in styles:
+            check_style(style)
+        if size < 1 or seed < 0 or cells not in (2, 3) or not 0 <= jitter < SIDE or not 0 <= tint <= 255:
+            raise ValueError(
+                f"size >= 1, seed >= 0, cells 2 or 3, 0 <= jitter < {SIDE} and 0 <= tint <= 255 are needed, "
+                f"not {size=}, {seed=}, {cells=}, {jitter=}, {tint=}"
+            )
+        self.split, self.size, self.seed, self.kinds, self.styles = split, size, seed, tuple(kinds), tuple(styles)
+        self.which, self.cells, self.jitter, self.tint, self.careless = which, cells, jitter, tint, careless
+        self._pool = name_indices(which)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Prompt:
+        if not 0 <= index < self.size:
+            raise IndexError(f"item {index} of {self.size}")
+        rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
+        kind = self.kinds[index % len(self.kinds)]
+        cells = 1 if kind == "alone" else self.cells
+        shown = rng.choice(self._pool, cells, replace=False)
+        if kind == "how_many":
+            shown = rng.permutation(shown[np.minimum(np.arange(cells), rng.integers(cells))])
+        row = [names()[name] for name in shown]
+        question = QUESTIONS[kind](row, rng)
+        styles: list[Style] = [self.styles[number] for number in rng.integers(len(self.styles), size=cells)]
+        drawn = np.stack([pictures(style)[name] for style, name in zip(styles, shown, strict=True)])
+        offsets = rng.integers(-self.jitter, self.jitter + 1, (cells, 2))
+        background = 255 - rng.integers(0, self.tint + 1, 3)
+        # Drawn last, so that the share of careless demonstrations changes no question.
+        careless = rng.random() < self.careless
+        return Prompt(
+            id=f"named-{self.split}-{self.seed}-{index}",
+            text=question.text,
+            images=(canvas(drawn, offsets, background),),
+            answer=question.answer,
+            metadata={
+                "kind": kind,
+                "names": row,
+                "styles": styles,
+                "demonstration": question.other if careless else question.answer,
+            },
+        )

@@ -1,0 +1,47 @@
+"""The bonus of T-GRPO, from its key through the trainer's own rollouts to the advantages."""
+
+import pytest
+
+from mmrl.errors import UserError
+from tests.joints.parts import Table, close
+
+BARE = ["algorithm.baseline=none", "algorithm.scale=none", "rollout.group_size=2"]
+CONTRAST = "algorithm.transforms=[{{type: view_contrast, view: no_text{}}}]"
+
+# Groups 0 and 1 are the step's rollouts; 2 and 3 answer the same prompts without their words.
+REWARDS = [1.0, 3.0, 2.0, 5.0, 0.0, 0.0, 0.0, 0.0]
+GROUPS = [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def advantages(given, accuracy, more="", rewards=REWARDS):
+    table = Table([[-1.0]] * 8, group=GROUPS, rewards=rewards, accuracy=accuracy)
+    made = given(table, *BARE, CONTRAST.format(more))
+    rollouts = made.prepare(made.next())
+    assert len(rollouts) == 4  # what answered under the view is not learned from
+    return made, rollouts.advantages[:, 0]
+
+
+def test_right_answers_earn_more_where_the_view_takes_something_away(given):
+    # Of group 0 half are right, under the view all: 0.5 < 0.8. Of group 1 half are right, and half under the view.
+    made, found = advantages(given, [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    close(found, [1, 3, 2.3, 5])
+    close(made.metrics.result()["view_contrast/accuracy_under_view"], 0.75)
+    asked = [call for call in made.trainer.policy.calls if call.what == "rollout"]
+    assert len(asked) == 2 and asked[0].seeds == asked[1].seeds
+
+
+def test_margin_and_bonus(given):
+    accuracy = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+    close(advantages(given, accuracy, ", margin: 0.5, bonus: 2")[1], [3, 3, 4, 5])
+    close(advantages(given, accuracy, ", margin: 1.01")[1], [1, 3, 2, 5])
+
+
+def test_what_was_not_judged_earns_nothing_more(given):
+    nan = float("nan")
+    close(advantages(given, [1.0, 0.0, 1.0, nan, nan, nan, nan, 1.0])[1], [1, 3, 2.3, 5])
+
+
+def test_a_prompt_without_a_clip_has_no_frames_to_shuffle(given):
+    made = given(Table([[-1.0]] * 8, group=GROUPS, rewards=REWARDS), *BARE, "algorithm.transforms=[view_contrast]")
+    with pytest.raises(UserError, match="has no clip"):
+        made.next()

@@ -1,0 +1,423 @@
+"""The report says what metrics.jsonl says, names what is wrong, and makes something of any run directory."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import yaml
+
+from mmrl.errors import UserError
+from mmrl.report import lock
+from mmrl.report.galleries import galleries, ranked
+from mmrl.report.health import examine
+from mmrl.report.page import differences, paragraph, report_html
+from mmrl.report.records import read_run, told_time
+from mmrl.report.run import Run, write_samples
+from mmrl.rollouts import Conversation, Episode, Message, Prompt, Sample, Turn
+from tests.report.made import CONFIG, evaluations, healthy, write_run
+
+
+def drawn(page):
+    """Numbers of all curves of a page, by run and metric."""
+    text = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.S).group(1)
+    found = {}
+    for figure in json.loads(text):
+        for trace in figure["data"]:
+            if "meta" in trace:
+                key = (trace["meta"]["run"], trace["meta"]["metric"])
+                assert key not in found
+                found[key] = dict(zip(trace["x"], trace["y"], strict=True))
+    return found
+
+
+def logged(folder):
+    """The same from metrics.jsonl, line by line."""
+    found = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        for name, value in row.items():
+            if name not in ("step", "time", "evaluation/n", "evaluation/standard_error"):
+                found.setdefault(name, {})[row["step"]] = value if math.isfinite(value) else None
+    return found
+
+
+# --- numbers ---
+
+
+def test_every_number_of_a_curve_is_the_logged_one(tmp_path):
+    rows = healthy(12)
+    rows[3] |= {"loss": 0.1 + 0.2, "entropy": 1e-17, "grad_norm": float("nan"), "odd/<b>": float("inf")}
+    one, other = write_run(tmp_path / "a", rows), write_run(tmp_path / "b", healthy(5), evaluations())
+    found = drawn(report_html([read_run(one), read_run(other)]))
+    for number, folder in enumerate((one, other)):
+        expected = logged(folder)
+        assert {name: values for (run, name), values in found.items() if run == number and values} == expected
+    assert found[0, "loss"][4] == 0.30000000000000004 and found[0, "grad_norm"][4] is None
+
+
+def test_intervals_are_two_standard_errors_wide_on_each_side(tmp_path):
+    page = report_html([read_run(write_run(tmp_path, healthy(4), evaluations((0, 0.25), (4, 0.5))))])
+    text = re.search(r'id="figures">(.*?)</script>', page, re.S).group(1)
+    trace = next(
+        t for f in json.loads(text) for t in f["data"] if t.get("meta", {}).get("metric") == "evaluation/accuracy"
+    )
+    assert trace["error_y"]["array"] == pytest.approx([1.96 * 0.02] * 2)
+
+
+def test_a_long_run_is_thinned_out_and_keeps_its_last_step(tmp_path):
+    rows = [{"step": step, "loss": 1.0 / step} for step in range(1, 10_002)]
+    values = drawn(report_html([read_run(write_run(tmp_path, rows, []))]))[0, "loss"]
+    assert 1000 <= len(values) <= 2001 and max(values) == 10_001 and min(values) == 1
+    assert all(value == 1.0 / step for step, value in values.items())
+
+
+def test_plotly_takes_all_figures(tmp_path):
+    import plotly.graph_objects as go
+
+    page = report_html([read_run(write_run(tmp_path, healthy(6)))])
+    figures = json.loads(re.search(r'id="figures">(.*?)</script>', page, re.S).group(1))
+    assert len(figures) > 20
+    for figure in figures:
+        go.Figure(data=figure["data"], layout=figure["layout"])  # refuses what it does not know
+
+
+# --- words ---
+
+
+def test_the_paragraph_says_what_was_trained_and_what_came_of_it(tmp_path):
+    text = paragraph(read_run(write_run(tmp_path / "mine", healthy(), evaluations((0, 0.2), (40, 0.6)))))
+    assert text.startswith("mine trains a vision-language model (a/model) on visual qa (digits) with grpo")
+    assert "8 prompts with 4 rollouts each" in text and "the learning rate 0.001, the seed 7, and 40 steps" in text
+    assert "It reached its end, step 40." in text
+    assert "from 0.2000 ± 0.0200 at step 0 to 0.6000 ± 0.0200 at step 40: +0.4000, 14.1 standard errors" in text
+    assert "it took 40 s; a step took 0.55 s" in text
+
+
+def test_durations():
+    assert [told_time(s) for s in (0, 59.6, 200, 7500, 3600, 100_000)] == [
+        "0 s", "1 min", "3 min 20 s", "2 h 5 min", "1 h", "1 d 3 h",
+    ]  # fmt: skip
+
+
+def test_differences_of_configurations():
+    one = {"a": {"b": 1, "c": [1, 2]}, "terms": [{"type": "kl", "coefficient": 0.1}]}
+    other = {"a": {"b": 2, "c": [1, 2]}, "terms": [{"type": "kl", "coefficient": 0.2}], "new": True}
+    assert differences([one, other]) == {
+        "a.b": ["1", "2"],
+        "terms.0.coefficient": ["0.1", "0.2"],
+        "new": ["–", "True"],
+    }
+
+
+# --- health ---
+
+
+def wrong(folder, rows, held_out=None, config=None):
+    return [f for f in examine(read_run(write_run(folder, rows, held_out, config))) if f.verdict != "good"]
+
+
+def changed(**columns):
+    """Rows of a healthy run in which some metrics are functions of the step; names have __ for /."""
+    rows = healthy()
+    for row in rows:
+        row |= {name.replace("__", "/"): value(row["step"]) for name, value in columns.items()}
+    return rows
+
+
+def test_a_healthy_run_has_no_complaint(tmp_path):
+    findings = examine(read_run(write_run(tmp_path, healthy())))
+    assert [f.sentence for f in findings if f.verdict != "good"] == []
+    assert len(findings) > 15
+
+
+LATE = 31  # the first step of the last quarter
+FAULTS = [
+    # what is wrong, the metric and a word by which it must be named, how bad
+    (changed(guard__out_of_gamut=lambda s: 0.3 + 0.02 * s), "guard/out_of_gamut", "hacked", "bad"),
+    (changed(correction__logp_gap=lambda s: 1e-3 * 1.2**s), "correction/logp_gap", "older weights", "bad"),
+    (changed(generation__probe_gap=lambda s: 0.5 if s > 20 else 1e-7), "generation/probe_gap", "step 21", "bad"),
+    (changed(grad_norm=lambda s: 1.5 * 1.3**s), "grad_norm", "explodes", "bad"),
+    (changed(grad_norm=lambda s: 90.0 if s == 17 else 1.5), "grad_norm", "step 17", "warning"),
+    (changed(reward__exact_match=lambda s: 0.0), "reward/exact_match", "0 in all 40 steps", "bad"),
+    (changed(reward__exact_match=lambda s: 0.5), "reward/exact_match", "0.5 in all 40 steps", "bad"),
+    (changed(surrogate__ratio_gap_max=lambda s: 0.01 if s == 3 else 0.0), "surrogate/ratio_gap_max", "0.01", "bad"),
+    (changed(surrogate__clip_low=lambda s: 0.39), "surrogate/clip_low", "40.0%", "warning"),
+    (changed(entropy=lambda s: 0.8 * 0.8**s), "entropy", "collapses", "warning"),
+    (changed(advantages__zero_variance_groups=lambda s: 0.9), "advantages/zero_variance_groups", "90%", "warning"),
+    (changed(unscored=lambda s: 0.1, unscored__exact_match=lambda s: 0.1), "unscored", "exact_match 10.0%", "warning"),
+    (changed(unscored=lambda s: 0.5, unscored__exact_match=lambda s: 0.5), "unscored", "exact_match 50.0%", "bad"),
+    (changed(generation__staleness=lambda s: 3.0), "generation/staleness", "up to 3 steps ago", "warning"),
+    (changed(updates_skipped=lambda s: float(s in (5, 9))), "updates_skipped", "2 steps, first in step 5", "bad"),
+    (changed(time__rollout_max=lambda s: 0.6), "time/rollout_max", "3.00 times the median; it is rank", "warning"),
+    (changed(response__truncated=lambda s: 0.8), "response/truncated", "80%", "warning"),
+    (changed(guard__second_scorer=lambda s: -4.0 - 0.1 * s), "guard/second_scorer", "falls from", "bad"),
+    (changed(guard__diversity=lambda s: 0.4 if s < LATE else 0.05), "guard/diversity", "look alike", "warning"),
+    (changed(grad_norm=lambda s: 0.0), "grad_norm", "exactly 0 in 40 of 40", "bad"),
+    (changed(loss=lambda s: math.nan if s == 8 else 0.0), "loss", "not finite", "warning"),
+    (changed(correction__effective_sample_size=lambda s: 0.3), "correction/effective_sample_size", "30%", "warning"),
+    (changed(simulator__dropped=lambda s: 0.5), "simulator/dropped", "adds up to 20", "warning"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "metric", "word", "verdict"), FAULTS, ids=[f"{f[1]}-{f[3]}" for f in FAULTS])
+def test_an_injected_fault_is_named_and_nothing_else(tmp_path, rows, metric, word, verdict):
+    found = wrong(tmp_path, rows)
+    assert [f.verdict for f in found] == [verdict], [f.sentence for f in found]
+    assert metric in found[0].metrics and word in found[0].sentence and found[0].advice
+    page = report_html([read_run(tmp_path)])
+    assert f'<div class="finding {verdict}">' in page and found[0].name in page
+
+
+def test_a_gain_within_chance_and_a_loss_beside_a_rising_reward(tmp_path):
+    found = wrong(tmp_path / "a", healthy(), evaluations((0, 0.2), (40, 0.25)))
+    assert [f.name for f in found] == ["Held-out accuracy"] and "+0.0500" in found[0].sentence
+    found = wrong(tmp_path / "b", healthy(), evaluations((0, 0.6), (40, 0.2)))
+    assert [f.verdict for f in found] == ["bad", "warning"] and "falls by 0.4" in found[0].sentence
+
+
+def test_several_updates_a_step_may_leave_the_policy(tmp_path):
+    rows = changed(surrogate__ratio_gap_max=lambda s: 0.2)
+    several = CONFIG | {"algorithm": {"type": "grpo", "epochs": 2, "minibatches": 2}}
+    assert wrong(tmp_path / "a", rows, config=several) == []
+    rounded = CONFIG | {"model": CONFIG["model"] | {"dtype": "bfloat16"}}
+    assert len(wrong(tmp_path / "b", rows, config=rounded)) == 1  # rounding alone does not make 0.2
+    little = changed(surrogate__ratio_gap_max=lambda s: 0.02)
+    assert wrong(tmp_path / "c", little, config=rounded) == []
+
+
+def test_stale_rollouts_that_are_allowed_are_no_fault(tmp_path):
+    rollout = CONFIG["rollout"] | {
+        "generator": {"type": "vllm_server", "async_steps": 1, "partial": {"max_staleness": 3}}
+    }
+    assert wrong(tmp_path, changed(generation__staleness=lambda s: 3.0), config=CONFIG | {"rollout": rollout}) == []
+
+
+# --- run directories in any state ---
+
+
+def test_how_a_run_ended(tmp_path):
+    def ending(name, **files):
+        folder = write_run(tmp_path / name, healthy(9), [], end=None)
+        for file, text in files.items():
+            (folder / file.replace("__", ".")).write_text(text)
+        return read_run(folder).ending
+
+    here, gone = lock.me(), lock.me() | {"process": 2**22 - 3, "started": 1}
+    assert ending("alive", run__lock=json.dumps(here)).state == "running"
+    killed = ending("killed", run__lock=json.dumps(gone))
+    assert (
+        killed.state == "killed" and "killed at step 9 of 40" in killed.sentence and str(2**22 - 3) in killed.sentence
+    )
+    away = ending("away", run__lock=json.dumps(here | {"host": "elsewhere"}))
+    assert (
+        away.state == "unknown" and "may be running on another host" in away.sentence and "elsewhere" in away.sentence
+    )
+    assert ending("silent").state == "unknown" and "without reaching its end" in ending("silent").sentence
+    failed = ending("failed", end__json=json.dumps({"state": "failed", "sentence": "It ended at step 9 of 40: no."}))
+    assert (failed.state, failed.sentence) == ("failed", "It ended at step 9 of 40: no.")
+    (tmp_path / "old" / "final").mkdir(parents=True)
+    (tmp_path / "old" / "final" / "run.json").write_text('{"step": 9}')
+    assert ending("old").sentence == "It reached its end at step 9."
+
+
+def test_a_process_that_is_killed_is_told_from_one_that_runs(tmp_path):
+    """With a real process that holds the lock."""
+    code = f"""if True:
+        from pathlib import Path; import time
+        from mmrl.report.run import Run
+        run = Run(Path({str(tmp_path / "run")!r}), "steps: 3", writes=True)
+        run.log(1, {{"loss": 1.0}}); print("ready", flush=True); time.sleep(60)
+    """
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        running = read_run(tmp_path / "run")
+        assert running.ending.state == "running" and "step 1 of 3" in running.ending.sentence
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert read_run(tmp_path / "run").ending.state == "killed"
+
+
+def test_a_run_says_how_it_ended_and_forgets_when_it_goes_on(tmp_path):
+    run = Run(tmp_path / "run", "steps: 3", writes=True)
+    run.log(1, {"loss": 1.0})
+    run.end("failed", "It ended at step 1 of 3 with an error: <no>")
+    run.close()
+    assert read_run(run.folder).ending.sentence == "It ended at step 1 of 3 with an error: <no>"
+    assert "with an error: &lt;no&gt;" in report_html([read_run(run.folder)])
+    again = Run(tmp_path / "run", "steps: 3", writes=True)
+    assert read_run(run.folder).ending.state == "running"
+    again.close()
+
+
+def test_an_empty_folder_and_one_that_is_missing(tmp_path):
+    found = read_run(tmp_path)
+    assert found.ending.state == "empty"
+    assert [p.split(" ")[0] for p in found.problems] == ["config.yaml", "versions.json", "metrics.jsonl"]
+    page = report_html([found])
+    assert "It has not logged anything." in page and "metrics.jsonl is missing, so there are no curves." in page
+    with pytest.raises(UserError, match=r"no run directory: there is no such folder"):
+        read_run(tmp_path / "none")
+
+
+def test_a_damaged_run_says_what_is_damaged(tmp_path):
+    folder = write_run(tmp_path, healthy(6), [])
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[1] = b'{"step": 2, "lo\n'
+    lines[3] = b"\x00\xff\xfe\n"
+    lines[4] = b'{"step": 5, "loss": "much", "entropy": 0.5}\n'
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"step": 7, "loss"')
+    (folder / "config.yaml").write_text("steps: [1\n")
+    (folder / "versions.json").write_bytes(b"\xff\xff")
+    (folder / "bad-step-3-rank0.jsonl").write_text("{}\n")
+    found = read_run(folder)
+    assert [int(row["step"]) for row in found.rows] == [1, 3, 5, 6] and "loss" not in found.rows[2]
+    told = " ".join(found.problems)
+    assert (
+        "2 of 7 lines of metrics.jsonl are damaged" in told and "1 lines of metrics.jsonl hold something else" in told
+    )
+    assert "config.yaml is damaged" in told and "versions.json can not be read" in told
+    assert "bad-step-3-rank0.jsonl" in told
+    assert "configuration can not be read" in report_html([found])
+
+
+def test_a_line_in_the_making_is_no_damage(tmp_path):
+    folder = write_run(tmp_path, healthy(3), [])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert read_run(folder).problems == [] and read_run(folder).step == 3
+
+
+# --- galleries ---
+
+
+def sample(number, answer="2", **more):
+    return Sample(Prompt(f"id{number}", f"question {number}", (), answer), "said", 1, **more)
+
+
+def test_galleries_show_tables_before_and_after_pictures_and_videos(tmp_path):
+    import torch
+
+    folder = write_run(tmp_path, healthy(4))
+    for step, value in ((0, 0.1), (2, 0.5), (4, 0.9)):
+        image = torch.full((3, 4, 4), value)
+        write_samples(
+            folder / "samples" / f"evaluation-{step:06d}.html", [sample(1, image=image)], {"accuracy": [value]}
+        )
+    frames = np.zeros((3, 16, 16, 3), np.uint8)
+    episode = Episode("reach for it", True, True, 2, 1.0, frames=frames)
+    write_samples(folder / "samples.html", [sample(2, episode=episode)], {})
+    found = {gallery.title: gallery for gallery in galleries(read_run(folder))}
+    held_out = found["Held-out prompts"]
+    assert [m.step for m in held_out.moments] == [0, 2, 4] and held_out.left_out == 0
+    assert [m.step for m in held_out.compared] == [0, 4] and all(len(m.pictures) == 1 for m in held_out.moments)
+    assert "question 1" in held_out.moments[0].table and "<td>0.9</td>" in held_out.moments[2].table
+    assert len(found["Written by mmrl sample"].moments[0].videos) == 1
+    page = report_html([read_run(folder)])
+    assert "before (step 0)" in page and "after (step 4)" in page and page.count("<video") == 1
+
+
+def test_a_group_shares_its_prompt_and_a_conversation_shows_its_crops(tmp_path):
+    from PIL import Image
+
+    folder = write_run(tmp_path, healthy(4))
+    picture = Image.new("RGB", (32, 32), "white")
+    crop = Message("tool", (picture.crop((0, 0, 8, 8)),))
+    talk = Conversation(
+        (Message("user", (picture, "what is it?")),),
+        (Turn("zoom", (crop,), tool="zoom", facts={"box": (0, 0, 0.25, 0.25)}), Turn("a cat", reward=1.0)),
+        "environment",
+    )
+    group = [sample(1), sample(1), sample(1, conversation=talk), sample(2)]
+    write_samples(folder / "samples" / "train-000004.html", group, {"reward": [1.0, 2.0, 3.0, 4.0]})
+    table = galleries(read_run(folder))[0].moments[0].table
+    assert table.count('rowspan="3"') == 3 and table.count('rowspan="1"') == 3 and table.count("question 1") == 1
+    assert table.count("<img") == 2 and "what is it?" in table and "a cat" in table and "tool zoom" in table
+    assert re.findall(r"<td>(\d)</td>", table) == ["1", "2", "3", "4"]
+
+
+def test_a_table_from_elsewhere_can_not_do_anything(tmp_path):
+    folder = write_run(tmp_path, healthy(4))
+    (folder / "samples").mkdir()
+    evil = (
+        "<table><tr><td onclick=alert(1)>kept<script>alert(2)</script><img src=http://example.com/x.png>"
+        '<img src="javascript:alert(3)"><iframe src=x></iframe><a href="http://example.com">link</a>'
+    )
+    (folder / "samples" / "train-000001.html").write_text(evil)  # cut off, too
+    table = galleries(read_run(folder))[0].moments[0].table
+    assert "kept" in table and table.endswith("</table>")
+    assert not re.search(r"script|onclick|http|iframe|<a", table)
+
+
+def test_what_does_not_fit_is_left_out_and_counted(tmp_path):
+    folder = write_run(tmp_path, healthy(4))
+    for step in range(0, 100, 10):
+        write_samples(folder / "samples" / f"train-{step:06d}.html", [sample(step)], {})
+    size = galleries(read_run(folder))[0].moments[0].size
+    kept = galleries(read_run(folder), budget=3 * size + 20)[0]
+    assert [m.step for m in kept.moments] == [0, 50, 90] and kept.left_out == 7
+    assert [step for _, step in ranked([10, 20, 30])] == [30, 10, 20] and list(ranked([])) == []
+    assert [step for _, step in ranked([None])] == [None]
+
+
+# --- the page as a whole ---
+
+
+def test_the_page_is_below_the_limit_and_asks_for_nothing(tmp_path):
+    page = report_html([read_run(write_run(tmp_path, healthy()))])
+    assert len(page.encode()) < 20_000_000
+    assert "default-src 'none'" in page
+    assert not re.search(r'(?:src|href)="(?!data:|#)', page.split('<script type="application/json"')[0])
+
+
+def test_names_and_keys_are_escaped(tmp_path):
+    config = CONFIG | {"task": {"type": "</script><script>alert(1)</script>"}}
+    rows = [{"step": 1, "</script><b>": 1.0}]
+    page = report_html([read_run(write_run(tmp_path / "<i>", rows, [], config))])
+    assert "<script>alert" not in page and "</script><b>" not in page and "<i>trains" not in page
+
+
+def test_a_comparison_has_a_row_for_each_run(tmp_path):
+    one = write_run(tmp_path / "one", healthy(), evaluations((0, 0.2), (20, 0.7), (40, 0.6)))
+    two = write_run(tmp_path / "two", healthy(8), [], CONFIG | {"optim": {"lr": 0.5}}, end=("stopped", "SIGTERM"))
+    page = report_html([read_run(one), read_run(two)])
+    table = re.search(r'<table class="sortable" id="results">(.*?)</table>', page, re.S).group(1)
+    heads = re.findall(r"<th>(.*?)</th>", table)
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", table, re.S)[1:]]
+    cells = [dict(zip(heads, row, strict=True)) for row in rows]
+    assert [c["run"] for c in cells] == ["one", "two"] and [c["ended"] for c in cells] == ["finished", "stopped"]
+    assert [c["steps"] for c in cells] == ["40", "8"]
+    assert [c["evaluation/accuracy, last"] for c in cells] == ["0.6", "–"] and cells[0]["best held-out"] == "0.7"
+    assert "<code>optim.lr</code></td><td>0.001</td><td>0.5</td>" in page
+    assert page.count('type="checkbox"') == 2
+
+
+def test_the_command_writes_beside_the_run_and_imports_no_torch(tmp_path):
+    one, two = write_run(tmp_path / "one", healthy(5)), write_run(tmp_path / "two", healthy(5))
+    code = "import sys; from mmrl.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code, "report", one], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and time.perf_counter() - started < 20
+    assert done.stdout.splitlines() == ["It reached its end, step 40.", f"written to {one / 'report.html'}", "False"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mmrl", "report", one, two], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0 and (tmp_path / "report.html").is_file()
+    done = subprocess.run([sys.executable, "-m", "mmrl", "report", "no"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr == "mmrl: no is no run directory: there is no such folder\n"
+    away = ["report", one, "--output", tmp_path / "no" / "x.html"]
+    done = subprocess.run([sys.executable, "-m", "mmrl", *away], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith(f"mmrl: --output={tmp_path}/no/x.html: ")
+
+
+def test_the_configuration_stands_on_the_page(tmp_path):
+    page = report_html([read_run(write_run(tmp_path, healthy(4)))])
+    text = re.search(r"<pre>(.*?)</pre>", page.split('id="configuration"')[1], re.S).group(1)
+    assert yaml.safe_load(text) == CONFIG and "<td>torch</td><td>2.13.0</td>" in page

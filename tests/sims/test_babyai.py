@@ -1,0 +1,134 @@
+"""BabyAI and discrete actions by value: which part of [-1, 1] is which action, whose words are said, what bots do."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from mmrl.sims import build
+from mmrl.sims.gymnasium import Choices
+from mmrl.tasks.manipulation.tiny_babyai import BINS, WORDS
+
+from mmrl.errors import UserError
+from mmrl.policies.vla.codec import ActionCodec
+
+pytest.importorskip("minigrid")
+
+from mmrl.sims.babyai import LEVELS, UNSEEN, is_unseen  # noqa: E402
+
+
+class Counter(gymnasium.Env):
+    """Adds 1, 2 or 3 to a sum, as actions 5, 6 and 7 say; it asks for another sum in each episode."""
+
+    metadata = {"render_modes": ["rgb_array"]}
+    action_space = spaces.Discrete(3, start=5)
+    observation_space = spaces.Dict(total=spaces.Box(-99, 99, (1,), np.float32), wish=spaces.Text(20))
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.total, self.wanted = 0, int(self.np_random.integers(3, 99))
+        return self.seen(), {}
+
+    def step(self, action):
+        self.total += int(action) - 4
+        return self.seen(), 0.0, self.total >= self.wanted, False, {"right": self.total == self.wanted}
+
+    def seen(self):
+        return {"total": np.array([self.total], np.float32), "wish": f"make {self.wanted}"}
+
+    def render(self):
+        return np.full((2, 2, 3), self.total, np.uint8)
+
+
+if "mmrl/Counter-v0" not in gymnasium.registry:
+    gymnasium.register("mmrl/Counter-v0", entry_point=Counter, disable_env_checker=True)
+
+
+def counter(count, **more):
+    options = {"env": "mmrl/Counter-v0", "state": "total", "mission": "wish", "success": "right"} | more
+    return build("gymnasium", count, options)
+
+
+def test_equal_parts_of_the_range_are_the_actions_in_order():
+    choices = Choices(spaces.Discrete(3, start=5))
+    given = np.array([[-1.0], [-0.34], [-0.33], [0.33], [0.34], [1.0]])
+    assert choices.execute(given).tolist() == [5, 5, 6, 6, 7, 7]
+    assert [choices.show(action).item() for action in (5, 6, 7)] == pytest.approx([-2 / 3, 0, 2 / 3])
+
+
+def test_tokens_of_one_more_bin_are_the_actions():
+    codec, choices = ActionCodec(100, BINS), Choices(spaces.Discrete(BINS - 1))
+    decoded = codec.decode(torch.arange(BINS))  # the highest id is the lowest action; the lowest two are the same
+    assert choices.execute(decoded.numpy()[:, None]).tolist() == [6, 6, 5, 4, 3, 2, 1, 0]
+    shown = torch.tensor(np.array([choices.show(action).item() for action in range(7)]))
+    assert codec.encode(shown).tolist() == [7, 6, 5, 4, 3, 2, 1]
+
+
+def test_every_episode_says_its_own_words():
+    with counter(3) as sim:
+        first = sim.reset([3, 3, 4], ["default"] * 3).instructions
+        wanted = []
+        for seed in (3, 3, 4):
+            env = Counter()
+            wanted.append(env.reset(seed=seed)[0]["wish"])
+        assert first == wanted and first[0] == first[1] != first[2]
+        step = sim.step(np.array([[[-0.9]], [[0.0]], [[0.9]]]))
+        assert step.observation.state[:, 0].tolist() == [1, 2, 3]
+    with pytest.raises(UserError, match="no 'words'; it has total, wish"), counter(1, mission="words") as sim:
+        sim.reset([0], ["default"])
+
+
+def test_an_expert_is_told_what_was_executed():
+    heard = []
+
+    def expert(env):
+        def act(last):
+            heard.append(None if last is None else int(last))
+            return 5
+
+        return act
+
+    with counter(1, expert=expert) as sim:
+        sim.reset([3], ["default"])
+        assert sim.expert()[0, 0, 0] == pytest.approx(-2 / 3)
+        sim.step(np.array([[[0.0]]]))
+        sim.expert()
+        sim.reset([3], ["default"])
+        sim.expert()
+        with pytest.raises(UserError, match="length must be 1, not 2"):
+            sim.expert(length=2)
+    assert heard == [None, 6, None]
+
+
+def test_the_bot_solves_every_level_in_both_parts():
+    tasks = [level + part for level in LEVELS for part in ("", "/unseen")]
+    with build("babyai", len(tasks), {"max_steps": 40}) as sim:
+        seen = sim.reset([7] * len(tasks), tasks)
+        assert seen.images.shape == (8, 56, 56, 3) and sim.simulator.state_dim == 0 and sim.simulator.action_dim == 1
+        assert [is_unseen(words) for words in seen.instructions] == [False, True] * 4
+        solved = np.zeros(len(tasks), bool)
+        while (active := sim.running).any():
+            solved |= sim.step(sim.expert(active)).success.any(1)
+        assert solved.all()
+        again = sim.reset([7] * len(tasks), tasks)
+        assert np.array_equal(again.images, seen.images) and again.instructions == seen.instructions
+
+
+def test_the_parts_share_no_instruction_and_every_word_is_known():
+    with build("babyai", 40, {}) as sim:
+        said = {}
+        for part in ("", "/unseen"):
+            tasks = [LEVELS[number % 4] + part for number in range(40)]
+            said[part] = set(sim.reset(range(40), tasks).instructions)
+    assert not said[""] & said["/unseen"] and len(said[""]) > 20
+    assert {word for words in said.values() for sentence in words for word in sentence.split()} <= set(WORDS)
+    assert is_unseen("put the grey key next to the red ball") and not is_unseen("put the grey ball next to the red key")
+    assert len(UNSEEN) == 5
+
+
+def test_unknown_levels_are_named():
+    with pytest.raises(UserError, match="no level 'GoToMoon'; known: .*GoToLocalS6N3"):
+        build("babyai", 1, {"levels": ["GoToMoon"]})

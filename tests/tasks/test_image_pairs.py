@@ -1,0 +1,72 @@
+"""Pairs of pictures from files, and those of digits."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from mmrl.tasks.image_generation.digits import DigitsSource, _digits
+from mmrl.tasks.image_generation.settings import PairsData
+from PIL import Image
+
+from mmrl.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, level, size in (("good", 255, 8), ("bad", 51, 8), ("large", 0, 16)):
+        Image.fromarray(np.full((size, size), level, dtype=np.uint8)).save(tmp_path / f"{name}.png")
+    (tmp_path / "eval.txt").write_text("a page\n")
+    (tmp_path / "broken.png").write_text("no picture")
+    return tmp_path
+
+
+def pairs(folder, *rows, **options):
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return PairsData(train=path, eval=folder / "eval.txt", **options).sources(0)[0]
+
+
+ROW = {"prompt": "a page", "chosen": "good.png", "rejected": "bad.png"}
+
+
+def test_a_row_is_two_pictures(folder):
+    source = pairs(folder, ROW, grey=True)
+    metadata = source[0].metadata
+    assert metadata["target"].shape == metadata["rejected"].shape == (1, 8, 8)
+    assert metadata["target"].unique().tolist() == [1.0] and torch.allclose(metadata["rejected"], torch.tensor(0.2))
+    assert pairs(folder, ROW)[0].metadata["target"].shape == (3, 8, 8)
+    assert len(source) == 1 and source[0].text == "a page"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rejected": 3}, "row pairs:1: key 'rejected' must be the path of a picture"),
+        ({"chosen": "../good.png"}, "leads out of"),
+        ({"chosen": "none.png"}, "there is no file"),
+    ],
+)
+def test_bad_rows_are_named_at_the_start(folder, change, message):
+    with pytest.raises(ValueError, match=message):
+        pairs(folder, ROW | change)
+
+
+def test_bad_pictures_are_named(folder):
+    with pytest.raises(UserError, match=r"row pairs:1: chosen is \[3, 8, 8\], rejected \[3, 16, 16\]"):
+        pairs(folder, ROW | {"rejected": "large.png"})[0]
+    with pytest.raises(UserError, match=r"row pairs:1: .*broken.png is no picture"):
+        pairs(folder, ROW | {"rejected": "broken.png"})[0]
+    (folder / "eval2.txt").write_text("x\n")
+    with pytest.raises(ValueError, match="pairs are a .jsonl file"):
+        PairsData(train=folder / "eval2.txt", eval=folder / "eval.txt").sources(0)
+
+
+def test_a_rejected_digit_is_another_one_and_changes_nothing_else():
+    plain, paired = (DigitsSource(size=60, seed=0, rejected=on) for on in (False, True))
+    pictures, labels = _digits()
+    for i in range(60):
+        metadata = paired[i].metadata
+        assert metadata["image"] == plain[i].metadata["image"] and "rejected" not in plain[i].metadata
+        shown = int((pictures == metadata["rejected"]).flatten(1).all(1).nonzero()[0])
+        assert labels[shown] != i % 10
