@@ -65,14 +65,14 @@ class TestGoingOn:
 
     def test_gives_what_one_that_was_not_stopped_gives(self, tmp_path):
         config, task, policy = job()
-        whole, samples = evaluate(policy, task, Alone(), 10, config)
+        whole, samples, _ = evaluate(policy, task, Alone(), 10, config)
         assert self.stopped(tmp_path, after=2) == [4, 4]
         config, task, policy = job()
         played, respond = [], policy.respond
         policy.respond = lambda prompts, seeds: played.append(len(prompts)) or respond(prompts, seeds)
         journal = Journal(tmp_path / "parts", "x")
         assert journal.episodes == 8
-        result, again = evaluate(policy, task, Alone(), 10, config, journal)
+        result, again, _ = evaluate(policy, task, Alone(), 10, config, journal)
         assert played == [2] and result == whole
         assert [(s.prompt, s.response, s.episode) for s in again] == [
             (s.prompt, s.response, s.episode) for s in samples
@@ -101,7 +101,7 @@ class TestWorkers:
         for workers in (1, 8):
             config, task, policy = job(f"task.workers={workers}", "task.rows=8", "evaluation.micro_batch=8")
             with policy.sim:
-                result, samples = evaluate(policy, task, Alone(), 10, config)
+                result, samples, _ = evaluate(policy, task, Alone(), 10, config)
             found.append((result, [s.episode for s in samples]))
             told = protocol(config, task, policy.action.chunk)
             found[-1] += (told,)
