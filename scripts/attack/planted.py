@@ -37,6 +37,8 @@ T, A, P, B = "mmrl/trainer.py", "mmrl/algorithms/", "mmrl/preparation.py", "mmrl
 VLM, MASKED = "mmrl/policies/vlm/", "mmrl/policies/masked/"
 
 # fmt: off
+N, G, V = "tasks/visual_qa/named_pictures.py", "sims/gymnasium.py", "mmrl/rewards/geneval.py"
+NAMED, WORLDS, DETECTED = ("tasks/test_named_pictures.py",), ("sims/test_babyai.py",), ("rewards/test_geneval.py",)
 FAULTS = [
     # --- surrogates, ratios, reductions ---
     Fault("clip: bounds swapped", A + "surrogates.py",
@@ -511,4 +513,36 @@ FAULTS = [
           "steering.strength * (now - earned)", "steering.strength * now", SEARCH),
     Fault("particles: strength is hard-coded", "mmrl/policies/diffusion/steering.py",
           "steering.strength * (now - earned)", "1.0 * (now - earned)", SEARCH),
+    Fault("named pictures: the neighbour on the other side", N,
+          "(first + 1, first) if step == -1", "(first, first + 1) if step == -1",
+          NAMED),
+    Fault("named pictures: held-out names are shown", N, "(every % 5 == 4) == (which == \"heldout\")",
+          "(every % 5 == 4) != (which == \"heldout\")", NAMED),
+    Fault("named pictures: rows move up", N,
+          "margin - down : margin - down + SIDE", "margin + down : margin + down + SIDE", NAMED),
+    Fault("named pictures: nobody is careless", N,
+          "question.other if careless else question.answer", "question.answer", NAMED),
+    Fault("named pictures: one style for all cells", N, "rng.integers(len(self.styles), size=cells)",
+          "[0] * cells", NAMED),
+    Fault("named pictures: sheets are read by columns", "tasks/named_pictures/pictures.py",
+          ".swapaxes(1, 2)", "", NAMED),
+    Fault("discrete actions: the order is turned", G, "self.start + np.clip(part, 0, self.count - 1)",
+          "self.start + self.count - 1 - np.clip(part, 0, self.count - 1)", WORLDS),
+    Fault("discrete actions: the first action is 0", G, "self.start + np.clip(part", "0 + np.clip(part", WORLDS),
+    Fault("missions: all rows say the first row's", G,
+          "str(keys[self._mission][row])", "str(keys[self._mission][0])", WORLDS),
+    Fault("experts: the last episode's expert goes on", G, "self._experts.pop(row, None)", "pass", WORLDS),
+    Fault("babyai: parts are exchanged", "sims/babyai.py",
+          "== task.endswith(SUFFIX)", "!= task.endswith(SUFFIX)", WORLDS),
+    Fault("geneval: left is right", V, "\"left of\": across < -LEAN", "\"left of\": across > LEAN", DETECTED),
+    Fault("geneval: no margin", V, "- MARGIN * sides, 0)", "- 0 * sides, 0)", DETECTED),
+    Fault("geneval: excluded objects may be there", V,
+          "len(boxes[item[\"class\"]]) < item[\"count\"]", "True", DETECTED),
+    Fault("geneval: one object of the colour is enough", V, "of_colour >= item[\"count\"]", "of_colour >= 1", DETECTED),
+    Fault("geneval: counting has the usual threshold", V,
+          "bar = self.count_threshold if", "bar = self.threshold if", DETECTED),
+    Fault("geneval: partial is hard-coded", V, "if self.partial else float(all(passed))", "", DETECTED),
+    Fault("detectors: margins stay in the boxes", "mmrl/rewards/detectors.py",
+          "np.array([left, top, left, top], np.float32)",
+          "np.float32(0)", DETECTED),
 ]
