@@ -82,9 +82,11 @@ def build_processor(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5
         if sizes.generation == "2.5"
         else (Qwen3VLProcessor, Qwen3VLVideoProcessor)
     )
+    images = Qwen2VLImageProcessor(size=size, **patches)
     return made(
-        image_processor=Qwen2VLImageProcessor(size=size, **patches),
-        video_processor=video(size=size, **patches),
+        image_processor=images,
+        # vLLM brings clips to the mean and deviation of pictures
+        video_processor=video(size=size, image_mean=images.image_mean, image_std=images.image_std, **patches),
         tokenizer=tokenizer,
         chat_template=CHAT_TEMPLATE,
     )
