@@ -82,9 +82,11 @@ def test_every_episode_says_its_own_words():
 
 
 def test_an_expert_is_told_what_was_executed():
-    heard = []
+    heard, made = [], []
 
     def expert(env):
+        made.append(env)
+
         def act(last):
             heard.append(None if last is None else int(last))
             return 5
@@ -101,6 +103,7 @@ def test_an_expert_is_told_what_was_executed():
         with pytest.raises(UserError, match="length must be 1, not 2"):
             sim.expert(length=2)
     assert heard == [None, 6, None]
+    assert len(made) == 2  # an expert serves one episode
 
 
 def test_the_bot_solves_every_level_in_both_parts():

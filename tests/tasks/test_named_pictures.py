@@ -8,7 +8,6 @@ from mmrl.tasks.named_pictures.pictures import FOLDER, SIDE, check_style, groups
 from mmrl.tasks.visual_qa.named_pictures import NamedPicturesSource, canvas, name_indices
 from mmrl.tasks.visual_qa.tiny_named_pictures import build_tokenizer
 
-from mmrl.config import load
 from tests.tasks.choosing import build
 
 THREE = ("left", "middle", "right")
@@ -125,6 +124,8 @@ def test_splits_seeds_and_styles():
     assert [p.images[0].tobytes() for p in first] == [p.images[0].tobytes() for p in questions("what", 5)]
     assert first[0].images[0].tobytes() != questions("what", 5, "heldout")[0].images[0].tobytes()
     assert first[0].images[0].tobytes() != questions("what", 5, seed=4)[0].images[0].tobytes()
+    drawn = [tuple(p.metadata["styles"]) for p in questions("what")]
+    assert len(set(drawn)) == 8  # each cell of three has a style of its own
     assert {style for p in questions("what", styles=("fluent",)) for style in p.metadata["styles"]} == {"fluent"}
 
 
@@ -138,13 +139,13 @@ def test_a_row_is_moved_down_and_right_on_its_background():
     assert row[31, 63].tolist() == [round(v * 127 / 255) for v in (250, 240, 230)]
 
 
-def test_the_recipe_trains_on_other_names_than_it_measures():
-    config = load("configs/visual_qa_named_pictures.yaml")
-    task = config.task.build(0)
+def test_what_is_trained_on_has_other_names_than_what_is_measured():
+    task = build("visual_qa", {"data": {"type": "named_pictures", "questions": ["what"]}}, 0)
     trained = {name for index in range(200) for name in task.train[index].metadata["names"]}
     measured = {name for index in range(200) for name in task.evaluation[index].metadata["names"]}
     assert not trained & measured and len(measured) == 43
-    assert {task.evaluation[index].metadata["kind"] for index in range(10)} == set(config.task.data.eval_questions)
+    kinds = [{source[index].metadata["kind"] for index in range(10)} for source in (task.train, task.evaluation)]
+    assert kinds == [{"what"}, {"what", "left_of", "right_of", "where", "how_many"}]
 
 
 def test_options_that_are_not_possible_are_named():
