@@ -129,8 +129,6 @@ FAULTS = [
     Fault("target_kl: nobody ends the step", T,
           "if self.algorithm.enough(self.update(minibatch, metrics)):\n                        break",
           "self.update(minibatch, metrics)", PPO),
-    Fault("target_kl: over what does not count too", T, "values.where(known, 0.0).sum(), known.sum()",
-          "values.sum(), known.sum()", PPO),
     Fault("finite gae: weights are not divided by", "mmrl/core/advantages.py", "(earned + valued) / weight - values",
           "(earned + valued) - values", (*PPO, "core/test_advantages.py")),
     Fault("finite gae: past the end of an episode", "mmrl/core/advantages.py", "lam * earned.where(on, 0.0)",

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from mmrl.errors import UserError
 from tests.joints.parts import Table, close, steps
@@ -144,6 +145,8 @@ def test_a_step_ends_where_the_policy_has_gone_far_enough(given):
     for limit, stops in ((far + 1e-4, False), (far - 1e-4, True)):
         made, _ = critic(given, f", epochs: 3, target_kl: {limit}")
         made.move(logp=[[0.2, 0.2], [0.0]])  # the policy is another one now than that which made the rollouts
+        with torch.no_grad():
+            made.module.logp[1, 1] = 0.5  # where no decision counts
         means = made.trainer.update(made.minibatches[0], made.metrics)
         close(means["surrogate/old_kl"], far, atol=1e-5)
         assert made.trainer.algorithm.enough(means) == stops
