@@ -68,7 +68,7 @@ def _after(row: Sequence[str], place: int) -> str:
 
 
 def _how_many(row: Sequence[str], rng: np.random.Generator) -> Question:
-    name = row[rng.integers(len(row))]
+    name = row[int(rng.integers(len(row)))]
     count = row.count(name)
     return Question(f"How many show a {name}?", str(count), str(count + 1))
 

@@ -86,6 +86,7 @@ def build(path: str | Path, seed: int = 0) -> None:
 
 def _joined(language: Any, tokenizer: PreTrainedTokenizerFast) -> Idefics3ForConditionalGeneration:
     language.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    image: Any = tokenizer.convert_tokens_to_ids("<image>")
     text = language.config.to_dict()
     text.pop("quantization_config", None)  # the weights are unpacked
     made = Idefics3ForConditionalGeneration(
@@ -101,7 +102,7 @@ def _joined(language: Any, tokenizer: PreTrainedTokenizerFast) -> Idefics3ForCon
                 "initializer_range": SPREAD,
             },
             scale_factor=SCALE,
-            image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+            image_token_id=image,
             pad_token_id=tokenizer.pad_token_id,
             tie_word_embeddings=True,
         )
