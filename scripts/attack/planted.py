@@ -33,6 +33,8 @@ R = "mmrl/report/"
 LIKELIHOODS, CODES = ("policies/masked/test_likelihoods.py",), ("policies/codes/test_policy.py",)
 PAIRS, GAINS, SEARCH = ("joints/test_pairs.py",), ("joints/test_step_gains.py",), ("test_search.py",)
 
+CLIPS = ("joints/test_view_contrast.py",)
+
 T, A, P, B = "mmrl/trainer.py", "mmrl/algorithms/", "mmrl/preparation.py", "mmrl/batches.py"
 VLM, MASKED = "mmrl/policies/vlm/", "mmrl/policies/masked/"
 
@@ -543,4 +545,31 @@ FAULTS = [
     Fault("detectors: margins stay in the boxes", "mmrl/rewards/detectors.py",
           "np.array([left, top, left, top], np.float32)",
           "np.float32(0)", DETECTED),
+    # --- clips ---
+    Fault("view_contrast: wrong answers get the bonus", A + "view_contrast.py",
+          "(right & (seen >= self.margin * under))", "(seen >= self.margin * under)", CLIPS),
+    Fault("view_contrast: margin is ignored", A + "view_contrast.py", "self.margin * under", "under", CLIPS),
+    Fault("view_contrast: the bonus is hard-coded", A + "view_contrast.py",
+          "rewards + self.bonus *", "rewards + 0.3 *", CLIPS),
+    Fault("view_contrast: the prompt is not changed", B,
+          "[view.change(prompt) for prompt in prompts]", "prompts", CLIPS),
+    Fault("view_contrast: seeds of their own", B, "rollout_seeds(self.config.seed, groups.tolist(), size)",
+          "rollout_seeds(self.config.seed + 1, groups.tolist(), size)", CLIPS),
+    Fault("clips: text follows as if there were none", "mmrl/generation/transformers.py",
+          ' or "video_grid_thw" in inputs', "", ("policies/test_clips.py",)),
+    Fault("clips: times of another rate", "mmrl/rollouts.py", '"fps": self.fps', '"fps": 24.0',
+          ("policies/test_clips.py",)),
+    Fault("clips: the first frames alone", "tasks/visual_qa/clip_files.py", "index * count // kept", "index",
+          ("tasks/test_clip_files.py",)),
+    Fault("clips: a playlist is a clip", "tasks/visual_qa/clip_files.py",
+          'first[4:8] == b"ftyp" or', 'first[:1] == b"#" or', ("tasks/test_clip_files.py",)),
+    Fault("clips: markers in the wrong order", VLM + "prompts.py",
+          "pieces = [*prompt.images, *prompt.videos, prompt.text]", "pieces = [*prompt.videos, *prompt.images, prompt.text]", ("policies/test_clips.py",)),
+    Fault("clips: held-out places are trained on", "tasks/visual_qa/clips.py", "% 4 == 3) == heldout", "% 4 == 3) >= 0",
+          ("tasks/test_clip_questions.py",)),
+    Fault("clips: careless answers are right", "tasks/visual_qa/clips.py",
+          "str(random.choice(others)) if random.random() < self.careless else answer", "answer",
+          ("tasks/test_clip_questions.py",)),
+    Fault("shuffled_frames: the order stays", "mmrl/counterfactuals.py",
+          "for i in shuffled(len(c.frames))", "for i in range(len(c.frames))", ("test_counterfactuals.py",)),
 ]

@@ -154,7 +154,7 @@ class CodePolicy:
         return [CodeRecord(prompt, tokens[i], temperature or 1.0) for i, prompt in enumerate(told)]
 
     def _read(self, prompt: Prompt) -> Tensor:
-        if prompt.images or prompt.messages:
+        if prompt.images or prompt.videos or prompt.messages:
             raise UserError(f"prompt {prompt.id}: model.type=picture_codes reads a single text without pictures")
         return self.encode(prompt.text)
 

@@ -120,7 +120,7 @@ class Synced:
         answers = policy.ask(engine, self.probes, 1, range(len(self.probes)), limit=longest)
         assert answers.behaviour_logp is not None
         away = (policy.replay(answers, policy.module).logp.cpu() - answers.behaviour_logp).abs()
-        pictures = torch.tensor([len(prompt.images) > 0 for prompt in self.probes])
+        pictures = torch.tensor([len(prompt.images) + len(prompt.videos) > 0 for prompt in self.probes])
         parts = [mean(away[rows][answers.mask[rows]]) for rows in (pictures, ~pictures)]
         return Gap(float(away[answers.mask].mean()), *parts)
 
