@@ -221,6 +221,8 @@ class Batches:
         """Leaves in `extras` what parts need of further responses to the rollouts' prompts: the rewards of a greedy
         one, and how often those under a view are right."""
         needs, size = self.config.needs, self.config.group_size
+        if not needs.greedy and not needs.answered_under:
+            return
         groups, member = batch.group.unique(return_inverse=True)
         first = [int((member == g).nonzero()[0]) for g in range(len(groups))]
         prompts = [batch.samples[row].prompt for row in first]

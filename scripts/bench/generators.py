@@ -12,9 +12,12 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import sys
 from pathlib import Path
 
-from image_digits import ROOT, evaluations, finished, mean, spread
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.image_digits import ROOT, evaluations, finished, mean, spread  # noqa: E402
 
 RECIPES = (
     "text_sums_masked",

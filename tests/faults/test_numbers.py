@@ -38,7 +38,7 @@ def measured(make=Metrics):
     found = [make(rank) for rank in ranks]
     for own, values in zip(found, SHARES, strict=True):
         own.add("reward/mark", torch.tensor(values))
-    ranks[0].everyone = [(*own.read(), {}) for own in found]
+    ranks[0].everyone = [(*own.read(), {}, {}) for own in found]
     return found[0].result()
 
 
@@ -53,7 +53,7 @@ class MeanOfMeans(Metrics):
 
     def result(self):
         means = [
-            {name: total / count for name, (total, count) in sums.items()} for sums, _, _ in self.engine.gather(None)
+            {name: total / count for name, (total, count) in sums.items()} for sums, *_ in self.engine.gather(None)
         ]
         return {name: sum(mean[name] for mean in means) / len(means) for name in means[0]}
 

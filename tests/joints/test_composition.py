@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from mmrl.counterfactuals import ShuffledFrames
 from mmrl.errors import UserError
 from mmrl.reference import decisions_of, methods, needs_of
 from mmrl.rollouts import Column
@@ -116,7 +117,9 @@ def learned(given, decision, algorithm, order, micro_batch):
     rollouts = made.table.rollouts(order)
     worth = torch.linspace(-1, 20, 48).sin().view(12, 4)[order]  # of the steps of chains
     rollouts.extras["completions"] = Column(worth[:, : 1 + rollouts.mask.shape[1]])
-    rollouts.extras["greedy"] = Column(torch.full((12, 2), 0.3))  # what `Batches` would have asked for
+    # What `Batches` would have asked for
+    rollouts.extras["greedy"] = Column(torch.full((12, 2), 0.3))
+    rollouts.extras[f"answered {ShuffledFrames().name}"] = Column(torch.full((12,), 0.4))
     made.prepare(rollouts)
     chance = random.Random(9)
     made.move(logp=[[chance.uniform(-0.4, 0.4) for _ in range(3)] for _ in range(12)])
