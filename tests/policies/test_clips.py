@@ -50,17 +50,18 @@ def alone(policy, prompt, response):
     return logits.log_softmax(-1)[torch.arange(len(response)), response]
 
 
-def test_replay_is_what_the_model_itself_says(policy):
-    mixed = [
-        SOURCE[0],
-        SOURCE[2],
-        Prompt("words", "Where?"),
-        Prompt("p", "Where?", images=SOURCE[0].videos[0].frames[:1]),
-    ]
-    rollouts = policy.rollout(mixed, 3, range(12))
+OTHERS = [Prompt("words", "Where?"), Prompt("picture", "Where?", images=SOURCE[0].videos[0].frames[:1])]
+
+
+@pytest.mark.parametrize("others", [[], OTHERS], ids=["clips alone", "among others"])
+def test_replay_is_what_the_model_itself_says(policy, others):
+    mixed = [SOURCE[0], SOURCE[2], *others]
+    rollouts = policy.rollout(mixed, 3, range(3 * len(mixed)))
     with torch.no_grad():
         whole = policy.replay(rollouts, policy.module).logp
-        parts = [policy.replay(rollouts.select(torch.tensor([row])), policy.module).logp for row in range(12)]
+        parts = [
+            policy.replay(rollouts.select(torch.tensor([row])), policy.module).logp for row in range(len(rollouts))
+        ]
     for row, part in enumerate(parts):  # a row alone does not share its prompt
         counted = rollouts.mask[row]
         assert torch.allclose(whole[row][counted], part[0][counted[: part.shape[1]]], atol=1e-5)

@@ -112,7 +112,7 @@ class MaskedPolicy:
         """[token] int64. Raises UserError for pictures, and for a prompt that is too long."""
         if prompt.images or prompt.videos or prompt.messages:
             raise UserError(
-                f"prompt {prompt.id}: model.type=masked_diffusion reads a single text without pictures and clips"
+                f"prompt {prompt.id}: model.type=masked_diffusion reads a single text without pictures"
             )
         if self.tokenizer.chat_template is not None:
             said = [{"role": "system", "content": prompt.system}] if prompt.system else []
