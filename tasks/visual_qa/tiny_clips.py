@@ -11,33 +11,21 @@ from pathlib import Path
 
 from mmrl.tasks.moving import DIRECTIONS, SHAPES, STEPS
 from mmrl.tasks.visual_qa.clips import ClipsSource
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mmrl.policies.vlm.tiny_qwen import END, PAD, START, VISION, Sizes, fast_tokenizer, write
+from mmrl.policies.vlm.tiny_qwen import Sizes, byte_pairs, write
 
 VOCABULARY = 400
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE in which every answer is a token."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     source = ClipsSource("train", size=120, seed=0)
     corpus = [source[index].text for index in range(len(source))]
     corpus += [word for words in (SHAPES, DIRECTIONS, STEPS) for word in words] * 20
     corpus += [f"<{second}.{tenth} seconds>" for second in range(3) for tenth in range(10)] * 20
     corpus += [f"{role}\n" for role in ("system", "user", "assistant")] * 10
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        min_frequency=2,
-        special_tokens=[PAD, START, END, *VISION],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus, trainer)
-    return fast_tokenizer(tokenizer, 512)
+    return byte_pairs(corpus, VOCABULARY, digits_apart=False)
 
 
 def build(path: str | Path, seed: int = 0) -> None:

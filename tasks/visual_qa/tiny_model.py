@@ -12,35 +12,21 @@ import argparse
 from pathlib import Path
 
 from mmrl.tasks.visual_qa.digits import CELL, DigitsSource
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mmrl.policies.vlm.tiny_qwen import END, PAD, START, VISION, Sizes, fast_tokenizer, write
+from mmrl.policies.vlm.tiny_qwen import Sizes, byte_pairs, write
 
 VOCABULARY = 512
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE of at most 512 entries; every decimal digit is a token of its own, so '14' is '1' and '4'."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
     source = DigitsSource("train", size=1000, seed=0)
     prompts = [source[index] for index in range(len(source))]
     corpus = [prompt.text for prompt in prompts] + [prompt.answer for prompt in prompts]
     corpus += [f"{role}\n" for role in ("system", "user", "assistant")] * 10
     corpus += ["<think>", "</think>", "<answer>", "</answer>"] * 10
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        min_frequency=2,
-        special_tokens=[PAD, START, END, *VISION],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus, trainer)
-    return fast_tokenizer(tokenizer, 512)
+    return byte_pairs(corpus, VOCABULARY)
 
 
 def build(path: str | Path, seed: int = 0) -> None:

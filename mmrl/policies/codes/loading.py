@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from mmrl.controls import constant
 from mmrl.errors import UserError
 from mmrl.policies import codebook
 from mmrl.policies.codes.policy import CodePolicy, CodeScorer
 from mmrl.policies.codes.settings import CodeDrawing, CodeEvaluation, CodeLimits, CodeModel, CodeSampling
-from mmrl.policies.vlm.loading import adapt, base_of, recompute_activations
+from mmrl.policies.vlm.loading import adapt, described, recompute_activations, whole
 from mmrl.policies.vlm.policy import transformers_model
 
 if TYPE_CHECKING:
@@ -23,27 +23,16 @@ def load(path: str, settings: CodeModel, config: Config) -> CodePolicy:
     limits, drawing = config.rollout, config.section("drawing")
     assert isinstance(limits, CodeLimits) and isinstance(drawing, CodeDrawing)
     assert isinstance(config.evaluation, CodeEvaluation)
-    base = base_of(path)
     codes = codebook.read(path)
     if codes is None:
         raise UserError(
             f"model.path={path} has no {codebook.NAME}.safetensors, which says what pictures its tokens are; see "
             "mmrl/policies/codebook.py"
         )
-    try:
-        known = AutoConfig.from_pretrained(base)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from None
+    known = described(path)
     if type(known) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"model.path={path} is a {known.model_type} model, which does not write token after token")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        base, dtype=settings.dtype, attn_implementation=settings.attention, output_loading_info=True
-    )
-    model, found = loaded
-    if missing := sorted(found["missing_keys"]):  # transformers would leave them at random
-        raise UserError(
-            f"model.path={path}: its files lack {len(missing)} of the model's weights, such as {missing[0]}"
-        )
+    model = whole(AutoModelForCausalLM, path, settings.dtype, settings.attention)
     model = adapt(model, path, freeze=(), lora=settings.lora)
     if settings.activation_checkpointing:
         recompute_activations(model)

@@ -8,7 +8,6 @@ import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoTokenizer,
@@ -27,7 +26,7 @@ from mmrl.policies.masked.settings import (
     UnmaskingDemonstrations,
     UnmaskingRollouts,
 )
-from mmrl.policies.vlm.loading import adapt, base_of, recompute_activations
+from mmrl.policies.vlm.loading import adapt, described, recompute_activations, whole
 from mmrl.policies.vlm.policy import transformers_model
 
 if TYPE_CHECKING:
@@ -39,22 +38,12 @@ def load(path: str, settings: MaskedModel, config: Config) -> MaskedPolicy:
     limits, unmasking = config.rollout, config.section("unmasking")
     assert isinstance(limits, MaskedLimits) and isinstance(config.evaluation, MaskedEvaluation)
     assert isinstance(unmasking, UnmaskingRollouts | UnmaskingDemonstrations)
-    base = base_of(path)
-    try:
-        known = AutoConfig.from_pretrained(base)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from None
+    known = described(path)
     causal = type(known) not in MODEL_FOR_MASKED_LM_MAPPING
     if causal and type(known) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"model.path={path} is a {known.model_type} model, which does not write text")
-    made: Any = AutoModelForCausalLM if causal else AutoModelForMaskedLM
-    model, found = made.from_pretrained(
-        base, dtype=settings.dtype, attn_implementation=settings.attention, output_loading_info=True
-    )
-    if missing := sorted(found["missing_keys"]):  # transformers would leave them at random
-        raise UserError(
-            f"model.path={path}: its files lack {len(missing)} of the model's weights, such as {missing[0]}"
-        )
+    made = AutoModelForCausalLM if causal else AutoModelForMaskedLM
+    model = whole(made, path, settings.dtype, settings.attention)
     most = known.get_text_config().max_position_embeddings
     if limits.response_length >= most:
         raise UserError(

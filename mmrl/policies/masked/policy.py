@@ -111,9 +111,7 @@ class MaskedPolicy:
     def encode(self, prompt: Prompt) -> Tensor:
         """[token] int64. Raises UserError for pictures, and for a prompt that is too long."""
         if prompt.images or prompt.videos or prompt.messages:
-            raise UserError(
-                f"prompt {prompt.id}: model.type=masked_diffusion reads a single text without pictures"
-            )
+            raise UserError(f"prompt {prompt.id}: model.type=masked_diffusion reads a single text without pictures")
         if self.tokenizer.chat_template is not None:
             said = [{"role": "system", "content": prompt.system}] if prompt.system else []
             said.append({"role": "user", "content": prompt.text})

@@ -85,26 +85,37 @@ class Backbone(Protocol):
     def processor(self) -> dict[str, Any]: ...
 
 
+def described(path: str) -> Any:
+    """The configuration of a transformers model, or of the one that an adapter at `path` belongs to. Raises
+    UserError where there is none."""
+    try:
+        return AutoConfig.from_pretrained(base_of(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from None
+
+
+def whole(made: Any, path: str, dtype: str, attention: str) -> Any:
+    """A model by transformers' class `made`, without its adapter. Raises UserError where files lack some of its
+    weights, which transformers would leave at random."""
+    model, found = made.from_pretrained(
+        base_of(path), dtype=dtype, attn_implementation=attention, output_loading_info=True
+    )
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(
+            f"model.path={path}: its files lack {len(missing)} of the model's weights, such as {missing[0]}"
+        )
+    return model
+
+
 def load_model(path: str, settings: Backbone) -> tuple[nn.Module, Any]:
     """An image-text model and its processor, with its LoRA if `path` is one or a new one if the settings ask for one.
 
     Raises UserError if there is no model at `path` or it is not one that reads images and writes text.
     """
-    base = base_of(path)
-    try:
-        config = AutoConfig.from_pretrained(base)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from None
+    config = described(path)
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
-    loaded: Any = AutoModelForImageTextToText.from_pretrained(
-        base, dtype=settings.dtype, attn_implementation=settings.attention, output_loading_info=True
-    )
-    model, found = loaded
-    if missing := sorted(found["missing_keys"]):  # transformers would leave them at random
-        raise UserError(
-            f"model.path={path}: its files lack {len(missing)} of the model's weights, such as {missing[0]}"
-        )
+    model = whole(AutoModelForImageTextToText, path, settings.dtype, settings.attention)
     write_as_published(model)
     model = adapt(model, path, freeze=settings.freeze, lora=settings.lora)
     return model, AutoProcessor.from_pretrained(path, **settings.processor)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -56,6 +57,25 @@ class Sizes:
     spread: float | None = (
         None  # standard deviation of the vision half's weights; None: the family's own of generation 3
     )
+
+
+def byte_pairs(corpus: Sequence[str], entries: int, *, digits_apart: bool = True) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of at most so many entries, trained on `corpus`. digits_apart: every decimal digit is a token of
+    its own, so '14' is '1' and '4'."""
+    tokenizer = Tokenizer(models.BPE())
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    apart = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_])
+    tokenizer.pre_tokenizer = apart if digits_apart else bytes_
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=entries,
+        min_frequency=2,
+        special_tokens=[PAD, START, END, *VISION],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    return fast_tokenizer(tokenizer, 512)
 
 
 def fast_tokenizer(tokenizer: Tokenizer, length: int, **more: str) -> PreTrainedTokenizerFast:
