@@ -401,7 +401,8 @@ def test_200_resets_leak_neither_files_nor_memory(tabletop):
     files, threads, before = len(os.listdir("/proc/self/fd")), threading.active_count(), memory()
     resets(200)
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == files and threading.active_count() == threads
+    # Something of an earlier test may be closed meanwhile, so there may be fewer.
+    assert len(os.listdir("/proc/self/fd")) <= files and threading.active_count() <= threads
     assert memory() - before < 4 << 20
 
 
