@@ -28,6 +28,11 @@ class Checkpoint(Section):
         ge=0,
     )
     keep: int = option(2, "finished checkpoints that are kept; the best weights are kept besides", ge=1)
+    background: Literal["auto", True, False] = option(
+        "auto",
+        "write a checkpoint while training goes on, from a copy in the host's memory; auto: where twice the copy fits "
+        "into the memory that is free. A kill meanwhile costs the steps since the checkpoint before",
+    )
     best: bool = option(True, "write the weights of the best evaluation as RUN/best")
     best_by: str = option("evaluation/accuracy", "metric of the evaluations by which weights are the best")
     best_is: Literal["highest", "lowest"] = option("highest", "which value of it is the best")

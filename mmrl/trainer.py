@@ -57,11 +57,12 @@ class Trainer:
         self.standstill = Standstill(config.rollout.max_idle_steps)
         self.best: float | None = None
         self.accuracies: dict[str, float] = {}  # held-out accuracy by step
+        self.saver = checkpoints.Saver(run.folder / "checkpoints", config.checkpoint, engine, run.line)
         self.interruption = Interruption()  # SIGTERM or Ctrl-C, on this rank
         self.stopping = 0  # the signal that some rank got; all ranks learn it at the same step
 
     def train(self) -> None:
-        with self.interruption:
+        with self.interruption, self.saver:
             self.loop()
 
     def loop(self) -> None:
@@ -86,8 +87,10 @@ class Trainer:
             if due(self.step, self.config.evaluation.every, self.config.steps):
                 self.evaluate()
             self.stopping = self.engine.max(self.interruption.signum)
+            self.saver.look()
             if self.stopping or (self.guards.within and due(self.step, self.config.checkpoint.every)):
                 self.save()
+        self.saver.finish()
         if self.step >= self.config.steps:
             self.save_weights("final")
 
@@ -232,7 +235,8 @@ class Trainer:
 
     def go_back(self) -> str:
         """Back to the newest checkpoint's weights and optimizer, while step, prompts and controls go on; its name."""
-        return checkpoints.go_back(self.run.folder / "checkpoints", self.engine, self._copies(), self.line)
+        self.saver.finish()
+        return checkpoints.go_back(self.saver.folder, self.engine, self._copies(), self.line)
 
     # --- log, save, resume, stop ---
 
@@ -299,10 +303,8 @@ class Trainer:
             "config": plain(self.config),
         }
         own = {"averages": {name: copy.state() for name, copy in self._copies().items()}, "pending": pending}
-        folder = self.run.folder / "checkpoints"
         self.run.sync()
-        path = checkpoints.save(folder, self.step, state, own, self.engine, keep=self.config.checkpoint.keep)
-        self.run.line(f"saved {path}")
+        self.saver.save(self.step, state, own)
 
     def save_weights(self, name: str) -> None:
         """Into the run directory, in the library's own format: what evaluation measures, the average where there is
@@ -321,8 +323,7 @@ class Trainer:
         """Go on from the newest intact checkpoint of the run directory; with checkpoint.resume=auto start where there
         is none. Raises as `checkpoints.resume`."""
         required = self.config.checkpoint.resume is True
-        folder = self.run.folder / "checkpoints"
-        found = checkpoints.resume(folder, plain(self.config), self.engine, self.run.line, required=required)
+        found = checkpoints.resume(self.saver.folder, plain(self.config), self.engine, self.run.line, required=required)
         if found is None:
             self.run.forget_after(-1)
             return

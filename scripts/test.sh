@@ -11,4 +11,5 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 rm -rf build/types && mkdir -p build/types/mmrl
 ln -s "$PWD"/mmrl/* "$PWD/tasks" "$PWD/sims" build/types/mmrl/
 .venv/bin/mypy
-exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile "$@"
+# Files are taken in the order that tests/conftest.py gives them, the longest first.
+exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"

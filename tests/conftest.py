@@ -60,12 +60,31 @@ FAST = (
     "test_rollouts.py",
     "test_settings.py",
 )
+# Minutes each: they are begun first, so that of two processes neither is left with one of them at the end.
+LONG = (
+    "test_readme_commands.py",
+    "engine/test_vllm_servers.py",
+    "test_ray.py",
+    "engine/test_launchers.py",
+    "test_resume.py",
+    "test_run_dir.py",
+    "rewards/test_isolated.py",
+    "test_open_house.py",
+    "engine/",
+    "test_image_runs.py",
+    "sims/test_maniskill.py",
+)
 SLOWER = ("joints/test_composition.py", "report/test_browser.py")  # hundreds of combinations; a browser
 
 
 def pytest_collection_modifyitems(items):
     here = Path(__file__).parent
+
+    def place_of(item):
+        return str(item.path.relative_to(here))
+
+    items.sort(key=lambda item: next((i for i, name in enumerate(LONG) if place_of(item).startswith(name)), len(LONG)))
     for item in items:
-        place = str(item.path.relative_to(here))
+        place = place_of(item)
         if place.startswith(FAST) and not place.startswith(SLOWER) and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.fast)

@@ -2,12 +2,18 @@
 
 import errno
 import shutil
+import threading
+from collections import OrderedDict
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
+from torch import nn
 
 from mmrl import checkpoints
 from mmrl.checkpoints import files
+from mmrl.checkpoints.writing import copied
 from mmrl.errors import UserError
 from tests.engine.parts import Fixed, make, release, spread, train
 
@@ -51,24 +57,105 @@ def test_rotation_keeps_the_newest_and_the_best_besides(tmp_path):
     assert not any(torch.equal(value, weights[4]) for value in best.values())
 
 
+@pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
-def test_a_full_disk_is_one_line_and_costs_nothing_saved(tmp_path, error):
-    trainer = make(tmp_path, "steps=2", "checkpoint.every=1")
-    usual = trainer.engine.save
+def test_a_full_disk_is_one_line_and_costs_nothing_saved(tmp_path, error, background, monkeypatch):
+    trainer = make(tmp_path, "steps=2", "checkpoint.every=1", f"checkpoint.background={background}".lower())
+    usual = torch.save
 
-    def save(folder):
-        written = usual(folder)
-        if trainer.step == 2:
+    def save(state, path):
+        if "step-000002" in str(path):
             raise error
-        return written
+        usual(state, path)
 
-    trainer.engine.save = save
-    with pytest.raises(UserError, match="step-000002 could not be written.*earlier checkpoints are intact") as caught:
-        trainer.train()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", save)
+        with pytest.raises(
+            UserError, match="step-000002 could not be written.*earlier checkpoints are intact"
+        ) as caught:
+            trainer.train()
     release(trainer)
     assert "\n" not in str(caught.value)
     assert names(tmp_path / "checkpoints") == ["step-000001"]
     assert train(tmp_path, "steps=2", "checkpoint.every=1", resume=True).step == 2
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """The writer is held up until the weights have moved by two steps; what it writes are those of step 1."""
+    arguments = ["steps=3", "checkpoint.keep=5", "checkpoint.best=false"]
+    trainer = make(tmp_path / "late", *arguments, "checkpoint.every=3", "checkpoint.background=true")
+    usual, moved, weights = torch.save, threading.Event(), {}
+
+    def save(state, path):
+        assert "step-000001" not in str(path) or moved.wait(60)
+        usual(state, path)
+
+    def seen(step, metrics):
+        weights[step] = {name: value.clone() for name, value in trainer.engine.state().items()}
+        if step == 1:
+            trainer.save()
+        if step == 3:
+            assert not list((tmp_path / "late" / "checkpoints").glob("step-??????"))
+            moved.set()
+
+    trainer.run.each_step = seen
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", save)
+        trainer.train()
+    release(trainer)
+    assert names(tmp_path / "late" / "checkpoints") == ["step-000001", "step-000003"]
+    shutil.rmtree(tmp_path / "late" / "checkpoints" / "step-000003")
+    again = make(tmp_path / "late", *arguments, "checkpoint.every=3")
+    again.resume()
+    assert again.step == 1
+    loaded = again.engine.state()
+    assert all(torch.equal(value, weights[1][name]) for name, value in loaded.items())
+    assert any(not torch.equal(value, weights[3][name]) for name, value in loaded.items())
+    again.train()
+    assert all(torch.equal(value, weights[3][name]) for name, value in again.engine.state().items())
+    release(again)
+
+
+@pytest.mark.parametrize(("free", "background"), [(1.9, False), (2.1, True)])
+def test_auto_writes_in_the_background_where_twice_the_copy_fits(tmp_path, monkeypatch, free, background):
+    trainer = make(tmp_path, "steps=1")
+    needed = sum(p.numel() for p in trainer.policy.module.parameters() if p.requires_grad) * 16
+    assert trainer.engine.saved_bytes == needed  # fp32: weights, and the optimizer's with two moments
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free * needed))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    begin, seen = checkpoints.store.begin, []
+    record = lambda *a, background: (seen.append(background), begin(*a, background=background))[1]  # noqa: E731
+    monkeypatch.setattr(checkpoints.store, "begin", record)
+    trainer.save()
+    trainer.saver.finish()
+    release(trainer)
+    assert seen == [background]
+
+
+def test_a_lone_rank_finishes_its_checkpoint_when_training_ends_by_an_error(tmp_path):
+    trainer = make(tmp_path, "steps=3", "checkpoint.every=1", "checkpoint.background=true")
+
+    def fails(step, metrics):
+        if step == 2:
+            raise KeyError("mine")
+
+    trainer.run.each_step = fails
+    with pytest.raises(KeyError, match="mine"):
+        trainer.train()
+    release(trainer)
+    assert names(tmp_path / "checkpoints") == ["step-000001"]
+
+
+def test_a_copy_shares_memory_as_the_original_does():
+    base = torch.arange(12.0)
+    tree = {"a": base.view(3, 4).T, "b": [base[2:], (1, "x")], "c": OrderedDict(d=nn.Parameter(torch.ones(2)))}
+    copy = copied(tree, {})
+    assert torch.equal(copy["a"], tree["a"]) and copy["a"].stride() == (1, 4)
+    assert type(copy["c"]) is OrderedDict and copy["b"][1] == (1, "x")
+    base.zero_()
+    assert copy["a"].sum() == 66 and copy["b"][0].sum() == 65
+    copy["a"].zero_()
+    assert copy["b"][0].sum() == 0  # one storage still
 
 
 def test_a_full_disk_while_weights_are_written_keeps_those_before(tmp_path):

@@ -25,6 +25,7 @@ RUN = {
     "mmrl new reward MyReward": "my_reward.py",
     "mmrl train my_reward.yaml": "runs/my_reward/final",
 }
+SLOW = "mmrl train configs/visual_qa_digits_random_reward.yaml"  # as long as the first, and little else
 OWN = "task.data.type=files task.data.train=train.jsonl task.data.eval=eval.jsonl"
 
 
@@ -42,7 +43,7 @@ def run(shop, command):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("command", RUN)
+@pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] * (c == SLOW)) for c in RUN])
 def test_a_command_runs_as_printed(shop, command):
     done = run(shop, command)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,10 +1,12 @@
 """Checkpoints: written whole, verified before they are loaded, of a known configuration."""
 
 from mmrl.checkpoints.files import finished
+from mmrl.checkpoints.saver import Saver
 from mmrl.checkpoints.starting import check_run_dir, check_warm_start
-from mmrl.checkpoints.store import go_back, load, newest_intact, origin_of, resume, save, save_weights
+from mmrl.checkpoints.store import go_back, load, newest_intact, origin_of, resume, save_weights
 
 __all__ = [
+    "Saver",
     "check_run_dir",
     "check_warm_start",
     "finished",
@@ -13,6 +15,5 @@ __all__ = [
     "newest_intact",
     "origin_of",
     "resume",
-    "save",
     "save_weights",
 ]

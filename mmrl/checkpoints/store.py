@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from mmrl.checkpoints import files
 from mmrl.checkpoints.training import MAY_CHANGE, WORTH_SAYING, differences, digest
+from mmrl.checkpoints.writing import Writing, one_line
 from mmrl.engine import Engine, Shadow, weights_only
 from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
@@ -20,38 +22,54 @@ STATE = "trainer.json"
 ORIGIN = "run.json"  # in weights: of which run, step and configuration they are
 
 
-def save(folder: Path, step: int, state: dict[str, Any], own: dict[str, Any], engine: Engine, *, keep: int) -> Path:
-    """Write folder/step-N and remove all but the newest `keep`. A collective: every rank calls it.
+@dataclass(frozen=True)
+class Pending:
+    """A checkpoint that has no name yet. target: its folder, once it is finished."""
+
+    target: Path
+    writing: Writing
+
+
+def begin(
+    folder: Path, step: int, state: dict[str, Any], own: dict[str, Any], engine: Engine, *, background: bool
+) -> Pending:
+    """Write what becomes folder/step-N, or begin to. A collective: every rank calls it, and `end` later.
 
     `state` is the same on all ranks; `own` is this rank's: the states of its averages of weights by name, in
-    `averages`, and of its rollouts in the making, in `pending`.
+    `averages`, and of its rollouts in the making, in `pending`. background: a thread writes copies of them.
 
-    Raises UserError if it can not be written (a full disk, say), or if weights are NaN or infinite; earlier checkpoints
-    stay as they were.
+    Raises UserError if weights are NaN or infinite.
     """
     target = folder / f"step-{step:06d}"
     engine.mark("checkpoint")
     check_finite(engine, target)
     pending = target.with_name(target.name + files.PENDING)
     layout = {"ranks": engine.world, "zero_stage": engine.zero_stage, "frozen": engine.frozen_digest}
-    problem, found = None, {}
     if engine.rank == 0:
         shutil.rmtree(pending, ignore_errors=True)  # left by a run that was killed while saving
     engine.barrier()
+    writing = Writing(pending, background=background)
     try:
         pending.mkdir(parents=True, exist_ok=True)
-        written = [*engine.save(pending), pending / f"rank-{engine.rank}.pt"]
-        torch.save({"random": torch.get_rng_state(), "own": own}, written[-1])
+        engine.save(pending, writing)
+        writing({"random": torch.get_rng_state(), "own": own}, pending / f"rank-{engine.rank}.pt")
         if engine.rank == 0:
             (pending / STATE).write_text(json.dumps({"step": step, "layout": layout, **state}))
-        found = files.records(pending, written)
-    except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
-        problem = _one_line(error)
-    finish(target, pending, problem, found, engine, "checkpoint")
+    except OSError as error:
+        writing.problem = one_line(error)
+    return Pending(target, writing)
+
+
+def end(pending: Pending, engine: Engine, *, keep: int) -> None:
+    """Give a checkpoint that is written its name, and remove all but the newest `keep`. A collective.
+
+    Raises UserError if some rank could not write it (a full disk, say); earlier checkpoints stay as they were.
+    """
+    writing = pending.writing
+    finish(pending.target, writing.folder, writing.problem, writing.found, engine, "checkpoint")
     if engine.rank == 0:
-        rotate(folder, keep)
+        rotate(pending.target.parent, keep)
     engine.barrier()
-    return target
 
 
 def save_weights(folder: Path, policy: Any, engine: Engine, origin: dict[str, Any]) -> None:
@@ -70,7 +88,7 @@ def save_weights(folder: Path, policy: Any, engine: Engine, origin: dict[str, An
             policy.save(pending, state)
             (pending / ORIGIN).write_text(json.dumps(origin, indent=1))
         except Exception as error:  # safetensors has its own exception types for a failed write
-            problem = _one_line(error)
+            problem = one_line(error)
     finish(folder, pending, problem, {}, engine, "weights")
 
 
@@ -88,7 +106,7 @@ def finish(
             files.write_manifest(pending, {name: record for _, records in everyone for name, record in records.items()})
             files.commit(pending, target)
         except OSError as error:
-            problems = [_one_line(error)]
+            problems = [one_line(error)]
     problems = engine.gather(problems)[0]
     if problems:
         if engine.rank == 0:
@@ -235,7 +253,3 @@ def check_same_training(saved: dict[str, Any], now: dict[str, Any], path: Path) 
             f"resume with a changed configuration: {key} is {after!r} but {path} was trained with {before!r}; "
             "restore it or start a new run_dir"
         )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

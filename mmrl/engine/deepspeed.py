@@ -318,14 +318,17 @@ class Engine(Ranks):
         mine = share(parameter).detach().flatten()
         return mine.view(BITS[mine.element_size()]).sum(dtype=torch.int64).cpu()
 
-    def save(self, folder: Path) -> list[Path]:
-        """Weights, optimizer and step count of all ranks into `folder` (DeepSpeed's format); weights that are not
-        trained are left out. Returns the files that this rank wrote.
+    @property
+    def saved_bytes(self) -> int:
+        """At least what this rank writes into a checkpoint: weights, and the optimizer's own ones with two moments."""
+        shared = self.world if self.zero_stage in (1, 2) else 1  # under ZeRO-3 a rank has its share of all
+        return int(sum(share(p).numel() * (p.element_size() + 12 / shared) for p in self._trained))
 
-        Raises OSError or RuntimeError on the rank whose file could not be written. It still takes part in what
-        DeepSpeed does together with the others, who would otherwise wait for it for ever.
+    def save(self, folder: Path, write: files.Write) -> None:
+        """Hand weights, optimizer and step count of this rank to `write`, as files below `folder` (DeepSpeed's format);
+        weights that are not trained are left out. A collective, so `write` raises nothing: the others would wait.
         """
-        return files.save(self._engine, folder, {"updates": self.updates})
+        files.save(self._engine, folder, {"updates": self.updates}, write)
 
     def load(self, folder: Path, zero_stage: int, ranks: int) -> None:
         """What `save` wrote, on so many ranks under that ZeRO stage. Raises UserError if a file holds more than tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,6 +19,7 @@ from mmrl.errors import UserError
 
 TAG = "engine"  # DeepSpeed's name of the folder in which its files lie
 PLAIN = [LossScaler, ZeroStageEnum, fragment_address]  # records of numbers, the only classes in DeepSpeed's files
+Write = Callable[[Any, Path], None]  # of a file: what torch.save takes, and where it goes
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch.load's own switch; DeepSpeed asks for weights_only=False
 
 
@@ -42,28 +43,15 @@ def weights_only(folder: Path) -> Iterator[None]:
             os.environ[FORCE] = before
 
 
-def save(engine: Any, folder: Path, state: dict[str, Any]) -> list[Path]:
+def save(engine: Any, folder: Path, state: dict[str, Any], write: Write) -> None:
     """See `Engine.save`. engine: DeepSpeed's."""
     writer = engine.checkpoint_engine
-    problems: list[OSError | RuntimeError] = []
-    written: list[Path] = []
-
-    def write(state_dict: Any, path: str) -> None:
-        try:
-            type(writer).save(writer, state_dict, path)
-            written.append(Path(path))
-        except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
-            problems.append(error)
-
-    writer.save = write
+    writer.save = lambda state_dict, path: write(state_dict, Path(path))
     engine._copy_recovery_script = lambda folder: None  # a checkpoint is data; DeepSpeed would put programs beside it
     try:
         engine.save_checkpoint(folder, tag=TAG, client_state=state, save_latest=False, exclude_frozen_parameters=True)
     finally:
         del writer.save
-    if problems:
-        raise problems[0]
-    return written
 
 
 def load(engine: Any, folder: Path) -> dict[str, Any]:

@@ -42,7 +42,10 @@ def finished(process, seconds=250):
     return process.returncode, said
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, DEEPSPEED], ids=["torchrun", "deepspeed"])
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param(TORCHRUN, id="torchrun"), pytest.param(DEEPSPEED, id="deepspeed", marks=pytest.mark.slow)],
+)
 def test_a_launcher_starts_two_ranks(tmp_path, launcher):
     code, said = finished(launch(launcher, tmp_path, "steps=1", "checkpoint.every=1"))
     assert code == 0, said[-3000:]

@@ -1,0 +1,81 @@
+"""The files that a rank writes into a checkpoint: at once, or by a thread while training goes on."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from mmrl.checkpoints import files
+
+
+class Writing:
+    """Writes files below `folder` and records their sizes and checksums.
+
+    In the background it copies what it is given into the host's memory and returns; a thread writes the copies, so what
+    is trained may change meanwhile. A write that fails is remembered and raises nothing: other ranks wait for this one.
+    """
+
+    def __init__(self, folder: Path, *, background: bool) -> None:
+        self.folder = folder
+        self.found: dict[str, files.Record] = {}
+        self.problem: str | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
+        self._jobs: list[Future[None]] = []
+
+    def __call__(self, state: Any, path: Path) -> None:
+        """state: as torch.save takes it."""
+        if self._thread is None:
+            self._write(state, path)
+        else:
+            self._jobs.append(self._thread.submit(self._write, copied(state, {}), path))
+
+    @property
+    def background(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def done(self) -> bool:
+        return all(job.done() for job in self._jobs)
+
+    def wait(self) -> None:
+        """Until all files are written, or one could not be."""
+        for job in self._jobs:
+            job.result()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _write(self, state: Any, path: Path) -> None:
+        if self.problem is not None:
+            return
+        try:
+            torch.save(state, path)
+            self.found |= files.records(self.folder, [path])
+        except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
+            self.problem = one_line(error)
+
+
+def copied(state: Any, storages: dict[int, UntypedStorage]) -> Any:
+    """A copy on the CPU that shares no memory with `state`. Tensors that share memory with one another still do, so a
+    file of the copy is as large. storages: what was copied already, by address."""
+    if isinstance(state, Tensor):
+        storage = state.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = storage.clone() if storage.device.type == "cpu" else storage.cpu()
+        there = torch.empty(0, dtype=state.dtype)
+        return there.set_(storages[storage._cdata], state.storage_offset(), state.shape, state.stride())
+    if isinstance(state, dict):
+        found = copy.copy(state)
+        found.update({key: copied(value, storages) for key, value in state.items()})
+        return found
+    if type(state) in (list, tuple):
+        return type(state)(copied(value, storages) for value in state)
+    return copy.copy(state)
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
