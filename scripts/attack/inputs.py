@@ -191,7 +191,7 @@ def commands(folder: Path, jobs: dict[str, Path]) -> Iterator[Try]:
             ("two configurations", ["train", vqa, images], images),
         ],
         "eval": [
-            ("no configuration", ["eval", done], "config"),
+            ("no configuration", ["eval", done], ""),
             ("as it is", ["eval", done, vqa], ""),
             ("nothing there", ["eval", "/nope", vqa], "/nope"),
             ("a run that has not ended", ["eval", going, vqa], "final is missing"),

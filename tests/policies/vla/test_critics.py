@@ -233,15 +233,23 @@ def test_another_critic_than_the_one_that_was_trained_is_refused(make, blind, tm
 # --- single looks ---
 
 
+class NearLine(Line):
+    """It starts before its end, so that an episode has several looks, and not always as many."""
+
+    def reset(self, rows, seeds, tasks):
+        return super().reset(rows, [seed % 90 for seed in seeds], tasks)
+
+
 @pytest.fixture
 def trainer(tmp_path):
-    """The tiny robot's trainer, with real settings, policy and simulator, and a ledger in the engine's place."""
+    """The tiny robot's trainer, whose episodes have several looks, with real settings, policy and simulator, and a ledger in the engine's place."""
 
     def made(*overrides):
         from mmrl.build import build_policy, build_task
         from mmrl.config import load, to_yaml
 
-        options = ["optim.lr=0.1", f"run_dir={tmp_path}", *overrides]
+        world = ["task.simulator=tests.policies.vla.test_critics:NearLine", "action.chunk=2"]
+        options = ["optim.lr=0.1", f"run_dir={tmp_path}", *world, *overrides]
         config = load(ROBOTS, ["algorithm={type: ppo, simulator_reward: 0.5}", "rollout.prompts=6", *options])
         task = build_task(config)
         policy = stir(build_policy(config, task), 0.1)
@@ -285,6 +293,7 @@ class TestSingleLooks:
         made = trainer("algorithm.shuffle=steps", "algorithm.minibatches=3", "engine.micro_batch=64")
         rollouts = made.batches.next(0, Metrics(made.engine))
         _, minibatches, result = learned(made, rollouts)
+        assert len({len(episode) for episode in rollouts.inputs}) > 1
         assert result["updates"] == 3 and result["surrogate/ratio_gap_max"] == 0.0
         sizes = [sum(map(len, minibatch)) for minibatch in minibatches]
         assert max(sizes) - min(sizes) <= 1 and sum(sizes) == sum(map(len, rollouts.inputs))
@@ -308,6 +317,7 @@ class TestSingleLooks:
         made = trainer("algorithm.shuffle=steps")
         rollouts = made.batches.next(0, Metrics(made.engine))
         batch = Batch(rollouts, made.task.reward_names, made.task.reward_weights)
+        assert max(map(len, rollouts.inputs)) > 1
         expected = made.algorithm.advantages(batch)
         made.preparation.minibatches(rollouts, 0, torch.Generator().manual_seed(0), Metrics(made.engine))
         assert torch.equal(rollouts.advantages, expected)
