@@ -11,8 +11,10 @@ from mmrl.algorithms.surrogates import Surrogate
 from mmrl.config import load
 from mmrl.engine.deepspeed import learning_rate
 from mmrl.errors import UserError
+from mmrl.evaluation import worth
 from mmrl.metrics import Metrics, Standstill
 from mmrl.prompt_samplers import Permutation
+from mmrl.sections import Checkpoint
 from tests.engine import parts
 from tests.engine.parts import TINY, Fixed, distance, final, make, metrics, release, spread, train, under
 
@@ -287,6 +289,37 @@ def test_only_idle_steps_in_a_row_count():
     assert [text is not None for text in said] == [True, False, True, False]
     with pytest.raises(UserError, match="step 4: nothing was learned in 3 steps"):
         standstill.judge(4, {"grad_norm": 0.0})
+
+
+def test_groups_without_a_signal_are_told_where_only_terms_move_the_weights():
+    """The gradient is not 0, for a loss term has one; it is said once for each two steps or more in a row."""
+    standstill = Standstill(10)
+    shares = [1.0, 1.0, 1.0, 0.99, 1.0, 1.0]
+    said = [
+        standstill.judge(step, {"grad_norm": 0.5, "advantages/zero_variance_groups": share})
+        for step, share in enumerate(shares)
+    ]
+    assert [text is not None for text in said] == [False, True, False, False, False, True]
+    assert said[1].startswith("step 1: the rewards taught nothing in 2 steps in a row")
+    flat = {"grad_norm": 0.0, "advantages/zero_variance_groups": 1.0}
+    standstill = Standstill(10)
+    assert "gradient was 0" in [standstill.judge(step, flat) for step in range(2)][1]  # one of the two is enough
+    assert standstill.judge(2, {"grad_norm": 0.5}) is None  # an algorithm without groups
+
+
+def test_what_could_not_be_measured_is_not_kept_as_the_best():
+    kept = Checkpoint(best=True)
+    assert worth({"evaluation/accuracy": -2.0}, kept) == -2.0 > worth({"evaluation/n": 0.0}, kept) == -math.inf
+
+
+def test_an_evaluation_without_a_score_has_no_accuracy(tmp_path, capsys):
+    options = ["evaluation.prompts=4", "evaluation.max_unscored=1", "checkpoint.best=true"]
+    trainer = make(tmp_path, *options, task=Fixed(lambda sample: math.nan))
+    trainer.step = 1
+    result = trainer.evaluate()
+    release(trainer)
+    assert "evaluation/accuracy" not in result and trainer.accuracies == {} and not (tmp_path / "best").exists()
+    assert "no held-out accuracy (100.0% could not be scored)" in capsys.readouterr().out
 
 
 def test_too_much_of_an_evaluation_that_is_not_scored_ends_the_run(tmp_path):

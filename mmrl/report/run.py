@@ -19,11 +19,11 @@ import torch
 import yaml
 from einops import rearrange
 from PIL import Image, ImageDraw
-from rich.console import Console
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from mmrl.progress import display
 from mmrl.report.conversations import conversation_html, data_url, film_url, save_film
 from mmrl.report.lock import RunLock
 from mmrl.report.records import END, flattened, parsed
@@ -44,7 +44,7 @@ STYLE = (
 
 
 class Run:
-    """metrics.jsonl and TensorBoard always, Weights & Biases on request, one printed line a step."""
+    """metrics.jsonl and TensorBoard always, Weights & Biases on request, and printed lines."""
 
     def __init__(
         self,
@@ -58,7 +58,6 @@ class Run:
         """each_step: is told all metrics too, on every rank."""
         self.folder, self.each_step = folder, each_step
         self.writes = writes
-        self.console = Console(quiet=not writes, highlight=False, soft_wrap=True)
         self._wandb: Any = None
         if not writes:
             return
@@ -121,7 +120,8 @@ class Run:
         self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1)
 
     def line(self, text: str) -> None:
-        self.console.print(text)
+        if self.writes:
+            display.line(text)
 
     def end(self, state: str, sentence: str) -> None:
         """Write down how the run ended, for its report; see `mmrl.report.records.Ending`."""

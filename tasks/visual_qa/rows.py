@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any, Protocol
 
 from mmrl.tasks.visual_qa import verdicts
@@ -16,6 +17,7 @@ from mmrl.tasks.visual_qa.clip_files import ClipFiles
 from mmrl.tasks.visual_qa.pictures import Pictures
 
 from mmrl.errors import UserError
+from mmrl.progress import display
 from mmrl.records import RowError, check_finite, check_value
 from mmrl.rollouts import Prompt
 
@@ -203,10 +205,18 @@ class RowSource:
             return known
         starts = range(0, len(self._rows), CHECKED_AT_ONCE)
         with ThreadPoolExecutor(THREADS, "rows") as pool:
-            parts = pool.map(self._checked, starts)
-            found = {row: reason for part in parts for row, reason in part.items()}
+            found = self._gathered(pool.map(self._checked, starts))
         if key is not None:
             verdicts.remember(key, len(self._rows), found)
+        return found
+
+    def _gathered(self, parts: Iterable[dict[int, str]]) -> dict[int, str]:
+        """Bad rows of all parts, which are CHECKED_AT_ONCE rows each but for the last."""
+        found: dict[int, str] = {}
+        with display.work(f"checking {Path(self.name).name}", len(self._rows)) as work:
+            for part in parts:
+                found |= part
+                work.advance(min(CHECKED_AT_ONCE, len(self._rows) - work.done))
         return found
 
     def _checked(self, start: int) -> dict[int, str]:
