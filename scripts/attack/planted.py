@@ -33,6 +33,7 @@ R = "mmrl/report/"
 LIKELIHOODS, CODES = ("policies/masked/test_likelihoods.py",), ("policies/codes/test_policy.py",)
 PAIRS, GAINS, SEARCH = ("joints/test_pairs.py",), ("joints/test_step_gains.py",), ("test_search.py",)
 
+PROGRESS, DOCTOR = ("test_progress.py",), ("test_doctor.py",)
 CLIPS = ("joints/test_view_contrast.py",)
 
 T, A, P, B = "mmrl/trainer.py", "mmrl/algorithms/", "mmrl/preparation.py", "mmrl/batches.py"
@@ -588,4 +589,36 @@ FAULTS = [
           "self.problem = one_line(error)", "pass", ("test_checkpoints.py",)),
     Fault("background: views are copied apart", "mmrl/checkpoints/writing.py",
           "if storage._cdata not in storages:", "if True:", ("test_checkpoints.py",)),
+    # --- what is printed ---
+    Fault("lines: the last step has none", T, "if self.told.due() or self.step == self.config.steps:",
+          "if self.told.due():", PROGRESS),
+    Fault("lines: seconds are hard-coded", T, "Interval(config.log.lines_every, at_once=True)",
+          "Interval(5.0, at_once=True)", PROGRESS),
+    Fault("lines: due again at once", "mmrl/progress.py", "        self._last = moment\n", "", PROGRESS),
+    Fault("progress: what was done before is not", "mmrl/progress.py", "completed=done", "completed=0", PROGRESS),
+    Fault("progress: every rank draws", "mmrl/progress.py", 'os.environ.get("RANK", "0") == "0"', "True", PROGRESS),
+    Fault("progress: the bar stays", "mmrl/progress.py",
+          "if self.draws and not self.bars.tasks:", "if False:", PROGRESS),
+    Fault("progress: an outer bar ends with the inner one", "mmrl/progress.py",
+          "if self.draws and not self.bars.tasks:", "if self.draws:", PROGRESS),
+    Fault("progress: rows are counted by part", "tasks/visual_qa/rows.py",
+          "work.advance(min(CHECKED_AT_ONCE, len(self._rows) - work.done))", "work.advance()", PROGRESS),
+    Fault("progress: demonstrations count the simulator's rows", "tasks/manipulation/episodes.py",
+          "work.advance(min(len(sim), len(starts) - i))", "work.advance(len(sim))", PROGRESS),
+    Fault("step line: no signal is what was not scored", "mmrl/metrics.py",
+          '("no signal", FLAT)', '("no signal", UNSCORED)', PROGRESS),
+    Fault("evaluation line: lost episodes of training", "mmrl/metrics.py",
+          'lost_episodes(values, "evaluation/")', "lost_episodes(values)", PROGRESS),
+    Fault("nothing learned: flat groups count where there are none", "mmrl/metrics.py",
+          "values.get(FLAT) == 1.0", "values.get(FLAT, 1.0) == 1.0", ("test_trainer.py",)),
+    Fault("nothing learned: almost all groups flat counts", "mmrl/metrics.py",
+          "values.get(FLAT) == 1.0", "values.get(FLAT, 0.0) > 0.5", ("test_trainer.py",)),
+    Fault("best: what was not measured counts as 0", "mmrl/evaluation.py", "return -math.inf", "return 0.0",
+          ("test_trainer.py",)),
+    Fault("doctor: an optional package is needed", "mmrl/doctor.py", "needed = extra is None", "needed = True", DOCTOR),
+    Fault("doctor: any version will do", "mmrl/doctor.py",
+          "elif not wanted.specifier.contains(version, prereleases=True):", "elif False:", DOCTOR),
+    Fault("doctor: every extra is mended alike", "mmrl/doctor.py",
+          "COMMANDS.get(str(extra), f", "dict[str, str]().get(str(extra), f", DOCTOR),
+    Fault("doctor: kernels need no command", "mmrl/doctor.py", "part.said, part.mend", 'part.said, ""', DOCTOR),
 ]
