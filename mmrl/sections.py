@@ -62,5 +62,5 @@ class Log(Section):
         unit="seconds",
     )
     samples_every: int = option(50, "steps between two tables of samples; 0: none", unit="steps", ge=0)
-    samples: int = option(8, "samples of a table", ge=1)
+    samples: int = option(8, "samples of a table; of training prompts whole groups, so that there may be more", ge=1)
     wandb: str | None = option(None, "a Weights & Biases project")

@@ -18,6 +18,7 @@ from mmrl.config import Config
 from mmrl.controls import Controls
 from mmrl.core.advantages import combined_reward
 from mmrl.core.correction import correction_weight, effective_sample_size
+from mmrl.core.filters import whole_groups
 from mmrl.engine import Engine, Interruption, Shadow, applied, ramp, warmed_up
 from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
@@ -272,7 +273,7 @@ class Trainer:
         if (idle := self.standstill.judge(self.step, values)) is not None:
             self.run.line(idle)
         if due(self.step, self.config.log.samples_every):
-            shown = rollouts.select(torch.arange(min(self.config.log.samples, len(rollouts))))
+            shown = rollouts.select(whole_groups(rollouts.group, self.config.log.samples))
             columns = {} if shown.rewards is None else dict(zip(names, shown.rewards.T.tolist(), strict=True))
             assert shown.advantages is not None
             columns["advantage"] = shown.advantages.mean(1).tolist()

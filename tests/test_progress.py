@@ -17,7 +17,8 @@ from rich.console import Console
 from mmrl import progress
 from mmrl.metrics import evaluation_line, step_line
 from mmrl.progress import Display, Interval, told_left
-from tests.command_line import GRPO, ROOT, TINY, WARM_START, mmrl
+from tests.command_line import ROOT, TINY, WARM_START
+from tests.engine.parts import make, metrics, release
 from tests.tasks.choosing import build
 
 SPEED = {"time/step": 0.5, "throughput/rollouts_per_second": 32.0}
@@ -156,19 +157,21 @@ def test_the_line_of_an_evaluation_has_the_standard_error_and_what_did_not_count
 
 
 @pytest.mark.parametrize(("every", "steps"), [("0", [1, 2, 3, 4, 5]), ("1000", [1, 5])])
-def test_a_log_has_lines_of_steps_every_so_often(tmp_path, every, steps):
-    run = tmp_path / "run"
-    done = mmrl(tmp_path, "train", WARM_START, *TINY, *GRPO, f"run_dir={run}", "steps=5", f"log.lines_every={every}")
-    assert (done.code, done.err) == (0, "")
-    told = [int(found) for found in re.findall(r"^step (\d+)/5 ", done.out, re.MULTILINE)]
-    assert told == steps and done.out.count("evaluation at step") == 2
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+@pytest.mark.usefixtures("alone")
+def test_a_log_has_lines_of_steps_every_so_often(tmp_path, capsys, every, steps):
+    trainer = make(tmp_path, "steps=5", f"log.lines_every={every}", "evaluation={every: 0, prompts: 8, before: true}")
+    trainer.train()
+    release(trainer)
+    out = capsys.readouterr().out
+    told = [int(found) for found in re.findall(r"^step (\d+)/5 ", out, re.MULTILINE)]
+    assert told == steps and out.count("evaluation at step") == 2
+    rows = metrics(tmp_path)
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5]  # whatever is printed
     first, last = (row for row in rows if "evaluation/accuracy" in row)
     for row in (first, last):
         errors = f"{row['evaluation/accuracy']:.4f} ± {row['evaluation/standard_error']:.4f} on 8"
-        assert f"evaluation at step {row['step']}: held-out accuracy {errors}" in done.out
-    assert ("no signal" in done.out) == any(row.get("advantages/zero_variance_groups") for row in rows)
+        assert f"evaluation at step {row['step']}: held-out accuracy {errors}" in out
+    assert ("no signal" in out) == any(row.get("advantages/zero_variance_groups") for row in rows)
 
 
 @pytest.mark.slow

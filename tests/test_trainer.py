@@ -283,6 +283,16 @@ def test_a_run_that_learns_nothing_says_so_and_ends(tmp_path, capsys):
     assert len(told) == 1 and told[0].startswith("step 2: nothing was learned in 2 steps in a row")
 
 
+def test_tables_of_training_show_whole_groups_and_their_films(tmp_path):
+    """Of four groups of four the first one is shown where three samples are wanted, in every second step."""
+    options = ["steps=3", "log={samples_every: 2, samples: 3}", "action.film=true"]
+    train(tmp_path, *options, base=parts.ROBOTS)
+    written = sorted(path.name for path in (tmp_path / "samples").glob("train-*"))
+    assert written == [f"train-000002-{number:03d}.mp4" for number in range(4)] + ["train-000002.html"]
+    page = (tmp_path / "samples" / "train-000002.html").read_text()
+    assert page.count("<video") == 4 and page.count('rowspan="4"') == 3
+
+
 def test_only_idle_steps_in_a_row_count():
     standstill = Standstill(3)
     said = [standstill.judge(step, {"grad_norm": norm}) for step, norm in enumerate([0.0, 1e-9, 0.0, 0.0])]
@@ -304,7 +314,8 @@ def test_groups_without_a_signal_are_told_where_only_terms_move_the_weights():
     flat = {"grad_norm": 0.0, "advantages/zero_variance_groups": 1.0}
     standstill = Standstill(10)
     assert "gradient was 0" in [standstill.judge(step, flat) for step in range(2)][1]  # one of the two is enough
-    assert standstill.judge(2, {"grad_norm": 0.5}) is None  # an algorithm without groups
+    standstill = Standstill(10)  # an algorithm without groups
+    assert [standstill.judge(step, {"grad_norm": 0.5}) for step in range(4)] == [None] * 4
 
 
 def test_what_could_not_be_measured_is_not_kept_as_the_best():

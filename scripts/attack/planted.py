@@ -33,6 +33,7 @@ R = "mmrl/report/"
 LIKELIHOODS, CODES = ("policies/masked/test_likelihoods.py",), ("policies/codes/test_policy.py",)
 PAIRS, GAINS, SEARCH = ("joints/test_pairs.py",), ("joints/test_step_gains.py",), ("test_search.py",)
 
+VLA, FILMS = "mmrl/policies/vla/", ("policies/vla/test_policy.py",)
 PROGRESS, DOCTOR = ("test_progress.py",), ("test_doctor.py",)
 CLIPS = ("joints/test_view_contrast.py",)
 
@@ -415,8 +416,6 @@ FAULTS = [
           'run.key(f"{generator}.partial.max_staleness", ', 'run.key(f"{generator}.partial.none", ', REPORT),
     Fault("report: the error of a difference is that of one end", R + "health.py",
           "math.hypot(errors[0], errors[-1])", "errors[-1]", REPORT),
-    Fault("report: tables may ask the network", R + "galleries.py",
-          'url_schemes={"data"}', 'url_schemes={"data", "http", "https"}', REPORT),
     Fault("report: galleries know no limit", R + "galleries.py", "budget -= moment.size", "pass", REPORT),
     Fault("report: the first moments before the last", R + "galleries.py",
           "for place in (len(steps) - 1, 0):", "for place in (0, len(steps) - 1):", REPORT),
@@ -430,7 +429,7 @@ FAULTS = [
     Fault("report: every row is a group of its own", R + "run.py",
           "            first = i\n        sizes", "            pass\n        first = i\n        sizes", REPORT),
     Fault("report: numbers of a group's samples shifted", R + "run.py",
-          "_row(s, [values[i] for", "_row(s, [values[i - 1] for", REPORT),
+          "_row(s, [v[i] for", "_row(s, [v[i - 1] for", REPORT),
     Fault("watch: time left at the pace of all steps", R + "watch.py", "][-RECENT:]\n    if", "]\n    if",
           ("report/test_watch.py",)),
     Fault("watch: the course upside down", R + "watch.py",
@@ -621,4 +620,33 @@ FAULTS = [
     Fault("doctor: every extra is mended alike", "mmrl/doctor.py",
           "COMMANDS.get(str(extra), f", "dict[str, str]().get(str(extra), f", DOCTOR),
     Fault("doctor: kernels need no command", "mmrl/doctor.py", "part.said, part.mend", 'part.said, ""', DOCTOR),
+    # --- tables of training, films, groups ---
+    Fault("tables: as many rows as are wanted, whatever the group", T,
+          "rollouts.select(whole_groups(rollouts.group, self.config.log.samples))",
+          "rollouts.select(torch.arange(min(self.config.log.samples, len(rollouts))))", ("test_trainer.py",)),
+    Fault("tables: one group more", "mmrl/core/filters.py", "if len(found) >= least:", "if len(found) > least:",
+          ("core/test_filters.py",)),
+    Fault("films: of the step before", VLA + "policy.py", "(step + 1) % self.log.samples_every",
+          "step % self.log.samples_every", FILMS),
+    Fault("films: of a part of a group", VLA + "policy.py",
+          "return -(-self.log.samples // group_size) * group_size", "return self.log.samples", FILMS),
+    Fault("films: of the first in every part", VLA + "policy.py", "film=max(0, how.film - i)", "film=how.film", FILMS),
+    Fault("films: training moves action by action", VLA + "policy.py",
+          "by_action = how.film and not how.training", "by_action = how.film", FILMS),
+    Fault("films: training is filmed without being asked", VLA + "policy.py",
+          "if not self.action.film or not", "if not", FILMS),
+    Fault("films: the configuration's tables do not arrive", VLA + "loading.py", "log=config.log,", "log=None,",
+          ("test_trainer.py",)),
+    Fault("films: looks play as fast as actions", R + "run.py", "round(actions_per_second / actions)",
+          "actions_per_second", ("report/test_run.py",)),
+    Fault("films: looks are counted as actions", R + "run.py", "round(number * actions)", "number",
+          ("report/test_run.py",)),
+    Fault("groups: pictures of a group do not stand in a row", R + "run.py", "columns=together or 10", "columns=10",
+          ("report/test_run.py",)),
+    Fault("groups: clips of a group do not stand in a row", R + "run.py", "columns=together or 8", "columns=8",
+          ("report/test_run.py",)),
+    Fault("report: a video stands in its row and above", R + "galleries.py", "            del videos[name]\n", "",
+          REPORT),
+    Fault("report: what is not on the page is asked for", R + "galleries.py",
+          'attribute == "src" and not value.startswith("data:")', "False", REPORT),
 ]
