@@ -312,7 +312,7 @@ def run_new(options: argparse.Namespace) -> int:
     from mmrl.skeleton import write
 
     for path in write(options.kind, options.name, options.folder):
-        print(f"written {path}")
+        print(f"written {path}" + (f"; train it with: mmrl train {path}" if path.suffix == ".yaml" else ""))
     return 0
 
 

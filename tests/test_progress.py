@@ -174,6 +174,14 @@ def test_a_log_has_lines_of_steps_every_so_often(tmp_path, capsys, every, steps)
     assert ("no signal" in out) == any(row.get("advantages/zero_variance_groups") for row in rows)
 
 
+@pytest.mark.parametrize(("given", "bars"), [({}, False), ({"TQDM_DISABLE": ""}, True)])
+def test_libraries_show_no_bars_unless_the_user_asks_for_them(given, bars):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TQDM")} | given
+    code = "import mmrl.cli; from tqdm import tqdm; list(tqdm(range(3), desc='Loading weights'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and ("Loading weights" in done.stderr) == bars
+
+
 @pytest.mark.slow
 def test_on_a_terminal_training_and_evaluation_have_bars_and_libraries_none(tmp_path):
     command = [sys.executable, "-m", "mmrl", "train", WARM_START, *TINY, "evaluation.micro_batch=4"]

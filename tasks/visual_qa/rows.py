@@ -84,7 +84,8 @@ class Fields:
         for key, value in row.items():
             check_value(key, str(key))
             check_value(value, str(key))
-        problem, answer = (self._filled(row, name) for name in (self.problem, self.answer))
+        problem = self._filled(row, self.problem, "problem_field")
+        answer = self._filled(row, self.answer, "answer_field")
         if not isinstance(problem, str):
             raise RowError(f"field {self.problem!r} must be text, not {type(problem).__name__}")
         check_finite(answer, self.answer)
@@ -100,9 +101,10 @@ class Fields:
                 f"field {self.problem!r} has {markers} {marker} markers, field {field!r} has {len(shown)} {what}"
             )
 
-    def _filled(self, row: Mapping[str, Any], name: str) -> Any:
+    def _filled(self, row: Mapping[str, Any], name: str, key: str) -> Any:
         if name not in row:
-            raise RowError(f"field {name!r} is missing (fields: {', '.join(map(str, row)) or 'none'})")
+            fields = ", ".join(map(str, row)) or "none"
+            raise RowError(f"field {name!r} is missing (fields: {fields}); task.data.{key} names another one")
         value = row[name]
         if value is None or value == [] or (isinstance(value, str) and not value.strip()):
             raise RowError(f"field {name!r} is empty")
@@ -118,7 +120,7 @@ class Fields:
     def _refuse_a_near_name(self, row: Mapping[str, Any], field: str, key: str) -> None:
         others = [name for name, value in row.items() if value and name not in self._used]
         if near := difflib.get_close_matches(field, others, n=1, cutoff=0.8):
-            raise RowError(f"field {field!r} is missing, but there is {near[0]!r}: set {key}={near[0]}, or rename it")
+            raise RowError(f"field {field!r} is missing, but there is {near[0]!r}: set task.data.{key}={near[0]}")
 
     def _each(self, field: str, what: str, shown: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
         found = []
@@ -235,7 +237,13 @@ class RowSource:
         total, bad = len(self._rows), sorted(self._reasons)
         if len(bad) <= self.max_bad_share * total:
             return None
-        listed = "; ".join(map(self._line, bad[:SHOWN])) + ("; ..." if len(bad) > SHOWN else "")
+        alike: dict[str, list[int]] = {}
+        for row in bad:
+            alike.setdefault(self._reasons[row], []).append(row)
+        first = [rows[0] for rows in alike.values()][:SHOWN]
+        more = {row: len(alike[self._reasons[row]]) - 1 for row in first}
+        listed = "; ".join(self._line(row) + (f" (and {more[row]} alike)" if more[row] else "") for row in first)
+        listed += "; ..." if len(alike) > SHOWN else ""
         return (
             f"{self.name}: {len(bad)} of {total} rows cannot be used, more than max_bad_share={self.max_bad_share:g} "
             f"allows; mend or remove them, or raise max_bad_share: {listed}"
