@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import ModuleType
 
 from planted import FAULTS, Fault
 
@@ -113,6 +114,7 @@ class Trial:
                 os.dup2(file.fileno(), 2)
             os.chdir(tree)
             sys.path[0] = str(tree)  # before the installed package
+            sys.modules["__main__"] = ModuleType("__main__")  # processes of the tests would run this script again
             import pytest
 
             arguments = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
