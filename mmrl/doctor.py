@@ -40,8 +40,10 @@ def examine() -> Iterator[Check]:
     """All checks. What can not be imported is told, and nothing that needs it is looked at."""
     yield Check("python", sys.version.split()[0])
     found = {canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
-    required = [Requirement(line) for line in importlib.metadata.requires(DISTRIBUTION) or []]
-    yield from packages(required, found)
+    if canonical(DISTRIBUTION) in found:
+        yield from packages(map(Requirement, importlib.metadata.requires(DISTRIBUTION) or []), found)
+    else:  # mmrl was found on a path
+        yield Check(DISTRIBUTION, "not installed, so that nobody knows which packages it needs", SET_UP, True)
     broken = [check for check in map(imported, ("torch", "torchvision")) if check is not None]
     yield from broken
     if not broken:

@@ -111,6 +111,14 @@ def test_something_that_everything_needs_makes_it_fail(monkeypatch, capsys):
     assert ended.value.code == 1 and "bash scripts/setup.sh" in capsys.readouterr().out
 
 
+def test_sources_that_are_not_installed_are_told(monkeypatch):
+    monkeypatch.setattr(doctor, "DISTRIBUTION", "mmrl-elsewhere")
+    checks = examine()
+    assert next(checks).name == "python"
+    said = "not installed, so that nobody knows which packages it needs"
+    assert next(checks) == Check("mmrl-elsewhere", said, "bash scripts/setup.sh", True)
+
+
 def test_this_machine_has_what_mmrl_needs():
     found = list(examine())
     assert found[0] == Check("python", sys.version.split()[0])
