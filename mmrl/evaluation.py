@@ -14,6 +14,7 @@ import torch
 from mmrl.config import Config
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
+from mmrl.progress import display
 from mmrl.protocols import Responding, Task
 from mmrl.rollouts import Episode, Prompt, Sample
 from mmrl.sections import Checkpoint
@@ -79,15 +80,17 @@ def evaluate(
     share = -(-count // ranks.world)  # equal on all ranks, as ZeRO-3 needs; the surplus is not counted
     indices = [min(ranks.rank + i * ranks.world, count - 1) for i in range(share)]
     samples: list[Sample] = []
-    for start in range(0, share, settings.micro_batch):
-        part = indices[start : start + settings.micro_batch]
-        prompts = [task.evaluation[i] for i in part]
-        made = None if journal is None else journal.find(part, prompts)
-        if made is None:
-            made = policy.respond(prompts, rollout_seeds(config.seed + 1, part, 1))
-            if journal is not None:
-                journal.add(part, made)
-        samples += made
+    with display.work("evaluation", share) as work:
+        for start in range(0, share, settings.micro_batch):
+            part = indices[start : start + settings.micro_batch]
+            prompts = [task.evaluation[i] for i in part]
+            made = None if journal is None else journal.find(part, prompts)
+            if made is None:
+                made = policy.respond(prompts, rollout_seeds(config.seed + 1, part, 1))
+                if journal is not None:
+                    journal.add(part, made)
+            samples += made
+            work.advance(len(part))
     columns = {"accuracy": task.accuracy(samples), **task.measures(samples, torch.tensor(indices))}
     rows = [{name: float(values[i]) for name, values in columns.items()} for i in range(share)]
     kinds = [str(s.prompt.metadata.get("kind", "")) for s in samples]
@@ -125,10 +128,12 @@ def _known(values: list[Any]) -> list[float]:
 
 
 def worth(result: dict[str, float], kept: Checkpoint) -> float:
-    """What the weights that an evaluation measured are kept for, the higher the better. Raises UserError for a metric
-    that there is not."""
+    """What the weights that an evaluation measured are kept for, the higher the better; -inf where nothing could be
+    measured. Raises UserError for a metric that there is not."""
     if kept.best_by not in result and kept.best_by != "evaluation/accuracy":
         raise UserError(
             f"checkpoint.best_by={kept.best_by} is no metric of this evaluation; it has {', '.join(sorted(result))}"
         )
-    return (1 if kept.best_is == "highest" else -1) * result.get(kept.best_by, 0.0)
+    if kept.best_by not in result:
+        return -math.inf
+    return (1 if kept.best_is == "highest" else -1) * result[kept.best_by]

@@ -25,6 +25,7 @@ from mmrl.engine import Engine, Ranks, applied, end_with_launcher, take_device
 from mmrl.errors import UserError, told
 from mmrl.evaluation import Journal, evaluate
 from mmrl.protocols import Responding
+from mmrl.quiet import quieten_environment
 from mmrl.report.lock import check_free
 from mmrl.report.records import RunRecord, read_run
 from mmrl.report.run import Run
@@ -246,10 +247,11 @@ def after_warm_start(config: Config) -> Config:
 
 
 def quieten() -> None:
+    """Libraries show no bars of their own, on a terminal as in a log, also where they were imported before."""
     from transformers.utils.logging import disable_progress_bar
 
-    if not sys.stderr.isatty():
-        disable_progress_bar()  # else every rank's bars fill the log
+    quieten_environment()
+    disable_progress_bar()
 
 
 # --- after a run ---

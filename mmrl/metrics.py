@@ -14,8 +14,10 @@ from torch import Tensor
 
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
+from mmrl.progress import told_left
 
 UNSCORED = "unscored"  # share of the rollouts of a step whose reward is unknown; "unscored/NAME": of one component
+FLAT = "advantages/zero_variance_groups"  # share of the groups whose rewards are all equal
 KIB_IN_GIB = 2**20
 MAXIMA = ("_gap", "/staleness")  # names of which the largest value is told besides
 
@@ -134,16 +136,25 @@ class Silence:
 
 class Standstill:
     """Steps in a row whose gradient was exactly 0, so that nothing was learned: rewards that never differ within a
-    group, a weight of 0, a mask that leaves nothing."""
+    group, a weight of 0, a mask that leaves nothing. And steps in a row in which no group had a signal, so that only
+    loss terms may have moved the weights."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.steps = most, 0
+        self.most, self.steps, self.flat = most, 0, 0
 
     def judge(self, step: int, values: dict[str, float]) -> str | None:
         """What to say of it, after a fifth of `most` such steps. Raises UserError after `most`; `values` are of all
         ranks, so all of them raise."""
         self.steps = self.steps + 1 if values.get("grad_norm") == 0.0 else 0  # absent: updates were skipped
-        if self.steps not in (max(1, self.most // 5), self.most):
+        self.flat = self.flat + 1 if values.get(FLAT) == 1.0 else 0
+        first = max(1, self.most // 5)
+        if self.flat == first and not self.steps:
+            return (
+                f"step {step}: the rewards taught nothing in {first} steps in a row: all rollouts of a group had "
+                "the same; only loss terms moved the weights. Try prompts that are neither too easy nor too hard, "
+                "a larger rollout.group_size, or partial credit"
+            )
+        if self.steps not in (first, self.most):
             return None
         rewards = [f"{n.removeprefix('reward/')} {v:.3g}" for n, v in values.items() if n.startswith("reward/")]
         why = (
@@ -156,8 +167,8 @@ class Standstill:
         raise UserError(f"{why}; or raise rollout.max_idle_steps")
 
 
-def step_line(step: int, steps: int, values: dict[str, float]) -> str:
-    """One line a step: what moved and how fast."""
+def step_line(step: int, steps: int, values: dict[str, float], left: float | None = None) -> str:
+    """One line of a step: what moved, what is missing, and how fast. left: seconds until the last step."""
     shown = [
         ("acc", "accuracy"),
         ("loss", "loss"),
@@ -165,9 +176,32 @@ def step_line(step: int, steps: int, values: dict[str, float]) -> str:
         ("ent", "entropy"),
         ("len", "response/length"),
     ]
-    parts = [f"{short} {values[name]:.3f}" for short, name in shown if name in values]
-    rewards = [f"{n.removeprefix('reward/')} {v:.3f}" for n, v in values.items() if n.startswith("reward/")]
-    if values.get(UNSCORED, 0) > 0:
-        parts.append(f"unscored {values[UNSCORED]:.0%}")
-    speed = f"{values['throughput/rollouts_per_second']:.0f} rollouts/s"
-    return f"step {step}/{steps}  " + "  ".join([*rewards, *parts, f"{values['time/step']:.2f}s", speed])
+    parts = [f"{n.removeprefix('reward/')} {v:.3f}" for n, v in values.items() if n.startswith("reward/")]
+    parts += [f"{short} {values[name]:.3f}" for short, name in shown if name in values]
+    missing = [("no signal", FLAT), (UNSCORED, UNSCORED)]
+    parts += [f"{word} {values[name]:.0%}" for word, name in missing if values.get(name, 0) > 0]
+    if lost := lost_episodes(values):
+        parts.append(f"{lost} lost")
+    parts += [f"{values['time/step']:.2f}s", f"{values['throughput/rollouts_per_second']:.0f} rollouts/s"]
+    parts += [told_left(left)] if left else []
+    return f"step {step}/{steps}  {'  '.join(parts)}"
+
+
+def evaluation_line(step: int, values: dict[str, float]) -> str:
+    """Held-out accuracy with its standard error, and what did not count in it."""
+    unscored, lost = values["evaluation/unscored"], lost_episodes(values, "evaluation/")
+    missing = [f"{unscored:.1%} could not be scored"] if unscored else []
+    missing += [f"{lost} lost"] if lost else []
+    without = f" ({', '.join(missing)})" if missing else ""
+    if "evaluation/accuracy" not in values:
+        return f"evaluation at step {step}: no held-out accuracy{without}"
+    accuracy, error = values["evaluation/accuracy"], values["evaluation/standard_error"]
+    return (
+        f"evaluation at step {step}: held-out accuracy {accuracy:.4f} ± {error:.4f} on {values['evaluation/n']:.0f}"
+        f"{without}"
+    )
+
+
+def lost_episodes(values: dict[str, float], prefix: str = "") -> int:
+    """How many episodes and conversations a simulator or an environment lost."""
+    return round(sum(values.get(prefix + name, 0.0) for name in ("simulator/dropped", "environment/lost")))

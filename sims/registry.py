@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmrl.sims.vector import EndOfEpisode, Simulator, VectorSim, nearest
 from mmrl.sims.workers import Workers
@@ -28,6 +28,11 @@ PACKAGES = {  # that a result depends on, by their names in a registry
     "metaworld": ("metaworld", "mujoco"),
 }
 EXTRAS = {"tabletop": "mujoco", "gymnasium": "mujoco"}  # others are called what their simulator is
+
+RENDERING = (  # simulator, its package, and what says what it renders with
+    ("mujoco", "mujoco", "mmrl.sims.mujoco.gl:choose_backend"),
+    ("maniskill", "mani_skill", "mmrl.sims.maniskill.driver:describe"),
+)
 
 
 def build(
@@ -100,16 +105,24 @@ def resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return defaults | dict(options)
 
 
-def renderers() -> dict[str, str]:
-    """What each simulator that is installed renders with, or why it cannot; for `mmrl doctor`."""
+class Renderer(NamedTuple):
+    """What a simulator renders with, or why it cannot, and then the command that mends it."""
+
+    said: str
+    mend: str = ""
+
+
+def renderers() -> dict[str, Renderer]:
+    """Of each simulator that is installed and renders on its own; for `mmrl doctor`."""
     found = {}
-    if importlib.util.find_spec("mujoco") is not None:
-        try:
-            found["mujoco"] = importlib.import_module("mmrl.sims.mujoco.gl").choose_backend()
-        except UserError as error:
-            found["mujoco"] = str(error)
-    if importlib.util.find_spec("mani_skill") is not None:
-        found["maniskill"] = importlib.import_module("mmrl.sims.maniskill.driver").describe()
+    for name, package, chooser in RENDERING:
+        if importlib.util.find_spec(package) is not None:
+            module, _, function = chooser.partition(":")
+            part = importlib.import_module(module)
+            try:
+                found[name] = Renderer(vars(part)[function]())
+            except UserError as error:
+                found[name] = Renderer(str(error), part.COMMAND)
     return found
 
 

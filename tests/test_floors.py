@@ -15,6 +15,8 @@ FLOORS = [
         "mmrl.rollouts",
         "mmrl.errors",
         "mmrl.lazy",
+        "mmrl.progress",
+        "mmrl.quiet",
         "mmrl.seeds",
         "mmrl.version",
     ],  # the words everyone above shares
@@ -41,6 +43,7 @@ FLOORS = [
     ["mmrl.config"],
     [
         "mmrl.conversion",
+        "mmrl.doctor",
         "mmrl.evaluation",
         "mmrl.evaluation_protocol",
         "mmrl.pool",

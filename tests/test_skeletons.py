@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from mmrl import skeleton
-from mmrl.cli import KINDS_OF_NEW
+from mmrl.cli import KINDS_OF_NEW, main
 from mmrl.config import load
 from mmrl.errors import UserError
 
@@ -32,8 +32,14 @@ def written(tmp_path_factory):
     return folder
 
 
-def test_the_command_line_knows_all_kinds():
+def test_the_command_line_knows_all_kinds_and_says_how_to_go_on(tmp_path, capsys):
     assert sorted(KINDS_OF_NEW) == sorted(skeleton.KINDS)
+    with pytest.raises(SystemExit) as ended:
+        main(["new", "reward", "Polite", "--folder", str(tmp_path)])
+    recipe = tmp_path / "polite.yaml"
+    assert (
+        ended.value.code == 0 and f"written {recipe}; train it with: mmrl train {recipe}\n" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("kind", skeleton.KINDS)

@@ -11,8 +11,10 @@ from mmrl.algorithms.surrogates import Surrogate
 from mmrl.config import load
 from mmrl.engine.deepspeed import learning_rate
 from mmrl.errors import UserError
+from mmrl.evaluation import worth
 from mmrl.metrics import Metrics, Standstill
 from mmrl.prompt_samplers import Permutation
+from mmrl.sections import Checkpoint
 from tests.engine import parts
 from tests.engine.parts import TINY, Fixed, distance, final, make, metrics, release, spread, train, under
 
@@ -281,12 +283,54 @@ def test_a_run_that_learns_nothing_says_so_and_ends(tmp_path, capsys):
     assert len(told) == 1 and told[0].startswith("step 2: nothing was learned in 2 steps in a row")
 
 
+def test_tables_of_training_show_whole_groups_and_their_films(tmp_path):
+    """Of four groups of four the first one is shown where three samples are wanted, in every second step."""
+    options = ["steps=3", "log={samples_every: 2, samples: 3}", "action.film=true"]
+    train(tmp_path, *options, base=parts.ROBOTS)
+    written = sorted(path.name for path in (tmp_path / "samples").glob("train-*"))
+    assert written == [f"train-000002-{number:03d}.mp4" for number in range(4)] + ["train-000002.html"]
+    page = (tmp_path / "samples" / "train-000002.html").read_text()
+    assert page.count("<video") == 4 and page.count('rowspan="4"') == 3
+
+
 def test_only_idle_steps_in_a_row_count():
     standstill = Standstill(3)
     said = [standstill.judge(step, {"grad_norm": norm}) for step, norm in enumerate([0.0, 1e-9, 0.0, 0.0])]
     assert [text is not None for text in said] == [True, False, True, False]
     with pytest.raises(UserError, match="step 4: nothing was learned in 3 steps"):
         standstill.judge(4, {"grad_norm": 0.0})
+
+
+def test_groups_without_a_signal_are_told_where_only_terms_move_the_weights():
+    """The gradient is not 0, for a loss term has one; it is said once for each two steps or more in a row."""
+    standstill = Standstill(10)
+    shares = [1.0, 1.0, 1.0, 0.99, 1.0, 1.0]
+    said = [
+        standstill.judge(step, {"grad_norm": 0.5, "advantages/zero_variance_groups": share})
+        for step, share in enumerate(shares)
+    ]
+    assert [text is not None for text in said] == [False, True, False, False, False, True]
+    assert said[1].startswith("step 1: the rewards taught nothing in 2 steps in a row")
+    flat = {"grad_norm": 0.0, "advantages/zero_variance_groups": 1.0}
+    standstill = Standstill(10)
+    assert "gradient was 0" in [standstill.judge(step, flat) for step in range(2)][1]  # one of the two is enough
+    standstill = Standstill(10)  # an algorithm without groups
+    assert [standstill.judge(step, {"grad_norm": 0.5}) for step in range(4)] == [None] * 4
+
+
+def test_what_could_not_be_measured_is_not_kept_as_the_best():
+    kept = Checkpoint(best=True)
+    assert worth({"evaluation/accuracy": -2.0}, kept) == -2.0 > worth({"evaluation/n": 0.0}, kept) == -math.inf
+
+
+def test_an_evaluation_without_a_score_has_no_accuracy(tmp_path, capsys):
+    options = ["evaluation.prompts=4", "evaluation.max_unscored=1", "checkpoint.best=true"]
+    trainer = make(tmp_path, *options, task=Fixed(lambda sample: math.nan))
+    trainer.step = 1
+    result = trainer.evaluate()
+    release(trainer)
+    assert "evaluation/accuracy" not in result and trainer.accuracies == {} and not (tmp_path / "best").exists()
+    assert "no held-out accuracy (100.0% could not be scored)" in capsys.readouterr().out
 
 
 def test_too_much_of_an_evaluation_that_is_not_scored_ends_the_run(tmp_path):

@@ -33,6 +33,17 @@ def groups_within(values: Tensor, group: Tensor, *, low: float | None, high: flo
     return inside[index]
 
 
+def whole_groups(group: Tensor, least: int) -> Tensor:
+    """[n] int64: the rollouts of the groups that come first in `group` [rollout], group by group: of as many groups as
+    it takes to have `least` rollouts, or of all."""
+    found: list[int] = []
+    for one in dict.fromkeys(group.tolist()):
+        if len(found) >= least:
+            break
+        found += (group == one).nonzero().flatten().tolist()
+    return torch.tensor(found, dtype=torch.int64)
+
+
 def informative_groups(
     rewards: Tensor, group: Tensor, weights: Tensor, *, components: str = "sum", gates: int = 1
 ) -> Tensor:

@@ -7,9 +7,11 @@ import threading
 from pathlib import Path
 
 from mmrl.placement import end_with_parent
+from mmrl.quiet import quieten_environment
 
 
 def main() -> None:
+    quieten_environment()
     threading.Thread(target=end_with_parent, daemon=True).start()
     model = Path(sys.argv[sys.argv.index("--model") + 1])
     if not model.is_dir():

@@ -10,7 +10,7 @@ from mmrl.kernels.operators import (
     hidden_logprob,
     token_logprob,
 )
-from mmrl.kernels.status import status
+from mmrl.kernels.status import health, status
 
 __all__ = [
     "KernelError",
@@ -20,6 +20,7 @@ __all__ = [
     "denoise_step",
     "gae",
     "group_advantage",
+    "health",
     "hidden_logprob",
     "status",
     "token_logprob",

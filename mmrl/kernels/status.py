@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mmrl.kernels import compiled, operators
 
+BUILD = "python -m mmrl.kernels build"
+
+
+class Health(NamedTuple):
+    """What there is to say of one kind of kernels. mend: the command that brings it, where it is missing."""
+
+    said: str
+    mend: str = ""
+
+
+def health() -> list[Health]:
+    """Of the C++ and of the CUDA kernels. Builds and loads the former, and the latter where there is a GPU; compares
+    every operator with the torch reference on small inputs.
+    """
+    return [_health("cpu"), _health("cuda") if torch.cuda.is_available() else Health(_without_gpu())]
+
 
 def status() -> list[str]:
-    """One line each for the C++ and the CUDA kernels. Builds and loads the former, and the latter where there is a GPU;
-    compares every operator with the torch reference on small inputs.
-    """
-    return [_line("cpu"), _line("cuda") if torch.cuda.is_available() else _without_gpu()]
+    """One line each for the C++ and the CUDA kernels; see `health`."""
+    return [part.said for part in health()]
 
 
-def _line(kind: compiled.Backend) -> str:
+def _health(kind: compiled.Backend) -> Health:
     compiled._load(kind)
-    if compiled._state[kind]:
-        return f"{kind}: not usable, the torch reference computes: {compiled._state[kind]}"
+    if why := compiled._state[kind]:
+        compiler = "sudo apt-get install g++" if kind == "cpu" else "sudo apt-get install nvidia-cuda-toolkit"
+        mend = BUILD if compiled._compiler(kind) else f"{compiler} && {BUILD}"
+        return Health(f"{kind}: not usable, the torch reference computes: {why}", mend)
     if wrong := [name for name, call in _calls(kind).items() if not _agree(kind, call)]:
-        return f"{kind}: {', '.join(wrong)} is wrong: differs from the torch reference; use kernels.backend=torch"
-    return f"{kind}: built, loaded, numerically right ({compiled.library(kind)})"
+        said = f"{kind}: {', '.join(wrong)} is wrong: differs from the torch reference; use kernels.backend=torch"
+        return Health(said, f"rm {compiled.library(kind)} && {BUILD}")
+    return Health(f"{kind}: built, loaded, numerically right ({compiled.library(kind)})")
 
 
 def _without_gpu() -> str:

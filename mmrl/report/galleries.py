@@ -18,8 +18,9 @@ STEP = re.compile(r"(?P<kind>[a-z]+)-(?P<step>\d{6})(?:-\d{3})?")
 TITLES = {"evaluation": "Held-out prompts", "train": "Training prompts", "samples": "Written by mmrl sample"}
 # What tables of samples consist of (`mmrl.report.run.sample_table`). Anything else in a file is left out: the page of a
 # run that came from elsewhere can not do anything.
-TAGS = {"table", "tbody", "tr", "th", "td", "div", "pre", "b", "i", "img"}
-ATTRIBUTES = {"img": {"src"}, "b": {"class"}, "td": {"rowspan"}}
+TAGS = {"table", "tbody", "tr", "th", "td", "div", "pre", "b", "i", "img", "video"}
+SHOWS = {"src", "controls", "loop", "muted", "playsinline"}
+ATTRIBUTES = {"img": {"src"}, "video": SHOWS, "b": {"class"}, "td": {"rowspan"}}
 
 
 @dataclass
@@ -101,15 +102,23 @@ def ranked(steps: Sequence[int | None]) -> Iterable[tuple[int, int | None]]:
     return [(rank, steps[place]) for rank, place in enumerate(order)]
 
 
-def moment_of(step: int | None, paths: Iterable[Path]) -> Moment:
-    moment = Moment(step)
-    for path in paths:
-        if path.suffix == ".html":
-            moment.table = table_of(path.read_text(errors="replace"))
-        elif path.suffix in KINDS:
-            url = f"data:{KINDS[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"
-            (moment.videos if path.suffix == ".mp4" else moment.pictures).append(url)
+def moment_of(step: int | None, paths: Sequence[Path]) -> Moment:
+    """Videos stand in the rows of the table that name them; others above it."""
+    shown = {path: data_url(path) for path in paths if path.suffix in KINDS}
+    videos = {path.name: url for path, url in shown.items() if path.suffix == ".mp4"}
+    moment = Moment(step, pictures=[url for path, url in shown.items() if path.suffix != ".mp4"])
+    for page in (path.read_text(errors="replace") for path in paths if path.suffix == ".html"):
+        named = {name: url for name, url in videos.items() if f'<video src="{name}"' in page}
+        for name, url in named.items():
+            page = page.replace(f'<video src="{name}"', f'<video src="{url}"')
+            del videos[name]
+        moment.table = table_of(page)
+    moment.videos = list(videos.values())
     return moment
+
+
+def data_url(path: Path) -> str:
+    return f"data:{KINDS[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def table_of(page: str) -> str:
@@ -117,4 +126,16 @@ def table_of(page: str) -> str:
     start = page.find("<table")
     if start < 0:
         return ""
-    return nh3.clean(page[start:], tags=TAGS, attributes=ATTRIBUTES, url_schemes={"data"}, link_rel=None)
+    return nh3.clean(
+        page[start:],
+        tags=TAGS,
+        attributes=ATTRIBUTES,
+        attribute_filter=inside,
+        url_schemes={"data"},
+        link_rel=None,
+    )
+
+
+def inside(tag: str, attribute: str, value: str) -> str | None:
+    """The value of an attribute, unless it names something that is not on the page."""
+    return None if attribute == "src" and not value.startswith("data:") else value

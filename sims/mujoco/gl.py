@@ -18,6 +18,7 @@ from mmrl.errors import UserError
 
 BACKENDS = ("egl", "osmesa")
 PROBE = "import sys, mujoco.{0} as gl; c = gl.GLContext(8, 8); c.make_current(); c.free()"
+COMMAND = "bash scripts/system_packages.sh"
 MAX_GEOMS = 200
 
 

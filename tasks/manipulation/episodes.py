@@ -10,6 +10,7 @@ from mmrl.sims import Observation, VectorSim
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
+from mmrl.progress import display
 from mmrl.rollouts import Prompt
 
 FIRST_TRAINING_SEED = 1 << 32  # held-out seeds lie below
@@ -70,25 +71,33 @@ def record_expert(
 
     Raises UserError where the simulator has no expert, and if no episode is left.
     """
-    rng, recorded = np.random.default_rng(seed), []
-    for i in range(0, len(starts), len(sim)):
-        part = starts[i : i + len(sim)]
-        observation = sim.reset([s for _, s in part], [t for t, _ in part])
-        instructions = observation.instructions
-        steps: list[list[tuple[NDArray, NDArray, NDArray]]] = [[] for _ in part]
-        solved = np.zeros(len(sim), bool)
-        while (active := sim.running).any():
-            wanted = sim.expert(active)
-            moved = sim.step(np.clip(wanted + noise * rng.standard_normal(wanted.shape), -1, 1))
-            for row in np.flatnonzero(active & moved.valid.any(1)).tolist():
-                steps[row].append((observation.images[row], observation.state[row], wanted[row, 0]))
-            solved |= moved.success.any(1)
-            observation = moved.observation
-        for row, (task, start) in enumerate(part):
-            if steps[row] and (solved[row] or not successful):
-                images, state, actions = (np.stack(column) for column in zip(*steps[row], strict=True))
-                name = f"{task}-{start}"
-                recorded.append(Recorded(name, instructions[row], images, state, actions, sim.cameras))
+    rng, recorded = np.random.default_rng(seed), list[Recorded]()
+    with display.work("demonstrations", len(starts)) as work:
+        for i in range(0, len(starts), len(sim)):
+            recorded += play_expert(sim, starts[i : i + len(sim)], noise=noise, successful=successful, rng=rng)
+            work.advance(min(len(sim), len(starts) - i))
     if not recorded:
         raise UserError(f"task.demonstrations: none of {len(starts)} scripted episodes succeeded; lower noise")
+    return recorded
+
+
+def play_expert(
+    sim: VectorSim, starts: Sequence[tuple[str, int]], *, noise: float, successful: bool, rng: np.random.Generator
+) -> list[Recorded]:
+    """As `record_expert`, of at most as many starts as the simulator has rows; there may be none."""
+    observation = sim.reset([s for _, s in starts], [t for t, _ in starts])
+    instructions = observation.instructions
+    steps: list[list[tuple[NDArray, NDArray, NDArray]]] = [[] for _ in starts]
+    solved, recorded = np.zeros(len(sim), bool), []
+    while (active := sim.running).any():
+        wanted = sim.expert(active)
+        moved = sim.step(np.clip(wanted + noise * rng.standard_normal(wanted.shape), -1, 1))
+        for row in np.flatnonzero(active & moved.valid.any(1)).tolist():
+            steps[row].append((observation.images[row], observation.state[row], wanted[row, 0]))
+        solved |= moved.success.any(1)
+        observation = moved.observation
+    for row, (task, start) in enumerate(starts):
+        if steps[row] and (solved[row] or not successful):
+            images, state, actions = (np.stack(column) for column in zip(*steps[row], strict=True))
+            recorded.append(Recorded(f"{task}-{start}", instructions[row], images, state, actions, sim.cameras))
     return recorded

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any, Protocol
 
 from mmrl.tasks.visual_qa import verdicts
@@ -16,6 +17,7 @@ from mmrl.tasks.visual_qa.clip_files import ClipFiles
 from mmrl.tasks.visual_qa.pictures import Pictures
 
 from mmrl.errors import UserError
+from mmrl.progress import display
 from mmrl.records import RowError, check_finite, check_value
 from mmrl.rollouts import Prompt
 
@@ -82,7 +84,8 @@ class Fields:
         for key, value in row.items():
             check_value(key, str(key))
             check_value(value, str(key))
-        problem, answer = (self._filled(row, name) for name in (self.problem, self.answer))
+        problem = self._filled(row, self.problem, "problem_field")
+        answer = self._filled(row, self.answer, "answer_field")
         if not isinstance(problem, str):
             raise RowError(f"field {self.problem!r} must be text, not {type(problem).__name__}")
         check_finite(answer, self.answer)
@@ -98,9 +101,10 @@ class Fields:
                 f"field {self.problem!r} has {markers} {marker} markers, field {field!r} has {len(shown)} {what}"
             )
 
-    def _filled(self, row: Mapping[str, Any], name: str) -> Any:
+    def _filled(self, row: Mapping[str, Any], name: str, key: str) -> Any:
         if name not in row:
-            raise RowError(f"field {name!r} is missing (fields: {', '.join(map(str, row)) or 'none'})")
+            fields = ", ".join(map(str, row)) or "none"
+            raise RowError(f"field {name!r} is missing (fields: {fields}); task.data.{key} names another one")
         value = row[name]
         if value is None or value == [] or (isinstance(value, str) and not value.strip()):
             raise RowError(f"field {name!r} is empty")
@@ -116,7 +120,7 @@ class Fields:
     def _refuse_a_near_name(self, row: Mapping[str, Any], field: str, key: str) -> None:
         others = [name for name, value in row.items() if value and name not in self._used]
         if near := difflib.get_close_matches(field, others, n=1, cutoff=0.8):
-            raise RowError(f"field {field!r} is missing, but there is {near[0]!r}: set {key}={near[0]}, or rename it")
+            raise RowError(f"field {field!r} is missing, but there is {near[0]!r}: set task.data.{key}={near[0]}")
 
     def _each(self, field: str, what: str, shown: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
         found = []
@@ -203,10 +207,18 @@ class RowSource:
             return known
         starts = range(0, len(self._rows), CHECKED_AT_ONCE)
         with ThreadPoolExecutor(THREADS, "rows") as pool:
-            parts = pool.map(self._checked, starts)
-            found = {row: reason for part in parts for row, reason in part.items()}
+            found = self._gathered(pool.map(self._checked, starts))
         if key is not None:
             verdicts.remember(key, len(self._rows), found)
+        return found
+
+    def _gathered(self, parts: Iterable[dict[int, str]]) -> dict[int, str]:
+        """Bad rows of all parts, which are CHECKED_AT_ONCE rows each but for the last."""
+        found: dict[int, str] = {}
+        with display.work(f"checking {Path(self.name).name}", len(self._rows)) as work:
+            for part in parts:
+                found |= part
+                work.advance(min(CHECKED_AT_ONCE, len(self._rows) - work.done))
         return found
 
     def _checked(self, start: int) -> dict[int, str]:
@@ -225,7 +237,13 @@ class RowSource:
         total, bad = len(self._rows), sorted(self._reasons)
         if len(bad) <= self.max_bad_share * total:
             return None
-        listed = "; ".join(map(self._line, bad[:SHOWN])) + ("; ..." if len(bad) > SHOWN else "")
+        alike: dict[str, list[int]] = {}
+        for row in bad:
+            alike.setdefault(self._reasons[row], []).append(row)
+        first = [rows[0] for rows in alike.values()][:SHOWN]
+        more = {row: len(alike[self._reasons[row]]) - 1 for row in first}
+        listed = "; ".join(self._line(row) + (f" (and {more[row]} alike)" if more[row] else "") for row in first)
+        listed += "; ..." if len(alike) > SHOWN else ""
         return (
             f"{self.name}: {len(bad)} of {total} rows cannot be used, more than max_bad_share={self.max_bad_share:g} "
             f"allows; mend or remove them, or raise max_bad_share: {listed}"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.core.advantages import group_advantages
-from mmrl.core.filters import groups_within, informative_groups, varied_groups
+from mmrl.core.filters import groups_within, informative_groups, varied_groups, whole_groups
 
 NAN = math.nan
 
@@ -92,3 +92,9 @@ def test_components_that_cancel_in_the_sum_are_still_informative_each():
 def test_unknown_components_are_refused():
     with pytest.raises(ValueError, match="components must be one of sum, normalise_each, gated; got 'mean'"):
         informative_groups(TABLE, PAIRS, torch.ones(2), components="mean")
+
+
+@pytest.mark.parametrize(("least", "shown"), [(1, [0, 1, 5]), (3, [0, 1, 5]), (4, [0, 1, 5, 2, 3, 4]), (99, None)])
+def test_the_first_groups_are_taken_whole(least, shown):
+    group = torch.tensor([5, 5, -2, -2, -2, 5, 9])
+    assert whole_groups(group, least).tolist() == (shown or [0, 1, 5, 2, 3, 4, 6])

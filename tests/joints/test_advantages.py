@@ -209,8 +209,8 @@ def test_the_samples_table_tells_advantages(given):
     rollouts = made.prepare()
     made.trainer.step = 1
     made.trainer.log(rollouts, made.metrics)
-    close(shown["advantage"], [-2.0, -1.0, 3.0, -2.0])
-    assert shown["mark"] == torch.tensor([1.0, 2.0, 6.0, 0.0]).tolist()
+    close(shown["advantage"], [-2.0, -1.0, 3.0, -2.0, 2.0])  # four are wanted, of whole groups
+    assert shown["mark"] == torch.tensor([1.0, 2.0, 6.0, 0.0, 4.0]).tolist()
 
 
 def test_the_deviation_within_groups_is_reported(given):

@@ -13,7 +13,7 @@ import yaml
 
 from mmrl.errors import UserError
 from mmrl.report import lock
-from mmrl.report.galleries import galleries, ranked
+from mmrl.report.galleries import data_url, galleries, ranked
 from mmrl.report.health import examine
 from mmrl.report.page import differences, paragraph, report_html
 from mmrl.report.records import read_run, told_time
@@ -322,7 +322,8 @@ def test_galleries_show_tables_before_and_after_pictures_and_videos(tmp_path):
     assert [m.step for m in held_out.moments] == [0, 2, 4] and held_out.left_out == 0
     assert [m.step for m in held_out.compared] == [0, 4] and all(len(m.pictures) == 1 for m in held_out.moments)
     assert "question 1" in held_out.moments[0].table and "<td>0.9</td>" in held_out.moments[2].table
-    assert len(found["Written by mmrl sample"].moments[0].videos) == 1
+    (written,) = found["Written by mmrl sample"].moments
+    assert written.videos == [] and written.table.count('<video src="data:video/mp4;base64,') == 1
     page = report_html([read_run(folder)])
     assert "before (step 0)" in page and "after (step 4)" in page and page.count("<video") == 1
 
@@ -344,6 +345,26 @@ def test_a_group_shares_its_prompt_and_a_conversation_shows_its_crops(tmp_path):
     assert table.count('rowspan="3"') == 3 and table.count('rowspan="1"') == 3 and table.count("question 1") == 1
     assert table.count("<img") == 2 and "what is it?" in table and "a cat" in table and "tool zoom" in table
     assert re.findall(r"<td>(\d)</td>", table) == ["1", "2", "3", "4"]
+
+
+def test_videos_stand_in_the_rows_of_their_episodes(tmp_path):
+    folder = write_run(tmp_path, healthy(4))
+    frames = np.zeros((3, 16, 16, 3), np.uint8)
+    filmed = [Episode("reach", True, True, 2, 1.0, frames=frames + shade) for shade in (40, 200)]
+    group = [sample(1, episode=filmed[0]), sample(1, episode=Episode("reach", False, False, 2, 0.0))]
+    group.append(sample(1, episode=filmed[1]))
+    page = folder / "samples" / "train-000004.html"
+    write_samples(page, group, {"reward": [1.0, 2.0, 3.0]})
+    urls = [data_url(page.with_name(f"train-000004-{number:03d}.mp4")) for number in (0, 2)]
+    assert urls[0] != urls[1]
+    (moment,) = galleries(read_run(folder))[0].moments
+    rows = moment.table.split("<tr>")[2:]
+    assert [[url in row for url in urls] for row in rows] == [[True, False], [False, False], [False, True]]
+    assert moment.videos == [] and moment.size == len(moment.table)
+    page.with_name("train-000004-000.mp4").unlink()  # nothing asks for it
+    page.write_text(page.read_text().replace('src="train-000004-002.mp4"', 'src="other.mp4"'))
+    (moment,) = galleries(read_run(folder))[0].moments
+    assert moment.videos == urls[1:] and ".mp4" not in moment.table
 
 
 def test_a_table_from_elsewhere_can_not_do_anything(tmp_path):

@@ -5,6 +5,7 @@ import io
 import json
 import re
 import subprocess
+from dataclasses import replace
 
 import imageio.v3
 import numpy as np
@@ -14,7 +15,18 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import mmrl
-from mmrl.report.run import Run, commit_of, grid, picture, sample_table, versions, wilson, write_samples
+from mmrl.report.run import (
+    Run,
+    commit_of,
+    film,
+    grid,
+    group_size,
+    picture,
+    sample_table,
+    versions,
+    wilson,
+    write_samples,
+)
 from mmrl.rollouts import Episode, Prompt, Sample
 
 
@@ -168,6 +180,47 @@ def test_wilson_interval_by_hand():
     assert (low, high) == pytest.approx((0.5 - half, 0.5 + half))
     assert wilson(0, 10)[0] == 0.0 and wilson(0, 10)[1] == pytest.approx(0.2775, abs=1e-3)
     assert wilson(10, 10)[1] == 1.0
+
+
+def test_pictures_of_a_group_stand_in_a_row():
+    prompts = [Prompt(str(i), f"draw {i}") for i in (0, 0, 0, 1, 1, 1)]
+    assert group_size(prompts) == 3 and group_size(prompts[:5]) is None and group_size(prompts[::3]) is None
+    assert group_size([prompts[0]] * 16) == 16 and group_size([prompts[0]] * 17) is None
+
+
+def test_a_sheet_has_a_row_for_each_group(tmp_path):
+    drawn = [Sample(Prompt(str(i // 3), f"draw {i // 3}"), image=torch.full((3, 48, 48), i / 6)) for i in range(6)]
+    sheet = Image.open(write_samples(tmp_path / "s" / "train-000001.html", drawn, {})[1])
+    assert sheet.size == (3 * 50, 2 * 50)
+    shades = [sheet.getpixel((50 * column + 25, 50 * row + 25))[0] for row in range(2) for column in range(3)]
+    assert shades == [round(255 * i / 6) for i in range(6)]
+    moving = [replace(s, image=None, frames=s.image.expand(2, 3, 48, 48)) for s in drawn]
+    gif, _ = map(Image.open, write_samples(tmp_path / "s" / "train-000002.html", moving, {})[1:])
+    assert gif.size == (3 * 50, 2 * 50)
+
+
+def test_a_film_of_looks_takes_as_long_as_one_of_actions(tmp_path):
+    """Nine frames of eight actions play at 20 a second; three, which follow four actions each, at 5."""
+    for count, per_second, numbers in ((9, 20, range(9)), (3, 5, (0, 4, 8))):
+        frames = np.zeros((count, 16, 16, 3), np.uint8)
+        path = film(tmp_path / f"{count}.mp4", Episode("reach", True, True, 8, 1.0, frames=frames))
+        assert imageio.v3.immeta(path)["fps"] == per_second
+        shown = imageio.v3.imread(path)
+        assert len(shown) == count + per_second // 2
+        by_action = imageio.v3.imread(tmp_path / "9.mp4")
+        written = [page[16:32, :16].astype(int) for page in by_action[:9]]  # 0 to 8
+        for place, number in enumerate(numbers):
+            unlike = [np.abs(shown[place, 16:32, :16] - digit).mean() for digit in written]
+            assert int(np.argmin(unlike)) == number
+
+
+def test_the_table_names_the_videos_beside_it(tmp_path):
+    frames = np.zeros((2, 16, 16, 3), np.uint8)
+    filmed = Sample(Prompt("a", "start"), episode=Episode("reach", True, True, 1, 1.0, frames=frames))
+    plain = Sample(Prompt("b", "start"), episode=Episode("reach", False, False, 1, 0.0))
+    page, video = write_samples(tmp_path / "s" / "train-000050.html", [plain, filmed], {})
+    rows = page.read_text().split("<tr>")[2:]
+    assert [f'<video src="{video.name}"' in row for row in rows] == [False, True] and video.name.endswith("-001.mp4")
 
 
 def test_an_episode_becomes_a_video(tmp_path):

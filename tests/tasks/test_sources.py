@@ -216,7 +216,15 @@ ROWS = {
     "infinite": ('{"problem": "?", "answer": 1e999}', "field 'answer' is inf, which no answer equals"),
     "no number": ('{"problem": "?", "answer": NaN}', "field 'answer' is nan, which no answer equals"),
     "not UTF-8": (b'{"problem": "caf\xe9", "answer": "1"}', "not JSON, for it is not UTF-8"),
-    "image": ({"problem": "?", "answer": "1", "image": "0.png"}, "is missing, but there is 'image': set image_field="),
+    "image": (
+        {"problem": "?", "answer": "1", "image": "0.png"},
+        "but there is 'image': set task.data.image_field=image",
+    ),
+    "question": (
+        {"question": "?", "answer": "1"},
+        r"\(fields: question, answer\); task.data.problem_field names another",
+    ),
+    "label": ({"problem": "?", "label": "1"}, r"\(fields: problem, label\); task.data.answer_field names another"),
     "Images": ({"problem": "?", "answer": "1", "Images": ["0.png"]}, "is missing, but there is 'Images'"),
     "empty images": ({"problem": "?", "answer": "1", "images": None, "image": "0.png"}, "but there is 'image'"),
 }
@@ -231,6 +239,19 @@ def test_rows_that_would_end_the_run_later_are_named(pictures, row, reason):
     assert len(source) == 1
     assert re.search(f"line 2: .*{reason}", source.bad[0].reason), source.bad[0].reason
     source.bad[0].reason.encode()
+
+
+def test_a_reason_that_many_rows_share_is_told_once(pictures):
+    rows = [{"question": "?", "answer": "1"}] * 7 + [question(0), {"problem": " ", "answer": "1"}]
+    path = write_jsonl(pictures, rows)
+    with pytest.raises(ValueError, match="8 of 9 rows cannot be used") as refused:
+        FileSource(path)
+    told = str(refused.value).partition("raise max_bad_share: ")[2].split("; ")
+    assert told[0] == f"{path}, line 1: field 'problem' is missing (fields: question, answer)"
+    assert told[1:] == [
+        "task.data.problem_field names another one (and 6 alike)",
+        f"{path}, line 9: field 'problem' is empty",
+    ]
 
 
 def test_names_that_are_not_near_are_metadata(pictures):

@@ -32,6 +32,7 @@ from mmrl.policies.vla.settings import (
 )
 from mmrl.policies.vla.states import StateStatistics, measure
 from mmrl.policies.vlm import loading
+from mmrl.sections import Log
 from mmrl.settings import plain
 from mmrl.sims import VectorSim
 from mmrl.sims.vector import nearest
@@ -76,6 +77,7 @@ def load(config: Config, task: Any, path: str) -> VisionLanguageActionPolicy:
             config.evaluation.temperature if isinstance(config.evaluation, EpisodeEvaluation) else 0.0
         ),
         looks_at_once=config.engine.looks_at_once if isinstance(config.engine, EpisodeEngine) else None,
+        log=config.log,
     )
 
 
@@ -91,6 +93,7 @@ def open_policy(
     temperature: Control,
     evaluation_temperature: float,
     looks_at_once: int | None = None,
+    log: Log | None = None,
 ) -> VisionLanguageActionPolicy:
     """A policy from a folder that `save` wrote, or with a new head, drawn from `seed`, on any image-text model.
 
@@ -130,6 +133,7 @@ def open_policy(
         statistics=statistics,
         states=states,
         looks_at_once=looks_at_once,
+        log=log,
     )
 
 

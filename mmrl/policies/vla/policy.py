@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
 from mmrl.rollouts import Episode, Prompt, Replay, Rollouts, Sample, Steps
 from mmrl.samplers.chain import mixed
+from mmrl.sections import Log
 from mmrl.settings import plain
 from mmrl.sims import Observation, Step, VectorSim, play
 
@@ -127,12 +128,13 @@ class EpisodeRecord:
 
 @dataclass(frozen=True)
 class PlayOptions:
-    """How episodes are played. training: whether looks are recorded, to be scored. film: whether pictures are kept.
-    step: finished training steps."""
+    """How episodes are played. training: whether looks are recorded, to be scored. film: of how many episodes pictures
+    are kept, the first ones: of every action, but while training of every look, so that the simulator moves as it
+    otherwise does. step: finished training steps."""
 
     temperature: float
     training: bool
-    film: bool = False
+    film: int = 0
     step: int = 0
 
 
@@ -155,11 +157,12 @@ class VisionLanguageActionPolicy:
         statistics: Units | None = None,
         states: StateStatistics | None = None,
         looks_at_once: int | None = None,
+        log: Log | None = None,
     ) -> None:
         """temperature: of rollouts, as it is when they are made; heads that have none do not look at it. looks_at_once:
-        see `replay`."""
+        see `replay`. log: which steps have tables, whose episodes are filmed where `action.film` is set."""
         self.module, self.action, self.sim = network, action, sim
-        self.looks_at_once = looks_at_once
+        self.looks_at_once, self.log = looks_at_once, log or Log(samples_every=0)
         self.statistics, self.states = statistics, states
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
         self._counted = Counter(sim.counters)
@@ -181,7 +184,9 @@ class VisionLanguageActionPolicy:
         window of its chains, comes from its first seed and training step `step`."""
         starts = [p for p in prompts for _ in range(group_size)]
         groups = [seed for seed in seeds[::group_size] for _ in range(group_size)]
-        records = self._play(starts, seeds, groups, PlayOptions(self.temperature.value, training=True, step=step))
+        film = self._filmed(step, group_size)
+        how = PlayOptions(self.temperature.value, training=True, film=film, step=step)
+        records = self._play(starts, seeds, groups, how)
         made = self._rollouts([r.sample for r in records], [r.looks for r in records])
         made.mask &= ~torch.tensor([r.lost for r in records])[:, None]
         made.group = torch.arange(len(prompts)).repeat_interleave(group_size)
@@ -191,7 +196,8 @@ class VisionLanguageActionPolicy:
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
         """One episode a prompt at the temperature of evaluation."""
-        how = PlayOptions(self.evaluation_temperature, training=False, film=self.action.film)
+        film = len(prompts) if self.action.film else 0
+        how = PlayOptions(self.evaluation_temperature, training=False, film=film)
         return [record.sample for record in self._play(prompts, seeds, seeds, how)]
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
@@ -307,8 +313,15 @@ class VisionLanguageActionPolicy:
         records = []
         for i in range(0, len(starts), len(self.sim)):
             part = slice(i, i + len(self.sim))
-            records += self._play_at_once(starts[part], seeds[part], groups[part], how)
+            options = replace(how, film=max(0, how.film - i))
+            records += self._play_at_once(starts[part], seeds[part], groups[part], options)
         return records
+
+    def _filmed(self, step: int, group_size: int) -> int:
+        """Of how many rollouts the table shows that is due when step `step` + 1 has finished."""
+        if not self.action.film or not self.log.samples_every or (step + 1) % self.log.samples_every:
+            return 0
+        return -(-self.log.samples // group_size) * group_size
 
     def _play_at_once(
         self, starts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int], how: PlayOptions
@@ -318,9 +331,8 @@ class VisionLanguageActionPolicy:
         observation = sim.reset([p.metadata["seed"] for p in starts], [p.metadata["task"] for p in starts])
         running = sim.running
         records = [EpisodeRecord(p, observation.instructions[i], not running[i]) for i, p in enumerate(starts)]
-        if how.film:
-            for i, record in enumerate(records):
-                record.frames.append(observation.images[i])
+        for i, record in enumerate(records[: how.film]):
+            record.frames.append(observation.images[i])
         looks = Counter[int]()
 
         def act(observation: Observation, rows: NDArray[np.int64]) -> tuple[list[NDArray], Any]:
@@ -335,13 +347,14 @@ class VisionLanguageActionPolicy:
             )
             values = [0.0] * len(rows) if critic is None else critic(reading, state).tolist()
             actions = self._robot_actions(chosen["actions"], rows)
-            parts = np.split(actions, actions.shape[1], axis=1) if how.film else [actions]
+            by_action = how.film and not how.training
+            parts = np.split(actions, actions.shape[1], axis=1) if by_action else [actions]
             return parts, (seen, state.cpu(), {name: value.cpu() for name, value in chosen.items()}, values)
 
         def tell(rows: NDArray[np.int64], steps: list[Step], kept: Any) -> None:
             for step in steps:
                 for row in rows:
-                    records[row].moved(step, row, how.film)
+                    records[row].moved(step, row, row < how.film)
             if how.training:
                 seen, state, chosen, values = kept
                 for i, row in enumerate(rows):

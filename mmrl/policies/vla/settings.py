@@ -304,7 +304,10 @@ class Actions(Section):
         "one picture",
         min_length=1,
     )
-    film: bool = option(False, "keep a picture of every action in evaluation")
+    film: bool = option(
+        False,
+        "keep a picture of every action in evaluation, and of every look in the rollouts that tables of training show",
+    )
 
     @model_validator(mode="after")
     def _prompt_has_an_instruction(self) -> Actions:

@@ -53,7 +53,7 @@ def make(backbones):
     def made(kind="parallel", backbone="small", *, rows=4, sim=None, simulator=None, supervised=False, **options):
         """kind: one of KINDS, or a head's section. `options` are of the section `action`, of its head, of the model,
         and of `open_policy`."""
-        opened = {"critic": None, "seed": 0, "max_prompt_length": 128, "evaluation_temperature": 0.0}
+        opened = {"critic": None, "seed": 0, "max_prompt_length": 128, "evaluation_temperature": 0.0, "log": None}
         opened |= {name: options.pop(name) for name in list(options) if name in opened}
         if opened["critic"] is not None:
             opened["critic"] = choose(CriticSettings, "shared" if opened["critic"] is True else opened["critic"])

@@ -20,6 +20,7 @@ from mmrl.policies.vla.settings import ActionHead, Actions
 from mmrl.rollouts import Rollouts
 from mmrl.samplers.sigmas import linear
 from mmrl.samplers.transitions import coefficients
+from mmrl.sections import Log
 from tests.policies.vla.conftest import CHUNK, KINDS, starts
 from tests.policies.vla.test_policy import SEEDS, STARTS, stir, velocity
 
@@ -328,6 +329,7 @@ class ConfigParts:
     def __init__(self, model, action, rollout, evaluation, critic=False):
         self.model, self.action, self.rollout, self.evaluation = model, action, rollout, evaluation
         self.seed, self.rollouts_per_step, self.engine = 3, 24, None
+        self.log = Log(samples=5)
         self.needs = Needs(critic=SharedCritic() if critic else None)
 
     def section(self, name):
@@ -368,7 +370,7 @@ class TestFromAConfiguration:
 
         policy = load(self.parts({"type": "regression", "scale": 0.4}), Line(), str(backbones["small"]))
         assert len(policy.sim) == 8 and policy.temperature.value == 0.7 and policy.evaluation_temperature == 0.1
-        assert policy.module.critic is not None
+        assert policy.module.critic is not None and policy.log.samples == 5
         assert policy.module.head.log_scale.exp().mean().item() == pytest.approx(0.4)
         few = load(self.parts({"type": "regression"}, micro_batch=6), Line(), str(backbones["small"]))
         assert len(few.sim) == 6

@@ -14,6 +14,7 @@ from mmrl.errors import UserError
 from mmrl.policies.vla.heads import ActionSampling, extend
 from mmrl.rollouts import Rollouts
 from mmrl.samplers.transitions import coefficients
+from mmrl.sections import Log
 from mmrl.settings import SettingsError
 from tests.policies.vla.conftest import CHUNK, KINDS, LEVELS, starts
 
@@ -559,3 +560,31 @@ def test_the_key_of_a_configuration_says_how_many_looks_are_replayed_at_once(bac
         )
         policy.replay(rollouts, policy.module)
         assert looks == 4 and sizes == parts
+
+
+def test_rollouts_that_a_table_shows_are_filmed_and_play_as_others_do(make):
+    """Step 4 has a table of three samples, that is, two groups of two; pictures are those of the looks."""
+    log = Log(samples_every=4, samples=3)
+    made = {}
+    for film in (False, True):
+        policy = stir(make("parallel", critic=True, film=film, log=log))
+        for step in (2, 3):
+            made[film, step] = policy.rollout(STARTS, 2, SEEDS, step=step)
+    for step in (2, 3):
+        plain, filmed = made[False, step], made[True, step]
+        assert [replace(s.episode, frames=None) for s in filmed.samples] == [s.episode for s in plain.samples]
+        assert torch.equal(plain.mask, filmed.mask)
+        assert torch.equal(plain.extras["steps"].rewards, filmed.extras["steps"].rewards)
+        looks = zip(sum(plain.inputs, []), sum(filmed.inputs, []), strict=True)
+        assert all(torch.equal(a.chosen[name], b.chosen[name]) for a, b in looks for name in a.chosen)
+    assert all(s.episode.frames is None for key in made if key != (True, 3) for s in made[key].samples)
+    samples, looks = made[True, 3].samples, made[True, 3].inputs
+    counts = [None if s.episode.frames is None else len(s.episode.frames) for s in samples]
+    assert counts == [len(own) + 1 for own in looks[:4]] + [None, None]
+
+
+def test_of_many_episodes_the_first_are_filmed_wherever_they_are_played(make):
+    """Four rows play twelve episodes in three parts; five samples are three groups of two."""
+    policy = make("parallel", film=True, log=Log(samples_every=1, samples=5))
+    made = policy.rollout(starts(*range(0, 60, 10)), 2, list(range(12)))
+    assert [s.episode.frames is not None for s in made.samples] == [True] * 6 + [False] * 6
