@@ -23,7 +23,7 @@ from mmrl.metrics import Metrics
 from mmrl.pool import Pool
 from mmrl.prompt_samplers import Outcome
 from mmrl.protocols import Completing, Policy, SyncedGenerator, Task
-from mmrl.rollouts import FRESH, Column, Rollouts
+from mmrl.rollouts import FRESH, Column, Rollouts, alike
 from mmrl.seeds import rollout_seeds
 from mmrl.sources import SourceContext
 
@@ -41,7 +41,8 @@ class Batches:
         self.sampler.start(len(self.source), config.seed)
         self.extras = [extra.model_copy(deep=True) for extra in self.rollout.extra_sources]
         for extra in self.extras:
-            extra.start(SourceContext(policy, self.source, config.seed, (ranks.rank, ranks.world)))
+            share = (ranks.rank, ranks.world)
+            extra.start(SourceContext(policy, self.source, task, config.seed, share, ranks.max))
         self.drawn = 0  # prompts drawn so far, over all ranks
         self.version = 0  # finished steps behind the weights that the generator has
         settings = config.generator
@@ -68,18 +69,20 @@ class Batches:
         return self._with_extras(rollouts)
 
     def observe(self, batch: Batch) -> None:
-        """Tells the sampler of prompts what became of a step's fresh rollouts."""
+        """Tells the sampler of prompts what became of a step's fresh rollouts, and further sources of all of them."""
         if batch.rollouts.rewards is None:
             return
-        columns = [batch.fact(name).tolist() for name in ("group", "prompt", "accuracy")]
-        rows = sorted(zip(columns[0], columns[1], batch.combined().tolist(), columns[2], strict=True), key=_position)
+        columns = [batch.fact(name).tolist() for name in ("group", "prompt", "accuracy", "origin")]
+        rows = sorted(zip(columns[0], columns[1], batch.combined().tolist(), *columns[2:], strict=True), key=_position)
         groups: dict[int, list[tuple[Any, ...]]] = {}
         for row in rows:
-            if row[0] >= 0:  # below: of an extra source
+            if row[4] == FRESH:
                 groups.setdefault(row[0], []).append(row)
         self.sampler.observe(
             [Outcome(g[0][1], tuple(r[2] for r in g), tuple(r[3] for r in g)) for g in groups.values()]
         )
+        for extra in self.extras:
+            extra.observe(batch)
 
     def wait(self) -> None:
         """Until the generator is free for something else; it has one set of weights at a time."""
@@ -89,13 +92,19 @@ class Batches:
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """From which `load` goes on, so that nothing is lost: where drawing has to go on, equal on all ranks, and what
         this rank has in the making. A round that has begun is made again."""
-        return self._state() if self.pending is None else self.pending.before
+        if self.pending is None:
+            return self._state()
+        shared, own = self.pending.before
+        return shared | {"extras": self._states_of_extras()}, own  # which have no part in what is in the making
+
+    def _states_of_extras(self) -> list[dict[str, Any]]:
+        return [copy.deepcopy(extra.state()) for extra in self.extras]
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         shared = {
             "drawn": self.drawn,
             "sampler": copy.deepcopy(self.sampler.state()),
-            "extras": [copy.deepcopy(extra.state()) for extra in self.extras],
+            "extras": self._states_of_extras(),
         }
         return shared, {} if self.pool is None else self.pool.state()
 
@@ -252,24 +261,13 @@ class Batches:
             return fresh
         fresh.origin = torch.full((len(fresh),), FRESH)
         added = [alike(extra.make(fresh), fresh) for extra in self.extras]
+        if fresh.filler is not None:  # a group may teach something, now that it holds more
+            joined = torch.cat([part.group for part in added])
+            fresh = replace(fresh, filler=fresh.filler & ~torch.isin(fresh.group, joined))
         if any(part.old_logp is not None for part in added):
             fresh = replace(fresh, old_logp=torch.full(fresh.mask.shape, torch.nan))
             added = [alike(part, fresh) for part in added]
         return Rollouts.concat([fresh, *added])
-
-
-def alike(part: Rollouts, fresh: Rollouts) -> Rollouts:
-    """`part` with the columns that `fresh` has: NaN where numbers are unknown, -1 and False for others."""
-    filled: dict[str, Any] = {}
-    for name in ("rewards", "accuracy", "prompt", "filler", "version", "behaviour_logp", "old_logp"):
-        like = vars(fresh)[name]
-        if like is not None and vars(part)[name] is None:
-            shape = part.mask.shape if name.endswith("logp") else (len(part), *like.shape[1:])
-            value = torch.nan if like.is_floating_point() else False if like.dtype == torch.bool else -1
-            filled[name] = torch.full(shape, value, dtype=like.dtype)
-    known = {name: record for name, record in fresh.extras.items() if isinstance(record, Column)}
-    extras = part.extras | {name: r.blank(len(part)) for name, r in known.items() if name not in part.extras}
-    return replace(part, **filled, extras=extras)
 
 
 class PendingBatch:
@@ -314,8 +312,9 @@ def check_batch(config: Config, world: int) -> None:
             f"{mine} rollouts a rank (rollout.prompts x group_size / ranks) can not be cut into "
             f"algorithm.minibatches={minibatches} equal parts"
         )
-    if config.needs.whole_groups and config.group_size > config.engine.micro_batch:
+    largest = config.group_size + sum(extra.in_group for extra in rollout.extra_sources)
+    if config.needs.whole_groups and largest > config.engine.micro_batch:
         raise UserError(
-            f"engine.micro_batch={config.engine.micro_batch} cuts groups of {config.group_size}, which "
+            f"engine.micro_batch={config.engine.micro_batch} cuts groups of {largest}, which "
             f"algorithm.type={config.algorithm.type} needs whole; raise it"
         )

@@ -34,6 +34,7 @@ OFFERS = {
     "views": "prompts of which there are other views",
     "drafts": "responses that can be continued",
     "demonstrations": "answers that it can learn from beside its rollouts",
+    "storage": "rollouts that can be put away and made again",
     "turns": "turns of a conversation (task.environment)",
     "completions": "chains that can be completed from each of their steps",
     "nodes": "rollouts that share decisions, as leaves of a tree",

@@ -102,6 +102,17 @@ class Numbered(Protocol):
 
 
 @runtime_checkable
+class Storing(Protocol):
+    """A policy whose rollouts can be put away and made again."""
+
+    def stored(self, rollouts: Rollouts) -> list[dict[str, Any]]:
+        """Of each rollout the numbers, texts and lists from which `recalled` makes it again."""
+
+    def recalled(self, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
+        """Rollouts of these prompts, not scored, as they were put away."""
+
+
+@runtime_checkable
 class Completing(Protocol):
     """A policy whose decisions are steps of chains."""
 

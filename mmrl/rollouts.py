@@ -231,6 +231,25 @@ class DecisionColumn(Record):
     values: Tensor = field(metadata={"pad": 0})  # [rollout, decision]
 
 
+def alike(part: Rollouts, fresh: Rollouts) -> Rollouts:
+    """`part` with the columns that `fresh` has: NaN where numbers are unknown, -1 and False for others; of decisions
+    0."""
+    filled: dict[str, Any] = {}
+    for name in ("rewards", "accuracy", "prompt", "filler", "version", "behaviour_logp", "old_logp"):
+        like = vars(fresh)[name]
+        if like is not None and vars(part)[name] is None:
+            shape = part.mask.shape if name.endswith("logp") else (len(part), *like.shape[1:])
+            value = torch.nan if like.is_floating_point() else False if like.dtype == torch.bool else -1
+            filled[name] = torch.full(shape, value, dtype=like.dtype)
+    extras = dict(part.extras)
+    for name, record in fresh.extras.items():
+        if name not in extras and isinstance(record, Column):
+            extras[name] = record.blank(len(part))
+        elif name not in extras and isinstance(record, DecisionColumn):
+            extras[name] = DecisionColumn(torch.zeros(part.mask.shape, dtype=record.values.dtype))
+    return replace(part, **filled, extras=extras)
+
+
 @dataclass
 class Steps(Record):
     """What a critic needs of rollouts whose decisions are made in an environment, in at most S steps of T / S decisions
@@ -242,6 +261,15 @@ class Steps(Record):
     terminated: Tensor = field(metadata={"pad": 0})  # [rollout, step] bool, the episode ended in it of its own
     bootstrap: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, the value of where the time limit cut it
     returns: Tensor | None = column(0)  # [rollout, step] float32, what the critic shall learn
+
+    @classmethod
+    def of_decisions(cls, mask: Tensor, values: Tensor) -> Steps:
+        """Of rollouts in which every decision is a step, and the last one ends them; nobody but the task rewards.
+
+        mask, values: [rollout, decision]; what counts has no gaps."""
+        blank = torch.zeros(mask.shape)
+        last = torch.arange(mask.shape[1]) == mask.sum(1, keepdim=True) - 1
+        return cls(mask.clone(), blank, values.where(mask, 0.0), last, blank.clone())
 
 
 @dataclass

@@ -33,6 +33,7 @@ FLOORS = [
     ["mmrl.counterfactuals", "mmrl.curricula", "mmrl.controllers"],
     ["mmrl.categories"],
     ["mmrl.sources", "mmrl.terms", "mmrl.facts", "mmrl.protocols"],
+    ["mmrl.guidance", "mmrl.replays"],
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.report", "mmrl.collection"],
     ["mmrl.sims"],  # above rewards: environments run in the same kind of process
     ["mmrl.tasks.settings", "mmrl.tasks.moving", "mmrl.tasks.named_pictures"],
@@ -55,7 +56,7 @@ FLOORS = [
     ["mmrl.__main__", "mmrl"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-SEE_THE_CONFIGURATION = {room for rooms in FLOORS[13:] for room in rooms}
+SEE_THE_CONFIGURATION = {room for rooms in FLOORS[14:] for room in rooms}
 ONLY_TORCH = {"mmrl.core", "mmrl.samplers"}  # besides the standard library and kernels
 # Whatever begins like this is imported when a configuration is read, and so is every module named `settings`.
 LIGHT = tuple(
@@ -71,9 +72,11 @@ LIGHT = tuple(
         "curricula",
         "errors",
         "guards",
+        "guidance",
         "lazy",
         "needs",
         "prompt_samplers",
+        "replays",
         "search",
         "settings",
         "sources",

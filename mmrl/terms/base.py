@@ -30,6 +30,7 @@ class Term(Choice):
         "ema_kl": "mmrl.terms.ema_kl:EmaKL",
         "difficulty_kl": "mmrl.terms.difficulty_kl:DifficultyKL",
         "covariance_kl": "mmrl.terms.covariance_kl:CovarianceKL",
+        "entropy_likelihood": "mmrl.terms.entropy_likelihood:EntropyLikelihood",
         "likelihood_drop": "mmrl.terms.likelihood_drop:LikelihoodDrop",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"

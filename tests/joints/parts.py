@@ -185,6 +185,14 @@ class GivenPolicy:
         last = (self.table.group == self.table.group.max()).nonzero().flatten().tolist()
         return self._unscored((last * len(prompts))[: len(prompts)])
 
+    def stored(self, rollouts):
+        return [{"row": row} for row in rollouts.inputs]
+
+    def recalled(self, prompts, states):
+        rows = [state["row"] for state in states]
+        samples = [self.table.sample(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
+        return replace(self._unscored(rows), samples=samples)
+
     def _unscored(self, rows):
         return replace(self.table.rollouts(rows), rewards=None, accuracy=None, prompt=None)
 

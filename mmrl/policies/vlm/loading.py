@@ -61,6 +61,8 @@ def load(path: str, settings: VisionLanguageModel, config: Config, task: Any = N
         logp_chunk=engine.logp_chunk,
         evaluation_temperature=config.evaluation.temperature,
     )
+    if config.needs.critic is not None:
+        policy.judge(config.needs.critic, Path(path))
     if isinstance(task, ConversationTask) and task.environment is not None:
         policy.converse(task.environment)
     return policy

@@ -23,12 +23,14 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mmrl.controls import Control, constant
+from mmrl.critics import CriticSettings
 from mmrl.errors import UserError
 from mmrl.files import share
 from mmrl.generation.sampling import Sampling, shape_logits
 from mmrl.generation.transformers import Prefix, generate, generate_groups
 from mmrl.generation.vllm import Answering, Request
 from mmrl.kernels import hidden_logprob, token_logprob
+from mmrl.policies.vlm.critic import TokenCritic, read_critic, write_critic
 from mmrl.policies.vlm.drafts import Draft
 from mmrl.policies.vlm.prompts import Tokens, chat_texts, clips_of, collate, encode, pictures_of, save_processor
 from mmrl.policies.vlm.routing import Routing, collate_routes
@@ -72,6 +74,7 @@ class TokenScorer(nn.Module):
         self.model = model
         self.sampling = sampling
         self.chunk = chunk
+        self.critic: TokenCritic | None = None  # whoever sets it does so before the engine wraps this
         self.register_buffer("suppressed", torch.tensor(sampling.suppressed, dtype=torch.int64), persistent=False)
 
     def forward(
@@ -83,10 +86,11 @@ class TokenScorer(nn.Module):
         targets: Tensor,
         chunks: int | None,
         temperature: float | Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """inputs: the model's own, with input_ids [row, length]. row, column, targets: [decision], the token targets[i]
         is predicted at position column[i] of row row[i]. temperature: of the distribution, or [decision]. Returns logp,
-        entropy and the sum of squared probabilities: [decision] fp32.
+        entropy and the sum of squared probabilities, and where there is a critic the value of what came before the
+        decision: [decision] fp32.
 
         With `continuations` the inputs are prompts; rows are then responses, and columns count from a prompt's end.
         `chunks` is the number of passes through the output layer, which under ZeRO-3 must be the same on every rank;
@@ -98,6 +102,13 @@ class TokenScorer(nn.Module):
         else:
             states = self._continued(core, inputs, continuations)
         hidden = states[row, column]
+        scored = self._scored(core, hidden, targets, chunks, temperature)
+        return scored if self.critic is None else (*scored, self.critic(hidden))
+
+    def _scored(
+        self, core: PreTrainedModel, hidden: Tensor, targets: Tensor, chunks: int | None, temperature: float | Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden: [decision, hidden], of the tokens before. Else as `forward`."""
         head = core.get_output_embeddings()
         truncated = self.sampling.top_k > 0 or self.sampling.top_p < 1
         if chunks is None and type(head) is nn.Linear and head.bias is None and not truncated:
@@ -182,6 +193,14 @@ class VisionLanguagePolicy:
         self.engine: Answering | None = None
         self.routing: Routing | None = None
         self.conversations: Conversations | None = None  # where an environment answers its responses
+
+    def judge(self, settings: CriticSettings, folder: Path) -> None:
+        """From now on replay gives the value of what came before each decision. folder: where a critic may lie, which
+        else begins anew. Raises UserError as `read_critic`."""
+        core = transformers_model(self.module.model)
+        critic = TokenCritic(settings, core.config.get_text_config().hidden_size)
+        read_critic(critic, folder)
+        self.module.critic = critic.to(device=self.device, dtype=core.dtype)
 
     def converse(self, settings: EnvironmentSettings) -> None:
         """From now on responses are answered by environments, and rollouts are conversations."""
@@ -391,6 +410,18 @@ class VisionLanguagePolicy:
             rollouts.behaviour_logp = nn.utils.rnn.pad_sequence([draft.logp for draft in drafts], batch_first=True)
         return rollouts
 
+    def stored(self, rollouts: Rollouts) -> list[dict[str, Any]]:
+        """What `recalled` needs of each rollout beside its prompt."""
+        return [{"response": row.response.tolist(), "temperature": row.temperature} for row in rollouts.inputs]
+
+    def recalled(self, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
+        """Rollouts as they were stored, not scored; their experts are chosen anew."""
+        rows = [
+            replace(tokens, response=torch.tensor(state["response"]), temperature=state["temperature"])
+            for tokens, state in zip(self.encode(prompts), states, strict=True)
+        ]
+        return self._rollouts(list(prompts), rows, 1)
+
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
         """One response a prompt at the temperature of evaluation."""
         return self.rollout(prompts, 1, seeds, temperature=self.evaluation_temperature).samples
@@ -488,8 +519,8 @@ class VisionLanguagePolicy:
             scored = model(inputs, continuations, row, column, targets, chunks, heat)
         blank = torch.zeros(rollouts.mask.shape, device=self.device)
         place = (row, decision)
-        logp, entropy, square_sum = (blank.index_put(place, values) for values in scored)
-        found = Replay(logp, entropy, square_sum)
+        logp, entropy, square_sum, *value = (blank.index_put(place, values) for values in scored)
+        found = Replay(logp, entropy, square_sum, value=value[0] if value else None)
         if self.routing is not None and routes is not None:
             differing = self.routing.differences().view(routes.shape[:2])[row, column]
             found.routing_differs = blank.index_put(place, differing)
@@ -531,11 +562,14 @@ class VisionLanguagePolicy:
         return {} if self.conversations is None else self.conversations.counts()
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write model (or adapter) and processor in transformers' own format. state: of `self.module`."""
-        weights = {name.removeprefix("model."): value for name, value in state.items()}
+        """Write model (or adapter) and processor in transformers' own format, and a critic beside them. state: of
+        `self.module`."""
+        weights = {n.removeprefix("model."): value for n, value in state.items() if n.startswith("model.")}
         model: Any = self.module.model
         model.save_pretrained(folder, state_dict=weights)
         save_processor(self.processor, folder)
+        if self.module.critic is not None:
+            write_critic(folder, state)
         share(folder)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from mmrl.controls import Constant, Control, number
+from mmrl.critics import SharedCritic
 from mmrl.generation.settings import GeneratorSettings, TransformersGenerator, VLLMGenerator
 from mmrl.needs import Capabilities
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
@@ -84,17 +85,23 @@ class VisionLanguageModel(ModelSettings):
 
     def capabilities(self, config: Config) -> Capabilities:
         offers = {"entropy", "square_sum", "tokens", "text", "numbers", "single_sample_kl", "views"}
-        offers |= {"reference_ratio"}
+        offers |= {"reference_ratio", "demonstrations", "storage", "critic"}
         sampling = config.rollout
         if isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator):
             offers |= {"drafts"}
         if any(vars(config.task).get(key) is not None for key in ("environment", "game")):
-            offers -= {"views"}  # what an environment said belongs to the prompt that it was said to
+            # what an environment said belongs to the prompt that it was said to, and no critic is asked about it
+            offers -= {"views", "storage", "critic"}
             offers |= {"turns"}
-        return Capabilities("model.type=vision_language", frozenset(offers))
+        return Capabilities("model.type=vision_language", frozenset(offers), groups=("critic",))
 
     def check(self, config: Config) -> None:
-        sampling = config.rollout
+        critic, sampling = config.needs.critic, config.rollout
+        if not (critic is None or isinstance(critic, SharedCritic)):
+            raise ValueError(
+                f"algorithm.critic.type={critic.type} is no critic of a vision-language model; use shared, with "
+                "detach=true where the model shall not learn from it"
+            )
         if not (isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator)):
             return
         if sampling.generator.steps_ahead:

@@ -1,0 +1,54 @@
+"""Rollouts of mixed origin on the real model and engine: replays and demonstrations go on exactly, on two ranks."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.engine.parts import call, distance, final, make, metrics, timeless, train
+
+SOURCES = [
+    "rollout.extras=[{type: success_replay, accuracy: 0, keep: 2}, {type: guided_groups, groups: failed},"
+    " {type: self_imitation, accuracy: 0, count: 2, likelihoods: present}, {type: demonstrations, prompts: 2}]",
+    "algorithm={type: grpo, surrogate: guided, epochs: 2,"
+    " terms: [{type: likelihood, of: replayed}, {type: entropy_likelihood}]}",
+    "task.data.train_size=8",
+    "checkpoint.every=2",
+]
+
+
+def whole(folder):
+    train(folder, *SOURCES, "engine.zero_stage=2")
+
+
+def rest(folder):
+    train(folder, *SOURCES, "engine.zero_stage=2", resume=True)
+
+
+def test_they_go_on_exactly_on_two_ranks(tmp_path):
+    one, other = tmp_path / "whole", tmp_path / "cut"
+    call(whole, one, log=tmp_path / "whole.log", ranks=2)
+    other.mkdir()
+    shutil.copytree(one / "checkpoints" / "step-000002", other / "checkpoints" / "step-000002")
+    shutil.copy(one / "metrics.jsonl", other)
+    call(rest, other, log=tmp_path / "cut.log", ranks=2)
+    assert distance(final(one), final(other)) == 0
+    rows = [row for row in timeless(metrics(one)) if "loss" in row]
+    assert [row for row in timeless(metrics(other)) if "loss" in row] == rows and len(rows) == 4
+    assert ["likelihood" in row for row in rows] == [False, True, True, True]  # something was replayed
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rollout_that_was_put_away_is_made_again(tmp_path):
+    """With the same tokens and likelihoods, in the same words."""
+    made = make(tmp_path / "run", "rollout.temperature=1.5")
+    policy, prompts = made.policy, [made.task.train[i] for i in (0, 1)]
+    fresh = policy.rollout(prompts, 2, [1, 2, 3, 4], step=0)
+    again = policy.recalled([prompts[0], prompts[1]], [policy.stored(fresh)[i] for i in (1, 2)])
+    assert [s.response for s in again.samples] == [fresh.samples[i].response for i in (1, 2)]
+    with torch.no_grad():
+        one, two = policy.replay(fresh, policy.module), policy.replay(again, policy.module)
+    for i, row in enumerate((1, 2)):
+        count = int(again.mask[i].sum())
+        assert count == int(fresh.mask[row].sum())
+        torch.testing.assert_close(two.logp[i, :count], one.logp[row, :count], atol=1e-5, rtol=0)
