@@ -27,6 +27,7 @@ def whole(tmp_path_factory, alone):
 
     def save_and_keep():
         save()
+        trainer.saver.finish()
         if trainer.step == 3:
             shutil.copytree(folder / "run", folder / "three")
 

@@ -41,6 +41,7 @@ def five(folder):
 
         def save_and_stop(trainer=trainer, save=save):
             save()
+            trainer.saver.finish()
             raise KeyboardInterrupt
 
         trainer.save = save_and_stop

@@ -244,7 +244,7 @@ def recipes(tmp_path):
     """A recipe that starts from what another one ends with; the run directory of that one."""
     model_folder()
     base = yaml.safe_load(TINY.read_text()) | {"run_dir": str(tmp_path / "base"), "steps": 4}
-    base["checkpoint"] = {"every": 2, "best": False}
+    base["checkpoint"] = {"every": 2, "best": False, "background": False}  # it is there before the next step
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
     after = base | {"run_dir": str(tmp_path / "after"), "steps": 1, "model": {"warm_start": "base.yaml"}}
     (tmp_path / "after.yaml").write_text(yaml.safe_dump(after))

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from PIL import Image
-from torchvision.ops import batched_nms
 
 from mmrl.rewards.types import device_of, nearest
 
@@ -189,6 +188,8 @@ def detector(options: Mapping[str, Any]) -> Detector:
 def listed(boxes: torch.Tensor, scores: torch.Tensor, labels: Sequence[str], least: float) -> list[Found]:
     """boxes [n, 4], scores [n, label] -> objects, without the weaker of two boxes of one label that overlap by more
     than half (intersection over union), the surest first."""
+    from torchvision.ops import batched_nms  # two seconds, for every job that lists the rewards
+
     place, label = (scores >= least).nonzero(as_tuple=True)
     sure = scores[place, label]
     kept = batched_nms(boxes[place], sure, label, OVERLAP)

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import ModuleType
 
 from planted import FAULTS, Fault
 from planted_origins import ORIGINS
@@ -116,6 +117,7 @@ class Trial:
                 os.dup2(file.fileno(), 2)
             os.chdir(tree)
             sys.path[0] = str(tree)  # before the installed package
+            sys.modules["__main__"] = ModuleType("__main__")  # processes of the tests would run this script again
             import pytest
 
             arguments = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"]

@@ -57,7 +57,8 @@ def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on(tmp_path):
     """Nobody changes the command line: the ranks that are started again find a checkpoint, and go on from it."""
     command, dies = [*TORCHRUN, "--max-restarts", "1"], "task.type=tests.engine.parts:DiesOnce"
     died = {"MMRL_TESTS_DIED": str(tmp_path / "died")}
-    code, said = finished(launch(command, tmp_path / "run", dies, "checkpoint.every=1", **died))
+    saves = ["checkpoint.every=1", "checkpoint.background=false"]  # a checkpoint is there before the rank dies
+    code, said = finished(launch(command, tmp_path / "run", dies, *saves, **died))
     assert code == 0, said[-3000:]
     assert (tmp_path / "died").exists() and "resumed from" in said
     assert [r["step"] for r in metrics(tmp_path / "run") if "loss" in r] == [1, 2, 3, 4]

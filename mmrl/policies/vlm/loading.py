@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import peft
 from torch import nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -139,13 +138,18 @@ def write_as_published(model: Any) -> None:
 def base_of(path: str) -> str:
     """What `path` is a LoRA of, or itself."""
     if (Path(path) / "adapter_config.json").is_file():
+        import peft  # a second, which only a LoRA needs
+
         return str(peft.PeftConfig.from_pretrained(path).base_model_name_or_path)
     return path
 
 
 def adapt(model: Any, path: str, *, freeze: Sequence[str], lora: LoRA | None) -> Any:
     """`model` with the LoRA at `path` if there is one, or a new one if `lora` is given; parts in `freeze` stay."""
-    if (Path(path) / "adapter_config.json").is_file():
+    adapted = (Path(path) / "adapter_config.json").is_file()
+    if adapted or lora is not None:
+        import peft  # a second, which only a LoRA needs
+    if adapted:
         model = peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     elif lora is not None:
         options: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.targets}

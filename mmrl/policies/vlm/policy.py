@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from einops import rearrange
 from PIL import Image
@@ -583,9 +582,10 @@ class Lockstep:
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model itself, out of its LoRA wrapper if it has one."""
-    core = model.get_base_model() if isinstance(model, peft.PeftModel) else model
-    assert isinstance(core, PreTrainedModel)
-    return core
+    if isinstance(model, PreTrainedModel):
+        return model
+    core: Any = model
+    return core.get_base_model()
 
 
 def end_tokens(generation: GenerationConfig, tokenizer: Any) -> tuple[int, ...]:
