@@ -58,15 +58,11 @@ class Batches:
     def next(self, step: int, metrics: Metrics) -> Rollouts:
         """Of the step after `step` finished ones."""
         if self.steps_ahead:
-            rollouts = self._look_ahead(step, metrics)
-        else:
-            with awake(self.generator) as measured:
-                self.version = step
-                metrics.set(measured)
-                rollouts = self.collect(step, metrics)
-        if rollouts.version is not None:
-            metrics.add("generation/staleness", step - rollouts.version)
-        return self._with_extras(rollouts)
+            return self._with_extras(self._look_ahead(step, metrics), step, metrics)
+        with awake(self.generator) as measured:
+            self.version = step
+            metrics.set(measured)
+            return self._with_extras(self.collect(step, metrics), step, metrics)
 
     def observe(self, batch: Batch) -> None:
         """Tells the sampler of prompts what became of a step's fresh rollouts, and further sources of all of them."""
@@ -255,8 +251,10 @@ class Batches:
         after = combined_reward(batch.rewards, weights)
         batch.extras["completions"] = Column(torch.cat([before.view(-1, count), after[:, None]], 1))
 
-    def _with_extras(self, fresh: Rollouts) -> Rollouts:
+    def _with_extras(self, fresh: Rollouts, step: int, metrics: Metrics) -> Rollouts:
         """The step's rollouts with those of further sources behind them."""
+        if fresh.version is not None:
+            metrics.add("generation/staleness", step - fresh.version)
         if not self.extras:
             return fresh
         fresh.origin = torch.full((len(fresh),), FRESH)

@@ -35,6 +35,7 @@ OFFERS = {
     "drafts": "responses that can be continued",
     "demonstrations": "answers that it can learn from beside its rollouts",
     "storage": "rollouts that can be put away and made again",
+    "temperatures": "rollouts at a temperature of their own, made beside the others of a step",
     "turns": "turns of a conversation (task.environment)",
     "completions": "chains that can be completed from each of their steps",
     "nodes": "rollouts that share decisions, as leaves of a tree",

@@ -45,7 +45,7 @@ class ReplaySource(ExtraSource):
         self._context, self._stored = context, {}
 
     def observe(self, batch: Batch) -> None:
-        """Keeps what was right among the fresh rollouts of all ranks."""
+        """Keeps what was right among the new rollouts of all ranks."""
         for prompt, stored in batch.each(self._found(batch)):
             before = self._stored.pop(prompt, [])  # what was right last is last
             self._stored[prompt] = [*before, stored][-self.keep :]
@@ -54,12 +54,13 @@ class ReplaySource(ExtraSource):
 
     def _found(self, batch: Batch) -> list[tuple[int, Stored]]:
         """This rank's: prompts and what is kept."""
-        from mmrl.rollouts import FRESH
+        from mmrl.rollouts import EXTRA, FRESH
 
         rollouts = batch.rollouts
         assert rollouts.accuracy is not None and rollouts.origin is not None and rollouts.rewards is not None
         scored = ~rollouts.rewards.isnan().any(1)
-        right = (rollouts.accuracy >= self.accuracy) & (rollouts.origin == FRESH) & batch.kept & scored
+        new = (rollouts.origin == FRESH) | (rollouts.origin == EXTRA)
+        right = (rollouts.accuracy >= self.accuracy) & new & batch.kept & scored
         rows = rollouts.select(right)
         assert rows.prompt is not None and rows.rewards is not None and rows.accuracy is not None
         found = []

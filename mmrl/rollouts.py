@@ -133,7 +133,7 @@ class Sample:
     conversation: Conversation | None = None
 
 
-FRESH, DEMONSTRATION, REPLAYED = 0, 1, 2  # origins of a rollout
+FRESH, DEMONSTRATION, REPLAYED, EXTRA = range(4)  # origins of a rollout
 
 
 def column(pad: float | None = None) -> Any:
@@ -180,7 +180,7 @@ class Rollouts(Record):
     mask: Tensor = field(metadata={"pad": 0})  # [rollout, decision] bool, True where a decision counts
     rewards: Tensor | None = column()  # [rollout, component] float32, NaN where a component could not be scored
     accuracy: Tensor | None = column()  # [rollout] float32, the task's own measure of success, NaN where unknown
-    origin: Tensor | None = column()  # [rollout] int64: FRESH, DEMONSTRATION or REPLAYED; None: all fresh
+    origin: Tensor | None = column()  # [rollout] int64: FRESH, DEMONSTRATION, REPLAYED or EXTRA; None: all fresh
     prompt: Tensor | None = column()  # [rollout] int64, the prompt's index in the task's training source
     filler: Tensor | None = column()  # [rollout] bool, True where dynamic sampling found nothing better; None: nowhere
     version: Tensor | None = column()  # [rollout] int64, finished steps behind the oldest weights that made it

@@ -162,10 +162,11 @@ class GivenPolicy:
         """The first number of `logp`, by which a call tells with which weights it was made."""
         return self.module.logp[0, 0].item()
 
-    def rollout(self, prompts, group_size, seeds, *, step):
+    def rollout(self, prompts, group_size, seeds, *, step, temperature=None):
         """The first prompt that is ever drawn gets the table's first group, and so on, over and over."""
         weights = self.weights if self.sampled_by is None else self.sampled_by.weights
-        self.calls.append(Sampled("rollout", list(seeds), self.temperature.value, weights))
+        heat = self.temperature.value if temperature is None else temperature
+        self.calls.append(Sampled("rollout", list(seeds), heat, weights))
         rows, groups = [], self.table.group.unique().tolist()
         for _ in prompts:
             own = (self.table.group == groups[self.asked % len(groups)]).nonzero().flatten().tolist()

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from mmrl.config import configure
 from mmrl.errors import UserError
 from tests.joints.parts import Table, close
 
@@ -186,8 +187,7 @@ def test_ranks_share_what_is_imitated(given):
     assert len(set(parts)) == 2 and max(parts) < 0
 
 
-def test_a_policy_that_can_not_store_is_told(tmp_path):
-    from mmrl.config import load
-
+def test_a_policy_that_can_not_store_is_told():
+    tree = {"run_dir": "unset", "model": {"type": "diffusion"}, "rollout": {"extras": ["success_replay"]}}
     with pytest.raises(UserError, match="needs rollouts that can be put away and made again"):
-        load("configs/image_digits_flow.yaml", [f"run_dir={tmp_path}", "rollout.extras=[success_replay]"])
+        configure(tree)

@@ -77,7 +77,7 @@ def test_what_it_can_not_be(tmp_path):
     with pytest.raises(UserError, match="algorithm.critic.type=separate is no critic of a vision-language model"):
         policy_of(tmp_path, PPO, "algorithm.critic.type=separate")
     with pytest.raises(UserError, match="algorithm.type=ppo needs a critic"):
-        load("configs/visual_qa_zoom.yaml", [f"run_dir={tmp_path}", "algorithm={type: ppo}"])
+        policy_of(tmp_path, PPO, "task.environment={type: tools, tools: [zoom]}")
 
 
 OPTIONS = [
