@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmrl.collection import Independent
 from mmrl.config import Config
+from mmrl.continuations import continued
 from mmrl.core.advantages import combined_reward
 from mmrl.core.filters import groups_within
 from mmrl.engine import Ranks
@@ -22,8 +23,8 @@ from mmrl.facts import Batch
 from mmrl.metrics import Metrics
 from mmrl.pool import Pool
 from mmrl.prompt_samplers import Outcome
-from mmrl.protocols import Completing, Policy, SyncedGenerator, Task
-from mmrl.rollouts import FRESH, Column, Rollouts, alike
+from mmrl.protocols import Completing, Continuing, Policy, SyncedGenerator, Task
+from mmrl.rollouts import FRESH, Column, DecisionColumn, Rollouts, alike
 from mmrl.seeds import rollout_seeds
 from mmrl.sources import SourceContext
 
@@ -200,6 +201,7 @@ class Batches:
             batch.version = torch.full_like(group, self.version)
         self._ask_more(batch, step)
         self._complete(batch)
+        self._continue(batch)
         return batch
 
     def _draw(self, share: int) -> tuple[list[int], list[int]]:
@@ -250,6 +252,13 @@ class Batches:
         before = combined_reward(self.task.score(made, batch.group.repeat_interleave(count)), weights)
         after = combined_reward(batch.rewards, weights)
         batch.extras["completions"] = Column(torch.cat([before.view(-1, count), after[:, None]], 1))
+
+    def _continue(self, batch: Rollouts) -> None:
+        """Leaves what segments of responses add to the expected reward in `extras`, where a part asks for that."""
+        for asked in self.config.needs.continuations:
+            assert isinstance(self.policy, Continuing)
+            made = continued(self.policy, self.task, batch, asked, self.config.seed, self.ranks.max)
+            batch.extras[asked.name] = DecisionColumn(made)
 
     def _with_extras(self, fresh: Rollouts, step: int, metrics: Metrics) -> Rollouts:
         """The step's rollouts with those of further sources behind them."""

@@ -37,9 +37,22 @@ OFFERS = {
     "storage": "rollouts that can be put away and made again",
     "temperatures": "rollouts at a temperature of their own, made beside the others of a step",
     "turns": "turns of a conversation (task.environment)",
+    "continuations": "responses that can go on anew from inside",
     "completions": "chains that can be completed from each of their steps",
     "nodes": "rollouts that share decisions, as leaves of a tree",
 }
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """How responses are continued again from inside: every so many decisions, so many times."""
+
+    every: int
+    count: int
+
+    @property
+    def name(self) -> str:
+        return f"continued {self.count} times every {self.every}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,8 @@ class Needs:
     answered_under: views under which as many responses are sampled again, for `Batch.answered`. numbers: what was
     decided, as `Rollouts.extras["numbers"]`. completions: the rewards of what a chain's states lead to without
     further noise, before its first stochastic step and behind each, as `Rollouts.extras["completions"]`
-    [rollout, 1 + decision].
+    [rollout, 1 + decision]. continuations: what the segments of a response add to the reward that is expected, as
+    `Rollouts.extras[Continuations.name]` [rollout, decision].
     """
 
     offers: frozenset[str] = frozenset()
@@ -73,6 +87,7 @@ class Needs:
     answered_under: tuple[View, ...] = ()
     numbers: bool = False
     completions: bool = False
+    continuations: tuple[Continuations, ...] = ()
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(**{f.name: _either(vars(self)[f.name], vars(other)[f.name]) for f in fields(Needs)})

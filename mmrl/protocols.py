@@ -113,6 +113,14 @@ class Storing(Protocol):
 
 
 @runtime_checkable
+class Continuing(Protocol):
+    """A policy whose responses can go on anew from inside."""
+
+    def continued(self, rollouts: Rollouts, lengths: Sequence[int], seeds: Sequence[int]) -> Rollouts:
+        """Of each rollout the first so many decisions, and what the policy decides after them now; not scored."""
+
+
+@runtime_checkable
 class Completing(Protocol):
     """A policy whose decisions are steps of chains."""
 

@@ -45,6 +45,7 @@ class ExtraSource(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "demonstrations": "mmrl.sources:DemonstrationSource",
         "guided_groups": "mmrl.guidance:GuidedGroups",
+        "guided_prefixes": "mmrl.guidance:GuidedPrefixes",
         "extra_rollouts": "mmrl.retries:ExtraRollouts",
         "success_replay": "mmrl.replays:SuccessReplay",
         "self_imitation": "mmrl.replays:SelfImitation",

@@ -41,6 +41,7 @@ FLOORS = [
     ["mmrl.tasks", "mmrl.search"],
     ["mmrl.config"],
     [
+        "mmrl.continuations",
         "mmrl.conversion",
         "mmrl.evaluation",
         "mmrl.evaluation_protocol",

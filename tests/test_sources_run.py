@@ -52,3 +52,19 @@ def test_a_rollout_that_was_put_away_is_made_again(tmp_path):
         count = int(again.mask[i].sum())
         assert count == int(fresh.mask[row].sum())
         torch.testing.assert_close(two.logp[i, :count], one.logp[row, :count], atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_response_goes_on_from_inside(tmp_path):
+    """It keeps its beginning, and does not depend on what else is asked."""
+    made = make(tmp_path / "run", "rollout.max_response_length=6")
+    policy, prompts = made.policy, [made.task.train[i] for i in (0, 1)]
+    fresh = policy.rollout(prompts, 1, [1, 2], step=0, temperature=0.0)
+    lengths = [min(2, len(row.response) - 1) for row in fresh.inputs]
+    both = policy.continued(fresh, lengths, [5, 6])
+    alone = policy.continued(fresh.select(torch.tensor([1])), lengths[1:], [6])
+    for row, length in enumerate(lengths):
+        assert torch.equal(both.inputs[row].response[:length], fresh.inputs[row].response[:length])
+        assert len(both.inputs[row].response) <= 6
+    assert torch.equal(alone.inputs[0].response, both.inputs[1].response)
+    assert not torch.equal(policy.continued(fresh, lengths, [7, 8]).inputs[1].response, both.inputs[1].response)

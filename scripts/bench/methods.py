@@ -64,6 +64,7 @@ OPTIONS = {
     "pass_at_k_analytic": "k: 4",
     "quantile_bucket_std": "count: 4",
     "self_imitation": "count: 32",
+    "segment_values": "every: 1",
     "sequence_mask": "bound: 0.3",
     "stratified": "by: kind",
     "task_quotas": "by: kind",
@@ -74,8 +75,6 @@ OPTIONS = {
 }
 # What goes with a method.
 BESIDE = {
-    "decoupled_ppo": ["rollout.prompts=256", "rollout.group_size=1"],
-    "ppo": ["rollout.prompts=256", "rollout.group_size=1"],
     "demonstrations": ["algorithm.terms=[likelihood]"],
     "self_imitation": ["algorithm.terms=[{type: likelihood, of: replayed}]"],
     "guided": ["rollout.extras=[guided_groups]"],

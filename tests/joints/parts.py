@@ -186,6 +186,13 @@ class GivenPolicy:
         last = (self.table.group == self.table.group.max()).nonzero().flatten().tolist()
         return self._unscored((last * len(prompts))[: len(prompts)])
 
+    def continued(self, rollouts, lengths, seeds):
+        """`continues` says which row a row becomes, by its place and how much of it is kept: they take turns."""
+        self.calls.append(Sampled("continued", list(seeds)))
+        places = list(zip(rollouts.inputs, lengths, strict=True))
+        rows = [self.continues[place][places[:i].count(place)] for i, place in enumerate(places)]
+        return self._unscored(rows)
+
     def stored(self, rollouts):
         return [{"row": row} for row in rollouts.inputs]
 

@@ -9,7 +9,8 @@ import torch
 from mmrl.counterfactuals import ShuffledFrames
 from mmrl.errors import UserError
 from mmrl.reference import decisions_of, methods, needs_of
-from mmrl.rollouts import Column
+from mmrl.rollouts import Column, DecisionColumn
+from mmrl.terms.segment_values import SegmentValues
 from tests.joints.parts import Table, close
 
 COUNT = 36  # combinations for each kind of decision
@@ -118,6 +119,7 @@ def learned(given, decision, algorithm, order, micro_batch):
     worth = torch.linspace(-1, 20, 48).sin().view(12, 4)[order]  # of the steps of chains
     rollouts.extras["completions"] = Column(worth[:, : 1 + rollouts.mask.shape[1]])
     # What `Batches` would have asked for
+    rollouts.extras[SegmentValues().continuations.name] = DecisionColumn(worth[:, : rollouts.mask.shape[1]])
     rollouts.extras["greedy"] = Column(torch.full((12, 2), 0.3))
     rollouts.extras[f"answered {ShuffledFrames().name}"] = Column(torch.full((12,), 0.4))
     made.prepare(rollouts)

@@ -98,8 +98,8 @@ def test_it_is_the_clip_without_demonstrations(given):
     options = ["algorithm.epochs=2", "algorithm.surrogate={type: guided, high: 0.1}"]
     made = given(table, "rollout.prompts=1", "algorithm.scale=none", *options)
     made.prepare()
-    made.move(logp=[[0.05], [0.0]])
-    close(made.learn(), (-0.5 * math.exp(0.05) + 0.5) / 2)
+    made.move(logp=[[0.2], [0.0]])  # a ratio of 1.22
+    close(made.learn(), (-0.5 * 1.1 + 0.5) / 2)
     assert math.isnan(made.metrics.result().get("surrogate/shaped", math.nan))
 
 
@@ -137,3 +137,67 @@ def test_ranks_make_as_many_rollouts(given):
     expected = [[1 / 3, 0.0], [1 / 3, 0.0], [-0.5, 0.0], [0.5, 0.0], [-2 / 3, -2 / 3]]
     close(made.gradient() * 6, expected)
     assert torch.isfinite(made.gradient()).all()
+
+
+# --- responses that begin as demonstrations do ---
+
+PREFIXES = "rollout.extras=[{type: guided_prefixes, count: 2%s}]"
+
+
+def prefixed(given, options="", *overrides, rewards=(0.0, 0.0, 1.0, 0.0)):
+    """Row 4, of ten decisions, demonstrates. With half of it kept it becomes row 5 or 6, of seven and six decisions:
+    one is right."""
+    logp = [[-1.0], [-1.0], [-1.0], [-1.0], [-1.0] * 10, [-1.0] * 7, [-1.0] * 6]
+    table = Table([row[:8] for row in logp], group=[0, 0, 1, 1, 4, 3, 3], rewards=[*rewards, 1.0, 1.0, 0.0])
+    made = given(table, PREFIXES % options, "algorithm.scale=none", *overrides)
+    made.trainer.policy.continues = {(4, kept): [5, 6] for kept in range(9)}
+    return made
+
+
+def test_what_begins_as_the_demonstration_does_joins_a_group_that_failed(given):
+    """Half of eight decisions is four: what follows them is learned from."""
+    made = prefixed(given, ", low: 0.5, high: 0.5")
+    rollouts = made.next()
+    assert rollouts.inputs == [0, 1, 2, 3, 5, 6] and rollouts.origin.tolist() == [0, 0, 0, 0, 3, 3]
+    assert rollouts.group.tolist() == [0, 0, 1, 1, 0, 0]
+    assert rollouts.mask[4].tolist() == [False] * 4 + [True] * 3 + [False]
+    assert rollouts.mask[5].tolist() == [False] * 4 + [True] * 2 + [False] * 2
+    made.prepare(rollouts)
+    close(rollouts.advantages[:, 0], [-0.25, -0.25, 0.5, -0.5, 0.75, -0.25])
+    asked = {call.what: call.seeds for call in made.trainer.policy.calls}
+    assert asked["demonstrate"] == [int(rollouts.samples[0].prompt.id)] and len(set(asked["continued"])) == 2
+    assert not set(asked["continued"]) & set(asked["rollout"])
+
+
+def test_the_beginning_may_be_learned_from_too(given):
+    rollouts = prefixed(given, ", low: 0.5, high: 0.5, learned: true").next()
+    assert rollouts.mask[4:].sum(1).tolist() == [7, 6]
+
+
+def test_shares_of_the_demonstration_are_drawn(given):
+    kept = set()
+    for seed in range(12):
+        made = prefixed(given, ", low: 0.25, high: 0.75", f"seed={seed}")
+        rollouts = made.next()
+        kept |= {int(row.nonzero()[0]) if row.any() else 7 for row in rollouts.mask[4:]}
+        made.close()
+    assert min(kept) == 2 and 4 <= max(kept) < 8 and len(kept) > 2  # of eight decisions
+
+
+def test_no_prefix_where_none_is_needed(given):
+    made = prefixed(given, rewards=(1.0, 0.0, 1.0, 0.0))
+    assert len(made.next()) == 4
+    made = prefixed(given, ", groups: all", rewards=(1.0, 0.0, 1.0, 0.0))
+    made.trainer.policy.continues = {(4, kept): [5, 6, 5, 6] for kept in range(9)}
+    assert made.next().group.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    with pytest.raises(UserError, match="low=0.9 is above high=0.5"):
+        prefixed(given, ", low: 0.9, high: 0.5")
+
+
+def test_a_rank_without_failures_begins_with_the_others_and_keeps_nothing(given):
+    made = prefixed(given, rewards=(1.0, 0.0, 1.0, 0.0))
+    for extra in made.trainer.batches.extras:
+        extra._context = type(extra._context)(**{**vars(extra._context), "most": lambda value: max(value, 2)})
+    rollouts = made.next()
+    assert made.trainer.policy.calls[-1].what == "continued"
+    assert len(rollouts) == 6 and not rollouts.mask[4:].any()

@@ -175,6 +175,11 @@ def test_imitation_of_what_was_right(given):
     close(made.gradient()[:, 0] * 4, [-1.0, 0.0, 0.5, -0.5])
 
 
+def test_what_is_imitated_has_no_advantage_whatever_the_baseline(given):
+    made = given(rounds([[1.0, 0.0], [0.0, 1.0]]), *BASE, *IMITATION, "algorithm.baseline=none")
+    close(play(made, 2)[1].advantages[:, 0], [0.0, 1.0, 0.0, 0.0])
+
+
 def test_ranks_share_what_is_imitated(given):
     parts = []
     for rank in (0, 1):

@@ -421,6 +421,19 @@ class VisionLanguagePolicy:
         ]
         return self._rollouts(list(prompts), rows, 1)
 
+    def continued(self, rollouts: Rollouts, lengths: Sequence[int], seeds: Sequence[int]) -> Rollouts:
+        """Of each response the first so many tokens, and what is sampled after them; not scored."""
+        prompts = {id(sample.prompt): sample.prompt for sample in rollouts.samples}
+        opened = dict(zip(prompts, self.draft(list(prompts.values()), 1, [0] * len(prompts)), strict=True))
+        drafts = []
+        for sample, row, length, seed in zip(rollouts.samples, rollouts.inputs, lengths, seeds, strict=True):
+            draft = opened[id(sample.prompt)]
+            draft = replace(draft, request=replace(draft.request, seed=seed))
+            draft.grow(row.response[:length], torch.zeros(length), None)
+            drafts.append(draft)
+        self.extend(self.engine, drafts, self.max_response_length)
+        return self.complete(drafts, 1, drawn_here=self.engine is None)
+
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
         """One response a prompt at the temperature of evaluation."""
         return self.rollout(prompts, 1, seeds, temperature=self.evaluation_temperature).samples

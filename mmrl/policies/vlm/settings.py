@@ -90,10 +90,10 @@ class VisionLanguageModel(ModelSettings):
         if isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator):
             offers |= {"drafts"}
         if not (config.generator is not None and config.generator.steps_ahead):  # the engine is busy with the next step
-            offers |= {"temperatures"}
+            offers |= {"temperatures", "continuations"}
         if any(vars(config.task).get(key) is not None for key in ("environment", "game")):
             # what an environment said belongs to the prompt that it was said to, and no critic is asked about it
-            offers -= {"views", "storage", "critic"}
+            offers -= {"views", "storage", "critic", "continuations"}
             offers |= {"turns"}
         return Capabilities("model.type=vision_language", frozenset(offers), groups=("critic",))
 
