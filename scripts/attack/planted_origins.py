@@ -5,6 +5,7 @@ from __future__ import annotations
 REPLAYS, GUIDANCE = ("joints/test_replays.py",), ("joints/test_guidance.py",)
 RETRIES, SEGMENTS = ("joints/test_retries.py",), ("joints/test_segments.py",)
 X, C, W = "mmrl/retries.py", "mmrl/core/credit.py", "mmrl/continuations.py"
+CLIPS = ("joints/test_clips.py",)
 PPO, CRITIC = ("joints/test_ppo.py",), ("policies/test_vlm_critic.py",)
 S, A = "mmrl/replays.py", "mmrl/algorithms/"
 B, G, V = "mmrl/batches.py", "mmrl/guidance.py", "mmrl/policies/vlm/"
@@ -128,12 +129,13 @@ ORIGINS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("batches: room for the fresh ones alone", B, "sum(extra.in_group for extra in rollout.extra_sources)", "0",
      GUIDANCE),
     ("metrics of all origins", "mmrl/trainer.py", "rollouts.select(rollouts.origin == FRESH)", "rollouts", GUIDANCE),
+    ("mirror_descent: sign of the advantage", A + "mirror.py", "return pull - advantages", "return pull + advantages",
+     CLIPS),
+    ("mirror_descent: tau is hard-coded", A + "mirror.py", "self.tau.value / 2", "0.05", CLIPS),
+    ("mirror_descent: half is forgotten", A + "mirror.py", "self.tau.value / 2", "self.tau.value", CLIPS),
     # --- critics of responses ---
     ("text critic: not asked before the updates", "mmrl/rollouts.py", "values.where(mask, 0.0), last", "blank, last",
      PPO),
-    ("text critic: responses do not end", "mmrl/rollouts.py",
-     "last = torch.arange(mask.shape[1]) == mask.sum(1, keepdim=True) - 1\n        return cls",
-     "last = torch.zeros_like(mask)\n        return cls", PPO),
     ("decoupled: the critic's lambda is the policy's", A + "decoupled.py",
      "self.estimated(rewards, steps, self.value_lam)", "self.estimated(rewards, steps, self.lam)", PPO),
     ("decoupled: the critic's lambda is hard-coded", A + "decoupled.py",

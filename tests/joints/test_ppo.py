@@ -213,3 +213,13 @@ def test_policy_and_critic_look_ahead_differently_far(given, options, advantages
     standard = ((found - found.mean()) / found.std()).tolist()
     close(rollouts.advantages, [standard[:2], [standard[2], 0]], atol=1e-4)
     close(returns(rollouts), [targets[:2], [targets[2], 0]])
+
+
+def test_lambda_is_of_each_rollouts_own_length(given):
+    """The critic says 0, and the end earns 1: advantages are powers of lambda, 2/3 for three steps and 1/2 for two."""
+    table = Table([[-1.0] * 3, [-1.0] * 2], group=[0, 1], rewards=[1.0, 1.0], value=[[0.0] * 3, [0.0] * 2])
+    made = given(table, "rollout={prompts: 2}", f"{DECOUPLED}, length_scale: 1}}")
+    rollouts = table.rollouts()
+    made.prepare(rollouts)
+    found = torch.tensor([4 / 9, 2 / 3, 1.0, 1 / 2, 1.0])
+    close(rollouts.advantages[rollouts.mask], (found - found.mean()) / found.std(), atol=1e-4)

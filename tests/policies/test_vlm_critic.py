@@ -97,6 +97,7 @@ def rest(folder, stage):
     train(folder, *OPTIONS, f"engine.zero_stage={stage}", resume=True)
 
 
+@pytest.mark.slow
 def test_it_trains_on_two_ranks_and_goes_on_exactly(tmp_path):
     one, other, third = (tmp_path / name for name in ("whole", "cut", "plain"))
     call(whole, one, 3, log=tmp_path / "whole.log", ranks=2)

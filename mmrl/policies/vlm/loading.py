@@ -153,7 +153,7 @@ def adapt(model: Any, path: str, *, freeze: Sequence[str], lora: LoRA | None) ->
         model = peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     elif lora is not None:
         options: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.targets}
-        model = peft.get_peft_model(model, peft.LoraConfig(**options))
+        model = peft.get_peft_model(model, peft.LoraConfig(**options, init_lora_weights=lora.peft_init))
     for parameter_name, parameter in model.named_parameters():  # adapters too
         if part_of(parameter_name) in freeze:
             parameter.requires_grad_(False)
