@@ -24,7 +24,7 @@ from mmrl.metrics import Metrics
 from mmrl.pool import Pool
 from mmrl.prompt_samplers import Outcome
 from mmrl.protocols import Completing, Continuing, Policy, SyncedGenerator, Task
-from mmrl.rollouts import FRESH, Column, DecisionColumn, Rollouts, alike
+from mmrl.rollouts import FRESH, Column, DecisionColumn, Rollouts, Texts, alike
 from mmrl.seeds import rollout_seeds
 from mmrl.sources import SourceContext
 
@@ -239,8 +239,11 @@ class Batches:
         seeds = rollout_seeds(self.config.seed, groups.tolist(), size)
         for view in needs.answered_under:
             changed = [view.change(prompt) for prompt in prompts]
-            right = self.task.accuracy(self.policy.rollout(changed, size, seeds, step=step).samples)
+            samples = self.policy.rollout(changed, size, seeds, step=step).samples
+            right = self.task.accuracy(samples)
             batch.extras[f"answered {view.name}"] = Column(right.view(-1, size).nanmean(1)[member])
+            said = [[sample.response for sample in samples[g * size : (g + 1) * size]] for g in range(len(groups))]
+            batch.extras[f"said {view.name}"] = Texts([said[g] for g in member.tolist()])
 
     def _complete(self, batch: Rollouts) -> None:
         """Leaves the rewards of what the states of chains lead to in `extras`, where a part needs them."""

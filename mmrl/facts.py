@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.advantages import combined_reward
-from mmrl.rollouts import FRESH, Column, DecisionColumn, Rollouts, widened
+from mmrl.rollouts import FRESH, Column, DecisionColumn, Rollouts, Texts, widened
 from mmrl.views import View
 
 
@@ -81,6 +81,12 @@ class Batch:
     def each(self, values: list[Any]) -> list[Any]:
         """Those of all ranks, in their order, of as many things as this rank likes; small ones, for they are sent."""
         return [value for part in self._gather(values) for value in part]
+
+    def said(self, view: View) -> list[list[str]]:
+        """By rollout of all ranks, the responses that its prompt got under a view; none where it was not asked."""
+        found = self.rollouts.extras[f"said {view.name}"]
+        assert isinstance(found, Texts)
+        return self.each(found.values)
 
     def responses(self) -> list[str]:
         """The text of the responses of all ranks."""

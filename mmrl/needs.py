@@ -26,7 +26,7 @@ OFFERS = {
     "matching": "decisions that compare the final sample with a prediction",
     "contrast": "decisions that are errors of implicit policies (denoising.likelihood.type=contrast)",
     "picture_gradient": "pictures with their gradient (denoising.likelihood.type=last_steps)",
-    "segments": "decisions in segments (denoising.likelihood.chunks)",
+    "segments": "decisions in segments (denoising.likelihood.chunks, rollout.segment)",
     "reference_ratio": "a likelihood that can be compared with the reference policy's",
     "single_sample_kl": "a KL divergence estimated from single samples",
     "critic": "a critic",

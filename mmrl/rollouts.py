@@ -225,6 +225,13 @@ class Column(Record):
 
 
 @dataclass
+class Texts(Record):
+    """Texts that belong to each rollout; in `Rollouts.extras`, by a name of its own."""
+
+    values: list[list[str]]
+
+
+@dataclass
 class DecisionColumn(Record):
     """Something that a part of an algorithm knows of each decision; in `Rollouts.extras`, by a name of its own."""
 
@@ -245,6 +252,8 @@ def alike(part: Rollouts, fresh: Rollouts) -> Rollouts:
     for name, record in fresh.extras.items():
         if name not in extras and isinstance(record, Column):
             extras[name] = record.blank(len(part))
+        elif name not in extras and isinstance(record, Texts):
+            extras[name] = Texts([[] for _ in range(len(part))])
         elif name not in extras and isinstance(record, DecisionColumn):
             extras[name] = DecisionColumn(torch.zeros(part.mask.shape, dtype=record.values.dtype))
     return replace(part, **filled, extras=extras)

@@ -6,6 +6,8 @@ REPLAYS, GUIDANCE = ("joints/test_replays.py",), ("joints/test_guidance.py",)
 RETRIES, SEGMENTS = ("joints/test_retries.py",), ("joints/test_segments.py",)
 X, C, W = "mmrl/retries.py", "mmrl/core/credit.py", "mmrl/continuations.py"
 CLIPS = ("joints/test_clips.py",)
+AGREEMENT, RULES = ("joints/test_view_contrast.py",), ("rewards/test_rules.py",)
+AG = "mmrl/algorithms/view_agreement.py"
 PPO, CRITIC = ("joints/test_ppo.py",), ("policies/test_vlm_critic.py",)
 S, A = "mmrl/replays.py", "mmrl/algorithms/"
 B, G, V = "mmrl/batches.py", "mmrl/guidance.py", "mmrl/policies/vlm/"
@@ -133,6 +135,24 @@ ORIGINS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      CLIPS),
     ("mirror_descent: tau is hard-coded", A + "mirror.py", "self.tau.value / 2", "0.05", CLIPS),
     ("mirror_descent: half is forgotten", A + "mirror.py", "self.tau.value / 2", "self.tau.value", CLIPS),
+    ("view_agreement: sign", AG, "rewards + self.bonus * matched", "rewards - self.bonus * matched", AGREEMENT),
+    ("view_agreement: any answer that is given again", AG, "min(given[own[row]], again[own[row]]) / given[own[row]]",
+     "float(again[own[row]] > 0)", AGREEMENT),
+    ("view_agreement: shares of the view", AG, "min(given[own[row]], again[own[row]]) / given[own[row]]",
+     "again[own[row]] / max(1, len(rows))", AGREEMENT),
+    ("view_agreement: swaps of one way", AG, "self.swaps | {after: before for before, after in self.swaps.items()}",
+     "self.swaps", AGREEMENT),
+    ("view_agreement: own answers are swapped too", AG, "_plain(text, {})", "_plain(text, self.swaps)", AGREEMENT),
+    ("view_agreement: bonus is hard-coded", AG, "self.bonus * matched", "1.0 * matched", AGREEMENT),
+    ("batches: what was said under a view is the next group's", B, "[said[g] for g in member.tolist()]",
+     "[said[g - 1] for g in member.tolist()]", AGREEMENT),
+    ("mirrored: upside down", "mmrl/counterfactuals.py", "ImageOps.mirror", "ImageOps.flip",
+     ("test_counterfactuals.py",)),
+    ("interval_iou: over the longer one", "mmrl/rewards/intervals.py", "+ gold[1] - gold[0] - shared", "", RULES),
+    ("interval_iou: the first numbers", "mmrl/rewards/intervals.py", "[-2:]", "[:2]", RULES),
+    ("interval_iou: least is ignored", "mmrl/rewards/intervals.py", "if found >= least", "if found >= 0", RULES),
+    ("segments of tokens: one longer", V + "policy.py", "device=self.device) // self.segment",
+     "device=self.device) // (self.segment + 1)", ("joints/test_tokens.py",)),
     # --- critics of responses ---
     ("text critic: not asked before the updates", "mmrl/rollouts.py", "values.where(mask, 0.0), last", "blank, last",
      PPO),

@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 
-from mmrl.counterfactuals import ShuffledFrames
+from mmrl.counterfactuals import Mirrored, ShuffledFrames
 from mmrl.errors import UserError
 from mmrl.reference import decisions_of, methods, needs_of
-from mmrl.rollouts import Column, DecisionColumn
+from mmrl.rollouts import Column, DecisionColumn, Texts
 from mmrl.terms.segment_values import SegmentValues
 from tests.joints.parts import Table, close
 
@@ -121,6 +121,7 @@ def learned(given, decision, algorithm, order, micro_batch):
     # What `Batches` would have asked for
     rollouts.extras[SegmentValues().continuations.name] = DecisionColumn(worth[:, : rollouts.mask.shape[1]])
     rollouts.extras["greedy"] = Column(torch.full((12, 2), 0.3))
+    rollouts.extras[f"said {Mirrored().name}"] = Texts([["two", "a third", "two", "none"] for _ in range(12)])
     rollouts.extras[f"answered {ShuffledFrames().name}"] = Column(torch.full((12,), 0.4))
     made.prepare(rollouts)
     chance = random.Random(9)

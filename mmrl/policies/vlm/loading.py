@@ -59,6 +59,7 @@ def load(path: str, settings: VisionLanguageModel, config: Config, task: Any = N
         max_response_length=rollout.max_response_length,
         logp_chunk=engine.logp_chunk,
         evaluation_temperature=config.evaluation.temperature,
+        segment=rollout.segment if isinstance(rollout, TokenSampling) else None,
     )
     if config.needs.critic is not None:
         policy.judge(config.needs.critic, Path(path))

@@ -163,8 +163,9 @@ class VisionLanguagePolicy:
         max_response_length: int | Control = 256,
         logp_chunk: int = 1024,
         evaluation_temperature: float = 0.0,
+        segment: int | None = None,
     ) -> None:
-        """temperature: of rollouts, where it is not that of `sampling`."""
+        """temperature: of rollouts, where it is not that of `sampling`. segment: tokens of a segment of a response."""
         core = transformers_model(model)
         self.processor = processor
         self.tokenizer = processor.tokenizer
@@ -183,7 +184,7 @@ class VisionLanguagePolicy:
         self.max_prompt_length = max_prompt_length
         longest = max_response_length
         self.response_limit = longest if isinstance(longest, Control) else constant(longest)
-        self.evaluation_temperature = evaluation_temperature
+        self.evaluation_temperature, self.segment = evaluation_temperature, segment
         self.module = TokenScorer(model, self.sampling, logp_chunk)
         self.module.eval()  # dropout would make replay differ from sampling
         self._recompute(True)
@@ -533,6 +534,9 @@ class VisionLanguagePolicy:
         place = (row, decision)
         logp, entropy, square_sum, *value = (blank.index_put(place, values) for values in scored)
         found = Replay(logp, entropy, square_sum, value=value[0] if value else None)
+        if self.segment is not None:
+            places = torch.arange(rollouts.mask.shape[1], device=self.device) // self.segment
+            found.segments = places.expand(rollouts.mask.shape)
         if self.routing is not None and routes is not None:
             differing = self.routing.differences().view(routes.shape[:2])[row, column]
             found.routing_differs = blank.index_put(place, differing)

@@ -39,6 +39,9 @@ class TokenSampling(TokenLimits):
     temperature: Control = number(1.0, "of the distribution that is sampled from and replayed", gt=0)
     top_p: float = option(1.0, "sample from the most likely tokens that together have this probability", gt=0, le=1)
     top_k: int = option(0, "sample from so many most likely tokens; 0: from all", ge=0)
+    segment: int | None = option(
+        None, "tokens of a segment, for algorithm.level=segment; null: responses have none", unit="tokens", ge=1
+    )
     allow_truncated_sampling: bool = option(
         False, "top_p and top_k bias the gradient; they are refused unless this is set"
     )
@@ -89,6 +92,8 @@ class VisionLanguageModel(ModelSettings):
         sampling = config.rollout
         if isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator):
             offers |= {"drafts"}
+        if isinstance(sampling, TokenSampling) and sampling.segment is not None:
+            offers |= {"segments"}
         if not (config.generator is not None and config.generator.steps_ahead):  # the engine is busy with the next step
             offers |= {"temperatures", "continuations"}
         if any(vars(config.task).get(key) is not None for key in ("environment", "game")):
