@@ -37,6 +37,7 @@ OFFERS = {
     "storage": "rollouts that can be put away and made again",
     "temperatures": "rollouts at a temperature of their own, made beside the others of a step",
     "turns": "turns of a conversation (task.environment)",
+    "recombination": "responses that can be put together",
     "continuations": "responses that can go on anew from inside",
     "completions": "chains that can be completed from each of their steps",
     "nodes": "rollouts that share decisions, as leaves of a tree",

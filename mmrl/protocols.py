@@ -113,6 +113,14 @@ class Storing(Protocol):
 
 
 @runtime_checkable
+class Recombining(Protocol):
+    """A policy whose responses can be put together."""
+
+    def recombined(self, first: Rollouts, second: Rollouts, text: str) -> Rollouts:
+        """Responses that are one of `first`, the text, and one of `second`, which alone counts; not scored."""
+
+
+@runtime_checkable
 class Continuing(Protocol):
     """A policy whose responses can go on anew from inside."""
 

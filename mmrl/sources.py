@@ -47,6 +47,7 @@ class ExtraSource(Choice):
         "guided_groups": "mmrl.guidance:GuidedGroups",
         "guided_prefixes": "mmrl.guidance:GuidedPrefixes",
         "extra_rollouts": "mmrl.retries:ExtraRollouts",
+        "self_corrections": "mmrl.corrections:SelfCorrections",
         "success_replay": "mmrl.replays:SuccessReplay",
         "self_imitation": "mmrl.replays:SelfImitation",
     }

@@ -33,7 +33,7 @@ FLOORS = [
     ["mmrl.counterfactuals", "mmrl.curricula", "mmrl.controllers"],
     ["mmrl.categories"],
     ["mmrl.sources", "mmrl.terms", "mmrl.facts", "mmrl.protocols"],
-    ["mmrl.guidance", "mmrl.replays", "mmrl.retries"],
+    ["mmrl.corrections", "mmrl.guidance", "mmrl.replays", "mmrl.retries"],
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.report", "mmrl.collection"],
     ["mmrl.sims"],  # above rewards: environments run in the same kind of process
     ["mmrl.tasks.settings", "mmrl.tasks.moving", "mmrl.tasks.named_pictures"],
@@ -68,6 +68,7 @@ LIGHT = tuple(
         "collection",
         "config",
         "controls",
+        "corrections",
         "critics",
         "counterfactuals",
         "curricula",

@@ -76,3 +76,24 @@ def test_a_response_goes_on_from_inside(tmp_path):
         assert len(both.inputs[row].response) <= 6
     assert torch.equal(alone.inputs[0].response, both.inputs[1].response)
     assert not torch.equal(policy.continued(fresh, lengths, [7, 8]).inputs[1].response, both.inputs[1].response)
+
+
+@pytest.mark.usefixtures("alone")
+def test_two_responses_become_one(tmp_path):
+    """Only the second one's tokens count, each as likely as after all that comes before it."""
+    made = make(tmp_path / "run", "rollout.max_response_length=20")
+    policy, prompt = made.policy, made.task.train[0]
+    fresh = policy.rollout([prompt], 2, [1, 2], step=0)
+    both = policy.recombined(fresh.select(torch.tensor([0])), fresh.select(torch.tensor([1])), " or")
+    one, other, whole = *(row.response for row in fresh.inputs), both.inputs[0].response
+    begun = one[:-1] if int(one[-1]) in policy.eos else one
+    count = len(other)
+    assert torch.equal(whole[: len(begun)], begun) and torch.equal(whole[-count:], other)
+    assert both.mask[0].tolist() == [False] * (len(whole) - count) + [True] * count
+    with torch.no_grad():
+        found = policy.replay(both, policy.module).logp[0]
+        plain = policy.replay(
+            policy.recalled([prompt], [{"response": whole.tolist(), "temperature": 1.0}]), policy.module
+        )
+    torch.testing.assert_close(found[-count:], plain.logp[0, -count:], atol=1e-5, rtol=0)
+    assert not found[:-count].any() and both.samples[0].response_length == len(whole)

@@ -56,6 +56,7 @@ class Shaper(Choice):
         "token_baseline": "mmrl.terms.token_baseline:TokenBaseline",
         "turn_returns": "mmrl.terms.turn_returns:TurnReturns",
         "step_gains": "mmrl.terms.step_gains:StepGains",
+        "milestones": "mmrl.terms.milestones:Milestones",
         "segment_values": "mmrl.terms.segment_values:SegmentValues",
         "curiosity": "mmrl.terms.curiosity:Curiosity",
         "stratified": "mmrl.terms.stratified:Stratified",

@@ -5,7 +5,9 @@ from __future__ import annotations
 REPLAYS, GUIDANCE = ("joints/test_replays.py",), ("joints/test_guidance.py",)
 RETRIES, SEGMENTS = ("joints/test_retries.py",), ("joints/test_segments.py",)
 X, C, W = "mmrl/retries.py", "mmrl/core/credit.py", "mmrl/continuations.py"
-CLIPS = ("joints/test_clips.py",)
+CLIPS, TURNS = ("joints/test_clips.py",), ("joints/test_turn_credit.py",)
+CO, CORRECTIONS, RUN = "mmrl/corrections.py", ("joints/test_corrections.py",), ("test_sources_run.py",)
+CT, MS = "mmrl/core/turns.py", "mmrl/terms/milestones.py"
 AGREEMENT, RULES = ("joints/test_view_contrast.py",), ("rewards/test_rules.py",)
 AG = "mmrl/algorithms/view_agreement.py"
 PPO, CRITIC = ("joints/test_ppo.py",), ("policies/test_vlm_critic.py",)
@@ -153,6 +155,23 @@ ORIGINS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("interval_iou: least is ignored", "mmrl/rewards/intervals.py", "if found >= least", "if found >= 0", RULES),
     ("segments of tokens: one longer", V + "policy.py", "device=self.device) // self.segment",
      "device=self.device) // (self.segment + 1)", ("joints/test_tokens.py",)),
+    ("milestones: a segment begins with its milestone", CT, "reached.cumsum(1) - reached.long()", "reached.cumsum(1)",
+     TURNS),
+    ("milestones: any segment is worth something", CT, ".to(rewards) * ended", ".to(rewards)", TURNS),
+    ("milestones: discounted once more", CT, "(length - 1).clamp(min=0)", "length", TURNS),
+    ("milestones: the outcome is dropped", MS, "self.outcome * advantages + self.weight", "self.weight", TURNS),
+    ("milestones: weight is hard-coded", MS, "+ self.weight * found", "+ found", TURNS),
+    ("milestones: scale is hard-coded", MS, "scale=self.scale", 'scale="group_std"', TURNS),
+    ("milestones: garbage behind the end is earned", CT, "reached = (rewards > 0) & mask", "reached = rewards > 0",
+     TURNS),
+    ("corrections: right ones are mended", CO, "(rows[known >= self.accuracy].tolist(), rows[known < self.accuracy]",
+     "(rows[known < self.accuracy].tolist(), rows[known >= self.accuracy]", CORRECTIONS),
+    ("corrections: all are mended", CO, "-(-self.count // 2) if len(wrong) > 1 else self.count", "self.count",
+     CORRECTIONS),
+    ("corrections: too long ones join", CO, "made.select(fits)", "made", CORRECTIONS),
+    ("corrections: without a right one", CO, "if not right or not wrong:", "if not wrong:", CORRECTIONS),
+    ("corrections: the first response counts", V + "policy.py", "mask=made.mask & chosen", "mask=made.mask", RUN),
+    ("corrections: the text is left out", V + "policy.py", "torch.cat([begun, between])", "begun", RUN),
     # --- critics of responses ---
     ("text critic: not asked before the updates", "mmrl/rollouts.py", "values.where(mask, 0.0), last", "blank, last",
      PPO),

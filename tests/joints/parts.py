@@ -193,6 +193,13 @@ class GivenPolicy:
         rows = [self.continues[place][places[:i].count(place)] for i, place in enumerate(places)]
         return self._unscored(rows)
 
+    def recombined(self, first, second, text):
+        """`recombines` says which row two rows become."""
+        self.calls.append(Sampled("recombined", [text]))
+        rows = [self.recombines[pair] for pair in zip(first.inputs, second.inputs, strict=True)]
+        limit = [replace(self.table.sample(row), max_response_length=3, response_length=len(str(row))) for row in rows]
+        return replace(self._unscored(rows), samples=limit)
+
     def stored(self, rollouts):
         return [{"row": row} for row in rollouts.inputs]
 

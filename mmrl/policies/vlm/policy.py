@@ -435,6 +435,20 @@ class VisionLanguagePolicy:
         self.extend(self.engine, drafts, self.max_response_length)
         return self.complete(drafts, 1, drawn_here=self.engine is None)
 
+    def recombined(self, first: Rollouts, second: Rollouts, text: str) -> Rollouts:
+        """Responses that are one of `first` without its end token, the text, and one of `second`, whose tokens alone
+        are decisions; not scored."""
+        between, rows = torch.tensor(self.tokenizer(text, add_special_tokens=False).input_ids), []
+        for one, other in zip(first.inputs, second.inputs, strict=True):
+            begun = one.response[:-1] if int(one.response[-1]) in self.eos else one.response
+            read = replace(one.asked(), temperature=other.temperature, experts=None).followed(
+                torch.cat([begun, between]), decided=False
+            )
+            rows.append(read.followed(other.response, decided=True))
+        made = self._rollouts([sample.prompt for sample in first.samples], rows, 1)
+        chosen = nn.utils.rnn.pad_sequence([row.chosen for row in rows], batch_first=True)
+        return replace(made, mask=made.mask & chosen)
+
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
         """One response a prompt at the temperature of evaluation."""
         return self.rollout(prompts, 1, seeds, temperature=self.evaluation_temperature).samples

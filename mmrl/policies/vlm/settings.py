@@ -88,7 +88,7 @@ class VisionLanguageModel(ModelSettings):
 
     def capabilities(self, config: Config) -> Capabilities:
         offers = {"entropy", "square_sum", "tokens", "text", "numbers", "single_sample_kl", "views"}
-        offers |= {"reference_ratio", "demonstrations", "storage", "critic"}
+        offers |= {"reference_ratio", "demonstrations", "storage", "critic", "recombination"}
         sampling = config.rollout
         if isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator):
             offers |= {"drafts"}
@@ -98,7 +98,7 @@ class VisionLanguageModel(ModelSettings):
             offers |= {"temperatures", "continuations"}
         if any(vars(config.task).get(key) is not None for key in ("environment", "game")):
             # what an environment said belongs to the prompt that it was said to, and no critic is asked about it
-            offers -= {"views", "storage", "critic", "continuations"}
+            offers -= {"views", "storage", "critic", "continuations", "recombination"}
             offers |= {"turns"}
         return Capabilities("model.type=vision_language", frozenset(offers), groups=("critic",))
 
