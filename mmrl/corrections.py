@@ -21,8 +21,8 @@ class SelfCorrections(ExtraSource):
     after a wrong first try a right one is, and so is what made it wrong again."""
 
     equation: ClassVar[str] = (
-        "A of o1 + text + o2 in the group G with them, on the decisions of o2; o1 is wrong; o2 is right in `count` / 2, "
-        "rounded up, and another wrong one in the rest, or right in all where only one is wrong"
+        "A of o1 + text + o2 in the group G with them, on the decisions of o2; o1 is wrong; o2 is right in half of "
+        "them, rounded up, and another wrong one in the rest, or right in all where only one is wrong"
     )
     source: ClassVar[str] = "reconstructed from Octopus: recombined rollouts whose loss is on the second response only"
     test: ClassVar[str] = "tests/joints/test_corrections.py"
