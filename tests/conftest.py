@@ -74,7 +74,8 @@ LONG = (
     "test_image_runs.py",
     "sims/test_maniskill.py",
 )
-SLOWER = ("joints/test_composition.py", "report/test_browser.py")  # hundreds of combinations; a browser
+# Hundreds of combinations; a browser; learning to a fixed point.
+SLOWER = ("joints/test_composition.py", "report/test_browser.py", "core/test_recurrence.py")
 
 
 def pytest_collection_modifyitems(items):
