@@ -24,7 +24,7 @@ class Milestones(Shaper):
         "k-th segment if it ends with a reward above 0, else 0"
     )
     source: ClassVar[str] = "reconstructed from BEACON: credit of milestone segments beside that of the trajectory"
-    test: ClassVar[str] = "tests/joints/test_turn_credit.py"
+    test: ClassVar[str] = "tests/joints/test_milestones.py"
     type: str = "milestones"
     gamma: float = option(0.9, "discount of a turn within a segment", ge=0, le=1)
     weight: float = option(1.0, "of the segments' advantages", ge=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 REPLAYS, GUIDANCE = ("joints/test_replays.py",), ("joints/test_guidance.py",)
 RETRIES, SEGMENTS = ("joints/test_retries.py",), ("joints/test_segments.py",)
 X, C, W = "mmrl/retries.py", "mmrl/core/credit.py", "mmrl/continuations.py"
-CLIPS, TURNS = ("joints/test_clips.py",), ("joints/test_turn_credit.py",)
+CLIPS, TURNS = ("joints/test_clips.py",), ("joints/test_milestones.py",)
 CO, CORRECTIONS, RUN = "mmrl/corrections.py", ("joints/test_corrections.py",), ("test_sources_run.py",)
 CT, MS = "mmrl/core/turns.py", "mmrl/terms/milestones.py"
 AGREEMENT, RULES = ("joints/test_view_contrast.py",), ("rewards/test_rules.py",)
@@ -184,7 +184,7 @@ ORIGINS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("decoupled: lambda below 0", A + "decoupled.py", "max(0.0, 1 - 1", "(1 - 1", PPO),
     ("decoupled: lam is ignored", A + "decoupled.py", "self.estimated(rewards, steps, self.lam)[0]",
      "self.estimated(rewards, steps, 1.0)[0]", PPO),
-    ("text critic: of the token itself", V + "policy.py", "(*scored, self.critic(hidden))",
+    ("text critic: of the token itself", V + "scorer.py", "(*scored, self.critic(hidden))",
      "(*scored, self.critic(states[row, (column + 1).clamp(max=states.shape[1] - 1)]))", CRITIC),
     ("text critic: detach is ignored", V + "critic.py", "hidden.detach() if self.detach else hidden", "hidden", CRITIC),
     ("text critic: always detached", V + "critic.py", "hidden.detach() if self.detach else hidden", "hidden.detach()",

@@ -175,7 +175,7 @@ def test_every_method_is_drawn_somewhere():
     """Of the draws alone; what the configuration then takes is another matter."""
     for decision in DECISIONS:
         seen = {
-            (key, name) for seed in range(400) for key, chosen in drawn(decision, seed)[0].items() for name in chosen
+            (key, name) for seed in range(800) for key, chosen in drawn(decision, seed)[0].items() for name in chosen
         }
         known = {(key, name) for key, names in CATALOGUES[decision].items() for name in names}
         assert known == seen
@@ -186,6 +186,7 @@ def test_every_method_is_drawn_somewhere():
 
 AT_REST = [
     "geometric",
+    "mirror_descent",
     "log_clip",
     "sqrt_clip",
     "boundary_chance",
