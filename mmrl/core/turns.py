@@ -43,7 +43,7 @@ def milestone_segments(rewards: Tensor, mask: Tensor, gamma: float) -> tuple[Ten
     """Turns [rollout, turn] cut behind every one that earned something: which segment each turn is of, int64; what each
     segment is worth, gamma^(its turns - 1) if it ends with a milestone, else 0; and whether it is there, bool;
     [rollout, segment] both. BEACON, as a reading of "milestone-partitioned trajectories"."""
-    reached = (rewards > 0) & mask
+    reached = rewards > 0
     number = reached.cumsum(1) - reached.long()
     count = rewards.shape[1]
     own = torch.nn.functional.one_hot(number, count) * mask[..., None]  # [rollout, turn, segment]

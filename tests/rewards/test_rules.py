@@ -398,6 +398,7 @@ def test_no_response_takes_long(name, response, gold):
         ("from 2 to 6 seconds", 0.5),  # 3 of 6 are shared: 3 .. 6 of 2 .. 8
         ("at 1.0, <answer>3 - 8</answer>", 1.0),
         ("<answer>[5.5, 8.0]</answer>", 0.5),
+        ("step 2: from 3 to 8", 1.0),
         ("10 to 20", 0.0),
         ("8 to 3", 0.0),
         ("3", 0.0),
