@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmrl.collection import Independent
 from mmrl.config import Config
+from mmrl.continuations import continued
 from mmrl.core.advantages import combined_reward
 from mmrl.core.filters import groups_within
 from mmrl.engine import Ranks
@@ -22,8 +23,8 @@ from mmrl.facts import Batch
 from mmrl.metrics import Metrics
 from mmrl.pool import Pool
 from mmrl.prompt_samplers import Outcome
-from mmrl.protocols import Completing, Policy, SyncedGenerator, Task
-from mmrl.rollouts import FRESH, Column, Rollouts
+from mmrl.protocols import Completing, Continuing, Policy, SyncedGenerator, Task
+from mmrl.rollouts import FRESH, Column, DecisionColumn, Rollouts, Texts, alike
 from mmrl.seeds import rollout_seeds
 from mmrl.sources import SourceContext
 
@@ -41,7 +42,8 @@ class Batches:
         self.sampler.start(len(self.source), config.seed)
         self.extras = [extra.model_copy(deep=True) for extra in self.rollout.extra_sources]
         for extra in self.extras:
-            extra.start(SourceContext(policy, self.source, config.seed, (ranks.rank, ranks.world)))
+            share = (ranks.rank, ranks.world)
+            extra.start(SourceContext(policy, self.source, task, config.seed, share, ranks.max))
         self.drawn = 0  # prompts drawn so far, over all ranks
         self.version = 0  # finished steps behind the weights that the generator has
         settings = config.generator
@@ -57,29 +59,27 @@ class Batches:
     def next(self, step: int, metrics: Metrics) -> Rollouts:
         """Of the step after `step` finished ones."""
         if self.steps_ahead:
-            rollouts = self._look_ahead(step, metrics)
-        else:
-            with awake(self.generator) as measured:
-                self.version = step
-                metrics.set(measured)
-                rollouts = self.collect(step, metrics)
-        if rollouts.version is not None:
-            metrics.add("generation/staleness", step - rollouts.version)
-        return self._with_extras(rollouts)
+            return self._with_extras(self._look_ahead(step, metrics), step, metrics)
+        with awake(self.generator) as measured:
+            self.version = step
+            metrics.set(measured)
+            return self._with_extras(self.collect(step, metrics), step, metrics)
 
     def observe(self, batch: Batch) -> None:
-        """Tells the sampler of prompts what became of a step's fresh rollouts."""
+        """Tells the sampler of prompts what became of a step's fresh rollouts, and further sources of all of them."""
         if batch.rollouts.rewards is None:
             return
-        columns = [batch.fact(name).tolist() for name in ("group", "prompt", "accuracy")]
-        rows = sorted(zip(columns[0], columns[1], batch.combined().tolist(), columns[2], strict=True), key=_position)
+        columns = [batch.fact(name).tolist() for name in ("group", "prompt", "accuracy", "origin")]
+        rows = sorted(zip(columns[0], columns[1], batch.combined().tolist(), *columns[2:], strict=True), key=_position)
         groups: dict[int, list[tuple[Any, ...]]] = {}
         for row in rows:
-            if row[0] >= 0:  # below: of an extra source
+            if row[4] == FRESH:
                 groups.setdefault(row[0], []).append(row)
         self.sampler.observe(
             [Outcome(g[0][1], tuple(r[2] for r in g), tuple(r[3] for r in g)) for g in groups.values()]
         )
+        for extra in self.extras:
+            extra.observe(batch)
 
     def wait(self) -> None:
         """Until the generator is free for something else; it has one set of weights at a time."""
@@ -89,13 +89,19 @@ class Batches:
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """From which `load` goes on, so that nothing is lost: where drawing has to go on, equal on all ranks, and what
         this rank has in the making. A round that has begun is made again."""
-        return self._state() if self.pending is None else self.pending.before
+        if self.pending is None:
+            return self._state()
+        shared, own = self.pending.before
+        return shared | {"extras": self._states_of_extras()}, own  # which have no part in what is in the making
+
+    def _states_of_extras(self) -> list[dict[str, Any]]:
+        return [copy.deepcopy(extra.state()) for extra in self.extras]
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         shared = {
             "drawn": self.drawn,
             "sampler": copy.deepcopy(self.sampler.state()),
-            "extras": [copy.deepcopy(extra.state()) for extra in self.extras],
+            "extras": self._states_of_extras(),
         }
         return shared, {} if self.pool is None else self.pool.state()
 
@@ -195,6 +201,7 @@ class Batches:
             batch.version = torch.full_like(group, self.version)
         self._ask_more(batch, step)
         self._complete(batch)
+        self._continue(batch)
         return batch
 
     def _draw(self, share: int) -> tuple[list[int], list[int]]:
@@ -232,8 +239,11 @@ class Batches:
         seeds = rollout_seeds(self.config.seed, groups.tolist(), size)
         for view in needs.answered_under:
             changed = [view.change(prompt) for prompt in prompts]
-            right = self.task.accuracy(self.policy.rollout(changed, size, seeds, step=step).samples)
+            samples = self.policy.rollout(changed, size, seeds, step=step).samples
+            right = self.task.accuracy(samples)
             batch.extras[f"answered {view.name}"] = Column(right.view(-1, size).nanmean(1)[member])
+            said = [[sample.response for sample in samples[g * size : (g + 1) * size]] for g in range(len(groups))]
+            batch.extras[f"said {view.name}"] = Texts([said[g] for g in member.tolist()])
 
     def _complete(self, batch: Rollouts) -> None:
         """Leaves the rewards of what the states of chains lead to in `extras`, where a part needs them."""
@@ -246,30 +256,28 @@ class Batches:
         after = combined_reward(batch.rewards, weights)
         batch.extras["completions"] = Column(torch.cat([before.view(-1, count), after[:, None]], 1))
 
-    def _with_extras(self, fresh: Rollouts) -> Rollouts:
+    def _continue(self, batch: Rollouts) -> None:
+        """Leaves what segments of responses add to the expected reward in `extras`, where a part asks for that."""
+        for asked in self.config.needs.continuations:
+            assert isinstance(self.policy, Continuing)
+            made = continued(self.policy, self.task, batch, asked, self.config.seed, self.ranks.max)
+            batch.extras[asked.name] = DecisionColumn(made)
+
+    def _with_extras(self, fresh: Rollouts, step: int, metrics: Metrics) -> Rollouts:
         """The step's rollouts with those of further sources behind them."""
+        if fresh.version is not None:
+            metrics.add("generation/staleness", step - fresh.version)
         if not self.extras:
             return fresh
         fresh.origin = torch.full((len(fresh),), FRESH)
         added = [alike(extra.make(fresh), fresh) for extra in self.extras]
+        if fresh.filler is not None:  # a group may teach something, now that it holds more
+            joined = torch.cat([part.group for part in added])
+            fresh = replace(fresh, filler=fresh.filler & ~torch.isin(fresh.group, joined))
         if any(part.old_logp is not None for part in added):
             fresh = replace(fresh, old_logp=torch.full(fresh.mask.shape, torch.nan))
             added = [alike(part, fresh) for part in added]
         return Rollouts.concat([fresh, *added])
-
-
-def alike(part: Rollouts, fresh: Rollouts) -> Rollouts:
-    """`part` with the columns that `fresh` has: NaN where numbers are unknown, -1 and False for others."""
-    filled: dict[str, Any] = {}
-    for name in ("rewards", "accuracy", "prompt", "filler", "version", "behaviour_logp", "old_logp"):
-        like = vars(fresh)[name]
-        if like is not None and vars(part)[name] is None:
-            shape = part.mask.shape if name.endswith("logp") else (len(part), *like.shape[1:])
-            value = torch.nan if like.is_floating_point() else False if like.dtype == torch.bool else -1
-            filled[name] = torch.full(shape, value, dtype=like.dtype)
-    known = {name: record for name, record in fresh.extras.items() if isinstance(record, Column)}
-    extras = part.extras | {name: r.blank(len(part)) for name, r in known.items() if name not in part.extras}
-    return replace(part, **filled, extras=extras)
 
 
 class PendingBatch:
@@ -314,8 +322,9 @@ def check_batch(config: Config, world: int) -> None:
             f"{mine} rollouts a rank (rollout.prompts x group_size / ranks) can not be cut into "
             f"algorithm.minibatches={minibatches} equal parts"
         )
-    if config.needs.whole_groups and config.group_size > config.engine.micro_batch:
+    largest = config.group_size + sum(extra.in_group for extra in rollout.extra_sources)
+    if config.needs.whole_groups and largest > config.engine.micro_batch:
         raise UserError(
-            f"engine.micro_batch={config.engine.micro_batch} cuts groups of {config.group_size}, which "
+            f"engine.micro_batch={config.engine.micro_batch} cuts groups of {largest}, which "
             f"algorithm.type={config.algorithm.type} needs whole; raise it"
         )

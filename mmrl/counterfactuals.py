@@ -28,6 +28,20 @@ class Blank(View):
         return prompt.redrawn(lambda image: Image.new("RGB", image.size, grey))
 
 
+class Mirrored(View):
+    """The prompt with its pictures and frames mirrored, left to right: what is where changes in a known way."""
+
+    equation: ClassVar[str] = "x <- width - 1 - x"
+    source: ClassVar[str] = "consistency under flips, as for OT-GRPO"
+    test: ClassVar[str] = "tests/test_counterfactuals.py"
+    type: str = "mirrored"
+
+    def change(self, prompt: Prompt) -> Prompt:
+        from PIL import ImageOps
+
+        return prompt.redrawn(ImageOps.mirror)
+
+
 class HiddenRegions(View):
     """The prompt with the regions that its answer hangs on blacked out: a counterfactual that keeps everything else."""
 

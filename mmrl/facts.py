@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.advantages import combined_reward
-from mmrl.rollouts import FRESH, Column, DecisionColumn, Rollouts, widened
+from mmrl.rollouts import FRESH, Column, DecisionColumn, Rollouts, Texts, widened
 from mmrl.views import View
 
 
@@ -78,9 +78,19 @@ class Batch:
         none could be judged."""
         return self.everyone(self.column(f"answered {view.name}"))
 
+    def each(self, values: list[Any]) -> list[Any]:
+        """Those of all ranks, in their order, of as many things as this rank likes; small ones, for they are sent."""
+        return [value for part in self._gather(values) for value in part]
+
+    def said(self, view: View) -> list[list[str]]:
+        """By rollout of all ranks, the responses that its prompt got under a view; none where it was not asked."""
+        found = self.rollouts.extras[f"said {view.name}"]
+        assert isinstance(found, Texts)
+        return self.each(found.values)
+
     def responses(self) -> list[str]:
         """The text of the responses of all ranks."""
-        return [text for part in self._gather([s.response for s in self.rollouts.samples]) for text in part]
+        return self.each([sample.response for sample in self.rollouts.samples])
 
     def combined(self) -> Tensor:
         """[rollout of all ranks] the weighted sum of the components that weigh anything; NaN where one of those is."""

@@ -26,7 +26,7 @@ OFFERS = {
     "matching": "decisions that compare the final sample with a prediction",
     "contrast": "decisions that are errors of implicit policies (denoising.likelihood.type=contrast)",
     "picture_gradient": "pictures with their gradient (denoising.likelihood.type=last_steps)",
-    "segments": "decisions in segments (denoising.likelihood.chunks)",
+    "segments": "decisions in segments (denoising.likelihood.chunks, rollout.segment)",
     "reference_ratio": "a likelihood that can be compared with the reference policy's",
     "single_sample_kl": "a KL divergence estimated from single samples",
     "critic": "a critic",
@@ -34,10 +34,26 @@ OFFERS = {
     "views": "prompts of which there are other views",
     "drafts": "responses that can be continued",
     "demonstrations": "answers that it can learn from beside its rollouts",
+    "storage": "rollouts that can be put away and made again",
+    "temperatures": "rollouts at a temperature of their own, made beside the others of a step",
     "turns": "turns of a conversation (task.environment)",
+    "recombination": "responses that can be put together",
+    "continuations": "responses that can go on anew from inside",
     "completions": "chains that can be completed from each of their steps",
     "nodes": "rollouts that share decisions, as leaves of a tree",
 }
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """How responses are continued again from inside: every so many decisions, so many times."""
+
+    every: int
+    count: int
+
+    @property
+    def name(self) -> str:
+        return f"continued {self.count} times every {self.every}"
 
 
 @dataclass(frozen=True)
@@ -54,7 +70,8 @@ class Needs:
     answered_under: views under which as many responses are sampled again, for `Batch.answered`. numbers: what was
     decided, as `Rollouts.extras["numbers"]`. completions: the rewards of what a chain's states lead to without
     further noise, before its first stochastic step and behind each, as `Rollouts.extras["completions"]`
-    [rollout, 1 + decision].
+    [rollout, 1 + decision]. continuations: what the segments of a response add to the reward that is expected, as
+    `Rollouts.extras[Continuations.name]` [rollout, decision].
     """
 
     offers: frozenset[str] = frozenset()
@@ -71,6 +88,7 @@ class Needs:
     answered_under: tuple[View, ...] = ()
     numbers: bool = False
     completions: bool = False
+    continuations: tuple[Continuations, ...] = ()
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(**{f.name: _either(vars(self)[f.name], vars(other)[f.name]) for f in fields(Needs)})

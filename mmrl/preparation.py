@@ -16,7 +16,7 @@ from mmrl.errors import UserError
 from mmrl.facts import Batch
 from mmrl.metrics import Metrics
 from mmrl.protocols import Numbered, Policy, Stepwise, Task
-from mmrl.rollouts import DecisionColumn, Replay, Rollouts
+from mmrl.rollouts import DecisionColumn, Replay, Rollouts, Steps
 
 Minibatch = list[Rollouts]  # its micro-batches
 
@@ -85,11 +85,13 @@ class Preparation:
         """Fills in what the policy that made the rollouts and the reference say of them, micro-batch by micro-batch.
 
         Where a step has one update the former is the policy that is trained, and its likelihoods need no pass of their
-        own. Likelihoods that rollouts brought along are kept.
+        own. Likelihoods that rollouts brought along are kept. Where a critic did not speak when the rollouts were made,
+        it is asked here, and every decision is a step.
         """
         brought = rollouts.old_logp
         several = self.algorithm.updates > 1 or self.sampling_policy is not None
-        if (self.needs.old and (several or brought is not None)) or self.needs.statistics:
+        silent = self.needs.critic is not None and "steps" not in rollouts.extras
+        if (self.needs.old and (several or brought is not None)) or self.needs.statistics or silent:
             with torch.no_grad(), applied(self.sampling_policy):
                 old = Answers(self.policy, self.engine, rollouts, parts)
             logp = old.column("logp")
@@ -99,6 +101,10 @@ class Preparation:
                 logp = logp.where(brought.isnan(), brought)
             rollouts.old_logp, rollouts.old_prediction = logp, old.column("prediction")
             rollouts.old_entropy, rollouts.old_square_sum = old.column("entropy"), old.column("square_sum")
+            if silent:
+                value = old.column("value")
+                assert value is not None
+                rollouts.extras["steps"] = Steps.of_decisions(rollouts.mask, value.cpu())
         if self.needs.numbers:
             assert isinstance(self.policy, Numbered)
             rollouts.extras["numbers"] = DecisionColumn(self.policy.numbers(rollouts))

@@ -102,6 +102,33 @@ class Numbered(Protocol):
 
 
 @runtime_checkable
+class Storing(Protocol):
+    """A policy whose rollouts can be put away and made again."""
+
+    def stored(self, rollouts: Rollouts) -> list[dict[str, Any]]:
+        """Of each rollout the numbers, texts and lists from which `recalled` makes it again."""
+
+    def recalled(self, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
+        """Rollouts of these prompts, not scored, as they were put away."""
+
+
+@runtime_checkable
+class Recombining(Protocol):
+    """A policy whose responses can be put together."""
+
+    def recombined(self, first: Rollouts, second: Rollouts, text: str) -> Rollouts:
+        """Responses that are one of `first`, the text, and one of `second`, which alone counts; not scored."""
+
+
+@runtime_checkable
+class Continuing(Protocol):
+    """A policy whose responses can go on anew from inside."""
+
+    def continued(self, rollouts: Rollouts, lengths: Sequence[int], seeds: Sequence[int]) -> Rollouts:
+        """Of each rollout the first so many decisions, and what the policy decides after them now; not scored."""
+
+
+@runtime_checkable
 class Completing(Protocol):
     """A policy whose decisions are steps of chains."""
 

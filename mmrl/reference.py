@@ -337,6 +337,8 @@ def cost_of(needs: Needs) -> str:
         found.append("as many responses again under every view")
     if needs.completions:
         found.append("a deterministic completion of every step of the chain, and its reward")
+    if needs.continuations:
+        found.append("further responses from every edge of a segment, and their rewards")
     if needs.whole_groups:
         found.append("micro-batches that hold whole groups")
     return "; ".join(found) or "no pass of its own"

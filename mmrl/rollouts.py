@@ -133,7 +133,7 @@ class Sample:
     conversation: Conversation | None = None
 
 
-FRESH, DEMONSTRATION, REPLAYED = 0, 1, 2  # origins of a rollout
+FRESH, DEMONSTRATION, REPLAYED, EXTRA = range(4)  # origins of a rollout
 
 
 def column(pad: float | None = None) -> Any:
@@ -180,7 +180,7 @@ class Rollouts(Record):
     mask: Tensor = field(metadata={"pad": 0})  # [rollout, decision] bool, True where a decision counts
     rewards: Tensor | None = column()  # [rollout, component] float32, NaN where a component could not be scored
     accuracy: Tensor | None = column()  # [rollout] float32, the task's own measure of success, NaN where unknown
-    origin: Tensor | None = column()  # [rollout] int64: FRESH, DEMONSTRATION or REPLAYED; None: all fresh
+    origin: Tensor | None = column()  # [rollout] int64: FRESH, DEMONSTRATION, REPLAYED or EXTRA; None: all fresh
     prompt: Tensor | None = column()  # [rollout] int64, the prompt's index in the task's training source
     filler: Tensor | None = column()  # [rollout] bool, True where dynamic sampling found nothing better; None: nowhere
     version: Tensor | None = column()  # [rollout] int64, finished steps behind the oldest weights that made it
@@ -225,10 +225,38 @@ class Column(Record):
 
 
 @dataclass
+class Texts(Record):
+    """Texts that belong to each rollout; in `Rollouts.extras`, by a name of its own."""
+
+    values: list[list[str]]
+
+
+@dataclass
 class DecisionColumn(Record):
     """Something that a part of an algorithm knows of each decision; in `Rollouts.extras`, by a name of its own."""
 
     values: Tensor = field(metadata={"pad": 0})  # [rollout, decision]
+
+
+def alike(part: Rollouts, fresh: Rollouts) -> Rollouts:
+    """`part` with the columns that `fresh` has: NaN where numbers are unknown, -1 and False for others; of decisions
+    0."""
+    filled: dict[str, Any] = {}
+    for name in ("rewards", "accuracy", "prompt", "filler", "version", "behaviour_logp", "old_logp"):
+        like = vars(fresh)[name]
+        if like is not None and vars(part)[name] is None:
+            shape = part.mask.shape if name.endswith("logp") else (len(part), *like.shape[1:])
+            value = torch.nan if like.is_floating_point() else False if like.dtype == torch.bool else -1
+            filled[name] = torch.full(shape, value, dtype=like.dtype)
+    extras = dict(part.extras)
+    for name, record in fresh.extras.items():
+        if name not in extras and isinstance(record, Column):
+            extras[name] = record.blank(len(part))
+        elif name not in extras and isinstance(record, Texts):
+            extras[name] = Texts([[] for _ in range(len(part))])
+        elif name not in extras and isinstance(record, DecisionColumn):
+            extras[name] = DecisionColumn(torch.zeros(part.mask.shape, dtype=record.values.dtype))
+    return replace(part, **filled, extras=extras)
 
 
 @dataclass
@@ -242,6 +270,15 @@ class Steps(Record):
     terminated: Tensor = field(metadata={"pad": 0})  # [rollout, step] bool, the episode ended in it of its own
     bootstrap: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, the value of where the time limit cut it
     returns: Tensor | None = column(0)  # [rollout, step] float32, what the critic shall learn
+
+    @classmethod
+    def of_decisions(cls, mask: Tensor, values: Tensor) -> Steps:
+        """Of rollouts in which every decision is a step, and the last one ends them; nobody but the task rewards.
+
+        mask, values: [rollout, decision]; what counts has no gaps."""
+        blank = torch.zeros(mask.shape)
+        last = torch.arange(mask.shape[1]) == mask.sum(1, keepdim=True) - 1
+        return cls(mask.clone(), blank, values.where(mask, 0.0), last, blank.clone())
 
 
 @dataclass

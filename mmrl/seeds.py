@@ -14,3 +14,9 @@ def rollout_seeds(seed: int, positions: Sequence[int], group_size: int) -> list[
         for position in positions
         for member in range(group_size)
     ]
+
+
+def continuation_seeds(seed: int, position: int, member: int, cut: int, count: int) -> list[int]:
+    """Of so many continuations of a rollout after its first `cut` decisions."""
+    words = ([seed, position, member, cut, i] for i in range(count))
+    return [int(np.random.SeedSequence(each).generate_state(1)[0]) for each in words]

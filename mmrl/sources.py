@@ -13,27 +13,44 @@ from mmrl.prompt_samplers import Permutation
 from mmrl.settings import Choice, option
 
 if TYPE_CHECKING:
-    from mmrl.protocols import Policy, Source
+    from collections.abc import Callable
+
+    from mmrl.facts import Batch
+    from mmrl.protocols import Policy, Source, Task
     from mmrl.rollouts import Rollouts
 
 
 @dataclass(frozen=True)
 class SourceContext:
-    """What a source may draw on. share: this rank's number and how many ranks there are."""
+    """What a source may draw on. share: this rank's number and how many ranks there are. most: the largest of a number
+    over the ranks, which all of them ask for alike."""
 
     policy: Policy
     prompts: Source
+    task: Task
     seed: int
     share: tuple[int, int]
+    most: Callable[[int], int]
 
 
 class ExtraSource(Choice):
-    """Rollouts that are added to each step's fresh ones. They must hold `origin` and `group`, with ids below 0 that no
-    other group has; rewards that are NaN keep them out of the statistics of groups, and give them the advantage 0.
-    An `old_logp` that they bring is kept."""
+    """Rollouts that are added to each step's fresh ones; as many on every rank.
+
+    They must hold `origin` and `group`: that of a fresh group which they join with their rewards, or an id below 0 that
+    no other group has. Rewards that are NaN keep them out of the statistics of groups, and give them the advantage 0.
+    An `old_logp` that they bring is kept.
+    """
 
     title: ClassVar[str] = "source"
-    kinds: ClassVar[dict[str, str]] = {"demonstrations": "mmrl.sources:DemonstrationSource"}
+    kinds: ClassVar[dict[str, str]] = {
+        "demonstrations": "mmrl.sources:DemonstrationSource",
+        "guided_groups": "mmrl.guidance:GuidedGroups",
+        "guided_prefixes": "mmrl.guidance:GuidedPrefixes",
+        "extra_rollouts": "mmrl.retries:ExtraRollouts",
+        "self_corrections": "mmrl.corrections:SelfCorrections",
+        "success_replay": "mmrl.replays:SuccessReplay",
+        "self_imitation": "mmrl.replays:SelfImitation",
+    }
     test: ClassVar[str] = "tests/joints/test_collection.py"
 
     @property
@@ -43,7 +60,12 @@ class ExtraSource(Choice):
     @property
     @abstractmethod
     def rollouts(self) -> int:
-        """How many a step gets, over all ranks."""
+        """How many a step gets, over all ranks; 0 where that follows from the groups."""
+
+    @property
+    def in_group(self) -> int:
+        """How many at most join a fresh group."""
+        return 0
 
     @abstractmethod
     def start(self, context: SourceContext) -> None: ...
@@ -52,9 +74,12 @@ class ExtraSource(Choice):
     def make(self, fresh: Rollouts) -> Rollouts:
         """This rank's share of them."""
 
+    def observe(self, batch: Batch) -> None:  # noqa: B027  (most sources do not ask)
+        """Hears what became of a step's rollouts, after its updates."""
+
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Numbers, lists and tensors from which `load` goes on; later steps do not change them."""
+        """Numbers, texts and lists from which `load` goes on, equal on all ranks; later steps do not change them."""
 
     @abstractmethod
     def load(self, state: dict[str, Any]) -> None: ...
@@ -103,3 +128,22 @@ class DemonstrationSource(ExtraSource):
 
     def load(self, state: dict[str, Any]) -> None:
         self._order.load(state)
+
+
+def joining(parts: list[Rollouts], fresh: Rollouts, context: SourceContext) -> Rollouts:
+    """Rollouts that join groups, of which there may be another number on each rank: filled up with rollouts of which
+    nothing counts, so that all ranks make as many passes of the model."""
+    import torch
+
+    from mmrl.rollouts import REPLAYED, Rollouts, alike
+
+    missing = context.most(sum(map(len, parts))) - sum(map(len, parts))
+    blank = fresh.select(torch.zeros(missing, dtype=torch.int64))
+    blank.mask = torch.zeros_like(blank.mask)
+    blank.group = torch.iinfo(torch.int64).min + torch.arange(missing)
+    blank.origin = torch.full((missing,), REPLAYED)
+    for name in ("rewards", "accuracy"):
+        vars(blank)[name] = torch.full_like(vars(blank)[name], torch.nan)
+    if any(part.old_logp is not None for part in parts):
+        blank.old_logp = torch.full(blank.mask.shape, torch.nan)
+    return Rollouts.concat([*(alike(part, blank) for part in parts), blank])

@@ -247,17 +247,17 @@ class Trainer:
     def log(self, rollouts: Rollouts, metrics: Metrics) -> None:
         names = self.task.reward_names
         if rollouts.rewards is not None:
-            every = torch.ones(len(rollouts), dtype=torch.bool)
-            fresh = every if rollouts.origin is None else rollouts.origin == FRESH
+            fresh = rollouts if rollouts.origin is None else rollouts.select(rollouts.origin == FRESH)
+            assert fresh.rewards is not None
             for k, name in enumerate(names):
-                metrics.add(f"reward/{name}", rollouts.rewards[:, k])
-                metrics.add(f"{UNSCORED}/{name}", rollouts.rewards[fresh, k].isnan().float())
-            total = combined_reward(rollouts.rewards, torch.tensor(self.task.reward_weights))
-            metrics.add(UNSCORED, total[fresh].isnan().float())
-            for name, measured in self.task.measures(rollouts.samples, rollouts.group).items():
+                metrics.add(f"reward/{name}", fresh.rewards[:, k])
+                metrics.add(f"{UNSCORED}/{name}", fresh.rewards[:, k].isnan().float())
+            total = combined_reward(fresh.rewards, torch.tensor(self.task.reward_weights))
+            metrics.add(UNSCORED, total.isnan().float())
+            for name, measured in self.task.measures(fresh.samples, fresh.group).items():
                 metrics.add(name, measured)
-        if rollouts.accuracy is not None:
-            metrics.add("accuracy", rollouts.accuracy)
+            if fresh.accuracy is not None:
+                metrics.add("accuracy", fresh.accuracy)
         for name, count in self.policy.counts().items():
             metrics.add(name, torch.tensor([count]), sums=True)
         metrics.set(self.controls.values())

@@ -20,6 +20,7 @@ class View(Choice):
         "masked_patches": "mmrl.views:MaskedPatches",
         "no_text": "mmrl.views:NoText",
         "blank": "mmrl.counterfactuals:Blank",
+        "mirrored": "mmrl.counterfactuals:Mirrored",
         "hidden_regions": "mmrl.counterfactuals:HiddenRegions",
         "shuffled_patches": "mmrl.counterfactuals:ShuffledPatches",
         "shuffled_frames": "mmrl.counterfactuals:ShuffledFrames",

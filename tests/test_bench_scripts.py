@@ -22,7 +22,17 @@ from mmrl import cli
 from mmrl.config import load
 from mmrl.settings import plain
 from mmrl.trainer import Trainer
-from scripts.bench import end_to_end, flow, generation, image_digits, kernels, manipulation, visual_qa, vllm_learning
+from scripts.bench import (
+    end_to_end,
+    flow,
+    generation,
+    image_digits,
+    kernels,
+    manipulation,
+    methods,
+    visual_qa,
+    vllm_learning,
+)
 from scripts.readme import before_after, learning_curve
 from tests.command_line import ROOT
 
@@ -102,6 +112,49 @@ def test_each_way_to_generate_is_composed_from_one_base(composed, table, tmp_pat
     types = ["transformers", "vllm_colocated", "vllm_server", "vllm_server"]
     assert [config.generator.type for config in arms.values()] == types
     assert [config.generator.steps_ahead for config in arms.values()] == [0, 0, 0, 1]
+
+
+def test_methods_are_compared_with_plain_grpo_of_their_setting(composed, table, tmp_path):
+    arguments = ("--seeds", 2, "--runs", tmp_path, "--steps", 7, "--only", "success_replay|: cispo|: supervised")
+    rows = table(methods, *arguments, "rollout.prompts=4")
+    assert [row[0] for row in rows] == [
+        "plain GRPO",
+        "plain GRPO, 4 updates a step",
+        "plain GRPO, 256 prompts",
+        "random rewards",
+        "surrogate: cispo, 4 updates a step",
+        "source: success_replay, 256 prompts",
+    ]
+    assert {row[1] for row in rows} == {"0.750"} and {row[3] for row in rows} == {"1.00"}
+    assert [row[2] for row in rows] == [""] * 3 + ["+0.0 (+0.0 .. +0.0)"] * 3
+    runs = composed.configs
+    assert len(runs) == 1 + 2 * len(rows)  # a base, and two seeds of each
+    replay, cispo = (
+        runs[str(tmp_path / f"{name}-1")]
+        for name in ("source_success_replay_256_prompts", "surrogate_cispo_4_updates_a_step")
+    )
+    assert (replay.seed, replay.steps, replay.rollout.prompts) == (1, 7, 4)
+    assert replay.model.path == str(tmp_path / "base" / "final") and replay.task.data.train_size == 256
+    assert cispo.algorithm.minibatches == 4 and cispo.algorithm.surrogate.type == "cispo"
+    composed.configs = {}
+    table(methods, *arguments, "rollout.prompts=4")
+    assert composed.configs == {}  # nothing is repeated
+    table(methods, *arguments, "rollout.prompts=8")
+    assert len(composed.configs) == 2 * len(rows)  # but for what is another run now
+
+
+def test_an_interval_of_student():
+    assert methods.interval([1.0, 2.0, 3.0]) == "(-0.5 .. +4.5)"  # 2 -+ 4.303 / sqrt(3)
+    assert methods.interval([1.0]) == "(one seed)"
+
+
+def test_every_method_has_a_run_or_a_reason(monkeypatch, capsys):
+    """A method of components needs several rewards, of which the quickstart has one."""
+    monkeypatch.setattr("sys.argv", [methods.__file__, "--list"])
+    methods.main()
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == len(methods.catalogue()) > 75
+    assert [line for line in said if "required" in line and not line.startswith("components")] == []
 
 
 def test_end_to_end_trains_with_both_backends(composed, table, tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmrl.counterfactuals import Blank, HiddenRegions, ShuffledFrames, ShuffledPatches
+from mmrl.counterfactuals import Blank, HiddenRegions, Mirrored, ShuffledFrames, ShuffledPatches
 from mmrl.errors import UserError
 from mmrl.rollouts import Clip, Prompt
 
@@ -22,6 +22,13 @@ def test_blank():
     changed = Blank(level=9).change(prompt())
     assert [image.size for image in changed.images] == [(6, 4), (5, 3)] and changed.text == prompt().text
     assert all((np.array(image) == 9).all() for image in changed.images)
+
+
+def test_mirrored():
+    clip = Clip((picture(),) * 2)
+    changed = Mirrored().change(Prompt("7", "<image><video>", images=(picture(5, 3),), videos=(clip,)))
+    assert (np.array(changed.images[0]) == np.array(picture(5, 3))[:, ::-1]).all()
+    assert (np.array(changed.videos[0].frames[1]) == np.array(picture())[:, ::-1]).all()
 
 
 def test_hidden_regions():

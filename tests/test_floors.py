@@ -35,6 +35,7 @@ FLOORS = [
     ["mmrl.counterfactuals", "mmrl.curricula", "mmrl.controllers"],
     ["mmrl.categories"],
     ["mmrl.sources", "mmrl.terms", "mmrl.facts", "mmrl.protocols"],
+    ["mmrl.corrections", "mmrl.guidance", "mmrl.replays", "mmrl.retries"],
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.report", "mmrl.collection"],
     ["mmrl.sims"],  # above rewards: environments run in the same kind of process
     ["mmrl.tasks.settings", "mmrl.tasks.moving", "mmrl.tasks.named_pictures"],
@@ -42,6 +43,7 @@ FLOORS = [
     ["mmrl.tasks", "mmrl.search"],
     ["mmrl.config"],
     [
+        "mmrl.continuations",
         "mmrl.conversion",
         "mmrl.doctor",
         "mmrl.evaluation",
@@ -58,7 +60,7 @@ FLOORS = [
     ["mmrl.__main__", "mmrl"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-SEE_THE_CONFIGURATION = {room for rooms in FLOORS[13:] for room in rooms}
+SEE_THE_CONFIGURATION = {room for rooms in FLOORS[14:] for room in rooms}
 ONLY_TORCH = {"mmrl.core", "mmrl.samplers"}  # besides the standard library and kernels
 # Whatever begins like this is imported when a configuration is read, and so is every module named `settings`.
 LIGHT = tuple(
@@ -69,14 +71,18 @@ LIGHT = tuple(
         "collection",
         "config",
         "controls",
+        "corrections",
         "critics",
         "counterfactuals",
         "curricula",
         "errors",
         "guards",
+        "guidance",
         "lazy",
         "needs",
         "prompt_samplers",
+        "replays",
+        "retries",
         "search",
         "settings",
         "sources",

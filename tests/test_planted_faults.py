@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
-from scripts.attack.planted import FAULTS
+from scripts.attack.planted import FAULTS as PLANTED
+from scripts.attack.planted import Fault
+from scripts.attack.planted_origins import ORIGINS
 
 ROOT = Path(__file__).parent.parent
+FAULTS = [*PLANTED, *(Fault(*row) for row in ORIGINS)]
 
 
 def test_every_fault_has_its_place_and_tests_that_could_notice():

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 class PPO(RatioAlgorithm):
-    """A critic says what to expect of an observation, and advantages are generalised estimates of how much better an
-    action was. Time passes by looks at the scene: one chunk of actions is one step."""
+    """A critic says what to expect of an observation, or of a response in the making, and advantages are generalised
+    estimates of how much better an action was. Time passes by looks at the scene: one chunk of actions is one step; of
+    a response every token is one."""
 
     equation: ClassVar[str] = (
         "A_t = sum_l (gamma lam)^l delta_{t+l}, standardised; delta_t = r_t + gamma V_{t+1} - V_t; "
@@ -90,23 +91,11 @@ class PPO(RatioAlgorithm):
         """
         import torch
 
-        from mmrl.core.advantages import finite_gae, gae
-
         rollouts, steps = batch.rollouts, _steps(batch.rollouts)
         last = torch.arange(steps.mask.shape[1]) == steps.mask.sum(1, keepdim=True) - 1
         total = batch.mine(batch.combined()).nan_to_num(0.0)
-        estimate = gae if self.horizon == "infinite" else finite_gae
-        ends = steps.terminated if self.bootstrap == "time_limit" else torch.zeros_like(steps.terminated)
-        values, steps.returns = estimate(
-            self.simulator_reward * steps.rewards + total[:, None].where(last, 0.0),
-            steps.values,
-            ends,
-            torch.zeros_like(steps.mask),
-            gamma=self.gamma,
-            lam=self.lam,
-            mask=steps.mask,
-            bootstrap=steps.bootstrap,
-        )
+        rewards = self.simulator_reward * steps.rewards + total[:, None].where(last, 0.0)
+        values, steps.returns = self.estimates(rewards, steps)
         if self.standardise == "batch":
             counted = batch.steps(values, steps.mask)
             spread = counted.std() if len(counted) > 1 else torch.zeros(())
@@ -118,6 +107,29 @@ class PPO(RatioAlgorithm):
             }
         )
         return values.repeat_interleave(rollouts.mask.shape[1] // steps.mask.shape[1], 1)
+
+    def estimates(self, rewards: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
+        """Advantages before they are standardised, and what the critic shall learn; [rollout, step], of this rank."""
+        return self.estimated(rewards, steps, self.lam)
+
+    def estimated(self, rewards: Tensor, steps: Steps, lam: float) -> tuple[Tensor, Tensor]:
+        """Advantages and returns with this lambda."""
+        import torch
+
+        from mmrl.core.advantages import finite_gae, gae
+
+        estimate = gae if self.horizon == "infinite" else finite_gae
+        ends = steps.terminated if self.bootstrap == "time_limit" else torch.zeros_like(steps.terminated)
+        return estimate(
+            rewards,
+            steps.values,
+            ends,
+            torch.zeros_like(steps.mask),
+            gamma=self.gamma,
+            lam=lam,
+            mask=steps.mask,
+            bootstrap=steps.bootstrap,
+        )
 
     def of_minibatch(self, minibatch: Sequence[Rollouts], total: Callable[[Tensor], Tensor]) -> None:
         """Standardises advantages over the decisions that count."""

@@ -39,6 +39,8 @@ class Surrogate(Choice):
         "query_trust_region": "mmrl.algorithms.trust:QueryTrustRegion",
         "sequence_mask": "mmrl.algorithms.trust:SequenceMask",
         "group_expectation": "mmrl.algorithms.trust:GroupExpectation",
+        "mirror_descent": "mmrl.algorithms.mirror:MirrorDescent",
+        "guided": "mmrl.algorithms.guided:Guided",
     }
     test: ClassVar[str] = "tests/core/test_surrogates.py"
 

@@ -32,6 +32,7 @@ class Transform(Choice):
         "modes": "mmrl.algorithms.modes:Modes",
         "history": "mmrl.algorithms.history:History",
         "sequence_entropy": "mmrl.algorithms.sequence_entropy:SequenceEntropy",
+        "view_agreement": "mmrl.algorithms.view_agreement:ViewAgreement",
         "view_contrast": "mmrl.algorithms.view_contrast:ViewContrast",
     }
     test: ClassVar[str] = "tests/joints/test_transforms.py"

@@ -56,3 +56,18 @@ def turned(worth: Tensor) -> Tensor:
     after_a_step_away = torch.ones_like(onwards)
     after_a_step_away[:, 1:] = (sign[:, :-1] < 0) & (sign[:, 1:] > 0)
     return (last - worth[:, :-1]).where(onwards & after_a_step_away, added)
+
+
+def segment_gains(worth: Tensor, outcome: Tensor, mask: Tensor, *, every: int) -> Tensor:
+    """[rollout, decision]: what the segment that a decision belongs to added, its end's worth less its beginning's.
+    VinePPO, arXiv 2410.01679, with segments in place of steps of reasoning.
+
+    worth [rollout, segment]: what is expected at the beginning of each segment of `every` decisions; outcome [rollout]:
+    what came of it, which is the worth of the end of the last one; mask [rollout, decision], without gaps. It is 0
+    where a worth is unknown (NaN), and outside the mask.
+    """
+    lengths, segment = mask.sum(1, keepdim=True), torch.arange(mask.shape[1]) // every
+    after = torch.cat([worth[:, 1:], outcome[:, None]], 1)[:, segment]
+    last = (segment + 1) * every >= lengths
+    gains = outcome[:, None].where(last, after) - worth[:, segment]
+    return gains.nan_to_num(0.0).where(mask, 0.0)

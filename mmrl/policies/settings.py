@@ -27,6 +27,23 @@ class LoRA(Section):
     dropout: float = option(0.0, "must be 0: with dropout the replayed ratio is not 1 before the first update")
     targets: str | list[str] = option("all-linear", "names of the modules that get adapters")
 
+    init: Literal["zero", "orthogonal"] = option(
+        "zero",
+        "how adapters begin, without changing the model: one factor at 0, or both at random with orthogonal rows, so "
+        "that both learn from the first step (LoRA-RLPO's orthonormal factors, reconstructed by peft's)",
+    )
+
+    @property
+    def peft_init(self) -> Literal[True, "orthogonal"]:
+        """`init` as peft has it."""
+        return True if self.init == "zero" else "orthogonal"
+
+    @model_validator(mode="after")
+    def _even(self) -> LoRA:
+        if self.init == "orthogonal" and self.rank % 2:
+            raise ValueError(f"rank={self.rank} is odd, and init=orthogonal needs an even one")
+        return self
+
     @model_validator(mode="after")
     def _no_dropout(self) -> LoRA:
         if self.dropout != 0.0:

@@ -30,6 +30,7 @@ class Term(Choice):
         "ema_kl": "mmrl.terms.ema_kl:EmaKL",
         "difficulty_kl": "mmrl.terms.difficulty_kl:DifficultyKL",
         "covariance_kl": "mmrl.terms.covariance_kl:CovarianceKL",
+        "entropy_likelihood": "mmrl.terms.entropy_likelihood:EntropyLikelihood",
         "likelihood_drop": "mmrl.terms.likelihood_drop:LikelihoodDrop",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
@@ -55,6 +56,8 @@ class Shaper(Choice):
         "token_baseline": "mmrl.terms.token_baseline:TokenBaseline",
         "turn_returns": "mmrl.terms.turn_returns:TurnReturns",
         "step_gains": "mmrl.terms.step_gains:StepGains",
+        "milestones": "mmrl.terms.milestones:Milestones",
+        "segment_values": "mmrl.terms.segment_values:SegmentValues",
         "curiosity": "mmrl.terms.curiosity:Curiosity",
         "stratified": "mmrl.terms.stratified:Stratified",
         "set_diversity": "mmrl.terms.set_diversity:SetDiversity",

@@ -2,9 +2,10 @@
 
     .venv/bin/python scripts/attack/faults.py [--only PATTERN] [--timeout 120] [--jobs 2]
 
-`planted.py` beside this script lists the faults: a file, a text in it that occurs once, what takes its place, and the
-tests that should notice. The tree that is copied is left as it is. Libraries are imported once, in the process that the
-runs of pytest are forked from. Prints a Markdown table, and ends with 1 if a fault was not caught.
+`planted.py` and `planted_origins.py` beside this script list the faults: a file, a text in it that occurs once, what
+takes its place, and the tests that should notice. The tree that is copied is left as it is. Libraries are imported
+once, in the process that the runs of pytest are forked from. Prints a Markdown table, and ends with 1 if a fault was
+not caught.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 from planted import FAULTS, Fault
+from planted_origins import ORIGINS
 
 ROOT = Path(__file__).resolve().parents[2]
 MISSED = "NOT CAUGHT"
@@ -42,7 +44,8 @@ def main() -> None:
     for name in LIBRARIES:
         importlib.import_module(name)
     len(sys.modules["deepspeed.ops"].__compatible_ops__)  # looking for compilers takes a second
-    chosen = [fault for fault in FAULTS if re.search(options.only, f"{fault.name} {fault.file}")]
+    faults = [*FAULTS, *(Fault(*row) for row in ORIGINS)]
+    chosen = [fault for fault in faults if re.search(options.only, f"{fault.name} {fault.file}")]
     with tempfile.TemporaryDirectory(prefix="mmrl-faults-") as folder:
         trees = [copied(Path(folder) / str(i)) for i in range(options.jobs)]
         sound = Trial(trees[0], tuple(dict.fromkeys(test for fault in chosen for test in fault.tests)))

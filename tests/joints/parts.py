@@ -162,10 +162,11 @@ class GivenPolicy:
         """The first number of `logp`, by which a call tells with which weights it was made."""
         return self.module.logp[0, 0].item()
 
-    def rollout(self, prompts, group_size, seeds, *, step):
+    def rollout(self, prompts, group_size, seeds, *, step, temperature=None):
         """The first prompt that is ever drawn gets the table's first group, and so on, over and over."""
         weights = self.weights if self.sampled_by is None else self.sampled_by.weights
-        self.calls.append(Sampled("rollout", list(seeds), self.temperature.value, weights))
+        heat = self.temperature.value if temperature is None else temperature
+        self.calls.append(Sampled("rollout", list(seeds), heat, weights))
         rows, groups = [], self.table.group.unique().tolist()
         for _ in prompts:
             own = (self.table.group == groups[self.asked % len(groups)]).nonzero().flatten().tolist()
@@ -184,6 +185,28 @@ class GivenPolicy:
         self.calls.append(Sampled("demonstrate", [int(p.id) for p in prompts]))
         last = (self.table.group == self.table.group.max()).nonzero().flatten().tolist()
         return self._unscored((last * len(prompts))[: len(prompts)])
+
+    def continued(self, rollouts, lengths, seeds):
+        """`continues` says which row a row becomes, by its place and how much of it is kept: they take turns."""
+        self.calls.append(Sampled("continued", list(seeds)))
+        places = list(zip(rollouts.inputs, lengths, strict=True))
+        rows = [self.continues[place][places[:i].count(place)] for i, place in enumerate(places)]
+        return self._unscored(rows)
+
+    def recombined(self, first, second, text):
+        """`recombines` says which row two rows become."""
+        self.calls.append(Sampled("recombined", [text]))
+        rows = [self.recombines[pair] for pair in zip(first.inputs, second.inputs, strict=True)]
+        limit = [replace(self.table.sample(row), max_response_length=3, response_length=len(str(row))) for row in rows]
+        return replace(self._unscored(rows), samples=limit)
+
+    def stored(self, rollouts):
+        return [{"row": row} for row in rollouts.inputs]
+
+    def recalled(self, prompts, states):
+        rows = [state["row"] for state in states]
+        samples = [self.table.sample(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
+        return replace(self._unscored(rows), samples=samples)
 
     def _unscored(self, rows):
         return replace(self.table.rollouts(rows), rewards=None, accuracy=None, prompt=None)

@@ -49,6 +49,16 @@ def test_log_clip(given):
     check(made, loss, [-1, 0, -1], [0, 1])
 
 
+@pytest.mark.parametrize("tau", [0.1, 2.0])
+def test_mirror_descent(given, tau):
+    # tau / 2 l^2 - A l, whose derivative is tau l - A; where the ratio is 1 that is -A.
+    made = moved(given, f"{{type: mirror_descent, tau: {tau}}}")
+    logs = [[math.log(r) for r in row] for row in RATIOS]
+    values = [tau / 2 * x * x - x for x in logs[0]] + [tau / 2 * x * x + x for x in logs[1]]
+    check(made, sum(values) / 5, [tau * x - 1 for x in logs[0]], [tau * x + 1 for x in logs[1]])
+    close(made.metrics.result()["surrogate/pull"], sum(tau / 2 * x * x for row in logs for x in row) / 5)
+
+
 @pytest.mark.parametrize(("probability", "low", "high"), [(0.25, 0.64, 1.44), (0.01, 0.0, 4.0)])
 def test_sqrt_clip(given, probability, low, high):
     # sqrt p = 0.5: 1 -+ 0.1 / 0.5 squared. sqrt p = 0.1: the bounds are 0 and 4, and nothing is out.

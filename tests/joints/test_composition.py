@@ -6,10 +6,11 @@ import random
 import pytest
 import torch
 
-from mmrl.counterfactuals import ShuffledFrames
+from mmrl.counterfactuals import Mirrored, ShuffledFrames
 from mmrl.errors import UserError
 from mmrl.reference import decisions_of, methods, needs_of
-from mmrl.rollouts import Column
+from mmrl.rollouts import Column, DecisionColumn, Texts
+from mmrl.terms.segment_values import SegmentValues
 from tests.joints.parts import Table, close
 
 COUNT = 36  # combinations for each kind of decision
@@ -118,7 +119,9 @@ def learned(given, decision, algorithm, order, micro_batch):
     worth = torch.linspace(-1, 20, 48).sin().view(12, 4)[order]  # of the steps of chains
     rollouts.extras["completions"] = Column(worth[:, : 1 + rollouts.mask.shape[1]])
     # What `Batches` would have asked for
+    rollouts.extras[SegmentValues().continuations.name] = DecisionColumn(worth[:, : rollouts.mask.shape[1]])
     rollouts.extras["greedy"] = Column(torch.full((12, 2), 0.3))
+    rollouts.extras[f"said {Mirrored().name}"] = Texts([["two", "a third", "two", "none"] for _ in range(12)])
     rollouts.extras[f"answered {ShuffledFrames().name}"] = Column(torch.full((12,), 0.4))
     made.prepare(rollouts)
     chance = random.Random(9)
@@ -172,7 +175,7 @@ def test_every_method_is_drawn_somewhere():
     """Of the draws alone; what the configuration then takes is another matter."""
     for decision in DECISIONS:
         seen = {
-            (key, name) for seed in range(400) for key, chosen in drawn(decision, seed)[0].items() for name in chosen
+            (key, name) for seed in range(800) for key, chosen in drawn(decision, seed)[0].items() for name in chosen
         }
         known = {(key, name) for key, names in CATALOGUES[decision].items() for name in names}
         assert known == seen
@@ -183,6 +186,7 @@ def test_every_method_is_drawn_somewhere():
 
 AT_REST = [
     "geometric",
+    "mirror_descent",
     "log_clip",
     "sqrt_clip",
     "boundary_chance",

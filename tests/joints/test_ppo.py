@@ -168,3 +168,58 @@ def test_the_loop_ends_a_step_early(given):
 def test_single_steps_are_for_policies_that_have_them(given):
     with pytest.raises(UserError, match="needs steps of an episode that can be learned from one by one"):
         critic(given, ", shuffle: steps")
+
+
+# --- responses: every token is a step, and the critic is asked before the updates ---
+
+
+def response(given, algorithm, *options, **moved):
+    table = Table([[-1.0, -1.0], [-1.0]], group=[0, 1], rewards=[1.0, 0.0], value=VALUES)
+    made = given(table, "rollout={prompts: 2}", algorithm, *options)
+    made.move(**moved)
+    rollouts = table.rollouts()
+    made.prepare(rollouts)
+    return made, rollouts
+
+
+def test_a_critic_that_did_not_speak_is_asked(given):
+    """It gives the numbers of the first test, whatever it says once it has learned."""
+    made, rollouts = response(given, f"{PPO}}}")
+    close(rollouts.advantages, [STANDARD[:2], [STANDARD[2], 0]], atol=1e-5)
+    close(returns(rollouts), [[0.35, 1.0], [0.0, 0.0]])
+    close(made.learn(), 0.5 * 0.3925 / 3, atol=1e-5)
+    close(made.gradient(), [[-STANDARD[0] / 3, -STANDARD[1] / 3], [-STANDARD[2] / 3, 0]], atol=1e-5)
+    made.close()
+    made, rollouts = response(given, f"{PPO}}}", value=[[0.0, 0.2], [0.0]])  # 0.2 and 0.6 now
+    close(returns(rollouts)[0], [0.2 + (0.5 * 0.6 - 0.2) + 0.25 * 0.4, 1.0])
+
+
+DECOUPLED = "algorithm={type: decoupled_ppo"
+# gamma = 1: delta_1 = 1 - 0.4 and delta_0 = 0.4 - 0.2; A_0 = 0.2 + lam x 0.6.
+LAMBDAS = [
+    ("length_scale: 1", [0.5, 0.6, -0.1], [1.0, 1.0, 0.0]),  # two steps: lam = 1/2; one step: 0
+    ("length_scale: 2", [0.65, 0.6, -0.1], [1.0, 1.0, 0.0]),  # 3/4; 1/2
+    ("length_scale: 0.05", [0.2, 0.6, -0.1], [1.0, 1.0, 0.0]),  # below 0 is 0
+    ("length_scale: null, lam: 0.25", [0.35, 0.6, -0.1], [1.0, 1.0, 0.0]),
+    ("length_scale: 1, value_lam: 0.5", [0.5, 0.6, -0.1], [0.7, 1.0, 0.0]),
+    ("length_scale: 1, gamma: 0.5", [0.15, 0.6, -0.1], [0.5, 1.0, 0.0]),  # delta_0 = 0; 0.5 x 0.5 x 0.6
+]
+
+
+@pytest.mark.parametrize(("options", "advantages", "targets"), LAMBDAS)
+def test_policy_and_critic_look_ahead_differently_far(given, options, advantages, targets):
+    _, rollouts = response(given, f"{DECOUPLED}, {options}}}")
+    found = torch.tensor(advantages)
+    standard = ((found - found.mean()) / found.std()).tolist()
+    close(rollouts.advantages, [standard[:2], [standard[2], 0]], atol=1e-4)
+    close(returns(rollouts), [targets[:2], [targets[2], 0]])
+
+
+def test_lambda_is_of_each_rollouts_own_length(given):
+    """The critic says 0, and the end earns 1: advantages are powers of lambda, 2/3 for three steps and 1/2 for two."""
+    table = Table([[-1.0] * 3, [-1.0] * 2], group=[0, 1], rewards=[1.0, 1.0], value=[[0.0] * 3, [0.0] * 2])
+    made = given(table, "rollout={prompts: 2}", f"{DECOUPLED}, length_scale: 1}}")
+    rollouts = table.rollouts()
+    made.prepare(rollouts)
+    found = torch.tensor([4 / 9, 2 / 3, 1.0, 1 / 2, 1.0])
+    close(rollouts.advantages[rollouts.mask], (found - found.mean()) / found.std(), atol=1e-4)

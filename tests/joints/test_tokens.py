@@ -9,6 +9,7 @@ import torch
 from mmrl import build
 from mmrl.config import load
 from mmrl.controls import Controls
+from mmrl.errors import UserError
 from mmrl.policies.vlm import policy as module
 
 TINY = Path(__file__).parent / "tiny.yaml"
@@ -137,3 +138,13 @@ def test_the_numbers_of_decisions_are_the_tokens_of_the_responses(tmp_path):
     for row in (0, 2, 3):
         response = rollouts.inputs[row].response.tolist()
         assert found[row].tolist() == response + [-1] * (found.shape[1] - len(response))
+
+
+def test_segments_of_a_response(tmp_path):
+    _, task, policy = policy_of(tmp_path, "rollout.segment=2", "algorithm.level=segment")
+    rollouts = policy.rollout(prompts(task), 2, [1, 2, 3, 4], step=0)
+    found = policy.replay(rollouts, policy.module).segments
+    assert found.tolist() == [[0, 0, 1][: rollouts.mask.shape[1]]] * 4
+    assert policy_of(tmp_path)[2].replay(rollouts, policy.module).segments is None
+    with pytest.raises(UserError, match="algorithm.type=grpo needs decisions in segments"):
+        policy_of(tmp_path, "algorithm.level=segment")

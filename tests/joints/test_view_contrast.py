@@ -2,6 +2,7 @@
 
 import pytest
 
+from mmrl.algorithms.view_agreement import _plain
 from mmrl.errors import UserError
 from tests.joints.parts import Table, close
 
@@ -45,3 +46,43 @@ def test_a_prompt_without_a_clip_has_no_frames_to_shuffle(given):
     made = given(Table([[-1.0]] * 8, group=GROUPS, rewards=REWARDS), *BARE, "algorithm.transforms=[view_contrast]")
     with pytest.raises(UserError, match="has no clip"):
         made.next()
+
+
+# --- agreement with what is said under a view ---
+
+AGREEMENT = "algorithm.transforms=[{type: view_agreement, view: no_text%s}]"
+
+
+def agreeing(given, more="", responses=("0", "1", "2", "2", "0", "0", "2", "5"), rewards=REWARDS):
+    """A response is the number of a row, by which the stand-in finds its reward."""
+    table = Table([[-1.0]] * 8, group=GROUPS, rewards=rewards, responses=list(responses))
+    made = given(table, *BARE, AGREEMENT % more)
+    return made, made.prepare(made.next()).advantages[:, 0]
+
+
+def test_an_answer_earns_what_is_matched_of_it(given):
+    # "0" is said once, and twice under the view; "1" never under it; "2" twice, and once under it.
+    made, found = agreeing(given)
+    close(found, [1 + 1, 3, 2 + 0.5, 2 + 0.5])
+    close(made.metrics.result()["view_agreement/matched"], 0.5)
+    close(agreeing(given, ", bonus: 3")[1], [4, 3, 3.5, 3.5])
+
+
+@pytest.mark.parametrize("swaps", ["'5': '2'", "'2': '5'"])
+def test_answers_under_the_view_are_translated_back(given, swaps):
+    """Both ways: what was 2 under it is 5, so that one of two is matched again; 0 stays 0."""
+    close(agreeing(given, f", swaps: {{{swaps}}}")[1], [2, 3, 2.5, 2.5])
+    close(agreeing(given, f", swaps: {{{swaps}}}", ("0", "1", "2", "2", "0", "0", "5", "5"))[1], [2, 3, 3, 3])
+
+
+def test_tags_and_case_do_not_count():
+    assert _plain("so <answer> Left  ARROW </answer>", {"left": "right"}) == "right arrow"
+
+
+def test_what_joined_the_group_is_matched_too(given):
+    """A demonstration is no response under the view, and its prompt's group was asked."""
+    table = Table([[-1.0]] * 10, group=[*GROUPS, 4, 4], rewards=[*REWARDS, 7.0, 7.0], responses=[*"01220025", "0", "0"])
+    made = given(table, *BARE, AGREEMENT % "", "rollout.extras=[guided_groups]")
+    rollouts = made.prepare(made.next())
+    assert rollouts.group.tolist() == [0, 0, 1, 1, 0, 1]
+    close(rollouts.advantages[:, 0], [1 + 1, 3, 2.5, 2.5, 1 + 1, 1])

@@ -15,6 +15,7 @@ from mmrl.errors import UserError
 from mmrl.generation import transformers as generation
 from mmrl.generation.sampling import Sampling
 from mmrl.kernels import ops
+from mmrl.policies.settings import LoRA
 from mmrl.policies.vlm import loading, prompts
 from mmrl.policies.vlm import policy as vlm
 from mmrl.policies.vlm import prompts as chats
@@ -505,6 +506,7 @@ def test_frozen_parts_get_no_gradient_and_the_others_do(family, load, freeze):
 
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": "all-linear"}
+ORTHOGONAL = LORA | {"init": "orthogonal"}
 
 
 def shake(policy, scale=0.05):
@@ -540,6 +542,20 @@ def test_lora_trains_adapters_only_and_refers_to_the_base(family, load):
     assert moved.requires_grad and (moved - want).abs().max() > 1e-3
     sampled = policy.rollout(PROMPTS, 2, range(6))  # from the adapted model
     assert ids(sampled) != ids(base.rollout(PROMPTS, 2, range(6)))
+
+
+def test_a_lora_may_begin_with_orthogonal_factors(load):
+    """The model says what it said without it, and both factors learn at once; by default one is at 0, and so the other
+    does not learn yet."""
+    made, plain, base = load("qwen2_5_vl", lora=ORTHOGONAL), load("qwen2_5_vl", lora=LORA), load("qwen2_5_vl")
+    rollouts = mixed(base)
+    close(replay(made, rollouts).logp.detach(), replay(base, rollouts).logp.detach())
+    for policy, learning in ((made, True), (plain, False)):
+        replay(policy, rollouts).logp.sum().backward()
+        first = [p for name, p in policy.module.named_parameters() if "lora_A" in name]
+        assert any(p.grad is not None and bool(p.grad.any()) for p in first) is learning
+    with pytest.raises(ValueError, match="rank=3 is odd"):
+        LoRA(rank=3, init="orthogonal")
 
 
 def test_lora_leaves_frozen_parts_alone(family, load):

@@ -387,3 +387,31 @@ def test_no_response_takes_long(name, response, gold):
     started = time.perf_counter()
     reward(given)
     assert time.perf_counter() - started < 3
+
+
+# --- intervals ---
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("from 2 to 6 seconds", 0.5),  # 3 of 6 are shared: 3 .. 6 of 2 .. 8
+        ("at 1.0, <answer>3 - 8</answer>", 1.0),
+        ("<answer>[5.5, 8.0]</answer>", 0.5),
+        ("step 2: from 3 to 8", 1.0),
+        ("10 to 20", 0.0),
+        ("8 to 3", 0.0),
+        ("3", 0.0),
+    ],
+)
+def test_interval_iou(response, expected):
+    assert score("interval_iou", response, [3, 8]) == pytest.approx(expected)
+
+
+def test_intervals_that_hardly_overlap_may_earn_nothing():
+    assert score("interval_iou", "2 to 6", [3, 8], least=0.6) == 0.0
+    assert score("interval_iou", "3 to 8", [3, 8], least=0.6) == 1.0
+    assert score("interval_iou", "2 to 6", "3 to 8") is None
+    assert score("interval_iou", "2 to 6", [8, 3]) is None
+    with pytest.raises(ValueError, match="least must lie in"):
+        score("interval_iou", "2 to 6", [3, 8], least=1.0)

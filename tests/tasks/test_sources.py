@@ -6,6 +6,7 @@ import os
 import re
 import struct
 import zlib
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,7 +18,10 @@ from mmrl.tasks.visual_qa.rows import Fields
 from PIL import Image
 
 from mmrl import records
+from mmrl.config import load
 from mmrl.errors import UserError
+
+ROOT = Path(__file__).parents[2]
 
 
 def png(red):
@@ -455,6 +459,22 @@ def test_huggingface_saved_folder_and_parquet(tmp_path):
     options = {"data_files": str(tmp_path / "q.parquet"), "cache_dir": str(tmp_path / "cache")}
     source = HuggingFaceSource("parquet", "train", options=options)
     assert (len(source), red(source[2]), source[2].id) == (3, [2], "parquet:2")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs mmrl[huggingface]")
+def test_the_columns_of_mmk12_are_read(tmp_path):
+    """A stand-in with the columns and splits of its card: one picture a row, not a list of them."""
+    import datasets
+
+    texts = {name: datasets.Value("string") for name in ("id", "question", "answer", "subject")}
+    row = {"id": "a", "question": "<image> How long is AB?", "answer": "$2\\sqrt{3}$", "subject": "math"}
+    table = [row | {"image": {"bytes": png(7), "path": None}}]
+    data = datasets.Dataset.from_list(table, features=datasets.Features({**texts, "image": datasets.Image()}))
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "saved")
+    config = load(ROOT / "configs/visual_qa_mmk12.yaml", ["model.path=x", f"task.data.name={tmp_path / 'saved'}"])
+    for source in config.task.data.sources(seed=0):
+        assert (source[0].text, source[0].answer) == (row["question"], row["answer"]) and len(source[0].images) == 1
+        assert source[0].metadata == {"id": "a", "subject": "math"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs mmrl[huggingface]")

@@ -123,6 +123,7 @@ def _add_lora(network: Any, lora: LoRA) -> None:
                 r=lora.rank,
                 lora_alpha=lora.alpha,  # type: ignore[arg-type]
                 target_modules=targets,
+                init_lora_weights=lora.peft_init,
             )
         )
     except ValueError as error:

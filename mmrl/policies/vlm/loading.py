@@ -59,7 +59,10 @@ def load(path: str, settings: VisionLanguageModel, config: Config, task: Any = N
         max_response_length=rollout.max_response_length,
         logp_chunk=engine.logp_chunk,
         evaluation_temperature=config.evaluation.temperature,
+        segment=rollout.segment if isinstance(rollout, TokenSampling) else None,
     )
+    if config.needs.critic is not None:
+        policy.judge(config.needs.critic, Path(path))
     if isinstance(task, ConversationTask) and task.environment is not None:
         policy.converse(task.environment)
     return policy
@@ -151,7 +154,7 @@ def adapt(model: Any, path: str, *, freeze: Sequence[str], lora: LoRA | None) ->
         model = peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     elif lora is not None:
         options: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.targets}
-        model = peft.get_peft_model(model, peft.LoraConfig(**options))
+        model = peft.get_peft_model(model, peft.LoraConfig(**options, init_lora_weights=lora.peft_init))
     for parameter_name, parameter in model.named_parameters():  # adapters too
         if part_of(parameter_name) in freeze:
             parameter.requires_grad_(False)

@@ -12,7 +12,6 @@ import torch
 from einops import rearrange
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -22,15 +21,17 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mmrl.controls import Control, constant
+from mmrl.critics import CriticSettings
 from mmrl.errors import UserError
 from mmrl.files import share
-from mmrl.generation.sampling import Sampling, shape_logits
-from mmrl.generation.transformers import Prefix, generate, generate_groups
+from mmrl.generation.sampling import Sampling
+from mmrl.generation.transformers import generate, generate_groups
 from mmrl.generation.vllm import Answering, Request
-from mmrl.kernels import hidden_logprob, token_logprob
+from mmrl.policies.vlm.critic import TokenCritic, read_critic, write_critic
 from mmrl.policies.vlm.drafts import Draft
 from mmrl.policies.vlm.prompts import Tokens, chat_texts, clips_of, collate, encode, pictures_of, save_processor
 from mmrl.policies.vlm.routing import Routing, collate_routes
+from mmrl.policies.vlm.scorer import Continuations, TokenScorer, transformers_model
 from mmrl.policies.vlm.turns import Conversations, conversing, demonstrated
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 from mmrl.sims.turns.settings import EnvironmentSettings
@@ -47,91 +48,6 @@ PLACEHOLDER_KEYS = (
     "vision_end_token_id",
     "vision_token_id",
 )
-
-
-@dataclass(frozen=True)
-class Continuations:
-    """What follows prompts that are read once: `prompt` [response] says which, `ids` and `mask` [response, token] are
-    the responses without their last token, padded on the right."""
-
-    prompt: Tensor
-    ids: Tensor
-    mask: Tensor
-
-
-class TokenScorer(nn.Module):
-    """Log-probability and entropy of chosen tokens; this is the module the engine wraps.
-
-    The vocabulary is only ever looked at in chunks of `chunk` decisions, recomputed in the backward pass, so the
-    logits of a whole batch never exist.
-    """
-
-    def __init__(self, model: nn.Module, sampling: Sampling, chunk: int) -> None:
-        super().__init__()
-        self.model = model
-        self.sampling = sampling
-        self.chunk = chunk
-        self.register_buffer("suppressed", torch.tensor(sampling.suppressed, dtype=torch.int64), persistent=False)
-
-    def forward(
-        self,
-        inputs: dict[str, Tensor],
-        continuations: Continuations | None,
-        row: Tensor,
-        column: Tensor,
-        targets: Tensor,
-        chunks: int | None,
-        temperature: float | Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """inputs: the model's own, with input_ids [row, length]. row, column, targets: [decision], the token targets[i]
-        is predicted at position column[i] of row row[i]. temperature: of the distribution, or [decision]. Returns logp,
-        entropy and the sum of squared probabilities: [decision] fp32.
-
-        With `continuations` the inputs are prompts; rows are then responses, and columns count from a prompt's end.
-        `chunks` is the number of passes through the output layer, which under ZeRO-3 must be the same on every rank;
-        None: the whole layer is here.
-        """
-        core = transformers_model(self.model)
-        if continuations is None:
-            states = core.base_model(**inputs, use_cache=False).last_hidden_state
-        else:
-            states = self._continued(core, inputs, continuations)
-        hidden = states[row, column]
-        head = core.get_output_embeddings()
-        truncated = self.sampling.top_k > 0 or self.sampling.top_p < 1
-        if chunks is None and type(head) is nn.Linear and head.bias is None and not truncated:
-            if isinstance(temperature, Tensor):  # (h / t) W = (h W) / t
-                hidden, temperature = (hidden / temperature[:, None]).to(hidden.dtype), 1.0
-            found = hidden_logprob(
-                hidden,
-                head.weight,
-                targets,
-                temperature=temperature,
-                excluded=self.suppressed if len(self.suppressed) else None,
-                chunk=self.chunk,
-            )
-            return found.logp, found.entropy, found.square_sum
-        chunks = -(-len(targets) // self.chunk) if chunks is None else chunks
-        heat = torch.as_tensor(temperature, device=hidden.device).expand(len(targets))
-        pieces = (values.tensor_split(chunks) for values in (hidden, targets, heat))
-        parts = [checkpoint(self._score, head, *piece, use_reentrant=False) for piece in zip(*pieces, strict=True)]
-        logp, entropy, square_sum = (torch.cat(values) for values in zip(*parts, strict=True))
-        return logp, entropy, square_sum
-
-    def _continued(self, core: PreTrainedModel, inputs: dict[str, Tensor], after: Continuations) -> Tensor:
-        """Hidden states [response, 1 + token, hidden]: of the prompt's last token, and of the response's."""
-        prefix = Prefix(core, inputs).select(after.prompt)
-        last = rearrange(prefix.last, "b h -> b 1 h")
-        return last if after.ids.shape[1] == 0 else torch.cat([last, prefix.extend(after.ids, after.mask)], 1)
-
-    def _score(
-        self, head: nn.Module, hidden: Tensor, targets: Tensor, temperature: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = shape_logits(head(hidden).float() / temperature[:, None], self.sampling, keep=targets)
-        if len(targets) == 0:  # a pass that only keeps step with other ranks
-            return logits.sum(-1), logits.sum(-1), logits.sum(-1)
-        found = token_logprob(logits, targets)
-        return found.logp, found.entropy, found.square_sum
 
 
 class VisionLanguagePolicy:
@@ -152,8 +68,9 @@ class VisionLanguagePolicy:
         max_response_length: int | Control = 256,
         logp_chunk: int = 1024,
         evaluation_temperature: float = 0.0,
+        segment: int | None = None,
     ) -> None:
-        """temperature: of rollouts, where it is not that of `sampling`."""
+        """temperature: of rollouts, where it is not that of `sampling`. segment: tokens of a segment of a response."""
         core = transformers_model(model)
         self.processor = processor
         self.tokenizer = processor.tokenizer
@@ -172,7 +89,7 @@ class VisionLanguagePolicy:
         self.max_prompt_length = max_prompt_length
         longest = max_response_length
         self.response_limit = longest if isinstance(longest, Control) else constant(longest)
-        self.evaluation_temperature = evaluation_temperature
+        self.evaluation_temperature, self.segment = evaluation_temperature, segment
         self.module = TokenScorer(model, self.sampling, logp_chunk)
         self.module.eval()  # dropout would make replay differ from sampling
         self._recompute(True)
@@ -181,6 +98,14 @@ class VisionLanguagePolicy:
         self.engine: Answering | None = None
         self.routing: Routing | None = None
         self.conversations: Conversations | None = None  # where an environment answers its responses
+
+    def judge(self, settings: CriticSettings, folder: Path) -> None:
+        """From now on replay gives the value of what came before each decision. folder: where a critic may lie, which
+        else begins anew. Raises UserError as `read_critic`."""
+        core = transformers_model(self.module.model)
+        critic = TokenCritic(settings, core.config.get_text_config().hidden_size)
+        read_critic(critic, folder)
+        self.module.critic = critic.to(device=self.device, dtype=core.dtype)
 
     def converse(self, settings: EnvironmentSettings) -> None:
         """From now on responses are answered by environments, and rollouts are conversations."""
@@ -390,6 +315,45 @@ class VisionLanguagePolicy:
             rollouts.behaviour_logp = nn.utils.rnn.pad_sequence([draft.logp for draft in drafts], batch_first=True)
         return rollouts
 
+    def stored(self, rollouts: Rollouts) -> list[dict[str, Any]]:
+        """What `recalled` needs of each rollout beside its prompt."""
+        return [{"response": row.response.tolist(), "temperature": row.temperature} for row in rollouts.inputs]
+
+    def recalled(self, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
+        """Rollouts as they were stored, not scored; their experts are chosen anew."""
+        rows = [
+            replace(tokens, response=torch.tensor(state["response"]), temperature=state["temperature"])
+            for tokens, state in zip(self.encode(prompts), states, strict=True)
+        ]
+        return self._rollouts(list(prompts), rows, 1)
+
+    def continued(self, rollouts: Rollouts, lengths: Sequence[int], seeds: Sequence[int]) -> Rollouts:
+        """Of each response the first so many tokens, and what is sampled after them; not scored."""
+        prompts = {id(sample.prompt): sample.prompt for sample in rollouts.samples}
+        opened = dict(zip(prompts, self.draft(list(prompts.values()), 1, [0] * len(prompts)), strict=True))
+        drafts = []
+        for sample, row, length, seed in zip(rollouts.samples, rollouts.inputs, lengths, seeds, strict=True):
+            draft = opened[id(sample.prompt)]
+            draft = replace(draft, request=replace(draft.request, seed=seed))
+            draft.grow(row.response[:length], torch.zeros(length), None)
+            drafts.append(draft)
+        self.extend(self.engine, drafts, self.max_response_length)
+        return self.complete(drafts, 1, drawn_here=self.engine is None)
+
+    def recombined(self, first: Rollouts, second: Rollouts, text: str) -> Rollouts:
+        """Responses that are one of `first` without its end token, the text, and one of `second`, whose tokens alone
+        are decisions; not scored."""
+        between, rows = torch.tensor(self.tokenizer(text, add_special_tokens=False).input_ids), []
+        for one, other in zip(first.inputs, second.inputs, strict=True):
+            begun = one.response[:-1] if int(one.response[-1]) in self.eos else one.response
+            read = replace(one.asked(), temperature=other.temperature, experts=None).followed(
+                torch.cat([begun, between]), decided=False
+            )
+            rows.append(read.followed(other.response, decided=True))
+        made = self._rollouts([sample.prompt for sample in first.samples], rows, 1)
+        chosen = nn.utils.rnn.pad_sequence([row.chosen for row in rows], batch_first=True)
+        return replace(made, mask=made.mask & chosen)
+
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
         """One response a prompt at the temperature of evaluation."""
         return self.rollout(prompts, 1, seeds, temperature=self.evaluation_temperature).samples
@@ -487,8 +451,11 @@ class VisionLanguagePolicy:
             scored = model(inputs, continuations, row, column, targets, chunks, heat)
         blank = torch.zeros(rollouts.mask.shape, device=self.device)
         place = (row, decision)
-        logp, entropy, square_sum = (blank.index_put(place, values) for values in scored)
-        found = Replay(logp, entropy, square_sum)
+        logp, entropy, square_sum, *value = (blank.index_put(place, values) for values in scored)
+        found = Replay(logp, entropy, square_sum, value=value[0] if value else None)
+        if self.segment is not None:
+            places = torch.arange(rollouts.mask.shape[1], device=self.device) // self.segment
+            found.segments = places.expand(rollouts.mask.shape)
         if self.routing is not None and routes is not None:
             differing = self.routing.differences().view(routes.shape[:2])[row, column]
             found.routing_differs = blank.index_put(place, differing)
@@ -530,11 +497,14 @@ class VisionLanguagePolicy:
         return {} if self.conversations is None else self.conversations.counts()
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write model (or adapter) and processor in transformers' own format. state: of `self.module`."""
-        weights = {name.removeprefix("model."): value for name, value in state.items()}
+        """Write model (or adapter) and processor in transformers' own format, and a critic beside them. state: of
+        `self.module`."""
+        weights = {n.removeprefix("model."): value for n, value in state.items() if n.startswith("model.")}
         model: Any = self.module.model
         model.save_pretrained(folder, state_dict=weights)
         save_processor(self.processor, folder)
+        if self.module.critic is not None:
+            write_critic(folder, state)
         share(folder)
 
 
@@ -544,14 +514,6 @@ class Lockstep:
 
     max: Any
     ballast: Tokens | None = None
-
-
-def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model itself, out of its LoRA wrapper if it has one."""
-    if isinstance(model, PreTrainedModel):
-        return model
-    core: Any = model
-    return core.get_base_model()
 
 
 def end_tokens(generation: GenerationConfig, tokenizer: Any) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from mmrl.controls import Constant, Control, number
+from mmrl.critics import SharedCritic
 from mmrl.generation.settings import GeneratorSettings, TransformersGenerator, VLLMGenerator
 from mmrl.needs import Capabilities
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
@@ -38,6 +39,9 @@ class TokenSampling(TokenLimits):
     temperature: Control = number(1.0, "of the distribution that is sampled from and replayed", gt=0)
     top_p: float = option(1.0, "sample from the most likely tokens that together have this probability", gt=0, le=1)
     top_k: int = option(0, "sample from so many most likely tokens; 0: from all", ge=0)
+    segment: int | None = option(
+        None, "tokens of a segment, for algorithm.level=segment; null: responses have none", unit="tokens", ge=1
+    )
     allow_truncated_sampling: bool = option(
         False, "top_p and top_k bias the gradient; they are refused unless this is set"
     )
@@ -84,17 +88,27 @@ class VisionLanguageModel(ModelSettings):
 
     def capabilities(self, config: Config) -> Capabilities:
         offers = {"entropy", "square_sum", "tokens", "text", "numbers", "single_sample_kl", "views"}
-        offers |= {"reference_ratio"}
+        offers |= {"reference_ratio", "demonstrations", "storage", "critic", "recombination"}
         sampling = config.rollout
         if isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator):
             offers |= {"drafts"}
+        if isinstance(sampling, TokenSampling) and sampling.segment is not None:
+            offers |= {"segments"}
+        if not (config.generator is not None and config.generator.steps_ahead):  # the engine is busy with the next step
+            offers |= {"temperatures", "continuations"}
         if any(vars(config.task).get(key) is not None for key in ("environment", "game")):
-            offers -= {"views"}  # what an environment said belongs to the prompt that it was said to
+            # what an environment said belongs to the prompt that it was said to, and no critic is asked about it
+            offers -= {"views", "storage", "critic", "continuations", "recombination"}
             offers |= {"turns"}
-        return Capabilities("model.type=vision_language", frozenset(offers))
+        return Capabilities("model.type=vision_language", frozenset(offers), groups=("critic",))
 
     def check(self, config: Config) -> None:
-        sampling = config.rollout
+        critic, sampling = config.needs.critic, config.rollout
+        if not (critic is None or isinstance(critic, SharedCritic)):
+            raise ValueError(
+                f"algorithm.critic.type={critic.type} is no critic of a vision-language model; use shared, with "
+                "detach=true where the model shall not learn from it"
+            )
         if not (isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator)):
             return
         if sampling.generator.steps_ahead:

@@ -1,0 +1,54 @@
+"""A critic of responses in the making."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mmrl.critics import CriticSettings, SharedCritic
+from mmrl.errors import UserError
+
+WEIGHTS = "critic.safetensors"
+
+
+class TokenCritic(nn.Module):
+    """The value of a prompt and the response so far, of what the model made of its last token. It begins at 0."""
+
+    def __init__(self, settings: CriticSettings, width: int) -> None:
+        """width: of the model's states."""
+        super().__init__()
+        assert isinstance(settings, SharedCritic), "the settings of the model refuse others"
+        sizes, layers = [width, *[settings.width] * settings.layers], list[nn.Module]()
+        for a, b in zip(sizes[:-1], sizes[1:], strict=True):
+            layers += [nn.Linear(a, b), nn.GELU()]
+        last = nn.Linear(settings.width, 1)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.layers, self.detach = nn.Sequential(*layers, last), settings.detach
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[decision, width] -> [decision] fp32."""
+        return self.layers(hidden.detach() if self.detach else hidden).squeeze(1).float()
+
+
+def write_critic(folder: Path, state: dict[str, Tensor]) -> None:
+    """state: of the module that the engine wraps."""
+    own = {n.removeprefix("critic."): value.contiguous() for n, value in state.items() if n.startswith("critic.")}
+    save_file(own, folder / WEIGHTS)
+
+
+def read_critic(critic: TokenCritic, folder: Path) -> None:
+    """Takes the weights of the critic in `folder`, if there is one. Raises UserError if it is of another shape."""
+    if not (folder / WEIGHTS).is_file():
+        return
+    found, own = load_file(folder / WEIGHTS), critic.state_dict()
+    for name in sorted(own.keys() | found.keys()):
+        shapes = [list(held[name].shape) if name in held else None for held in (own, found)]
+        if shapes[0] != shapes[1]:
+            raise UserError(
+                f"algorithm.critic makes {name} {shapes[0]}, but in {folder / WEIGHTS} it is {shapes[1]}; ask for the "
+                "critic that it was trained with"
+            )
+    critic.load_state_dict(found)

@@ -1,0 +1,119 @@
+"""What the engine wraps of a vision-language model: likelihoods of chosen tokens, without the logits of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from mmrl.generation.sampling import Sampling, shape_logits
+from mmrl.generation.transformers import Prefix
+from mmrl.kernels import hidden_logprob, token_logprob
+from mmrl.policies.vlm.critic import TokenCritic
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """What follows prompts that are read once: `prompt` [response] says which, `ids` and `mask` [response, token] are
+    the responses without their last token, padded on the right."""
+
+    prompt: Tensor
+    ids: Tensor
+    mask: Tensor
+
+
+class TokenScorer(nn.Module):
+    """Log-probability and entropy of chosen tokens; this is the module the engine wraps.
+
+    The vocabulary is only ever looked at in chunks of `chunk` decisions, recomputed in the backward pass, so the
+    logits of a whole batch never exist.
+    """
+
+    def __init__(self, model: nn.Module, sampling: Sampling, chunk: int) -> None:
+        super().__init__()
+        self.model = model
+        self.sampling = sampling
+        self.chunk = chunk
+        self.critic: TokenCritic | None = None  # whoever sets it does so before the engine wraps this
+        self.register_buffer("suppressed", torch.tensor(sampling.suppressed, dtype=torch.int64), persistent=False)
+
+    def forward(
+        self,
+        inputs: dict[str, Tensor],
+        continuations: Continuations | None,
+        row: Tensor,
+        column: Tensor,
+        targets: Tensor,
+        chunks: int | None,
+        temperature: float | Tensor,
+    ) -> tuple[Tensor, ...]:
+        """inputs: the model's own, with input_ids [row, length]. row, column, targets: [decision], the token targets[i]
+        is predicted at position column[i] of row row[i]. temperature: of the distribution, or [decision]. Returns logp,
+        entropy and the sum of squared probabilities, and where there is a critic the value of what came before the
+        decision: [decision] fp32.
+
+        With `continuations` the inputs are prompts; rows are then responses, and columns count from a prompt's end.
+        `chunks` is the number of passes through the output layer, which under ZeRO-3 must be the same on every rank;
+        None: the whole layer is here.
+        """
+        core = transformers_model(self.model)
+        if continuations is None:
+            states = core.base_model(**inputs, use_cache=False).last_hidden_state
+        else:
+            states = self._continued(core, inputs, continuations)
+        hidden = states[row, column]
+        scored = self._scored(core, hidden, targets, chunks, temperature)
+        return scored if self.critic is None else (*scored, self.critic(hidden))
+
+    def _scored(
+        self, core: PreTrainedModel, hidden: Tensor, targets: Tensor, chunks: int | None, temperature: float | Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden: [decision, hidden], of the tokens before. Else as `forward`."""
+        head = core.get_output_embeddings()
+        truncated = self.sampling.top_k > 0 or self.sampling.top_p < 1
+        if chunks is None and type(head) is nn.Linear and head.bias is None and not truncated:
+            if isinstance(temperature, Tensor):  # (h / t) W = (h W) / t
+                hidden, temperature = (hidden / temperature[:, None]).to(hidden.dtype), 1.0
+            found = hidden_logprob(
+                hidden,
+                head.weight,
+                targets,
+                temperature=temperature,
+                excluded=self.suppressed if len(self.suppressed) else None,
+                chunk=self.chunk,
+            )
+            return found.logp, found.entropy, found.square_sum
+        chunks = -(-len(targets) // self.chunk) if chunks is None else chunks
+        heat = torch.as_tensor(temperature, device=hidden.device).expand(len(targets))
+        pieces = (values.tensor_split(chunks) for values in (hidden, targets, heat))
+        parts = [checkpoint(self._score, head, *piece, use_reentrant=False) for piece in zip(*pieces, strict=True)]
+        logp, entropy, square_sum = (torch.cat(values) for values in zip(*parts, strict=True))
+        return logp, entropy, square_sum
+
+    def _continued(self, core: PreTrainedModel, inputs: dict[str, Tensor], after: Continuations) -> Tensor:
+        """Hidden states [response, 1 + token, hidden]: of the prompt's last token, and of the response's."""
+        prefix = Prefix(core, inputs).select(after.prompt)
+        last = rearrange(prefix.last, "b h -> b 1 h")
+        return last if after.ids.shape[1] == 0 else torch.cat([last, prefix.extend(after.ids, after.mask)], 1)
+
+    def _score(
+        self, head: nn.Module, hidden: Tensor, targets: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits = shape_logits(head(hidden).float() / temperature[:, None], self.sampling, keep=targets)
+        if len(targets) == 0:  # a pass that only keeps step with other ranks
+            return logits.sum(-1), logits.sum(-1), logits.sum(-1)
+        found = token_logprob(logits, targets)
+        return found.logp, found.entropy, found.square_sum
+
+
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model itself, out of its LoRA wrapper if it has one."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    core: Any = model
+    return core.get_base_model()

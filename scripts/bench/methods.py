@@ -1,0 +1,251 @@
+"""Every method that applies to the quickstart's digits, at several seeds: its gain over plain GRPO, and its cost.
+
+    .venv/bin/python scripts/bench/methods.py [--steps 60] [--seeds 3] [--only PATTERN] [--runs FOLDER]
+        [--list] [KEY=VALUE ...]
+
+--only: methods whose title or name holds this regular expression; plain GRPO and random rewards are always there.
+--list: what would be run, and what does not apply and why, without running it. KEY=VALUE: more overrides of every run.
+Runs that are already in --runs with the same configuration are not repeated; all start from one base. One thread a run.
+
+Prints a Markdown table. Accuracy is held-out and greedy, the mean over the seeds; the gain is the mean over the seeds
+of the difference from plain GRPO of the same seed, with the interval of 95 % of Student's t over these differences; the
+cost is the time of the training steps over that of plain GRPO, from the step's median, which a busy machine disturbs
+less. So few steps on so small a task say what a method does there, and not what it is worth elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mmrl.config import load
+from mmrl.errors import UserError
+from mmrl.reference import decisions_of, methods, needs_of
+from mmrl.settings import plain
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE, BASE = "configs/visual_qa_digits.yaml", "configs/visual_qa_digits_warm_start.yaml"
+PLAIN, RANDOM = "plain GRPO", "random rewards"
+# Where a method stands in the configuration, by the title of its kind; {} is the method itself.
+PLACES = {
+    "algorithm": "algorithm={}",
+    "surrogate": "algorithm.surrogate={}",
+    "baseline": "algorithm.baseline={}",
+    "transform of rewards": "algorithm.transforms=[{}]",
+    "scale of advantages": "algorithm.scale={}",
+    "components": "algorithm.components={}",
+    "loss term": "algorithm.terms=[{}]",
+    "advantage shaper": "algorithm.shaping=[{}]",
+    "mask": "algorithm.masks=[{}]",
+    "prompt sampler": "rollout.sampler={}",
+    "source": "rollout.extras=[{}]",
+}
+# What a method must be given here.
+OPTIONS = {
+    "band": "fact: length, high: 3",
+    "best_of_group": "count: 4",
+    "bucket_std": "by: kind",
+    "category_bandit": "by: kind",
+    "covariance_clip": "low: 0, high: 5",
+    "demonstrations": "prompts: 32",
+    "divergence_mask": "bound: 0.1",
+    "double_entropy": "view: blank",
+    "pass_at_k": "k: 4",
+    "pass_at_k_analytic": "k: 4",
+    "quantile_bucket_std": "count: 4",
+    "self_imitation": "count: 32",
+    "segment_values": "every: 1",
+    "sequence_mask": "bound: 0.3",
+    "stratified": "by: kind",
+    "task_quotas": "by: kind",
+    "token_budget": "budget: 400",
+    "view_contrast": "view: blank",
+    "view_information": "view: blank",
+    "view_kl": "view: blank",
+}
+# What goes with a method.
+BESIDE = {
+    "demonstrations": ["algorithm.terms=[likelihood]"],
+    "self_imitation": ["algorithm.terms=[{type: likelihood, of: replayed}]"],
+    "guided": ["rollout.extras=[guided_groups]"],
+    "self_corrections": ["rollout.max_response_length=16"],
+    "entropy_likelihood": ["rollout.extras=[guided_groups]"],
+    "likelihood": ["algorithm.terms=[{type: likelihood, of: positive}]"],
+}
+# What plain GRPO is made of, and what is the same with one reward.
+SAME = ("grpo", "clip", "permutation", "mean", "group_std", "sum", "normalise_each")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a method and the plain GRPO that it is compared with have in common."""
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+USUAL = Setting("", ())
+# Ratios are 1 where a step has one update: what is done to them shows with several.
+SEVERAL = Setting("4 updates a step", ("algorithm.minibatches=4",))
+# What remembers prompts needs some that come again.
+FEW = Setting("256 prompts", ("task.data.train_size=256",))
+REMEMBERING = ("running", "success_replay", "self_imitation")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method, and the overrides that turn it on. refused: why it does not apply here."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    setting: Setting = USUAL
+    refused: str = ""
+
+    @property
+    def label(self) -> str:
+        return ", ".join(filter(None, (self.name, self.setting.name)))
+
+    @property
+    def folder(self) -> str:
+        return re.sub(r"\W+", "_", self.label)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--runs", type=Path, default=ROOT / "build/methods")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args()
+    shared = [f"steps={options.steps}", "evaluation.every=0", "evaluation.prompts=1000", "threads=1"]
+    bench = Bench(options.runs, options.seeds, [*shared, "log.samples_every=0", *options.overrides])
+    arms = [bench.tried(arm) for arm in catalogue() if re.search(options.only, arm.name)]
+    if options.list:
+        for arm in arms:
+            print(f"{arm.name}: {arm.refused or ' '.join(arm.overrides)}")
+        return
+    wanted = [arm for arm in arms if not arm.refused]
+    plains = [Arm(PLAIN, setting=setting) for setting in dict.fromkeys((USUAL, *(arm.setting for arm in wanted)))]
+    print("| method | accuracy | gain over plain GRPO, 95 % | cost |\n| --- | --- | --- | --- |", flush=True)
+    random = Arm(RANDOM, ("task.rewards=[{name: random}]",))
+    for arm in [*plains, random, *wanted]:
+        print(bench.row(arm), flush=True)
+    for arm in arms:
+        if arm.refused:
+            print(f"\nNot here: {arm.name} ({arm.refused})")
+
+
+def catalogue() -> list[Arm]:
+    """Every method that stands somewhere in the configuration, with its defaults where it has them all."""
+    found = []
+    for base, name, kind in methods():
+        if base.title not in PLACES or name in SAME:
+            continue
+        needs = needs_of(kind)
+        refused = "" if needs is None or "text token" in decisions_of(needs) else "not for responses of one turn"
+        own = f"{{type: {name}{', ' + OPTIONS[name] if name in OPTIONS else ''}}}"
+        remembers = base.title == "prompt sampler" or name in REMEMBERING
+        setting = SEVERAL if base.title == "surrogate" else FEW if remembers else USUAL
+        overrides = [PLACES[base.title].format(own), *BESIDE.get(name, [])]
+        found.append(Arm(f"{base.title}: {name}", tuple(overrides), setting, refused))
+    return found
+
+
+@dataclass(frozen=True)
+class Bench:
+    """runs: the folder of all runs. shared: overrides of every run."""
+
+    runs: Path
+    seeds: int
+    shared: list[str]
+
+    def overrides(self, arm: Arm) -> list[str]:
+        return [*self.shared, *arm.setting.overrides, *arm.overrides]
+
+    def tried(self, arm: Arm) -> Arm:
+        """With what the configuration says against it."""
+        if arm.refused:
+            return arm
+        for more in ((), ("algorithm.baseline=none", "algorithm.scale=none")):  # for those that give advantages
+            fuller = replace(arm, overrides=(*arm.overrides, *more))
+            try:
+                load(ROOT / RECIPE, [f"run_dir={self.runs}", *self.overrides(fuller)])
+                return fuller
+            except UserError as error:
+                refused = str(error).partition(": ")[2]
+        return replace(arm, refused=refused)
+
+    def row(self, arm: Arm) -> str:
+        """A row of the table; runs that are missing are made."""
+        found = [self.finished(arm, seed) for seed in range(self.seeds)]
+        plainly = [self.finished(Arm(PLAIN, setting=arm.setting), seed) for seed in range(self.seeds)]
+        accuracy = [accuracy_of(run) for run in found]
+        gains = [100 * (a - accuracy_of(b)) for a, b in zip(accuracy, plainly, strict=True)]
+        cost = sum(map(seconds_of, found)) / sum(map(seconds_of, plainly))
+        gain = "" if arm.name == PLAIN else f"{statistics.mean(gains):+.1f} {interval(gains)}"
+        return f"| {arm.label} | {statistics.mean(accuracy):.3f} | {gain} | {cost:.2f} |"
+
+    def finished(self, arm: Arm, seed: int) -> list[dict[str, Any]]:
+        """The metrics of a run, which is made if it is not there as it would be made now."""
+        run = self.runs / f"{arm.folder}-{seed}"
+        model = [f"model.path={self.base()}", "model.warm_start=null"]
+        train(RECIPE, run, [f"seed={seed}", *model, *self.overrides(arm)])
+        return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+    def base(self) -> Path:
+        """What all of them start from."""
+        folder = self.runs / "base"
+        train(BASE, folder, ["threads=1"])
+        return folder / "final"
+
+
+def train(recipe: str, run: Path, overrides: list[str]) -> None:
+    """Trains, unless the folder holds the finished run of the same configuration."""
+    told = json.dumps(plain(load(ROOT / recipe, [f"run_dir={run}", *overrides])), sort_keys=True, default=str)
+    known = run / "bench.json"
+    if (run / "final").is_dir() and known.is_file() and known.read_text() == told:
+        return
+    shutil.rmtree(run, ignore_errors=True)
+    command = [sys.executable, "-m", "mmrl", "train", recipe]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, f"run_dir={run}", *overrides], cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    known.write_text(told)
+
+
+def accuracy_of(run: list[dict[str, Any]]) -> float:
+    return float([row for row in run if "evaluation/accuracy" in row][-1]["evaluation/accuracy"])
+
+
+def seconds_of(run: list[dict[str, Any]]) -> float:
+    """Of a step."""
+    return statistics.median(row["time/step"] for row in run if "time/step" in row)
+
+
+# The quantile 0.975 of Student's t by degrees of freedom; beyond them the normal distribution's is near.
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+def interval(values: list[float]) -> str:
+    """The interval of 95 % of their mean."""
+    if len(values) < 2:
+        return "(one seed)"
+    half = STUDENT.get(len(values) - 1, 2.0) * statistics.stdev(values) / math.sqrt(len(values))
+    middle = statistics.mean(values)
+    return f"({middle - half:+.1f} .. {middle + half:+.1f})"
+
+
+if __name__ == "__main__":
+    main()

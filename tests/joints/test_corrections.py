@@ -1,0 +1,52 @@
+"""Two responses of a group that become one: `self_corrections`."""
+
+from tests.joints.parts import Table, close
+
+MADE = "rollout.extras=[{type: self_corrections%s}]"
+ONE = ["rollout.prompts=1", "rollout.group_size=3", "algorithm.scale=none"]
+
+
+def corrected(given, rewards, options="", *more):
+    """Row 3 is what a wrong and a right response become, row 4 two wrong ones."""
+    table = Table([[-1.0]] * 5, group=[0, 0, 0, 1, 1], rewards=[*rewards, 1.0, 0.0])
+    made = given(table, *ONE, MADE % options, *more)
+    right = [row for row, reward in enumerate(rewards) if reward == 1]
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    made.trainer.policy.recombines = {(a, b): 3 if b in right else 4 for a, b in pairs if a not in right}
+    rollouts = made.next()
+    made.prepare(rollouts)
+    return made, rollouts
+
+
+def test_a_wrong_and_a_right_response_join_their_group_as_one(given):
+    """Rewards 1, 0, 0, and then 1 and 0: their mean is 0.4."""
+    made, rollouts = corrected(given, [1.0, 0.0, 0.0], ", text: hm")
+    assert rollouts.inputs == [0, 1, 2, 3, 4] and rollouts.origin.tolist() == [0, 0, 0, 3, 3]
+    assert rollouts.group.tolist() == [0] * 5 and len(set(rollouts.prompt.tolist())) == 1
+    close(rollouts.advantages[:, 0], [0.6, -0.4, -0.4, 0.6, -0.4])
+    assert made.trainer.policy.calls[-1].seeds == ["hm"]
+    made.learn()
+    close(made.gradient()[:, 0] * 5, [-0.6, 0.4, 0.4, -0.6, 0.4])
+
+
+def test_half_of_them_mend_what_was_wrong(given):
+    assert corrected(given, [1.0, 0.0, 0.0], ", count: 3")[1].inputs[3:] == [3, 3, 4]
+    assert corrected(given, [1.0, 0.0, 0.0], ", count: 1")[1].inputs[3:] == [3]
+    assert corrected(given, [1.0, 1.0, 0.0], ", count: 3")[1].inputs[3:] == [3, 3, 3]  # one wrong response alone
+
+
+def test_a_group_needs_right_and_wrong_ones(given):
+    for rewards in ([1.0, 1.0, 1.0], [0.0, 0.0, 0.0]):
+        assert len(corrected(given, rewards)[1]) == 3
+    assert len(corrected(given, [0.5, 0.0, 0.0], ", accuracy: 0.6")[1]) == 3
+
+
+def test_what_is_too_long_is_dropped(given):
+    """The stand-in says that row 1000 has four tokens, one more than a response may have."""
+    table = Table([[-1.0]] * 1001, group=[0] * 3 + [1] * 998, rewards=[1.0, 0.0, 0.0] + [0.0] * 998)
+    made = given(table, *ONE, MADE % ", count: 1")
+    made.trainer.policy.recombines = dict.fromkeys([(1, 0), (2, 0)], 1000)
+    assert len(made.next()) == 3
+    made.trainer.policy.recombines = dict.fromkeys([(1, 0), (2, 0)], 999)
+    made.trainer.policy.asked = 0
+    assert len(made.next(1)) == 4
