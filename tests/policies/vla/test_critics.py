@@ -242,7 +242,8 @@ class NearLine(Line):
 
 @pytest.fixture
 def trainer(tmp_path):
-    """The tiny robot's trainer, whose episodes have several looks, with real settings, policy and simulator, and a ledger in the engine's place."""
+    """The tiny robot's trainer, whose episodes have several looks, with real settings, policy and simulator, and a
+    ledger in the engine's place."""
 
     def made(*overrides):
         from mmrl.build import build_policy, build_task
