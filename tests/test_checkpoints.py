@@ -81,38 +81,44 @@ def test_a_full_disk_is_one_line_and_costs_nothing_saved(tmp_path, error, backgr
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
-    """The writer is held up until the weights have moved by two steps; what it writes are those of step 1."""
-    arguments = ["steps=3", "checkpoint.keep=5", "checkpoint.best=false"]
-    trainer = make(tmp_path / "late", *arguments, "checkpoint.every=3", "checkpoint.background=true")
-    usual, moved, weights = torch.save, threading.Event(), {}
+    """The writer is held up at each of two files for a step; what it writes is of step 1."""
+    arguments = ["steps=5", "checkpoint.keep=5", "checkpoint.best=false"]
+    trainer = make(tmp_path, *arguments, "checkpoint.every=5", "checkpoint.background=true")
+    usual, weights, written = torch.save, {}, threading.Event()
+    may_write = {"model_states": threading.Event(), "rank-0": threading.Event()}
 
     def save(state, path):
-        assert "step-000001" not in str(path) or moved.wait(60)
+        held = [event for name, event in may_write.items() if "step-000001" in str(path) and name in str(path)]
+        assert all(event.wait(20) for event in held)
         usual(state, path)
+        written.set()
 
     def seen(step, metrics):
         weights[step] = {name: value.clone() for name, value in trainer.engine.state().items()}
         if step == 1:
             trainer.save()
-        if step == 3:
-            assert not list((tmp_path / "late" / "checkpoints").glob("step-??????"))
-            moved.set()
+        if step == 2:
+            may_write["model_states"].set()
+            assert written.wait(20)
+        if step == 4:
+            assert not list((tmp_path / "checkpoints").glob("step-??????"))
+            may_write["rank-0"].set()
 
     trainer.run.each_step = seen
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", save)
         trainer.train()
     release(trainer)
-    assert names(tmp_path / "late" / "checkpoints") == ["step-000001", "step-000003"]
-    shutil.rmtree(tmp_path / "late" / "checkpoints" / "step-000003")
-    again = make(tmp_path / "late", *arguments, "checkpoint.every=3")
+    assert names(tmp_path / "checkpoints") == ["step-000001", "step-000005"]
+    shutil.rmtree(tmp_path / "checkpoints" / "step-000005")
+    again = make(tmp_path, *arguments, "checkpoint.every=5")
     again.resume()
     assert again.step == 1
     loaded = again.engine.state()
     assert all(torch.equal(value, weights[1][name]) for name, value in loaded.items())
     assert any(not torch.equal(value, weights[3][name]) for name, value in loaded.items())
     again.train()
-    assert all(torch.equal(value, weights[3][name]) for name, value in again.engine.state().items())
+    assert all(torch.equal(value, weights[5][name]) for name, value in again.engine.state().items())
     release(again)
 
 

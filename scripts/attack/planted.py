@@ -163,8 +163,7 @@ FAULTS = [
           ("policies/vla/test_invertible.py",)),
     Fault("looks: advantages of another look", "mmrl/rollouts.py", "parts[torch.arange(len(step)), step]",
           "parts[torch.arange(len(step)), step * 0]", CRITICS),
-    Fault("looks: taken apart before the advantages", P, "if not self.algorithm.by_step:\n            self.set",
-          "if True:\n            self.set", CRITICS),
+    Fault("looks: episodes stay whole", P, "rollouts = self.policy.by_step(rollouts)", "pass", CRITICS),
     # --- robots' observations and evaluations ---
     Fault("privileged: the head reads it", "mmrl/policies/vla/policy.py", "state.shape[1] - self.privileged",
           "state.shape[1]", CRITICS),
