@@ -96,7 +96,7 @@ def test_the_real_command_line_ends_in_order_after_a_late_error(tmp_path):
         ([*GRPO, "algorithm.surrogate=divergence_mask"], "algorithm.surrogate.bound: Field required"),
         ([*GRPO, "algorithm.surrogate=tests.test_bad_input:contents"], "does not inherit from"),
         ([*GRPO, "algorithm.type=tests.test_bad_input:Nowhere"], "tests.test_bad_input has no Nowhere"),
-        (["algorithm.type=ppo"], "algorithm.type=ppo needs a critic"),
+        (["algorithm.type=contrast"], "algorithm.type=contrast needs decisions that are errors"),
         (["checkpoint.resume=true"], "checkpoint.resume=true"),
         (["model.lora.targets=[nowhere]"], "nowhere"),
     ],

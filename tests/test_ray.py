@@ -363,6 +363,7 @@ def test_when_a_host_is_lost_the_engine_comes_up_on_another_one_and_every_rank_f
     assert ask(first) == WHOLE
     pids = family(*(process.running.pid for process in first.processes))
     lost = nodes.of(pids[0])
+    there = sum(nodes.of(process.running.pid) is lost for process in first.processes)  # Ray may put both on one host
 
     def lose():
         while sum(second.answered) < 8:
@@ -374,7 +375,7 @@ def test_when_a_host_is_lost_the_engine_comes_up_on_another_one_and_every_rank_f
     assert ranks.both(lambda rank: ask((first, second)[rank])) == [WHOLE, WHOLE]
     killer.join()
     ranks.both(lambda rank: (first, second)[rank].load(iter([("a", torch.ones(2))])))
-    assert first.measures()["generation/restarts"] == 1 and second.measures()["generation/asked_again"] > 0
+    assert first.measures()["generation/restarts"] == there and second.measures()["generation/asked_again"] > 0
     assert "Ray lost" in first.processes[0].log.read_text()
     assert first.servers[0].address == second.servers[0].address != before[0]
     assert ask(second) == WHOLE and nodes.of(first.processes[0].running.pid) is not lost

@@ -16,7 +16,19 @@ from mmrl.facts import Batch
 from mmrl.policies.vla.policy import WEIGHTS
 from mmrl.rollouts import Replay, Steps
 from tests.engine import workers
-from tests.engine.parts import ROBOTS, TINY, call, distance, final, make, metrics, release, timeless, train, under
+from tests.engine.parts import (
+    IMAGES,
+    ROBOTS,
+    call,
+    distance,
+    final,
+    make,
+    metrics,
+    release,
+    timeless,
+    train,
+    under,
+)
 
 pytestmark = pytest.mark.usefixtures("alone")
 PPO = "algorithm={type: ppo, simulator_reward: 0.5, gamma: 0.9, lam: 0.8}"
@@ -217,8 +229,9 @@ def test_what_does_not_fit_a_robot_is_refused(tmp_path):
 
 
 def test_ppo_is_refused_where_there_is_no_critic():
-    with pytest.raises(UserError, match="algorithm.type=ppo needs a critic, which model.type=vision_language does not"):
-        load(TINY, ["run_dir=r", "algorithm={type: ppo}"])
+    said = "algorithm.type=ppo needs a critic, which denoising.likelihood.type=chain does not"
+    with pytest.raises(UserError, match=said):
+        load(IMAGES, ["run_dir=r", "algorithm={type: ppo}"])
 
 
 HEADS = {

@@ -87,5 +87,5 @@ def test_rows_of_a_file(folder):
     assert source[1].metadata == {"kind": "pair"}
     told = [row.reason for row in source.bad]
     assert "2 <video> markers, field 'videos' has 1 clips" in told[0]
-    assert "set video_field=video" in told[1]
+    assert "set task.data.video_field=video" in told[1]
     assert "field 'videos', clip 0: cannot read 'cut.mp4'" in told[2]
