@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from mmrl.quiet import quieten_environment
 quieten_environment()  # before anything heavy is imported
 
 if TYPE_CHECKING:
+    from mmrl.config import Config
     from mmrl.job import Job
 
 KINDS_OF_NEW = ["task", "reward", "simulator", "environment", "algorithm", "term", "shaper", "mask", "sampler"]
@@ -66,6 +68,9 @@ def parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train a model from a configuration")
     train.add_argument("--print-config", action="store_true", help="print the complete configuration and stop")
     train.add_argument("--dry-run", action="store_true", help="print the batch arithmetic, run one step, keep nothing")
+    words = "with --dry-run: GPUs that the job is meant for, as GiB or names (80,48,rtx4090); nothing is loaded or run"
+    train.add_argument("--gpu", metavar="GPU,...", help=words)
+    train.add_argument("--ranks", type=at_least_one, help="with --gpu: how many of them; default: 1")
     train.set_defaults(run=run_train)
     evaluation = commands.add_parser("eval", help="held-out accuracy of a run or a model, as a line and a JSON file")
     evaluation.add_argument("model", help="a run directory, or a model's folder or hub name")
@@ -105,6 +110,16 @@ def parser() -> argparse.ArgumentParser:
     conversion.add_argument("--out", type=Path, help="where the YAML goes; default: to the terminal")
     conversion.set_defaults(run=run_convert)
     doctor = commands.add_parser("doctor", help="say what is installed, what is missing, and how to mend it")
+    words = (
+        "check that everything works here: ranks, kernels, renderers, simulators, vLLM, training; go on where stopped"
+    )
+    doctor.add_argument("--gpu", action="store_true", help=words)
+    doctor.add_argument("--folder", type=Path, default=Path("runs/doctor"), help="with --gpu; default: runs/doctor")
+    doctor.add_argument("--only", default="", help="with --gpu: names of checks, with commas; default: all")
+    doctor.add_argument("--again", action="store_true", help="with --gpu: also what is known to work")
+    doctor.add_argument("--limit", type=at_least_one, default=600, help="with --gpu: seconds a check; default: 600")
+    doctor.add_argument("--recipe", help="with --gpu: a configuration of yours too, three steps, memory as estimated")
+    doctor.add_argument("overrides", nargs="*", metavar="key=value", help="of --recipe, such as model.path=FOLDER")
     doctor.set_defaults(run=run_doctor)
     return root
 
@@ -123,9 +138,44 @@ def run_train(options: argparse.Namespace) -> int:
         print(to_yaml(config), end="")
         return 0
     if not options.dry_run:
+        if options.gpu or options.ranks:
+            raise UserError("--gpu and --ranks belong to --dry-run, which says what a job takes of such GPUs")
         return train(config)
+    if options.gpu:
+        print("\n".join(memory_on(options)))
+        return 0
+    if options.ranks:
+        raise UserError(
+            "--ranks belongs to --gpu, such as --gpu 80 --ranks 8; for a step of several ranks use torchrun"
+        )
+    tell_memory(options)
     with tempfile.TemporaryDirectory(prefix="mmrl-dry-run-") as folder:
         return train(one_step(config, folder), dry=True)
+
+
+def memory_on(options: argparse.Namespace) -> list[str]:
+    """What the job takes of the GPUs that are named. Raises UserError where that can not be known."""
+    from mmrl.config import load
+    from mmrl.memory_plan import Gpu, told
+
+    def make(more: Sequence[str]) -> Config:
+        return load(options.config, [*options.overrides, *more])
+
+    return told(make, options.ranks or 1, [Gpu.of(text) for text in options.gpu.split(",")])
+
+
+def tell_memory(options: argparse.Namespace) -> None:
+    """Of a dry run on this machine, before its step: what the job takes of the GPU that is here, if there is one."""
+    import torch
+
+    if not torch.cuda.is_available() or os.environ.get("RANK", "0") != "0":
+        return
+    options.ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    options.gpu = f"{torch.cuda.mem_get_info()[1] / 2**30:.1f}"
+    try:
+        print("\n".join(memory_on(options)), flush=True)
+    except UserError as error:
+        print(f"memory is not estimated: {error}", flush=True)
 
 
 def one_step(config: Any, folder: str) -> Any:
@@ -329,8 +379,29 @@ def run_convert(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_diagnosis(options: argparse.Namespace) -> int:
+    from mmrl.doctor.checks import CHECKS
+    from mmrl.doctor.run import RECIPE, Check, diagnose, machine
+
+    names = options.only.split(",") if options.only else list(CHECKS)
+    if unknown := [name for name in names if name not in CHECKS]:
+        raise UserError(f"--only={unknown[0]}: checks are {', '.join(CHECKS)}")
+    checks = [Check(name) for name in names]
+    if options.recipe:
+        checks.append(Check(RECIPE, (options.recipe, *options.overrides)))
+    elif options.overrides:
+        raise UserError(f"{options.overrides[0]} belongs to --recipe, which is not given")
+    found = diagnose(checks, options.folder, machine(), limit=options.limit, again=options.again)
+    print(f"written to {options.folder / 'report.md'}")
+    return int(any(finding.status == "fails" for finding in found))
+
+
 def run_doctor(options: argparse.Namespace) -> int:
-    from mmrl.doctor import examine, told
+    if options.gpu:
+        return run_diagnosis(options)
+    if options.recipe or options.overrides or options.only or options.again:
+        raise UserError("--recipe, --only, --again and overrides belong to mmrl doctor --gpu")
+    from mmrl.doctor.installed import examine, told
 
     checks = list(examine())
     print("\n".join(told(checks)))

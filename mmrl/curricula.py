@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import PrivateAttr
@@ -52,6 +52,15 @@ class Remembering(PromptSampler):
         return np.random.default_rng([self._seed, self._drawn, *more])
 
 
+def spread_out(known: Mapping[int, float], size: int, otherwise: float) -> np.ndarray:
+    """[prompt] float64 of what is known of some prompts."""
+    import numpy as np
+
+    found = np.full(size, otherwise, np.float64)
+    found[list(known)] = list(known.values())
+    return found
+
+
 def solved(outcome: Outcome) -> float:
     """The mean accuracy of a prompt's rollouts, or their mean reward where it is unknown; NaN where that is too."""
     for values in (outcome.accuracies, outcome.rewards):
@@ -65,13 +74,14 @@ class Weighted(Remembering):
     """Prompts are drawn by weights, each at most once a draw while there are enough."""
 
     @abstractmethod
-    def weight(self, prompt: int) -> float: ...
+    def weights(self) -> np.ndarray:
+        """[prompt] float64."""
 
     def draw(self, count: int) -> list[int]:
         import numpy as np
 
         found: list[int] = []
-        weights = np.array([self.weight(prompt) for prompt in range(self._size)])
+        weights = self.weights()
         while len(found) < count:
             # The largest of log(u) / w are a draw without putting back (Efraimidis and Spirakis 2006).
             keys = np.log(self.chance(len(found)).random(self._size)) / np.maximum(weights, 1e-12)
@@ -94,9 +104,9 @@ class SuccessWeighted(Weighted):
     floor: float = option(0.05, "weight of a prompt that is always solved", gt=0)
     prior: float = option(0.5, "success of a prompt that was never seen", ge=0, le=1)
 
-    def weight(self, prompt: int) -> float:
-        rate = min(1.0, max(0.0, self._rates.get(prompt, self.prior)))
-        return self.floor + (1 - rate if self.favour == "hard" else 4 * rate * (1 - rate))
+    def weights(self) -> np.ndarray:
+        rates = spread_out(self._rates, self._size, self.prior).clip(0.0, 1.0)
+        return self.floor + (1 - rates if self.favour == "hard" else 4 * rates * (1 - rates))
 
 
 class SuccessWindow(Remembering):
@@ -209,16 +219,14 @@ class Volatility(Remembering):
         self._spread, self._visits = {}, {}
 
     def draw(self, count: int) -> list[int]:
-        total = sum(self._visits.values())
-        tie = self.chance().permutation(self._size).tolist()
+        import numpy as np
 
-        def score(prompt: int) -> float:
-            bonus = self.c * math.sqrt(math.log1p(total) / (1 + self._visits.get(prompt, 0)))
-            return self._spread.get(prompt, 0.0) + bonus
-
-        ranked = sorted(range(self._size), key=lambda prompt: (-score(prompt), tie[prompt]))
+        visits = spread_out(self._visits, self._size, 0)
+        bonus = self.c * np.sqrt(math.log1p(sum(self._visits.values())) / (1 + visits))
+        score = spread_out(self._spread, self._size, 0.0) + bonus
+        ranked = np.lexsort((self.chance().permutation(self._size), -score))  # equal ones in an order of chance
         self._drawn += count
-        return [ranked[i % self._size] for i in range(count)]
+        return [int(ranked[i % self._size]) for i in range(count)]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         super().observe(outcomes)

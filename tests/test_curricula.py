@@ -72,10 +72,10 @@ def test_success_weighted():
     sampler = started(SuccessWeighted(floor=0.1, decay=0.5, prior=0.5))
     sampler.observe([outcome(0, 1.0, 1.0), outcome(1, 0.0, 0.0)])
     sampler.observe([outcome(1, 1.0, 0.0, accuracies=(1.0, 1.0))])  # 0, then half of the way to 1: accuracy counts
-    assert [sampler.weight(i) for i in (0, 1, 2)] == pytest.approx([0.1, 0.6, 0.6])
+    assert sampler.weights()[:3] == pytest.approx([0.1, 0.6, 0.6])
     sampler = started(SuccessWeighted(floor=0.1, favour="uncertain"))
     sampler.observe([outcome(0, 1.0, 1.0), outcome(1, 1.0, 0.0, 0.0, 0.0)])
-    assert [sampler.weight(i) for i in (0, 1, 2)] == pytest.approx([0.1, 0.85, 1.1])
+    assert sampler.weights()[:3] == pytest.approx([0.1, 0.85, 1.1])
 
 
 def test_the_weights_are_followed():

@@ -7,8 +7,8 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from mmrl import doctor
-from mmrl.doctor import Check, examine, imported, packages, told
+from mmrl.doctor import installed as doctor
+from mmrl.doctor.installed import Check, examine, imported, packages, told
 from mmrl.kernels import compiled
 from tests.command_line import ROOT
 

@@ -1,59 +1,161 @@
-"""The recipes for GPUs fit an 80 GiB one: weights, gradients, optimizer and activations at the real shapes, on the meta
-device. The numbers of a recipe are read from its file; what is not counted (the CUDA context, buffers of reductions,
-rewards, the cache of a colocated engine) has the 8 GiB that are left."""
+"""The recipes for GPUs fit an 80 GiB one, by parts that sum to less than 72: weights, gradients, optimizer, activations
+at the real shapes, encoders, averages, vLLM's share, simulators. Nothing is computed: the meta device counts."""
 
-import math
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers import SD3Transformer2DModel
-from peft import LoraConfig, get_peft_model
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from torch import nn
 
-from mmrl import kernels
+from mmrl import memory_plan
+from mmrl.cli import main
 from mmrl.config import load
-from mmrl.engine.memory import kept_for_backward, standing
+from mmrl.engine.memory import GIB, peak, standing
+from mmrl.errors import UserError
+from mmrl.memory_plan import Gpu, Peaks, Plan, described, fitted, told
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-GIB, ROOM, WORLD = 2**30, 72, 8
-HALF = {"device": "meta", "dtype": torch.bfloat16}
+BIG = Gpu.of("80")
+PEAKS = Peaks()  # of all tests
+SD35, FLUX, KONTEXT = (
+    "stabilityai/stable-diffusion-3.5-medium",
+    "black-forest-labs/FLUX.1-dev",
+    "black-forest-labs/FLUX.1-Kontext-dev",
+)
+QWEN3, QWEN7 = "Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct"
+# Recipe, model, billions of weights as published; adapters come on top.
+TABLE = [
+    ("visual_qa_geometry3k", QWEN3, 3.75),
+    ("visual_qa_geometry3k", QWEN7, 8.29),
+    ("visual_qa_mmk12", QWEN3, 3.75),
+    ("image_sd35_ocr", SD35, 2.24),
+    ("image_detector", SD35, 2.24),
+    ("image_flux_ocr", FLUX, 11.9),
+    ("image_flux_ocr", KONTEXT, 11.9),
+    ("image_flux2_klein", "black-forest-labs/FLUX.2-klein-4B", 3.88),
+    ("image_zimage", "Tongyi-MAI/Z-Image-Turbo", 6.15),
+    ("video_wan21", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 1.42),
+    ("manipulation_maniskill_pickcube", QWEN3, 3.75),
+    ("manipulation_libero_spatial", "openvla/openvla-7b", 7.54),
+    ("manipulation_libero_smolvla", "lerobot/smolvla_base", 0.45),
+    ("manipulation_libero_smolvla", "lerobot/pi0", 3.24),
+]
 
 
-def recipe(name, *overrides):
-    return load(CONFIGS / f"{name}.yaml", [f"run_dir={name}", *overrides])
+def maker(recipe, path, *overrides):
+    def make(more=()):
+        return load(CONFIGS / f"{recipe}.yaml", [f"model.path={path}", *overrides, *more])
+
+    return make
 
 
-def on_meta(make):
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            return make()
-    finally:
-        torch.set_default_dtype(torch.float32)
+QUICK = {
+    ("visual_qa_geometry3k", QWEN3),
+    ("image_sd35_ocr", SD35),
+    ("manipulation_libero_smolvla", "lerobot/smolvla_base"),
+}
 
 
-def total(module, config, *activations):
-    """GiB, printed by part."""
-    parts = standing(module, config.engine.zero_stage, WORLD, config.model.dtype)
-    parts["activations"] = sum(activations)
-    print({name: round(size / GIB, 2) for name, size in parts.items()})
-    return sum(parts.values()) / GIB
+def header(recipe):
+    """What a recipe's first lines say that a rank takes, in GiB, and the command behind it."""
+    lines = (CONFIGS / f"{recipe}.yaml").read_text().splitlines()
+    place = next(i for i, line in enumerate(lines) if "GiB a rank" in line)
+    return float(lines[place].split(" GiB a rank")[0].split()[-1]), lines[place + 1].lstrip("# ").split()
 
 
-def adapted(module, lora):
-    model = get_peft_model(module, LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets))
-    return model.to(torch.bfloat16)
+def cases():
+    for recipe, path, billions in TABLE:
+        marks = [] if (recipe, path) in QUICK else [pytest.mark.slow]
+        yield pytest.param(recipe, path, billions, id=f"{recipe}-{path.split('/')[1]}", marks=marks)
 
 
-def test_a_linear_layer_keeps_its_input_alone():
-    layer = torch.nn.Linear(3, 5, device="meta")
+@pytest.mark.parametrize(("recipe", "path", "billions"), cases())
+def test_a_recipe_fits_an_80_gib_gpu_and_says_so(recipe, path, billions):
+    if path.startswith("openvla"):
+        pytest.importorskip("timm")
+    config = maker(recipe, path)()
+    made = config.model.blueprint(config, path)
+    weights = sum(p.numel() for p in made.module.parameters()) / 1e9
+    assert weights == pytest.approx(billions, rel=0.03)
+    found = described(config, path, 8, BIG, PEAKS)
+    print("\n".join(found.lines()))
+    assert found.fits(BIG) and found.most < 72 * GIB
+    assert sum(found.training.values()) > weights * 1e9 / 8  # at ZeRO-3 a rank has its share
+    assert found.training["activations"] > 0
+    said, command = header(recipe)
+    if f"model.path={path}" in command:
+        assert found.most / GIB == pytest.approx(said, abs=0.06)
+
+
+@pytest.mark.parametrize("recipe", sorted({recipe for recipe, _, _ in TABLE}))
+def test_a_recipe_names_the_command_behind_its_estimate(recipe):
+    _, words = header(recipe)
+    assert words[:3] == ["mmrl", "train", f"configs/{recipe}.yaml"]
+    assert words[4:] == ["--dry-run", "--gpu", "80", "--ranks", "8"]
+    assert any(words[3] == f"model.path={path}" for r, path, _ in TABLE if r == recipe)
+
+
+def test_every_recipe_for_gpus_is_in_the_table():
+    """Those whose first lines say that they are for GPUs; of SmolLM2 weights are made on the machine."""
+    found = set()
+    for file in CONFIGS.glob("*.yaml"):
+        lines = [line for line in file.read_text().splitlines() if line.startswith("#")]
+        if any("GPU" in line for line in lines):
+            found.add(file.stem)
+    assert {recipe for recipe in found if not recipe.startswith("visual_qa_smollm")} == {
+        recipe for recipe, _, _ in TABLE
+    }
+
+
+# --- what is counted, by hand ---
+
+
+def test_two_linear_layers_hold_their_outputs_and_what_a_backward_pass_makes():
+    layers = nn.Sequential(nn.Linear(3, 5, device="meta"), nn.Linear(5, 2, device="meta"))
     given = torch.empty(7, 3, device="meta")
-    assert kept_for_backward(layer, lambda: layer(given)) == 7 * 3 * 4
-    twice = torch.nn.Sequential(layer, torch.nn.Linear(5, 2, device="meta"))
-    assert kept_for_backward(twice, lambda: twice(given)) == 7 * (3 + 5) * 4
-    layer.requires_grad_(False)
-    assert kept_for_backward(layer, lambda: layer(given)) == 0
+    outputs = 7 * (5 + 2) * 4
+    assert peak(layers, lambda: layers(given), trains=False) == outputs
+    # The gradients of both outputs, and of the second layer's weights until they are counted elsewhere.
+    assert peak(layers, lambda: layers(given)) == outputs + 7 * (2 + 5) * 4 + (5 * 2 + 2) * 4
+    layers.requires_grad_(False)
+    assert peak(layers, lambda: layers(given), trains=False) == outputs
+
+
+def test_gradients_of_weights_are_counted_elsewhere_once_they_are_complete():
+    layers = nn.Sequential(*(nn.Linear(100, 100, bias=False, device="meta") for _ in range(4)))
+    given = torch.empty(1, 100, device="meta")
+    one = 100 * 100 * 4
+    assert one < peak(layers, lambda: layers(given)) < 2 * one
+
+
+def test_checkpoints_hold_their_inputs_and_one_block():
+    width, depth, rows = 64, 12, 32
+    blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(width, width, False) for _ in range(8))) for _ in range(depth))
+    blocks.to("meta")
+    one = rows * width * 4
+
+    def run(again):
+        x = torch.empty(rows, width, device="meta", requires_grad=True)
+        for block in blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if again else block(x)
+        return x
+
+    plain, again = peak(blocks, lambda: run(False)), peak(blocks, lambda: run(True))
+    assert plain >= (8 * depth + 1) * one
+    assert (depth + 8) * one <= again <= (depth + 8 + 5) * one + width * width * 4
+
+
+def test_attention_holds_no_matrix():
+    rows, length, size = 2, 512, 8
+    query = torch.empty(rows, 4, length, size, device="meta", requires_grad=True)
+
+    def attend():
+        return torch.nn.functional.scaled_dot_product_attention(query, query, query)
+
+    own, sums = rows * 4 * length * size * 4, rows * 4 * length * 4
+    found = peak(nn.Module(), attend)
+    assert own + sums < found <= 6 * own + sums  # output, its gradient, three gradients and their sum
+    assert found < rows * 4 * length * length * 4  # a matrix
 
 
 @pytest.mark.parametrize(
@@ -61,130 +163,141 @@ def test_a_linear_layer_keeps_its_input_alone():
 )
 def test_what_zero_shares_out_over_four_ranks(stage, gradients, weights, optimizer):
     """15 weights are trained, 8 are not."""
-    module = torch.nn.ModuleList([torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)])
+    module = nn.ModuleList([nn.Linear(4, 3), nn.Linear(3, 2)])
     module[1].requires_grad_(False)
     found = standing(module, stage, 4, "bfloat16")
     assert found == {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     assert standing(module, 3, 4, "float32") == {"weights": 23.0, "gradients": 15.0, "optimizer": 30.0}
 
 
-def openvla(looks, lora):
-    from mmrl.policies.vla.openvla import OpenVLAConfig, OpenVLAForActionPrediction, Together
-
-    text = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
-    settings = OpenVLAConfig(
-        text_config={**text, "vocab_size": 32064, "max_position_embeddings": 2048},
-        timm_model_ids=["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
-        timm_override_act_layers=[None, None],
-        image_sizes=[224, 224],
-    )
-    settings._attn_implementation = "sdpa"
-    core = on_meta(lambda: OpenVLAForActionPrediction(settings))
-    model = adapted(core, lora)
-
-    def read():
-        ids = torch.zeros(looks, 30, dtype=torch.long, device="meta")
-        pictures = [torch.empty(looks, 3, 224, 224, **HALF)] * 2
-        given = core.embed(ids, torch.ones_like(ids), pictures)
-        end = torch.empty(1, 4096, **HALF)
-        # Seven numbers of each of eight actions
-        return Together(core.language_model, given, end).together(torch.empty(looks, 56, 4096, **HALF))
-
-    return model, kept_for_backward(model, read)
+def parts(*overrides):
+    return described(maker("image_sd35_ocr", SD35, *overrides)(), SD35, 8, BIG, PEAKS)
 
 
-def test_libero_with_openvla_fits_by_parts_of_its_looks():
+def test_the_parts_of_stable_diffusion_by_hand():
+    """18.87M weights of LoRA are trained, of 2.262 billion."""
+    config = maker("image_sd35_ocr", SD35)()
+    module = config.model.blueprint(config, SD35).module
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    every = sum(p.numel() for p in module.parameters())
+    found = parts()
+    assert found.training["weights"] == found.sampling["weights"] == every * 2
+    assert found.training["gradients"] == trained * 2 and "gradients" not in found.sampling
+    assert found.training["optimizer"] == trained * 12 / 8
+    assert found.training["averages"] == trained * (4 + 2)
+    assert found.training["reference"] == trained * (2 + 2)
+    assert found.training["fp32 gradients of a step"] == 8 * trained / 8
+    assert found.sampling["encoder T5-XXL"] == 4.762e9 * 2 and "encoder T5-XXL" not in found.training
+    more = parts("optim.ema=null", "algorithm.terms=[]", "engine.offload=optimizer", "model.encoders=stay")
+    assert more.training["averages"] == more.training["reference"] == more.training["optimizer"] == 0
+    assert more.training["encoder T5-XXL"] == 4.762e9 * 2
+
+
+def test_a_micro_batch_counts_its_window_and_checkpoints_help():
+    one, two = (parts(f"engine.micro_batch={n}").training["activations"] for n in (4, 8))
+    assert two == pytest.approx(2 * one, rel=0.1)
+    wide = parts("engine.micro_batch=4", "denoising.likelihood.window.size=4").training["activations"]
+    assert wide == pytest.approx(two, rel=0.01)  # 4 x 4 rows are as many as 8 x 2
+    assert parts("model.activation_checkpointing=false").training["activations"] > 10 * two
+
+
+def test_vllm_takes_its_share_while_rollouts_are_made():
+    make = maker("visual_qa_geometry3k", QWEN3, "rollout.generator={type: vllm_colocated, memory: 0.3}")
+    found = described(make(), QWEN3, 8, BIG, PEAKS)
+    assert found.sampling["vLLM's share"] == 0.3 * 80 * GIB and "vLLM's share" not in found.training
+    assert found.sampling["keys and values"] == found.sampling["activations"] == 0
+    own = described(maker("visual_qa_geometry3k", QWEN3, "rollout.generator=transformers")(), QWEN3, 8, BIG, PEAKS)
+    # 64 responses of 3072 tokens: keys and values of 36 layers, 2 heads of 128 numbers of 2 bytes.
+    assert own.sampling["keys and values"] == 64 * 3072 * 2 * 36 * 2 * 128 * 2
+    # 1024 tokens' logits and their gradient, fp32, over the vocabulary.
+    assert own.training["logits chunk"] == 1024 * 151936 * 4 * 2
+
+
+@pytest.mark.slow
+def test_looks_are_computed_in_parts():
     pytest.importorskip("timm")
-    config = recipe("manipulation_libero_spatial")
-    action, at_once = config.section("action"), config.engine.looks_at_once
-    looks = math.ceil(action.horizon / action.chunk)
-    assert (looks, config.engine.micro_batch) == (28, 1)
-    pictures = looks * 2 * 3 * 224 * 224 * 4  # go into every part
-    model, part = openvla(at_once, config.model.lora)
-    assert total(model, config, part, pictures) < ROOM
-    _, one = openvla(1, config.model.lora)
-    assert part < 1.1 * at_once * one  # and so all at once would not fit:
-    assert total(model, config, looks * one) > 80
+    make = maker("manipulation_libero_spatial", "openvla/openvla-7b")
+    config = make()
+    at_once = config.engine.looks_at_once
+    part = described(config, "openvla/openvla-7b", 8, BIG, PEAKS).training["activations"]
+    every = described(make(["engine.looks_at_once=28"]), "openvla/openvla-7b", 8, BIG, PEAKS)
+    assert every.training["activations"] > 0.9 * 28 / at_once * part and not every.fits(BIG)
 
 
-QWEN = {
-    "3B": {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "intermediate_size": 11008},
-    "7B": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "intermediate_size": 18944},
-}
+# --- what is suggested ---
 
 
-def qwen(size):
-    text = {**QWEN[size], "num_key_value_heads": 2 if size == "3B" else 4, "tie_word_embeddings": size == "3B"}
-    text |= {"vocab_size": 151936 if size == "3B" else 152064}
-    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
-    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
-    vision |= {"out_hidden_size": text["hidden_size"], "fullatt_block_indexes": [7, 15, 23, 31]}
-    tied = text["tie_word_embeddings"]
-    settings = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied)
-    return on_meta(lambda: Qwen2_5_VLForConditionalGeneration(settings))
+def test_settings_that_fit_are_found_and_do():
+    make = maker("visual_qa_geometry3k", QWEN7, "model.activation_checkpointing=false")
+    small = Gpu.of("48")
+    assert not described(make(), QWEN7, 8, small, PEAKS).fits(small)
+    chosen, found = fitted(make, QWEN7, 8, small, PEAKS)
+    assert found.fits(small) and "model.activation_checkpointing=true" in chosen
+    again = described(make(chosen), QWEN7, 8, small, PEAKS)
+    assert again == found
 
 
-@pytest.mark.parametrize(("size", "billions"), [("3B", 3.75), ("7B", 8.29)])
-def test_geometry3k_with_qwen_fits(size, billions):
-    from mmrl.policies.vlm.loading import part_of, recompute_activations
-
-    config, model = recipe("visual_qa_geometry3k"), qwen(size)
-    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(part_of(name) not in config.model.freeze)
-    rows, width = config.engine.micro_batch, QWEN[size]["hidden_size"]
-    length = config.rollout.max_prompt_length + int(config.rollout.max_response_length.extremes[1])
-    decoder = model.model.language_model
-
-    def read():
-        places = torch.zeros(3, rows, length, dtype=torch.long, device="meta")
-        given = torch.empty(rows, length, width, **HALF, requires_grad=True)
-        return decoder(inputs_embeds=given, position_ids=places, use_cache=False).last_hidden_state
-
-    decoder.layers, every = decoder.layers[:1], decoder.layers
-    layer = kept_for_backward(model, read)  # that is computed again
-    decoder.layers = every
-    assert config.model.activation_checkpointing
-    recompute_activations(model)
-    model.train()
-    kept = kept_for_backward(model, read)
-    assert kept < 4 * GIB and kept > len(every) * rows * length * width * 2
-    chunk = config.engine.logp_chunk * decoder.embed_tokens.num_embeddings * 4 * 2  # logits and their gradient, fp32
-    assert total(model, config, kept, layer, chunk) < ROOM
+@pytest.mark.slow
+def test_what_can_not_fit_is_said_to():
+    lines = told(maker("image_flux_ocr", FLUX), 1, [Gpu.of("16")])
+    assert "16 GiB: does not fit" in lines[-1] and "nothing here makes it fit" in lines[-1]
 
 
-def test_sd35_with_ocr_fits():
-    config = recipe("image_sd35_ocr")
-    denoising = config.section("denoising")
-    made = {"num_layers": 24, "attention_head_dim": 64, "num_attention_heads": 24, "joint_attention_dim": 4096}
-    made |= {"caption_projection_dim": 1536, "pooled_projection_dim": 2048, "pos_embed_max_size": 384}
-    made |= {"dual_attention_layers": tuple(range(13)), "qk_norm": "rms_norm", "in_channels": 16, "out_channels": 16}
-    model = on_meta(lambda: SD3Transformer2DModel(sample_size=128, patch_size=2, **made))
-    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(2.24, rel=0.01)
-    lora = config.model.lora
-    model.requires_grad_(False)
-    model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets))
-    model.to(torch.bfloat16)
-    rows = config.engine.micro_batch * denoising.likelihood.window.size
-    side = denoising.resolution // 8
-
-    def read():
-        texts = torch.empty(rows, 333, 4096, **HALF)
-        pooled, times = torch.empty(rows, 2048, **HALF), torch.empty(rows, device="meta")
-        return model(torch.empty(rows, 16, side, side, **HALF), texts, pooled, times, return_dict=False)
-
-    plain = kept_for_backward(model, read)
-    assert config.model.activation_checkpointing
-    model.enable_gradient_checkpointing()
-    kept = kept_for_backward(model, read)
-    assert kept < plain / 20
-    encoders = 11.1 * GIB  # T5-XXL and two CLIPs, which visit the GPU while prompts are read
-    assert total(model, config, kept, plain / 24, encoders) < ROOM
+def test_a_plan_by_hand():
+    plan = Plan({"weights": 3 * GIB, "activations": 70 * GIB}, {"weights": 3 * GIB}, ())
+    assert plan.most == 73 * GIB and not plan.fits(BIG) and plan.fits(Gpu.of("h200"))
+    assert plan.lines()[-1].split() == ["sum", "73.00", "3.00"]
+    assert Plan({"weights": 72 * GIB}, {"weights": 72 * GIB}, ()).fits(BIG)
 
 
-@pytest.fixture(autouse=True)
-def plain_kernels():
-    """The fused ones know no meta device."""
-    kernels.use("torch")
-    yield
-    kernels.use("auto")
+@pytest.mark.parametrize("text", ["", "-3", "h1000", "nan", "1e9"])
+def test_a_gpu_that_is_none_is_refused(text):
+    with pytest.raises(UserError, match="GiB"):
+        Gpu.of(text)
+
+
+def test_a_small_network_and_a_model_without_a_path_are_refused(tmp_path):
+    with pytest.raises(UserError, match="model.path is not set"):
+        told(maker("image_sd35_ocr", "null"), 8, [BIG])
+    (tmp_path / "mmrl_diffusion.json").write_text("{}")
+    from mmrl.policies.diffusion import small
+
+    (tmp_path / small.CONFIG).write_text("{}")
+    make = maker("image_digits_flow", str(tmp_path), "model.warm_start=null")
+    with pytest.raises(UserError, match="small network"):
+        told(make, 1, [BIG])
+
+
+def test_the_command_line_prints_parts_and_what_fits(capsys):
+    recipe = str(CONFIGS / "manipulation_libero_smolvla.yaml")
+    arguments = ["train", recipe, "model.path=lerobot/smolvla_base", "--dry-run", "--ranks", "8", "--gpu"]
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "80,rtx4090"])
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0 and lines[0] == "memory of each of 8 ranks, computed without weights:"
+    table = {line[:28].strip(): line.split()[-2:] for line in lines[2:-3]}
+    assert table["weights"] == ["1.68", "1.68"] and table["sum"] == ["12.83", "6.62"]
+    assert lines[-2].startswith("80 GiB: fits (12.8 of 72.0 GiB") and lines[-1].startswith("rtx4090: fits")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpu", "80"], "belong to --dry-run"),
+        (["--dry-run", "--ranks", "2"], "--ranks belongs to --gpu"),
+        (["--dry-run", "--gpu", "80,h1000"], "--gpu=h1000: give GiB"),
+    ],
+)
+def test_a_wrong_question_is_one_line(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(CONFIGS / "manipulation_libero_smolvla.yaml"), "model.path=x", *words])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and said in err and err.count("\n") == 1
+
+
+def test_simulators_by_rule_of_thumb():
+    libero = maker("manipulation_libero_spatial", "x")()
+    assert memory_plan.simulators(libero) == 16 * memory_plan.RENDERER
+    pickcube = maker("manipulation_maniskill_pickcube", "x")()
+    assert memory_plan.simulators(pickcube) == memory_plan.PHYSX + 256 * 224 * 224 * 12
+    assert memory_plan.simulators(maker("image_sd35_ocr", "x")()) == 0

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
-from scripts.attack.planted import FAULTS as PLANTED
-from scripts.attack.planted import Fault
-from scripts.attack.planted_origins import ORIGINS
+from scripts.attack import planted, planted_gpu, planted_origins
 
+FAULTS = [
+    *planted.FAULTS,
+    *(planted.Fault(*fault) for fault in (*planted_origins.ORIGINS, *planted_gpu.FAULTS)),
+]
 ROOT = Path(__file__).parent.parent
-FAULTS = [*PLANTED, *(Fault(*row) for row in ORIGINS)]
 
 
 def test_every_fault_has_its_place_and_tests_that_could_notice():

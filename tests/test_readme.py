@@ -107,7 +107,9 @@ def test_commands_of_a_page_are_valid(page, there):
         assert parser().parse_args(arguments), command
         if arguments[0] == "new" and not arguments[2].isupper():
             skeleton.write(arguments[1], arguments[2], there)
-        job, words = arguments[0], [word for word in arguments[1:] if not word.startswith("--") and not word.isdigit()]
+        behind_an_option = {arguments[i + 1] for i, word in enumerate(arguments[:-1]) if word in ("--gpu", "--ranks")}
+        words = [word for word in arguments[1:] if word not in behind_an_option and not word.startswith("--")]
+        job, words = arguments[0], [word for word in words if not word.isdigit()]
         if job in ("train", "eval", "sample"):
             behind = words if job == "train" else words[1:]  # a run has its configuration
             config = behind[0] if behind and "=" not in behind[0] else "CONFIG"

@@ -1,14 +1,41 @@
-"""What a rank's GPU has to hold, told without one: by counting, and by a forward pass on the meta device."""
+"""What a rank's GPU has to hold, told without one: by counting, and by running on the meta device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass
+class Blueprint:
+    """A job's network as the meta device has it, without weights, and what is computed with it.
+
+    module: with adapters, and with what is not trained frozen. train: the outputs of a micro-batch of so many rollouts,
+    of which `peak` takes a loss. sample: what is computed at once when rollouts are made. logits: bytes of a chunk's
+    logits and their gradient. cache: bytes of keys and values while rollouts are made. beside: bytes of parts that lie
+    on the GPU only while rollouts are made, by name; beside_training: the same while it trains. words: lines for
+    the user.
+    """
+
+    module: nn.Module
+    train: Callable[[int], Any]
+    sample: Callable[[], Any] | None = None
+    logits: float = 0.0
+    cache: float = 0.0
+    beside: dict[str, float] = field(default_factory=dict)
+    beside_training: dict[str, float] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
 
 
 def standing(module: nn.Module, zero_stage: int, world: int, dtype: str) -> dict[str, float]:
@@ -27,26 +54,107 @@ def standing(module: nn.Module, zero_stage: int, world: int, dtype: str) -> dict
     }
 
 
-def kept_for_backward(module: nn.Module, compute: Callable[[], Any]) -> int:
-    """Bytes of activations that `compute` leaves for the backward pass; parameters of `module` are no activations.
+class Live(TorchDispatchMode):
+    """Counts the bytes of all tensors that operators make inside it, for as long as somebody holds them."""
 
-    Modules and inputs may be on the meta device: then nothing is computed. There attention takes its plainest path,
-    which keeps its matrices too, so that this is more than a fused one keeps.
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for made in tree_leaves(out):
+            if isinstance(made, Tensor) and made.untyped_storage()._cdata not in given | self._seen:
+                self._hold(made.untyped_storage())
+        return out
+
+    def _hold(self, storage: Any) -> None:
+        place, size = storage._cdata, storage.nbytes()
+        self._seen.add(place)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._let_go, place, size)
+
+    def _let_go(self, place: int, size: int) -> None:
+        self._seen.discard(place)
+        self.now -= size
+
+
+class _Fused(torch.autograd.Function):
+    """Attention of which a backward pass keeps what the fused kernels keep: query, key, value, output and a sum a row
+    (arXiv 2205.14135). Nothing is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(given) for given in ctx.saved_tensors[:3])
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Inside it scaled_dot_product_attention takes the memory that it takes on a GPU, also where a backward pass
+    computes it again; on the meta device it would otherwise take the plainest path, which keeps its matrices."""
+    usual = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _attention  # a mode would not reach into a backward pass
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = usual
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+    return _Fused.apply(query, key, value)
+
+
+def peak(module: nn.Module, compute: Callable[[], Any], *, trains: bool = True) -> int:
+    """The most bytes that `compute` holds at once, on the meta device where nothing is computed: activations and
+    whatever comes and goes; where it trains, of a backward pass from its outputs too, each gradient of a weight once it
+    is complete left out. Weights are no activations.
     """
-    parameters = {p.untyped_storage()._cdata for p in module.parameters()}
-    kept = {}
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in parameters:
-            kept[storage._cdata] = storage  # alive, so that no address comes twice
-        return tensor
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None  # counted among the gradients
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        held = compute()  # until it is counted
-        found = sum(storage.nbytes() for storage in kept.values())
-    del held
-    return found
+    trained = [p for p in module.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(drop) for p in trained]
+    try:
+        with torch.set_grad_enabled(trains), fused_attention(), Live() as live:
+            outputs = [t for t in tree_leaves(compute()) if isinstance(t, Tensor)]
+            if trains:
+                torch.autograd.backward([t for t in outputs if t.requires_grad], _ones(outputs))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return live.most
+
+
+def _ones(outputs: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(t) for t in outputs if t.requires_grad]
+
+
+def everything_seen(rows: int, length: int) -> Tensor:
+    """An attention mask [row, 1, token, token] that hides nothing, of which models do not ask what is in it."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device="meta").expand(rows, -1, -1, -1)
+
+
+@contextmanager
+def on_meta(dtype: str) -> Iterator[None]:
+    """Modules that are made inside it have no weights, and the dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def memory_estimate(module: nn.Module, zero_stage: int, world: int, dtype: str) -> list[str]:

@@ -204,8 +204,8 @@ class Servers:
         if self.processes and not self._keeper.is_alive():
             self._keeper.start()
         try:
-            for server in self.servers:
-                server.refresh(self.current, self._bearable)
+            with ThreadPoolExecutor(len(self.servers)) as pool:  # each reads the weights in its own time
+                list(pool.map(lambda server: server.refresh(self.current, self._bearable), self.servers))
         except UserError as error:
             return f"{error}{self._last_words()}"
         for process in self.processes:

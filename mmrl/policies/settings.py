@@ -13,6 +13,7 @@ from mmrl.settings import Choice, Section, option
 
 if TYPE_CHECKING:
     from mmrl.config import Config
+    from mmrl.engine.memory import Blueprint
     from mmrl.protocols import Policy
 
 Collects = Literal["groups", "rollouts", "demonstrations"]
@@ -94,6 +95,11 @@ class ModelSettings(Choice):
     def load(self, config: Config, task: Any, path: str) -> Policy:
         """The policy whose weights are at `path`. Raises UserError, OSError, ImportError or ValueError if it can not be
         loaded."""
+
+    def blueprint(self, config: Config, path: str) -> Blueprint | None:
+        """The network at `path` and what this job computes with it, without weights, for an estimate of memory; None
+        for networks so small that nobody asks. Raises UserError where only the weights would tell."""
+        return None
 
     def check(self, config: Config) -> None:
         """Raises ValueError in one line for settings of other sections that do not fit."""

@@ -22,9 +22,12 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-from planted import FAULTS, Fault
-from planted_origins import ORIGINS
+import planted
+import planted_gpu
+import planted_origins
+from planted import Fault
 
+FAULTS = [*planted.FAULTS, *(Fault(*fault) for fault in (*planted_origins.ORIGINS, *planted_gpu.FAULTS))]
 ROOT = Path(__file__).resolve().parents[2]
 MISSED = "NOT CAUGHT"
 COPIED = ("mmrl", "tasks", "sims", "tests", "configs", "scripts")
@@ -44,8 +47,7 @@ def main() -> None:
     for name in LIBRARIES:
         importlib.import_module(name)
     len(sys.modules["deepspeed.ops"].__compatible_ops__)  # looking for compilers takes a second
-    faults = [*FAULTS, *(Fault(*row) for row in ORIGINS)]
-    chosen = [fault for fault in faults if re.search(options.only, f"{fault.name} {fault.file}")]
+    chosen = [fault for fault in FAULTS if re.search(options.only, f"{fault.name} {fault.file}")]
     with tempfile.TemporaryDirectory(prefix="mmrl-faults-") as folder:
         trees = [copied(Path(folder) / str(i)) for i in range(options.jobs)]
         sound = Trial(trees[0], tuple(dict.fromkeys(test for fault in chosen for test in fault.tests)))

@@ -12,12 +12,17 @@ from mmrl.policies.diffusion.settings import DiffusionModel
 PIPELINES_ONLY = ("lora", "attention", "activation_checkpointing", "text_tokens", "encoders", "decoding")
 
 
+def is_small(path: str) -> bool:
+    """Whether it is a network of our own."""
+    return (Path(path) / small.CONFIG).is_file()
+
+
 def load(path: str, model: DiffusionModel) -> Family:
     """The model at `path`: a small network of our own, or a diffusers pipeline.
 
     Raises UserError for an option that a small network does not have, and as `pipelines.load`.
     """
-    if not (Path(path) / small.CONFIG).is_file():
+    if not is_small(path):
         from mmrl.policies.diffusion import pipelines  # diffusers is an extra
 
         return pipelines.load(path, model)

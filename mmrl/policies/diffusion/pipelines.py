@@ -57,7 +57,7 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
         raise UserError(f"model.attention={model.attention}: diffusion pipelines run with sdpa")
     if not sys.stderr.isatty():
         disable_progress_bar()  # else every rank's bars fill the log
-    base, adapter = _base_of(path)
+    base, adapter = base_of(path)
     pipe, family = _pipeline(path, base, model.dtype)
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
@@ -72,7 +72,7 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
         pipe.load_lora_weights(path, adapter_name="default")
         _same_adapter(path, network.peft_config["default"], model.lora)
     elif model.lora is not None:
-        _add_lora(network, model.lora)
+        add_lora(network, model.lora)
     for name, parameter in network.named_parameters():
         parameter.requires_grad_("lora_" in name or not adapted)
     if model.activation_checkpointing:
@@ -80,7 +80,7 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
     return family(pipe, base, lora=adapted, text_tokens=model.text_tokens, encoders_stay=model.encoders == "stay")
 
 
-def _base_of(path: str) -> tuple[str, bool]:
+def base_of(path: str) -> tuple[str, bool]:
     """The pipeline to load for `path`, absolute if it is a folder, and whether `path` holds an adapter for it."""
     file = Path(path) / BASE_FILE
     base = json.loads(file.read_text())["base"] if file.is_file() else path
@@ -113,7 +113,7 @@ def _pipeline(path: str, base: str, dtype: str) -> tuple[Any, type[Pipeline]]:
     return pipe, family
 
 
-def _add_lora(network: Any, lora: LoRA) -> None:
+def add_lora(network: Any, lora: LoRA) -> None:
     targets = lora.targets
     if targets == "all-linear":
         targets = [name for name, part in network.named_modules() if isinstance(part, nn.Linear)]

@@ -24,6 +24,7 @@ from mmrl.settings import Section, option
 
 if TYPE_CHECKING:
     from mmrl.config import Config
+    from mmrl.engine.memory import Blueprint
     from mmrl.policies.diffusion.policy import DiffusionPolicy
 
 MatchingWeight = Literal["one", "sigma", "sigma_squared", "elbo"]
@@ -228,6 +229,15 @@ class DiffusionModel(ModelSettings):
                     f"denoising.likelihood.branching={list(likelihood.branching)} makes {leaves} leaves a tree; "
                     f"set rollout.group_size={leaves}"
                 )
+
+    def blueprint(self, config: Config, path: str) -> Blueprint | None:
+        from mmrl.policies.diffusion.loading import is_small
+
+        if is_small(path):
+            return None
+        from mmrl.policies.diffusion import blueprint  # diffusers is an extra
+
+        return blueprint.blueprint(self, config, path)
 
     def load(self, config: Config, task: Any, path: str) -> DiffusionPolicy:
         from mmrl.policies.diffusion.loading import load

@@ -16,6 +16,7 @@ from mmrl.settings import Choice, Section, kind_of, option
 
 if TYPE_CHECKING:
     from mmrl.config import Config
+    from mmrl.engine.memory import Blueprint
     from mmrl.policies.vla.backbone import Backbone
     from mmrl.policies.vla.heads import Head
     from mmrl.policies.vla.policy import VisionLanguageActionPolicy
@@ -383,6 +384,11 @@ class VisionLanguageActionModel(ModelSettings):
         offers = action.head.offers | {"critic", "steps"}
         # Under ZeRO-3 every forward pass gathers weights, but ranks play episodes of different lengths.
         return Capabilities(f"action.head.type={action.head.type}", offers, zero_stages=(0, 1, 2), groups=("critic",))
+
+    def blueprint(self, config: Config, path: str) -> Blueprint | None:
+        from mmrl.policies.vla import blueprint
+
+        return blueprint.blueprint(self, config, path)
 
     def load(self, config: Config, task: Any, path: str) -> VisionLanguageActionPolicy:
         from mmrl.policies.vla.loading import load

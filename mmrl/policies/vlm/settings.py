@@ -17,6 +17,7 @@ from mmrl.settings import Section, option
 
 if TYPE_CHECKING:
     from mmrl.config import Config
+    from mmrl.engine.memory import Blueprint
     from mmrl.policies.vlm.policy import VisionLanguagePolicy
 
 
@@ -137,6 +138,11 @@ class VisionLanguageModel(ModelSettings):
             raise ValueError(
                 "rollout.generator.partial keeps all of its prompts in the making; set rollout.micro_batch=null"
             )
+
+    def blueprint(self, config: Config, path: str) -> Blueprint | None:
+        from mmrl.policies.vlm import blueprint
+
+        return blueprint.blueprint(self, config, path)
 
     def load(self, config: Config, task: Any, path: str) -> VisionLanguagePolicy:
         from mmrl.policies.vlm.loading import load

@@ -108,6 +108,15 @@ class Pipeline(ABC):
             )
         return self._encode(asked.text)
 
+    def blank(self, shape: Shape) -> Condition:
+        """A condition as long as there are, for latents of `shape`, on the meta device: for estimates of memory."""
+        made = {name: torch.empty(size, device="meta") for name, size in self._sizes().items()}
+        return {**made, "source": torch.empty(shape, device="meta")} if self.condition_parts else made
+
+    @abstractmethod
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parts of a condition, without the picture that is edited."""
+
     @abstractmethod
     def _encode(self, text: str) -> dict[str, Tensor]:
         """A batch of one."""
@@ -188,14 +197,17 @@ class Pipeline(ABC):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        scale, shift = self._latent_scale()
         with self._visiting("vae"):
-            return self._decode(latents.float().to(self.device) * scale + shift) / 2 + 0.5
+            return self.decoded(latents)
+
+    def decoded(self, latents: Tensor) -> Tensor:
+        """`decode` by a VAE that is on the device."""
+        scale, shift = self._latent_scale()
+        return self._decode(latents.float().to(self.device) * scale + shift) / 2 + 0.5
 
     def decode_with_gradient(self, latents: Tensor) -> Tensor:
-        scale, shift = self._latent_scale()
         self.pipe.vae.to(self.device).requires_grad_(False)
-        return self._decode(latents.float().to(self.device) * scale + shift) / 2 + 0.5
+        return self.decoded(latents)
 
     @torch.no_grad()
     def to_latents(self, pixels: Tensor) -> Tensor:

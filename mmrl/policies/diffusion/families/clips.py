@@ -121,6 +121,9 @@ class Wan(Clips):
     def _train_steps(self) -> int:
         return int(self.pipe.scheduler.config.num_train_timesteps)
 
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        return {"encoder_hidden_states": (self.text_tokens or 0, self.module.config.text_dim)}
+
     def _encode(self, text: str) -> dict[str, Tensor]:
         tokens, _ = self.pipe.encode_prompt(text, do_classifier_free_guidance=False, device=self.device, **self._limit)
         return {"encoder_hidden_states": tokens}
@@ -167,6 +170,13 @@ class LTXVideo(Clips):
     def own_size(self) -> tuple[int, int, int]:
         return 161, 512, 704
 
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        tokens = self.text_tokens or 0
+        return {
+            "encoder_hidden_states": (tokens, self.module.config.caption_channels),
+            "encoder_attention_mask": (tokens,),
+        }
+
     def _encode(self, text: str) -> dict[str, Tensor]:
         tokens, mask, _, _ = self.pipe.encode_prompt(
             text, do_classifier_free_guidance=False, device=self.device, **self._limit
@@ -211,6 +221,14 @@ class HunyuanVideo(Clips):
 
     def own_size(self) -> tuple[int, int, int]:
         return 129, 720, 1280
+
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        tokens, config = self.text_tokens or 0, self.module.config
+        return {
+            "encoder_hidden_states": (tokens, config.text_embed_dim),
+            "pooled_projections": (config.pooled_projection_dim,),
+            "encoder_attention_mask": (tokens,),
+        }
 
     def _encode(self, text: str) -> dict[str, Tensor]:
         tokens, pooled, mask = self.pipe.encode_prompt(text, device=self.device, **self._limit)

@@ -107,6 +107,11 @@ class Flux2Klein(FlowPipeline):
         height, width = checked_sides(resolution, (own, own), scale)
         return self.module.config.in_channels, height // scale, width // scale
 
+    def blank(self, shape: Shape) -> Condition:
+        made = super().blank(shape)
+        del made["source"]  # it draws from words alone too, as recipes have it
+        return made
+
     def _mu(self, tokens: int, steps: int) -> float:
         return compute_empirical_mu(tokens, steps)
 
@@ -117,6 +122,9 @@ class Flux2Klein(FlowPipeline):
     def _pixels(self, shape: Shape) -> tuple[int, int]:
         height, width = (2 * side * self.pipe.vae_scale_factor for side in shape[-2:])
         return height, width
+
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        return {"encoder_hidden_states": (self.text_tokens or 0, self.module.config.joint_attention_dim)}
 
     def _encode(self, text: str) -> dict[str, Tensor]:
         tokens, _ = self.pipe.encode_prompt(text, device=self.device, **self._limit)

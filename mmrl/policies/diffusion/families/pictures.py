@@ -22,6 +22,14 @@ class StableDiffusion3(FlowPipeline):
     optional = ("text_encoder_3",)
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder_3", 256)
 
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        config = self.module.config
+        tokens = 77 + (self.text_tokens or 0)
+        return {
+            "encoder_hidden_states": (tokens, config.joint_attention_dim),
+            "pooled_projections": (config.pooled_projection_dim,),
+        }
+
     def _encode(self, text: str) -> dict[str, Tensor]:
         tokens, _, pooled, _ = self.pipe.encode_prompt(
             text, None, None, device=self.device, do_classifier_free_guidance=False, **self._limit
@@ -40,6 +48,13 @@ class Flux(FlowPipeline):
     encoders = ("text_encoder", "text_encoder_2")
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder_2", 512)
     packed = True
+
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        config = self.module.config
+        return {
+            "encoder_hidden_states": (self.text_tokens or 0, config.joint_attention_dim),
+            "pooled_projections": (config.pooled_projection_dim,),
+        }
 
     def _encode(self, text: str) -> dict[str, Tensor]:
         tokens, pooled, _ = self.pipe.encode_prompt(text, None, device=self.device, **self._limit)
@@ -73,6 +88,10 @@ class QwenImage(FlowPipeline):
     encoders = ("text_encoder",)
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 1024)
     packed = True
+
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        # An editing one reads its source too, as about so many tokens again.
+        return {"encoder_hidden_states": (self.text_tokens or 2048, self.module.config.joint_attention_dim)}
 
     def _encode(self, text: str) -> dict[str, Tensor]:
         tokens, _ = self.pipe.encode_prompt(text, device=self.device, **self._limit)
@@ -110,6 +129,9 @@ class ZImage(FlowPipeline):
     def own_side(self) -> int:
         return 1024
 
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        return {"said": (self.text_tokens or 0, self.module.config.cap_feat_dim)}
+
     def _encode(self, text: str) -> dict[str, Tensor]:
         (tokens,), _ = self.pipe.encode_prompt(
             text, device=self.device, do_classifier_free_guidance=False, **self._limit
@@ -144,6 +166,9 @@ class StableDiffusion(NoisePipeline):
 
     encoders = ("text_encoder",)
 
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        return {"encoder_hidden_states": (77, self.module.config.cross_attention_dim)}
+
     def _encode(self, text: str) -> dict[str, Tensor]:
         tokens, _ = self.pipe.encode_prompt(text, self.device, 1, False)
         return {"encoder_hidden_states": tokens}
@@ -158,6 +183,9 @@ class StableDiffusionXL(NoisePipeline):
     """SDXL (arXiv 2307.01952), told that its pictures are whole and of their own size."""
 
     encoders = ("text_encoder", "text_encoder_2")
+
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        return {"encoder_hidden_states": (77, self.module.config.cross_attention_dim), "text_embeds": (1280,)}
 
     def _encode(self, text: str) -> dict[str, Tensor]:
         """Where the pipeline says so, an empty prompt is zeros instead of what the encoders make of it."""

@@ -1,0 +1,251 @@
+"""Whether a job fits the GPUs that it is meant for, and with which settings it would: told before weights are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mmrl.config import Config
+from mmrl.engine.memory import GIB, Blueprint, peak, standing
+from mmrl.errors import UserError
+from mmrl.generation.settings import VLLMColocated
+from mmrl.settings import plain
+
+ROOM = 0.9  # share of a GPU that a job may fill; the rest goes to fragmentation and what is not counted
+CONTEXT = 1.0 * GIB  # of CUDA, its libraries and NCCL
+BUCKET = 5e8  # elements of DeepSpeed's reduction buffer
+GATHERED = 1e9  # elements of weights that ZeRO-3 keeps gathered at most
+RENDERER = 0.2 * GIB  # an EGL context and its buffers, a worker
+PHYSX = 2.0 * GIB  # of ManiSkill's physics and renderer on the GPU, beside its cameras
+GPUS = {  # GiB by name, as nvidia-smi says
+    "t4": 15.0,
+    "v100": 31.7,
+    "rtx3090": 24.0,
+    "rtx4090": 24.0,
+    "l4": 22.5,
+    "a10": 22.5,
+    "rtx5090": 31.8,
+    "a6000": 48.0,
+    "l40s": 45.0,
+    "a100-40": 39.6,
+    "a100": 79.3,
+    "h100": 79.6,
+    "h200": 139.8,
+    "b200": 178.4,
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    size: float  # bytes
+
+    @classmethod
+    def of(cls, text: str) -> Gpu:
+        """From a name or a number of GiB. Raises UserError."""
+        name = text.strip().lower()
+        if name in GPUS:
+            return cls(name, GPUS[name] * GIB)
+        try:
+            size = float(name)
+        except ValueError:
+            size = 0.0
+        if not 0 < size < 10_000:
+            raise UserError(f"--gpu={text}: give GiB, such as 80, or one of {', '.join(GPUS)}")
+        return cls(f"{size:g} GiB", size * GIB)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes that a rank's GPU holds, by part: while it trains, and while rollouts are made."""
+
+    training: dict[str, float]
+    sampling: dict[str, float]
+    words: tuple[str, ...]
+
+    @property
+    def most(self) -> float:
+        return max(sum(self.training.values()), sum(self.sampling.values()))
+
+    def fits(self, gpu: Gpu) -> bool:
+        return self.most <= ROOM * gpu.size
+
+    def lines(self) -> list[str]:
+        """A table in GiB."""
+        names = [name for name in {**self.training, **self.sampling} if max(self._both(name)) >= 0.005 * GIB]
+        found = [f"{'GiB of a rank':<28} {'training':>9} {'rollouts':>9}"]
+        found += [f"{name:<28} {self._both(name)[0] / GIB:>9.2f} {self._both(name)[1] / GIB:>9.2f}" for name in names]
+        sums = [sum(phase.values()) / GIB for phase in (self.training, self.sampling)]
+        return [*found, f"{'sum':<28} {sums[0]:>9.2f} {sums[1]:>9.2f}", *self.words]
+
+    def _both(self, name: str) -> tuple[float, float]:
+        return self.training.get(name, 0.0), self.sampling.get(name, 0.0)
+
+
+class Peaks:
+    """Peaks of a path's network that were computed before: what a plan changes often leaves one of them as it was."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, float] = {}
+
+    def of(self, config: Config, made: Blueprint, *, trains: bool) -> float:
+        told = plain(config)
+        engine = told.pop("engine")
+        told.pop("optim")
+        if trains:
+            told["engine"] = {k: v for k, v in engine.items() if k not in ("zero_stage", "offload")}
+            told.pop("rollout") if "max_prompt_length" not in told["rollout"] else told["rollout"].pop("micro_batch", 0)
+        else:
+            told["engine"] = engine["zero_stage"] == 3
+            told["model"].pop("activation_checkpointing", None)
+        key = f"{trains} {told}"
+        if key not in self._known:
+            compute = (lambda: made.train(config.engine.micro_batch)) if trains else made.sample
+            self._known[key] = 0.0 if compute is None else peak(made.module, compute, trains=trains)
+        return self._known[key]
+
+
+def plan(config: Config, made: Blueprint, ranks: int, gpu: Gpu, peaks: Peaks) -> Plan:
+    """Parts of a job on one of `ranks` GPUs; gpu: of which a colocated vLLM takes its share."""
+    engine, dtype = config.engine, config.model.dtype
+    kept = standing(made.module, engine.zero_stage, ranks, dtype)
+    trained = sum(p.numel() for p in made.module.parameters() if p.requires_grad)
+    every = sum(p.numel() for p in made.module.parameters())
+    width = 2 if dtype == "bfloat16" else 4
+    own, shared = trained / (ranks if engine.zero_stage == 3 else 1), trained / (ranks if engine.zero_stage else 1)
+    both = {"weights": kept["weights"], "optimizer": kept["optimizer"]}
+    if engine.offload != "none":
+        both["optimizer"] = 0.0
+    if engine.offload == "all":
+        both["weights"] = 0.0
+    if engine.zero_stage == 3:
+        both["gathered weights"] = min(GATHERED, every) * width
+    averages = (config.optim.ema is not None) + (config.algorithm.slow_sampling is not None)
+    both["averages"] = averages * own * (4 + width)  # fp32, and what they stand in for
+    both["reference"] = 2 * own * width if config.needs.reference else 0.0
+    both["simulators"] = simulators(config)
+    both["context and reduction"] = CONTEXT + (min(BUCKET, trained) * width if engine.zero_stage in (1, 2) else 0.0)
+    training = {
+        **both,
+        "gradients": kept["gradients"],
+        "fp32 gradients of a step": 8 * shared if engine.zero_stage and engine.offload == "none" else 0.0,
+        "activations": peaks.of(config, made, trains=True),
+        "logits chunk": made.logits,
+        **made.beside_training,
+    }
+    sampling = {**both, **made.beside, "keys and values": made.cache}
+    sampling["activations"] = peaks.of(config, made, trains=False)
+    if isinstance(config.generator, VLLMColocated):
+        sampling["vLLM's share"] = config.generator.memory * gpu.size
+    return Plan(training, sampling, tuple(made.words))
+
+
+def simulators(config: Config) -> float:
+    """Bytes that simulators of a rank take on its GPU, by rule of thumb: who renders there, or computes there."""
+    task = plain(config.task)
+    options = task.get("options") or {}
+    if "simulator" not in task:
+        return 0.0
+    pictures = 224**2 if not options.get("image_size") else options["image_size"] ** 2
+    cameras = task["rows"] * pictures * (4 + 4 + 4)  # colour, depth and segmentation
+    if options.get("sim_backend") == "physx_cuda":
+        return PHYSX + cameras
+    return (task.get("workers") or 1) * RENDERER if task["simulator"] != "tabletop" else 0.0
+
+
+Make = Callable[[Sequence[str]], Config]  # a job with further overrides
+
+
+def moves(config: Config, ranks: int) -> list[str]:
+    """What would take less memory, the cheapest in time first."""
+    model, engine = plain(config.model), plain(config.engine)
+    found = []
+    if model.get("activation_checkpointing") is False:
+        found.append("model.activation_checkpointing=true")
+    if model["dtype"] == "float32" and ranks >= 1 and engine["zero_stage"] > 0:
+        found.append("model.dtype=bfloat16")
+    if engine["zero_stage"] < 2 and ranks > 1:
+        found.append("engine.zero_stage=2")
+    looks = engine.get("looks_at_once")
+    if looks is not None and looks > 1:
+        found.append(f"engine.looks_at_once={looks // 2}")
+    if engine["micro_batch"] > 1:
+        found.append(f"engine.micro_batch={engine['micro_batch'] // 2}")
+    if "looks_at_once" in engine and looks is None:
+        found.append("engine.looks_at_once=4")
+    if engine.get("logp_chunk", 0) > 256:
+        found.append(f"engine.logp_chunk={engine['logp_chunk'] // 2}")
+    if isinstance(config.generator, VLLMColocated) and config.generator.memory > 0.15:
+        found.append(f"rollout.generator.memory={config.generator.memory - 0.1:.2g}")
+    rows = plain(config.rollout).get("micro_batch", 1) or config.rollouts_per_step
+    if "micro_batch" in plain(config.rollout) and rows > 1:
+        found.append(f"rollout.micro_batch={rows // 2}")
+    if engine["zero_stage"] < 3 and ranks > 1:
+        found.append("engine.zero_stage=3")
+    if engine["offload"] == "none" and engine["zero_stage"] > 0:
+        found.append("engine.offload=optimizer")
+    if "lora" in model and model["lora"] is None:
+        found.append("model.lora={rank: 32, alpha: 64}")
+    return found
+
+
+def fitted(make: Make, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> tuple[list[str], Plan]:
+    """The overrides with which a job fits, and its parts then; those that come nearest where none do. Each is taken if
+    it lowers the largest phase; one that the configuration refuses is left out."""
+    chosen: list[str] = []
+    config = make(chosen)
+    best = described(config, path, ranks, gpu, peaks)
+    refused: set[str] = set()
+    while not best.fits(gpu):
+        for move in moves(config, ranks):
+            if move in refused:
+                continue
+            tried = [*(c for c in chosen if c.split("=")[0] != move.split("=")[0]), move]
+            try:
+                candidate = make(tried)
+            except UserError:
+                refused.add(move)
+                continue
+            found = described(candidate, path, ranks, gpu, peaks)
+            if found.most < 0.99 * best.most:
+                chosen, config, best = tried, candidate, found
+                break
+            refused.add(move)
+        else:
+            break
+    return chosen, best
+
+
+def described(config: Config, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> Plan:
+    """Raises UserError where the model's size is not known without its weights."""
+    made = config.model.blueprint(config, path)
+    if made is None:
+        raise UserError(f"model.path={path} is a small network of our own; its memory is not estimated")
+    return plan(config, made, ranks, gpu, peaks)
+
+
+def told(make: Make, ranks: int, gpus: Sequence[Gpu]) -> list[str]:
+    """What a dry run says of memory. Raises UserError where the model's size is not known."""
+    config = make([])
+    if config.model.path is None:
+        raise UserError("model.path is not set: the size of a model that is built or trained first is not known yet")
+    path, peaks = config.model.path, Peaks()
+    largest = max(gpus, key=lambda gpu: gpu.size)
+    own = described(config, path, ranks, largest, peaks)
+    lines = [f"memory of each of {ranks} ranks, computed without weights:", *own.lines()]
+    for gpu in gpus:
+        there = own if not isinstance(config.generator, VLLMColocated) else described(config, path, ranks, gpu, peaks)
+        room = ROOM * gpu.size / GIB
+        if there.fits(gpu):
+            lines.append(f"{gpu.name}: fits ({there.most / GIB:.1f} of {room:.1f} GiB, a tenth left free)")
+            continue
+        chosen, best = fitted(make, path, ranks, gpu, peaks)
+        short = f"{gpu.name}: does not fit ({there.most / GIB:.1f} of {room:.1f} GiB, a tenth left free)"
+        with_ = " ".join(f"'{c}'" if " " in c else c for c in chosen)
+        if best.fits(gpu):
+            lines.append(f"{short}; fits with {with_} ({best.most / GIB:.1f} GiB)")
+        else:
+            lines.append(
+                f"{short}; nothing here makes it fit, nearest is {with_ or 'as it is'} ({best.most / GIB:.1f} GiB)"
+            )
+    return lines

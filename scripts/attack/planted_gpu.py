@@ -1,0 +1,69 @@
+"""Faults of what is told of GPUs without one: a name, a file, a text that it holds once, what takes its place, and the
+tests that could notice. `faults.py` plants them with those of `planted.py`."""
+
+from __future__ import annotations
+
+M, P, B = "mmrl/engine/memory.py", "mmrl/memory_plan.py", "mmrl/policies/"
+D = "mmrl/doctor/"
+DOCTOR = ("test_doctor_gpu.py",)
+MEMORY = ("test_gpu_memory.py",)
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("memory: what is let go of is still counted", M, "self.now -= size", "self.now -= 0", MEMORY),
+    ("memory: the end and not the peak", M, "return live.most", "return live.now", MEMORY),
+    ("memory: no backward pass", M, "torch.autograd.backward([t for t in outputs if t.requires_grad], _ones(outputs))",
+     "pass", MEMORY),
+    ("memory: gradients of weights stay", M, "parameter.grad = None  # counted", "pass  # counted", MEMORY),
+    ("memory: attention keeps its matrices", M, "F.scaled_dot_product_attention = _attention  #",
+     "F.scaled_dot_product_attention = usual  #", MEMORY),
+    ("memory: gradients are shared out by ZeRO 1", M, '"gradients": trained * width / share[2]',
+     '"gradients": trained * width / share[1]', MEMORY),
+    ("plan: only training decides", P, "return max(sum(self.training.values()), sum(self.sampling.values()))",
+     "return sum(self.training.values())", MEMORY),
+    ("plan: a GPU is filled to the brim", P, "ROOM = 0.9", "ROOM = 1.0", MEMORY),
+    ("plan: vLLM's share of 80 GiB always", P, "config.generator.memory * gpu.size", "config.generator.memory * 8e10",
+     MEMORY),
+    ("plan: averages without their stand-in", P, "averages * own * (4 + width)", "averages * own * 4", MEMORY),
+    ("plan: a reference also where none is needed", P, "2 * own * width if config.needs.reference else 0.0",
+     "2 * own * width", MEMORY),
+    ("plan: offloaded optimizers stay", P, 'both["optimizer"] = 0.0', 'both["optimizer"] = both["optimizer"]', MEMORY),
+    ("plan: a peak of other settings is taken", P, 'key = f"{trains} {told}"', 'key = f"{trains}"', MEMORY),
+    ("plan: suggestions do not add up", P, "chosen, config, best = tried, candidate, found",
+     "chosen, config, best = [move], candidate, found", MEMORY),
+    ("blueprint: the window is not counted", B + "diffusion/blueprint.py", "lambda rows: predict(rows * steps)",
+     "lambda rows: predict(rows)", MEMORY),
+    ("blueprint: responses without their prompts", B + "vlm/blueprint.py",
+     "length = rollout.max_prompt_length + response", "length = response", MEMORY),
+    ("blueprint: half of keys and values", B + "vlm/blueprint.py", "made.cache = 2 * width", "made.cache = width",
+     MEMORY),
+    ("blueprint: all looks at once", B + "vla/blueprint.py", "    if every <= at_once:", "    if True:", MEMORY),
+    # --- mmrl doctor --gpu ---
+    ("doctor: what failed is not looked at again", D + "run.py",
+     'if all(finding.status != "fails" for finding in before):',
+     "if before:", DOCTOR),
+    ("doctor: what works is looked at again", D + "run.py",
+     'if all(finding.status != "fails" for finding in before):',
+     "if not before:", DOCTOR),
+    ("doctor: another machine's findings are kept", D + "run.py",
+     "if again or not known.is_file() or json.loads(known.read_text()) != dict(machine):",
+     "if again or not known.is_file():", DOCTOR),
+    ("doctor: a check that died is passed over", D + "run.py", "    if not found:\n",
+     "    if not found and problem is None:\n", DOCTOR),
+    ("doctor: children outlive the time limit", D + "run.py", "stderr=subprocess.STDOUT, start_new_session=True)",
+     "stderr=subprocess.STDOUT)", DOCTOR),
+    ("doctor: NCCL works without a GPU", D + "checks.py", "    if not gpus:\n", "    if gpus < 0:\n", DOCTOR),
+    ("doctor: ranks on one GPU are well", D + "checks.py", "if len(set(own)) < len(own):",
+     "if len(set(own)) > len(own):", DOCTOR),
+    ("doctor: an estimate that is too low is well", D + "checks.py", "if measured > 1.05 * estimated:",
+     "if measured > 1.5 * estimated:", DOCTOR),
+    ("doctor: two steps are enough", D + "checks.py", "if len(steps) < STEPS:", "if len(steps) < STEPS - 1:", DOCTOR),
+    ("doctor: the report says nothing of what to do", D + "run.py", "for f in found if f.advice]",
+     "for f in []]", DOCTOR),
+    # --- prompts of many ---
+    ("success_weighted: what is known is not spread out", "mmrl/curricula.py",
+     "rates = spread_out(self._rates, self._size, self.prior)", "rates = spread_out({}, self._size, self.prior)",
+     ("test_curricula.py",)),
+    ("volatility: the least come first", "mmrl/curricula.py", "self._size), -score)", "self._size), score)",
+     ("test_curricula.py",)),
+]

@@ -1,0 +1,38 @@
+"""A simulator that computes nothing: episodes of `length` actions, black pictures. For `scale.py` and its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from mmrl.sims.transitions import Transition
+from numpy.typing import NDArray
+
+
+class PretendSimulator:
+    action_dim, state_dim, tasks = 7, 8, ("pretend",)
+
+    def __init__(self, count: int, length: int = 40, picture: int = 64) -> None:
+        self.count, self.length, self.image_shape = count, length, (picture, picture, 3)
+        self.done = np.zeros(count, np.int64)
+
+    def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        self.done[list(rows)] = 0
+        return Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
+
+    def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
+        places = self.done[list(rows)][:, None] + np.arange(actions.shape[1])
+        out.valid[:] = places < self.length
+        out.truncated[:] = places == self.length - 1
+        self.done[list(rows)] += actions.shape[1]
+        return out
+
+    def instruction(self, row: int) -> str:
+        return "do nothing"
+
+    def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
+        return np.zeros((len(rows), length, self.action_dim), np.float32)
+
+    def close(self) -> None:
+        pass
