@@ -24,6 +24,7 @@ from mmrl.config import Config, configure, load, to_yaml
 from mmrl.engine import Engine, Ranks, applied, end_with_launcher, take_device
 from mmrl.errors import UserError, told
 from mmrl.evaluation import Journal, evaluate
+from mmrl.progress import weights_read
 from mmrl.protocols import Responding
 from mmrl.quiet import quieten_environment
 from mmrl.report.lock import check_free
@@ -247,11 +248,11 @@ def after_warm_start(config: Config) -> Config:
 
 
 def quieten() -> None:
-    """Libraries show no bars of their own, on a terminal as in a log, also where they were imported before."""
-    from transformers.utils.logging import disable_progress_bar
+    """Bars of libraries are ours, also where the libraries were imported before."""
+    from transformers.utils.logging import set_tqdm_hook
 
     quieten_environment()
-    disable_progress_bar()
+    set_tqdm_hook(weights_read)
 
 
 # --- after a run ---

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
@@ -116,6 +117,27 @@ class Display:
 
 
 display = Display()  # of this process, which has one terminal
+
+
+class Items(Sized, Iterable[Any], Protocol):
+    """What can be counted and gone through."""
+
+
+def weights_read(factory: Callable[..., Any], items: tuple[Items, ...], options: dict[str, Any]) -> Any:
+    """What transformers goes through in place of a bar of its own (its `set_tqdm_hook`): the weights that it reads have
+    one of ours, anything else has none."""
+    what = str(options.get("desc"))
+    if not items or not what.startswith("Loading"):
+        return factory(*items, **{**options, "disable": True})
+    return told_items(items[0], what.lower())
+
+
+def told_items(items: Items, what: str) -> Iterator[Any]:
+    """The items, one by one, with a bar or lines that say how many are done."""
+    with display.work(what, len(items)) as work:
+        for item in items:
+            yield item
+            work.advance()
 
 
 def told_left(seconds: float | None) -> str:

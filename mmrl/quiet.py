@@ -1,12 +1,13 @@
-"""What keeps libraries from talking of themselves. Bars of downloads stay: a terminal shows them, a log does not."""
+"""What keeps libraries from talking of themselves. A terminal shows their bars of downloads and of pipelines' parts, a
+log does not."""
 
 import os
+import sys
 
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
     "DIFFUSERS_VERBOSITY": "error",
-    "TQDM_DISABLE": "1",
 }
 
 
@@ -14,3 +15,10 @@ def quieten_environment() -> None:
     """For libraries that are imported from here on, and for children. What the user has set stays."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if not bars_shown():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def bars_shown() -> bool:
+    """Whether this process may draw bars: the first of all ranks, on a terminal."""
+    return sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"

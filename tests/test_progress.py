@@ -15,6 +15,7 @@ from mmrl.tasks.visual_qa.files import FileSource
 from rich.console import Console
 
 from mmrl import progress
+from mmrl.devices import without_launcher
 from mmrl.metrics import evaluation_line, step_line
 from mmrl.progress import Display, Interval, told_left
 from tests.command_line import ROOT, TINY, WARM_START
@@ -182,13 +183,35 @@ def test_libraries_show_no_bars_unless_the_user_asks_for_them(given, bars):
     assert done.returncode == 0 and ("Loading weights" in done.stderr) == bars
 
 
+def test_weights_that_are_read_have_a_bar_of_ours_and_those_that_are_written_none(clock, monkeypatch):
+    """As transformers asks for its bars: by a factory, with what is gone through and its name."""
+    display = made(clock)
+    monkeypatch.setattr(progress, "display", display)
+    asked = []
+
+    def factory(items, **options):
+        asked.append(options)
+        return items
+
+    for item in progress.weights_read(factory, ({"a": 1, "b": 2, "c": 3}.items(),), {"desc": "Loading weights"}):
+        assert item in {("a", 1), ("b", 2), ("c", 3)} and len(display.bars.tasks) == 1
+        clock.seconds += 30
+    assert text(display).splitlines() == [
+        "loading weights: 1 of 3",  # a pace takes two parts
+        "loading weights: 2 of 3, 30 s left",
+    ]
+    assert not asked and not display.bars.tasks
+    assert list(progress.weights_read(factory, ([7],), {"desc": "Writing model shards"})) == [7]
+    assert asked == [{"desc": "Writing model shards", "disable": True}]
+
+
 @pytest.mark.slow
-def test_on_a_terminal_training_and_evaluation_have_bars_and_libraries_none(tmp_path):
+def test_on_a_terminal_training_and_evaluation_have_bars_and_so_have_weights_that_are_read(tmp_path):
     command = [sys.executable, "-m", "mmrl", "train", WARM_START, *TINY, "evaluation.micro_batch=4"]
     ours, theirs = pty.openpty()
-    environment = os.environ | {"COLUMNS": "100", "TERM": "xterm"}
+    environment = without_launcher(dict(os.environ)) | {"COLUMNS": "100", "TERM": "xterm"}
     weights = tmp_path / "first"
-    subprocess.run([*command, f"run_dir={weights}"], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run([*command, f"run_dir={weights}"], cwd=ROOT, env=environment, check=True, capture_output=True)
     second = [*command, "model.build=null", f"model.path={weights / 'final'}", f"run_dir={tmp_path / 'second'}"]
     process = subprocess.Popen(second, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment)
     os.close(theirs)
@@ -202,6 +225,7 @@ def test_on_a_terminal_training_and_evaluation_have_bars_and_libraries_none(tmp_
     told = shown.decode()
     assert re.search(r"training .*2/2", told) and re.search(r"evaluation .*8/8", told)
     assert "step 2/2" in told and "Loading" not in told
+    assert re.search(r"loading weights.*/\d", told)
 
 
 def parts_of(monkeypatch, module):

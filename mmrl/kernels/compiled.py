@@ -173,7 +173,7 @@ def _compile(kind: str, target: Path) -> None:
         # The symbols of LibTorch are found through the libraries named here, which the process has loaded by then.
         command += [str(SOURCES / FILES[kind]), "-Xlinker", "--no-as-needed", *libraries, "-o", str(out)]
         length = {"cuda": "a minute"}.get(kind, "10 seconds")
-        _log.info("compiling the %s kernels, once, in about %s: %s", kind, length, target)
+        _log.warning("compiling the %s kernels, once, in about %s: %s", kind, length, target)
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             problem = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-300:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from mmrl.policies.diffusion.families.pictures import (
 )
 from mmrl.policies.diffusion.settings import DiffusionModel
 from mmrl.policies.settings import LoRA
+from mmrl.quiet import bars_shown
 
 CLASSES: dict[str, type[Pipeline]] = {
     "StableDiffusion3Pipeline": StableDiffusion3,
@@ -55,8 +55,8 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
     """
     if model.attention != "sdpa":
         raise UserError(f"model.attention={model.attention}: diffusion pipelines run with sdpa")
-    if not sys.stderr.isatty():
-        disable_progress_bar()  # else every rank's bars fill the log
+    if not bars_shown():
+        disable_progress_bar()
     base, adapter = base_of(path)
     pipe, family = _pipeline(path, base, model.dtype)
     for part in pipe.components.values():
