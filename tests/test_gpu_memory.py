@@ -49,11 +49,7 @@ def maker(recipe, path, *overrides):
     return make
 
 
-QUICK = {
-    ("visual_qa_geometry3k", QWEN3),
-    ("image_sd35_ocr", SD35),
-    ("manipulation_libero_smolvla", "lerobot/smolvla_base"),
-}
+QUICK = {("manipulation_libero_smolvla", "lerobot/smolvla_base")}
 
 
 def header(recipe):
@@ -193,6 +189,7 @@ def test_the_parts_of_stable_diffusion_by_hand():
     assert more.training["encoder T5-XXL"] == 4.762e9 * 2
 
 
+@pytest.mark.slow
 def test_a_micro_batch_counts_its_window_and_checkpoints_help():
     one, two = (parts(f"engine.micro_batch={n}").training["activations"] for n in (4, 8))
     assert two == pytest.approx(2 * one, rel=0.1)
@@ -227,6 +224,7 @@ def test_looks_are_computed_in_parts():
 # --- what is suggested ---
 
 
+@pytest.mark.slow
 def test_settings_that_fit_are_found_and_do():
     make = maker("visual_qa_geometry3k", QWEN7, "model.activation_checkpointing=false")
     small = Gpu.of("48")
