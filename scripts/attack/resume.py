@@ -204,6 +204,7 @@ def restarts(attack: Attack) -> None:
     """A rank under torchrun is killed, and torchrun starts all again with the same arguments."""
     run = attack.new()
     dies = ["task.type=tests.engine.parts:DiesOnce", "checkpoint.every=1", "steps=4"]
+    dies.append("checkpoint.background=false")  # a checkpoint is there before the rank dies
     arguments = [*TORCHRUN, "--max-restarts", "1"]
     code, said = finished(launch(arguments, run, *dies, MMRL_TESTS_DIED=str(run.with_suffix(".died"))))
     steps = [row["step"] for row in metrics(run) if "loss" in row]
