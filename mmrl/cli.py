@@ -399,8 +399,9 @@ def run_diagnosis(options: argparse.Namespace) -> int:
 def run_doctor(options: argparse.Namespace) -> int:
     if options.gpu:
         return run_diagnosis(options)
-    if options.recipe or options.overrides or options.only or options.again:
-        raise UserError("--recipe, --only, --again and overrides belong to mmrl doctor --gpu")
+    given = {"--only": options.only, "--again": options.again, "--recipe": options.recipe}
+    if meant := [*(name for name, value in given.items() if value), *options.overrides]:
+        raise UserError(f"{meant[0]} belongs to mmrl doctor --gpu")
     from mmrl.doctor.installed import examine, told
 
     checks = list(examine())

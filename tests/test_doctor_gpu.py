@@ -213,7 +213,8 @@ def test_an_error_of_a_check_is_a_finding(tmp_path, monkeypatch):
     [
         (["--gpu", "--only", "ranks,kernel"], "--only=kernel: checks are ranks, kernels"),
         (["--gpu", "model.path=x"], "model.path=x belongs to --recipe"),
-        (["--only", "ranks"], "belong to mmrl doctor --gpu"),
+        (["--only", "ranks"], "--only belongs to mmrl doctor --gpu"),
+        (["kernels"], "kernels belongs to mmrl doctor --gpu"),
     ],
 )
 def test_a_wrong_question_is_one_line(words, said, capsys):
