@@ -17,14 +17,23 @@ def discounted(rewards: Tensor, gamma: float) -> Tensor:
 
 
 def turn_advantages(
-    returns: Tensor, mask: Tensor, group: Tensor, *, scale: str = "group_std", eps: float = 1e-6
+    returns: Tensor,
+    mask: Tensor,
+    group: Tensor,
+    *,
+    baseline: str = "mean",
+    scale: str = "group_std",
+    eps: float = 1e-6,
 ) -> Tensor:
-    """[rollout, turn] returns against the mean of the same turn in the same group, divided by their unbiased std + eps
-    ("group_std") or not ("none"). mask: [rollout, turn] True where there was a turn. Exactly 0 where all are equal,
-    where one is alone, and where there was no turn. A group lies on one rank.
+    """[rollout, turn] returns against the same turn in the same group: against its mean, or that of the others
+    ("leave_one_out"); divided by their unbiased std + eps ("group_std") or not ("none"). mask: [rollout, turn] True
+    where there was a turn. Exactly 0 where all are equal, where one is alone, and where there was no turn. A group lies
+    on one rank.
 
-    Raises ValueError for an unknown scale.
+    Raises ValueError for an unknown baseline or scale.
     """
+    if baseline not in ("mean", "leave_one_out"):
+        raise ValueError(f"baseline of turn advantages must be mean or leave_one_out; got {baseline!r}")
     if scale not in ("group_std", "none"):
         raise ValueError(f"scale of turn advantages must be group_std or none; got {scale!r}")
     result = torch.zeros_like(returns)
@@ -35,6 +44,8 @@ def turn_advantages(
             if len(rows) < 2 or bool((values == values[0]).all()):
                 continue
             difference = values - values.mean()
+            if baseline == "leave_one_out":
+                difference = difference * len(rows) / (len(rows) - 1)
             result[rows, t] = difference / (values.std() + eps) if scale == "group_std" else difference
     return result
 

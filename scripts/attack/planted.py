@@ -572,6 +572,11 @@ FAULTS = [
           ("tasks/test_clip_questions.py",)),
     Fault("shuffled_frames: the order stays", "mmrl/counterfactuals.py",
           "for i in shuffled(len(c.frames))", "for i in range(len(c.frames))", ("test_counterfactuals.py",)),
+    # --- turns ---
+    Fault("turn_returns: others are all", "mmrl/core/turns.py",
+          'if baseline == "leave_one_out":', "if False:", ("joints/test_turn_credit.py",)),
+    Fault("turn_returns: always the others", "mmrl/core/turns.py",
+          'if baseline == "leave_one_out":', "if True:", ("joints/test_turn_credit.py",)),
     # --- checkpoints written in the background ---
     Fault("background: the weights of now are written", "mmrl/checkpoints/writing.py",
           "copied(state, {})", "state", ("test_checkpoints.py",)),

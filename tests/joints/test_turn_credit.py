@@ -49,6 +49,14 @@ def test_returns_of_each_turn_are_compared_with_that_turn_of_the_group(given):
     close(made.gradient(), [[-a / 7 for a in row] for row in want])
 
 
+def test_returns_are_compared_with_the_others_of_the_group(given):
+    """Turn 0: 2 - (0.5 + 3) / 2, 0.5 - (2 + 3) / 2, 3 - (2 + 0.5) / 2; turn 1: 2 - 1 and 1 - 2."""
+    options = "{type: turn_returns, gamma: 0.5, scale: none, baseline: leave_one_out}"
+    made = gradient(given, f"algorithm.shaping=[{options}]")
+    want = [[0.25, 0.25, 1.0], [-2.0, -1.0, 0.0], [1.75, 1.75, 0.0]]
+    close(made.gradient(), [[-a / 7 for a in row] for row in want])
+
+
 def test_returns_divided_by_the_group_s_deviation_and_beside_the_outcome(given):
     """gamma 0: turn 0 earned 1, 0, 3 (mean 4/3, std 1.527525), turn 1 earned 2 and 1 (std 0.707107)."""
     options = "{type: turn_returns, gamma: 0, weight: 0.5, outcome: 2}"
