@@ -18,6 +18,7 @@ from mmrl import progress
 from mmrl.devices import without_launcher
 from mmrl.metrics import evaluation_line, step_line
 from mmrl.progress import Display, Interval, told_left
+from mmrl.quiet import quieten_environment
 from tests.command_line import ROOT, TINY, WARM_START
 from tests.engine.parts import make, metrics, release
 from tests.tasks.choosing import build
@@ -181,6 +182,13 @@ def test_libraries_show_no_bars_unless_the_user_asks_for_them(given, bars):
     code = "import mmrl.cli; from tqdm import tqdm; list(tqdm(range(3), desc='Loading weights'))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and ("Loading weights" in done.stderr) == bars
+
+
+def test_what_the_user_has_set_for_a_library_stays(monkeypatch):
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
+    monkeypatch.delenv("DIFFUSERS_VERBOSITY", raising=False)
+    quieten_environment()
+    assert (os.environ["TRANSFORMERS_VERBOSITY"], os.environ.pop("DIFFUSERS_VERBOSITY")) == ("info", "error")
 
 
 def test_weights_that_are_read_have_a_bar_of_ours_and_those_that_are_written_none(clock, monkeypatch):
