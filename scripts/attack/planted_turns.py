@@ -1,5 +1,5 @@
 """Faults of tools, of conversations from files and of environments of other packages: a name, a file, a text that it
-holds once, what takes its place, and the tests that could notice. `faults.py` plants them with those of `planted.py`."""
+holds once, what takes its place, and the tests that could notice. `faults.py` plants them with `planted.py`'s."""
 
 from __future__ import annotations
 

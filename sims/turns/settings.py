@@ -41,6 +41,7 @@ class EnvironmentSettings(Choice):
     title: ClassVar[str] = "environment"
     kinds: ClassVar[dict[str, str]] = {
         "tools": "mmrl.sims.turns.settings:ToolsSettings",
+        "recorded": "mmrl.sims.turns.settings:RecordedSettings",
     }
     test: ClassVar[str] = "tests/sims/test_environments.py"
     limits: TurnLimits = option(TurnLimits(), "how far a conversation may go")
@@ -227,6 +228,23 @@ class ToolsSettings(EnvironmentSettings):
             coordinates=self.coordinates,
             shown_pixels=self.shown_pixels,
         )
+
+
+class RecordedSettings(EnvironmentSettings):
+    """What was said between the responses of conversations in files comes back, whatever the policy says.
+    Demonstrations are learned from with it; in an evaluation the last response counts."""
+
+    test: ClassVar[str] = "tests/tasks/test_conversations.py"
+    type: str = "recorded"
+    limits: TurnLimits = option(
+        TurnLimits(max_turns=1000, max_text=10_000_000, max_pictures=10_000, max_pixels=1_000_000_000),
+        "how far a conversation may go",
+    )
+
+    def make(self) -> Environment:
+        from mmrl.sims.turns.recorded import Recorded
+
+        return Recorded()
 
 
 @lru_cache

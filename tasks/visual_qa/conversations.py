@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from mmrl.rollouts import Message, Prompt
 
 ROLES = ("system", "user", "assistant", "tool")
 Part = str | Image.Image
+_URL = re.compile(r"(https?|data|file|s3|gs):")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -99,9 +101,9 @@ class Conversations:
                 found.append(self._message(message, shown, picture))
             except RowError as error:
                 raise RowError(f"field {self.messages!r}, message {place}: {error}") from None
+        self._check_order([message.get("role") for message in messages])
         if (left := len(list(shown))) > 0:
             raise RowError(f"field {self.images!r} has {left} pictures more than {self.messages!r} has places for them")
-        self._check_order([message.role for message in found])
         return found
 
     def _check_order(self, roles: Sequence[str]) -> None:
@@ -142,12 +144,14 @@ class Conversations:
                 yield from self._marked(part, shown, picture)
                 continue
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            if kind == "text" and isinstance(part.get("text"), str):
+            if kind == "text":
+                if not isinstance(part.get("text"), str):
+                    raise RowError("a part of type text without a text")
                 if part["text"]:
                     yield part["text"]
             elif kind in ("image", "image_url"):
                 own = part.get("image") or part.get("image_url") or part.get("url") or part.get("path")
-                own = own.get("url") if isinstance(own, Mapping) and "url" in own else own
+                own = _of_url(own.get("url") if isinstance(own, Mapping) and "url" in own else own)
                 yield self._picture("its picture", own, picture) if own else self._next(shown, picture)
             else:
                 raise RowError(f"a part of type {kind!r:.40}; texts and images are read")
@@ -217,6 +221,19 @@ class Conversations:
         if not isinstance(schemas, list | tuple) or not all(isinstance(one, Mapping) for one in schemas):
             raise RowError(f"field {self.tools!r} must be a list of JSON schemas")
         return tuple(filled(one) for one in schemas)
+
+
+def _of_url(picture: Any) -> Any:
+    """A picture that is written out in a URL, as bytes. Raises RowError for one that lies elsewhere."""
+    if not isinstance(picture, str) or not _URL.match(picture):
+        return picture
+    head, found, data = picture.partition(";base64,")
+    if not head.startswith("data:image/") or not found:
+        raise RowError(f"{picture[:40]!r}: pictures are not fetched; write a path, or data:image/png;base64,...")
+    try:
+        return {"bytes": base64.b64decode(data, validate=True)}
+    except ValueError as error:
+        raise RowError(f"{head!r:.40}: {error}") from None
 
 
 def filled(value: Any) -> Any:
