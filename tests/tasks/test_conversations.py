@@ -187,6 +187,15 @@ def test_pictures_may_stand_in_their_parts():
     assert reds(prompt.messages) == [30, 40] and prompt.text == ""
 
 
+@pytest.mark.parametrize(("calls", "want"), [("json", '{"left": 0}'), ("python", "zoom(left=0)")])
+def test_arguments_that_are_null_are_not_there(calls, want):
+    """Where a table holds calls with other arguments."""
+    call = {"function": {"name": "zoom", "arguments": {"left": 0, "degrees": None}}}
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    (said,) = Conversations(calls=calls).prompt(row, "p").metadata["demonstration"]
+    assert want in said and "degrees" not in said
+
+
 # --- rows that can not be used ---
 
 
