@@ -13,13 +13,15 @@ from mmrl.config import Config
 from mmrl.engine import Engine, Ranks
 from mmrl.errors import UserError, told
 from mmrl.generation.settings import VLLMGenerator
-from mmrl.protocols import Policy, SyncedGenerator, Task
+from mmrl.protocols import ConversationTask, Policy, SyncedGenerator, Task
 from mmrl.settings import SettingsError, locate
 
 
 def build_task(config: Config) -> Task:
     try:
         task = config.task.build(config.seed)
+        if isinstance(task, ConversationTask) and task.environment is not None:
+            task.environment.check()
     except (ValueError, OSError, ImportError) as error:
         raise UserError(f"task: {error}") from None
     try:

@@ -30,6 +30,8 @@ from scripts.bench import (
     kernels,
     manipulation,
     methods,
+    turns,
+    turns_learning,
     visual_qa,
     vllm_learning,
 )
@@ -189,6 +191,43 @@ def test_every_recipe_for_robots_is_composed(composed, table, tmp_path):
     assert told == ["shuffled"] * 4
     flow_base = composed.configs[str(tmp_path / "flow-0")].model.path
     assert flow_base == str(tmp_path / "base-flow-0" / "final")
+
+
+def test_recipes_over_turns_are_composed_with_their_controls(composed, table, tmp_path):
+    arguments = ("--learning", "--seeds", "0,2", "--runs", tmp_path, "rollout.prompts=4")
+    rows = table(turns, *arguments)
+    each, means = rows[:8], rows[8:]
+    assert [row[:2] for row in each] == [[name, seed] for seed in "02" for name in turns_learning.RECIPES["zoom"]]
+    assert {tuple(row[2:6]) for row in each} == {("25.0", "75.0", "12.5", "12.5")}
+    assert {row[-1] for row in means} == {"0.0 (0.0 .. 0.0)"} and len(means) == 4
+    runs = composed.configs
+    zoom, unrelated, no_tool = (
+        runs[str(tmp_path / f"visual_qa_zoom{name}-2")] for name in ("", "_unrelated", "_no_tool")
+    )
+    base = str(tmp_path / "visual_qa_zoom_warm_start-2" / "final")
+    assert zoom.model.path == unrelated.model.path == base and zoom.seed == 2 and zoom.rollout.prompts == 4
+    assert no_tool.task.environment.limits.max_turns == 1 and no_tool.algorithm.type == "grpo"
+    assert no_tool.steps == zoom.steps and no_tool.model.path.endswith("zoom_no_tool_warm_start-2/final")
+    greedy = runs[f"eval {tmp_path / 'visual_qa_zoom-2' / 'final'}"].evaluation
+    assert (zoom.evaluation.temperature, greedy.temperature) == (1.0, 0.0)
+    assert (zoom.evaluation.prompts, greedy.prompts) == (500, 500)
+    composed.configs = {}
+    table(turns, *arguments)
+    assert composed.configs == {}  # nothing is repeated
+
+
+def test_what_a_tool_gains_is_above_the_best_without_it(tmp_path, capsys, monkeypatch):
+    shares = {"zoom": (40.0, 90.0, 70.0, 80.0), "no_tool": (20.0, 30.0, 45.0, 35.0)}
+
+    def learned(recipe, row, seed, runs, overrides):
+        named = dict(zip(turns_learning.SHARES, (*shares[row], None, 98.0), strict=True))
+        return turns_learning.Learned(row, seed, named, 2.0)
+
+    monkeypatch.setattr(turns_learning, "learned", learned)
+    turns_learning.table("zoom", ["zoom", "no_tool"], [0, 1], tmp_path, [])
+    said = capsys.readouterr().out
+    assert "| zoom | 1 | 40.0 | 90.0 | 70.0 | 80.0 | - | 98.0 | 2.0 |" in said
+    assert "| 98.0 (98.0 .. 98.0) | 45.0 (45.0 .. 45.0) |" in said  # 90 sampled after, 45 at best without the tool
 
 
 @pytest.mark.parametrize("placement", ["colocated", "server"])

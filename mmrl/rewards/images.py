@@ -7,11 +7,11 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
+from mmrl.rewards.reading import reader
 from mmrl.rewards.types import Reward, Score, as_pil, device_of, load_object, picture, score_finite
 from mmrl.rollouts import Prompt, Sample
 
@@ -102,12 +102,7 @@ def ocr(*, threads: int = 1) -> Reward:
     puts in double quotes. Text is read by RapidOCR (the extra `ocr`) on `threads` threads of the CPU. None for a
     picture that holds NaN or inf.
     """
-    try:
-        from rapidocr_onnxruntime import RapidOCR
-    except ImportError as error:
-        raise ValueError(f"reading text needs the extra `ocr`: pip install -e '.[ocr]' ({error})") from error
-    # As Flow-GRPO's reader: no enlarging of small pictures (fifty times the time) and no turned text.
-    reader = RapidOCR(intra_op_num_threads=threads, det_limit_type="max", use_cls=False)
+    read_lines = reader(threads)
 
     def reward(sample: Sample) -> float | None:
         wanted = _letters(_asked_text(sample))
@@ -115,8 +110,7 @@ def ocr(*, threads: int = 1) -> Reward:
             raise UserError(f"prompt {sample.prompt.id!r} asks for no text: set metadata['text'], or quote it")
         if not picture(sample).isfinite().all():
             return None
-        lines, _ = reader(np.asarray(as_pil(picture(sample)))[:, :, ::-1])  # it expects BGR
-        read = _letters("".join(text for _, text, _ in lines or []))
+        read = _letters("".join(read_lines(as_pil(picture(sample)))))
         distance = 0 if wanted in read else edit_distance(read, wanted)
         return 1 - min(distance, len(wanted)) / len(wanted)
 

@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/attack/faults.py [--only PATTERN] [--timeout 120] [--jobs 2]
 
-`planted.py` and `planted_origins.py` beside this script list the faults: a file, a text in it that occurs once, what
+`planted.py` and its neighbours `planted_*.py` list the faults: a file, a text in it that occurs once, what
 takes its place, and the tests that should notice. The tree that is copied is left as it is. Libraries are imported
 once, in the process that the runs of pytest are forked from. Prints a Markdown table, and ends with 1 if a fault was
 not caught.
@@ -25,9 +25,13 @@ from types import ModuleType
 import planted
 import planted_gpu
 import planted_origins
+import planted_turns
 from planted import Fault
 
-FAULTS = [*planted.FAULTS, *(Fault(*fault) for fault in (*planted_origins.ORIGINS, *planted_gpu.FAULTS))]
+FAULTS = [
+    *planted.FAULTS,
+    *(Fault(*fault) for fault in (*planted_origins.ORIGINS, *planted_gpu.FAULTS, *planted_turns.FAULTS)),
+]
 ROOT = Path(__file__).resolve().parents[2]
 MISSED = "NOT CAUGHT"
 COPIED = ("mmrl", "tasks", "sims", "tests", "configs", "scripts")

@@ -2,9 +2,13 @@
 lock-step; and tokens that an engine which remembers prefixes need not read again.
 
     python scripts/bench/turns.py [--rollouts 32] [--turns 4] [--mean 0.2] [--repeats 3]
+    python scripts/bench/turns.py --learning [--recipe zoom] [--seeds 3] [--rows zoom,no_tool] [--runs FOLDER]
+        [KEY=VALUE ...]
 
-Environments sleep for times drawn from an exponential distribution, by chance that follows from the prompt. Both ways
-take turns in one process, on the same prompts and seeds; their conversations are compared, and the medians printed.
+--learning: what recipes over turns learn, beside their controls; see turns_learning.py. --seeds: how many, or which:
+1,2. KEY=VALUE: more overrides of every run. Without it: environments sleep for times drawn from an exponential
+distribution, by chance that follows from the prompt. Both ways take turns in one process, on the same prompts and
+seeds; their conversations are compared, and the medians printed.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,6 +32,10 @@ from mmrl.config import validate
 from mmrl.policies.vlm import turns
 from mmrl.rollouts import Message, Prompt
 from mmrl.settings import option
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench import turns_learning  # noqa: E402
 
 
 class Slow(Environment):
@@ -88,7 +97,18 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--mean", type=float, default=0.2, help="seconds of an environment's answer")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--learning", action="store_true")
+    parser.add_argument("--recipe", choices=list(turns_learning.RECIPES), default="zoom")
+    parser.add_argument("--seeds", default="3", help="how many, or which: 1,2")
+    parser.add_argument("--rows", help="comma-separated; default: all of --recipe")
+    parser.add_argument("--runs", type=Path, default=turns_learning.ROOT / "build" / "turns")
+    parser.add_argument("overrides", nargs="*")
     asked = parser.parse_args()
+    if asked.learning:
+        rows = list(turns_learning.RECIPES[asked.recipe]) if asked.rows is None else asked.rows.split(",")
+        seeds = [int(s) for s in asked.seeds.split(",") if s] if "," in asked.seeds else list(range(int(asked.seeds)))
+        turns_learning.table(asked.recipe, rows, seeds, asked.runs, asked.overrides)
+        return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         build(Path(name))

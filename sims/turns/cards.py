@@ -13,6 +13,7 @@ from mmrl.rollouts import Message, Prompt
 
 SIDE = 8  # of a card, in pixels
 COLOURS = {"red": (230, 30, 30), "green": (30, 200, 30), "blue": (60, 60, 255), "yellow": (220, 200, 0)}
+COUNTS = ("one", "two", "three", "four")
 PLACES = ((1, 1), (1, 5), (5, 1), (5, 5))  # of spots on a card, from the top left corner
 
 
@@ -23,6 +24,11 @@ class Deal:
     wanted: tuple[int, str]  # count and colour
     choices: tuple[tuple[int, str], ...]
     right: int
+
+    def expert(self, rule: Literal["count", "colour"]) -> str:
+        """What has to match, and where it does, from 1: `blue 3`."""
+        count, colour = self.wanted
+        return f"{COUNTS[count - 1] if rule == 'count' else colour} {self.right + 1}"
 
     def picture(self) -> Image.Image:
         return Image.fromarray(np.concatenate([card(*one) for one in (self.wanted, *self.choices)], axis=1))
@@ -61,9 +67,9 @@ class CardGame(Environment):
         return [self._shown(self.text)]
 
     def step(self, response: str) -> Reply:
-        """The response is the number of a card, from 1. Anything else is a round lost, and an error."""
+        """The last word of the response is the number of a card, from 1. Else the round is lost, with an error."""
         right = deal(self.seed, self.number, self.rule, self.choices).right
-        said = response.strip()
+        said = (response.split() or [""])[-1]
         known = said.isascii() and said.isdigit() and 1 <= int(said) <= self.choices
         won = known and int(said) == right + 1
         self.won, self.number = self.won + won, self.number + 1

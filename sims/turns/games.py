@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mmrl.sims.turns.settings import EnvironmentSettings
+from pydantic import model_validator
 
-from mmrl.settings import option
+from mmrl.settings import locate, option
+
+FIRST_TRAINING_SEED = 1_000_000  # held-out seeds are below
 
 if TYPE_CHECKING:
     from mmrl.sims.turns.environment import Environment
@@ -23,6 +27,8 @@ class Game(EnvironmentSettings):
         "cards": "mmrl.sims.turns.games:Cards",
         "gymnasium": "mmrl.sims.turns.games:Gymnasium",
         "babyai": "mmrl.sims.turns.games:BabyAI",
+        "openenv": "mmrl.sims.turns.games:OpenEnv",
+        "verifiers": "mmrl.sims.turns.games:Verifiers",
     }
     test: ClassVar[str] = "tests/sims/test_games.py"
 
@@ -59,7 +65,7 @@ class Cards(Game):
         from mmrl.sims.turns.cards import deal
 
         rule, seed = prompt.metadata["kind"], prompt.metadata["seed"]
-        return [str(deal(seed, number, rule, self.choices).right + 1) for number in range(self.rounds)]
+        return [deal(seed, number, rule, self.choices).expert(rule) for number in range(self.rounds)]
 
 
 class Gymnasium(Game):
@@ -100,3 +106,81 @@ class BabyAI(Gymnasium):
         from mmrl.sims.turns.gymnasium import bot
 
         return bot(self, prompt.metadata["seed"])
+
+
+class OpenEnv(Game):
+    """An environment of OpenEnv: an `Environment` class, played in this process, or a server by its address. A game
+    begins with `reset(seed=...)`; an observation is shown as JSON, or by its fields."""
+
+    test: ClassVar[str] = "tests/sims/test_other_environments.py"
+    type: str = "openenv"
+    target: str | None = option(None, "package.module:name of an environment's class, or of a function that makes one")
+    address: str | None = option(None, "of a server, such as http://localhost:8000; this or target")
+    action: str | None = option(None, "package.module:name of the class of actions, which target needs")
+    action_field: str | None = option(
+        None, "field of an action that a response's text fills; null: the response is the action, as a JSON object"
+    )
+    text: tuple[str, ...] | None = option(
+        None, "fields of an observation that are shown; null: all, as JSON", min_length=1
+    )
+    picture: str | None = option(None, "field that holds a picture: a file in base64, or numbers [height, width, 3]")
+    instruction: str = option("", "what is to be done, after the first observation")
+    won: float = option(1.0, "rewards that together make a success, at the end")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> OpenEnv:
+        if (self.target is None) == (self.address is None):
+            raise ValueError("type=openenv needs one of target and address")
+        if (self.target is None) != (self.action is None):
+            raise ValueError("type=openenv needs action with target, and no action with address")
+        return self
+
+    def check(self) -> None:
+        if self.address is not None and importlib.util.find_spec("openenv") is None:
+            raise ValueError("task.game.type=openenv needs the package openenv-core: pip install openenv-core")
+        for target, key in ((self.target, "task.game.target"), (self.action, "task.game.action")):
+            if target is not None:
+                locate(target, key)
+
+    def make(self) -> Environment:
+        from mmrl.sims.turns.openenv import OpenEnvWorld
+
+        return OpenEnvWorld(self)
+
+    def prompt(self, seed: int) -> Prompt:
+        from mmrl.rollouts import Prompt
+
+        return Prompt(f"openenv-{seed}", self.instruction, metadata={"seed": seed})
+
+
+class Verifiers(Game):
+    """An environment of the package verifiers (0.1, `MultiTurnEnv`, `ToolEnv`, `SingleTurnEnv`): its own loop plays it,
+    its rubric rewards the end. Seeds are rows of its data. Calls of tools are written as
+    <tool_call>{"name": ..., "arguments": {...}}</tool_call>; rewards of whole groups are not known here."""
+
+    test: ClassVar[str] = "tests/sims/test_other_environments.py"
+    type: str = "verifiers"
+    env: str | None = option(None, "id of an installed environment, as verifiers.load_environment takes it")
+    target: str | None = option(None, "package.module:name of a function that returns an environment; this or env")
+    kwargs: dict[str, Any] = option({}, "arguments of the environment")
+    won: float = option(1.0, "reward that makes a success")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Verifiers:
+        if (self.target is None) == (self.env is None):
+            raise ValueError("type=verifiers needs one of env and target")
+        return self
+
+    def check(self) -> None:
+        if importlib.util.find_spec("verifiers") is None:
+            raise ValueError("task.game.type=verifiers needs its package: pip install 'verifiers<0.2'")
+
+    def make(self) -> Environment:
+        from mmrl.sims.turns.verifiers import VerifiersWorld
+
+        return VerifiersWorld(self)
+
+    def prompt(self, seed: int) -> Prompt:
+        from mmrl.rollouts import Prompt
+
+        return Prompt(f"verifiers-{seed}", "", metadata={"seed": seed})

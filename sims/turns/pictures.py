@@ -1,5 +1,5 @@
-"""Tools that look at a picture in another way. Pictures are counted from 0 in the order in which the policy saw them;
-coordinates are as the environment's option `coordinates` says, x from the left and y from the top."""
+"""Tools that look at a picture in another way, or read it. Pictures are counted from 0 in the order in which the policy
+saw them; coordinates are as the environment's option `coordinates` says, x from the left and y from the top."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from mmrl.sims.turns.tools import Scene, Tool, ToolError, fitted
 from PIL import Image, ImageDraw
+
+from mmrl.rewards.reading import reader
 
 Number = Annotated[int, "which picture, counted from 0"]
 
@@ -28,12 +30,7 @@ def zoom(pixels: int, *, related: bool = True) -> Tool:
         box = _box(scene, left, top, right, bottom, picture)
         scene.facts |= {"box": list(box), "picture": picture}
         seen = box if related else _elsewhere(box, whole)
-        width, height = whole.size
-        x0, x1 = (min(width, max(0, round(share * width))) for share in (seen[0], seen[2]))
-        y0, y1 = (min(height, max(0, round(share * height))) for share in (seen[1], seen[3]))
-        if x1 <= x0 or y1 <= y0:
-            raise ToolError("the box is smaller than a pixel")
-        part = whole.crop((x0, y0, x1, y1))
+        part = _part(whole, seen)
         return scene.show(part, fitted(part, pixels))
 
     return Tool.of(crop, "zoom")
@@ -60,6 +57,42 @@ def _elsewhere(box: tuple[float, float, float, float], picture: Image.Image) -> 
     apart = [(x, y) for x, y in places if abs(x - box[0]) >= width - 1e-6 or abs(y - box[1]) >= height - 1e-6]
     x, y = (apart or places)[int.from_bytes(digest[:4], "big") % len(apart or places)]
     return x, y, x + width, y + height
+
+
+def ocr(pixels: int, characters: int, threads: int = 1) -> Tool:
+    """Reads at most so many pixels, and tells at most so many characters of what it read."""
+
+    def text(
+        scene: Scene,
+        left: Annotated[float | None, "x of the box's left side; without a box the whole picture is read"] = None,
+        top: Annotated[float | None, "y of its upper side"] = None,
+        right: Annotated[float | None, "x of its right side"] = None,
+        bottom: Annotated[float | None, "y of its lower side"] = None,
+        picture: Number = 0,
+    ) -> str:
+        """Reads the text in a picture, or in the part of it that lies in a box, as large as it is in the original."""
+        whole = scene.picture(picture)
+        given = [side for side in (left, top, right, bottom) if side is not None]
+        if len(given) not in (0, 4):
+            raise ToolError("a box has left, top, right and bottom; without any of them the whole picture is read")
+        box = _box(scene, *given, picture) if given else (0.0, 0.0, 1.0, 1.0)
+        scene.facts |= {"box": list(box), "picture": picture}
+        found = "\n".join(reader(threads)(fitted(_part(whole, box), pixels)))
+        if len(found) > characters:
+            found = f"{found[:characters]}... ({len(found) - characters} characters more: read a part of it)"
+        return found or "(no text)"
+
+    return Tool.of(text, "ocr")
+
+
+def _part(whole: Image.Image, box: tuple[float, float, float, float]) -> Image.Image:
+    """What lies in a box of shares, to the next pixel. Raises ToolError for less than a pixel."""
+    width, height = whole.size
+    x0, x1 = (min(width, max(0, round(share * width))) for share in (box[0], box[2]))
+    y0, y1 = (min(height, max(0, round(share * height))) for share in (box[1], box[3]))
+    if x1 <= x0 or y1 <= y0:
+        raise ToolError("the box is smaller than a pixel")
+    return whole.crop((x0, y0, x1, y1))
 
 
 def rotate() -> Tool:

@@ -41,6 +41,7 @@ class EnvironmentSettings(Choice):
     title: ClassVar[str] = "environment"
     kinds: ClassVar[dict[str, str]] = {
         "tools": "mmrl.sims.turns.settings:ToolsSettings",
+        "recorded": "mmrl.sims.turns.settings:RecordedSettings",
     }
     test: ClassVar[str] = "tests/sims/test_environments.py"
     limits: TurnLimits = option(TurnLimits(), "how far a conversation may go")
@@ -49,6 +50,9 @@ class EnvironmentSettings(Choice):
         "run environments in processes of their own, so that one that hangs or ends its process costs its own rollout; "
         "null: in this process, in turn, which is quicker for what is quick and trusted",
     )
+
+    def check(self) -> None:  # noqa: B027 - most need nothing
+        """Called once, before a model is loaded. Raises ValueError for what is not installed here."""
 
     @abstractmethod
     def make(self) -> Environment:
@@ -65,6 +69,7 @@ class ToolSettings(Choice):
         "rotate": "mmrl.sims.turns.settings:Rotate",
         "flip": "mmrl.sims.turns.settings:Flip",
         "mark": "mmrl.sims.turns.settings:Mark",
+        "ocr": "mmrl.sims.turns.settings:Ocr",
         "calculator": "mmrl.sims.turns.settings:Calculator",
         "function": "mmrl.sims.turns.settings:Function",
     }
@@ -76,6 +81,9 @@ class ToolSettings(Choice):
         if isinstance(value, str) and ":" in value:
             return {"type": "function", "target": value}
         return super().expand(value)
+
+    def check(self) -> None:  # noqa: B027 - most need nothing
+        """Raises ValueError for what is not installed here."""
 
     @abstractmethod
     def make(self) -> Tool: ...
@@ -137,6 +145,28 @@ class Mark(ToolSettings):
         return mark()
 
 
+class Ocr(ToolSettings):
+    """The text in a picture or in a box of it, read by RapidOCR on the CPU from the picture's full size (the extra
+    `ocr`). A box is given as for `zoom`, in the environment's `coordinates`."""
+
+    type: str = "ocr"
+    pixels: int = option(
+        500_000, "what is read is averaged down to this; half a million takes some seconds", unit="pixels", ge=1
+    )
+    characters: int = option(1000, "of the text that is told", unit="characters", ge=1)
+    threads: int = option(1, "threads of the CPU that read", ge=1)
+
+    def check(self) -> None:
+        from mmrl.rewards.reading import check_engine
+
+        check_engine()
+
+    def make(self) -> Tool:
+        from mmrl.sims.turns.pictures import ocr
+
+        return ocr(self.pixels, self.characters, self.threads)
+
+
 class Calculator(ToolSettings):
     """Arithmetic."""
 
@@ -181,6 +211,13 @@ class ToolsSettings(EnvironmentSettings):
         None, "the prompt's pictures are shown at most so large; tools see them as they are", unit="pixels", ge=1
     )
 
+    def check(self) -> None:
+        for tool in self.tools:
+            try:
+                tool.check()
+            except ValueError as error:
+                raise ValueError(f"task.environment.tools: {error}") from None
+
     def make(self) -> Environment:
         from mmrl.sims.turns.tools import ToolEnvironment
 
@@ -191,6 +228,23 @@ class ToolsSettings(EnvironmentSettings):
             coordinates=self.coordinates,
             shown_pixels=self.shown_pixels,
         )
+
+
+class RecordedSettings(EnvironmentSettings):
+    """What was said between the responses of conversations in files comes back, whatever the policy says.
+    Demonstrations are learned from with it; in an evaluation the last response counts."""
+
+    test: ClassVar[str] = "tests/tasks/test_conversations.py"
+    type: str = "recorded"
+    limits: TurnLimits = option(
+        TurnLimits(max_turns=1000, max_text=10_000_000, max_pictures=10_000, max_pixels=1_000_000_000),
+        "how far a conversation may go",
+    )
+
+    def make(self) -> Environment:
+        from mmrl.sims.turns.recorded import Recorded
+
+        return Recorded()
 
 
 @lru_cache

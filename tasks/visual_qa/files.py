@@ -63,7 +63,7 @@ class FileSource(RowSource):
         pictures = Pictures(root, max_pixels)
         fields = Fields(image_field, problem_field, answer_field, video_field, pictures, max_frames)
         super().__init__(
-            _rows(path, parquet_gib),
+            file_rows(path, parquet_gib),
             fields,
             name=str(path),
             prefix=path.stem,
@@ -72,7 +72,8 @@ class FileSource(RowSource):
         )
 
 
-def _rows(path: Path, parquet_gib: float) -> Rows:
+def file_rows(path: Path, parquet_gib: float) -> Rows:
+    """Of a .jsonl or .parquet file. Raises FileNotFoundError, and ValueError for another kind of file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file of questions")
     if path.suffix == ".jsonl":

@@ -10,7 +10,7 @@ from typing import Any
 from mmrl.tasks.visual_qa import verdicts
 from mmrl.tasks.visual_qa.bounds import MAX_FRAMES, MAX_PIXELS
 from mmrl.tasks.visual_qa.pictures import Pictures
-from mmrl.tasks.visual_qa.rows import Fields, RowSource
+from mmrl.tasks.visual_qa.rows import Fields, Rows, RowSource
 
 
 class HuggingFaceSource(RowSource):
@@ -42,13 +42,18 @@ class HuggingFaceSource(RowSource):
         root = None if image_root is None else Path(image_root)
         pictures = Pictures(root, max_pixels, absolute=True)
         super().__init__(
-            _Rows(_load(name, split, dict(options or {}))),
+            split_rows(name, split, options or {}),
             Fields(image_field, problem_field, answer_field, video_field, pictures, max_frames),
             name=f"{name} ({split})",
             prefix=name,
             max_bad_share=max_bad_share,
             validate=validate,
         )
+
+
+def split_rows(name: str, split: str, options: Mapping[str, Any]) -> Rows:
+    """Of a dataset of the hub, or of a folder that `save_to_disk` wrote."""
+    return _Rows(_load(name, split, dict(options)))
 
 
 class _Rows:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from mmrl.tasks.visual_qa import verdicts
 from mmrl.tasks.visual_qa.bounds import MAX_FRAMES
@@ -144,6 +144,15 @@ class Rows(Protocol):
     def stamp(self) -> list[Any] | None: ...
 
 
+class Mapped(Protocol):
+    """How rows become prompts; a dataclass, whose fields say what a verdict on rows belongs to. Both raise RowError."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def prompt(self, row: Any, prompt_id: str) -> Prompt: ...
+    def check(self, row: Any) -> None: ...
+
+
 class RowSource:
     """Prompts from rows: a pass that checks every row and holds none of them, then lazy access to the good ones.
 
@@ -156,7 +165,7 @@ class RowSource:
     first when a prompt is asked for.
     """
 
-    def __init__(self, rows: Rows, fields: Fields, *, name: str, prefix: str, max_bad_share: float, validate: bool):
+    def __init__(self, rows: Rows, fields: Mapped, *, name: str, prefix: str, max_bad_share: float, validate: bool):
         if not 0 <= max_bad_share <= 1:
             raise ValueError(f"max_bad_share must lie in 0 .. 1, not {max_bad_share}")
         self.name, self.max_bad_share = name, max_bad_share
@@ -201,7 +210,7 @@ class RowSource:
     def _verdict(self) -> dict[int, str]:
         """Bad rows by index, with the reason."""
         facts = self._rows.stamp()
-        key = None if facts is None else [self.name, *facts, asdict(self._fields)]
+        key = None if facts is None else [self.name, *facts, type(self._fields).__name__, asdict(self._fields)]
         known = None if key is None else verdicts.recall(key, len(self._rows))
         if known is not None:
             return known

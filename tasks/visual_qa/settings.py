@@ -6,9 +6,10 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from mmrl.sims.turns.settings import EnvironmentSettings
+from mmrl.sims.turns.settings import EnvironmentSettings, RecordedSettings
 from mmrl.tasks.settings import TaskSettings
 from mmrl.tasks.visual_qa.bounds import MAX_FRAMES, MAX_PIXELS, PARQUET_GIB, PILLOWS_LIMIT
+from pydantic import model_validator
 
 from mmrl.rewards.settings import RewardSpec
 from mmrl.settings import Choice, option
@@ -39,8 +40,11 @@ class Questions(Choice):
         "named_pictures": "mmrl.tasks.visual_qa.settings:NamedPicturesData",
         "files": "mmrl.tasks.visual_qa.settings:FilesData",
         "huggingface": "mmrl.tasks.visual_qa.settings:HuggingFaceData",
+        "conversations": "mmrl.tasks.visual_qa.settings:ConversationFilesData",
+        "huggingface_conversations": "mmrl.tasks.visual_qa.settings:HuggingFaceConversationsData",
     }
     test: ClassVar[str] = "tests/tasks/test_sources.py"
+    recorded: ClassVar[bool] = False  # whether prompts hold what is answered to their responses
 
     @abstractmethod
     def sources(self, seed: int) -> tuple[Source | None, Source]:
@@ -237,6 +241,98 @@ class HuggingFaceData(Rows):
         return None if self.train_split is None else split(self.train_split), split(self.eval_split)
 
 
+class ConversationRows(Questions):
+    """Rows that are demonstrated conversations: what assistants say is learned from with algorithm.type=supervised,
+    every turn of it, and all else is read. With task.environment the beginnings are prompts for RL."""
+
+    test: ClassVar[str] = "tests/tasks/test_conversations.py"
+    recorded: ClassVar[bool] = True
+    messages_field: str = option("messages", "column of the messages")
+    image_field: str = option("images", "column of the pictures that messages have places for")
+    tools_field: str = option("tools", "column of the JSON schemas of functions that the chat template shows")
+    answer_field: str = option("answer", "column of the answer; a row without one is answered by its last message")
+    calls: Literal["json", "python"] = option(
+        "json", "how tool_calls are written into responses, as the option `calls` of task.environment.type=tools"
+    )
+    tool_role: Literal["tool", "user"] = option(
+        "tool", "role in which results of tools are shown; task.environment.type=tools shows them as the user's"
+    )
+    image_root: Path | None = option(None, "folder that relative paths of pictures start from; default: the file's")
+    max_pixels: int = option(
+        MAX_PIXELS, "width x height of the largest picture that is opened", unit="pixels", ge=1, le=PILLOWS_LIMIT
+    )
+    max_bad_share: float = option(0.01, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
+    check_rows: bool = option(True, "look at every row once before the run")
+
+    def _fields(self, root: Path | None, *, absolute: bool = False) -> Any:
+        from mmrl.tasks.visual_qa.conversations import Conversations
+        from mmrl.tasks.visual_qa.pictures import Pictures
+
+        return Conversations(
+            messages=self.messages_field,
+            images=self.image_field,
+            tools=self.tools_field,
+            answer=self.answer_field,
+            calls=self.calls,
+            tool_role=self.tool_role,
+            pictures=Pictures(root if self.image_root is None else self.image_root, self.max_pixels, absolute),
+        )
+
+
+class ConversationFilesData(ConversationRows):
+    """Demonstrated conversations in the user's own .jsonl or .parquet files."""
+
+    type: str = "conversations"
+    train: Path | None = option(None, "conversations to train on; without it the task can only be evaluated")
+    eval: Path = option(description="held-out conversations")
+    parquet_gib: float = option(
+        PARQUET_GIB, "of a Parquet file's row groups, that each rank keeps unpacked", unit="GiB", ge=0
+    )
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.visual_qa.files import file_rows
+        from mmrl.tasks.visual_qa.rows import RowSource
+
+        def read(path: Path) -> Source:
+            rows, fields = file_rows(path, self.parquet_gib), self._fields(path.parent)
+            return RowSource(
+                rows,
+                fields,
+                name=str(path),
+                prefix=path.stem,
+                max_bad_share=self.max_bad_share,
+                validate=self.check_rows,
+            )
+
+        return None if self.train is None else read(self.train), read(self.eval)
+
+
+class HuggingFaceConversationsData(ConversationRows):
+    """Demonstrated conversations in two splits of a dataset of the Hugging Face hub, or of a folder."""
+
+    type: str = "huggingface_conversations"
+    name: str = option(description="of the dataset")
+    train_split: str | None = option("train", "conversations to train on; null: the task can only be evaluated")
+    eval_split: str = option("test", "held-out conversations")
+    options: dict[str, Any] = option({}, "keyword arguments of datasets.load_dataset")
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.visual_qa.huggingface import split_rows
+        from mmrl.tasks.visual_qa.rows import RowSource
+
+        def read(split: str) -> Source:
+            return RowSource(
+                split_rows(self.name, split, self.options),
+                self._fields(None, absolute=True),
+                name=f"{self.name} ({split})",
+                prefix=self.name,
+                max_bad_share=self.max_bad_share,
+                validate=self.check_rows,
+            )
+
+        return None if self.train_split is None else read(self.train_split), read(self.eval_split)
+
+
 class VisualQASettings(TaskSettings):
     """Questions about pictures whose answers can be checked."""
 
@@ -248,10 +344,21 @@ class VisualQASettings(TaskSettings):
         RewardSpec(name="exact_match"), "the verifier that evaluation reports, whatever the rewards are"
     )
     environment: EnvironmentSettings | None = option(
-        None, "what answers responses, so that a rollout is a conversation; null: one response a prompt"
+        None,
+        "what answers responses, so that a rollout is a conversation; null: one response a prompt, and for data that "
+        "are conversations what was recorded there",
     )
     instruction: str | None = option(None, "appended to each question on a line of its own")
     system: str | None = option(None, "the system message")
+
+    @model_validator(mode="after")
+    def _answered(self) -> VisualQASettings:
+        if self.data.recorded:
+            if self.instruction is not None or self.system is not None:
+                raise ValueError("instruction and system are for questions; conversations have messages of their own")
+            if self.environment is None:
+                object.__setattr__(self, "environment", RecordedSettings())
+        return self
 
     def build(self, seed: int) -> VisualQA:
         from mmrl.tasks.visual_qa.task import VisualQA

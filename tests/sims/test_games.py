@@ -55,11 +55,12 @@ def test_a_round_is_lost_by_a_wrong_card_and_by_words():
     game = Cards(rounds=3)
     prompt = game.prompt(5)
     first, second, third = game.demonstration(prompt)
-    wrong = str(int(second) % 3 + 1)
+    assert second == f"{deal(5, 1, 'colour', 3).wanted[1]} {deal(5, 1, 'colour', 3).right + 1}"
+    wrong = str(int(second.split()[-1]) % 3 + 1)  # the number alone counts
     rewards, errors, last = play(game, prompt, [first, wrong, third])
     assert rewards == [pytest.approx(1 / 3), 0, pytest.approx(1 / 3)] and errors == [None] * 3
     assert last.end and last.facts["success"] == 0.0
-    rewards, errors, _ = play(game, prompt, ["the left one", "0", "\u0661"])
+    rewards, errors, _ = play(game, prompt, ["the left one", "red 0", "\u0661"])
     assert rewards == [0, 0, 0] and all("1 to 3" in error for error in errors)
 
 

@@ -5,12 +5,15 @@ from typing import Annotated, Literal
 
 import numpy as np
 import pytest
-from mmrl.sims.turns import tools
+from mmrl.sims.turns import pictures, tools
 from mmrl.sims.turns.calculator import value
 from mmrl.sims.turns.settings import ToolsSettings
 from mmrl.sims.turns.tools import Scene, Tool, ToolError, json_call, python_call
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
+from mmrl.build import build_task
+from mmrl.config import load
+from mmrl.errors import UserError
 from mmrl.rollouts import Message, Prompt
 from mmrl.settings import make
 
@@ -201,3 +204,70 @@ def test_the_calculator_refuses_what_is_no_small_arithmetic(expression):
 def test_the_calculator_is_a_tool():
     reply = environment("calculator").step("calculator('2 * 21')")
     assert (reply.messages[0].text, reply.tool) == ("42", "calculator")
+
+
+def page():
+    """Two words, one on the left and one on the right half."""
+    image = Image.new("RGB", (400, 96), "white")
+    for place, word in ((16, "STOP"), (216, "EXIT")):
+        ImageDraw.Draw(image).text((place, 24), word, fill="black", font=ImageFont.load_default(40))
+    return image
+
+
+@pytest.fixture(scope="module")
+def reading():
+    pytest.importorskip("rapidocr_onnxruntime")
+    return environment("ocr", picture=page(), coordinates=2.0, shown_pixels=8)
+
+
+def said(reply):
+    return reply.messages[0].text
+
+
+def test_ocr_reads_the_whole_picture_or_a_box_of_it(reading):
+    assert said(reading.step("ocr()")) == "STOP\nEXIT"
+    left, right = reading.step("ocr(0, 0, 1, 2)"), reading.step("ocr(left=1, top=0, right=2, bottom=2)")
+    assert (said(left), said(right)) == ("STOP", "EXIT")  # from the original, though 8 pixels of it are shown
+    assert (left.facts, right.facts["box"]) == ({"box": [0.0, 0.0, 0.5, 1.0], "picture": 0}, [0.5, 0.0, 1.0, 1.0])
+    assert (left.tool, left.error, said(reading.step("ocr(0, 0, 2, 0.2)"))) == ("ocr", None, "(no text)")
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("ocr(0, 0, 1)", "a box has left, top, right and bottom"),
+        ("ocr(1, 0, 1, 2)", "the box is empty"),
+        ("ocr(0, 0, 0.001, 2)", "smaller than a pixel"),
+        ("ocr(0, 0, 1, 2, 4)", "there is no picture 4"),
+        ("ocr('STOP')", "ocr: left can not be 'STOP'"),
+    ],
+)
+def test_a_box_that_can_not_be_read_is_an_observation(reading, call, told):
+    reply = reading.step(call)
+    assert told in reply.error and not reply.end
+
+
+def test_what_ocr_reads_and_tells_has_limits(reading, monkeypatch):
+    seen = []
+    monkeypatch.setattr(pictures, "reader", lambda threads: lambda one: [*map(str, (threads, *one.size))] + seen)
+    one = environment({"type": "ocr", "pixels": 2400, "threads": 3}, picture=page())
+    assert said(one.step("ocr(0, 0, 400, 96)")) == "3\n100\n24"
+    seen.append("x" * 30)
+    one = environment({"type": "ocr", "characters": 8}, picture=page())
+    assert said(one.step("ocr()")) == "1\n400\n96... (31 characters more: read a part of it)"
+
+
+def test_the_schema_of_ocr_has_a_box_and_needs_none():
+    (schema,) = make(ToolsSettings, {"tools": ["ocr"], "described": "template"}).make().tools()
+    parameters = schema["function"]["parameters"]
+    assert [value["type"] for value in parameters["properties"].values()] == ["number"] * 4 + ["integer"]
+    assert (
+        list(parameters["properties"]) == ["left", "top", "right", "bottom", "picture"] and not parameters["required"]
+    )
+
+
+def test_reading_without_its_engine_is_one_line_before_a_model_is_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = load("configs/visual_qa_zoom.yaml", [f"run_dir={tmp_path}", "task.environment.tools=[zoom, ocr]"])
+    with pytest.raises(UserError, match=r"^task: task.environment.tools: reading text needs the extra `ocr`: pip "):
+        build_task(config)

@@ -29,6 +29,14 @@ if TYPE_CHECKING:
     from mmrl.policies.vlm.policy import VisionLanguagePolicy
 
 
+ENDS = {
+    "environment": "the environment ended it",
+    "turns": "the limit is task.environment.limits.max_turns",
+    "length": "the limit is rollout.max_response_length, of all tokens after the prompt",
+    "lost": "lost",
+}
+
+
 @dataclass(eq=False)
 class ConversationDraft(Draft):
     """A conversation in the making. `request` is for its first response; `limit` counts the tokens of all that comes
@@ -205,7 +213,7 @@ class Conversations:
                 if draft.dialogue.end is not None:
                     raise UserError(
                         f"the demonstration of prompt {draft.prompt.id} has {len(texts)} responses, but the "
-                        f"conversation ended after {number} ({draft.dialogue.problem or draft.dialogue.end})"
+                        f"conversation ended after {number} ({draft.dialogue.problem or ENDS[draft.dialogue.end]})"
                     )
                 ids = policy.demonstrated_ids(draft.prompt, texts[number])
                 draft.grow(ids, torch.zeros(len(ids)), None)

@@ -1,0 +1,45 @@
+"""Faults of tools, of conversations from files and of environments of other packages: a name, a file, a text that it
+holds once, what takes its place, and the tests that could notice. `faults.py` plants them with `planted.py`'s."""
+
+from __future__ import annotations
+
+TOOLS = ("sims/test_tools.py",)
+TALKS = ("tasks/test_conversations.py",)
+OTHERS = ("sims/test_other_environments.py",)
+C, E = "tasks/visual_qa/conversations.py", "sims/turns/openenv.py"
+P, S = "sims/turns/pictures.py", "sims/turns/settings.py"
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("ocr tool: reads the whole picture", P, "fitted(_part(whole, box), pixels)", "fitted(whole, pixels)", TOOLS),
+    ("ocr tool: reads what is shown, not the original", P,
+     "whole = scene.picture(picture)\n        given", "whole = scene.shown[picture]\n        given", TOOLS),
+    ("ocr tool: half a box is no box", P, "if len(given) not in (0, 4):", "if len(given) > 4:", TOOLS),
+    ("ocr tool: tells all that it read", P, "if len(found) > characters:", "if len(found) > 10 * characters:", TOOLS),
+    # --- conversations from files ---
+    ("files: only the last response is learned from", "mmrl/policies/vlm/turns.py",
+     "draft.grow(ids, torch.zeros(len(ids)), None)",
+     "draft.grow(ids, torch.zeros(len(ids)), None); draft.tokens.decided[: (number == 0) * len(ids)] = False", TALKS),
+    ("files: results of tools are learned from", "mmrl/policies/vlm/prompts.py",
+     "grown = self.followed(more.prompt, decided=False)", "grown = self.followed(more.prompt, decided=True)", TALKS),
+    ("files: pictures of the column in another order", C, "        shown = enumerate([] if held is None else held if "
+     "isinstance(held, list | tuple) else [held])", "        shown = enumerate((held or [])[::-1])", TALKS),
+    ("files: calls are dropped", C, "        if not calls:\n            return text",
+     "        if calls or not calls:\n            return text", TALKS),
+    ("files: pictures that have no place are passed over", C, "if (left := len(list(shown))) > 0:",
+     "if (left := len(list(shown))) > 9:", TALKS),
+    ("files: nulls of tables are arguments", C, "for key, inner in value.items() if inner is not None}",
+     "for key, inner in value.items()}", TALKS),
+    # --- environments of other packages ---
+    ("openenv: a step's reward is lost", E, "float(result.reward or 0.0)", "0.0", OTHERS),
+    ("openenv: every game is the same", E, 'seed=prompt.metadata["seed"]', "seed=0", OTHERS),
+    ("openenv: success needs no end", E, "float(done and self.earned >= self.settings.won)",
+     "float(self.earned >= self.settings.won or done)", OTHERS),
+    ("games: the expert names the other rule", "sims/turns/cards.py", "if rule == 'count' else colour}",
+     "if rule == 'colour' else colour}", ("sims/test_games.py",)),
+    ("learning: the best without a tool is not the best", "scripts/bench/turns_learning.py",
+     "        return max(share for", "        return min(share for", ("test_bench_scripts.py",)),
+    ("ocr tool: its engine is missed late", S, "            try:\n                tool.check()",
+     "            try:\n                tool.check  # noqa: B018", TOOLS),
+]
+# fmt: on

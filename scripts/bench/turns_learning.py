@@ -1,0 +1,130 @@
+"""What `scripts/bench/turns.py --learning` does: recipes over turns with their controls, at several seeds.
+
+Rows of zoom: `zoom`, the recipe; `no_tool`, as many steps of supervised learning and then of GRPO without the tool;
+`random_reward`; `unrelated`, whose tool shows another place. Rows of games: `cards` and its `random_reward`. Each seed
+has bases of its own, and runs that are in --runs are not repeated; one that was interrupted is made anew.
+
+Held-out answers that are right, sampled at temperature 1 and likeliest, before and after RL: the share in percent.
+`tool` and `place`: the share of sampled conversations that use the tool, and that look at the right place. Minutes are
+wall-clock with evaluation, the warm start's included. The last table has means (least .. greatest) over the seeds; of
+zoom also the difference from the best that was reached without the tool, of all four figures of the same seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# Of each recipe its rows: the configuration and the one of its warm start.
+RECIPES = {
+    "zoom": {
+        "zoom": ("visual_qa_zoom", "visual_qa_zoom_warm_start"),
+        "no_tool": ("visual_qa_zoom_no_tool", "visual_qa_zoom_no_tool_warm_start"),
+        "random_reward": ("visual_qa_zoom_random_reward", "visual_qa_zoom_warm_start"),
+        "unrelated": ("visual_qa_zoom_unrelated", "visual_qa_zoom_warm_start"),
+    },
+    "games": {
+        "cards": ("visual_games", "visual_games_warm_start"),
+        "random_reward": ("visual_games_random_reward", "visual_games_warm_start"),
+    },
+}
+HELD_OUT = 500
+SHARES = ("sampled before", "sampled after", "likeliest before", "likeliest after", "tool", "place")
+
+
+@dataclass(frozen=True)
+class Learned:
+    """One row at one seed. shares: by `SHARES`, in percent; None where there is no such thing."""
+
+    row: str
+    seed: int
+    shares: dict[str, float | None]
+    minutes: float
+
+    @property
+    def best(self) -> float:
+        """The greatest share of right answers that was seen."""
+        return max(share for name, share in self.shares.items() if share is not None and name in SHARES[:4])
+
+
+def table(recipe: str, rows: Sequence[str], seeds: Sequence[int], runs: Path, overrides: Sequence[str]) -> None:
+    """Makes what is missing and prints."""
+    found = []
+    print(f"| row | seed | {' | '.join(SHARES)} | minutes |\n|{' --- |' * (len(SHARES) + 3)}", flush=True)
+    for seed in seeds:
+        for row in rows:
+            found.append(learned(recipe, row, seed, runs, overrides))
+            cells = [row, str(seed), *(told([found[-1].shares[name]]) for name in SHARES)]
+            print(f"| {' | '.join(cells)} | {found[-1].minutes:.1f} |", flush=True)
+    print(f"\n| row | {' | '.join(SHARES)} | above the best without a tool |\n|{' --- |' * (len(SHARES) + 2)}")
+    without = {one.seed: one.best for one in found if one.row == "no_tool"}
+    for row in rows:
+        own = [one for one in found if one.row == row]
+        shares = [told([one.shares[name] for one in own]) for name in SHARES]
+        above = told([one.shares["sampled after"] - without[one.seed] for one in own]) if without else "-"
+        print(f"| {' | '.join([row, *shares, above])} |")
+
+
+def told(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    middle = f"{sum(known) / len(known):.1f}"
+    return middle if len(known) == 1 else f"{middle} ({min(known):.1f} .. {max(known):.1f})"
+
+
+def learned(recipe: str, row: str, seed: int, runs: Path, overrides: Sequence[str]) -> Learned:
+    config, warm_start = RECIPES[recipe][row]
+    base = runs / f"{warm_start}-{seed}"
+    minutes = train(warm_start, base, seed, *overrides)
+    run = runs / f"{config}-{seed}"
+    origin = ["model.warm_start=null", f"model.path={base / 'final'}", f"evaluation.prompts={HELD_OUT}"]
+    sampling = "evaluation.temperature=1.0"
+    minutes += train(config, run, seed, *origin, sampling, *overrides)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    ends = [line for line in lines if "evaluation/accuracy" in line]
+    before, after = ends[0], ends[-1]
+    shares = {
+        "sampled before": before["evaluation/accuracy"],
+        "sampled after": after["evaluation/accuracy"],
+        "likeliest before": likeliest(config, base / "final", run / "before.json", seed, *overrides),
+        "likeliest after": likeliest(config, run / "final", run / "after.json", seed, *overrides),
+        "tool": after.get("evaluation/turns/tool_share"),
+        "place": after.get("evaluation/turns/zoomed_right"),
+    }
+    return Learned(row, seed, {name: None if s is None else 100 * s for name, s in shares.items()}, minutes)
+
+
+def train(config: str, run: Path, seed: int, *overrides: str) -> float:
+    """Unless that was done before; returns its minutes."""
+    if not (run / "seconds").is_file():
+        shutil.rmtree(run, ignore_errors=True)
+        started = time.monotonic()
+        mmrl("train", f"configs/{config}.yaml", f"seed={seed}", f"run_dir={run}", *overrides)
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)
+        (run / "seconds").write_text(str(time.monotonic() - started))
+    return float((run / "seconds").read_text()) / 60
+
+
+def likeliest(config: str, model: Path, kept: Path, seed: int, *overrides: str) -> float:
+    """The share of held-out prompts whose likeliest responses are right, from the result file of `mmrl eval`."""
+    if not kept.is_file():
+        asked = [f"seed={seed}", f"evaluation.prompts={HELD_OUT}", "evaluation.temperature=0"]
+        mmrl("eval", str(model), f"configs/{config}.yaml", *overrides, *asked)
+        shutil.move(model / "evaluation.json", kept)
+    return json.loads(kept.read_text())["evaluation/accuracy"]
+
+
+def mmrl(*arguments: str) -> None:
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    command: list[Any] = [sys.executable, "-m", "mmrl", *arguments]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=sys.stderr)

@@ -1,0 +1,61 @@
+"""Chat messages as other packages write them, as ours."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmrl.rollouts import Message
+
+Part = str | Image.Image
+
+
+def message(written: Mapping[str, Any]) -> Message:
+    """Of {"role", "content"}, where content is text or a list of parts {"type": "text", "text": ...} and {"type":
+    "image_url", "image_url": {"url": "data:image/..."}}. Raises ValueError for other parts."""
+    content = written.get("content")
+    parts = [content] if isinstance(content, str) else [_part(part) for part in content or ()]
+    return Message(str(written["role"]), tuple(part for part in parts if part != "") or (" ",))
+
+
+def _part(part: Mapping[str, Any]) -> Part:
+    if part.get("type") == "text":
+        return str(part["text"])
+    if part.get("type") == "image_url":
+        return picture(part["image_url"]["url"])
+    raise ValueError(f"a part of type {part.get('type')!r:.40} in a message; texts and pictures are read")
+
+
+def picture(written: Any) -> Image.Image:
+    """A picture that is a file in base64, with or without `data:image/...;base64,` before it, or numbers [height,
+    width, 3] from 0 to 255. Raises ValueError for anything else."""
+    if isinstance(written, Image.Image):
+        return written.convert("RGB")
+    if isinstance(written, str):
+        try:
+            file = base64.b64decode(written.rpartition(";base64,")[2], validate=True)
+            return Image.open(io.BytesIO(file)).convert("RGB")
+        except (binascii.Error, OSError, ValueError) as error:
+            raise ValueError(f"no picture in base64 ({' '.join(str(error).split())})") from None
+    try:
+        pixels = np.asarray(written)
+        if pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.min() >= 0 and pixels.max() <= 255:
+            return Image.fromarray(pixels.astype(np.uint8))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"no picture [height, width, 3] of numbers from 0 to 255 ({error})") from None
+    raise ValueError(f"no picture [height, width, 3] of numbers from 0 to 255, but {pixels.shape}")
+
+
+def joined(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Texts that follow one another on lines of their own."""
+    found: list[Part] = []
+    for part in parts:
+        before = found.pop() if isinstance(part, str) and found and isinstance(found[-1], str) else None
+        found.append(part if before is None else f"{before}\n{part}")
+    return tuple(found)

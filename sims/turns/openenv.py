@@ -1,0 +1,79 @@
+"""Environments of OpenEnv: played in this process, or by a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mmrl.sims.turns.chat import Part, joined, picture
+from mmrl.sims.turns.environment import Environment, Reply
+from mmrl.sims.turns.games import OpenEnv
+
+from mmrl.errors import UserError
+from mmrl.rollouts import Message, Prompt
+from mmrl.settings import locate
+
+OURS = ("done", "reward", "metadata")  # of an observation, and not for the policy to read
+
+
+def made(settings: OpenEnv) -> Any:
+    """An environment, or a client of one: `reset(seed=...)` and `step(action)`."""
+    if settings.target is not None:
+        return locate(settings.target, "task.game.target")()
+    try:
+        from openenv.core.generic_client import GenericEnvClient
+    except ImportError as error:
+        raise UserError(f"task.game.address needs a package: pip install openenv-core ({error})") from None
+    client = GenericEnvClient(base_url=settings.address).sync()
+    try:
+        return client.connect()
+    except Exception as error:  # whatever its sockets say
+        raise UserError(f"task.game.address={settings.address}: {' '.join(str(error).split())}") from None
+
+
+class OpenEnvWorld(Environment):
+    def __init__(self, settings: OpenEnv) -> None:
+        self.settings, self.env, self.earned = settings, made(settings), 0.0
+        self.action = None if settings.action is None else locate(settings.action, "task.game.action")
+
+    def start(self, prompt: Prompt) -> list[Message]:
+        seen, _, _ = self._outcome(self.env.reset(seed=prompt.metadata["seed"]))
+        return [Message("user", joined([*self._shown(seen), *filter(None, [prompt.text])]))]
+
+    def step(self, response: str) -> Reply:
+        try:
+            action = self._action(response)
+        except ValueError as error:
+            why = f"no action ({' '.join(str(error).split())[:200]})"
+            return Reply([Message("user", (f"error: {why}",))], error=why)
+        seen, reward, done = self._outcome(self.env.step(action))
+        self.earned += reward
+        facts = {"success": float(done and self.earned >= self.settings.won)}
+        return Reply([] if done else [Message("user", self._shown(seen))], end=done, reward=reward, facts=facts)
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _outcome(self, result: Any) -> tuple[dict[str, Any], float, bool]:
+        """What is seen, its reward and whether it is the end. A client's result holds an observation that is a mapping;
+        an environment's own is one, with reward and end in it."""
+        seen = result.observation if self.settings.target is None else result.model_dump()
+        return dict(seen), float(result.reward or 0.0), bool(result.done)
+
+    def _action(self, response: str) -> Any:
+        """Raises ValueError."""
+        field = self.settings.action_field
+        given = json.loads(response) if field is None else {field: response.strip()}
+        if not isinstance(given, dict):
+            raise ValueError("an action is a JSON object")
+        return given if self.action is None else self.action(**given)
+
+    def _shown(self, seen: Mapping[str, Any]) -> tuple[Part, ...]:
+        settings = self.settings
+        pictured = [] if settings.picture is None else [picture(seen[settings.picture])]
+        names = settings.text or [name for name in seen if name not in (*OURS, settings.picture)]
+        if settings.text is not None and len(names) == 1:
+            return joined([*pictured, str(seen[names[0]])])
+        told = {name: seen[name] for name in names}
+        return joined([*pictured, json.dumps(told, default=str)] if told else pictured)
