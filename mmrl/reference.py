@@ -40,6 +40,7 @@ DECISIONS: dict[str, dict[str, Any]] = {
     "masked token": {"model": {"type": "masked_diffusion"}},
     "picture with its gradient": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "last_steps"}}},
     "code of a picture": {"model": {"type": "picture_codes"}},
+    "word or code": {"model": {"type": "picture_codes"}, "rollout": {"reasoning_length": 8}},
     "denoising step": {"model": {"type": "diffusion"}},
     "picture": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "matching"}}},
     "picture (contrast)": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "contrast"}}},

@@ -25,9 +25,11 @@ from types import ModuleType
 import planted
 import planted_gpu
 import planted_origins
+import planted_pictures
 from planted import Fault
 
-FAULTS = [*planted.FAULTS, *(Fault(*fault) for fault in (*planted_origins.ORIGINS, *planted_gpu.FAULTS))]
+MORE = (*planted_origins.ORIGINS, *planted_gpu.FAULTS, *planted_pictures.FAULTS)
+FAULTS = [*planted.FAULTS, *(Fault(*fault) for fault in MORE)]
 ROOT = Path(__file__).resolve().parents[2]
 MISSED = "NOT CAUGHT"
 COPIED = ("mmrl", "tasks", "sims", "tests", "configs", "scripts")

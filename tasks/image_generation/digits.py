@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -79,11 +79,21 @@ class DigitsSource:
     training, [1, 8, 8] float32, 0 to 1. For the share `careless` it shows another digit, so that a supervised run ends
     with a base that often draws the wrong one. Training and held-out prompts share neither texts nor
     pictures nor random streams. With `rejected` the metadata also has such a picture of another digit than the one that
-    was asked for.
+    was asked for; with `reasoning` a text that names what is shown ("the digit seven").
     """
 
-    def __init__(self, split: Split = "train", *, size: int, seed: int, careless: float = 0.0, rejected: bool = False):
+    def __init__(
+        self,
+        split: Split = "train",
+        *,
+        size: int,
+        seed: int,
+        careless: float = 0.0,
+        rejected: bool = False,
+        reasoning: bool = False,
+    ):
         self.split, self.size, self.seed, self.careless, self.rejected = split, size, seed, careless, rejected
+        self.reasoning = reasoning
         _, labels = _digits()
         self._pools = [np.array([i for i in split_indices(split) if labels[i] == digit]) for digit in range(10)]
 
@@ -99,10 +109,12 @@ class DigitsSource:
         wrong = int(rng.integers(1, 10))
         shown = (digit + wrong) % 10 if rng.random() < self.careless else digit
         image = int(rng.choice(self._pools[shown]))
-        metadata = {"image": image, "target": _digits()[0][image]}
+        metadata: dict[str, Any] = {"image": image, "target": _digits()[0][image]}
         if self.rejected:
             other = int(rng.choice(self._pools[(digit + int(rng.integers(1, 10))) % 10]))
             metadata["rejected"] = _digits()[0][other]
+        if self.reasoning:
+            metadata["reasoning"] = f"the digit {NAMES[shown]}"
         return Prompt(id=f"digits-{self.split}-{self.seed}-{index}", text=text, answer=digit, metadata=metadata)
 
 

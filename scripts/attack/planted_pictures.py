@@ -1,0 +1,41 @@
+"""Faults of picture generation: text before codes, sets of pictures, values of latents. A name, a file, a text that it
+holds once, what takes its place, and the tests that could notice. `faults.py` plants them."""
+
+from __future__ import annotations
+
+C = "mmrl/policies/codes/"
+REASONING, JANUS = ("policies/codes/test_reasoning.py",), ("policies/codes/test_janus.py",)
+PARTS = ("joints/test_parts.py",)
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("codes: words are scored one place late", C + "policy.py", "torch.arange(self.reasoning_length) - 1)",
+     "torch.arange(self.reasoning_length))", REASONING),
+    ("codes: padding of texts counts", C + "policy.py", "(place < lengths[:, None])",
+     "(place < lengths[:, None] + 1)", REASONING),
+    ("codes: text may hold any token", C + "policy.py", ".masked_fill(~self.allowed, -torch.inf)",
+     ".masked_fill(~self.allowed, -1.0)", REASONING),
+    ("codes: a picture is drawn without its text", C + "policy.py",
+     "self._collate(self._guided(self._before(told, texts), guidance))",
+     "self._collate(self._guided(self._before(told, [NOTHING] * len(told)), guidance))", REASONING),
+    ("codes: texts of neighbours change the noise", C + "policy.py",
+     "generators = [torch.Generator(self.device).manual_seed(mixed(int(seed), TEXTS) % 2**63) for seed in seeds]",
+     "generators = [torch.Generator(self.device).manual_seed(i) for i, seed in enumerate(seeds)]", REASONING),
+    ("codes: guidance the other way", C + "policy.py", "untold + guidance * (told - untold)",
+     "told + guidance * (untold - told)", REASONING),
+    ("codes: activations are never recomputed", C + "policy.py", "                layer.training = on",
+     "                layer.training = False", REASONING),
+    ("janus: the unconditional half has no beginning", C + "writers.py",
+     "(told == tokenizer.bos_token_id) | (told == self.between[0])", "told == tokenizer.bos_token_id", JANUS),
+    ("janus: the decoder is trained", C + "writers.py", '{"vision_model", "aligner", "vqmodel"}',
+     '{"vision_model", "aligner"}', JANUS),
+    ("janus: pictures of -1 to 1", C + "writers.py", "(torch.cat(parts) + 1) / 2", "torch.cat(parts)", JANUS),
+    ("by_part: one surrogate for both", "mmrl/algorithms/by_part.py", '("codes", CODES, self.codes)',
+     '("codes", CODES, self.text)', PARTS),
+    ("of_part: the other part", "mmrl/terms/of_part.py", 'TEXT if self.part == "text" else CODES',
+     'CODES if self.part == "text" else TEXT', PARTS),
+    ("of_part: statistics of both parts", "mmrl/terms/of_part.py", "value.where(mine, torch.nan)",
+     "value.where(mine, 0.0)", PARTS),
+    ("part_credit: rewards without their weights", "mmrl/terms/part_credit.py", "weights=batch.reward_weights[columns]",
+     "weights=None", PARTS),
+]
