@@ -6,6 +6,7 @@ from __future__ import annotations
 C = "mmrl/policies/codes/"
 REASONING, JANUS = ("policies/codes/test_reasoning.py",), ("policies/codes/test_janus.py",)
 PARTS = ("joints/test_parts.py",)
+SETS = ("rewards/test_sets.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -38,4 +39,18 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "value.where(mine, 0.0)", PARTS),
     ("part_credit: rewards without their weights", "mmrl/terms/part_credit.py", "weights=batch.reward_weights[columns]",
      "weights=None", PARTS),
+    # --- sets ---
+    ("sets: FID without its covariances", "mmrl/core/sets.py", "+ spread.trace() + wanted.trace() - 2 * shared", "",
+     SETS),
+    ("sets: FID without the shared root", "mmrl/core/sets.py", " - 2 * shared", "", SETS),
+    ("sets: KID counts a picture with itself", "mmrl/core/sets.py", "(found.sum() - found.diagonal().sum())",
+     "(found.sum())", SETS),
+    ("sets: what is nearer earns less", "mmrl/core/sets.py", "whole - torch.stack(changed).mean()",
+     "torch.stack(changed).mean() - whole", SETS),
+    ("sets: a subset takes its own place", "mmrl/core/sets.py", "features[member != j], own])",
+     "features[member != i], own])", SETS),
+    ("sets: subsets are prompts", "mmrl/rewards/sets.py", "found.append(seen.get(sample.prompt.id, 0))",
+     "found.append(len(seen))", SETS),
+    ("sets: every group is a batch", "mmrl/rewards/compose.py", 'if reward.scope == "batch":',
+     'if reward.scope == "bath":', SETS),
 ]

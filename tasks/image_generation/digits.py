@@ -175,6 +175,16 @@ def second_classifier() -> nn.Module:
     return copy.deepcopy(classifier("second"))
 
 
+def digit_features() -> nn.Module:
+    """The logits of the classifier that rewards, for `set_distance`."""
+    return reward_classifier()
+
+
+def real_digits() -> Tensor:
+    """[picture, 1, 8, 8] all pictures to train on, for `set_distance`."""
+    return _digits()[0][torch.from_numpy(split_indices("train"))]
+
+
 def heldout_accuracy(judge: Judge) -> float:
     """The share of the held-out real pictures that a classifier names rightly."""
     images, labels = _digits()
