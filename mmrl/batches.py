@@ -247,10 +247,17 @@ class Batches:
 
     def _complete(self, batch: Rollouts) -> None:
         """Leaves the rewards of what the states of chains lead to in `extras`, where a part needs them."""
-        if not self.config.needs.completions:
+        needs = self.config.needs
+        if not (needs.completions or needs.outcomes):
             return
         assert isinstance(self.policy, Completing) and batch.rewards is not None
         weights, count = torch.tensor(self.task.reward_weights), batch.mask.shape[1]
+        if needs.outcomes:
+            ends = self.policy.complete_steps(batch, ends=True)
+            behind = combined_reward(self.task.score(ends, batch.group.repeat_interleave(count)), weights)
+            batch.extras["outcomes"] = Column(behind.view(-1, count))
+        if not needs.completions:
+            return
         made = self.policy.complete_steps(batch)
         before = combined_reward(self.task.score(made, batch.group.repeat_interleave(count)), weights)
         after = combined_reward(batch.rewards, weights)

@@ -338,6 +338,10 @@ def cost_of(needs: Needs) -> str:
         found.append("as many responses again under every view")
     if needs.completions:
         found.append("a deterministic completion of every step of the chain, and its reward")
+    if needs.outcomes:
+        found.append("a deterministic completion of every candidate, and its reward")
+    if needs.latents:
+        found.append("a small network of values, which learns on the CPU")
     if needs.continuations:
         found.append("further responses from every edge of a segment, and their rewards")
     if needs.whole_groups:

@@ -58,6 +58,7 @@ class Shaper(Choice):
         "turn_returns": "mmrl.terms.turn_returns:TurnReturns",
         "step_gains": "mmrl.terms.step_gains:StepGains",
         "part_credit": "mmrl.terms.part_credit:PartCredit",
+        "latent_values": "mmrl.terms.latent_values:LatentValues",
         "milestones": "mmrl.terms.milestones:Milestones",
         "segment_values": "mmrl.terms.segment_values:SegmentValues",
         "curiosity": "mmrl.terms.curiosity:Curiosity",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 C = "mmrl/policies/codes/"
 REASONING, JANUS = ("policies/codes/test_reasoning.py",), ("policies/codes/test_janus.py",)
+CANDIDATES, VALUES = ("joints/test_candidates.py",), ("joints/test_latent_values.py",)
 PARTS = ("joints/test_parts.py",)
 SETS = ("rewards/test_sets.py",)
 
@@ -53,4 +54,29 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "found.append(len(seen))", SETS),
     ("sets: every group is a batch", "mmrl/rewards/compose.py", 'if reward.scope == "batch":',
      'if reward.scope == "bath":', SETS),
+    # --- steps ---
+    ("candidates: the worst is preferred", "mmrl/algorithms/candidates.py", "found[rows[own.argmax()], t] = 1.0",
+     "found[rows[own.argmin()], t] = 1.0", CANDIDATES),
+    ("candidates: a mean over groups", "mmrl/algorithms/candidates.py", "torch.tensor(len(pairs(micro)[0]))",
+     "torch.tensor(len(micro.group.unique()))", CANDIDATES),
+    ("candidates: worth what their common state is", "mmrl/batches.py", "complete_steps(batch, ends=True)",
+     "complete_steps(batch, ends=False)", CANDIDATES),
+    ("candidates: completed from the step before", "mmrl/policies/diffusion/policy.py", "[point + ends for",
+     "[point for", CANDIDATES),
+    ("candidates: everybody goes on alone", "mmrl/policies/diffusion/candidates.py",
+     "apart = x.repeat_interleave(size, 0)", "apart = x.repeat_interleave(size, 0) if k == 0 else after[-1]",
+     CANDIDATES),
+    ("values: the mean whatever eta", "mmrl/core/values.py", "if eta == 0:", "if eta >= 0:", VALUES),
+    ("values: segments lose what they add", "mmrl/terms/latent_values.py", "clamp(max=count)] - value[:, first]",
+     "clamp(max=count)] * -1 + value[:, first]", VALUES),
+    ("values: segments of one step", "mmrl/terms/latent_values.py", "torch.arange(count) // every * every",
+     "torch.arange(count)", VALUES),
+    ("values: rewards are seen before they are judged", "mmrl/terms/latent_values.py",
+     "        network = Values(x.shape[-1], self.width, 0, memory[\"network\"])\n",
+     "        network = Values(x.shape[-1], self.width, 0, memory[\"network\"])\n"
+     "        self._learn(network, x, batch.combined(), batch)\n", VALUES),
+    ("values: nothing is remembered", "mmrl/terms/latent_values.py", '"network": network.state}', '"network": None}',
+     VALUES),
+    ("values: no warm-up", "mmrl/terms/latent_values.py", 'memory["calls"] <= self.warm_up', 'memory["calls"] <= 0',
+     VALUES),
 ]

@@ -122,6 +122,17 @@ def test_first_words_are_drawn_as_likely_as_they_are(folder):
     assert one.response == other.response and torch.equal(one.image, other.image)
 
 
+def test_the_most_likely_codes_are_those_behind_the_text(folder):
+    made = policy(folder, guidance=2.0)
+    record = made._draw(PROMPTS[1:], [3], 0.0, 2.0)[0]
+    told = torch.cat([record.prompt, record.text, torch.tensor(made.writer.between, dtype=torch.long)])
+    untold = made.writer.unconditional(made.encode(""), told, made.tokenizer)
+    c, u = (made.writer.codes(made.module.model, read(made, row))[0, -1] for row in (told, untold))
+    plain = made.writer.codes(made.module.model, read(made, record.prompt))[0, -1]
+    assert int((u + 2 * (c - u)).argmax()) == int(record.tokens[0]) - made.writer.first
+    assert (c - plain).abs().max() > 1e-2  # the text says something
+
+
 def test_codes_read_the_text_before_them(folder):
     made = policy(folder)
     batch = made.rollout(PROMPTS, 1, [1, 2])
