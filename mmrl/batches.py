@@ -24,6 +24,7 @@ from mmrl.metrics import Metrics
 from mmrl.pool import Pool
 from mmrl.prompt_samplers import Outcome
 from mmrl.protocols import Completing, Continuing, Policy, SyncedGenerator, Task
+from mmrl.rewards.twins import twin_of
 from mmrl.rollouts import FRESH, Column, DecisionColumn, Rollouts, Texts, alike
 from mmrl.seeds import rollout_seeds
 from mmrl.sources import SourceContext
@@ -188,7 +189,10 @@ class Batches:
         with one_thread("rewards") as background:
             for i in range(0, len(prompts), at_once):
                 rows = slice(i * size, (i + at_once) * size)
-                part = self.policy.rollout(prompts[i : i + at_once], size, seeds[rows], step=step)
+                asked, each = prompts[i : i + at_once], size
+                if self.rollout.paired:
+                    asked, each = [one for prompt in asked for one in (prompt, twin_of(prompt))], size // 2
+                part = self.policy.rollout(asked, each, seeds[rows], step=step)
                 parts.append(part)
                 scores.append(background.submit(self.task.score, part.samples, group[rows]))
                 if not self.rollout.scores_in_background:
@@ -323,6 +327,8 @@ def check_batch(config: Config, world: int) -> None:
     for key, count in shared.items():
         if count % world:
             raise UserError(f"{key}={count} can not be shared by {world} ranks; make it a multiple")
+    if rollout.paired and config.generator is not None and config.generator.unfinished is not None:
+        raise UserError("rollout.generator.partial draws groups of one prompt; set rollout.twins=false")
     mine = config.rollouts_per_step // world
     if mine % minibatches:
         raise UserError(

@@ -23,6 +23,7 @@ from mmrl.rewards import (
     sets,
     text_judges,
     turns,
+    twins,
     verifiers,
 )
 from mmrl.rewards.failures import Failures
@@ -76,6 +77,7 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "evidence_judge": text_judges.EvidenceJudge,
     "http": http.HttpReward,
     "guard": guards.GuardReward,
+    "twin_margin": twins.TwinMargin,
     "framewise": framewise.Framewise,
 }
 ISOLATED = frozenset({"math"})  # may hang, so they never run in this process

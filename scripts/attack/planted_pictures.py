@@ -7,6 +7,7 @@ C = "mmrl/policies/codes/"
 REASONING, JANUS = ("policies/codes/test_reasoning.py",), ("policies/codes/test_janus.py",)
 CANDIDATES, VALUES = ("joints/test_candidates.py",), ("joints/test_latent_values.py",)
 PARTS = ("joints/test_parts.py",)
+TWINS = ("joints/test_twins.py",)
 SETS = ("rewards/test_sets.py",)
 
 # fmt: off
@@ -79,4 +80,13 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      VALUES),
     ("values: no warm-up", "mmrl/terms/latent_values.py", 'memory["calls"] <= self.warm_up', 'memory["calls"] <= 0',
      VALUES),
+    # --- twins ---
+    ("twins: all of a group answer both", "mmrl/batches.py", "twin_of(prompt))], size // 2", "twin_of(prompt))], size",
+     TWINS),
+    ("twins: the prompt is its own twin", "mmrl/batches.py", "for one in (prompt, twin_of(prompt))]",
+     "for one in (prompt, prompt)]", TWINS),
+    ("twins: the margin is turned round", "mmrl/rewards/twins.py", "else a - b for", "else b - a for", TWINS),
+    ("twins: digits ask for the same digit", "tasks/image_generation/digits.py",
+     "            other = (digit + int(rng.integers(1, 10))) % 10\n            words",
+     "            other = digit\n            words", TWINS),
 ]

@@ -79,7 +79,8 @@ class DigitsSource:
     training, [1, 8, 8] float32, 0 to 1. For the share `careless` it shows another digit, so that a supervised run ends
     with a base that often draws the wrong one. Training and held-out prompts share neither texts nor
     pictures nor random streams. With `rejected` the metadata also has such a picture of another digit than the one that
-    was asked for; with `reasoning` a text that names what is shown ("the digit seven").
+    was asked for; with `reasoning` a text that names what is shown ("the digit seven"); with `twins` the prompt
+    that asks for another digit in the same words.
     """
 
     def __init__(
@@ -91,9 +92,10 @@ class DigitsSource:
         careless: float = 0.0,
         rejected: bool = False,
         reasoning: bool = False,
+        twins: bool = False,
     ):
         self.split, self.size, self.seed, self.careless, self.rejected = split, size, seed, careless, rejected
-        self.reasoning = reasoning
+        self.reasoning, self.twins = reasoning, twins
         _, labels = _digits()
         self._pools = [np.array([i for i in split_indices(split) if labels[i] == digit]) for digit in range(10)]
 
@@ -115,6 +117,10 @@ class DigitsSource:
             metadata["rejected"] = _digits()[0][other]
         if self.reasoning:
             metadata["reasoning"] = f"the digit {NAMES[shown]}"
+        if self.twins:
+            other = (digit + int(rng.integers(1, 10))) % 10
+            words = texts(self.split, other)[texts(self.split, digit).index(text)]
+            metadata["twin"] = Prompt(id=f"digits-{self.split}-{self.seed}-{index}-twin", text=words, answer=other)
         return Prompt(id=f"digits-{self.split}-{self.seed}-{index}", text=text, answer=digit, metadata=metadata)
 
 
