@@ -8,6 +8,7 @@ REASONING, JANUS = ("policies/codes/test_reasoning.py",), ("policies/codes/test_
 CANDIDATES, VALUES = ("joints/test_candidates.py",), ("joints/test_latent_values.py",)
 PARTS = ("joints/test_parts.py",)
 TWINS = ("joints/test_twins.py",)
+REWRITER = ("tasks/test_prompt_rewriting.py",)
 SETS = ("rewards/test_sets.py",)
 
 # fmt: off
@@ -89,4 +90,14 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("twins: digits ask for the same digit", "tasks/image_generation/digits.py",
      "            other = (digit + int(rng.integers(1, 10))) % 10\n            words",
      "            other = digit\n            words", TWINS),
+    # --- prompts written anew ---
+    ("rewriter: the prompt itself is drawn", "tasks/image_generation/rewriting.py", "[text for _, text in new for",
+     "[samples[0].prompt.metadata['original'].text for _, text in new for", REWRITER),
+    ("rewriter: pictures answer what was written", "tasks/image_generation/rewriting.py",
+     'prompt=sample.prompt.metadata["original"], image', "prompt=replace(sample.prompt, answer=1), image", REWRITER),
+    ("rewriter: every text has noises of its own", "tasks/image_generation/rewriting.py",
+     'zlib.crc32(f"{name} {k}".encode()) for name, _ in new', 'zlib.crc32(f"{t} {k}".encode()) for _, t in new',
+     REWRITER),
+    ("rewriter: reasoning is drawn too", "tasks/image_generation/rewriting.py", 'found[-1].strip() if found else ""',
+     "response", REWRITER),
 ]

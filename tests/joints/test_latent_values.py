@@ -86,6 +86,11 @@ def test_it_only_learns_in_its_warm_up_and_remembers(given):
     assert torch.equal(again.prepare(step=4).advantages, expected)
 
 
+def test_a_network_judges_before_it_learns_from_a_step(given):
+    """It knows nothing at first: all that is gained is gained at the end, 2 and 4."""
+    close(known(given, "warm_up: 0, passes: 50, lr: 0.1").prepare().advantages, [[0, -1], [0, 1]])
+
+
 def test_a_reward_that_is_unknown_teaches_nothing(given):
     made = known(given, "warm_up: 0, passes: 1", rewards=(math.nan, math.nan))
     close(made.prepare().advantages, [[0, 0], [0, 0]])
