@@ -24,6 +24,7 @@ from mmrl.metrics import Metrics
 from mmrl.pool import Pool
 from mmrl.prompt_samplers import Outcome
 from mmrl.protocols import Completing, Continuing, Policy, SyncedGenerator, Task
+from mmrl.rewards.twins import twin_of
 from mmrl.rollouts import FRESH, Column, DecisionColumn, Rollouts, Texts, alike
 from mmrl.seeds import rollout_seeds
 from mmrl.sources import SourceContext
@@ -188,7 +189,10 @@ class Batches:
         with one_thread("rewards") as background:
             for i in range(0, len(prompts), at_once):
                 rows = slice(i * size, (i + at_once) * size)
-                part = self.policy.rollout(prompts[i : i + at_once], size, seeds[rows], step=step)
+                asked, each = prompts[i : i + at_once], size
+                if self.rollout.paired:
+                    asked, each = [one for prompt in asked for one in (prompt, twin_of(prompt))], size // 2
+                part = self.policy.rollout(asked, each, seeds[rows], step=step)
                 parts.append(part)
                 scores.append(background.submit(self.task.score, part.samples, group[rows]))
                 if not self.rollout.scores_in_background:
@@ -247,10 +251,17 @@ class Batches:
 
     def _complete(self, batch: Rollouts) -> None:
         """Leaves the rewards of what the states of chains lead to in `extras`, where a part needs them."""
-        if not self.config.needs.completions:
+        needs = self.config.needs
+        if not (needs.completions or needs.outcomes):
             return
         assert isinstance(self.policy, Completing) and batch.rewards is not None
         weights, count = torch.tensor(self.task.reward_weights), batch.mask.shape[1]
+        if needs.outcomes:
+            ends = self.policy.complete_steps(batch, ends=True)
+            behind = combined_reward(self.task.score(ends, batch.group.repeat_interleave(count)), weights)
+            batch.extras["outcomes"] = Column(behind.view(-1, count))
+        if not needs.completions:
+            return
         made = self.policy.complete_steps(batch)
         before = combined_reward(self.task.score(made, batch.group.repeat_interleave(count)), weights)
         after = combined_reward(batch.rewards, weights)
@@ -316,6 +327,8 @@ def check_batch(config: Config, world: int) -> None:
     for key, count in shared.items():
         if count % world:
             raise UserError(f"{key}={count} can not be shared by {world} ranks; make it a multiple")
+    if rollout.paired and config.generator is not None and config.generator.unfinished is not None:
+        raise UserError("rollout.generator.partial draws groups of one prompt; set rollout.twins=false")
     mine = config.rollouts_per_step // world
     if mine % minibatches:
         raise UserError(

@@ -26,6 +26,8 @@ def build_task(config: Config) -> Task:
         raise UserError(f"task: {error}") from None
     try:
         config.algorithm.check_rewards(list(task.reward_names))
+        for shaper in config.algorithm.shapers:
+            shaper.check_rewards(list(task.reward_names))
     except ValueError as error:
         raise UserError(str(error)) from None
     return task

@@ -58,6 +58,11 @@ class Demonstrations(Section):
         return None
 
     @property
+    def paired(self) -> bool:
+        """Whether a group answers two prompts, half of it each."""
+        return False
+
+    @property
     def extra_sources(self) -> list[ExtraSource]:
         return []
 
@@ -99,6 +104,20 @@ class Groups(Independent):
 
     group_size: int = option(8, "rollouts a prompt", ge=1)
     dynamic_sampling: DynamicSampling | None = option(None, "replace groups that teach nothing; null: keep all")
+    twins: bool = option(
+        False,
+        "half of a group answers the prompt, half its twin, which differs in a word (FocusDiff)",
+    )
+
+    @model_validator(mode="after")
+    def _two_halves(self) -> Groups:
+        if self.twins and self.group_size % 2:
+            raise ValueError(f"group_size={self.group_size} can not be shared by twins; make it even")
+        return self
+
+    @property
+    def paired(self) -> bool:
+        return self.twins
 
     @property
     def filters(self) -> DynamicSampling | None:

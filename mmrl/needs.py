@@ -27,6 +27,7 @@ OFFERS = {
     "contrast": "decisions that are errors of implicit policies (denoising.likelihood.type=contrast)",
     "picture_gradient": "pictures with their gradient (denoising.likelihood.type=last_steps)",
     "segments": "decisions in segments (denoising.likelihood.chunks, rollout.segment)",
+    "parts": "responses in parts, text before codes (model.type=picture_codes with rollout.reasoning_length)",
     "reference_ratio": "a likelihood that can be compared with the reference policy's",
     "single_sample_kl": "a KL divergence estimated from single samples",
     "critic": "a critic",
@@ -40,6 +41,8 @@ OFFERS = {
     "recombination": "responses that can be put together",
     "continuations": "responses that can go on anew from inside",
     "completions": "chains that can be completed from each of their steps",
+    "candidates": "steps from states that a group shares (denoising.likelihood.shared_states=true)",
+    "latents": "latents before each of its decisions (denoising.likelihood.type=chain)",
     "nodes": "rollouts that share decisions, as leaves of a tree",
 }
 
@@ -70,7 +73,10 @@ class Needs:
     answered_under: views under which as many responses are sampled again, for `Batch.answered`. numbers: what was
     decided, as `Rollouts.extras["numbers"]`. completions: the rewards of what a chain's states lead to without
     further noise, before its first stochastic step and behind each, as `Rollouts.extras["completions"]`
-    [rollout, 1 + decision]. continuations: what the segments of a response add to the reward that is expected, as
+    [rollout, 1 + decision]. outcomes: the same behind each
+    step of candidates that share their state, as `Rollouts.extras["outcomes"]` [rollout, decision]. latents: those
+    before each decision, pooled, and their noise level, as `Rollouts.extras["latents"]` [rollout, decision, number].
+    continuations: what the segments of a response add to the reward that is expected, as
     `Rollouts.extras[Continuations.name]` [rollout, decision].
     """
 
@@ -88,6 +94,8 @@ class Needs:
     answered_under: tuple[View, ...] = ()
     numbers: bool = False
     completions: bool = False
+    outcomes: bool = False
+    latents: bool = False
     continuations: tuple[Continuations, ...] = ()
 
     def __or__(self, other: Needs) -> Needs:

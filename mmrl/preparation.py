@@ -15,8 +15,8 @@ from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
 from mmrl.facts import Batch
 from mmrl.metrics import Metrics
-from mmrl.protocols import Numbered, Policy, Stepwise, Task
-from mmrl.rollouts import DecisionColumn, Replay, Rollouts, Steps
+from mmrl.protocols import Latent, Numbered, Policy, Stepwise, Task
+from mmrl.rollouts import Column, DecisionColumn, Replay, Rollouts, Steps
 
 Minibatch = list[Rollouts]  # its micro-batches
 
@@ -108,6 +108,9 @@ class Preparation:
         if self.needs.numbers:
             assert isinstance(self.policy, Numbered)
             rollouts.extras["numbers"] = DecisionColumn(self.policy.numbers(rollouts))
+        if self.needs.latents:
+            assert isinstance(self.policy, Latent)
+            rollouts.extras["latents"] = Column(self.policy.latents(rollouts))
         for view in self.needs.views_before:
             with torch.no_grad(), applied(self.sampling_policy):
                 seen = Answers(self.policy, self.engine, self.policy.view(rollouts, view.change), parts)

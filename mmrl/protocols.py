@@ -132,9 +132,17 @@ class Continuing(Protocol):
 class Completing(Protocol):
     """A policy whose decisions are steps of chains."""
 
-    def complete_steps(self, rollouts: Rollouts) -> list[Sample]:
-        """What the states before each decision lead to without further noise: all of the first rollout, then of the
-        next."""
+    def complete_steps(self, rollouts: Rollouts, *, ends: bool = False) -> list[Sample]:
+        """What the states before each decision lead to without further noise, with `ends` those behind it: all of the
+        first rollout, then of the next."""
+
+
+@runtime_checkable
+class Latent(Protocol):
+    """A policy whose decisions are made from latents."""
+
+    def latents(self, rollouts: Rollouts) -> Tensor:
+        """[rollout, decision, number]: what a small network can read of the state before each decision."""
 
 
 @runtime_checkable

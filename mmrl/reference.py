@@ -40,6 +40,7 @@ DECISIONS: dict[str, dict[str, Any]] = {
     "masked token": {"model": {"type": "masked_diffusion"}},
     "picture with its gradient": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "last_steps"}}},
     "code of a picture": {"model": {"type": "picture_codes"}},
+    "word or code": {"model": {"type": "picture_codes"}, "rollout": {"reasoning_length": 8}},
     "denoising step": {"model": {"type": "diffusion"}},
     "picture": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "matching"}}},
     "picture (contrast)": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "contrast"}}},
@@ -337,6 +338,10 @@ def cost_of(needs: Needs) -> str:
         found.append("as many responses again under every view")
     if needs.completions:
         found.append("a deterministic completion of every step of the chain, and its reward")
+    if needs.outcomes:
+        found.append("a deterministic completion of every candidate, and its reward")
+    if needs.latents:
+        found.append("a small network of values, which learns on the CPU")
     if needs.continuations:
         found.append("further responses from every edge of a segment, and their rewards")
     if needs.whole_groups:

@@ -134,6 +134,8 @@ class Sample:
 
 
 FRESH, DEMONSTRATION, REPLAYED, EXTRA = range(4)  # origins of a rollout
+TEXT, CODES = range(2)  # parts of a response that draws: what is written about the picture, and the picture
+PARTS = "parts"  # `Rollouts.extras` has them under this name, by decision, where responses have parts
 
 
 def column(pad: float | None = None) -> Any:
@@ -236,6 +238,13 @@ class DecisionColumn(Record):
     """Something that a part of an algorithm knows of each decision; in `Rollouts.extras`, by a name of its own."""
 
     values: Tensor = field(metadata={"pad": 0})  # [rollout, decision]
+
+
+def in_part(rollouts: Rollouts, part: int) -> Tensor:
+    """[rollout, decision] bool: which decisions are in a part of their response, TEXT or CODES."""
+    found = rollouts.extras[PARTS]
+    assert isinstance(found, DecisionColumn)
+    return found.values == part
 
 
 def alike(part: Rollouts, fresh: Rollouts) -> Rollouts:

@@ -19,6 +19,7 @@ class TaskSettings(Choice):
         "visual_qa": "mmrl.tasks.visual_qa.settings:VisualQASettings",
         "visual_games": "mmrl.tasks.visual_games.settings:VisualGamesSettings",
         "image_generation": "mmrl.tasks.image_generation.settings:ImageGenerationSettings",
+        "prompt_rewriting": "mmrl.tasks.image_generation.rewriting_settings:PromptRewritingSettings",
         "video_generation": "mmrl.tasks.video_generation.settings:VideoGenerationSettings",
         "text_sums": "mmrl.tasks.text_sums.settings:TextSumsSettings",
         "manipulation": "mmrl.tasks.manipulation.settings:ManipulationSettings",

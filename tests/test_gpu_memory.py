@@ -22,6 +22,7 @@ SD35, FLUX, KONTEXT = (
     "black-forest-labs/FLUX.1-dev",
     "black-forest-labs/FLUX.1-Kontext-dev",
 )
+JANUS = "deepseek-community/Janus-Pro-1B"
 QWEN3, QWEN7 = "Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct"
 # Recipe, model, billions of weights as published; adapters come on top.
 TABLE = [
@@ -30,6 +31,8 @@ TABLE = [
     ("visual_qa_mmk12", QWEN3, 3.75),
     ("image_sd35_ocr", SD35, 2.24),
     ("image_detector", SD35, 2.24),
+    ("image_janus", JANUS, 2.07),
+    ("image_janus", "deepseek-community/Janus-Pro-7B", 7.42),
     ("image_flux_ocr", FLUX, 11.9),
     ("image_flux_ocr", KONTEXT, 11.9),
     ("image_flux2_klein", "black-forest-labs/FLUX.2-klein-4B", 3.88),

@@ -2,12 +2,9 @@
 
 from pathlib import Path
 
-from scripts.attack import planted, planted_gpu, planted_origins, planted_turns
+from scripts.attack import planted
 
-FAULTS = [
-    *planted.FAULTS,
-    *(planted.Fault(*fault) for fault in (*planted_origins.ORIGINS, *planted_gpu.FAULTS, *planted_turns.FAULTS)),
-]
+FAULTS = planted.every()
 ROOT = Path(__file__).parent.parent
 
 

@@ -62,6 +62,7 @@ class Algorithm(Choice):
         "reward_gradient": "mmrl.algorithms.reward_gradient:RewardGradient",
         "preference": "mmrl.algorithms.preference:Preference",
         "stepwise_preference": "mmrl.algorithms.pairs:StepwisePreference",
+        "candidate_preference": "mmrl.algorithms.candidates:CandidatePreference",
         "offline_preference": "mmrl.algorithms.pairs:OfflinePreference",
         "mixed_preference": "mmrl.algorithms.preference:MixedPreference",
         "discriminative": "mmrl.algorithms.discriminative:Discriminative",

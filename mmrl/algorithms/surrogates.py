@@ -40,6 +40,7 @@ class Surrogate(Choice):
         "sequence_mask": "mmrl.algorithms.trust:SequenceMask",
         "group_expectation": "mmrl.algorithms.trust:GroupExpectation",
         "mirror_descent": "mmrl.algorithms.mirror:MirrorDescent",
+        "by_part": "mmrl.algorithms.by_part:ByPart",
         "guided": "mmrl.algorithms.guided:Guided",
     }
     test: ClassVar[str] = "tests/core/test_surrogates.py"

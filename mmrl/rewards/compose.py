@@ -59,7 +59,7 @@ def _check_batch_size(spec: RewardSpec, reward: Reward | BatchReward) -> None:
     if spec.batch_size is None:
         return
     if not isinstance(reward, BatchReward) or isinstance(reward, IsolatedReward) or reward.scope != "sample":
-        raise ValueError(f"reward {spec.name!r} takes no batch_size: it scores samples one by one or by group")
+        raise ValueError(f"reward {spec.name!r} takes no batch_size: it scores single samples, groups or whole batches")
     if spec.batch_size < 1:
         raise ValueError(f"reward {spec.name!r}: batch_size must be at least 1, not {spec.batch_size}")
 
@@ -122,6 +122,8 @@ def _calls(
     if reward.scope == "sample":
         size = batch_size or max(1, len(rows))
         return [rows[first : first + size] for first in range(0, len(rows), size)]
+    if reward.scope == "batch":
+        return [rows] if rows else []
     if group is None:
         raise UserError("it compares the rollouts of a group, and score() was not told the groups")
     members: dict[int, list[int]] = {}

@@ -33,7 +33,7 @@ class Framewise:
         if every < 1:
             raise ValueError(f"every must be at least 1, not {every}")
         self.reward: Reward | BatchReward = build(reward, options)
-        if isinstance(self.reward, BatchReward) and self.reward.scope == "group":
+        if isinstance(self.reward, BatchReward) and self.reward.scope != "sample":
             raise ValueError(f"reward {reward!r} compares a group; its frames can not be scored by themselves")
         self.pool, self.every = pool, every
 

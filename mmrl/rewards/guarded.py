@@ -32,7 +32,7 @@ class Guarded:
 
     def __init__(self, reward: Reward | BatchReward, failures: Failures, deadline_s: float | None) -> None:
         self.reward, self.failures, self.deadline_s = reward, failures, deadline_s
-        self.scope: Literal["sample", "group"] = reward.scope if isinstance(reward, BatchReward) else "sample"
+        self.scope: Literal["sample", "group", "batch"] = reward.scope if isinstance(reward, BatchReward) else "sample"
         self._thread: CallingThread | None = None
         self._stuck: list[CallingThread] = []
 
@@ -49,7 +49,7 @@ class Guarded:
         values = self._attempt(lambda part: _listed(score(part)), samples)
         if not isinstance(values, Failure):
             return numbers(values, len(samples))
-        if values.cause in ("deadline", "not tried") or self.scope == "group" or len(samples) == 1:
+        if values.cause in ("deadline", "not tried") or self.scope != "sample" or len(samples) == 1:
             return [self.failures.lost(sample, values) for sample in samples]
         half = len(samples) // 2
         return [*self._batch(score, samples[:half]), *self._batch(score, samples[half:])]

@@ -20,8 +20,10 @@ from mmrl.rewards import (
     intervals,
     judges,
     pointing,
+    sets,
     text_judges,
     turns,
+    twins,
     verifiers,
 )
 from mmrl.rewards.failures import Failures
@@ -58,6 +60,7 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "jpeg_compressibility": images.jpeg_compressibility,
     "jpeg_incompressibility": images.jpeg_incompressibility,
     "classifier_logp": images.ClassifierLogp,
+    "set_distance": sets.SetDistance,
     "ocr": images.ocr,
     "geneval": geneval.GenEval,
     "clip_similarity": clip.clip_similarity,
@@ -74,6 +77,7 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "evidence_judge": text_judges.EvidenceJudge,
     "http": http.HttpReward,
     "guard": guards.GuardReward,
+    "twin_margin": twins.TwinMargin,
     "framewise": framewise.Framewise,
 }
 ISOLATED = frozenset({"math"})  # may hang, so they never run in this process

@@ -25,11 +25,11 @@ class BatchReward(Protocol):
     """A reward that scores many samples in one call, one value a sample, in order.
 
     With scope "sample" no value depends on the other samples; with scope "group" one call gets exactly the samples that
-    answer one prompt.
+    answer one prompt; with scope "batch" one call gets all samples that are scored together.
     """
 
     @property
-    def scope(self) -> Literal["sample", "group"]: ...
+    def scope(self) -> Literal["sample", "group", "batch"]: ...
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score]: ...
 

@@ -31,6 +31,7 @@ class Term(Choice):
         "difficulty_kl": "mmrl.terms.difficulty_kl:DifficultyKL",
         "covariance_kl": "mmrl.terms.covariance_kl:CovarianceKL",
         "entropy_likelihood": "mmrl.terms.entropy_likelihood:EntropyLikelihood",
+        "of_part": "mmrl.terms.of_part:OfPart",
         "likelihood_drop": "mmrl.terms.likelihood_drop:LikelihoodDrop",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
@@ -56,6 +57,8 @@ class Shaper(Choice):
         "token_baseline": "mmrl.terms.token_baseline:TokenBaseline",
         "turn_returns": "mmrl.terms.turn_returns:TurnReturns",
         "step_gains": "mmrl.terms.step_gains:StepGains",
+        "part_credit": "mmrl.terms.part_credit:PartCredit",
+        "latent_values": "mmrl.terms.latent_values:LatentValues",
         "milestones": "mmrl.terms.milestones:Milestones",
         "segment_values": "mmrl.terms.segment_values:SegmentValues",
         "curiosity": "mmrl.terms.curiosity:Curiosity",
@@ -73,6 +76,9 @@ class Shaper(Choice):
     @property
     def needs(self) -> Needs:
         return Needs()
+
+    def check_rewards(self, names: list[str]) -> None:  # noqa: B027  (most shapers name none)
+        """Raises ValueError in one line for a reward that is none of the task's."""
 
     @abstractmethod
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:

@@ -23,15 +23,9 @@ from pathlib import Path
 from types import ModuleType
 
 import planted
-import planted_gpu
-import planted_origins
-import planted_turns
 from planted import Fault
 
-FAULTS = [
-    *planted.FAULTS,
-    *(Fault(*fault) for fault in (*planted_origins.ORIGINS, *planted_gpu.FAULTS, *planted_turns.FAULTS)),
-]
+FAULTS = planted.every()
 ROOT = Path(__file__).resolve().parents[2]
 MISSED = "NOT CAUGHT"
 COPIED = ("mmrl", "tasks", "sims", "tests", "configs", "scripts")

@@ -16,7 +16,7 @@ B, G, V = "mmrl/batches.py", "mmrl/guidance.py", "mmrl/policies/vlm/"
 
 # Name, file, a text that it holds once, what takes its place, tests. `planted.Fault` says what these are.
 # fmt: off
-ORIGINS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     # --- replays ---
     ("replays: wrong rollouts are kept", S, "(rollouts.accuracy >= self.accuracy)",
      "(rollouts.accuracy < self.accuracy)", REPLAYS),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -79,11 +79,23 @@ class DigitsSource:
     training, [1, 8, 8] float32, 0 to 1. For the share `careless` it shows another digit, so that a supervised run ends
     with a base that often draws the wrong one. Training and held-out prompts share neither texts nor
     pictures nor random streams. With `rejected` the metadata also has such a picture of another digit than the one that
-    was asked for.
+    was asked for; with `reasoning` a text that names what is shown ("the digit seven"); with `twins` the prompt
+    that asks for another digit in the same words.
     """
 
-    def __init__(self, split: Split = "train", *, size: int, seed: int, careless: float = 0.0, rejected: bool = False):
+    def __init__(
+        self,
+        split: Split = "train",
+        *,
+        size: int,
+        seed: int,
+        careless: float = 0.0,
+        rejected: bool = False,
+        reasoning: bool = False,
+        twins: bool = False,
+    ):
         self.split, self.size, self.seed, self.careless, self.rejected = split, size, seed, careless, rejected
+        self.reasoning, self.twins = reasoning, twins
         _, labels = _digits()
         self._pools = [np.array([i for i in split_indices(split) if labels[i] == digit]) for digit in range(10)]
 
@@ -99,10 +111,16 @@ class DigitsSource:
         wrong = int(rng.integers(1, 10))
         shown = (digit + wrong) % 10 if rng.random() < self.careless else digit
         image = int(rng.choice(self._pools[shown]))
-        metadata = {"image": image, "target": _digits()[0][image]}
+        metadata: dict[str, Any] = {"image": image, "target": _digits()[0][image]}
         if self.rejected:
             other = int(rng.choice(self._pools[(digit + int(rng.integers(1, 10))) % 10]))
             metadata["rejected"] = _digits()[0][other]
+        if self.reasoning:
+            metadata["reasoning"] = f"the digit {NAMES[shown]}"
+        if self.twins:
+            other = (digit + int(rng.integers(1, 10))) % 10
+            words = texts(self.split, other)[texts(self.split, digit).index(text)]
+            metadata["twin"] = Prompt(id=f"digits-{self.split}-{self.seed}-{index}-twin", text=words, answer=other)
         return Prompt(id=f"digits-{self.split}-{self.seed}-{index}", text=text, answer=digit, metadata=metadata)
 
 
@@ -161,6 +179,16 @@ def reward_classifier() -> nn.Module:
 def second_classifier() -> nn.Module:
     """The classifier that measures and never rewards, for `classifier_logp`."""
     return copy.deepcopy(classifier("second"))
+
+
+def digit_features() -> nn.Module:
+    """The logits of the classifier that rewards, for `set_distance`."""
+    return reward_classifier()
+
+
+def real_digits() -> Tensor:
+    """[picture, 1, 8, 8] all pictures to train on, for `set_distance`."""
+    return _digits()[0][torch.from_numpy(split_indices("train"))]
 
 
 def heldout_accuracy(judge: Judge) -> float:

@@ -65,11 +65,23 @@ class DigitsData(MadePrompts):
     rejected: bool = option(
         False, "each prompt holds a picture of another digit too, for algorithm.type=offline_preference"
     )
+    reasoning: bool = option(
+        False, "each prompt holds a text that names its digit, for models that write (rollout.reasoning_length)"
+    )
+    twins: bool = option(
+        False, "each prompt holds a twin that asks for another digit in the same words, for rollout.twins"
+    )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.image_generation.digits import DigitsSource
 
-        train = DigitsSource("train", size=self.train_size, seed=seed, careless=self.careless, rejected=self.rejected)
+        more: dict[str, Any] = {
+            "careless": self.careless,
+            "rejected": self.rejected,
+            "reasoning": self.reasoning,
+            "twins": self.twins,
+        }
+        train = DigitsSource("train", size=self.train_size, seed=seed, **more)
         return train, DigitsSource("heldout", size=self.eval_size, seed=self.eval_seed)
 
 

@@ -262,6 +262,12 @@ class GivenPolicy:
     def numbers(self, rollouts):
         return self.table.columns["numbers"][torch.tensor(rollouts.inputs)].long()
 
+    def latents(self, rollouts):
+        """What the table has as `latents`, [rollout, decision, number]; else the decision's number."""
+        if "latents" in self.table.columns:
+            return self.table.columns["latents"][torch.tensor(rollouts.inputs)]
+        return torch.arange(self.table.mask.shape[1]).float().repeat(len(rollouts), 1)[..., None]
+
     def trained_by(self, engine):
         pass
 

@@ -9,7 +9,7 @@ import torch
 from mmrl.counterfactuals import Mirrored, ShuffledFrames
 from mmrl.errors import UserError
 from mmrl.reference import decisions_of, methods, needs_of
-from mmrl.rollouts import Column, DecisionColumn, Texts
+from mmrl.rollouts import PARTS, Column, DecisionColumn, Texts
 from mmrl.terms.segment_values import SegmentValues
 from tests.joints.parts import Table, close
 
@@ -118,6 +118,8 @@ def learned(given, decision, algorithm, order, micro_batch):
     rollouts = made.table.rollouts(order)
     worth = torch.linspace(-1, 20, 48).sin().view(12, 4)[order]  # of the steps of chains
     rollouts.extras["completions"] = Column(worth[:, : 1 + rollouts.mask.shape[1]])
+    rollouts.extras["outcomes"] = Column(worth[:, : rollouts.mask.shape[1]])
+    rollouts.extras[PARTS] = DecisionColumn(torch.arange(rollouts.mask.shape[1]).remainder(2).repeat(12, 1))
     # What `Batches` would have asked for
     rollouts.extras[SegmentValues().continuations.name] = DecisionColumn(worth[:, : rollouts.mask.shape[1]])
     rollouts.extras["greedy"] = Column(torch.full((12, 2), 0.3))

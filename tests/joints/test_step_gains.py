@@ -70,14 +70,14 @@ def folder(tmp_path_factory):
     return folder
 
 
-def drawn(folder, **likelihood):
+def drawn(folder, algorithm=None, **likelihood):
     config = validate(
         {
             "run_dir": "unset",
             "model": {"type": "diffusion", "path": str(folder)},
             "task": {"type": "image_generation", "data": {"type": "digits"}},
             "denoising": {"steps": 5, "guidance": 2.0, "likelihood": {"type": "chain", **likelihood}},
-            "algorithm": {"shaping": ["step_gains"]},
+            "algorithm": algorithm or {"shaping": ["step_gains"]},
             "rollout": {"prompts": 2, "group_size": 3},
         },
         "test",

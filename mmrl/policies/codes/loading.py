@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoTokenizer
+import torch
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    JanusConfig,
+    JanusForConditionalGeneration,
+)
 
 from mmrl.controls import constant
 from mmrl.errors import UserError
 from mmrl.policies import codebook
 from mmrl.policies.codes.policy import CodePolicy, CodeScorer
 from mmrl.policies.codes.settings import CodeDrawing, CodeEvaluation, CodeLimits, CodeModel, CodeSampling
+from mmrl.policies.codes.writers import CausalWriter, JanusWriter, Writer, freeze_readers
 from mmrl.policies.vlm.loading import adapt, described, recompute_activations, whole
-from mmrl.policies.vlm.policy import transformers_model
 
 if TYPE_CHECKING:
     from mmrl.config import Config
@@ -23,26 +31,51 @@ def load(path: str, settings: CodeModel, config: Config) -> CodePolicy:
     limits, drawing = config.rollout, config.section("drawing")
     assert isinstance(limits, CodeLimits) and isinstance(drawing, CodeDrawing)
     assert isinstance(config.evaluation, CodeEvaluation)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    known, writer = described(path), None
+    if isinstance(known, JanusConfig):
+        model = whole(JanusForConditionalGeneration, path, settings.dtype, settings.attention)
+    elif type(known) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        writer = beside(path)
+        model = whole(AutoModelForCausalLM, path, settings.dtype, settings.attention)
+    else:
+        raise UserError(f"model.path={path} is a {known.model_type} model, which does not write token after token")
+    model = adapt(model, path, freeze=(), lora=settings.lora)
+    freeze_readers(model)
+    if settings.activation_checkpointing:
+        recompute_activations(model)
+    writer = writer or JanusWriter(model, tokenizer, path)
+    writer.check(model, tokenizer)
+    return CodePolicy(
+        CodeScorer(model, writer, words_of(tokenizer, writer)),
+        tokenizer,
+        drawing,
+        max_prompt_length=limits.max_prompt_length,
+        temperature=limits.temperature if isinstance(limits, CodeSampling) else constant(1.0),
+        evaluation_temperature=config.evaluation.temperature,
+        reasoning_length=limits.reasoning_length,
+    )
+
+
+def beside(path: str) -> Writer:
+    """The writer of a causal model, by the codebook in its folder. Raises UserError where there is none."""
     codes = codebook.read(path)
     if codes is None:
         raise UserError(
             f"model.path={path} has no {codebook.NAME}.safetensors, which says what pictures its tokens are; see "
             "mmrl/policies/codebook.py"
         )
-    known = described(path)
-    if type(known) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"model.path={path} is a {known.model_type} model, which does not write token after token")
-    model = whole(AutoModelForCausalLM, path, settings.dtype, settings.attention)
-    model = adapt(model, path, freeze=(), lora=settings.lora)
-    if settings.activation_checkpointing:
-        recompute_activations(model)
-    codes.outside(transformers_model(model).get_output_embeddings().weight.shape[0])
-    return CodePolicy(
-        CodeScorer(model, codes.first, len(codes.patches)),
-        AutoTokenizer.from_pretrained(path),
-        codes,
-        drawing,
-        max_prompt_length=limits.max_prompt_length,
-        temperature=limits.temperature if isinstance(limits, CodeSampling) else constant(1.0),
-        evaluation_temperature=config.evaluation.temperature,
-    )
+    return CausalWriter(codes)
+
+
+def words_of(tokenizer: Any, writer: Writer) -> Tensor:
+    """[word] bool over the tokens below the first code: which may be written before codes. Those are words and the end
+    token, not what stands for padding, for pictures or for places in a chat. Raises UserError without an end token."""
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no end token (eos_token), which ends the text before codes")
+    allowed = torch.zeros(writer.first, dtype=torch.bool)
+    allowed[: len(tokenizer)] = True
+    special = [i for i in tokenizer.all_special_ids if i < writer.first]
+    allowed[special] = False
+    allowed[tokenizer.eos_token_id] = True
+    return allowed

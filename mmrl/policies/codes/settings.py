@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pydantic import model_validator
+
 from mmrl.controls import Control, number
 from mmrl.needs import Capabilities
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
@@ -12,6 +14,7 @@ from mmrl.settings import Section, option
 
 if TYPE_CHECKING:
     from mmrl.config import Config
+    from mmrl.engine.memory import Blueprint
     from mmrl.policies.codes.policy import CodePolicy
 
 
@@ -19,6 +22,9 @@ class CodeLimits(Section):
     """How long prompts are."""
 
     max_prompt_length: int = option(256, "longest prompt", unit="tokens", ge=1)
+    reasoning_length: int = option(
+        0, "longest text before the codes, its end token included; 0: codes follow at once", unit="tokens", ge=0
+    )
 
 
 class CodeSampling(CodeLimits):
@@ -38,7 +44,16 @@ class CodeDrawing(Section):
 
     guidance: float = option(1.0, "classifier-free guidance on logits, in rollouts and in replay alike; 1: none", ge=0)
     evaluation_guidance: float | None = option(None, "in evaluation; default: as in training", ge=0)
-    negative_prompt: str = option("", "the prompt that guidance leads away from")
+    negative_prompt: str = option(
+        "", "the prompt that guidance leads away from; Janus has padding in its place, as it was trained"
+    )
+    template: str = option("{}", "how a prompt is asked for, such as a request to plan the picture first; {}: it")
+
+    @model_validator(mode="after")
+    def _there_is_a_place(self) -> CodeDrawing:
+        if self.template.count("{}") != 1:
+            raise ValueError(f"template must hold {{}} once, where the prompt goes; got {self.template!r}")
+        return self
 
 
 class CodeDemonstrations(CodeDrawing):
@@ -50,10 +65,14 @@ class CodeDemonstrations(CodeDrawing):
 
 
 class CodeModel(ModelSettings):
-    """A causal language model of transformers that writes a picture as codes of a codebook. One decision a code."""
+    """A causal language model of transformers that writes a picture as codes of a codebook, or a model of its Janus
+    class. Text may come before the codes. One decision a token."""
 
     test: ClassVar[str] = "tests/policies/codes/test_policy.py"
-    source: ClassVar[str] = "SimpleAR, arXiv 2504.11455; guidance on logits: LlamaGen, arXiv 2406.06525"
+    source: ClassVar[str] = (
+        "SimpleAR, arXiv 2504.11455; guidance on logits: LlamaGen, arXiv 2406.06525; text before codes: ReasonGen-R1, "
+        "arXiv 2505.24875, T2I-R1, arXiv 2505.00703; models: Janus-Pro, arXiv 2501.17811"
+    )
     type: str = "picture_codes"
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
@@ -70,7 +89,15 @@ class CodeModel(ModelSettings):
 
     def capabilities(self, config: Config) -> Capabilities:
         offers = {"entropy", "square_sum", "tokens", "numbers", "single_sample_kl", "reference_ratio", "views"}
+        assert isinstance(config.rollout, CodeLimits)
+        if config.rollout.reasoning_length:
+            offers |= {"text", "parts", "segments"}
         return Capabilities("model.type=picture_codes", frozenset(offers))
+
+    def blueprint(self, config: Config, path: str) -> Blueprint | None:
+        from mmrl.policies.codes.blueprint import blueprint
+
+        return blueprint(self, config, path)
 
     def load(self, config: Config, task: Any, path: str) -> CodePolicy:
         from mmrl.policies.codes.loading import load

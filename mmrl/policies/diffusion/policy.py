@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.files import share
-from mmrl.policies.diffusion import trees
+from mmrl.policies.diffusion import candidates, trees
 from mmrl.policies.diffusion.family import Asked, Condition, Family, Shape
 from mmrl.policies.diffusion.last_steps import replay_last
 from mmrl.policies.diffusion.settings import (
@@ -38,6 +38,7 @@ from mmrl.samplers.windows import window_steps
 from mmrl.settings import locate
 
 log = logging.getLogger(__name__)
+POOLED = 8  # a side, of latents that a value is learned of
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ class DiffusionPolicy:
         else:
             of_group = [self._window(step, seed) for seed in seeds[::group_size]]
             windows = [window for window in of_group for _ in range(group_size)]
+            if likelihood.shared_states:
+                return self._candidates(prompts, group_size, seeds, windows)
             if likelihood.branching:
                 return self._branch(likelihood, prompts, group_size, seeds, windows)
         said = [Asked.of(p) for p in prompts for _ in range(group_size)]
@@ -166,18 +169,24 @@ class DiffusionPolicy:
         return self._replay_data(rollouts, model)
 
     @torch.no_grad()
-    def complete_steps(self, rollouts: Rollouts) -> list[Sample]:
-        """Pictures that the state before each step of the window leads to by deterministic steps, under the guidance of
-        rollouts: those of the first rollout, then of the next."""
+    def complete_steps(self, rollouts: Rollouts, *, ends: bool = False) -> list[Sample]:
+        """Pictures that the state before each step of the window, with `ends` that behind it, leads to by deterministic
+        steps, under the guidance of rollouts: those of the first rollout, then of the next."""
         records: list[PictureRecord] = rollouts.inputs
-        start = [point for record in records for point in record.points.tolist()]
+        start = [point + ends for record in records for point in record.points.tolist()]
         each = [sample.prompt for sample, r in zip(rollouts.samples, records, strict=True) for _ in r.points]
         said = [record.asked for record in records for _ in record.points]
         predict = self.predictor(self.sampler, said, self.denoising.guidance)
-        x = torch.cat([record.x for record in records]).to(self.device)
+        x = torch.cat([record.x_next if ends else record.x for record in records]).to(self.device)
         none: list[list[int]] = [[]] * len(start)
         chain = run(predict, x, self.sampler, none, noise_of([], self.shape), start=start)
         return made_samples(each, self.family.decode(chain.final).float().cpu())
+
+    def latents(self, rollouts: Rollouts) -> Tensor:
+        """[rollout, decision, number] latents before each step, pooled to at most 8 a side, and their noise level."""
+        records: list[PictureRecord] = rollouts.inputs
+        sigmas = self.sampler.grid.sigmas[torch.stack([record.points for record in records])]
+        return pooled(torch.stack([record.x for record in records]), sigmas)
 
     def trained_by(self, engine: Any) -> None:
         """It has nothing to keep step with."""
@@ -300,6 +309,23 @@ class DiffusionPolicy:
         made = self._rollouts(asked, of_rows, group_size, seeds, chain, windows)
         made.nodes = trees.nodes_of(likelihood.branching, len(windows[0]), group_size, len(prompts))
         return made
+
+    def _candidates(
+        self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], windows: list[list[int]]
+    ) -> Rollouts:
+        """Groups that step from the same states."""
+        said = [Asked.of(p) for p in prompts]
+
+        def segment(
+            x: Tensor, owner: list[int], own: list[int], drawn: list[list[int]], start: list[int], stop: list[int]
+        ) -> Chain:
+            predict = self.predictor(self.sampler, [said[g] for g in owner], self.denoising.guidance)
+            return run(predict, x, self.sampler, drawn, noise_of(own, self.shape), start=start, stop=stop)
+
+        noise = gaussian([int(seed) for seed in seeds[::group_size]], INITIAL, self.shape).to(self.device)
+        chain = candidates.grow(segment, noise, seeds, windows[::group_size], group_size, len(self.sampler.grid))
+        asked, of_rows = ([one for one in each for _ in range(group_size)] for each in (list(prompts), said))
+        return self._rollouts(asked, of_rows, group_size, seeds, chain, windows)
 
     def predictor(
         self, sampler: Sampler, said: Sequence[Asked], guidance: float
@@ -467,6 +493,15 @@ def made_samples(prompts: Sequence[Prompt], pixels: Tensor | None) -> list[Sampl
         return [Sample(prompt) for prompt in prompts]
     clips = pixels.dim() == 5
     return [Sample(p, frames=one) if clips else Sample(p, image=one) for p, one in zip(prompts, pixels, strict=True)]
+
+
+def pooled(x: Tensor, sigmas: Tensor) -> Tensor:
+    """[rollout, decision, number] of latents x [rollout, decision, ...] and their noise levels [rollout, decision]."""
+    flat = x.flatten(0, 1)
+    pictures = flat.flatten(0, -4) if flat.dim() > 4 else flat  # frames of a clip as further pictures
+    if pictures.dim() == 4 and max(pictures.shape[-2:]) > POOLED:
+        pictures = torch.nn.functional.adaptive_avg_pool2d(pictures, POOLED)
+    return torch.cat([pictures.reshape(*sigmas.shape, -1), sigmas[..., None].to(x)], -1)
 
 
 def segment_ids(chunks: Sequence[int], rollouts: int) -> Tensor | None:

@@ -53,16 +53,23 @@ class PictureChain(ChainLikelihood, PictureLikelihood):
     tail: Tail = option(Euler(), "solver of the deterministic steps")
     branching: tuple[int, ...] = option((), "children at each step of the window; their product is rollout.group_size")
     chunks: tuple[int, ...] = option((), "lengths of the chunks that algorithm.level=segment averages over (GCPO)")
+    shared_states: bool = option(
+        False,
+        "at every step of the window a group draws candidates from one state; one of them, by chance, goes on (SPO)",
+    )
 
     @model_validator(mode="after")
     def _positive(self) -> PictureChain:
         if any(n < 1 for n in (*self.branching, *self.chunks)):
             raise ValueError("branching and chunks hold positive numbers")
+        if self.shared_states and self.branching:
+            raise ValueError("branching and shared_states are two ways to share states; set one of them")
         return self
 
     @property
     def offers(self) -> frozenset[str]:
-        offered = frozenset({"divergence", "gaussian", "velocity", "reference_ratio", "completions"})
+        offered = frozenset({"divergence", "gaussian", "velocity", "reference_ratio", "latents"})
+        offered |= {"candidates"} if self.shared_states else {"completions"}
         return offered | {"segments"} if self.chunks else offered
 
 

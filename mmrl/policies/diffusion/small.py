@@ -188,6 +188,11 @@ class SmallFamily:
     def cut(self, text: str) -> int:
         return 0  # it refuses what it can not read
 
+    def known(self, text: str) -> str:
+        """What it can read of a text that somebody wrote: words that it knows, as many as it takes."""
+        found = [word for word in text.lower().replace(",", " ").split() if word in self._ids]
+        return " ".join(found[: self.config.max_words])
+
     def _encode(self, text: str) -> Tensor:
         found = text.lower().replace(",", " ").split()
         unknown = [word for word in found if word not in self._ids]

@@ -37,9 +37,9 @@ def policy_of(folder, *, drawing=None, algorithm="grpo", rollout=None, evaluatio
 
 def by_hand(policy, record, guidance):
     """[place, code] logits of one picture, one call of the model for each place, nothing padded and nothing kept."""
-    model, first, count = policy.module.model, policy.module.first, policy.module.count
+    model, first, count = policy.module.model, policy.writer.first, policy.writer.count
     rows = []
-    for place in range(policy.codebook.places):
+    for place in range(policy.writer.places):
         found = []
         for prompt in (record.prompt, policy.encode(policy.drawing.negative_prompt)):
             with torch.no_grad():
@@ -58,7 +58,7 @@ def test_replay_is_what_the_model_says_code_by_code(folder, guidance):
     for i in (0, 3):
         record = batch.inputs[i]
         logp = (by_hand(policy, record, guidance) / 0.7).log_softmax(-1)
-        expected = logp[range(16), record.tokens - policy.module.first]
+        expected = logp[range(16), record.tokens - policy.writer.first]
         torch.testing.assert_close(now.logp[i].double(), expected, rtol=0, atol=3e-4)
         torch.testing.assert_close(now.entropy[i].double(), -(logp.exp() * logp).sum(-1), rtol=0, atol=3e-4)
 
@@ -79,7 +79,7 @@ def test_sampling_is_the_guided_distribution_at_its_temperature(folder, guidance
     policy = policy_of(folder, drawing={"guidance": guidance}, rollout={"temperature": 0.5})
     batch = policy.rollout(PROMPTS[:1], 3000, list(range(3000)))
     chance = (by_hand(policy, batch.inputs[0], guidance)[0] / 0.5).softmax(-1)
-    first = torch.stack([record.tokens[0] for record in batch.inputs]) - policy.module.first
+    first = torch.stack([record.tokens[0] for record in batch.inputs]) - policy.writer.first
     share = torch.bincount(first, minlength=128) / 3000
     error = (chance * (1 - chance) / 3000).sqrt()
     assert ((share - chance).abs() < 4.5 * error + 1e-3).all()
@@ -88,8 +88,8 @@ def test_sampling_is_the_guided_distribution_at_its_temperature(folder, guidance
     )
     one, other = (greedy.respond(PROMPTS[:1], [seed])[0].image for seed in (1, 2))
     assert torch.equal(one, other)
-    record = replace(batch.inputs[0], tokens=greedy.codebook.tokens(one[None])[0])
-    assert torch.equal(by_hand(greedy, record, guidance).argmax(-1), record.tokens - greedy.module.first)
+    record = replace(batch.inputs[0], tokens=greedy.writer.codebook.tokens(one[None])[0])
+    assert torch.equal(by_hand(greedy, record, guidance).argmax(-1), record.tokens - greedy.writer.first)
 
 
 def test_guidance_changes_what_is_said(folder):
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_one_line(folder, tmp_path):
     policy.save(tmp_path, policy.module.state_dict())
     with pytest.raises(UserError, match="has 5 tokens; rollout.max_prompt_length=3"):
         policy_of(folder, rollout={"max_prompt_length": 3}).rollout(PROMPTS[:1], 1, [0])
-    codebook.write(tmp_path, replace(policy.codebook, first=policy.codebook.first + 5))
+    codebook.write(tmp_path, replace(policy.writer.codebook, first=policy.writer.first + 5))
     with pytest.raises(UserError, match="take the codebook that it was trained with"):
         policy_of(tmp_path)
     (tmp_path / "codebook.safetensors").unlink()

@@ -1,0 +1,103 @@
+"""Faults of picture generation: text before codes, sets of pictures, values of latents. A name, a file, a text that it
+holds once, what takes its place, and the tests that could notice. `faults.py` plants them."""
+
+from __future__ import annotations
+
+C = "mmrl/policies/codes/"
+REASONING, JANUS = ("policies/codes/test_reasoning.py",), ("policies/codes/test_janus.py",)
+CANDIDATES, VALUES = ("joints/test_candidates.py",), ("joints/test_latent_values.py",)
+PARTS = ("joints/test_parts.py",)
+TWINS = ("joints/test_twins.py",)
+REWRITER = ("tasks/test_prompt_rewriting.py",)
+SETS = ("rewards/test_sets.py",)
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("codes: words are scored one place late", C + "policy.py", "torch.arange(self.reasoning_length) - 1)",
+     "torch.arange(self.reasoning_length))", REASONING),
+    ("codes: padding of texts counts", C + "policy.py", "(place < lengths[:, None])",
+     "(place < lengths[:, None] + 1)", REASONING),
+    ("codes: text may hold any token", C + "policy.py", ".masked_fill(~self.allowed, -torch.inf)",
+     ".masked_fill(~self.allowed, -1.0)", REASONING),
+    ("codes: a picture is drawn without its text", C + "policy.py",
+     "self._collate(self._guided(self._before(told, texts), guidance))",
+     "self._collate(self._guided(self._before(told, [NOTHING] * len(told)), guidance))", REASONING),
+    ("codes: texts of neighbours change the noise", C + "policy.py",
+     "generators = [torch.Generator(self.device).manual_seed(mixed(int(seed), TEXTS) % 2**63) for seed in seeds]",
+     "generators = [torch.Generator(self.device).manual_seed(i) for i, seed in enumerate(seeds)]", REASONING),
+    ("codes: guidance the other way", C + "policy.py", "untold + guidance * (told - untold)",
+     "told + guidance * (untold - told)", REASONING),
+    ("codes: activations are never recomputed", C + "policy.py", "                layer.training = on",
+     "                layer.training = False", REASONING),
+    ("janus: the unconditional half has no beginning", C + "writers.py",
+     "(told == tokenizer.bos_token_id) | (told == self.between[0])", "told == tokenizer.bos_token_id", JANUS),
+    ("janus: the decoder is trained", C + "writers.py", '{"vision_model", "aligner", "vqmodel"}',
+     '{"vision_model", "aligner"}', JANUS),
+    ("janus: pictures of -1 to 1", C + "writers.py", "(torch.cat(parts) + 1) / 2", "torch.cat(parts)", JANUS),
+    ("by_part: one surrogate for both", "mmrl/algorithms/by_part.py", '("codes", CODES, self.codes)',
+     '("codes", CODES, self.text)', PARTS),
+    ("of_part: the other part", "mmrl/terms/of_part.py", 'TEXT if self.part == "text" else CODES',
+     'CODES if self.part == "text" else TEXT', PARTS),
+    ("of_part: statistics of both parts", "mmrl/terms/of_part.py", "value.where(mine, torch.nan)",
+     "value.where(mine, 0.0)", PARTS),
+    ("part_credit: rewards without their weights", "mmrl/terms/part_credit.py", "weights=batch.reward_weights[columns]",
+     "weights=None", PARTS),
+    # --- sets ---
+    ("sets: FID without its covariances", "mmrl/core/sets.py", "+ spread.trace() + wanted.trace() - 2 * shared", "",
+     SETS),
+    ("sets: FID without the shared root", "mmrl/core/sets.py", " - 2 * shared", "", SETS),
+    ("sets: KID counts a picture with itself", "mmrl/core/sets.py", "(found.sum() - found.diagonal().sum())",
+     "(found.sum())", SETS),
+    ("sets: what is nearer earns less", "mmrl/core/sets.py", "whole - torch.stack(changed).mean()",
+     "torch.stack(changed).mean() - whole", SETS),
+    ("sets: a subset takes its own place", "mmrl/core/sets.py", "features[member != j], own])",
+     "features[member != i], own])", SETS),
+    ("sets: subsets are prompts", "mmrl/rewards/sets.py", "found.append(seen.get(sample.prompt.id, 0))",
+     "found.append(len(seen))", SETS),
+    ("sets: every group is a batch", "mmrl/rewards/compose.py", 'if reward.scope == "batch":',
+     'if reward.scope == "bath":', SETS),
+    # --- steps ---
+    ("candidates: the worst is preferred", "mmrl/algorithms/candidates.py", "found[rows[own.argmax()], t] = 1.0",
+     "found[rows[own.argmin()], t] = 1.0", CANDIDATES),
+    ("candidates: a mean over groups", "mmrl/algorithms/candidates.py", "torch.tensor(len(pairs(micro)[0]))",
+     "torch.tensor(len(micro.group.unique()))", CANDIDATES),
+    ("candidates: worth what their common state is", "mmrl/batches.py", "complete_steps(batch, ends=True)",
+     "complete_steps(batch, ends=False)", CANDIDATES),
+    ("candidates: completed from the step before", "mmrl/policies/diffusion/policy.py", "[point + ends for",
+     "[point for", CANDIDATES),
+    ("candidates: everybody goes on alone", "mmrl/policies/diffusion/candidates.py",
+     "apart = x.repeat_interleave(size, 0)", "apart = x.repeat_interleave(size, 0) if k == 0 else after[-1]",
+     CANDIDATES),
+    ("values: the mean whatever eta", "mmrl/core/values.py", "if eta == 0:", "if eta >= 0:", VALUES),
+    ("values: segments lose what they add", "mmrl/terms/latent_values.py", "clamp(max=count)] - value[:, first]",
+     "clamp(max=count)] * -1 + value[:, first]", VALUES),
+    ("values: segments of one step", "mmrl/terms/latent_values.py", "torch.arange(count) // every * every",
+     "torch.arange(count)", VALUES),
+    ("values: rewards are seen before they are judged", "mmrl/terms/latent_values.py",
+     "        network = Values(x.shape[-1], self.width, 0, memory[\"network\"])\n",
+     "        network = Values(x.shape[-1], self.width, 0, memory[\"network\"])\n"
+     "        self._learn(network, x, batch.combined(), batch)\n", VALUES),
+    ("values: nothing is remembered", "mmrl/terms/latent_values.py", '"network": network.state}', '"network": None}',
+     VALUES),
+    ("values: no warm-up", "mmrl/terms/latent_values.py", 'memory["calls"] <= self.warm_up', 'memory["calls"] <= 0',
+     VALUES),
+    # --- twins ---
+    ("twins: all of a group answer both", "mmrl/batches.py", "twin_of(prompt))], size // 2", "twin_of(prompt))], size",
+     TWINS),
+    ("twins: the prompt is its own twin", "mmrl/batches.py", "for one in (prompt, twin_of(prompt))]",
+     "for one in (prompt, prompt)]", TWINS),
+    ("twins: the margin is turned round", "mmrl/rewards/twins.py", "else a - b for", "else b - a for", TWINS),
+    ("twins: digits ask for the same digit", "tasks/image_generation/digits.py",
+     "            other = (digit + int(rng.integers(1, 10))) % 10\n            words",
+     "            other = digit\n            words", TWINS),
+    # --- prompts written anew ---
+    ("rewriter: the prompt itself is drawn", "tasks/image_generation/rewriting.py", "[text for _, text in new for",
+     "[samples[0].prompt.metadata['original'].text for _, text in new for", REWRITER),
+    ("rewriter: pictures answer what was written", "tasks/image_generation/rewriting.py",
+     'prompt=sample.prompt.metadata["original"], image', "prompt=replace(sample.prompt, answer=1), image", REWRITER),
+    ("rewriter: every text has noises of its own", "tasks/image_generation/rewriting.py",
+     'zlib.crc32(f"{name} {k}".encode()) for name, _ in new', 'zlib.crc32(f"{t} {k}".encode()) for _, t in new',
+     REWRITER),
+    ("rewriter: reasoning is drawn too", "tasks/image_generation/rewriting.py", 'found[-1].strip() if found else ""',
+     "response", REWRITER),
+]

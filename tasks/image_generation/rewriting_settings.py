@@ -1,0 +1,60 @@
+"""Settings of the task of writing prompts anew."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from mmrl.tasks.image_generation.settings import ImageGenerationSettings
+from pydantic import model_validator
+
+from mmrl.settings import Section, option
+
+if TYPE_CHECKING:
+    from mmrl.tasks.image_generation.rewriting import PromptRewriting
+
+
+class FrozenGenerator(Section):
+    """What draws the prompts that are written; nobody trains it."""
+
+    path: str = option(description="a folder or a hub name: a diffusers pipeline, or what a run with digits left")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "of its weights")
+    device: str | None = option(None, "where it draws; default: the rank's GPU, or the CPU")
+    steps: int = option(10, "denoising steps of a picture", unit="steps", ge=1)
+    guidance: float = option(1.0, "classifier-free guidance; 1: none", ge=0)
+    negative_prompt: str = option("", "the prompt that guidance leads away from")
+    resolution: int | tuple[int, int] | None = option(
+        None, "one side of a square, or height and width; default: the model's own", unit="pixels"
+    )
+    text_tokens: int | None = option(
+        None, "of a prompt that the encoder with the longest limit reads; default: the pipeline's own", ge=1
+    )
+    decoding: Literal["whole", "sliced", "tiled"] = option("sliced", "how the VAE works, see model.decoding")
+    at_once: int = option(64, "pictures that are drawn at once", ge=1)
+
+
+class PromptRewritingSettings(ImageGenerationSettings):
+    """A language model writes prompts anew for a frozen generator of pictures, and earns what their pictures earn
+    (RePrompt, arXiv 2505.17540). Data, rewards and accuracy are those of image_generation."""
+
+    test: ClassVar[str] = "tests/tasks/test_prompt_rewriting.py"
+    type: str = "prompt_rewriting"
+    generator: FrozenGenerator = option(description="what draws")
+    template: str = option(
+        "Rewrite this prompt for an image generator, with all that it should show: {}",
+        "how the rewriter is asked; {}: the prompt",
+    )
+    tag: str | None = option(
+        None, "the prompt is what stands between <tag> and </tag>, and what comes before is reasoning; null: all of it"
+    )
+    pictures: int = option(1, "drawn of each text, whose rewards are averaged", ge=1)
+
+    @model_validator(mode="after")
+    def _there_is_a_place(self) -> Self:
+        if self.template.count("{}") != 1:
+            raise ValueError(f"template must hold {{}} once, where the prompt goes; got {self.template!r}")
+        return self
+
+    def build(self, seed: int) -> PromptRewriting:  # type: ignore[override]
+        from mmrl.tasks.image_generation.rewriting import PromptRewriting
+
+        return PromptRewriting(self, seed)
