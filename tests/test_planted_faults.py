@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from scripts.attack import planted, planted_gpu, planted_origins
+from scripts.attack import planted, planted_dllm, planted_gpu, planted_origins
 
 FAULTS = [
     *planted.FAULTS,
-    *(planted.Fault(*fault) for fault in (*planted_origins.ORIGINS, *planted_gpu.FAULTS)),
+    *(planted.Fault(*f) for f in (*planted_origins.ORIGINS, *planted_gpu.FAULTS, *planted_dllm.FAULTS)),
 ]
 ROOT = Path(__file__).parent.parent
 

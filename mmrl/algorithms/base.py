@@ -66,6 +66,7 @@ class Algorithm(Choice):
         "mixed_preference": "mmrl.algorithms.preference:MixedPreference",
         "discriminative": "mmrl.algorithms.discriminative:Discriminative",
         "reweighted_supervised": "mmrl.algorithms.reweighted:ReweightedSupervised",
+        "distribution_matching": "mmrl.algorithms.distribution_matching:DistributionMatching",
     }
     test: ClassVar[str] = "tests/joints/test_surrogates.py"
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "groups"  # what it learns from

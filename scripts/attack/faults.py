@@ -23,11 +23,13 @@ from pathlib import Path
 from types import ModuleType
 
 import planted
+import planted_dllm
 import planted_gpu
 import planted_origins
 from planted import Fault
 
-FAULTS = [*planted.FAULTS, *(Fault(*fault) for fault in (*planted_origins.ORIGINS, *planted_gpu.FAULTS))]
+MORE = (*planted_origins.ORIGINS, *planted_gpu.FAULTS, *planted_dllm.FAULTS)
+FAULTS = [*planted.FAULTS, *(Fault(*fault) for fault in MORE)]
 ROOT = Path(__file__).resolve().parents[2]
 MISSED = "NOT CAUGHT"
 COPIED = ("mmrl", "tasks", "sims", "tests", "configs", "scripts")

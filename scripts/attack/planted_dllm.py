@@ -1,0 +1,23 @@
+"""Faults of discrete diffusion beside those of `planted.py`: a name, a file, a text that it holds once, what takes its
+place, and the tests that could notice."""
+
+from __future__ import annotations
+
+A, M = "mmrl/algorithms/", "mmrl/policies/masked/"
+DMPO = ("joints/test_distribution_matching.py",)
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("distribution_matching: the importance weight is turned", A + "distribution_matching.py",
+     "(rollouts.ref_logp - rollouts.old_logp)", "(rollouts.old_logp - rollouts.ref_logp)", DMPO),
+    ("distribution_matching: rewards are not divided", A + "distribution_matching.py",
+     "batch.combined() / self.alpha.value", "batch.combined()", DMPO),
+    ("distribution_matching: the present policy weighs all alike", A + "distribution_matching.py",
+     "moved[rows].softmax(0)", "1 / len(rows)", DMPO),
+    ("distribution_matching: likelihoods fall", A + "distribution_matching.py",
+     "(-weight * replay.logp)", "(weight * replay.logp)", DMPO),
+    ("distribution_matching: what was not scored takes part", A + "distribution_matching.py",
+     "part = ~rewards.isnan() & (batch", "part = (batch", DMPO),
+    ("distribution_matching: filler teaches", A + "distribution_matching.py",
+     "mine = mine & ~rollouts.filler", "pass", DMPO),
+]
