@@ -27,8 +27,8 @@ class DistributionMatching(RewardedAlgorithm):
     unmasking.likelihood={type: elbo}."""
 
     equation: ClassVar[str] = (
-        "-sum_i (w_i - b_i) l_i, l_i = sum_t logp_t, w = softmax over the group of r / alpha + ref_l - old_l; b: 1 / n, "
-        "softmax(l - old_l) without gradient, softmax(-r / alpha + ref_l - old_l) or 0; a mean over groups"
+        "-sum_i (w_i - b_i) l_i, l_i = sum_t logp_t, w = softmax over the group of r / alpha + ref_l - old_l; "
+        "b: 1 / n, softmax(l - old_l) without gradient, softmax(-r / alpha + ref_l - old_l) or 0; a mean over groups"
     )
     source: ClassVar[str] = "DMPO, arXiv 2510.08233"
     test: ClassVar[str] = "tests/joints/test_distribution_matching.py"
