@@ -5,6 +5,7 @@ from __future__ import annotations
 
 A, M = "mmrl/algorithms/", "mmrl/policies/masked/"
 DMPO = ("joints/test_distribution_matching.py",)
+UNIFORM = ("policies/masked/test_uniform.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -20,4 +21,16 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "part = ~rewards.isnan() & (batch", "part = (batch", DMPO),
     ("distribution_matching: filler teaches", A + "distribution_matching.py",
      "mine = mine & ~rollouts.filler", "pass", DMPO),
+    ("uniform: every step replaces as many", M + "uniform.py", "1 / (self.noising.steps - turn)",
+     "1 / self.noising.steps", UNIFORM),
+    ("uniform: noise is one token", M + "uniform.py", "(uniform * len(self.allowed)).long()",
+     "(uniform * 0).long()", UNIFORM),
+    ("uniform: levels are not stratified", M + "uniform.py", "(torch.arange(draws) + torch.rand(draws, generator=generator))",
+     "(draws * torch.rand(draws, generator=generator))", UNIFORM),
+    ("uniform: replaced tokens alone count", M + "uniform.py", "States(empty, torch.full((draws, length), 1 / draws)",
+     "States(empty, empty / draws", UNIFORM),
+    ("uniform: what is kept is replaced", M + "uniform.py", "torch.where(states.empty[state], self",
+     "torch.where(~states.empty[state], self", UNIFORM),
+    ("uniform: noise starts from one row for all", M + "uniform.py", "for generator in generators]\n        return torch",
+     "for generator in generators[:1] * len(generators)]\n        return torch", UNIFORM),
 ]

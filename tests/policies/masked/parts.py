@@ -12,8 +12,19 @@ from mmrl.rollouts import Prompt
 PROMPT = Prompt("sum", "27+4=", answer="31")
 
 
-def policy_of(folder, *, perturbed=0.2, length=3, unmasking=None, rollout=None, algorithm="grpo", build=True, **model):
-    """`unmasking`: of the configuration; weights that are trained are those of a fresh model, made large."""
+def policy_of(
+    folder,
+    *,
+    perturbed=0.2,
+    length=3,
+    unmasking=None,
+    noising=None,
+    rollout=None,
+    algorithm="grpo",
+    build=True,
+    **model,
+):
+    """`unmasking`, `noising`: of the configuration; weights that are trained are those of a fresh model, made large."""
     if build:
         tiny_model.build(folder, seed=3, width=32, layers=2)
     supervised = algorithm == "supervised"
@@ -23,7 +34,8 @@ def policy_of(folder, *, perturbed=0.2, length=3, unmasking=None, rollout=None, 
         "task": {"type": "text_sums"},
         "algorithm": {"type": algorithm},
         "rollout": {"response_length": length, **({} if supervised else {"temperature": 1.0}), **(rollout or {})},
-        "unmasking": unmasking or {},
+        **({} if unmasking is None else {"unmasking": unmasking}),
+        **({} if noising is None else {"noising": noising}),
     }
     config = validate(tree, "test")
     policy = config.model.load(config, None, str(folder))
