@@ -68,7 +68,8 @@ def test_decisions_and_cost_follow_from_what_a_method_needs():
     def said(name):
         return "\n".join(describe_methods(name))
 
-    assert "decisions: text token, masked token, noised token, code of a picture\n" in said("token_baseline")
+    tokens = "decisions: text token, masked token, noised token, code of a picture"
+    assert f"{tokens}\n" in said("token_baseline")
     assert "before the advantages" in said("token_baseline")
     assert "decisions: text token, masked token, noised token, code of a picture, action token, action\n" in said(
         "entropy_bonus"

@@ -262,7 +262,7 @@ class DiscreteDiffusionPolicy(ABC):
 
     # --- the rest of a policy ---
 
-    def trained_by(self, engine: Any) -> None:
+    def trained_by(self, engine: Any) -> None:  # noqa: B027
         """It has nothing to keep step with: every replay is one forward, and every rank takes as many steps."""
 
     def counts(self) -> dict[str, float]:

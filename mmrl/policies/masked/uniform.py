@@ -1,5 +1,5 @@
-"""Uniform discrete diffusion: a response begins as tokens drawn at random, and step by step more of them become what the
-model says."""
+"""Uniform discrete diffusion: a response begins as tokens drawn at random, and step by step more of them become what
+the model says."""
 
 from __future__ import annotations
 

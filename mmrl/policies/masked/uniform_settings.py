@@ -54,7 +54,7 @@ class UniformModel(TokenDiffusionModel):
     there. It is not told how many were replaced. One decision a token of the response."""
 
     equation: ClassVar[str] = (
-        "mean over levels t of log p(x_k | tokens of x, each replaced with chance t), x the response"
+        "mean over levels t of log p(x_k | x with each token replaced with chance t), x the response"
     )
     source: ClassVar[str] = (
         "UDM-GRPO, arXiv 2604.18518: the clean sample is the action, states are noised forward; steps of the sampler: "
