@@ -5,6 +5,7 @@ from __future__ import annotations
 
 A, M = "mmrl/algorithms/", "mmrl/policies/masked/"
 DMPO = ("joints/test_distribution_matching.py",)
+TILT = ("joints/test_tilt_matching.py",)
 UNIFORM = ("policies/masked/test_uniform.py",)
 
 # fmt: off
@@ -35,4 +36,16 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("uniform: noise starts from one row for all", M + "uniform.py",
      "for generator in generators]\n        return torch",
      "for generator in generators[:1] * len(generators)]\n        return torch", UNIFORM),
+    ("tilt_matching: rewards are not tilted by", A + "tilt_matching.py", "(self.tilt.value * batch.combined()).exp()",
+     "(1.0 * batch.combined()).exp()", TILT),
+    ("tilt_matching: the old policy is left", A + "tilt_matching.py",
+     "+ factor.values.to(where)[:, None] * replay", "- factor.values.to(where)[:, None] * replay", TILT),
+    ("tilt_matching: a rollout is one of its others", A + "tilt_matching.py",
+     "(worth[rows].sum() - worth[rows]) / (len(rows) - 1)", "worth[rows].mean()", TILT),
+    ("tilt_matching: filler is pulled back", A + "tilt_matching.py", "mine.masked_fill(batch.rollouts.filler, 0.0)",
+     "mine", TILT),
+    ("tilt_matching: another state's distribution", M + "policy.py", "rollouts.old_prediction[rollout, place, state]",
+     "rollouts.old_prediction[rollout, place, 0]", TILT),
+    ("tilt_matching: cross-entropy to itself", M + "policy.py", "-(old.exp() * logp.where(possible, 0.0))",
+     "-(logp.exp() * logp.where(possible, 0.0))", TILT),
 ]

@@ -90,6 +90,7 @@ def read(
         "temperature": limits.temperature if isinstance(limits, MaskedSampling) else constant(1.0),
         "evaluation_temperature": config.evaluation.temperature,
         "codes": codes,
+        "keeps_distributions": "distribution" in config.needs.offers,
     }
     return MaskScorer(model, vocabulary, causal=causal, shifted=settings.shifted), tokenizer, vocabulary, shared
 

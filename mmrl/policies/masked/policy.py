@@ -65,13 +65,30 @@ class MaskScorer(nn.Module):
         return logits.index_fill(-1, self.suppressed, -torch.inf)
 
     def forward(
-        self, ids: Tensor, there: Tensor, row: Tensor, column: Tensor, targets: Tensor, temperature: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        ids: Tensor,
+        there: Tensor,
+        row: Tensor,
+        column: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        whole: bool = False,
+        old: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         """logp, entropy and sum of squared probabilities of tokens `targets`, [place] fp32 each. temperature: [place]
-        too."""
+        too. whole: the logarithms of all probabilities besides, [place, vocabulary] without gradient. old: those of
+        another policy; then the cross-entropy to it besides, [place]."""
         logits = self.logits(ids, there, row, column) / temperature[:, None]
         found = token_logprob(logits, targets)
-        return found.logp, found.entropy, found.square_sum
+        known = (found.logp, found.entropy, found.square_sum)
+        if not whole:
+            return known
+        logp = logits.log_softmax(-1)
+        if old is None:
+            return *known, logp.detach()
+        possible = old > -torch.inf
+        cross = -(old.exp() * logp.where(possible, 0.0)).sum(-1)
+        return *known, logp.detach(), cross
 
 
 class DiscreteDiffusionPolicy(ABC):
@@ -91,10 +108,12 @@ class DiscreteDiffusionPolicy(ABC):
         temperature: Control,
         evaluation_temperature: float,
         codes: Codebook | None = None,
+        keeps_distributions: bool = False,
     ) -> None:
-        """codes: of a model that writes pictures; None: it writes text."""
+        """codes: of a model that writes pictures; None: it writes text. keeps_distributions: replays say the whole
+        distribution of every decision in every state, which takes as much memory as the logits."""
         self.module, self.tokenizer, self.vocabulary = scorer, tokenizer, vocabulary
-        self.length, self.codebook = length, codes
+        self.length, self.codebook, self.keeps_distributions = length, codes, keeps_distributions
         self.max_prompt_length, self.temperature = max_prompt_length, temperature
         self.evaluation_temperature = evaluation_temperature
         self.module.eval()  # dropout would make replay differ from sampling
@@ -230,17 +249,27 @@ class DiscreteDiffusionPolicy(ABC):
         first = torch.tensor([len(record.prompt) for record in records])
         heat = torch.tensor([record.temperature for record in records])[rollout]
         row, column = rollout * weight.shape[1] + state, first[rollout] + place
-        asked = (row, column, responses[rollout, place], heat)
-        scored = model(ids, there, *(part.to(self.device) for part in asked))
+        asked = [row, column, responses[rollout, place], heat]
+        options: dict[str, Any] = {"whole": True} if self.keeps_distributions else {}
+        if self.keeps_distributions and rollouts.old_prediction is not None:
+            options["old"] = rollouts.old_prediction[rollout, place, state].to(self.device)
+        scored = model(ids, there, *(part.to(self.device) for part in asked), **options)
         w = weight[rollout, state, place].to(self.device)
         total = weight.sum(1)[rollout, place].to(self.device)
         where = (rollout.to(self.device), place.to(self.device))
         blank = torch.zeros(len(records), self.length, device=self.device)
         logp, entropy, square_sum = (
             blank.index_put(where, values * share_of, accumulate=True)
-            for values, share_of in zip(scored, (w, w / total, w / total), strict=True)
+            for values, share_of in zip(scored[:3], (w, w / total, w / total), strict=True)
         )
-        return Replay(logp, entropy, square_sum)
+        told = Replay(logp, entropy, square_sum)
+        if self.keeps_distributions:
+            kept = torch.zeros(len(records), self.length, weight.shape[1], scored[3].shape[-1])
+            kept[rollout, place, state] = scored[3].cpu()
+            told.prediction = kept
+        if "old" in options:
+            told.old_cross_entropy = blank.index_put(where, scored[4] * w, accumulate=True)
+        return told
 
     def _hidden(self, record: MaskedRecord, states: States, state: int) -> Tensor:
         """[token] the prompt as it is read in a state."""

@@ -236,7 +236,7 @@ class TokenDiffusionModel(ModelSettings):
 
     def capabilities(self, config: Config) -> Capabilities:
         offers = {"entropy", "square_sum", "tokens", "text", "numbers", "single_sample_kl", "views"}
-        offers |= {"reference_ratio"}
+        offers |= {"reference_ratio", "distribution"}
         return Capabilities(f"model.type={self.type}", frozenset(offers))
 
 
