@@ -19,6 +19,7 @@ OFFERS = {
     "square_sum": "the sum of squared probabilities of each decision's distribution",
     "tokens": "decisions that are tokens",
     "text": "responses in words",
+    "distribution": "the whole distribution of each decision, kept from the policy that made the rollouts",
     "numbers": "decisions that are numbers of a list, as tokens of a vocabulary",
     "divergence": "the exact divergence of each decision from the old policy",
     "gaussian": "decisions that are Gaussian steps of a chain",

@@ -31,6 +31,7 @@ MODELS: list[dict[str, Any]] = [
     {"type": "vision_language"},
     {"type": "diffusion"},
     {"type": "masked_diffusion"},
+    {"type": "uniform_diffusion"},
     {"type": "picture_codes"},
     *({"type": "vision_language_action", "head": head} for head in ("token", "flow", "regression", "bridge")),
 ]
@@ -38,6 +39,7 @@ MODELS: list[dict[str, Any]] = [
 DECISIONS: dict[str, dict[str, Any]] = {
     "text token": {"model": {"type": "vision_language"}},
     "masked token": {"model": {"type": "masked_diffusion"}},
+    "noised token": {"model": {"type": "uniform_diffusion"}},
     "picture with its gradient": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "last_steps"}}},
     "code of a picture": {"model": {"type": "picture_codes"}},
     "word or code": {"model": {"type": "picture_codes"}, "rollout": {"reasoning_length": 8}},

@@ -326,6 +326,7 @@ class Replay:
     reference_log_ratio: Tensor | None = None  # given where it has a more exact form than logp - ref_logp
     reference_error: Tensor | None = None  # squared distance of predictions from the reference policy's, likewise
     prediction: Tensor | None = None  # [rollout, decision, ...] detached: what old and reference are compared by
+    old_cross_entropy: Tensor | None = None  # to the old policy's whole distribution, where old_prediction holds it
     std: Tensor | None = None  # of a Gaussian step
     weight: Tensor | None = None  # detached, of the decision in the loss; None: all alike
     segments: Tensor | None = None  # int64, the unit of level "segment" that a decision belongs to

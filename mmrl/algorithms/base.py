@@ -67,6 +67,8 @@ class Algorithm(Choice):
         "mixed_preference": "mmrl.algorithms.preference:MixedPreference",
         "discriminative": "mmrl.algorithms.discriminative:Discriminative",
         "reweighted_supervised": "mmrl.algorithms.reweighted:ReweightedSupervised",
+        "distribution_matching": "mmrl.algorithms.distribution_matching:DistributionMatching",
+        "tilt_matching": "mmrl.algorithms.tilt_matching:TiltMatching",
     }
     test: ClassVar[str] = "tests/joints/test_surrogates.py"
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "groups"  # what it learns from

@@ -62,6 +62,7 @@ class ModelSettings(Choice):
         "vision_language_action": "mmrl.policies.vla.settings:VisionLanguageActionModel",
         "picture_codes": "mmrl.policies.codes.settings:CodeModel",
         "masked_diffusion": "mmrl.policies.masked.settings:MaskedModel",
+        "uniform_diffusion": "mmrl.policies.masked.uniform_settings:UniformModel",
     }
     type: str = "vision_language"
     path: str | None = option(None, "a folder or a hub name; or `build`, or `warm_start`")

@@ -22,6 +22,8 @@ from scripts.bench.image_digits import ROOT, evaluations, finished, mean, spread
 RECIPES = (
     "text_sums_masked",
     "text_sums_masked_random_reward",
+    "text_sums_uniform",
+    "text_sums_uniform_random_reward",
     "image_digits_masked",
     "image_digits_masked_random_reward",
     "image_digits_autoregressive",

@@ -230,6 +230,8 @@ class GivenPolicy:
             found.entropy = given["entropy"] + moved["entropy"]
         if "value" in given:
             found.value = given["value"] + moved["value"]
+        if "old_cross_entropy" in given:
+            found.old_cross_entropy = given["old_cross_entropy"] + moved["entropy"]
         if "log_ratio" in given:
             found.log_ratio = given["log_ratio"] + moved["logp"]
         for name in ("square_sum", "std", "segments"):

@@ -6,7 +6,6 @@ present and the reference policy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,7 @@ class States:
     empty: Tensor  # [state, place] bool, places of the response that are masked
     weight: Tensor  # [state, place] float32, of the place's log-likelihood in this state; 0 where it is not empty
     prompt_empty: Tensor | None = None  # [state, token] bool, tokens of the prompt that are masked; None: none
+    noise: Tensor | None = None  # [state, place] 0 to 1, which tokens stand in empty places; None: mask tokens
 
 
 def one_step(seed: int, prompt: int, length: int, prompt_mask: float) -> States:
@@ -54,11 +54,6 @@ def trace(steps: Tensor, last: int, shrink: int) -> States:
     number = torch.arange(-(-last // shrink))[:, None]
     part = (steps // shrink)[None]
     return States(part >= number, (part == number).float())
-
-
-def together(found: Sequence[States]) -> tuple[Tensor, Tensor]:
-    """Places [rollout, state, place] that are empty, and weights, of rollouts that have equally many."""
-    return torch.stack([s.empty for s in found]), torch.stack([s.weight for s in found])
 
 
 def _generator(seed: int) -> torch.Generator:

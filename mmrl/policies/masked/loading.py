@@ -1,7 +1,8 @@
-"""Masked diffusion models from folders and hub names."""
+"""Discrete diffusion models from folders and hub names."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,21 +24,44 @@ from mmrl.policies.masked.settings import (
     MaskedLimits,
     MaskedModel,
     MaskedSampling,
+    TokenDiffusionModel,
     UnmaskingDemonstrations,
     UnmaskingRollouts,
 )
+from mmrl.policies.masked.uniform import UniformPolicy
+from mmrl.policies.masked.uniform_settings import Noising, UniformModel
 from mmrl.policies.vlm.loading import adapt, described, recompute_activations, whole
 from mmrl.policies.vlm.policy import transformers_model
 
 if TYPE_CHECKING:
     from mmrl.config import Config
 
+NO_MASK = -1  # in the place of a mask token, of policies that have no empty places
+
 
 def load(path: str, settings: MaskedModel, config: Config) -> MaskedPolicy:
     """The policy of a job. Raises UserError if there is no model at `path`, or none that can fill empty places."""
-    limits, unmasking = config.rollout, config.section("unmasking")
-    assert isinstance(limits, MaskedLimits) and isinstance(config.evaluation, MaskedEvaluation)
+    unmasking = config.section("unmasking")
     assert isinstance(unmasking, UnmaskingRollouts | UnmaskingDemonstrations)
+    scorer, tokenizer, vocabulary, shared = read(path, settings, config, lambda tokenizer: mask_of(tokenizer, settings))
+    return MaskedPolicy(scorer, tokenizer, vocabulary, unmasking, unmasking.likelihood, **shared)
+
+
+def load_uniform(path: str, settings: UniformModel, config: Config) -> UniformPolicy:
+    """The policy of a job. Raises UserError if there is no model at `path`, or none that writes text."""
+    noising = config.section("noising")
+    assert isinstance(noising, Noising)
+    scorer, tokenizer, vocabulary, shared = read(path, settings, config, lambda tokenizer: NO_MASK)
+    return UniformPolicy(scorer, tokenizer, vocabulary, noising, **shared)
+
+
+def read(
+    path: str, settings: TokenDiffusionModel, config: Config, mask: Callable[[Any], int]
+) -> tuple[MaskScorer, Any, Vocabulary, dict[str, Any]]:
+    """What policies of discrete diffusion are made of: the model, its tokenizer, what tokens mean, and what
+    `DiscreteDiffusionPolicy` takes besides. mask: the token of empty places, of a tokenizer. Raises UserError."""
+    limits = config.rollout
+    assert isinstance(limits, MaskedLimits) and isinstance(config.evaluation, MaskedEvaluation)
     known = described(path)
     causal = type(known) not in MODEL_FOR_MASKED_LM_MAPPING
     if causal and type(known) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -53,33 +77,26 @@ def load(path: str, settings: MaskedModel, config: Config) -> MaskedPolicy:
     model = adapt(model, path, freeze=(), lora=settings.lora)
     if settings.activation_checkpointing:
         recompute_activations(model)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    codes = codebook.read(path)
+    tokenizer, codes = AutoTokenizer.from_pretrained(path), codebook.read(path)
     if codes is not None and codes.places != limits.response_length:
         raise UserError(
             f"model.path={path} writes pictures of {codes.places} codes; set rollout.response_length={codes.places}"
         )
     size = transformers_model(model).get_output_embeddings().weight.shape[0]
-    vocabulary = vocabulary_of(tokenizer, settings, size, codes)
-    return MaskedPolicy(
-        MaskScorer(model, vocabulary, causal=causal, shifted=settings.shifted),
-        tokenizer,
-        vocabulary,
-        unmasking,
-        unmasking.likelihood,
-        length=limits.response_length,
-        max_prompt_length=min(limits.max_prompt_length, most - limits.response_length),
-        temperature=limits.temperature if isinstance(limits, MaskedSampling) else constant(1.0),
-        evaluation_temperature=config.evaluation.temperature,
-        codes=codes,
-    )
+    vocabulary = vocabulary_of(tokenizer, mask(tokenizer), size, codes)
+    shared = {
+        "length": limits.response_length,
+        "max_prompt_length": min(limits.max_prompt_length, most - limits.response_length),
+        "temperature": limits.temperature if isinstance(limits, MaskedSampling) else constant(1.0),
+        "evaluation_temperature": config.evaluation.temperature,
+        "codes": codes,
+        "keeps_distributions": "distribution" in config.needs.offers,
+    }
+    return MaskScorer(model, vocabulary, causal=causal, shifted=settings.shifted), tokenizer, vocabulary, shared
 
 
-def vocabulary_of(tokenizer: Any, settings: MaskedModel, size: int, codes: Codebook | None) -> Vocabulary:
-    """size: rows of the output layer. Never drawn are special tokens other than the end, and rows beyond the tokenizer;
-    with `codes` whatever is none of them.
-
-    Raises UserError without a mask or an end token."""
+def mask_of(tokenizer: Any, settings: MaskedModel) -> int:
+    """The token of empty places. Raises UserError without one."""
     mask = tokenizer.mask_token_id
     if settings.mask_token is not None:
         mask = tokenizer.get_vocab().get(settings.mask_token)
@@ -88,12 +105,20 @@ def vocabulary_of(tokenizer: Any, settings: MaskedModel, size: int, codes: Codeb
             f"model.mask_token={settings.mask_token} is no token of the model's tokenizer; name the one that stands in "
             "empty places"
         )
+    return int(mask)
+
+
+def vocabulary_of(tokenizer: Any, mask: int, size: int, codes: Codebook | None) -> Vocabulary:
+    """size: rows of the output layer. Never drawn are special tokens other than the end, and rows beyond the tokenizer;
+    with `codes` whatever is none of them.
+
+    Raises UserError without an end token."""
     if codes is not None:
         return Vocabulary(mask, tokenizer.pad_token_id or 0, None, codes.outside(size))
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if end is None:
         raise UserError("the model's tokenizer has neither an end token nor a separator")
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    suppressed = sorted((special | {mask} | set(range(len(tokenizer), size))) - {end})
+    suppressed = sorted((special | {mask} | set(range(len(tokenizer), size))) - {end, NO_MASK})
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return Vocabulary(mask, pad, end, torch.tensor(suppressed))

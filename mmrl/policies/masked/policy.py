@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from mmrl.generation.sampling import draw
 from mmrl.kernels import token_logprob
 from mmrl.policies import codebook
 from mmrl.policies.codebook import Codebook
-from mmrl.policies.masked.likelihoods import States, together
+from mmrl.policies.masked.likelihoods import States
 from mmrl.policies.masked.schedule import schedule
 from mmrl.policies.masked.settings import MaskedLikelihood, Unmasking
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
@@ -30,7 +31,7 @@ class MaskedRecord:
 
     prompt: Tensor  # [token] int64
     response: Tensor  # [place] int64
-    steps: Tensor  # [place] int64, in which step of its rollout a place was filled; 0 in demonstrations
+    steps: Tensor  # [place] int64, in which step of its rollout a place was filled; 0 where none is known
     seed: int  # of the states in which it is scored
     temperature: float
 
@@ -64,39 +65,70 @@ class MaskScorer(nn.Module):
         return logits.index_fill(-1, self.suppressed, -torch.inf)
 
     def forward(
-        self, ids: Tensor, there: Tensor, row: Tensor, column: Tensor, targets: Tensor, temperature: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        ids: Tensor,
+        there: Tensor,
+        row: Tensor,
+        column: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        whole: bool = False,
+        old: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         """logp, entropy and sum of squared probabilities of tokens `targets`, [place] fp32 each. temperature: [place]
-        too."""
+        too. whole: the logarithms of all probabilities besides, [place, vocabulary] without gradient. old: those of
+        another policy; then the cross-entropy to it besides, [place]."""
         logits = self.logits(ids, there, row, column) / temperature[:, None]
         found = token_logprob(logits, targets)
-        return found.logp, found.entropy, found.square_sum
+        known = (found.logp, found.entropy, found.square_sum)
+        if not whole:
+            return known
+        logp = logits.log_softmax(-1)
+        if old is None:
+            return *known, logp.detach()
+        possible = old > -torch.inf
+        cross = -(old.exp() * logp.where(possible, 0.0)).sum(-1)
+        return *known, logp.detach(), cross
 
 
-class MaskedPolicy:
-    """Fills the places of a response step by step, and says how likely responses are by a named estimate."""
+class DiscreteDiffusionPolicy(ABC):
+    """What policies share that make a response of tokens out of noise: it is replayed from states that its seed (and
+    its trace) decide, in one forward."""
+
+    kind: ClassVar[str]  # as `model.type` has it
 
     def __init__(
         self,
         scorer: MaskScorer,
         tokenizer: Any,
         vocabulary: Vocabulary,
-        unmasking: Unmasking,
-        likelihood: MaskedLikelihood,
         *,
         length: int,
         max_prompt_length: int,
         temperature: Control,
         evaluation_temperature: float,
         codes: Codebook | None = None,
+        keeps_distributions: bool = False,
     ) -> None:
-        """codes: of a model that writes pictures; None: it writes text."""
+        """codes: of a model that writes pictures; None: it writes text. keeps_distributions: replays say the whole
+        distribution of every decision in every state, which takes as much memory as the logits."""
         self.module, self.tokenizer, self.vocabulary = scorer, tokenizer, vocabulary
-        self.unmasking, self.likelihood, self.length, self.codebook = unmasking, likelihood, length, codes
+        self.length, self.codebook, self.keeps_distributions = length, codes, keeps_distributions
         self.max_prompt_length, self.temperature = max_prompt_length, temperature
         self.evaluation_temperature = evaluation_temperature
-        self.steps = schedule(length, unmasking.steps, unmasking.block)
         self.module.eval()  # dropout would make replay differ from sampling
+
+    @abstractmethod
+    def _draw(self, prompts: list[Tensor], seeds: Sequence[int], temperature: float) -> list[MaskedRecord]:
+        """One response a prompt, from its seed alone. temperature: 0 for the most likely token each time."""
+
+    @abstractmethod
+    def states_of(self, record: MaskedRecord) -> States:
+        """In which a response is replayed."""
+
+    @abstractmethod
+    def _shown(self, record: MaskedRecord, states: States, state: int) -> Tensor:
+        """[place] the response as it is read in a state."""
 
     @property
     def device(self) -> torch.device:
@@ -111,7 +143,7 @@ class MaskedPolicy:
     def encode(self, prompt: Prompt) -> Tensor:
         """[token] int64. Raises UserError for pictures, and for a prompt that is too long."""
         if prompt.images or prompt.videos or prompt.messages:
-            raise UserError(f"prompt {prompt.id}: model.type=masked_diffusion reads a single text without pictures")
+            raise UserError(f"prompt {prompt.id}: model.type={self.kind} reads a single text without pictures")
         if self.tokenizer.chat_template is not None:
             said = [{"role": "system", "content": prompt.system}] if prompt.system else []
             said.append({"role": "user", "content": prompt.text})
@@ -170,33 +202,6 @@ class MaskedPolicy:
             )
         return torch.tensor(ids + [end] * (self.length - len(ids)))
 
-    def _draw(self, prompts: list[Tensor], seeds: Sequence[int], temperature: float) -> list[MaskedRecord]:
-        """One response a prompt, from its seed alone. temperature: 0 for the most likely token each time."""
-        generators = [torch.Generator(self.device).manual_seed(int(seed)) for seed in seeds]
-        response = torch.full((len(prompts), self.length), self.vocabulary.mask)
-        filled = torch.zeros_like(response)
-        rows = torch.arange(len(prompts)).repeat_interleave(self.length).to(self.device)
-        place = torch.arange(self.length).repeat(len(prompts)).to(self.device)
-        first = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        for turn, step in enumerate(self.steps):
-            ids, there = self._collate([torch.cat(pair) for pair in zip(prompts, response, strict=True)])
-            logits = self.module.logits(ids, there, rows, first[rows] + place)
-            logits = logits.view(len(prompts), self.length, -1) / (temperature or 1.0)
-            noisy = draw(logits, generators) if temperature else logits
-            tokens = noisy.argmax(-1)
-            logp = logits.log_softmax(-1)
-            chosen = logp.gather(-1, tokens[..., None])[..., 0].cpu()
-            entropy = -(logp.exp() * logp.clamp(min=-1e9)).sum(-1).cpu()
-            chance = torch.stack([torch.rand(self.length, generator=g, device=self.device) for g in generators]).cpu()
-            open_ = torch.zeros_like(response, dtype=torch.bool)
-            open_[:, step.start : step.stop] = response[:, step.start : step.stop] == self.vocabulary.mask
-            scores = self.unmasking.order.scores(chosen, entropy, chance).masked_fill(~open_, -torch.inf)
-            now = scores.topk(step.number, -1).indices
-            response = response.scatter(1, now, tokens.cpu().gather(1, now))
-            filled = filled.scatter(1, now, turn)
-        heat = temperature or 1.0  # responses of the most likely tokens are replayed as they are
-        return [MaskedRecord(prompt, response[i], filled[i], int(seeds[i]), heat) for i, prompt in enumerate(prompts)]
-
     def _collate(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Tokens [row, token], padded behind, and where there is any."""
         ids = pad_sequence(list(rows), batch_first=True, padding_value=self.vocabulary.pad)
@@ -227,37 +232,44 @@ class MaskedPolicy:
 
     # --- responses to likelihoods ---
 
-    def states_of(self, record: MaskedRecord) -> States:
-        return self.likelihood.states(record.seed, len(record.prompt), record.steps, len(self.steps))
-
     def replay(self, rollouts: Rollouts, model: Any, *, reference: bool = False) -> Replay:
         """What `model` (`self.module` or the engine around it) says of every token, weighted over the states in which
         the likelihood asks about it; entropies and squares are means with the same weights. One forward for all."""
         records: list[MaskedRecord] = rollouts.inputs
         found = [self.states_of(record) for record in records]
-        empty, weight = together(found)
+        weight = torch.stack([states.weight for states in found])
         rollout, state, place = weight.nonzero().unbind(1)
         responses = torch.stack([record.response for record in records])
         rows = [
-            torch.cat([self._hidden(record, states, s), responses[i].masked_fill(empty[i, s], self.vocabulary.mask)])
-            for i, (record, states) in enumerate(zip(records, found, strict=True))
-            for s in range(len(states.empty))
+            torch.cat([self._hidden(record, states, s), self._shown(record, states, s)])
+            for record, states in zip(records, found, strict=True)
+            for s in range(len(states.weight))
         ]
         ids, there = self._collate(rows)
         first = torch.tensor([len(record.prompt) for record in records])
         heat = torch.tensor([record.temperature for record in records])[rollout]
         row, column = rollout * weight.shape[1] + state, first[rollout] + place
-        asked = (row, column, responses[rollout, place], heat)
-        scored = model(ids, there, *(part.to(self.device) for part in asked))
+        asked = [row, column, responses[rollout, place], heat]
+        options: dict[str, Any] = {"whole": True} if self.keeps_distributions else {}
+        if self.keeps_distributions and rollouts.old_prediction is not None:
+            options["old"] = rollouts.old_prediction[rollout, place, state].to(self.device)
+        scored = model(ids, there, *(part.to(self.device) for part in asked), **options)
         w = weight[rollout, state, place].to(self.device)
         total = weight.sum(1)[rollout, place].to(self.device)
         where = (rollout.to(self.device), place.to(self.device))
         blank = torch.zeros(len(records), self.length, device=self.device)
         logp, entropy, square_sum = (
             blank.index_put(where, values * share_of, accumulate=True)
-            for values, share_of in zip(scored, (w, w / total, w / total), strict=True)
+            for values, share_of in zip(scored[:3], (w, w / total, w / total), strict=True)
         )
-        return Replay(logp, entropy, square_sum)
+        told = Replay(logp, entropy, square_sum)
+        if self.keeps_distributions:
+            kept = torch.zeros(len(records), self.length, weight.shape[1], scored[3].shape[-1])
+            kept[rollout, place, state] = scored[3].cpu()
+            told.prediction = kept
+        if "old" in options:
+            told.old_cross_entropy = blank.index_put(where, scored[4] * w, accumulate=True)
+        return told
 
     def _hidden(self, record: MaskedRecord, states: States, state: int) -> Tensor:
         """[token] the prompt as it is read in a state."""
@@ -279,7 +291,7 @@ class MaskedPolicy:
 
     # --- the rest of a policy ---
 
-    def trained_by(self, engine: Any) -> None:
+    def trained_by(self, engine: Any) -> None:  # noqa: B027
         """It has nothing to keep step with: every replay is one forward, and every rank takes as many steps."""
 
     def counts(self) -> dict[str, float]:
@@ -294,3 +306,56 @@ class MaskedPolicy:
         if self.codebook is not None:
             codebook.write(folder, self.codebook)
         share(folder)
+
+
+class MaskedPolicy(DiscreteDiffusionPolicy):
+    """Fills the places of a response step by step, and says how likely responses are by a named estimate."""
+
+    kind: ClassVar[str] = "masked_diffusion"
+
+    def __init__(
+        self,
+        scorer: MaskScorer,
+        tokenizer: Any,
+        vocabulary: Vocabulary,
+        unmasking: Unmasking,
+        likelihood: MaskedLikelihood,
+        **shared: Any,
+    ) -> None:
+        """shared: as `DiscreteDiffusionPolicy` has it."""
+        super().__init__(scorer, tokenizer, vocabulary, **shared)
+        self.unmasking, self.likelihood = unmasking, likelihood
+        self.steps = schedule(self.length, unmasking.steps, unmasking.block)
+
+    def _draw(self, prompts: list[Tensor], seeds: Sequence[int], temperature: float) -> list[MaskedRecord]:
+        """One response a prompt, from its seed alone. temperature: 0 for the most likely token each time."""
+        generators = [torch.Generator(self.device).manual_seed(int(seed)) for seed in seeds]
+        response = torch.full((len(prompts), self.length), self.vocabulary.mask)
+        filled = torch.zeros_like(response)
+        rows = torch.arange(len(prompts)).repeat_interleave(self.length).to(self.device)
+        place = torch.arange(self.length).repeat(len(prompts)).to(self.device)
+        first = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        for turn, step in enumerate(self.steps):
+            ids, there = self._collate([torch.cat(pair) for pair in zip(prompts, response, strict=True)])
+            logits = self.module.logits(ids, there, rows, first[rows] + place)
+            logits = logits.view(len(prompts), self.length, -1) / (temperature or 1.0)
+            noisy = draw(logits, generators) if temperature else logits
+            tokens = noisy.argmax(-1)
+            logp = logits.log_softmax(-1)
+            chosen = logp.gather(-1, tokens[..., None])[..., 0].cpu()
+            entropy = -(logp.exp() * logp.clamp(min=-1e9)).sum(-1).cpu()
+            chance = torch.stack([torch.rand(self.length, generator=g, device=self.device) for g in generators]).cpu()
+            open_ = torch.zeros_like(response, dtype=torch.bool)
+            open_[:, step.start : step.stop] = response[:, step.start : step.stop] == self.vocabulary.mask
+            scores = self.unmasking.order.scores(chosen, entropy, chance).masked_fill(~open_, -torch.inf)
+            now = scores.topk(step.number, -1).indices
+            response = response.scatter(1, now, tokens.cpu().gather(1, now))
+            filled = filled.scatter(1, now, turn)
+        heat = temperature or 1.0  # responses of the most likely tokens are replayed as they are
+        return [MaskedRecord(prompt, response[i], filled[i], int(seeds[i]), heat) for i, prompt in enumerate(prompts)]
+
+    def states_of(self, record: MaskedRecord) -> States:
+        return self.likelihood.states(record.seed, len(record.prompt), record.steps, len(self.steps))
+
+    def _shown(self, record: MaskedRecord, states: States, state: int) -> Tensor:
+        return record.response.masked_fill(states.empty[state], self.vocabulary.mask)

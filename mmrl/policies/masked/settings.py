@@ -223,20 +223,31 @@ class UnmaskingDemonstrations(Unmasking):
         return ELBO(draws=self.draws)
 
 
-class MaskedModel(ModelSettings):
+class TokenDiffusionModel(ModelSettings):
+    """What kinds of discrete diffusion share."""
+
+    type: str = "masked_diffusion"
+    attention: Literal["sdpa", "eager"] = option("sdpa", "how attention is computed")
+    lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
+    activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
+    shifted: bool = option(
+        False, "the model says at each place what stands at the next, as those made of autoregressive ones do (Dream)"
+    )
+
+    def capabilities(self, config: Config) -> Capabilities:
+        offers = {"entropy", "square_sum", "tokens", "text", "numbers", "single_sample_kl", "views"}
+        offers |= {"reference_ratio", "distribution"}
+        return Capabilities(f"model.type={self.type}", frozenset(offers))
+
+
+class MaskedModel(TokenDiffusionModel):
     """A masked diffusion model of text: a masked language model of transformers, or a causal one that is read in both
     directions. One decision a token of the response."""
 
     test: ClassVar[str] = "tests/policies/masked/test_policy.py"
     source: ClassVar[str] = "LLaDA, arXiv 2502.09992"
     type: str = "masked_diffusion"
-    attention: Literal["sdpa", "eager"] = option("sdpa", "how attention is computed")
-    lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
-    activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
     mask_token: str | None = option(None, "that stands in empty places; default: the tokenizer's own")
-    shifted: bool = option(
-        False, "the model says at each place what stands at the next, as those made of autoregressive ones do (Dream)"
-    )
 
     @classmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
@@ -246,11 +257,6 @@ class MaskedModel(ModelSettings):
             "unmasking": UnmaskingDemonstrations if given else UnmaskingRollouts,
             "evaluation": MaskedEvaluation,
         }
-
-    def capabilities(self, config: Config) -> Capabilities:
-        offers = {"entropy", "square_sum", "tokens", "text", "numbers", "single_sample_kl", "views"}
-        offers |= {"reference_ratio"}
-        return Capabilities("model.type=masked_diffusion", frozenset(offers))
 
     def check(self, config: Config) -> None:
         from mmrl.policies.masked.schedule import schedule

@@ -12,18 +12,20 @@ from mmrl.rollouts import Prompt
 PROMPT = Prompt("sum", "27+4=", answer="31")
 
 
-def policy_of(folder, *, perturbed=0.2, length=3, unmasking=None, rollout=None, algorithm="grpo", build=True, **model):
-    """`unmasking`: of the configuration; weights that are trained are those of a fresh model, made large."""
+def policy_of(folder, *, perturbed=0.2, length=3, rollout=None, algorithm="grpo", build=True, **options):
+    """options: `unmasking` and `noising` of the configuration, others are the model's. Weights that are trained are
+    those of a fresh model, made large."""
     if build:
         tiny_model.build(folder, seed=3, width=32, layers=2)
     supervised = algorithm == "supervised"
+    sections = {name: options.pop(name) for name in ("unmasking", "noising") if name in options}
     tree = {
         "run_dir": "unset",
-        "model": {"type": "masked_diffusion", "path": str(folder), **model},
+        "model": {"type": "masked_diffusion", "path": str(folder), **options},
         "task": {"type": "text_sums"},
-        "algorithm": {"type": algorithm},
+        "algorithm": {"type": algorithm} if isinstance(algorithm, str) else algorithm,
         "rollout": {"response_length": length, **({} if supervised else {"temperature": 1.0}), **(rollout or {})},
-        "unmasking": unmasking or {},
+        **{name: section for name, section in sections.items() if section is not None},
     }
     config = validate(tree, "test")
     policy = config.model.load(config, None, str(folder))
