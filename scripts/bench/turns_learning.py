@@ -51,6 +51,13 @@ class Learned:
     minutes: float
 
     @property
+    def after(self) -> float:
+        """Of sampled responses after RL."""
+        share = self.shares["sampled after"]
+        assert share is not None
+        return share
+
+    @property
     def best(self) -> float:
         """The greatest share of right answers that was seen."""
         return max(share for name, share in self.shares.items() if share is not None and name in SHARES[:4])
@@ -70,7 +77,7 @@ def table(recipe: str, rows: Sequence[str], seeds: Sequence[int], runs: Path, ov
     for row in rows:
         own = [one for one in found if one.row == row]
         shares = [told([one.shares[name] for one in own]) for name in SHARES]
-        above = told([one.shares["sampled after"] - without[one.seed] for one in own]) if without else "-"
+        above = told([one.after - without[one.seed] for one in own]) if without else "-"
         print(f"| {' | '.join([row, *shares, above])} |")
 
 
