@@ -64,20 +64,20 @@ def test_a_prompt_without_words_is_named(folder):
 
 
 def test_pictures_that_tell_their_prompt_earn_more(given):
-    """Rewards 1, 0, 0 and 0.5 times -4, -1, -1: r = -1, -0.5, -0.5 of mean -2/3, in micro-batches of two."""
+    """Rewards 1, 0, 0 and 0.5 times -4, -1, -3: r = -1, -0.5, -1.5 of mean -1, in minibatches drawn by chance."""
     made = given(
-        Table([[-1.0]] * 3, rewards=[1.0, 0.0, 0.0], inverse=[[-4.0], [-1.0], [-1.0]]),
+        Table([[-1.0]] * 3, rewards=[1.0, 0.0, 0.0], inverse=[[-4.0], [-1.0], [-3.0]]),
         "rollout.prompts=1",
         "rollout.group_size=3",
         "algorithm.scale=none",
         "algorithm.transforms=[{type: inverse_likelihood, weight: 0.5}]",
-        "engine.micro_batch=2",
+        "algorithm.minibatches=3",
     )
-    close(made.prepare().advantages, [[-1 / 3], [1 / 6], [1 / 6]])
-    close(made.batch.reports["inverse/likelihood"], -2.0)
+    close(made.prepare().advantages, [[0], [0.5], [-0.5]])
+    close(made.batch.reports["inverse/likelihood"], -8 / 3)
     unknown = made.table.rollouts()
     unknown.rewards[1] = math.nan
-    close(made.prepare(unknown).advantages, [[-0.25], [0], [0.25]])
+    close(made.prepare(unknown).advantages, [[0.25], [0], [-0.25]])
 
 
 def test_decisions_that_nobody_reads_again_are_refused():

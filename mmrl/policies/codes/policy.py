@@ -38,6 +38,8 @@ class CodeRecord:
 class CodeScorer(nn.Module):
     """What a model says of codes and of the text before them; this is the module that the engine wraps."""
 
+    allowed: Tensor
+
     def __init__(self, model: nn.Module, writer: Writer, allowed: Tensor) -> None:
         """allowed: [word] bool, the tokens that text may hold; codes alone are written in a picture."""
         super().__init__()
@@ -303,9 +305,9 @@ class CodePolicy:
         ids, there = self._collate(self._guided(told, guidance, [row[:-1] for row in tokens]))
         text, before = self._words(records, ids.shape[1])
         heat = torch.tensor([record.temperature for record in records], device=self.device)
-        found = model(ids, there, tokens.to(self.device), heat, guidance, text, before)
+        logp, entropy, square_sum = model(ids, there, tokens.to(self.device), heat, guidance, text, before)
         segments = self._parts(len(records)).to(self.device) if self.reasoning_length else None
-        return Replay(*found, segments=segments)
+        return Replay(logp, entropy, square_sum, segments=segments)
 
     def _words(self, records: list[CodeRecord], width: int) -> tuple[Tensor, Tensor]:
         """The words of each row, and behind which place of the row each stands, [row, word]; where a text is shorter,

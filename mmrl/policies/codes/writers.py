@@ -140,7 +140,7 @@ class JanusWriter(Writer):
         self.between = (tokenizer.convert_tokens_to_ids(str(begin)),)
 
     def hidden(self, model: Any, ids: Tensor, there: Tensor, **cache: Any) -> Any:
-        core = transformers_model(model)
+        core: Any = transformers_model(model)
         code = ids >= self.first
         words = core.get_input_embeddings()(ids.masked_fill(code, 0))
         drawn = core.prepare_embeddings_for_image_generation((ids - self.first).clamp(min=0))
@@ -148,7 +148,8 @@ class JanusWriter(Writer):
         return core.model.language_model(inputs_embeds=read, attention_mask=there, **cache).last_hidden_state
 
     def words(self, model: Any, hidden: Tensor) -> Tensor:
-        return transformers_model(model).lm_head(hidden)
+        core: Any = transformers_model(model)
+        return core.lm_head(hidden)
 
     def codes(self, model: Any, hidden: Tensor) -> Tensor:
         return transformers_model(model).model.generation_head(hidden)
@@ -174,7 +175,7 @@ class JanusWriter(Writer):
         return torch.tensor([*first, self.between[0], *[self.placeholder] * self.patches, *last])
 
     def reads(self, model: Any, ids: Tensor, there: Tensor, pictures: Tensor, **cache: Any) -> Any:
-        core = transformers_model(model)
+        core: Any = transformers_model(model)
         weight = next(core.model.vision_model.parameters())
         found = core.model(
             input_ids=ids, attention_mask=there, pixel_values=pictures.to(weight).clamp(0, 1) * 2 - 1, **cache
@@ -184,7 +185,7 @@ class JanusWriter(Writer):
     @torch.no_grad()
     def pictures(self, model: Any, tokens: Tensor) -> Tensor:
         """A few at a time: a decoder takes a hundred times the memory of its picture."""
-        decoder = transformers_model(model).model.vqmodel
+        decoder: Any = transformers_model(model).model.vqmodel
         device = next(decoder.parameters()).device
         parts = [decoder.decode(part.to(device)).float().cpu() for part in (tokens - self.first).split(AT_ONCE)]
         return (torch.cat(parts) + 1) / 2
@@ -193,7 +194,7 @@ class JanusWriter(Writer):
     def tokens(self, model: Any, pictures: Tensor) -> Tensor:
         if tuple(pictures.shape[1:]) != self.size:
             raise UserError(f"pictures of {list(pictures.shape[1:])} do not fit a model that draws {list(self.size)}")
-        encoder = transformers_model(model).model.vqmodel
+        encoder: Any = transformers_model(model).model.vqmodel
         weight = next(encoder.parameters())
         found = encoder.encode(pictures.to(weight) * 2 - 1).image_tokens
         return self.first + found.view(len(pictures), self.places).cpu()
