@@ -43,6 +43,7 @@ OFFERS = {
     "continuations": "responses that can go on anew from inside",
     "completions": "chains that can be completed from each of their steps",
     "candidates": "steps from states that a group shares (denoising.likelihood.shared_states=true)",
+    "inverse": "pictures that it can read again (model.type=picture_codes)",
     "latents": "latents before each of its decisions (denoising.likelihood.type=chain)",
     "nodes": "rollouts that share decisions, as leaves of a tree",
 }
@@ -77,7 +78,8 @@ class Needs:
     [rollout, 1 + decision]. outcomes: the same behind each
     step of candidates that share their state, as `Rollouts.extras["outcomes"]` [rollout, decision]. latents: those
     before each decision, pooled, and their noise level, as `Rollouts.extras["latents"]` [rollout, decision, number].
-    continuations: what the segments of a response add to the reward that is expected, as
+    inverse: how likely the policy finds the prompt where it sees what it made of it, as `Rollouts.extras["inverse"]`
+    [rollout], a mean over tokens. continuations: what the segments of a response add to the reward that is expected, as
     `Rollouts.extras[Continuations.name]` [rollout, decision].
     """
 
@@ -97,6 +99,7 @@ class Needs:
     completions: bool = False
     outcomes: bool = False
     latents: bool = False
+    inverse: bool = False
     continuations: tuple[Continuations, ...] = ()
 
     def __or__(self, other: Needs) -> Needs:

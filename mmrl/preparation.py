@@ -15,7 +15,7 @@ from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
 from mmrl.facts import Batch
 from mmrl.metrics import Metrics
-from mmrl.protocols import Latent, Numbered, Policy, Stepwise, Task
+from mmrl.protocols import Inverting, Latent, Numbered, Policy, Stepwise, Task
 from mmrl.rollouts import Column, DecisionColumn, Replay, Rollouts, Steps
 
 Minibatch = list[Rollouts]  # its micro-batches
@@ -108,6 +108,10 @@ class Preparation:
         if self.needs.numbers:
             assert isinstance(self.policy, Numbered)
             rollouts.extras["numbers"] = DecisionColumn(self.policy.numbers(rollouts))
+        if self.needs.inverse:
+            assert isinstance(self.policy, Inverting)
+            told = torch.cat([self.policy.inverse(rollouts.select(rows)) for rows in parts])
+            rollouts.extras["inverse"] = Column(told[torch.cat(parts).argsort()])
         if self.needs.latents:
             assert isinstance(self.policy, Latent)
             rollouts.extras["latents"] = Column(self.policy.latents(rollouts))

@@ -138,6 +138,14 @@ class Completing(Protocol):
 
 
 @runtime_checkable
+class Inverting(Protocol):
+    """A policy that can read what it makes."""
+
+    def inverse(self, rollouts: Rollouts) -> Tensor:
+        """[rollout] how likely it finds each prompt, given what was made of it: a mean over the prompt's tokens."""
+
+
+@runtime_checkable
 class Latent(Protocol):
     """A policy whose decisions are made from latents."""
 

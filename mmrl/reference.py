@@ -342,6 +342,8 @@ def cost_of(needs: Needs) -> str:
         found.append("a deterministic completion of every step of the chain, and its reward")
     if needs.outcomes:
         found.append("a deterministic completion of every candidate, and its reward")
+    if needs.inverse:
+        found.append("a pass over every picture and its prompt")
     if needs.latents:
         found.append("a small network of values, which learns on the CPU")
     if needs.continuations:

@@ -53,7 +53,8 @@ class ByPart(Surrogate):
 
         from mmrl.rollouts import CODES, TEXT, in_part
 
-        total, stats = torch.zeros_like(log_ratio), {}
+        total = torch.zeros_like(log_ratio)
+        stats: dict[str, Tensor] = {}
         for name, part, chosen in (("text", TEXT, self.text), ("codes", CODES, self.codes)):
             mine = in_part(micro, part).to(log_ratio.device)
             values, found = chosen.values(log_ratio, advantages, micro, replay)

@@ -33,6 +33,7 @@ class Transform(Choice):
         "history": "mmrl.algorithms.history:History",
         "sequence_entropy": "mmrl.algorithms.sequence_entropy:SequenceEntropy",
         "view_agreement": "mmrl.algorithms.view_agreement:ViewAgreement",
+        "inverse_likelihood": "mmrl.algorithms.inverse:InverseLikelihood",
         "view_contrast": "mmrl.algorithms.view_contrast:ViewContrast",
     }
     test: ClassVar[str] = "tests/joints/test_transforms.py"

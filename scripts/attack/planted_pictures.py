@@ -9,6 +9,7 @@ CANDIDATES, VALUES = ("joints/test_candidates.py",), ("joints/test_latent_values
 PARTS = ("joints/test_parts.py",)
 TWINS = ("joints/test_twins.py",)
 REWRITER = ("tasks/test_prompt_rewriting.py",)
+INVERSE = ("joints/test_inverse.py",)
 SETS = ("rewards/test_sets.py",)
 
 # fmt: off
@@ -100,4 +101,14 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      REWRITER),
     ("rewriter: reasoning is drawn too", "tasks/image_generation/rewriting.py", 'found[-1].strip() if found else ""',
      "response", REWRITER),
+    # --- the inverse task ---
+    ("inverse: what can not be told earns more", "mmrl/algorithms/inverse.py", "rewards + self.weight.value * found",
+     "rewards - self.weight.value * found", INVERSE),
+    ("inverse: words are read one place late", C + "policy.py", "hidden[i, -len(told) - 1 : -1]",
+     "hidden[i, -len(told) :]", INVERSE),
+    ("inverse: a sum over words", C + "policy.py", "told.to(self.device)[:, None]).mean())",
+     "told.to(self.device)[:, None]).sum())", INVERSE),
+    ("inverse: rows in the order of micro-batches", "mmrl/preparation.py", "Column(told[torch.cat(parts).argsort()])",
+     "Column(told)", INVERSE),
+    ("inverse: pixels of 0 to 1", C + "writers.py", ".clamp(0, 1) * 2 - 1, **cache", ".clamp(0, 1), **cache", INVERSE),
 ]

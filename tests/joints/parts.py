@@ -264,6 +264,11 @@ class GivenPolicy:
     def numbers(self, rollouts):
         return self.table.columns["numbers"][torch.tensor(rollouts.inputs)].long()
 
+    def inverse(self, rollouts):
+        """What the table has as `inverse` of the first decision; else 0."""
+        given = self.table.columns.get("inverse", torch.zeros(len(self.table.group), 1))
+        return given[torch.tensor(rollouts.inputs), 0]
+
     def latents(self, rollouts):
         """What the table has as `latents`, [rollout, decision, number]; else the decision's number."""
         if "latents" in self.table.columns:

@@ -38,6 +38,8 @@ class CodeRecord:
 class CodeScorer(nn.Module):
     """What a model says of codes and of the text before them; this is the module that the engine wraps."""
 
+    allowed: Tensor
+
     def __init__(self, model: nn.Module, writer: Writer, allowed: Tensor) -> None:
         """allowed: [word] bool, the tokens that text may hold; codes alone are written in a picture."""
         super().__init__()
@@ -303,9 +305,9 @@ class CodePolicy:
         ids, there = self._collate(self._guided(told, guidance, [row[:-1] for row in tokens]))
         text, before = self._words(records, ids.shape[1])
         heat = torch.tensor([record.temperature for record in records], device=self.device)
-        found = model(ids, there, tokens.to(self.device), heat, guidance, text, before)
+        logp, entropy, square_sum = model(ids, there, tokens.to(self.device), heat, guidance, text, before)
         segments = self._parts(len(records)).to(self.device) if self.reasoning_length else None
-        return Replay(*found, segments=segments)
+        return Replay(logp, entropy, square_sum, segments=segments)
 
     def _words(self, records: list[CodeRecord], width: int) -> tuple[Tensor, Tensor]:
         """The words of each row, and behind which place of the row each stands, [row, word]; where a text is shorter,
@@ -317,6 +319,32 @@ class CodePolicy:
             text[i, : len(record.text)] = record.text
         before = (first + torch.arange(self.reasoning_length) - 1).clamp(max=width - 1)
         return text.to(self.device), before.to(self.device)
+
+    @torch.no_grad()
+    def inverse(self, rollouts: Rollouts) -> Tensor:
+        """[rollout] the mean log-likelihood of the words of each prompt behind its picture and the question, without
+        temperature. Raises UserError for a prompt without words."""
+        records: list[CodeRecord] = rollouts.inputs
+        question = torch.tensor(self._ids(self.drawing.question), dtype=torch.long)
+        words = [torch.tensor(self._ids(sample.prompt.text), dtype=torch.long) for sample in rollouts.samples]
+        if missing := [s.prompt.id for s, told in zip(rollouts.samples, words, strict=True) if not len(told)]:
+            raise UserError(f"prompt {missing[0]} has no words, whose likelihood inverse_likelihood asks for")
+        seen = [self.writer.seen(record.tokens, self.tokenizer) for record in records]
+        ids, there = self._collate([torch.cat([a, question, b]) for a, b in zip(seen, words, strict=True)])
+        pictures = torch.stack([s.image for s in rollouts.samples if s.image is not None]).to(self.device)
+        place = {"position_ids": positions(there), "use_cache": False}
+        self._recompute(False)
+        hidden = self.writer.reads(self.module.model, ids, there.long(), pictures, **place)
+        self._recompute(True)
+        found = []
+        for i, told in enumerate(words):
+            logp = self.module.words(hidden[i, -len(told) - 1 : -1]).log_softmax(-1)
+            found.append(logp.gather(-1, told.to(self.device)[:, None]).mean())
+        return torch.stack(found).cpu()
+
+    def _ids(self, text: str) -> list[int]:
+        found: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        return found
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
         """The same pictures under changed prompts."""

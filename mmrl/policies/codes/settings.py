@@ -49,6 +49,10 @@ class CodeDrawing(Section):
     )
     template: str = option("{}", "how a prompt is asked for, such as a request to plan the picture first; {}: it")
 
+    question: str = option(
+        "", "what stands between a picture and its prompt where the model reads it, see `inverse_likelihood`"
+    )
+
     @model_validator(mode="after")
     def _there_is_a_place(self) -> CodeDrawing:
         if self.template.count("{}") != 1:
@@ -88,7 +92,16 @@ class CodeModel(ModelSettings):
         }
 
     def capabilities(self, config: Config) -> Capabilities:
-        offers = {"entropy", "square_sum", "tokens", "numbers", "single_sample_kl", "reference_ratio", "views"}
+        offers = {
+            "entropy",
+            "square_sum",
+            "tokens",
+            "numbers",
+            "single_sample_kl",
+            "reference_ratio",
+            "views",
+            "inverse",
+        }
         assert isinstance(config.rollout, CodeLimits)
         if config.rollout.reasoning_length:
             offers |= {"text", "parts", "segments"}

@@ -61,6 +61,14 @@ class Writer:
         prompt; told: what stands there with the prompt."""
         raise NotImplementedError
 
+    def seen(self, tokens: Tensor, tokenizer: Any) -> Tensor:
+        """[token] how a picture, [place], stands among words that ask about it."""
+        raise NotImplementedError
+
+    def reads(self, model: Any, ids: Tensor, there: Tensor, pictures: Tensor, **cache: Any) -> Any:
+        """`hidden` of rows with a picture each, as `seen` has it. pictures: [row, channel, height, width]."""
+        return self.hidden(model, ids, there, **cache)
+
     def pictures(self, model: Any, tokens: Tensor) -> Tensor:
         """[picture, channel, height, width] fp32 on the CPU of tokens [picture, place]."""
         raise NotImplementedError
@@ -96,6 +104,10 @@ class CausalWriter(Writer):
     def unconditional(self, negative: Tensor, told: Tensor, tokenizer: Any) -> Tensor:
         return negative
 
+    def seen(self, tokens: Tensor, tokenizer: Any) -> Tensor:
+        """As it was drawn."""
+        return tokens
+
     def pictures(self, model: Any, tokens: Tensor) -> Tensor:
         return self.codebook.pictures(tokens)
 
@@ -116,6 +128,8 @@ class JanusWriter(Writer):
         self.first, self.count = config.text_config.vocab_size, config.vq_config.num_embeddings
         self.side = config.vq_config.num_patches
         self.places = self.side**2
+        self.placeholder = config.image_token_id
+        self.patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
         self.size = (config.vq_config.out_channels, *[config.vision_config.image_size] * 2)
         begin = tokenizer.special_tokens_map.get("boi_token")
         if begin is None:
@@ -126,7 +140,7 @@ class JanusWriter(Writer):
         self.between = (tokenizer.convert_tokens_to_ids(str(begin)),)
 
     def hidden(self, model: Any, ids: Tensor, there: Tensor, **cache: Any) -> Any:
-        core = transformers_model(model)
+        core: Any = transformers_model(model)
         code = ids >= self.first
         words = core.get_input_embeddings()(ids.masked_fill(code, 0))
         drawn = core.prepare_embeddings_for_image_generation((ids - self.first).clamp(min=0))
@@ -134,7 +148,8 @@ class JanusWriter(Writer):
         return core.model.language_model(inputs_embeds=read, attention_mask=there, **cache).last_hidden_state
 
     def words(self, model: Any, hidden: Tensor) -> Tensor:
-        return transformers_model(model).lm_head(hidden)
+        core: Any = transformers_model(model)
+        return core.lm_head(hidden)
 
     def codes(self, model: Any, hidden: Tensor) -> Tensor:
         return transformers_model(model).model.generation_head(hidden)
@@ -152,10 +167,25 @@ class JanusWriter(Writer):
         kept = (told == tokenizer.bos_token_id) | (told == self.between[0])
         return told.where(kept, tokenizer.pad_token_id)
 
+    def seen(self, tokens: Tensor, tokenizer: Any) -> Tensor:
+        """Places for what its vision tower says of the pixels: it reads pictures otherwise than it draws them."""
+        end = tokenizer.special_tokens_map.get("eoi_token")
+        last = [] if end is None else [tokenizer.convert_tokens_to_ids(str(end))]
+        first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        return torch.tensor([*first, self.between[0], *[self.placeholder] * self.patches, *last])
+
+    def reads(self, model: Any, ids: Tensor, there: Tensor, pictures: Tensor, **cache: Any) -> Any:
+        core: Any = transformers_model(model)
+        weight = next(core.model.vision_model.parameters())
+        found = core.model(
+            input_ids=ids, attention_mask=there, pixel_values=pictures.to(weight).clamp(0, 1) * 2 - 1, **cache
+        )
+        return found.last_hidden_state
+
     @torch.no_grad()
     def pictures(self, model: Any, tokens: Tensor) -> Tensor:
         """A few at a time: a decoder takes a hundred times the memory of its picture."""
-        decoder = transformers_model(model).model.vqmodel
+        decoder: Any = transformers_model(model).model.vqmodel
         device = next(decoder.parameters()).device
         parts = [decoder.decode(part.to(device)).float().cpu() for part in (tokens - self.first).split(AT_ONCE)]
         return (torch.cat(parts) + 1) / 2
@@ -164,7 +194,7 @@ class JanusWriter(Writer):
     def tokens(self, model: Any, pictures: Tensor) -> Tensor:
         if tuple(pictures.shape[1:]) != self.size:
             raise UserError(f"pictures of {list(pictures.shape[1:])} do not fit a model that draws {list(self.size)}")
-        encoder = transformers_model(model).model.vqmodel
+        encoder: Any = transformers_model(model).model.vqmodel
         weight = next(encoder.parameters())
         found = encoder.encode(pictures.to(weight) * 2 - 1).image_tokens
         return self.first + found.view(len(pictures), self.places).cpu()

@@ -324,7 +324,8 @@ class DiffusionPolicy:
 
         noise = gaussian([int(seed) for seed in seeds[::group_size]], INITIAL, self.shape).to(self.device)
         chain = candidates.grow(segment, noise, seeds, windows[::group_size], group_size, len(self.sampler.grid))
-        asked, of_rows = ([one for one in each for _ in range(group_size)] for each in (list(prompts), said))
+        asked = [p for p in prompts for _ in range(group_size)]
+        of_rows = [one for one in said for _ in range(group_size)]
         return self._rollouts(asked, of_rows, group_size, seeds, chain, windows)
 
     def predictor(
