@@ -6,6 +6,7 @@ from __future__ import annotations
 A, M = "mmrl/algorithms/", "mmrl/policies/masked/"
 DMPO = ("joints/test_distribution_matching.py",)
 TILT = ("joints/test_tilt_matching.py",)
+TRACES = ("policies/masked/test_traces.py",)
 UNIFORM = ("policies/masked/test_uniform.py",)
 
 # fmt: off
@@ -48,4 +49,12 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "rollouts.old_prediction[rollout, place, 0]", TILT),
     ("tilt_matching: cross-entropy to itself", M + "policy.py", "-(old.exp() * logp.where(possible, 0.0))",
      "-(logp.exp() * logp.where(possible, 0.0))", TILT),
+    ("step_merge: segments begin a step late", M + "likelihoods.py", "((steps + 1) * segments - 1) // last",
+     "(steps * segments + 1) // last", TRACES),
+    ("any_order: places of one step see each other", M + "policy.py", "earlier = states.order[None, :] < states",
+     "earlier = states.order[None, :] <= states", TRACES),
+    ("any_order: what was filled sees what came later", M + "policy.py", "prompt : prompt + n] = ~earlier.T",
+     "prompt : prompt + n] = True", TRACES),
+    ("any_order: mask tokens stand behind", M + "policy.py", "torch.cat([torch.arange(prompt), places, places])",
+     "torch.arange(prompt + 2 * n)", TRACES),
 ]

@@ -33,6 +33,10 @@ KINDS = {
     "elbo, 4 draws": {"type": "elbo", "draws": 4},
     "trace, shrink 1": {"type": "trace"},
     "trace, shrink 2": {"type": "trace", "shrink": 2},
+    "step_merge, 3 segments": {"type": "step_merge", "segments": 3},
+    "step_merge, 2 segments": {"type": "step_merge", "segments": 2},
+    "step_merge, 1 segment": {"type": "step_merge", "segments": 1},
+    "any_order": {"type": "any_order"},
 }
 
 
