@@ -41,6 +41,7 @@ class Surrogate(Choice):
         "group_expectation": "mmrl.algorithms.trust:GroupExpectation",
         "mirror_descent": "mmrl.algorithms.mirror:MirrorDescent",
         "guided": "mmrl.algorithms.guided:Guided",
+        "self_normalised": "mmrl.algorithms.self_normalised:SelfNormalised",
     }
     test: ClassVar[str] = "tests/core/test_surrogates.py"
 

@@ -7,6 +7,7 @@ A, M = "mmrl/algorithms/", "mmrl/policies/masked/"
 DMPO = ("joints/test_distribution_matching.py",)
 TILT = ("joints/test_tilt_matching.py",)
 TRACES = ("policies/masked/test_traces.py",)
+STABLE = ("joints/test_self_normalised.py",)
 UNIFORM = ("policies/masked/test_uniform.py",)
 
 # fmt: off
@@ -57,4 +58,13 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "prompt : prompt + n] = True", TRACES),
     ("any_order: mask tokens stand behind", M + "policy.py", "torch.cat([torch.arange(prompt), places, places])",
      "torch.arange(prompt + 2 * n)", TRACES),
+    ("elbo: antithetic states repeat the first", M + "likelihoods.py", "rank >= count[:, None] - 1]",
+     "rank < count[:, None]]", TRACES),
+    ("self_normalised: one side is not clipped", A + "self_normalised.py",
+     "ratio.clamp(1 - self.low.value, 1 + self.high.value)", "ratio.clamp(max=1 + self.high.value)", STABLE),
+    ("self_normalised: weights are not shared out", A + "self_normalised.py", "weight[rows] / counted.mean()",
+     "weight[rows]", STABLE),
+    ("self_normalised: garbage counts", A + "self_normalised.py", "weight[rows][mask[rows]]", "weight[rows].flatten()",
+     STABLE),
+    ("self_normalised: sign", A + "self_normalised.py", "return -share", "return share", STABLE),
 ]

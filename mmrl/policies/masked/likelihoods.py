@@ -40,9 +40,20 @@ def coupled(seed: int, length: int, pairs: int, levels: tuple[float, float]) -> 
     return States(empty, empty.float() / (pairs + 1))
 
 
-def elbo(seed: int, length: int, draws: int) -> States:
-    """In draw j of n, l places are empty, l from the j-th of n equal parts of 1 to `length`; any l places alike."""
+def elbo(seed: int, length: int, draws: int, antithetic: bool = False) -> States:
+    """In draw j of n, l places are empty, l from the j-th of n equal parts of 1 to `length`; any l places alike.
+
+    antithetic: draws come in pairs, which share out the parts; in the second of a pair length + 1 - l places are empty,
+    those that are not in the first, and one of those that are.
+    """
     generator = _generator(seed)
+    if antithetic:
+        pairs = draws // 2
+        uniform = (torch.arange(pairs) + torch.rand(pairs, generator=generator)) / pairs
+        count = (uniform * length).long().clamp(max=length - 1) + 1
+        rank = torch.rand(pairs, length, generator=generator).argsort(1).argsort(1)
+        empty = torch.stack([rank < count[:, None], rank >= count[:, None] - 1], 1).flatten(0, 1)
+        return States(empty, empty * (length / (empty.sum(1, keepdim=True) * draws)))
     uniform = (torch.arange(draws) + torch.rand(draws, generator=generator)) / draws
     count = (uniform * length).long().clamp(max=length - 1) + 1  # 1 to length, alike
     rank = torch.rand(draws, length, generator=generator).argsort(1).argsort(1)

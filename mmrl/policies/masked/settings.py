@@ -157,11 +157,20 @@ class ELBO(MaskedLikelihood):
     source: ClassVar[str] = "LLaDA, arXiv 2502.09992 (its form of low variance); LLaDA 1.5 (VRPO), arXiv 2505.19223"
     type: str = "elbo"
     draws: int = option(4, "states of a response, one in each of as many parts of the levels", ge=1)
+    antithetic: bool = option(
+        False, "states come in pairs: where the first of a pair has few empty places, the second has the many others"
+    )
+
+    @model_validator(mode="after")
+    def _even(self) -> ELBO:
+        if self.antithetic and self.draws % 2:
+            raise ValueError(f"draws={self.draws} is odd, and antithetic=true makes pairs; use an even number")
+        return self
 
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
         from mmrl.policies.masked.likelihoods import elbo
 
-        return elbo(seed, len(steps), self.draws)
+        return elbo(seed, len(steps), self.draws, self.antithetic)
 
 
 class Trace(MaskedLikelihood):

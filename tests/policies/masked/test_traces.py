@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from mmrl.policies.masked.likelihoods import step_merge
+from mmrl.policies.masked.likelihoods import elbo, step_merge
 from mmrl.rollouts import Prompt
 from tests.policies.masked.parts import PROMPT, Exact, forget_end, given, policy_of
 
@@ -116,6 +116,25 @@ def test_the_first_ratio_is_exactly_one(made, kind):
         for parameter in policy.module.parameters():
             parameter += 0.05
     assert now.logp.requires_grad and not torch.equal(policy.replay(batch, policy.module).logp, now.logp)
+
+
+def test_antithetic_states_complete_each_other_and_meet_the_same_bound(made):
+    """Every place is asked about in one of a pair, and one place in both; on average that is the bound."""
+    for seed in range(30):
+        states = elbo(seed, 5, 4, antithetic=True)
+        first, second = states.empty[0::2], states.empty[1::2]
+        assert (first | second).all() and ((first & second).sum(1) == 1).all()
+        torch.testing.assert_close(states.weight, states.empty * 5 / (4 * states.empty.sum(1, keepdim=True)))
+        low, high = first.sum(1).tolist()
+        assert low <= 3 <= high  # the pairs share out the levels
+    counts = torch.cat([elbo(seed, 4, 2, antithetic=True).empty.sum(1) for seed in range(2000)])
+    assert (torch.bincount(counts, minlength=5)[1:] / 4000 - 0.25).abs().max() < 0.04
+    policy = made({"type": "elbo", "draws": 2, "antithetic": True})
+    found = replayed(policy, [RESPONSE] * 1200, None).sum(1)
+    error = float(found.std() / 1200**0.5)
+    assert abs(float(found.mean()) - Exact(policy, 3).elbo(RESPONSE)) < 4 * error
+    with pytest.raises(UserError, match="draws=3 is odd, and antithetic=true makes pairs"):
+        made({"type": "elbo", "draws": 3, "antithetic": True})
 
 
 def test_a_model_that_answers_at_the_place_before_is_refused(folder):
