@@ -29,7 +29,8 @@ class UniformPolicy(DiscreteDiffusionPolicy):
         """shared: as `DiscreteDiffusionPolicy` has it."""
         super().__init__(scorer, tokenizer, vocabulary, **shared)
         self.noising = noising
-        size = scorer.model.get_output_embeddings().weight.shape[0]
+        model: Any = scorer.model
+        size = model.get_output_embeddings().weight.shape[0]
         allowed = torch.ones(size, dtype=torch.bool)
         allowed[vocabulary.suppressed] = False
         self.allowed = allowed.nonzero().flatten()  # [n] tokens that noise is made of, and that are drawn

@@ -1,13 +1,17 @@
 """Likelihoods of traces at less cost: step_merge (StepMerge) and any_order (AnyOrder), against the model itself."""
 
 import itertools
+import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from mmrl.algorithms.base import Algorithm
 from mmrl.errors import UserError
 from mmrl.policies.masked.likelihoods import elbo, step_merge
 from mmrl.rollouts import Prompt
+from mmrl.settings import choose
 from tests.policies.masked.parts import PROMPT, Exact, forget_end, given, policy_of
 
 RESPONSE = [8, 13, 10]
@@ -135,6 +139,33 @@ def test_antithetic_states_complete_each_other_and_meet_the_same_bound(made):
     assert abs(float(found.mean()) - Exact(policy, 3).elbo(RESPONSE)) < 4 * error
     with pytest.raises(UserError, match="draws=3 is odd, and antithetic=true makes pairs"):
         made({"type": "elbo", "draws": 3, "antithetic": True})
+
+
+@pytest.mark.parametrize("kind", ["preference", "offline_preference"])
+def test_preferences_are_of_bounds_with_the_same_states_for_both_policies(folder, kind):
+    """LLaDA 1.5's VRPO: the log-ratios of DPO are differences of bounds, which share levels and masks."""
+    offline = kind == "offline_preference"
+    unmasking = {"draws": 2} if offline else {"likelihood": {"type": "elbo", "draws": 2}}
+    algorithm = {"type": kind, "beta": 0.5, **({"level": "sequence"} if offline else {})}
+    policy = policy_of(folder, length=4, algorithm=algorithm, unmasking=unmasking)
+    pair = [replace(PROMPT, metadata={"demonstration": text}) for text in ("31", "30")]
+    batch = policy.demonstrate(pair, [5, 5])
+    one, other = (policy.states_of(record).empty for record in batch.inputs)
+    assert torch.equal(one, other)
+    batch.advantages = torch.tensor([[1.0], [-1.0]]).expand(2, 4)
+    with torch.no_grad():
+        batch.ref_logp = policy.replay(batch, policy.module, reference=True).logp
+        learner = choose(Algorithm, algorithm)
+        rows = torch.tensor([0]), torch.tensor([1])
+        loss, _ = learner.of_group(*rows, batch, policy.replay(batch, policy.module))
+        assert float(loss) == pytest.approx(math.log(2), abs=1e-6)
+        for parameter in policy.module.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        now = policy.replay(batch, policy.module)
+        loss, _ = learner.of_group(*rows, batch, now)
+    apart = ((now.logp - batch.ref_logp) * batch.mask).sum(1)
+    margin = 0.5 * float(apart[0] - apart[1])
+    assert abs(margin) > 1e-3 and float(loss) == pytest.approx(math.log1p(math.exp(-margin)), abs=1e-5)
 
 
 def test_a_model_that_answers_at_the_place_before_is_refused(folder):
