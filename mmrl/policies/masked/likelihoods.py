@@ -46,18 +46,14 @@ def elbo(seed: int, length: int, draws: int, antithetic: bool = False) -> States
     antithetic: draws come in pairs, which share out the parts; in the second of a pair length + 1 - l places are empty,
     those that are not in the first, and one of those that are.
     """
-    generator = _generator(seed)
-    if antithetic:
-        pairs = draws // 2
-        uniform = (torch.arange(pairs) + torch.rand(pairs, generator=generator)) / pairs
-        count = (uniform * length).long().clamp(max=length - 1) + 1
-        rank = torch.rand(pairs, length, generator=generator).argsort(1).argsort(1)
-        empty = torch.stack([rank < count[:, None], rank >= count[:, None] - 1], 1).flatten(0, 1)
-        return States(empty, empty * (length / (empty.sum(1, keepdim=True) * draws)))
-    uniform = (torch.arange(draws) + torch.rand(draws, generator=generator)) / draws
+    generator, parts = _generator(seed), draws // 2 if antithetic else draws
+    uniform = (torch.arange(parts) + torch.rand(parts, generator=generator)) / parts
     count = (uniform * length).long().clamp(max=length - 1) + 1  # 1 to length, alike
-    rank = torch.rand(draws, length, generator=generator).argsort(1).argsort(1)
+    rank = torch.rand(parts, length, generator=generator).argsort(1).argsort(1)
     empty = rank < count[:, None]
+    if antithetic:
+        empty = torch.stack([empty, rank >= count[:, None] - 1], 1).flatten(0, 1)
+        count = empty.sum(1)
     return States(empty, empty * (length / (count[:, None] * draws)).float())
 
 
