@@ -462,7 +462,7 @@ FAULTS = [
           "self._draw(ids, seeds, self.evaluation_temperature)", "self._draw(ids, seeds, self.temperature.value)",
           ("policies/masked/test_policy.py",)),
     Fault("masked: steps are not remembered", MASKED + "policy.py",
-          "filled.scatter(1, now, turn)", "filled.scatter(1, now, 0)", ("policies/masked/test_unmasking.py",)),
+          "filled.masked_fill(now, turn)", "filled.masked_fill(now, 0)", ("policies/masked/test_unmasking.py",)),
     Fault("masked: blocks are ignored", MASKED + "policy.py",
           "open_[:, step.start : step.stop] = response[:, step.start : step.stop] == self.vocabulary.mask",
           "open_[:] = response == self.vocabulary.mask", ("policies/masked/test_unmasking.py",)),

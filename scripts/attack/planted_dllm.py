@@ -8,6 +8,7 @@ DMPO = ("joints/test_distribution_matching.py",)
 TILT = ("joints/test_tilt_matching.py",)
 TRACES = ("policies/masked/test_traces.py",)
 STABLE = ("joints/test_self_normalised.py",)
+SPEED = ("policies/masked/test_threshold.py",)
 UNIFORM = ("policies/masked/test_uniform.py",)
 
 # fmt: off
@@ -67,4 +68,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("self_normalised: garbage counts", A + "self_normalised.py", "weight[rows][mask[rows]]", "weight[rows].flatten()",
      STABLE),
     ("self_normalised: sign", A + "self_normalised.py", "return -share", "return share", STABLE),
+    ("threshold: places that are filled are written again", M + "policy.py", "now &= open_", "now = now", SPEED),
+    ("threshold: unlikely tokens come at once", M + "policy.py", "chosen.exp() >= self.unmasking.threshold",
+     "chosen.exp() < self.unmasking.threshold", SPEED),
+    ("tokens_per_forward: upside down", "mmrl/rewards/verifiers.py", "sample.response_length / sample.forwards",
+     "sample.forwards / sample.response_length", SPEED),
 ]

@@ -237,7 +237,12 @@ class DiscreteDiffusionPolicy(ABC):
             response_length=len(said),
             truncated=self.vocabulary.end is not None and int(said[-1]) != self.vocabulary.end,
             max_response_length=self.length,
+            forwards=self._forwards(record),
         )
+
+    def _forwards(self, record: MaskedRecord) -> int:
+        """Times that the model had to be asked for a response."""
+        return len(record.steps.unique())
 
     # --- responses to likelihoods ---
 
@@ -380,9 +385,12 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
             open_ = torch.zeros_like(response, dtype=torch.bool)
             open_[:, step.start : step.stop] = response[:, step.start : step.stop] == self.vocabulary.mask
             scores = self.unmasking.order.scores(chosen, entropy, chance).masked_fill(~open_, -torch.inf)
-            now = scores.topk(step.number, -1).indices
-            response = response.scatter(1, now, tokens.cpu().gather(1, now))
-            filled = filled.scatter(1, now, turn)
+            now = torch.zeros_like(open_).scatter(1, scores.topk(step.number, -1).indices, True)
+            if self.unmasking.threshold is not None:
+                now |= chosen.exp() >= self.unmasking.threshold
+            now &= open_  # a response that is done keeps what it has
+            response = torch.where(now, tokens.cpu(), response)
+            filled = filled.masked_fill(now, turn)
         heat = temperature or 1.0  # responses of the most likely tokens are replayed as they are
         return [MaskedRecord(prompt, response[i], filled[i], int(seeds[i]), heat) for i, prompt in enumerate(prompts)]
 

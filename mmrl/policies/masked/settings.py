@@ -248,6 +248,13 @@ class Unmasking(Section):
         None, "places that are filled before those behind them; default: all", unit="tokens", ge=1
     )
     order: Order = option(Confidence(), "which places are filled next")
+    threshold: float | None = option(
+        None,
+        "places whose drawn token is at least this likely are filled at once, beside those of the step, so that a "
+        "response may need fewer steps; null: those of the step alone",
+        gt=0,
+        le=1,
+    )
 
 
 class UnmaskingRollouts(Unmasking):

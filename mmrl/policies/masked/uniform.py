@@ -54,6 +54,9 @@ class UniformPolicy(DiscreteDiffusionPolicy):
         none = torch.zeros(self.length, dtype=torch.long)
         return [MaskedRecord(prompt, response[i], none, int(seeds[i]), heat) for i, prompt in enumerate(prompts)]
 
+    def _forwards(self, record: MaskedRecord) -> int:
+        return self.noising.steps
+
     def _uniform(self, generators: Sequence[torch.Generator]) -> Tensor:
         """[row, place] from 0 to 1, on the CPU."""
         drawn = [torch.rand(self.length, generator=generator, device=self.device) for generator in generators]
