@@ -51,7 +51,10 @@ DECISIONS: dict[str, dict[str, Any]] = {
     "action": {"model": {"type": "vision_language_action"}, "action": {"head": {"type": "regression"}}},
 }
 NEEDY = (Baseline, Transform, Scale, Surrogate, Term, Shaper, Mask, ExtraSource)
-ALGORITHMS = ("grpo", "ppo", "supervised", "contrast", "matching", "offline_preference", "reward_gradient")
+ALGORITHMS = (
+    *("grpo", "ppo", "supervised", "contrast", "matching", "offline_preference", "reward_gradient"),
+    *("distribution_matching", "tilt_matching"),
+)
 # Everything that comes in kinds, by where it is.
 CHOICES = (
     "mmrl.algorithms.base:Algorithm",

@@ -42,6 +42,7 @@ class Surrogate(Choice):
         "mirror_descent": "mmrl.algorithms.mirror:MirrorDescent",
         "by_part": "mmrl.algorithms.by_part:ByPart",
         "guided": "mmrl.algorithms.guided:Guided",
+        "self_normalised": "mmrl.algorithms.self_normalised:SelfNormalised",
     }
     test: ClassVar[str] = "tests/core/test_surrogates.py"
 

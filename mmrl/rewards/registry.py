@@ -54,6 +54,7 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "boxes_in_reasoning": credit.boxes_in_reasoning,
     "sections": credit.sections,
     "overlong_penalty": verifiers.overlong_penalty,
+    "tokens_per_forward": verifiers.tokens_per_forward,
     "random": verifiers.random,
     "environment_return": turns.environment_return,
     "tool_bonus": turns.tool_bonus,

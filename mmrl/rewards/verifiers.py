@@ -269,6 +269,16 @@ def overlong_penalty(*, buffer: int, max_length: int | None = None) -> Reward:
     return reward
 
 
+def tokens_per_forward() -> Reward:
+    """Tokens of the response for each time that the model had to be asked, of discrete diffusion with
+    unmasking.threshold: a reward of speed (LightningRL). None where that is not known."""
+
+    def reward(sample: Sample) -> float | None:
+        return sample.response_length / sample.forwards if sample.forwards else None
+
+    return reward
+
+
 def random(*, seed: int = 0, probability: float = 0.5) -> Reward:
     """The control: 1 with the given probability, else 0, independently for each call and blind to the sample.
 

@@ -6,6 +6,9 @@ from __future__ import annotations
 A, M = "mmrl/algorithms/", "mmrl/policies/masked/"
 DMPO = ("joints/test_distribution_matching.py",)
 TILT = ("joints/test_tilt_matching.py",)
+TRACES = ("policies/masked/test_traces.py",)
+STABLE = ("joints/test_self_normalised.py",)
+SPEED = ("policies/masked/test_threshold.py",)
 UNIFORM = ("policies/masked/test_uniform.py",)
 
 # fmt: off
@@ -48,4 +51,26 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "rollouts.old_prediction[rollout, place, 0]", TILT),
     ("tilt_matching: cross-entropy to itself", M + "policy.py", "-(old.exp() * logp.where(possible, 0.0))",
      "-(logp.exp() * logp.where(possible, 0.0))", TILT),
+    ("step_merge: segments begin a step late", M + "likelihoods.py", "((steps + 1) * segments - 1) // last",
+     "(steps * segments + 1) // last", TRACES),
+    ("any_order: places of one step see each other", M + "policy.py", "earlier = states.order[None, :] < states",
+     "earlier = states.order[None, :] <= states", TRACES),
+    ("any_order: what was filled sees what came later", M + "policy.py", "prompt : prompt + n] = ~earlier.T",
+     "prompt : prompt + n] = True", TRACES),
+    ("any_order: mask tokens stand behind", M + "policy.py", "torch.cat([torch.arange(prompt), places, places])",
+     "torch.arange(prompt + 2 * n)", TRACES),
+    ("elbo: antithetic states repeat the first", M + "likelihoods.py", "[empty, rank >= count[:, None] - 1]",
+     "[empty, empty]", TRACES),
+    ("self_normalised: one side is not clipped", A + "self_normalised.py",
+     "ratio.clamp(1 - self.low.value, 1 + self.high.value)", "ratio.clamp(max=1 + self.high.value)", STABLE),
+    ("self_normalised: weights are not shared out", A + "self_normalised.py", "weight[rows] / counted.mean()",
+     "weight[rows]", STABLE),
+    ("self_normalised: garbage counts", A + "self_normalised.py", "weight[rows][mask[rows]]", "weight[rows].flatten()",
+     STABLE),
+    ("self_normalised: sign", A + "self_normalised.py", "return -share", "return share", STABLE),
+    ("threshold: places that are filled are written again", M + "policy.py", "now &= open_", "now = now", SPEED),
+    ("threshold: unlikely tokens come at once", M + "policy.py", "chosen.exp() >= self.unmasking.threshold",
+     "chosen.exp() < self.unmasking.threshold", SPEED),
+    ("tokens_per_forward: upside down", "mmrl/rewards/verifiers.py", "sample.response_length / sample.forwards",
+     "sample.forwards / sample.response_length", SPEED),
 ]

@@ -30,9 +30,16 @@ KINDS = {
     "coupled, 1 pair": {"type": "coupled"},
     "coupled, 4 pairs": {"type": "coupled", "pairs": 4},
     "elbo, 1 draw": {"type": "elbo", "draws": 1},
+    "elbo, 2 draws": {"type": "elbo", "draws": 2},
+    "elbo, 2 draws, antithetic": {"type": "elbo", "draws": 2, "antithetic": True},
     "elbo, 4 draws": {"type": "elbo", "draws": 4},
+    "elbo, 4 draws, antithetic": {"type": "elbo", "draws": 4, "antithetic": True},
     "trace, shrink 1": {"type": "trace"},
     "trace, shrink 2": {"type": "trace", "shrink": 2},
+    "step_merge, 3 segments": {"type": "step_merge", "segments": 3},
+    "step_merge, 2 segments": {"type": "step_merge", "segments": 2},
+    "step_merge, 1 segment": {"type": "step_merge", "segments": 1},
+    "any_order": {"type": "any_order"},
 }
 
 

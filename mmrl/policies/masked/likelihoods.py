@@ -19,6 +19,8 @@ class States:
     empty: Tensor  # [state, place] bool, places of the response that are masked
     weight: Tensor  # [state, place] float32, of the place's log-likelihood in this state; 0 where it is not empty
     prompt_empty: Tensor | None = None  # [state, token] bool, tokens of the prompt that are masked; None: none
+    order: Tensor | None = None  # [place] a place is asked about with those in sight that have a lower number, all in
+    # one pass; there is one state then
     noise: Tensor | None = None  # [state, place] 0 to 1, which tokens stand in empty places; None: mask tokens
 
 
@@ -38,13 +40,20 @@ def coupled(seed: int, length: int, pairs: int, levels: tuple[float, float]) -> 
     return States(empty, empty.float() / (pairs + 1))
 
 
-def elbo(seed: int, length: int, draws: int) -> States:
-    """In draw j of n, l places are empty, l from the j-th of n equal parts of 1 to `length`; any l places alike."""
-    generator = _generator(seed)
-    uniform = (torch.arange(draws) + torch.rand(draws, generator=generator)) / draws
+def elbo(seed: int, length: int, draws: int, antithetic: bool = False) -> States:
+    """In draw j of n, l places are empty, l from the j-th of n equal parts of 1 to `length`; any l places alike.
+
+    antithetic: draws come in pairs, which share out the parts; in the second of a pair length + 1 - l places are empty,
+    those that are not in the first, and one of those that are.
+    """
+    generator, parts = _generator(seed), draws // 2 if antithetic else draws
+    uniform = (torch.arange(parts) + torch.rand(parts, generator=generator)) / parts
     count = (uniform * length).long().clamp(max=length - 1) + 1  # 1 to length, alike
-    rank = torch.rand(draws, length, generator=generator).argsort(1).argsort(1)
+    rank = torch.rand(parts, length, generator=generator).argsort(1).argsort(1)
     empty = rank < count[:, None]
+    if antithetic:
+        empty = torch.stack([empty, rank >= count[:, None] - 1], 1).flatten(0, 1)
+        count = empty.sum(1)
     return States(empty, empty * (length / (count[:, None] * draws)).float())
 
 
@@ -54,6 +63,21 @@ def trace(steps: Tensor, last: int, shrink: int) -> States:
     number = torch.arange(-(-last // shrink))[:, None]
     part = (steps // shrink)[None]
     return States(part >= number, (part == number).float())
+
+
+def step_merge(steps: Tensor, last: int, segments: int) -> States:
+    """One state for each of `segments` runs of steps that are as equally long as can be: that before the first step of
+    it. steps, last: as in `trace`."""
+    segments = min(segments, last)
+    part = ((steps + 1) * segments - 1) // last  # the segment of a step: 0 to segments - 1
+    number = torch.arange(segments)[:, None]
+    return States(part[None] >= number, (part[None] == number).float())
+
+
+def any_order(steps: Tensor) -> States:
+    """One pass in which every place sees what was filled before it. steps: as in `trace`."""
+    everywhere = torch.ones(1, len(steps), dtype=torch.bool)
+    return States(everywhere, everywhere.float(), order=steps)
 
 
 def _generator(seed: int) -> torch.Generator:

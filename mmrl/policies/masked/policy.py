@@ -56,11 +56,19 @@ class MaskScorer(nn.Module):
         self.model, self.causal, self.shifted = model, causal, shifted
         self.register_buffer("suppressed", vocabulary.suppressed, persistent=False)
 
-    def logits(self, ids: Tensor, there: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    def logits(
+        self, ids: Tensor, there: Tensor, row: Tensor, column: Tensor, positions: Tensor | None = None
+    ) -> Tensor:
         """[place, vocabulary] fp32, at position column[i] of row row[i]. ids, there: [row, token], what is read and
-        where there is anything to read."""
-        seen = there[:, None, None, :].expand(-1, 1, ids.shape[1], -1) if self.causal else there
-        found = self.model(input_ids=ids, attention_mask=seen.bool() if self.causal else seen.long()).logits
+        where there is anything to read; or there: [row, token, token], which tokens each of them sees, with positions
+        [row, token]."""
+        if positions is not None:
+            found = self.model(input_ids=ids, attention_mask=there[:, None], position_ids=positions).logits
+        elif self.causal:
+            seen = there[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
+            found = self.model(input_ids=ids, attention_mask=seen.bool()).logits
+        else:
+            found = self.model(input_ids=ids, attention_mask=there.long()).logits
         logits = found[row, column - 1 if self.shifted else column].float()
         return logits.index_fill(-1, self.suppressed, -torch.inf)
 
@@ -74,11 +82,12 @@ class MaskScorer(nn.Module):
         temperature: Tensor,
         whole: bool = False,
         old: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """logp, entropy and sum of squared probabilities of tokens `targets`, [place] fp32 each. temperature: [place]
         too. whole: the logarithms of all probabilities besides, [place, vocabulary] without gradient. old: those of
         another policy; then the cross-entropy to it besides, [place]."""
-        logits = self.logits(ids, there, row, column) / temperature[:, None]
+        logits = self.logits(ids, there, row, column, positions) / temperature[:, None]
         found = token_logprob(logits, targets)
         known = (found.logp, found.entropy, found.square_sum)
         if not whole:
@@ -228,7 +237,12 @@ class DiscreteDiffusionPolicy(ABC):
             response_length=len(said),
             truncated=self.vocabulary.end is not None and int(said[-1]) != self.vocabulary.end,
             max_response_length=self.length,
+            forwards=self._forwards(record),
         )
+
+    def _forwards(self, record: MaskedRecord) -> int:
+        """Times that the model had to be asked for a response."""
+        return len(record.steps.unique())
 
     # --- responses to likelihoods ---
 
@@ -240,17 +254,21 @@ class DiscreteDiffusionPolicy(ABC):
         weight = torch.stack([states.weight for states in found])
         rollout, state, place = weight.nonzero().unbind(1)
         responses = torch.stack([record.response for record in records])
-        rows = [
-            torch.cat([self._hidden(record, states, s), self._shown(record, states, s)])
-            for record, states in zip(records, found, strict=True)
-            for s in range(len(states.weight))
-        ]
-        ids, there = self._collate(rows)
         first = torch.tensor([len(record.prompt) for record in records])
+        options: dict[str, Any] = {"whole": True} if self.keeps_distributions else {}
+        if found[0].order is not None:
+            ids, there, options["positions"] = self._in_one_pass(records, found)
+            first = first + self.length  # mask tokens stand behind the response
+        else:
+            rows = [
+                torch.cat([self._hidden(record, states, s), self._shown(record, states, s)])
+                for record, states in zip(records, found, strict=True)
+                for s in range(len(states.weight))
+            ]
+            ids, there = self._collate(rows)
         heat = torch.tensor([record.temperature for record in records])[rollout]
         row, column = rollout * weight.shape[1] + state, first[rollout] + place
         asked = [row, column, responses[rollout, place], heat]
-        options: dict[str, Any] = {"whole": True} if self.keeps_distributions else {}
         if self.keeps_distributions and rollouts.old_prediction is not None:
             options["old"] = rollouts.old_prediction[rollout, place, state].to(self.device)
         scored = model(ids, there, *(part.to(self.device) for part in asked), **options)
@@ -270,6 +288,25 @@ class DiscreteDiffusionPolicy(ABC):
         if "old" in options:
             told.old_cross_entropy = blank.index_put(where, scored[4] * w, accumulate=True)
         return told
+
+    def _in_one_pass(self, records: list[MaskedRecord], found: list[States]) -> tuple[Tensor, Tensor, Tensor]:
+        """Prompts, responses and as many mask tokens [row, token]; which tokens each of them sees [row, token, token];
+        their positions [row, token]. A prompt sees itself, a token of a response the prompt and all that were filled
+        no later, a mask token the prompt, all that were filled earlier, and itself."""
+        blank = torch.full((self.length,), self.vocabulary.mask)
+        ids, there = self._collate([torch.cat([record.prompt, record.response, blank]) for record in records])
+        seen = torch.eye(ids.shape[1], dtype=torch.bool).repeat(len(records), 1, 1)
+        positions = torch.zeros(ids.shape, dtype=torch.long)
+        for row, (record, states) in enumerate(zip(records, found, strict=True)):
+            assert states.order is not None
+            prompt, n = len(record.prompt), self.length
+            earlier = states.order[None, :] < states.order[:, None]  # [place, place]
+            seen[row, : prompt + 2 * n, :prompt] = True
+            seen[row, prompt : prompt + n, prompt : prompt + n] = ~earlier.T
+            seen[row, prompt + n : prompt + 2 * n, prompt : prompt + n] = earlier
+            places = torch.arange(prompt, prompt + n)
+            positions[row, : prompt + 2 * n] = torch.cat([torch.arange(prompt), places, places])
+        return ids, seen.to(self.device), positions.to(self.device)
 
     def _hidden(self, record: MaskedRecord, states: States, state: int) -> Tensor:
         """[token] the prompt as it is read in a state."""
@@ -348,9 +385,12 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
             open_ = torch.zeros_like(response, dtype=torch.bool)
             open_[:, step.start : step.stop] = response[:, step.start : step.stop] == self.vocabulary.mask
             scores = self.unmasking.order.scores(chosen, entropy, chance).masked_fill(~open_, -torch.inf)
-            now = scores.topk(step.number, -1).indices
-            response = response.scatter(1, now, tokens.cpu().gather(1, now))
-            filled = filled.scatter(1, now, turn)
+            now = torch.zeros_like(open_).scatter(1, scores.topk(step.number, -1).indices, True)
+            if self.unmasking.threshold is not None:
+                now |= chosen.exp() >= self.unmasking.threshold
+            now &= open_  # a response that is done keeps what it has
+            response = torch.where(now, tokens.cpu(), response)
+            filled = filled.masked_fill(now, turn)
         heat = temperature or 1.0  # responses of the most likely tokens are replayed as they are
         return [MaskedRecord(prompt, response[i], filled[i], int(seeds[i]), heat) for i, prompt in enumerate(prompts)]
 

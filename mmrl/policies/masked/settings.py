@@ -98,6 +98,8 @@ class MaskedLikelihood(Choice):
         "coupled": f"{_HERE}:Coupled",
         "elbo": f"{_HERE}:ELBO",
         "trace": f"{_HERE}:Trace",
+        "step_merge": f"{_HERE}:StepMerge",
+        "any_order": f"{_HERE}:AnyOrder",
     }
     test: ClassVar[str] = "tests/policies/masked/test_likelihoods.py"
     type: str = "one_step"
@@ -155,18 +157,27 @@ class ELBO(MaskedLikelihood):
     source: ClassVar[str] = "LLaDA, arXiv 2502.09992 (its form of low variance); LLaDA 1.5 (VRPO), arXiv 2505.19223"
     type: str = "elbo"
     draws: int = option(4, "states of a response, one in each of as many parts of the levels", ge=1)
+    antithetic: bool = option(
+        False, "states come in pairs: where the first of a pair has few empty places, the second has the many others"
+    )
+
+    @model_validator(mode="after")
+    def _even(self) -> ELBO:
+        if self.antithetic and self.draws % 2:
+            raise ValueError(f"draws={self.draws} is odd, and antithetic=true makes pairs; use an even number")
+        return self
 
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
         from mmrl.policies.masked.likelihoods import elbo
 
-        return elbo(seed, len(steps), self.draws)
+        return elbo(seed, len(steps), self.draws, self.antithetic)
 
 
 class Trace(MaskedLikelihood):
     """What was drawn in each step, from the state that it was drawn in."""
 
     equation: ClassVar[str] = "log p(x_k | the state before the step that filled k), `shrink` steps merged"
-    source: ClassVar[str] = "TraceRL, arXiv 2509.06949; merged steps also d2-StepMerge"
+    source: ClassVar[str] = "TraceRL, arXiv 2509.06949"
     type: str = "trace"
     shrink: int = option(1, "steps of a rollout that become one state", unit="steps", ge=1)
 
@@ -174,6 +185,38 @@ class Trace(MaskedLikelihood):
         from mmrl.policies.masked.likelihoods import trace
 
         return trace(steps, last, self.shrink)
+
+
+class StepMerge(MaskedLikelihood):
+    """What was drawn, from the states before so many equally long runs of steps: the more of them, the nearer it is to
+    the trace, which it is where every step is a run of its own."""
+
+    equation: ClassVar[str] = "log p(x_k | the state before the segment of steps that filled k)"
+    source: ClassVar[str] = "d2-StepMerge, arXiv 2509.21474"
+    test: ClassVar[str] = "tests/policies/masked/test_traces.py"
+    type: str = "step_merge"
+    segments: int = option(4, "states of a response; at most as many as it has steps", ge=1)
+
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        from mmrl.policies.masked.likelihoods import step_merge
+
+        return step_merge(steps, last, self.segments)
+
+
+class AnyOrder(MaskedLikelihood):
+    """The whole trace in one pass: each place's mask token stands beside the response and sees the prompt and what was
+    filled before, and what was filled sees no more than that either. Exact for models that decode this way; of others,
+    which read states in both directions and with their empty places, it is an approximation."""
+
+    equation: ClassVar[str] = "log p(x_k | prompt, places filled before k, which see nothing that was filled later)"
+    source: ClassVar[str] = "d2-AnyOrder, arXiv 2509.21474"
+    test: ClassVar[str] = "tests/policies/masked/test_traces.py"
+    type: str = "any_order"
+
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        from mmrl.policies.masked.likelihoods import any_order
+
+        return any_order(steps)
 
 
 class MaskedLimits(Section):
@@ -205,6 +248,13 @@ class Unmasking(Section):
         None, "places that are filled before those behind them; default: all", unit="tokens", ge=1
     )
     order: Order = option(Confidence(), "which places are filled next")
+    threshold: float | None = option(
+        None,
+        "places whose drawn token is at least this likely are filled at once, beside those of the step, so that a "
+        "response may need fewer steps; null: those of the step alone",
+        gt=0,
+        le=1,
+    )
 
 
 class UnmaskingRollouts(Unmasking):
@@ -264,6 +314,11 @@ class MaskedModel(TokenDiffusionModel):
         unmasking, limits = config.section("unmasking"), config.rollout
         assert isinstance(unmasking, Unmasking) and isinstance(limits, MaskedLimits)
         schedule(limits.response_length, unmasking.steps, unmasking.block)
+        if self.shifted and isinstance(unmasking, UnmaskingRollouts) and unmasking.likelihood.type == "any_order":
+            raise ValueError(
+                "unmasking.likelihood=any_order asks for a place at its own mask token, and with model.shifted=true "
+                "the model answers at the place before; choose another likelihood, such as step_merge"
+            )
 
     def load(self, config: Config, task: Any, path: str) -> MaskedPolicy:
         from mmrl.policies.masked.loading import load

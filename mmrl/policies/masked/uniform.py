@@ -29,7 +29,8 @@ class UniformPolicy(DiscreteDiffusionPolicy):
         """shared: as `DiscreteDiffusionPolicy` has it."""
         super().__init__(scorer, tokenizer, vocabulary, **shared)
         self.noising = noising
-        size = scorer.model.get_output_embeddings().weight.shape[0]
+        model: Any = scorer.model
+        size = model.get_output_embeddings().weight.shape[0]
         allowed = torch.ones(size, dtype=torch.bool)
         allowed[vocabulary.suppressed] = False
         self.allowed = allowed.nonzero().flatten()  # [n] tokens that noise is made of, and that are drawn
@@ -52,6 +53,9 @@ class UniformPolicy(DiscreteDiffusionPolicy):
         heat = temperature or 1.0  # responses of the most likely tokens are replayed as they are
         none = torch.zeros(self.length, dtype=torch.long)
         return [MaskedRecord(prompt, response[i], none, int(seeds[i]), heat) for i, prompt in enumerate(prompts)]
+
+    def _forwards(self, record: MaskedRecord) -> int:
+        return self.noising.steps
 
     def _uniform(self, generators: Sequence[torch.Generator]) -> Tensor:
         """[row, place] from 0 to 1, on the CPU."""

@@ -17,7 +17,10 @@ def policy_of(folder, *, perturbed=0.2, length=3, rollout=None, algorithm="grpo"
     those of a fresh model, made large."""
     if build:
         tiny_model.build(folder, seed=3, width=32, layers=2)
-    supervised = algorithm == "supervised"
+    supervised = (algorithm if isinstance(algorithm, str) else algorithm["type"]) in (
+        "supervised",
+        "offline_preference",
+    )
     sections = {name: options.pop(name) for name in ("unmasking", "noising") if name in options}
     tree = {
         "run_dir": "unset",
