@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of each recipe its rows: the configuration and the one of its warm start.
-RECIPES = {
+# Of each recipe its rows: the configuration, the one of its warm start, and so on.
+RECIPES: dict[str, dict[str, tuple[str, ...]]] = {
     "zoom": {
         "zoom": ("visual_qa_zoom", "visual_qa_zoom_warm_start"),
         "no_tool": ("visual_qa_zoom_no_tool", "visual_qa_zoom_no_tool_warm_start"),
@@ -33,8 +33,12 @@ RECIPES = {
         "unrelated": ("visual_qa_zoom_unrelated", "visual_qa_zoom_warm_start"),
     },
     "games": {
-        "cards": ("visual_games", "visual_games_warm_start"),
-        "random_reward": ("visual_games_random_reward", "visual_games_warm_start"),
+        "cards": ("visual_games", "visual_games_warm_start", "visual_games_first_warm_start"),
+        "random_reward": (
+            "visual_games_random_reward",
+            "visual_games_warm_start",
+            "visual_games_first_warm_start",
+        ),
     },
 }
 HELD_OUT = 500
@@ -90,13 +94,14 @@ def told(values: Sequence[float | None]) -> str:
 
 
 def learned(recipe: str, row: str, seed: int, runs: Path, overrides: Sequence[str]) -> Learned:
-    config, warm_start = RECIPES[recipe][row]
-    base = runs / f"{warm_start}-{seed}"
-    minutes = train(warm_start, base, seed, *overrides)
-    run = runs / f"{config}-{seed}"
-    origin = ["model.warm_start=null", f"model.path={base / 'final'}", f"evaluation.prompts={HELD_OUT}"]
-    sampling = "evaluation.temperature=1.0"
-    minutes += train(config, run, seed, *origin, sampling, *overrides)
+    config, *bases = RECIPES[recipe][row]
+    minutes, origin, base = 0.0, list[str](), runs
+    for name in reversed(bases):
+        base = runs / f"{name}-{seed}"
+        minutes += train(name, base, seed, *origin, *overrides)
+        origin = ["model.warm_start=null", f"model.path={base / 'final'}"]
+    run, sampling = runs / f"{config}-{seed}", [f"evaluation.prompts={HELD_OUT}", "evaluation.temperature=1.0"]
+    minutes += train(config, run, seed, *origin, *sampling, *overrides)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     ends = [line for line in lines if "evaluation/accuracy" in line]
     before, after = ends[0], ends[-1]
