@@ -43,6 +43,8 @@ class OfPart(Term):
         from mmrl.rollouts import CODES, TEXT, in_part
 
         values, stats = self.term.values(micro, replay)
+        if replay.entropy is not None:
+            stats = stats | {"entropy": replay.entropy.detach()}
         mine = in_part(micro, TEXT if self.part == "text" else CODES).to(values.device)
         return values.where(mine, 0.0), {
             f"{name}/{self.part}": value.where(mine, torch.nan) for name, value in stats.items()

@@ -28,6 +28,8 @@ RECIPES = (
     "image_digits_masked_random_reward",
     "image_digits_autoregressive",
     "image_digits_autoregressive_random_reward",
+    "image_digits_reasoning",
+    "image_digits_reasoning_random_reward",
     "image_digits_dpo",
     "image_digits_dpo_random_reward",
     "image_digits_dpo_offline",

@@ -80,6 +80,20 @@ def test_pictures_that_tell_their_prompt_earn_more(given):
     close(made.prepare(unknown).advantages, [[0.25], [0], [-0.25]])
 
 
+def test_every_rollout_has_its_own_however_groups_are_shuffled(given):
+    """Of groups (-4, -1), (-3, -3.5) and (-2, -8), in minibatches whose groups come in a random order."""
+    made = given(
+        Table([[-1.0]] * 6, group=[0, 0, 1, 1, 2, 2], inverse=[[-4.0], [-1.0], [-3.0], [-3.5], [-2.0], [-8.0]]),
+        "rollout.prompts=3",
+        "rollout.group_size=2",
+        "algorithm.scale=none",
+        "algorithm.transforms=[inverse_likelihood]",
+        "engine.micro_batch=2",
+    )
+    close(made.prepare().advantages, [[-1.5], [1.5], [0.25], [-0.25], [3.0], [-3.0]])
+    assert [int(part.inputs[0]) for part in made.minibatches[0]] != [0, 2, 4]
+
+
 def test_decisions_that_nobody_reads_again_are_refused():
     tree = {
         "run_dir": "unset",

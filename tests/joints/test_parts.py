@@ -64,6 +64,7 @@ def test_a_term_of_one_part(given):
     made.prepare(rollouts_of(made))
     made.learn()
     close(made.gradient("entropy"), [[0, 0, -0.1, -0.1], [0, 0, -0.1, -0.1]])
+    assert made.metrics.result()["entropy/codes"] == 4.0  # what a coefficient may follow
 
 
 def test_two_parts_have_a_kl_of_their_own(given):
