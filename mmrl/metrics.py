@@ -12,9 +12,12 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from mmrl.core.advantages import combined_reward
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
 from mmrl.progress import told_left
+from mmrl.protocols import Task
+from mmrl.rollouts import FRESH, Rollouts
 
 UNSCORED = "unscored"  # share of the rollouts of a step whose reward is unknown; "unscored/NAME": of one component
 FLAT = "advantages/zero_variance_groups"  # share of the groups whose rewards are all equal
@@ -47,6 +50,22 @@ class Metrics:
         self._parts[name].append(torch.stack([values.where(known, 0.0).sum(), known.sum(), most.clamp(min=0.0)]))
         if sums:
             self._totals.add(name)
+
+    def add_rewards(self, rollouts: Rollouts, task: Task) -> None:
+        """Rewards, accuracy and the task's own measures of rollouts that were scored, fresh ones alone."""
+        if rollouts.rewards is None:
+            return
+        fresh = rollouts if rollouts.origin is None else rollouts.select(rollouts.origin == FRESH)
+        assert fresh.rewards is not None
+        for k, name in enumerate(task.reward_names):
+            self.add(f"reward/{name}", fresh.rewards[:, k])
+            self.add(f"{UNSCORED}/{name}", fresh.rewards[:, k].isnan().float())
+        total = combined_reward(fresh.rewards, torch.tensor(task.reward_weights))
+        self.add(UNSCORED, total.isnan().float())
+        for name, measured in task.measures(fresh.samples, fresh.group).items():
+            self.add(name, measured)
+        if fresh.accuracy is not None:
+            self.add("accuracy", fresh.accuracy)
 
     def set(self, values: dict[str, float]) -> None:
         self._given.update(values)

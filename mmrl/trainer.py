@@ -16,7 +16,6 @@ from mmrl.algorithms.base import Reduction
 from mmrl.batches import Batches, awake, check_batch
 from mmrl.config import Config
 from mmrl.controls import Controls
-from mmrl.core.advantages import combined_reward
 from mmrl.core.correction import correction_weight, effective_sample_size
 from mmrl.core.filters import whole_groups
 from mmrl.engine import Engine, Interruption, Shadow, applied, ramp, warmed_up
@@ -24,12 +23,12 @@ from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
 from mmrl.evaluation import evaluate, worth
 from mmrl.guards import Guards
-from mmrl.metrics import UNSCORED, Metrics, Silence, Standstill, evaluation_line, step_line
+from mmrl.metrics import Metrics, Silence, Standstill, evaluation_line, step_line
 from mmrl.preparation import Minibatch, Preparation, check_shape
 from mmrl.progress import Interval, Work, display
 from mmrl.protocols import Policy, SyncedGenerator, Task
 from mmrl.report.run import Run
-from mmrl.rollouts import FRESH, Replay, Rollouts
+from mmrl.rollouts import Replay, Rollouts
 from mmrl.settings import plain
 
 
@@ -245,19 +244,7 @@ class Trainer:
     # --- log, save, resume, stop ---
 
     def log(self, rollouts: Rollouts, metrics: Metrics) -> None:
-        names = self.task.reward_names
-        if rollouts.rewards is not None:
-            fresh = rollouts if rollouts.origin is None else rollouts.select(rollouts.origin == FRESH)
-            assert fresh.rewards is not None
-            for k, name in enumerate(names):
-                metrics.add(f"reward/{name}", fresh.rewards[:, k])
-                metrics.add(f"{UNSCORED}/{name}", fresh.rewards[:, k].isnan().float())
-            total = combined_reward(fresh.rewards, torch.tensor(self.task.reward_weights))
-            metrics.add(UNSCORED, total.isnan().float())
-            for name, measured in self.task.measures(fresh.samples, fresh.group).items():
-                metrics.add(name, measured)
-            if fresh.accuracy is not None:
-                metrics.add("accuracy", fresh.accuracy)
+        metrics.add_rewards(rollouts, self.task)
         for name, count in self.policy.counts().items():
             metrics.add(name, torch.tensor([count]), sums=True)
         metrics.set(self.controls.values())
@@ -274,7 +261,8 @@ class Trainer:
             self.run.line(idle)
         if due(self.step, self.config.log.samples_every):
             shown = rollouts.select(whole_groups(rollouts.group, self.config.log.samples))
-            columns = {} if shown.rewards is None else dict(zip(names, shown.rewards.T.tolist(), strict=True))
+            names, rewards = self.task.reward_names, shown.rewards
+            columns = {} if rewards is None else dict(zip(names, rewards.T.tolist(), strict=True))
             assert shown.advantages is not None
             columns["advantage"] = shown.advantages.mean(1).tolist()
             self.run.samples("train", self.step, shown.samples, columns)

@@ -132,7 +132,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      REPLAYS),
     ("batches: room for the fresh ones alone", B, "sum(extra.in_group for extra in rollout.extra_sources)", "0",
      GUIDANCE),
-    ("metrics of all origins", "mmrl/trainer.py", "rollouts.select(rollouts.origin == FRESH)", "rollouts", GUIDANCE),
+    ("metrics of all origins", "mmrl/metrics.py", "rollouts.select(rollouts.origin == FRESH)", "rollouts", GUIDANCE),
     ("mirror_descent: sign of the advantage", A + "mirror.py", "return pull - advantages", "return pull + advantages",
      CLIPS),
     ("mirror_descent: tau is hard-coded", A + "mirror.py", "self.tau.value / 2", "0.05", CLIPS),
