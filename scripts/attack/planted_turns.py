@@ -13,8 +13,9 @@ P, S = "sims/turns/pictures.py", "sims/turns/settings.py"
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("ocr tool: reads the whole picture", P, "fitted(_part(whole, box), pixels)", "fitted(whole, pixels)", TOOLS),
     ("ocr tool: reads what is shown, not the original", P,
-     "whole = scene.picture(picture)\n        given", "whole = scene.shown[picture]\n        given", TOOLS),
-    ("ocr tool: half a box is no box", P, "if len(given) not in (0, 4):", "if len(given) > 4:", TOOLS),
+     "whole = scene.picture(picture)\n        box = 0.0", "whole = scene.shown[picture]\n        box = 0.0", TOOLS),
+    ("ocr tool: half a box is no box", P, "elif (left, top, right, bottom) != (None, None, None, None):",
+     "elif None not in (left, top, right, bottom):", TOOLS),
     ("ocr tool: tells all that it read", P, "if len(found) > characters:", "if len(found) > 10 * characters:", TOOLS),
     # --- conversations from files ---
     ("files: only the last response is learned from", "mmrl/policies/vlm/turns.py",

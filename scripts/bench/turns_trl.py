@@ -152,6 +152,7 @@ def train_trl(options: argparse.Namespace) -> Outcome:
     import datasets
     import trl.trainer.grpo_trainer as trainers
     import yaml
+    from mmrl.sims.turns.settings import ToolsSettings
     from mmrl.sims.turns.tools import ToolError, fitted, python_call
     from mmrl.tasks.visual_qa.settings import VisualQASettings
     from transformers import TrainerCallback
@@ -165,10 +166,12 @@ def train_trl(options: argparse.Namespace) -> Outcome:
     rewards: list[float] = []
     tools: list[float] = []
     settings = make(VisualQASettings, yaml.safe_load((ROOT / CONFIG).read_text())["task"])  # TRL's has no omegaconf
-    task = settings.build(int(options.seed))
+    task, world = settings.build(int(options.seed)), settings.environment
+    assert task.train is not None and isinstance(world, ToolsSettings)
+    source = task.train
     order = Permutation()
-    order.start(len(task.train), int(options.seed))
-    prompts = [task.train[index] for index in order.draw(options.steps * PROMPTS)]
+    order.start(len(source), int(options.seed))
+    prompts = [source[index] for index in order.draw(options.steps * PROMPTS)]
     model, processor, suppressed = visual_qa.load_model(str(options.base))
     processor.chat_template = processor.tokenizer.chat_template = TEMPLATE
     processor.tokenizer.response_schema = {"type": "object", "properties": {}}  # asked whether there is one
@@ -192,7 +195,7 @@ def train_trl(options: argparse.Namespace) -> Outcome:
 
         def reset(self, number: int, **_: Any) -> None:
             prompt = prompts[number]
-            self._world = settings.environment.make()
+            self._world = world.make()
             self._world.start(visual_prompt(prompt, Message))
 
         def zoom(self, left: float, top: float, right: float, bottom: float) -> list[Any]:
@@ -220,7 +223,7 @@ def train_trl(options: argparse.Namespace) -> Outcome:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(visual_qa.now())
 
-    pixels = settings.environment.shown_pixels
+    pixels = world.shown_pixels
     rows = [
         {"prompt": [{"role": "user", "content": p.text}], "image": fitted(p.images[0], pixels), "number": n}
         for n, p in enumerate(prompts)

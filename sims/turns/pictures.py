@@ -72,10 +72,11 @@ def ocr(pixels: int, characters: int, threads: int = 1) -> Tool:
     ) -> str:
         """Reads the text in a picture, or in the part of it that lies in a box, as large as it is in the original."""
         whole = scene.picture(picture)
-        given = [side for side in (left, top, right, bottom) if side is not None]
-        if len(given) not in (0, 4):
+        box = 0.0, 0.0, 1.0, 1.0
+        if left is not None and top is not None and right is not None and bottom is not None:
+            box = _box(scene, left, top, right, bottom, picture)
+        elif (left, top, right, bottom) != (None, None, None, None):
             raise ToolError("a box has left, top, right and bottom; without any of them the whole picture is read")
-        box = _box(scene, *given, picture) if given else (0.0, 0.0, 1.0, 1.0)
         scene.facts |= {"box": list(box), "picture": picture}
         found = "\n".join(reader(threads)(fitted(_part(whole, box), pixels)))
         if len(found) > characters:

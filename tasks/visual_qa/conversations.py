@@ -52,7 +52,8 @@ class Conversations:
         """
         found = self._read(row, self.pictures.decoded)
         first = next(place for place, message in enumerate(found) if message.role == "assistant")
-        said, between = [], []
+        said: list[str] = []
+        between: list[list[Message]] = []
         for message in found[first:]:
             if message.role == "assistant":
                 said.append(message.text)
