@@ -166,9 +166,10 @@ def train_trl(options: argparse.Namespace) -> Outcome:
     rewards: list[float] = []
     tools: list[float] = []
     settings = make(VisualQASettings, yaml.safe_load((ROOT / CONFIG).read_text())["task"])  # TRL's has no omegaconf
-    task, world = settings.build(int(options.seed)), settings.environment
-    assert task.train is not None and isinstance(world, ToolsSettings)
-    source = task.train
+    task = settings.build(int(options.seed))
+    assert task.train is not None and isinstance(settings.environment, ToolsSettings)
+    source, world, pixels = task.train, settings.environment, settings.environment.shown_pixels
+    assert pixels is not None
     order = Permutation()
     order.start(len(source), int(options.seed))
     prompts = [source[index] for index in order.draw(options.steps * PROMPTS)]
@@ -223,7 +224,6 @@ def train_trl(options: argparse.Namespace) -> Outcome:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(visual_qa.now())
 
-    pixels = world.shown_pixels
     rows = [
         {"prompt": [{"role": "user", "content": p.text}], "image": fitted(p.images[0], pixels), "number": n}
         for n, p in enumerate(prompts)
