@@ -5,14 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from mmrl.tasks.image_generation.tiny_pipeline import build_digits
 from torch import nn
 
 from mmrl import memory_plan
 from mmrl.cli import main
 from mmrl.config import load
-from mmrl.engine.memory import GIB, peak, standing
+from mmrl.doctor.checks import PICTURES
+from mmrl.engine.memory import GIB, Blueprint, peak, standing
 from mmrl.errors import UserError
 from mmrl.memory_plan import Gpu, Peaks, Plan, described, fitted, told
+from mmrl.settings import plain
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 BIG = Gpu.of("80")
@@ -190,6 +194,49 @@ def test_the_parts_of_stable_diffusion_by_hand():
     more = parts("optim.ema=null", "algorithm.terms=[]", "engine.offload=optimizer", "model.encoders=stay")
     assert more.training["averages"] == more.training["reference"] == more.training["optimizer"] == 0
     assert more.training["encoder T5-XXL"] == 4.762e9 * 2
+
+
+def test_the_larger_phase_decides():
+    assert (Plan({"a": 1.0, "b": 1.0}, {"a": 3.0}, ()).most, Plan({"a": 4.0}, {"a": 3.0}, ()).most) == (3.0, 4.0)
+
+
+def test_a_peak_is_computed_again_where_settings_differ(monkeypatch):
+    """What ZeRO shares out leaves the peak of a micro-batch as it was; the window does not."""
+    asked = []
+    monkeypatch.setattr(memory_plan, "peak", lambda module, compute, trains: asked.append(trains) or float(len(asked)))
+    made, peaks = Blueprint(nn.Linear(1, 1), lambda rows: None, sample=lambda: None), Peaks()
+    changes = ([], ["engine.zero_stage=1"], ["denoising.likelihood.window.size=3"], [])
+    jobs = [maker("image_sd35_ocr", SD35, *change)() for change in changes]
+    assert [peaks.of(job, made, trains=True) for job in jobs] == [1.0, 1.0, 2.0, 1.0]
+    assert [peaks.of(job, made, trains=False) for job in jobs[:2]] == [3.0, 3.0]
+
+
+def test_suggestions_add_up(monkeypatch):
+    """A job that takes 100 GiB: checkpoints take half of it off, and each halving of the micro-batch a fifth."""
+
+    def shown(config, *_):
+        told = plain(config)
+        size = 100 * GIB * (0.5 if told["model"]["activation_checkpointing"] else 1.0)
+        return Plan({"all": size * {4: 1.0, 2: 0.8, 1: 0.64}[told["engine"]["micro_batch"]]}, {}, ())
+
+    monkeypatch.setattr(memory_plan, "described", shown)
+    make = maker("visual_qa_geometry3k", QWEN3, "model.activation_checkpointing=false")
+    chosen, found = fitted(make, QWEN3, 8, Gpu.of("40"), PEAKS)
+    assert chosen == ["model.activation_checkpointing=true", "engine.micro_batch=1"] and found.most == 32 * GIB
+
+
+def test_rows_of_a_micro_batch_are_its_steps_too(tmp_path):
+    """Two rollouts of four steps are as many rows as four of two."""
+    build_digits(str(tmp_path / "model"), seed=0)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(PICTURES))
+
+    def activations(micro, window):
+        limits = [f"engine.micro_batch={micro}", f"denoising.likelihood.window={{type: random, size: {window}}}"]
+        config = load(tmp_path / "recipe.yaml", [*limits, "denoising.steps=8", "run_dir=none"])
+        return described(config, str(tmp_path / "model"), 1, BIG, PEAKS).training["activations"]
+
+    assert activations(2, 4) == pytest.approx(activations(4, 2), rel=0.01)
+    assert activations(4, 2) == pytest.approx(2 * activations(2, 2), rel=0.1)
 
 
 @pytest.mark.slow
