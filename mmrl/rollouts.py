@@ -127,11 +127,11 @@ class Sample:
     response_length: int = 0  # tokens, the end token included
     truncated: bool = False  # reached max_response_length without an end token
     max_response_length: int = 0
-    forwards: int = 0  # times that a model had to be asked for it, where that may be fewer than there are tokens
     image: Tensor | None = None  # [channel, height, width] fp32 on the CPU, 0 to 1 in gamut, as decoded: not clamped
     frames: Tensor | None = None  # of a clip [frame, channel, height, width], otherwise as `image`
     episode: Episode | None = None
     conversation: Conversation | None = None
+    forwards: int = 0  # times that a model had to be asked for it, where that may be fewer than there are tokens
 
 
 FRESH, DEMONSTRATION, REPLAYED, EXTRA = range(4)  # origins of a rollout
