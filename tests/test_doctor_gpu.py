@@ -3,10 +3,14 @@ a recorder stands where they are started."""
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
+from mmrl.sims.registry import Renderer
 
+from mmrl import sims
 from mmrl.cli import main
 from mmrl.doctor import checks
 from mmrl.doctor.checks import CHECKS, against_estimate, judged, of_rows
@@ -157,6 +161,33 @@ def test_the_memory_of_tiny_models_is_estimated_from_their_folders(own, tmp_path
     overrides = ["model.dtype=bfloat16", "engine.zero_stage=1"]
     found = checks.estimated(tmp_path / "recipe.yaml", overrides, 80 * 2**30, tmp_path / "model")
     assert 0.002 < found < 0.2
+
+
+class Lit:
+    """A simulator whose pictures are grey: here no GPU renders."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def reset(self, seeds, tasks):
+        pass
+
+    def observation(self):
+        return SimpleNamespace(images=torch.full((2, 3, 4, 4), 128, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(("backend", "status"), [("egl", "works"), ("osmesa", "fails")])
+def test_pictures_on_a_gpu_come_from_egl(monkeypatch, tmp_path, backend, status):
+    monkeypatch.setenv("MUJOCO_GL", "osmesa")  # the check changes both, and they are put back
+    monkeypatch.setenv("MUJOCO_EGL_DEVICE_ID", "0")
+    monkeypatch.setattr(checks, "has_gpu", lambda: True)
+    monkeypatch.setattr(sims, "build", lambda *_: Lit())
+    monkeypatch.setattr(sims, "renderers", lambda: {"mujoco": Renderer(backend)})
+    works, egl = checks.renderers(tmp_path)
+    assert (works.status, egl.status) == ("works", status) and works.said.startswith(f"by {backend}, two pictures")
 
 
 def test_three_steps_are_three():

@@ -159,7 +159,7 @@ def renderers(folder: Path) -> list[Finding]:
     with sims.build("tabletop", 2, {"image_size": 64}) as sim:
         sim.reset([0, 1], ["reach", "reach"])
         lit = int(sim.observation().images.max())
-    backend = sims.renderers()["mujoco"]
+    backend = sims.renderers()["mujoco"].said
     said = f"by {backend}, two pictures in {time.perf_counter() - begun:.1f} s"
     if lit == 0:
         return [Finding("MuJoCo renders", "fails", f"pictures by {backend} are black", advice_for("EGL"))]
