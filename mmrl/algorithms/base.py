@@ -175,9 +175,13 @@ class Algorithm(Choice):
         return {"decisions": denominator(micro.mask, mode=self.reduce)}
 
     def informative(self, rollouts: Rollouts, weights: Any, names: list[str]) -> Tensor:
-        """[rollout] bool: whether its group can teach something, for dynamic sampling; a group is whole here. weights,
-        names: of the reward components."""
-        raise NotImplementedError(f"algorithm.type={self.type} does not say which groups are informative")
+        """[rollout] bool: whether its group can teach something, for dynamic sampling: here whether the combined reward
+        differs in it. A group is whole. weights, names: of the reward components."""
+        from mmrl.core.advantages import combined_reward
+        from mmrl.core.filters import varied_groups
+
+        assert rollouts.rewards is not None
+        return varied_groups(combined_reward(rollouts.rewards, weights), rollouts.group)
 
     def counted(self, name: str, micro: Rollouts) -> Tensor:
         """Over which entries the statistic `name` is averaged: bool, of the statistic's shape."""

@@ -3,7 +3,7 @@ rollouts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.algorithms.base import Reduction, RewardedAlgorithm
 from mmrl.controls import Control, number
@@ -51,13 +51,6 @@ class DistributionMatching(RewardedAlgorithm):
                 f"rollout.group_size={config.group_size} with algorithm.type={self.type}: it weighs the rollouts of a "
                 "group against one another; raise group_size"
             )
-
-    def informative(self, rollouts: Rollouts, weights: Any, names: list[str]) -> Tensor:
-        from mmrl.core.advantages import combined_reward
-        from mmrl.core.filters import varied_groups
-
-        assert rollouts.rewards is not None
-        return varied_groups(combined_reward(rollouts.rewards, weights), rollouts.group)
 
     def advantages(self, batch: Batch) -> Tensor:
         """[rollout] the weight less its baseline, where that does not change with the policy."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.algorithms.base import Algorithm, Reduction
 from mmrl.controls import Control, number
@@ -32,13 +32,6 @@ class GroupLoss(Algorithm):
                 f"rollout.group_size={config.group_size} with algorithm.type={self.type}: it compares the rollouts of "
                 "a group; raise group_size"
             )
-
-    def informative(self, rollouts: Rollouts, weights: Any, names: list[str]) -> Tensor:
-        from mmrl.core.advantages import combined_reward
-        from mmrl.core.filters import varied_groups
-
-        assert rollouts.rewards is not None
-        return varied_groups(combined_reward(rollouts.rewards, weights), rollouts.group)
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
         import torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.algorithms.base import RewardedAlgorithm
 from mmrl.controls import Control, number
@@ -48,13 +48,6 @@ class TiltMatching(RewardedAlgorithm):
                 f"rollout.group_size={config.group_size} with algorithm.control_variate=others: a rollout has no "
                 "others; raise group_size or set algorithm.control_variate=one"
             )
-
-    def informative(self, rollouts: Rollouts, weights: Any, names: list[str]) -> Tensor:
-        from mmrl.core.advantages import combined_reward
-        from mmrl.core.filters import varied_groups
-
-        assert rollouts.rewards is not None
-        return varied_groups(combined_reward(rollouts.rewards, weights), rollouts.group)
 
     def advantages(self, batch: Batch) -> Tensor:
         """[rollout] e^(tilt r) - c: how much likelier the response's own tokens are made; 0 where nothing was
