@@ -28,7 +28,7 @@ OFFERS = {
     "contrast": "decisions that are errors of implicit policies (denoising.likelihood.type=contrast)",
     "picture_gradient": "pictures with their gradient (denoising.likelihood.type=last_steps)",
     "segments": "decisions in segments (denoising.likelihood.chunks, rollout.segment)",
-    "parts": "responses in parts, text before codes (model.type=picture_codes with rollout.reasoning_length)",
+    "parts": "responses in parts, text before a picture (model.type=picture_codes with rollout.reasoning_length, rewritten_diffusion)",
     "reference_ratio": "a likelihood that can be compared with the reference policy's",
     "single_sample_kl": "a KL divergence estimated from single samples",
     "critic": "a critic",

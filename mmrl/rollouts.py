@@ -135,7 +135,7 @@ class Sample:
 
 
 FRESH, DEMONSTRATION, REPLAYED, EXTRA = range(4)  # origins of a rollout
-TEXT, CODES = range(2)  # parts of a response that draws: what is written about the picture, and the picture
+TEXT, PICTURE = range(2)  # parts of a response that draws: what is written about the picture, and the picture
 PARTS = "parts"  # `Rollouts.extras` has them under this name, by decision, where responses have parts
 
 
@@ -242,7 +242,7 @@ class DecisionColumn(Record):
 
 
 def in_part(rollouts: Rollouts, part: int) -> Tensor:
-    """[rollout, decision] bool: which decisions are in a part of their response, TEXT or CODES."""
+    """[rollout, decision] bool: which decisions are in a part of their response, TEXT or PICTURE."""
     found = rollouts.extras[PARTS]
     assert isinstance(found, DecisionColumn)
     return found.values == part

@@ -1,4 +1,4 @@
-"""Credit for the text and for the codes of a response, each from the rewards that it answers for."""
+"""Credit for the text and for the picture of a response, each from the rewards that it answers for."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ class PartCredit(Shaper):
     test: ClassVar[str] = "tests/joints/test_parts.py"
     type: str = "part_credit"
     text: float = option(1.0, "weight of the text's advantages", ge=0)
-    codes: float = option(1.0, "weight of the codes' advantages", ge=0)
+    picture: float = option(1.0, "weight of the picture's advantages", ge=0)
     text_rewards: list[str] = option([], "rewards that text is compared by; none: the advantage that there is")
-    codes_rewards: list[str] = option([], "rewards that codes are compared by; none: the advantage that there is")
+    picture_rewards: list[str] = option(
+        [], "rewards that the picture is compared by; none: the advantage that there is"
+    )
     scale: Literal["group_std", "none"] = option("group_std", "what differences of its own rewards are divided by")
 
     @property
@@ -35,18 +37,18 @@ class PartCredit(Shaper):
         return Needs(offers=frozenset({"parts"}))
 
     def check_rewards(self, names: list[str]) -> None:
-        for key in ("text_rewards", "codes_rewards"):
+        for key in ("text_rewards", "picture_rewards"):
             for name in vars(self)[key]:
                 if name not in names:
                     raise ValueError(f"algorithm.shaping: {key}: {name} is none of the rewards, {', '.join(names)}")
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        from mmrl.rollouts import CODES, TEXT, in_part
+        from mmrl.rollouts import PICTURE, TEXT, in_part
 
         text = self.text * self._own(self.text_rewards, advantages, batch)
-        codes = self.codes * self._own(self.codes_rewards, advantages, batch)
+        picture = self.picture * self._own(self.picture_rewards, advantages, batch)
         found = text.where(in_part(batch.rollouts, TEXT), advantages)
-        return codes.where(in_part(batch.rollouts, CODES), found)
+        return picture.where(in_part(batch.rollouts, PICTURE), found)
 
     def _own(self, names: list[str], advantages: Tensor, batch: Batch) -> Tensor:
         """[rollout, decision] by these rewards alone."""

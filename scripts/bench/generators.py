@@ -1,10 +1,11 @@
-"""Recipes of models that write codes and fill masks, and of preferences, at several seeds: gain, time and guards.
+"""Recipes of generation at several seeds: gain, cost and guards.
 
     .venv/bin/python scripts/bench/generators.py [--seeds 3] [--only PATTERN] [--runs FOLDER] [KEY=VALUE ...]
 
-KEY=VALUE: more overrides of every run. Runs that are already in --runs are not repeated; all start from one base. One
-thread a run. Prints a Markdown table. Accuracy after training is the mean over the seeds (least .. greatest); the
-gain's interval is at 95 %, of two shares of as many held-out prompts. Time is that of the training steps alone.
+KEY=VALUE: more overrides of every run. Runs that are already in --runs are not repeated. All that train the generator of
+digits as it is start from one base. One thread a run. Prints a Markdown table. Accuracy after training is the mean over the
+seeds (least .. greatest); the gain's interval is at 95 %, of two shares of as many held-out prompts. Seconds are the
+processor's, for all of a run with its start and its evaluations, which other work on the machine changes little.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.image_digits import ROOT, evaluations, finished, mean, spread  # noqa: E402
+from scripts.bench.image_digits import ROOT, SPENT, evaluations, finished, mean, spread  # noqa: E402
 
+WEAK = "model.warm_start=image_digits_weak_base.yaml"  # the base that the recipes of preferences have
+CHAINS = ("perceptron", "dance", "cps", "window", "branch", "nft", "awm", "perceptron_random_reward")
 RECIPES = (
+    *(f"image_digits_{name}" for name in CHAINS),
     "text_sums_masked",
     "text_sums_masked_random_reward",
     "text_sums_uniform",
@@ -36,6 +40,10 @@ RECIPES = (
     "image_digits_reward_gradient",
     "image_digits_steps",
     "image_digits_steps_random_reward",
+    "image_digits_rewritten",
+    "image_digits_rewritten_random_reward",
+    "prompt_rewriting_digits",
+    "prompt_rewriting_digits_random_reward",
 )
 GUARDS = ("second_scorer", "sharpness", "diversity")
 
@@ -55,7 +63,9 @@ def main() -> None:
 
 
 def row(name: str, seeds: int, folder: Path, overrides: list[str]) -> list[str]:
-    runs = [finished(name, folder / f"{name}-{seed}", seed, *overrides) for seed in range(seeds)]
+    own = [WEAK] if name.removeprefix("image_digits_") in CHAINS else []
+    folders = [folder / f"{name}-{seed}" for seed in range(seeds)]
+    runs = [finished(name, one, seed, *own, *overrides) for seed, one in enumerate(folders)]
     ends = [[evaluations(run)[place] for run in runs] for place in (0, -1)]
     before, after = (sum(e["evaluation/accuracy"] for e in end) / seeds for end in ends)
     count = ends[0][0]["evaluation/n"]
@@ -66,7 +76,7 @@ def row(name: str, seeds: int, folder: Path, overrides: list[str]) -> list[str]:
         else "-"
         for g in GUARDS
     ]
-    spent = [sum(r["time/step"] for r in run if "time/step" in r) for run in runs]
+    spent = [float((one / SPENT).read_text()) for one in folders]
     accuracies = spread([e["evaluation/accuracy"] for e in ends[1]])
     gain = f"{after - before:+.3f} ({after - before - wide:+.3f} .. {after - before + wide:+.3f})"
     return [name, f"{before:.3f}", accuracies, gain, spread(spent, digits=0), *guards]

@@ -15,11 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+SPENT = "processor_seconds.txt"
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {
     "digits": ["perceptron", "dance", "cps", "window", "branch", "nft", "awm", "perceptron_random_reward"],
@@ -59,8 +61,9 @@ def main() -> None:
 
 
 def finished(name: str, run: Path, seed: int, *overrides: str) -> list[dict[str, Any]]:
-    """The metrics of one run, which is made if it is not there."""
+    """The metrics of one run, which is made if it is not there. The processor's seconds for all of it are left in it."""
     if not (run / "final").is_dir():
+        before = processor_time()
         command = [sys.executable, "-m", "mmrl", "train", f"configs/{name}.yaml"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(
@@ -70,7 +73,14 @@ def finished(name: str, run: Path, seed: int, *overrides: str) -> list[dict[str,
             check=True,
             stdout=sys.stderr,
         )
+        (run / SPENT).write_text(str(processor_time() - before))
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def processor_time() -> float:
+    """Seconds that the processor spent on child processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def evaluations(run: list[dict[str, Any]]) -> list[dict[str, Any]]:

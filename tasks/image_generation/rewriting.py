@@ -34,7 +34,8 @@ class Asked:
 
     def __getitem__(self, index: int) -> Prompt:
         prompt = self.source[index]
-        metadata = {"demonstration": prompt.text, **prompt.metadata, "original": prompt}
+        shown = prompt.metadata.get("reasoning", prompt.text)
+        metadata = {"demonstration": shown, **prompt.metadata, "original": prompt}
         return replace(prompt, text=self.template.replace("{}", prompt.text), metadata=metadata)
 
 

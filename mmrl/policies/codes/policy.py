@@ -19,7 +19,7 @@ from mmrl.generation.sampling import draw
 from mmrl.kernels import token_logprob
 from mmrl.policies.codes.settings import CodeDemonstrations, CodeDrawing
 from mmrl.policies.codes.writers import Writer
-from mmrl.rollouts import CODES, PARTS, TEXT, DecisionColumn, Prompt, Replay, Rollouts, Sample
+from mmrl.rollouts import PARTS, PICTURE, TEXT, DecisionColumn, Prompt, Replay, Rollouts, Sample
 from mmrl.samplers.chain import mixed
 
 TEXTS = 9001  # of the noises that text is drawn with
@@ -278,7 +278,7 @@ class CodePolicy:
     def _parts(self, count: int) -> Tensor:
         """[rollout, decision] int64, which part of a response a decision belongs to."""
         place = torch.arange(self.max_decisions)
-        return torch.full_like(place, CODES).where(place >= self.reasoning_length, TEXT).repeat(count, 1)
+        return torch.full_like(place, PICTURE).where(place >= self.reasoning_length, TEXT).repeat(count, 1)
 
     def _sample(self, prompt: Prompt, record: CodeRecord, picture: Tensor) -> Sample:
         if not self.reasoning_length:

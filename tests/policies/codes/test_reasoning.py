@@ -7,7 +7,7 @@ import torch
 from mmrl.tasks.image_generation import digits, tiny_codes
 
 from mmrl.errors import UserError
-from mmrl.rollouts import CODES, TEXT, Prompt, in_part
+from mmrl.rollouts import PICTURE, TEXT, Prompt, in_part
 from tests.policies.codes.test_policy import policy_of
 
 PROMPTS = [Prompt("a", "draw a seven", answer=7), Prompt("b", "the number three in pencil", answer=3)]
@@ -92,8 +92,8 @@ def test_parts_and_what_counts(folder):
         assert made.module.allowed[record.text].all() and not made.module.allowed[made.tokenizer.bos_token_id]
         assert (record.tokens >= made.writer.first).all()
     assert in_part(batch, TEXT)[0].tolist() == [True] * LONGEST + [False] * made.writer.places
-    assert torch.equal(in_part(batch, CODES), ~in_part(batch, TEXT))
-    assert torch.equal(made.replay(batch, made.module).segments, in_part(batch, CODES).long())
+    assert torch.equal(in_part(batch, PICTURE), ~in_part(batch, TEXT))
+    assert torch.equal(made.replay(batch, made.module).segments, in_part(batch, PICTURE).long())
     numbers = made.numbers(batch)
     assert numbers[0][: len(batch.inputs[0].text)].tolist() == batch.inputs[0].text.tolist()
     assert (numbers[~batch.mask] == -1).all() and torch.equal(numbers[:, LONGEST:][2], batch.inputs[2].tokens)
