@@ -28,7 +28,8 @@ OFFERS = {
     "contrast": "decisions that are errors of implicit policies (denoising.likelihood.type=contrast)",
     "picture_gradient": "pictures with their gradient (denoising.likelihood.type=last_steps)",
     "segments": "decisions in segments (denoising.likelihood.chunks, rollout.segment)",
-    "parts": "responses in parts, text before a picture (model.type=picture_codes with rollout.reasoning_length, rewritten_diffusion)",
+    "parts": "responses in parts, text before a picture (model.type=rewritten_diffusion, or picture_codes with "
+    "rollout.reasoning_length)",
     "reference_ratio": "a likelihood that can be compared with the reference policy's",
     "single_sample_kl": "a KL divergence estimated from single samples",
     "critic": "a critic",
@@ -43,6 +44,7 @@ OFFERS = {
     "continuations": "responses that can go on anew from inside",
     "completions": "chains that can be completed from each of their steps",
     "candidates": "steps from states that a group shares (denoising.likelihood.shared_states=true)",
+    "distillation": "a sampler of few steps that is distilled beside it (model.type=few_step_diffusion)",
     "inverse": "pictures that it can read again (model.type=picture_codes)",
     "latents": "latents before each of its decisions (denoising.likelihood.type=chain)",
     "nodes": "rollouts that share decisions, as leaves of a tree",

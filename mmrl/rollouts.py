@@ -337,6 +337,7 @@ class Replay:
     # Fraction of the recorded experts that the trainer's router would not have picked for the previous token; NaN where
     # nothing was recorded
     routing_differs: Tensor | None = None
+    extras: dict[str, Tensor] = field(default_factory=dict)  # what only some policies know of decisions, by name
     views: dict[str, Replay] = field(default_factory=dict)  # of the same responses under other views of their prompts
 
 

@@ -20,8 +20,8 @@ OTHERS = {name: where for name, where in Surrogate.kinds.items() if name != "by_
 
 
 class ByPart(Surrogate):
-    """Text that plans a picture, and the codes or denoising steps that draw it, have bounds of their own: a word may move
-    further than one of hundreds of codes."""
+    """Text that plans a picture, and the codes or denoising steps that draw it, have bounds of their own: a word may
+    move further than one of hundreds of codes."""
 
     equation: ClassVar[str] = "text's values where a decision is a word, picture's where it is a code or a step"
     source: ClassVar[str] = (

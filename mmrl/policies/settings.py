@@ -60,6 +60,7 @@ class ModelSettings(Choice):
         "vision_language": "mmrl.policies.vlm.settings:VisionLanguageModel",
         "diffusion": "mmrl.policies.diffusion.settings:DiffusionModel",
         "vision_language_action": "mmrl.policies.vla.settings:VisionLanguageActionModel",
+        "few_step_diffusion": "mmrl.policies.few_step.settings:FewStepModel",
         "rewritten_diffusion": "mmrl.policies.rewritten.settings:RewrittenModel",
         "picture_codes": "mmrl.policies.codes.settings:CodeModel",
         "masked_diffusion": "mmrl.policies.masked.settings:MaskedModel",

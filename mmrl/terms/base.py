@@ -32,6 +32,7 @@ class Term(Choice):
         "covariance_kl": "mmrl.terms.covariance_kl:CovarianceKL",
         "entropy_likelihood": "mmrl.terms.entropy_likelihood:EntropyLikelihood",
         "of_part": "mmrl.terms.of_part:OfPart",
+        "sampler_distillation": "mmrl.terms.sampler_distillation:SamplerDistillation",
         "likelihood_drop": "mmrl.terms.likelihood_drop:LikelihoodDrop",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"

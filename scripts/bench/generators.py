@@ -2,10 +2,10 @@
 
     .venv/bin/python scripts/bench/generators.py [--seeds 3] [--only PATTERN] [--runs FOLDER] [KEY=VALUE ...]
 
-KEY=VALUE: more overrides of every run. Runs that are already in --runs are not repeated. All that train the generator of
-digits as it is start from one base. One thread a run. Prints a Markdown table. Accuracy after training is the mean over the
-seeds (least .. greatest); the gain's interval is at 95 %, of two shares of as many held-out prompts. Seconds are the
-processor's, for all of a run with its start and its evaluations, which other work on the machine changes little.
+KEY=VALUE: more overrides of every run. Runs that are already in --runs are not repeated. All that train the generator
+of digits as it is start from one base. One thread a run. Prints a Markdown table. Accuracy after training is the mean
+over the seeds (least .. greatest); the gain's interval is at 95 %, of two shares of as many held-out prompts. Seconds
+are the processor's, for all of a run with its start and its evaluations; other work on the machine changes them little.
 """
 
 from __future__ import annotations

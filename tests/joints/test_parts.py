@@ -7,7 +7,7 @@ import torch
 
 from mmrl.config import validate
 from mmrl.errors import UserError
-from mmrl.rollouts import PICTURE, PARTS, TEXT, DecisionColumn
+from mmrl.rollouts import PARTS, PICTURE, TEXT, DecisionColumn
 from tests.joints.parts import Table, close
 
 PLACES = [[TEXT, TEXT, PICTURE, PICTURE]] * 2

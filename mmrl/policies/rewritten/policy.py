@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmrl.policies.diffusion.policy import DiffusionPolicy, PictureRecord
 from mmrl.policies.diffusion.small import SmallFamily
+from mmrl.policies.networks import Networks, Part, state_of
 from mmrl.policies.rewritten.settings import GENERATOR, WRITER, PromptWriter
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
 from mmrl.policies.vlm.prompts import Tokens
@@ -27,29 +28,6 @@ class RewrittenRecord:
     picture: PictureRecord
 
 
-class Both(nn.Module):
-    """The two networks; this is the module that the engine wraps, so that either is reached through it."""
-
-    def __init__(self, writer: nn.Module, generator: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict({WRITER: writer, GENERATOR: generator})
-
-    def forward(self, part: str, *inputs: Any, **options: Any) -> Any:
-        """What the network called `part` makes of the rest."""
-        return self.parts[part](*inputs, **options)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One of the networks inside `whole`, which is `Both` or the engine around it."""
-
-    whole: Any
-    name: str
-
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
-        return self.whole(self.name, *inputs, **options)
-
-
 class RewrittenPolicy:
     """Writes prompts anew and draws them; says how likely words and steps were.
 
@@ -58,7 +36,7 @@ class RewrittenPolicy:
 
     def __init__(self, writer: VisionLanguagePolicy, generator: DiffusionPolicy, settings: PromptWriter) -> None:
         self.writer, self.generator, self.settings = writer, generator, settings
-        self.module = Both(writer.module, generator.module)
+        self.module = Networks(**{WRITER: writer.module, GENERATOR: generator.module})
 
     @property
     def max_decisions(self) -> int:
@@ -147,8 +125,7 @@ class RewrittenPolicy:
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Each of the two in its own library's format, in a folder of its own."""
         for name, policy in ((WRITER, self.writer), (GENERATOR, self.generator)):
-            own = f"parts.{name}."
-            policy.save(folder / name, {n.removeprefix(own): v for n, v in state.items() if n.startswith(own)})
+            policy.save(folder / name, state_of(name, state))
 
 
 def spoken(picture: Sample, prompt: Prompt, said: Sample) -> Sample:

@@ -75,18 +75,15 @@ class RewrittenModel(DiffusionModel):
         super().check(config)
         rollout, denoising = config.rollout, config.section("denoising")
         if not isinstance(denoising, Denoising) or not isinstance(rollout, TokenSampling):
-            raise ValueError(
-                "model.type=rewritten_diffusion is trained by rewards; make its two parts apart from another"
-            )
+            raise ValueError("model.type=rewritten_diffusion learns from rewards; warm its parts up apart")
         likelihood = denoising.likelihood
         if not isinstance(likelihood, PictureChain | PictureMatching):
             raise ValueError(
                 f"denoising.likelihood.type={likelihood.type} gives no likelihood of a step, beside that of words; use "
                 "chain or matching"
             )
-        if isinstance(likelihood, PictureChain) and (
-            likelihood.branching or likelihood.shared_states or likelihood.chunks
-        ):
+        chain = likelihood if isinstance(likelihood, PictureChain) else None
+        if chain is not None and (chain.branching or chain.shared_states or chain.chunks):
             raise ValueError(
                 "denoising.likelihood: branching, shared_states and chunks are for groups that draw one prompt; with "
                 "model.type=rewritten_diffusion each rollout has its own"
@@ -97,9 +94,7 @@ class RewrittenModel(DiffusionModel):
                 "transformers"
             )
         if rollout.segment is not None:
-            raise ValueError(
-                "rollout.segment: the segments of model.type=rewritten_diffusion are its text and its picture"
-            )
+            raise ValueError("rollout.segment: segments of model.type=rewritten_diffusion are text and picture")
         if self.writer.originals >= config.group_size:
             raise ValueError(
                 f"model.writer.originals={self.writer.originals} leaves no rollout of rollout.group_size="

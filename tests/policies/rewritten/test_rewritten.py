@@ -1,7 +1,6 @@
-"""A writer of prompts and a generator as one policy: what is drawn, what counts, how likely it is, and what is saved."""
+"""A writer of prompts and a generator as one policy: what is drawn, what counts, how likely it is, what is saved."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ from mmrl.tasks.image_generation import digits, tiny_rewriter
 from mmrl.build import build_policy, build_task
 from mmrl.config import validate
 from mmrl.errors import UserError
-from mmrl.policies.diffusion.small import SmallConfig, create
 from mmrl.policies.diffusion.policy import DiffusionPolicy
+from mmrl.policies.diffusion.small import SmallConfig, create
 from mmrl.policies.rewritten.settings import GENERATOR, WRITER
 from mmrl.rollouts import PICTURE, TEXT, Rollouts, in_part
 

@@ -1,0 +1,37 @@
+"""Several networks in one module, for policies that are made of others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Networks(nn.Module):
+    """What the engine wraps of such a policy: each network is reached through it, by its name."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(parts)
+
+    def forward(self, part: str, *inputs: Any, **options: Any) -> Any:
+        """What the network called `part` makes of the rest."""
+        return self.parts[part](*inputs, **options)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the networks inside `whole`, which is a `Networks` or the engine around it."""
+
+    whole: Any
+    name: str
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return self.whole(self.name, *inputs, **options)
+
+
+def state_of(part: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of one network, out of those of all."""
+    own = f"parts.{part}."
+    return {name.removeprefix(own): value for name, value in state.items() if name.startswith(own)}

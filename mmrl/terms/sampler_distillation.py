@@ -1,0 +1,46 @@
+"""Distilling a few-step sampler from the model that learns from its pictures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.controls import Control, number
+from mmrl.needs import Needs
+from mmrl.settings import option
+from mmrl.terms.base import Term
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.rollouts import Replay, Rollouts
+
+
+class SamplerDistillation(Term):
+    """Jumps of the sampler shall end where the model's own steps do, above all in pictures that earn much. A
+    coefficient that is 0 in some steps lets the two take turns."""
+
+    equation: ClassVar[str] = (
+        "coefficient x w |v - (x' - a x) / b|^2, w = 2 clamp(A / (2 bound) + 1/2, 0, 1), or 1 without `reward_aware`; "
+        "x' is where the model's steps lead from x, a x + b v the sampler's jump"
+    )
+    source: ClassVar[str] = (
+        "reconstructed from DMSampler, reward-aware distillation; secants of a fine solver: progressive distillation, "
+        "arXiv 2202.00512"
+    )
+    test: ClassVar[str] = "tests/policies/few_step/test_few_step.py"
+    type: str = "sampler_distillation"
+    coefficient: Control = number(1.0, "weight of the term", ge=0)
+    reward_aware: bool = option(True, "pictures weigh by their advantages; false: all alike")
+    bound: float = option(5.0, "advantages beyond it count as it does", gt=0)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"distillation"}))
+
+    def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        error = replay.extras["sampler_error"]
+        weight = 1.0
+        if self.reward_aware:
+            assert micro.advantages is not None
+            weight = 2 * (micro.advantages.to(error.device) / (2 * self.bound) + 0.5).clamp(0, 1)
+        return self.coefficient.value * weight * error, {"sampler_error": error.detach()}
