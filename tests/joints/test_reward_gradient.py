@@ -33,6 +33,18 @@ class Smooth:
         return torch.stack([row[prompt.answer] for row, prompt in zip(logp, prompts, strict=True)])
 
 
+class Bright:
+    """How light a picture is, with its gradient."""
+
+    scope = "sample"
+
+    def score(self, samples):
+        return [float(s.image.mean()) for s in samples]
+
+    def differentiable(self, pictures, prompts):
+        return pictures.flatten(1).mean(1)
+
+
 SMOOTH = {"name": "tests.joints.test_reward_gradient:Smooth", "weight": 2.0}
 
 

@@ -1,4 +1,4 @@
-"""A few-step copy that draws the rollouts of a diffusion model: what it draws, what it learns from, and what is saved."""
+"""A few-step copy that draws the rollouts of a diffusion model: what it draws, what it learns, what is saved."""
 
 import pytest
 import torch
