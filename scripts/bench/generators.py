@@ -40,6 +40,7 @@ RECIPES = (
     "image_digits_reward_gradient",
     "image_digits_steps",
     "image_digits_steps_random_reward",
+    "image_digits_few_step",
     "image_digits_rewritten",
     "image_digits_rewritten_random_reward",
     "prompt_rewriting_digits",
