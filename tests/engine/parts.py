@@ -287,7 +287,8 @@ def call(target, *arguments, log: Path, ranks: int = 1, timeout: float = 120) ->
 
 
 def command(*arguments: str) -> None:
-    """`mmrl ...` in a worker."""
+    """`mmrl ...` in a worker, which Ctrl-C ends also where a script in the background runs the tests."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     cli.main(list(arguments))
 
 

@@ -1,6 +1,7 @@
 """A writer of prompts and a generator as one policy: what is drawn, what counts, how likely it is, what is saved."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -70,7 +71,8 @@ def test_the_generator_draws_what_the_writer_wrote(folders):
     batch = rolled(policy, task)
     prompts = [task.train[i] for i in range(2)]
     texts = [sample.response for sample in batch.samples]
-    alone = policy.writer.rollout([policy._asked(prompt) for prompt in prompts], GROUP, list(range(10, 18)))
+    asked = [replace(prompt, text=f"Draw: {prompt.text}") for prompt in prompts]
+    alone = policy.writer.rollout(asked, GROUP, list(range(10, 18)))
     assert texts == [sample.response for sample in alone.samples] and len(set(texts)) > 1
     told = policy._told([prompt for prompt in prompts for _ in range(GROUP)], texts)
     drawn = policy.generator.rollout(told, 1, list(range(10, 18)))
