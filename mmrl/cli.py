@@ -1,4 +1,4 @@
-"""The command line: mmrl train | eval | sample | report | watch | config | methods | new | doctor."""
+"""The command line: mmrl train | eval | sample | embed | report | watch | config | methods | new | doctor."""
 
 from __future__ import annotations
 
@@ -84,6 +84,11 @@ def parser() -> argparse.ArgumentParser:
     for command in (evaluation, sample):
         words = "a YAML file, where the run's own configuration is not meant, and dotted overrides"
         command.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help=words)
+    embed = commands.add_parser("embed", help="what a pipeline's encoders say of a job's prompts, for model.embeddings")
+    embed.add_argument("config", help="a YAML file")
+    embed.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, as of mmrl train")
+    embed.add_argument("--out", type=Path, required=True, help="the folder that they are written to")
+    embed.set_defaults(run=run_embed)
     report = commands.add_parser("report", help="one HTML file about a run, or several: curves, health, pictures")
     report.add_argument("runs", nargs="+", metavar="RUN", help="a run directory, whatever became of the run")
     report.add_argument("--output", type=Path, help="default: RUN/report.html; of several runs report.html here")
@@ -314,6 +319,30 @@ def run_sample(options: argparse.Namespace) -> int:
 def beside(model: str, name: str) -> Path:
     """Where a result goes: into the run's or the model's folder, or here for a model from a hub."""
     return Path(model if Path(model).is_dir() else ".") / name
+
+
+def run_embed(options: argparse.Namespace) -> int:
+    from mmrl.build import build_policy, build_task
+    from mmrl.config import load
+    from mmrl.job import quieten, warm_started
+    from mmrl.policies.diffusion.settings import DiffusionModel
+
+    config = load(options.config, options.overrides)
+    if not isinstance(config.model, DiffusionModel):
+        raise UserError(f"mmrl embed is for diffusers pipelines; model.type={config.model.type} has no encoders")
+    quieten()
+    config = warm_started(config)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"embeddings": None})})
+    task = build_task(config)
+    policy: Any = build_policy(config, task)
+    from mmrl.policies.diffusion import embeddings
+    from mmrl.policies.diffusion.small import SmallFamily
+
+    if isinstance(policy.family, SmallFamily):
+        raise UserError("mmrl embed is for diffusers pipelines; a small network of our own has no encoders")
+    count = embeddings.write(policy.family, embeddings.asked_in(task, policy), options.out)
+    print(f"{count} prompts written to {options.out}; train with model.embeddings={options.out}")
+    return 0
 
 
 def run_report(options: argparse.Namespace) -> int:

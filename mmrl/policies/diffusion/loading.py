@@ -9,7 +9,7 @@ from mmrl.policies.diffusion import small
 from mmrl.policies.diffusion.family import Family
 from mmrl.policies.diffusion.settings import DiffusionModel
 
-PIPELINES_ONLY = ("lora", "attention", "activation_checkpointing", "text_tokens", "encoders", "decoding")
+PIPELINES_ONLY = ("lora", "attention", "activation_checkpointing", "text_tokens", "encoders", "embeddings", "decoding")
 
 
 def is_small(path: str) -> bool:

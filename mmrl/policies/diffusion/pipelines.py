@@ -13,6 +13,7 @@ from peft import LoraConfig
 from torch import nn
 
 from mmrl.errors import UserError
+from mmrl.policies.diffusion.embeddings import Embeddings
 from mmrl.policies.diffusion.families.base import BASE_FILE, Pipeline
 from mmrl.policies.diffusion.families.clips import HunyuanVideo, LTXVideo, Wan
 from mmrl.policies.diffusion.families.edits import Flux2Klein, FluxKontext, QwenImageEdit, QwenImageEditPlus
@@ -58,7 +59,7 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
     if not bars_shown():
         disable_progress_bar()
     base, adapter = base_of(path)
-    pipe, family = _pipeline(path, base, model.dtype)
+    pipe, family = _pipeline(path, base, model.dtype, encoders=model.embeddings is None)
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()  # dropout would make replay differ from sampling
@@ -68,6 +69,11 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
         pipe.vae.enable_tiling()
     network = pipe.components[family.trained]
     adapted = adapter or model.lora is not None
+    if model.embeddings is not None and not adapted:
+        raise UserError(
+            f"model.embeddings={model.embeddings} leaves the encoders out, without which a whole pipeline can not be "
+            "saved; set model.lora"
+        )
     if adapter:
         pipe.load_lora_weights(path, adapter_name="default")
         _same_adapter(path, network.peft_config["default"], model.lora)
@@ -77,7 +83,10 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
         parameter.requires_grad_("lora_" in name or not adapted)
     if model.activation_checkpointing:
         network.enable_gradient_checkpointing()
-    return family(pipe, base, lora=adapted, text_tokens=model.text_tokens, encoders_stay=model.encoders == "stay")
+    made = family(pipe, base, lora=adapted, text_tokens=model.text_tokens, encoders_stay=model.encoders == "stay")
+    if model.embeddings is not None:
+        made.embeddings = Embeddings(model.embeddings, type(pipe).__name__, made.text_tokens)
+    return made
 
 
 def base_of(path: str) -> tuple[str, bool]:
@@ -87,7 +96,8 @@ def base_of(path: str) -> tuple[str, bool]:
     return (str(Path(base).resolve()) if Path(base).is_dir() else base), file.is_file()
 
 
-def _pipeline(path: str, base: str, dtype: str) -> tuple[Any, type[Pipeline]]:
+def _pipeline(path: str, base: str, dtype: str, *, encoders: bool = True) -> tuple[Any, type[Pipeline]]:
+    """A pipeline, without its encoders of prompts where they are not wanted, and its family."""
     where = f"model.path={path}" if path == base else f"model.path={path}, whose base is {base}"
     try:
         index = DiffusionPipeline.load_config(base)
@@ -98,8 +108,10 @@ def _pipeline(path: str, base: str, dtype: str) -> tuple[Any, type[Pipeline]]:
         raise UserError(f"{where} is a {name}; supported are {', '.join(CLASSES)}")
     family = CLASSES[name]
     absent: dict[str, None] = {part: None for part, source in index.items() if source == [None, None]}
-    tokenizers = [encoder.replace("text_encoder", "tokenizer") for encoder in family.encoders]
-    for part in (family.trained, "vae", "scheduler", *family.encoders, *tokenizers):
+    needed = family.encoders if encoders else ()
+    absent |= {part: None for part in family.encoders if not encoders and part in index}
+    tokenizers = [encoder.replace("text_encoder", "tokenizer") for encoder in needed]
+    for part in (family.trained, "vae", "scheduler", *needed, *tokenizers):
         there = part in index and part not in absent and (not Path(base).is_dir() or (Path(base) / part).is_dir())
         if not there and part.replace("tokenizer", "text_encoder") not in family.optional:
             raise UserError(f"{where} has no {part}, which {name} needs")

@@ -191,6 +191,9 @@ class DiffusionModel(ModelSettings):
     encoders: Literal["visit", "stay"] = option(
         "visit", "whether the encoders of prompts visit the network's device while they are needed, or stay on it"
     )
+    embeddings: str | None = option(
+        None, "a folder that `mmrl embed` wrote with what the encoders say of prompts; they are not loaded then"
+    )
     decoding: Literal["whole", "sliced", "tiled"] = option(
         "sliced",
         "how the VAE works. whole: on a batch at once; sliced: on one picture or clip at a time; tiled: on overlapping "

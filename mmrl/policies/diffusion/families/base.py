@@ -21,6 +21,7 @@ from peft import get_peft_model_state_dict
 from torch import Tensor
 
 from mmrl.errors import UserError
+from mmrl.policies.diffusion.embeddings import Embeddings
 from mmrl.policies.diffusion.family import Asked, Condition, Resolution, Shape
 from mmrl.samplers.settings import Space
 from mmrl.samplers.sigmas import Grid, ddim_grid, dynamic_shift, shift_towards_noise
@@ -54,6 +55,7 @@ class Pipeline(ABC):
         self.base = base
         self.lora = lora
         self.encoders_stay = encoders_stay
+        self.embeddings: Embeddings | None = None  # in place of the encoders
         self._visitors: set[str] = set()  # components that are on the device for a while
         self._said: OrderedDict[str, dict[str, Tensor]] = OrderedDict()  # words that several source pictures share
         self.module: Any = pipe.components[self.trained]
@@ -94,7 +96,11 @@ class Pipeline(ABC):
     @torch.no_grad()
     def encode(self, asked: Sequence[Asked], shape: Shape = ()) -> list[Condition]:
         """Prompts are encoded one by one, so that an embedding does not depend on what else is asked for. Raises
-        UserError for pictures where the model takes none."""
+        UserError for pictures where the model takes none, and for prompts that are not embedded where that was done
+        before."""
+        if self.embeddings is not None:
+            found = self.embeddings.find(asked, shape)
+            return [{key: value.to(self.device) for key, value in condition.items()} for condition in found]
         with self._visiting(*self.encoders, *self.condition_parts, stay=self.encoders_stay):
             made = (self._condition(one, shape) for one in asked)
             return [{key: value[0].to(self.device) for key, value in condition.items()} for condition in made]
@@ -131,6 +137,8 @@ class Pipeline(ABC):
         return self._said[text]
 
     def cut(self, text: str) -> int:
+        if self.embeddings is not None:
+            return 0  # it was told when they were written
         if self.longest is None:
             limit, tokenizer = self.pipe.tokenizer.model_max_length, self.pipe.tokenizer
         else:
