@@ -30,6 +30,8 @@ from mmrl.terms.base import Mask, Shaper, Term
 MODELS: list[dict[str, Any]] = [
     {"type": "vision_language"},
     {"type": "diffusion"},
+    {"type": "rewritten_diffusion"},
+    {"type": "few_step_diffusion"},
     {"type": "masked_diffusion"},
     {"type": "uniform_diffusion"},
     {"type": "picture_codes"},
@@ -43,6 +45,11 @@ DECISIONS: dict[str, dict[str, Any]] = {
     "picture with its gradient": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "last_steps"}}},
     "code of a picture": {"model": {"type": "picture_codes"}},
     "word or code": {"model": {"type": "picture_codes"}, "rollout": {"reasoning_length": 8}},
+    "word or denoising step": {"model": {"type": "rewritten_diffusion"}},
+    "picture of a few steps": {
+        "model": {"type": "few_step_diffusion"},
+        "denoising": {"likelihood": {"type": "contrast"}},
+    },
     "denoising step": {"model": {"type": "diffusion"}},
     "picture": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "matching"}}},
     "picture (contrast)": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "contrast"}}},

@@ -39,8 +39,8 @@ class SamplerDistillation(Term):
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         error = replay.extras["sampler_error"]
-        weight = 1.0
+        values = self.coefficient.value * error
         if self.reward_aware:
             assert micro.advantages is not None
-            weight = 2 * (micro.advantages.to(error.device) / (2 * self.bound) + 0.5).clamp(0, 1)
-        return self.coefficient.value * weight * error, {"sampler_error": error.detach()}
+            values = values * 2 * (micro.advantages.to(error.device) / (2 * self.bound) + 0.5).clamp(0, 1)
+        return values, {"sampler_error": error.detach()}

@@ -54,6 +54,6 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "micro.advantages.to(error.device) / (2", "-micro.advantages.to(error.device) / (2", FEW),
     ("distillation: weights are not bounded", "mmrl/terms/sampler_distillation.py", ".clamp(0, 1)", "", FEW),
     ("distillation: without its coefficient", "mmrl/terms/sampler_distillation.py",
-     "self.coefficient.value * weight", "weight",
+     "values = self.coefficient.value * error", "values = error",
      FEW),
 ]

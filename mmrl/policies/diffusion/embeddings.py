@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.files import share
@@ -50,7 +51,7 @@ def write(family: Pipeline, asked: Iterable[tuple[Asked, Shape]], folder: Path) 
     with display.work("encoding prompts", len(distinct)) as work:
         for start in range(0, len(distinct), IN_A_FILE):
             keys, file = list(distinct)[start : start + IN_A_FILE], f"embeddings-{start // IN_A_FILE:05}.safetensors"
-            tensors = {}
+            tensors: dict[str, Tensor] = {}
             for key in keys:
                 one, shape = distinct[key]
                 (condition,) = family.encode([one], shape)
