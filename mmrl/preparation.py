@@ -104,7 +104,7 @@ class Preparation:
             if silent:
                 value = old.column("value")
                 assert value is not None
-                rollouts.extras["steps"] = Steps.of_decisions(rollouts.mask, value.cpu())
+                rollouts.extras["steps"] = Steps.of_decisions(rollouts.mask, value.cpu(), old.column("moment"))
         if self.needs.numbers:
             assert isinstance(self.policy, Numbered)
             rollouts.extras["numbers"] = DecisionColumn(self.policy.numbers(rollouts))

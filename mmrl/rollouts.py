@@ -280,15 +280,17 @@ class Steps(Record):
     terminated: Tensor = field(metadata={"pad": 0})  # [rollout, step] bool, the episode ended in it of its own
     bootstrap: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, the value of where the time limit cut it
     returns: Tensor | None = column(0)  # [rollout, step] float32, what the critic shall learn
+    moment: Tensor | None = column(0)  # [rollout, step] int64, when it was, where several may be at once, in any order
 
     @classmethod
-    def of_decisions(cls, mask: Tensor, values: Tensor) -> Steps:
+    def of_decisions(cls, mask: Tensor, values: Tensor, moment: Tensor | None = None) -> Steps:
         """Of rollouts in which every decision is a step, and the last one ends them; nobody but the task rewards.
 
-        mask, values: [rollout, decision]; what counts has no gaps."""
-        blank = torch.zeros(mask.shape)
+        mask, values: [rollout, decision]; what counts has no gaps. moment: likewise, when each was made; None: one
+        after the other."""
+        blank = torch.zeros(mask.shape, dtype=values.dtype)
         last = torch.arange(mask.shape[1]) == mask.sum(1, keepdim=True) - 1
-        return cls(mask.clone(), blank, values.where(mask, 0.0), last, blank.clone())
+        return cls(mask.clone(), blank, values.where(mask, 0.0), last, blank.clone(), moment=moment)
 
 
 @dataclass
@@ -334,6 +336,7 @@ class Replay:
     pictures: Tensor | None = None  # [rollout, channel, height, width] with their gradient, 0 to 1 in gamut
     matching: Matching | None = None  # of a policy whose decisions compare final samples
     value: Tensor | None = None  # [rollout, step], of a policy with a critic
+    moment: Tensor | None = None  # int64, when a decision was made, where the critic is asked about several at once
     # Fraction of the recorded experts that the trainer's router would not have picked for the previous token; NaN where
     # nothing was recorded
     routing_differs: Tensor | None = None

@@ -24,13 +24,16 @@ if TYPE_CHECKING:
 class PPO(RatioAlgorithm):
     """A critic says what to expect of an observation, or of a response in the making, and advantages are generalised
     estimates of how much better an action was. Time passes by looks at the scene: one chunk of actions is one step; of
-    a response every token is one."""
+    a response every token is one. Where a model fills several places of a response at once, in any order, time passes
+    by its steps of unmasking: a step earns and is worth the mean of its tokens, and a token differs from its step by
+    its own reward and value (TraceRL)."""
 
     equation: ClassVar[str] = (
         "A_t = sum_l (gamma lam)^l delta_{t+l}, standardised; delta_t = r_t + gamma V_{t+1} - V_t; "
-        "surrogate(r, A) + value_coefficient (V - (A + V_old))^2"
+        "surrogate(r, A) + value_coefficient (V - (A + V_old))^2; of traces A_j = A_t + (r_j - r_t) - (V_j - V_t) for "
+        "token j of step t, r_t and V_t means over the tokens of t"
     )
-    source: ClassVar[str] = "arXiv 1707.06347; GAE: arXiv 1506.02438"
+    source: ClassVar[str] = "arXiv 1707.06347; GAE: arXiv 1506.02438; over traces: TraceRL, arXiv 2509.06949"
     test: ClassVar[str] = "tests/joints/test_ppo.py"
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "rollouts"
     collection: ClassVar[CollectionSettings] = Independent
@@ -92,10 +95,12 @@ class PPO(RatioAlgorithm):
         import torch
 
         rollouts, steps = batch.rollouts, _steps(batch.rollouts)
-        last = torch.arange(steps.mask.shape[1]) == steps.mask.sum(1, keepdim=True) - 1
+        when, there = moments_of(steps)
+        last = when == there.sum(1, keepdim=True) - 1
         total = batch.mine(batch.combined()).nan_to_num(0.0)
-        rewards = self.simulator_reward * steps.rewards + total[:, None].where(last, 0.0)
-        values, steps.returns = self.estimates(rewards, steps)
+        rewards = self.simulator_reward * steps.rewards + total[:, None].where(last & steps.mask, 0.0)
+        estimates = self.estimates if steps.moment is None else self.estimates_of_traces
+        values, steps.returns = estimates(rewards, steps)
         if self.standardise == "batch":
             counted = batch.steps(values, steps.mask)
             spread = counted.std() if len(counted) > 1 else torch.zeros(())
@@ -111,6 +116,21 @@ class PPO(RatioAlgorithm):
     def estimates(self, rewards: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
         """Advantages before they are standardised, and what the critic shall learn; [rollout, step], of this rank."""
         return self.estimated(rewards, steps, self.lam)
+
+    def estimates_of_traces(self, rewards: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
+        """`estimates` where several decisions may be one step: of the steps, whose rewards and values are means, and by
+        how much a decision differs from its step."""
+        from mmrl.core.credit import mean_by_moment
+        from mmrl.rollouts import Steps
+
+        when, there = moments_of(steps)
+        earned, worth = (mean_by_moment(each, when, steps.mask, there.shape[1]) for each in (rewards, steps.values))
+        advantages, returns = (
+            part.gather(1, when) for part in self.estimates(earned, Steps.of_decisions(there, worth))
+        )
+        more = rewards - earned.gather(1, when)
+        apart = steps.values - worth.gather(1, when)
+        return (advantages + more - apart).where(steps.mask, 0.0), (returns + more).where(steps.mask, 0.0)
 
     def estimated(self, rewards: Tensor, steps: Steps, lam: float) -> tuple[Tensor, Tensor]:
         """Advantages and returns with this lambda."""
@@ -174,6 +194,18 @@ class PPO(RatioAlgorithm):
 
     def counted(self, name: str, micro: Rollouts) -> Tensor:
         return _steps(micro).mask if name.startswith("critic/") else micro.mask
+
+
+def moments_of(steps: Steps) -> tuple[Tensor, Tensor]:
+    """When each step was, [rollout, step] int64 from 0 on, without gaps among those that count; and which moments there
+    were, [rollout, moment] bool."""
+    import torch
+
+    from mmrl.core.credit import dense_moments
+
+    if steps.moment is None:
+        return torch.arange(steps.mask.shape[1]).expand(steps.mask.shape), steps.mask
+    return dense_moments(steps.moment, steps.mask)
 
 
 def _steps(rollouts: Rollouts) -> Steps:

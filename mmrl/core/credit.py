@@ -71,3 +71,23 @@ def segment_gains(worth: Tensor, outcome: Tensor, mask: Tensor, *, every: int) -
     last = (segment + 1) * every >= lengths
     gains = outcome[:, None].where(last, after) - worth[:, segment]
     return gains.nan_to_num(0.0).where(mask, 0.0)
+
+
+def dense_moments(moment: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The moments [rollout, decision] of decisions that count, numbered from 0 on without gaps, int64; and which there
+    are, [rollout, moment] bool. Moments in which nothing that counts was decided are passed over. What does not count
+    gets number 0."""
+    number = torch.zeros_like(moment)
+    for row in range(len(moment)):
+        _, number[row, mask[row]] = moment[row, mask[row]].unique(return_inverse=True)
+    most = int(number.max()) + 1 if number.numel() else 0
+    counted = mask.any(1) * (number.where(mask, 0).amax(1) + 1)
+    return number, torch.arange(most) < counted[:, None]
+
+
+def mean_by_moment(values: Tensor, number: Tensor, mask: Tensor, count: int) -> Tensor:
+    """[rollout, moment] means of `values` [rollout, decision] over the decisions that count and have that number; 0 for
+    moments that a rollout does not have. TraceRL, arXiv 2509.06949. count: of moments."""
+    blank = torch.zeros(len(values), count, dtype=values.dtype)
+    added = blank.scatter_add(1, number, values.where(mask, 0.0))
+    return added / blank.scatter_add(1, number, mask.to(values)).clamp(min=1)

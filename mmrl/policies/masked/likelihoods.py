@@ -80,5 +80,11 @@ def any_order(steps: Tensor) -> States:
     return States(everywhere, everywhere.float(), order=steps)
 
 
+def moments(states: States) -> Tensor:
+    """[place] int64, in which of the states a place is asked about, or when it was filled where all are asked in one
+    pass. Of likelihoods that follow the trace."""
+    return states.weight.argmax(0) if states.order is None else states.order
+
+
 def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

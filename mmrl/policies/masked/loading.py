@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +45,10 @@ def load(path: str, settings: MaskedModel, config: Config) -> MaskedPolicy:
     unmasking = config.section("unmasking")
     assert isinstance(unmasking, UnmaskingRollouts | UnmaskingDemonstrations)
     scorer, tokenizer, vocabulary, shared = read(path, settings, config, lambda tokenizer: mask_of(tokenizer, settings))
-    return MaskedPolicy(scorer, tokenizer, vocabulary, unmasking, unmasking.likelihood, **shared)
+    policy = MaskedPolicy(scorer, tokenizer, vocabulary, unmasking, unmasking.likelihood, **shared)
+    if config.needs.critic is not None:
+        policy.judge(config.needs.critic, Path(path))
+    return policy
 
 
 def load_uniform(path: str, settings: UniformModel, config: Config) -> UniformPolicy:

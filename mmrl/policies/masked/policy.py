@@ -13,15 +13,18 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.controls import Control
+from mmrl.critics import CriticSettings
 from mmrl.errors import UserError
 from mmrl.files import share
 from mmrl.generation.sampling import draw
 from mmrl.kernels import token_logprob
 from mmrl.policies import codebook
 from mmrl.policies.codebook import Codebook
-from mmrl.policies.masked.likelihoods import States
+from mmrl.policies.masked.likelihoods import States, moments
 from mmrl.policies.masked.schedule import schedule
 from mmrl.policies.masked.settings import MaskedLikelihood, Unmasking
+from mmrl.policies.vlm.critic import TokenCritic, read_critic, write_critic
+from mmrl.policies.vlm.scorer import transformers_model
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
 
@@ -54,6 +57,7 @@ class MaskScorer(nn.Module):
         `MaskedModel`."""
         super().__init__()
         self.model, self.causal, self.shifted = model, causal, shifted
+        self.critic: TokenCritic | None = None  # whoever sets it does so before the engine wraps this
         self.register_buffer("suppressed", vocabulary.suppressed, persistent=False)
 
     def logits(
@@ -62,15 +66,24 @@ class MaskScorer(nn.Module):
         """[place, vocabulary] fp32, at position column[i] of row row[i]. ids, there: [row, token], what is read and
         where there is anything to read; or there: [row, token, token], which tokens each of them sees, with positions
         [row, token]."""
+        return self._read(ids, there, row, column, positions, states=False)[0]
+
+    def _read(
+        self, ids: Tensor, there: Tensor, row: Tensor, column: Tensor, positions: Tensor | None, *, states: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """`logits`, and with `states` what the model made of the places that they are said at, [place, width]."""
+        options: dict[str, Any] = {"output_hidden_states": True} if states else {}
         if positions is not None:
-            found = self.model(input_ids=ids, attention_mask=there[:, None], position_ids=positions).logits
+            options |= {"attention_mask": there[:, None], "position_ids": positions}
         elif self.causal:
             seen = there[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
-            found = self.model(input_ids=ids, attention_mask=seen.bool()).logits
+            options["attention_mask"] = seen.bool()
         else:
-            found = self.model(input_ids=ids, attention_mask=there.long()).logits
-        logits = found[row, column - 1 if self.shifted else column].float()
-        return logits.index_fill(-1, self.suppressed, -torch.inf)
+            options["attention_mask"] = there.long()
+        found = self.model(input_ids=ids, **options)
+        place = (row, column - 1 if self.shifted else column)
+        logits = found.logits[place].float().index_fill(-1, self.suppressed, -torch.inf)
+        return logits, found.hidden_states[-1][place] if states else None
 
     def forward(
         self,
@@ -86,8 +99,13 @@ class MaskScorer(nn.Module):
     ) -> tuple[Tensor, ...]:
         """logp, entropy and sum of squared probabilities of tokens `targets`, [place] fp32 each. temperature: [place]
         too. whole: the logarithms of all probabilities besides, [place, vocabulary] without gradient. old: those of
-        another policy; then the cross-entropy to it besides, [place]."""
-        logits = self.logits(ids, there, row, column, positions) / temperature[:, None]
+        another policy; then the cross-entropy to it besides, [place]. Where there is a critic, the value of the state
+        comes last, [place]."""
+        said, hidden = self._read(ids, there, row, column, positions, states=self.critic is not None)
+        known = self._known(said / temperature[:, None], targets, whole, old)
+        return known if self.critic is None or hidden is None else (*known, self.critic(hidden))
+
+    def _known(self, logits: Tensor, targets: Tensor, whole: bool, old: Tensor | None) -> tuple[Tensor, ...]:
         found = token_logprob(logits, targets)
         known = (found.logp, found.entropy, found.square_sum)
         if not whole:
@@ -138,6 +156,14 @@ class DiscreteDiffusionPolicy(ABC):
     @abstractmethod
     def _shown(self, record: MaskedRecord, states: States, state: int) -> Tensor:
         """[place] the response as it is read in a state."""
+
+    def judge(self, settings: CriticSettings, folder: Path) -> None:
+        """From now on replay gives the value of the state that each place was filled in. folder: where a critic may
+        lie, which else begins anew. Raises UserError as `read_critic`."""
+        core = transformers_model(self.module.model)
+        critic = TokenCritic(settings, core.config.get_text_config().hidden_size)
+        read_critic(critic, folder)
+        self.module.critic = critic.to(device=self.device, dtype=core.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -281,6 +307,9 @@ class DiscreteDiffusionPolicy(ABC):
             for values, share_of in zip(scored[:3], (w, w / total, w / total), strict=True)
         )
         told = Replay(logp, entropy, square_sum)
+        if self.module.critic is not None:
+            told.value = blank.index_put(where, scored[-1] * (w / total), accumulate=True)
+            told.moment = torch.stack([moments(states) for states in found])
         if self.keeps_distributions:
             kept = torch.zeros(len(records), self.length, weight.shape[1], scored[3].shape[-1])
             kept[rollout, place, state] = scored[3].cpu()
@@ -335,11 +364,14 @@ class DiscreteDiffusionPolicy(ABC):
         return {}
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write model (or adapter) and tokenizer in transformers' own format. state: of `self.module`."""
-        weights = {name.removeprefix("model."): value for name, value in state.items()}
+        """Write model (or adapter) and tokenizer in transformers' own format, and a critic beside them. state: of
+        `self.module`."""
+        weights = {n.removeprefix("model."): value for n, value in state.items() if n.startswith("model.")}
         model: Any = self.module.model
         model.save_pretrained(folder, state_dict=weights)
         self.tokenizer.save_pretrained(folder)
+        if self.module.critic is not None:
+            write_critic(folder, state)
         if self.codebook is not None:
             codebook.write(folder, self.codebook)
         share(folder)

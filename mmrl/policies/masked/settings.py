@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from mmrl.controls import Control, number
+from mmrl.critics import CriticSettings, SharedCritic
 from mmrl.needs import Capabilities
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
 from mmrl.settings import Choice, Section, option
@@ -102,6 +103,7 @@ class MaskedLikelihood(Choice):
         "any_order": f"{_HERE}:AnyOrder",
     }
     test: ClassVar[str] = "tests/policies/masked/test_likelihoods.py"
+    of_trace: ClassVar[bool] = False  # each place is asked about once, in a state that the rollout went through
     type: str = "one_step"
 
     @abstractmethod
@@ -178,6 +180,7 @@ class Trace(MaskedLikelihood):
 
     equation: ClassVar[str] = "log p(x_k | the state before the step that filled k), `shrink` steps merged"
     source: ClassVar[str] = "TraceRL, arXiv 2509.06949"
+    of_trace: ClassVar[bool] = True
     type: str = "trace"
     shrink: int = option(1, "steps of a rollout that become one state", unit="steps", ge=1)
 
@@ -194,6 +197,7 @@ class StepMerge(MaskedLikelihood):
     equation: ClassVar[str] = "log p(x_k | the state before the segment of steps that filled k)"
     source: ClassVar[str] = "d2-StepMerge, arXiv 2509.21474"
     test: ClassVar[str] = "tests/policies/masked/test_traces.py"
+    of_trace: ClassVar[bool] = True
     type: str = "step_merge"
     segments: int = option(4, "states of a response; at most as many as it has steps", ge=1)
 
@@ -211,6 +215,7 @@ class AnyOrder(MaskedLikelihood):
     equation: ClassVar[str] = "log p(x_k | prompt, places filled before k, which see nothing that was filled later)"
     source: ClassVar[str] = "d2-AnyOrder, arXiv 2509.21474"
     test: ClassVar[str] = "tests/policies/masked/test_traces.py"
+    of_trace: ClassVar[bool] = True
     type: str = "any_order"
 
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
@@ -308,12 +313,17 @@ class MaskedModel(TokenDiffusionModel):
             "evaluation": MaskedEvaluation,
         }
 
+    def capabilities(self, config: Config) -> Capabilities:
+        known = super().capabilities(config)
+        return Capabilities(known.of, known.offers | {"critic"}, groups=("critic",))
+
     def check(self, config: Config) -> None:
         from mmrl.policies.masked.schedule import schedule
 
         unmasking, limits = config.section("unmasking"), config.rollout
         assert isinstance(unmasking, Unmasking) and isinstance(limits, MaskedLimits)
         schedule(limits.response_length, unmasking.steps, unmasking.block)
+        _check_critic(config.needs.critic, unmasking)
         if self.shifted and isinstance(unmasking, UnmaskingRollouts) and unmasking.likelihood.type == "any_order":
             raise ValueError(
                 "unmasking.likelihood=any_order asks for a place at its own mask token, and with model.shifted=true "
@@ -324,3 +334,19 @@ class MaskedModel(TokenDiffusionModel):
         from mmrl.policies.masked.loading import load
 
         return load(path, self, config)
+
+
+def _check_critic(critic: CriticSettings | None, unmasking: Unmasking) -> None:
+    """Raises ValueError for a critic that reads something else than the states of the trace."""
+    if critic is None:
+        return
+    if not isinstance(critic, SharedCritic):
+        raise ValueError(
+            f"algorithm.critic.type={critic.type} is no critic of a masked diffusion model; use shared, with "
+            "detach=true where the model shall not learn from it"
+        )
+    if not unmasking.likelihood.of_trace:
+        raise ValueError(
+            f"unmasking.likelihood={unmasking.likelihood.type} shows the model states that the rollout was never in, "
+            "and algorithm.critic asks what those of its trace are worth; use trace, step_merge or any_order"
+        )

@@ -1,0 +1,36 @@
+"""Faults of credit by step: values over traces, branches of denoising steps, regions of edits, parts of masked
+responses. A name, a file, a text that it holds once, what takes its place, and the tests that could notice."""
+
+from __future__ import annotations
+
+M = "mmrl/policies/masked/"
+TRACE, CRITIC = ("joints/test_trace_ppo.py",), ("policies/masked/test_critic.py",)
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("trace_ppo: a token's value is that of its step", "mmrl/algorithms/ppo.py", "(advantages + more - apart)",
+     "(advantages + more)", TRACE),
+    ("trace_ppo: a token's own value counts the other way", "mmrl/algorithms/ppo.py", "(advantages + more - apart)",
+     "(advantages + more + apart)", TRACE),
+    ("trace_ppo: steps earn sums", "mmrl/core/credit.py",
+     "added / blank.scatter_add(1, number, mask.to(values)).clamp(min=1)", "added", TRACE),
+    ("trace_ppo: time goes from left to right", "mmrl/algorithms/ppo.py", "if steps.moment is None else",
+     "if True else", TRACE),
+    ("trace_ppo: the last place earns, whenever it was filled", "mmrl/algorithms/ppo.py",
+     "last = when == there.sum(1, keepdim=True) - 1",
+     "last = torch.arange(steps.mask.shape[1]) == steps.mask.sum(1, keepdim=True) - 1", TRACE),
+    ("trace_ppo: gaps in time stay", "mmrl/core/credit.py", "moment[row, mask[row]].unique(return_inverse=True)",
+     "(0, moment[row, mask[row]])", TRACE),
+    ("trace_ppo: what the policy says of time is lost", "mmrl/preparation.py", 'value.cpu(), old.column("moment")',
+     "value.cpu()", TRACE),
+    ("masked critic: the value of the next state", M + "likelihoods.py",
+     "return states.weight.argmax(0) if states.order", "return states.weight.argmax(0) + 1 if states.order", CRITIC),
+    ("masked critic: values are added up with the likelihood's weights", M + "policy.py", "scored[-1] * (w / total)",
+     "scored[-1] * (2 * w)", CRITIC),
+    ("masked critic: it reads an inner layer", M + "policy.py", "found.hidden_states[-1][place]",
+     "found.hidden_states[-2][place]", CRITIC),
+    ("masked critic: it is not saved", M + "policy.py",
+     "        if self.module.critic is not None:\n            write_critic(folder, state)\n", "", CRITIC),
+    ("masked critic: any likelihood will do", M + "settings.py", "if not unmasking.likelihood.of_trace:", "if False:",
+     CRITIC),
+]
