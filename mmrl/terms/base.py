@@ -58,6 +58,7 @@ class Shaper(Choice):
         "token_baseline": "mmrl.terms.token_baseline:TokenBaseline",
         "turn_returns": "mmrl.terms.turn_returns:TurnReturns",
         "step_gains": "mmrl.terms.step_gains:StepGains",
+        "branch_credit": "mmrl.terms.branch_credit:BranchCredit",
         "part_credit": "mmrl.terms.part_credit:PartCredit",
         "latent_values": "mmrl.terms.latent_values:LatentValues",
         "milestones": "mmrl.terms.milestones:Milestones",

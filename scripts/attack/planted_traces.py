@@ -4,6 +4,8 @@ responses. A name, a file, a text that it holds once, what takes its place, and 
 from __future__ import annotations
 
 M = "mmrl/policies/masked/"
+BRANCH, CANDIDATES = "mmrl/terms/branch_credit.py", "mmrl/policies/diffusion/candidates.py"
+BRANCHES = ("joints/test_branch_credit.py",)
 TRACE, CRITIC = ("joints/test_trace_ppo.py",), ("policies/masked/test_critic.py",)
 
 # fmt: off
@@ -33,4 +35,16 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "        if self.module.critic is not None:\n            write_critic(folder, state)\n", "", CRITIC),
     ("masked critic: any likelihood will do", M + "settings.py", "if not unmasking.likelihood.of_trace:", "if False:",
      CRITIC),
+    # --- branches ---
+    ("branch_credit: the trunk is drawn, too", CANDIDATES,
+     "segment(x, prompts, roots, none, at,", "segment(x, prompts, roots, [[p] for p in at], at,", BRANCHES),
+    ("branch_credit: a candidate goes on", CANDIDATES, 'if trunk == "ode":', "if False:", BRANCHES),
+    ("branch_credit: the trunk of the settings is not looked at", "mmrl/policies/diffusion/policy.py",
+     "group_size, last, likelihood.trunk)", "group_size, last)", BRANCHES),
+    ("branch_credit: good steps become unlikely", BRANCH, "+ self.weight * own", "- self.weight * own", BRANCHES),
+    ("branch_credit: what was not scored takes part", BRANCH, "known = ~worth.isnan() & batch", "known = batch",
+     BRANCHES),
+    ("branch_credit: scale is hard-coded", BRANCH, "scale=self.scale", 'scale="none"', BRANCHES),
+    ("branch_credit: the whole rollout's advantage is lost", BRANCH, "self.outcome * advantages", "0 * advantages",
+     BRANCHES),
 ]

@@ -30,14 +30,6 @@ JOBS = {
         "unmasking": {"likelihood": {"type": "elbo", "draws": 2}},
         "algorithm": {"level": "sequence", "terms": [{"type": "kl", "coefficient": 0.1}]},
     },
-    "critic": {
-        "model": {"type": "masked_diffusion"},
-        "task": {"type": "text_sums", "rewards": [{"name": "tests.engine.parts:spread"}]},
-        "rollout": {"response_length": 4, "prompts": 16, "group_size": 1},
-        "unmasking": {"steps": 3, "order": "random", "likelihood": "trace"},
-        "algorithm": {"type": "ppo", "epochs": 2, "critic": {"width": 8}},
-        "optim": {"lr": 1e-3, "eps": 1e-4, "groups": {"critic": {"lr": 1e-2}}},
-    },
     "codes": {
         "model": {"type": "picture_codes"},
         "task": {"type": "tests.engine.parts:Pictures"},
@@ -119,6 +111,24 @@ FURTHER = {
         "rollout": {"response_length": 4},
         "unmasking": {"likelihood": {"type": "elbo", "draws": 2}},
         "algorithm": {"type": "tilt_matching", "epochs": 2},
+    },
+    "critic": {
+        "model": {"type": "masked_diffusion"},
+        "task": {"type": "text_sums", "rewards": [{"name": "tests.engine.parts:spread"}]},
+        "rollout": {"response_length": 4, "prompts": 16, "group_size": 1},
+        "unmasking": {"steps": 3, "order": "random", "likelihood": "trace"},
+        "algorithm": {"type": "ppo", "epochs": 2, "critic": {"width": 8}},
+        "optim": {"lr": 1e-3, "eps": 1e-4, "groups": {"critic": {"lr": 1e-2}}},
+    },
+    "branches": {
+        "model": {"type": "diffusion"},
+        "task": {"type": "tests.engine.parts:Pictures"},
+        "denoising": {
+            "steps": 3,
+            "evaluation_steps": 3,
+            "likelihood": {"shared_states": True, "trunk": "ode", "step_weight": "std"},
+        },
+        "algorithm": {"shaping": [{"type": "branch_credit"}], "surrogate": {"low": 1e-3, "high": 1e-3}},
     },
 }
 EVERY = JOBS | FURTHER

@@ -1,8 +1,10 @@
-"""Chains whose rollouts step from the same states: at every step a group draws candidates, and one of them goes on."""
+"""Chains whose rollouts step from the same states: at every step a group draws candidates, and goes on from one of them
+or from a step without noise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,13 +16,20 @@ Segment = Callable[[Tensor, list[int], list[int], list[list[int]], list[int], li
 
 
 def grow(
-    segment: Segment, noise: Tensor, seeds: Sequence[int], windows: list[list[int]], size: int, last: int
+    segment: Segment,
+    noise: Tensor,
+    seeds: Sequence[int],
+    windows: list[list[int]],
+    size: int,
+    last: int,
+    trunk: Literal["candidate", "ode"] = "candidate",
 ) -> Chain:
     """`size` rollouts of each prompt, which share the state before every step of the window.
 
     segment(x, owner, seeds, windows, start, stop): a chain for the rows of prompts `owner`. noise: [prompt, ...] pure
     noise; seeds: one a rollout; windows: steps without gaps, one list a prompt, all of the same length; last: grid
-    points. Which candidate goes on is drawn from the first seed of a group.
+    points. With trunk "candidate" the next state is that of a candidate which is drawn from the first seed of a group,
+    with "ode" that of a deterministic step.
     """
     count, width = len(noise), len(windows[0])
     prompts, roots = list(range(count)), [int(seed) for seed in seeds[::size]]
@@ -35,8 +44,11 @@ def grow(
         drawn = segment(apart, rows, [int(s) for s in seeds], [[p] for p in start], start, [p + 1 for p in start])
         before.append(apart)
         after.append(drawn.final)
-        chosen = [g * size + mixed(roots[g], CHOSEN + at[g]) % size for g in prompts]
-        x = drawn.final[torch.tensor(chosen, device=drawn.final.device)]
+        if trunk == "ode":
+            x = segment(x, prompts, roots, none, at, [p + 1 for p in at]).final
+        else:
+            chosen = [g * size + mixed(roots[g], CHOSEN + at[g]) % size for g in prompts]
+            x = drawn.final[torch.tensor(chosen, device=drawn.final.device)]
     ends = [windows[g][-1] + 1 for g in rows]
     nobody: list[list[int]] = [[]] * len(rows)
     final = segment(after[-1], rows, [int(s) for s in seeds], nobody, ends, [last] * len(rows)).final

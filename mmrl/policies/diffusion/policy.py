@@ -108,7 +108,7 @@ class DiffusionPolicy:
             of_group = [self._window(step, seed) for seed in seeds[::group_size]]
             windows = [window for window in of_group for _ in range(group_size)]
             if likelihood.shared_states:
-                return self._candidates(prompts, group_size, seeds, windows)
+                return self._candidates(likelihood, prompts, group_size, seeds, windows)
             if likelihood.branching:
                 return self._branch(likelihood, prompts, group_size, seeds, windows)
         said = [Asked.of(p) for p in prompts for _ in range(group_size)]
@@ -311,7 +311,12 @@ class DiffusionPolicy:
         return made
 
     def _candidates(
-        self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], windows: list[list[int]]
+        self,
+        likelihood: PictureChain,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        seeds: Sequence[int],
+        windows: list[list[int]],
     ) -> Rollouts:
         """Groups that step from the same states."""
         said = [Asked.of(p) for p in prompts]
@@ -323,7 +328,8 @@ class DiffusionPolicy:
             return run(predict, x, self.sampler, drawn, noise_of(own, self.shape), start=start, stop=stop)
 
         noise = gaussian([int(seed) for seed in seeds[::group_size]], INITIAL, self.shape).to(self.device)
-        chain = candidates.grow(segment, noise, seeds, windows[::group_size], group_size, len(self.sampler.grid))
+        last = len(self.sampler.grid)
+        chain = candidates.grow(segment, noise, seeds, windows[::group_size], group_size, last, likelihood.trunk)
         asked = [p for p in prompts for _ in range(group_size)]
         of_rows = [one for one in said for _ in range(group_size)]
         return self._rollouts(asked, of_rows, group_size, seeds, chain, windows)

@@ -55,7 +55,13 @@ class PictureChain(ChainLikelihood, PictureLikelihood):
     chunks: tuple[int, ...] = option((), "lengths of the chunks that algorithm.level=segment averages over (GCPO)")
     shared_states: bool = option(
         False,
-        "at every step of the window a group draws candidates from one state; one of them, by chance, goes on (SPO)",
+        "at every step of the window a group draws candidates from one state, see `trunk`",
+    )
+    trunk: Literal["candidate", "ode"] = option(
+        "candidate",
+        "from which states a group with shared ones draws next. candidate: that of one of the candidates, by chance "
+        "(SPO); ode: that of a step without noise, so that every step branches off one deterministic chain "
+        "(TempFlow-GRPO)",
     )
 
     @model_validator(mode="after")
@@ -64,6 +70,8 @@ class PictureChain(ChainLikelihood, PictureLikelihood):
             raise ValueError("branching and chunks hold positive numbers")
         if self.shared_states and self.branching:
             raise ValueError("branching and shared_states are two ways to share states; set one of them")
+        if self.trunk == "ode" and not self.shared_states:
+            raise ValueError("trunk=ode says how a group goes on from shared states; set shared_states=true too")
         return self
 
     @property
