@@ -25,6 +25,7 @@ OFFERS = {
     "gaussian": "decisions that are Gaussian steps of a chain",
     "velocity": "predictions of a denoiser",
     "matching": "decisions that compare the final sample with a prediction",
+    "source": "pictures to compare with those that were edited (denoising.likelihood.type=contrast or matching)",
     "contrast": "decisions that are errors of implicit policies (denoising.likelihood.type=contrast)",
     "picture_gradient": "pictures with their gradient (denoising.likelihood.type=last_steps)",
     "segments": "decisions in segments (denoising.likelihood.chunks, rollout.segment)",

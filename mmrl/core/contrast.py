@@ -44,16 +44,24 @@ def contrast(
     """
     advantages = advantages.detach()
     a = advantages[:, None] if advantages.dim() == 1 else advantages
-    r = (a / (2 * bound) + 0.5).clamp(0, 1).expand_as(positive)
+    r = optimality(a, bound).expand_as(positive)
     return bound / strength * (r * positive + (1 - r) * negative), {"optimality": r.to(positive.dtype)}
 
 
-def _error(matching: MatchedSamples, prediction: Tensor) -> Tensor:
+def optimality(advantages: Tensor, bound: float) -> Tensor:
+    """How good a sample counts as, 0 to 1: clamp(A / (2 bound) + 1/2, 0, 1), of any shape."""
+    return (advantages / (2 * bound) + 0.5).clamp(0, 1)
+
+
+def predicted_data(matching: MatchedSamples, prediction: Tensor) -> Tensor:
+    """[rollout, decision, ...] the data that a prediction for the noisy samples leads to."""
     ones = [1] * (prediction.dim() - 2)
     s, signal = (part.reshape(*part.shape, *ones) for part in (matching.sigma, matching.signal))
     estimate = matching.noisy - s * prediction
-    if matching.noise_space:
-        estimate = estimate / signal
-    error = (estimate - matching.data).flatten(2)
+    return estimate / signal if matching.noise_space else estimate
+
+
+def _error(matching: MatchedSamples, prediction: Tensor) -> Tensor:
+    error = (predicted_data(matching, prediction) - matching.data).flatten(2)
     size = error.detach().abs().mean(2).clamp(min=1e-5)
     return error.square().mean(2) / size

@@ -71,3 +71,11 @@ def token_divergence(logp: Tensor, old_logp: Tensor, *, kind: str = "tv") -> Ten
     rest_p, rest_q = -torch.expm1(logp), -torch.expm1(old_logp)
     rest = torch.xlogy(rest_q, rest_q) - torch.xlogy(rest_q, rest_p.clamp(min=tiny))
     return (q * (old_logp - logp) + rest).clamp(min=0)
+
+
+def masked_distance(x: Tensor, other: Tensor, mask: Tensor) -> Tensor:
+    """[rollout, decision] mean squared difference of x and `other`, [rollout, decision, channel, ..., height, width],
+    where `mask` is 1; it broadcasts to them. 0 where it is 1 nowhere."""
+    weight = mask.expand_as(x)
+    added = ((x - other).square() * weight).flatten(2).sum(2)
+    return added / weight.flatten(2).sum(2).clamp(min=1)

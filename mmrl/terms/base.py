@@ -33,6 +33,7 @@ class Term(Choice):
         "entropy_likelihood": "mmrl.terms.entropy_likelihood:EntropyLikelihood",
         "of_part": "mmrl.terms.of_part:OfPart",
         "sampler_distillation": "mmrl.terms.sampler_distillation:SamplerDistillation",
+        "region": "mmrl.terms.region:Region",
         "likelihood_drop": "mmrl.terms.likelihood_drop:LikelihoodDrop",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"

@@ -6,6 +6,7 @@ from __future__ import annotations
 M = "mmrl/policies/masked/"
 BRANCH, CANDIDATES = "mmrl/terms/branch_credit.py", "mmrl/policies/diffusion/candidates.py"
 BRANCHES = ("joints/test_branch_credit.py",)
+REGION = ("policies/diffusion/test_region.py",)
 TRACE, CRITIC = ("joints/test_trace_ppo.py",), ("policies/masked/test_critic.py",)
 
 # fmt: off
@@ -47,4 +48,21 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("branch_credit: scale is hard-coded", BRANCH, "scale=self.scale", 'scale="none"', BRANCHES),
     ("branch_credit: the whole rollout's advantage is lost", BRANCH, "self.outcome * advantages", "0 * advantages",
      BRANCHES),
+    # --- regions ---
+    ("region: bad edits keep what should stay", "mmrl/terms/region.py", "self.keep.value * good * kept",
+     "self.keep.value * (1 - good) * kept", REGION),
+    ("region: edits are driven to the source", "mmrl/terms/region.py", "(self.far - changed)", "(changed - self.far)",
+     REGION),
+    ("region: what should change stays", "mmrl/terms/region.py", "masked_distance(data, source, 1 - changes)",
+     "masked_distance(data, source, changes)", REGION),
+    ("region: one pixel in four is enough to stay", "mmrl/terms/region.py", "F.adaptive_max_pool2d",
+     "F.adaptive_avg_pool2d", REGION),
+    ("region: distances are sums", "mmrl/core/regularizers.py", "added / weight.flatten(2).sum(2).clamp(min=1)",
+     "added", REGION),
+    ("region: the noise is taken for the velocity", "mmrl/core/contrast.py",
+     "estimate / signal if matching.noise_space else estimate", "estimate", REGION),
+    ("region: all pictures have the first one's source", "mmrl/policies/diffusion/policy.py",
+     '[condition["source"] for condition in told]', '[told[0]["source"] for condition in told]', REGION),
+    ("region: the whole picture may change", "tasks/image_generation/edits.py", "(before != wanted).any(0)",
+     "(before != wanted).any(0) | True", REGION),
 ]

@@ -107,8 +107,8 @@ def place(rng: np.random.Generator) -> tuple[tuple[int, int], tuple[int, int]]:
 
 class EditedShapes:
     """`size` prompts, each with a source picture; item i depends on (split, seed, i) and `careless` alone. Metadata:
-    `before` and `wanted` [3, SIZE, SIZE], `kind`, and `target`, the picture to learn from, which for the share
-    `careless` is another edit of the same source."""
+    `before` and `wanted` [3, SIZE, SIZE], `region` [SIZE, SIZE] bool, where these differ, `kind`, and `target`, the
+    picture to learn from, which for the share `careless` is another edit of the same source."""
 
     def __init__(self, split: Split, *, size: int, seed: int, careless: float = 0.0) -> None:
         self.split, self.size, self.seed, self.careless = split, size, seed, careless
@@ -129,12 +129,13 @@ class EditedShapes:
         if rng.random() < self.careless:
             wrong = [Edit(shape, colour) for shape in (first, second) for colour in (*COLOURS, None)]
             shown = [w for w in wrong if w != edit][rng.integers(len(wrong) - 1)]
-        before = draw(scene)
+        before, wanted = draw(scene), draw(edit.applied(scene))
         pixels = (before * 255).round().byte().permute(1, 2, 0).contiguous().numpy()
         metadata: dict[str, Any] = {
             "kind": "remove" if goal is None else "recolour",
             "before": before,
-            "wanted": draw(edit.applied(scene)),
+            "wanted": wanted,
+            "region": (before != wanted).any(0),
             "target": draw(shown.applied(scene)),
         }
         name = f"edits-{self.split}-{self.seed}-{index}"

@@ -17,7 +17,9 @@ from mmrl.samplers.sigmas import Grid
 
 Shape = tuple[int, ...]  # of a latent
 Resolution = int | tuple[int, int] | None  # pixels: the side of a square, height and width, or the model's own
-Condition = dict[str, Tensor]  # what the encoders say of one prompt; no batch dimension, on the network's device
+# What the encoders say of one prompt; no batch dimension, on the network's device. "source" are the latents of the
+# picture that is edited, where there is one.
+Condition = dict[str, Tensor]
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,12 @@ class DiffusionPolicy:
     matches them, without guidance.
     """
 
-    def __init__(self, family: Family, denoising: Denoising | DenoisingDemonstrations) -> None:
-        """Raises UserError for settings that the family does not fit, and for a window that can not be."""
-        self.family, self.denoising = family, denoising
+    def __init__(
+        self, family: Family, denoising: Denoising | DenoisingDemonstrations, *, reads_sources: bool = False
+    ) -> None:
+        """reads_sources: final pictures are compared with those that were edited. Raises UserError for settings that
+        the family does not fit, and for a window that can not be."""
+        self.family, self.denoising, self.reads_sources = family, denoising, reads_sources
         self.module: nn.Module = family.module
         self.likelihood: PictureLikelihood = denoising.likelihood
         self.shape: Shape = family.latent_shape(denoising.resolution, denoising.frames)
@@ -475,8 +478,20 @@ class DiffusionPolicy:
             sigma=sigma.float().to(self.device),
             signal=score.signal_at(sigma, space).float().to(self.device),
             noise_space=space == "noise",
+            source=self._sources(records) if self.reads_sources else None,
         )
         return Replay(**found, matching=matching)
+
+    def _sources(self, records: Sequence[PictureRecord]) -> Tensor:
+        """[rollout, 1, ...] the latents of the pictures that were edited. Raises UserError for a model that edits
+        none."""
+        told = self.conditions([record.asked for record in records])
+        if any("source" not in condition for condition in told):
+            raise UserError(
+                "this model edits no picture, so that there is no source that the term region could compare with; use "
+                "one such as FLUX.1-Kontext, and task.data with pictures"
+            )
+        return torch.stack([condition["source"] for condition in told]).float().to(self.device)[:, None]
 
     def _matching_weight(self, likelihood: PictureMatching, uniform: Tensor, sigma: Tensor) -> Tensor:
         """w(s), like sigma. The ELBO of a flow integrates (1 - s) / s |v - target|^2 over s; levels are drawn with the

@@ -97,7 +97,7 @@ class PictureMatching(MatchingLikelihood, PictureLikelihood):
 
     @property
     def offers(self) -> frozenset[str]:
-        return frozenset({"matching", "velocity", "reference_ratio"})
+        return frozenset({"matching", "velocity", "reference_ratio", "source"})
 
 
 class PictureContrast(Draws, PictureLikelihood):
@@ -115,7 +115,7 @@ class PictureContrast(Draws, PictureLikelihood):
 
     @property
     def offers(self) -> frozenset[str]:
-        return frozenset({"contrast", "velocity"})
+        return frozenset({"contrast", "velocity", "source"})
 
 
 class PictureLastSteps(PictureLikelihood):
@@ -261,4 +261,5 @@ class DiffusionModel(ModelSettings):
         from mmrl.policies.diffusion.loading import load
         from mmrl.policies.diffusion.policy import DiffusionPolicy
 
-        return DiffusionPolicy(load(path, self), config.section("denoising"))
+        reads_sources = "source" in config.needs.offers
+        return DiffusionPolicy(load(path, self), config.section("denoising"), reads_sources=reads_sources)
