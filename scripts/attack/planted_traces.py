@@ -6,6 +6,7 @@ from __future__ import annotations
 M = "mmrl/policies/masked/"
 BRANCH, CANDIDATES = "mmrl/terms/branch_credit.py", "mmrl/policies/diffusion/candidates.py"
 BRANCHES = ("joints/test_branch_credit.py",)
+PARTS = ("policies/masked/test_parts.py",)
 REGION = ("policies/diffusion/test_region.py",)
 TRACE, CRITIC = ("joints/test_trace_ppo.py",), ("policies/masked/test_critic.py",)
 
@@ -65,4 +66,22 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      '[condition["source"] for condition in told]', '[told[0]["source"] for condition in told]', REGION),
     ("region: the whole picture may change", "tasks/image_generation/edits.py", "(before != wanted).any(0)",
      "(before != wanted).any(0) | True", REGION),
+    # --- text and pictures of one masked model ---
+    ("masked parts: codes may stand in text", M + "policy.py", ".where(codes[:, None], logits)", "", PARTS),
+    ("masked parts: what stands behind the text's end counts", M + "policy.py", "ends.cumsum(1) - ends == 0", "True",
+     PARTS),
+    ("masked parts: text is codes, and codes are text", M + "policy.py",
+     "torch.full_like(place, PICTURE).where(place >= self.text_length, TEXT)",
+     "torch.full_like(place, TEXT).where(place >= self.text_length, PICTURE)", PARTS),
+    ("masked parts: codes are written beside the text", M + "schedule.py", "Step(text + step.start,",
+     "Step(step.start,", PARTS),
+    ("masked parts: texts of demonstrations have no end", M + "policy.py",
+     "ids + [end] * (self.text_length - len(ids))", "ids + [ids[-1]] * (self.text_length - len(ids))", PARTS),
+    ("spread: all states are of one density", M + "likelihoods.py", "torch.arange(draws) / draws) % 1",
+     "torch.zeros(draws)) % 1", PARTS),
+    ("spread: nothing is asked about", M + "likelihoods.py", " | (chance == chance.amin(1, keepdim=True))", "", PARTS),
+    ("spread: densities beyond 1", M + "likelihoods.py", "torch.arange(draws) / draws) % 1",
+     "torch.arange(draws) / draws)", PARTS),
+    ("spread: places count by how often they are empty", M + "likelihoods.py", "empty / empty.sum(0).clamp(min=1)",
+     "empty / draws", PARTS),
 ]

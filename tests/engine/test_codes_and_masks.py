@@ -120,6 +120,13 @@ FURTHER = {
         "algorithm": {"type": "ppo", "epochs": 2, "critic": {"width": 8}},
         "optim": {"lr": 1e-3, "eps": 1e-4, "groups": {"critic": {"lr": 1e-2}}},
     },
+    "unified": {
+        "model": {"type": "masked_diffusion"},
+        "task": {"type": "tests.engine.parts:Pictures"},
+        "rollout": {"response_length": 16, "reasoning_length": 4},
+        "unmasking": {"steps": 4, "reasoning_steps": 2, "likelihood": "spread"},
+        "algorithm": {"surrogate": {"type": "by_part"}},
+    },
     "branches": {
         "model": {"type": "diffusion"},
         "task": {"type": "tests.engine.parts:Pictures"},
@@ -139,7 +146,9 @@ def write(folder, name):
     model = folder / f"model-{name}"
     job = EVERY[name]
     kind = job["model"]["type"]
-    if kind in ("masked_diffusion", "uniform_diffusion"):
+    if name == "unified":
+        tiny_codes.build_masked(str(model), 0)
+    elif kind in ("masked_diffusion", "uniform_diffusion"):
         sums.build(str(model), 0, width=32, layers=1)
     elif kind == "picture_codes":
         tiny_codes.build_autoregressive(str(model), 0)

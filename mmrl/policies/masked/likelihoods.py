@@ -57,6 +57,16 @@ def elbo(seed: int, length: int, draws: int, antithetic: bool = False) -> States
     return States(empty, empty * (length / (count[:, None] * draws)).float())
 
 
+def spread(seed: int, length: int, draws: int) -> States:
+    """In state j of n each place is empty with the chance (u + j / n) mod 1, u drawn once, and one place at least. A
+    place is asked about in the states in which it is empty, all alike; one that is empty in none has no likelihood."""
+    generator = _generator(seed)
+    level = (torch.rand(1, generator=generator) + torch.arange(draws) / draws) % 1
+    chance = torch.rand(draws, length, generator=generator)
+    empty = (chance < level[:, None]) | (chance == chance.amin(1, keepdim=True))
+    return States(empty, empty / empty.sum(0).clamp(min=1))
+
+
 def trace(steps: Tensor, last: int, shrink: int) -> States:
     """One state for `shrink` steps: that before the first of them. steps: [place] the step, 0 to last - 1, in which a
     place was filled."""

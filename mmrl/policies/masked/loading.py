@@ -28,6 +28,7 @@ from mmrl.policies.masked.settings import (
     TokenDiffusionModel,
     UnmaskingDemonstrations,
     UnmaskingRollouts,
+    WritingLimits,
 )
 from mmrl.policies.masked.uniform import UniformPolicy
 from mmrl.policies.masked.uniform_settings import Noising, UniformModel
@@ -73,24 +74,33 @@ def read(
     made = AutoModelForCausalLM if causal else AutoModelForMaskedLM
     model = whole(made, path, settings.dtype, settings.attention)
     most = known.get_text_config().max_position_embeddings
-    if limits.response_length >= most:
+    text = limits.reasoning_length if isinstance(limits, WritingLimits) else 0
+    length = text + limits.response_length
+    if length >= most:
+        more = f"with rollout.reasoning_length={text} before it " if text else ""
         raise UserError(
-            f"rollout.response_length={limits.response_length} leaves no room for a prompt in the {most} tokens that "
-            f"model.path={path} can read; lower it"
+            f"rollout.response_length={limits.response_length} {more}leaves no room for a prompt in the {most} tokens "
+            f"that model.path={path} can read; lower it"
         )
     model = adapt(model, path, freeze=(), lora=settings.lora)
     if settings.activation_checkpointing:
         recompute_activations(model)
     tokenizer, codes = AutoTokenizer.from_pretrained(path), codebook.read(path)
+    if text and codes is None:
+        raise UserError(
+            f"rollout.reasoning_length={text} writes text before the codes of a picture, and model.path={path} has no "
+            "codebook; leave it out: rollout.response_length is that of the text"
+        )
     if codes is not None and codes.places != limits.response_length:
         raise UserError(
             f"model.path={path} writes pictures of {codes.places} codes; set rollout.response_length={codes.places}"
         )
     size = transformers_model(model).get_output_embeddings().weight.shape[0]
-    vocabulary = vocabulary_of(tokenizer, mask(tokenizer), size, codes)
+    vocabulary = vocabulary_of(tokenizer, mask(tokenizer), size, codes, text=text > 0)
     shared = {
-        "length": limits.response_length,
-        "max_prompt_length": min(limits.max_prompt_length, most - limits.response_length),
+        "length": length,
+        "reasoning_length": text,
+        "max_prompt_length": min(limits.max_prompt_length, most - length),
         "temperature": limits.temperature if isinstance(limits, MaskedSampling) else constant(1.0),
         "evaluation_temperature": config.evaluation.temperature,
         "codes": codes,
@@ -112,17 +122,20 @@ def mask_of(tokenizer: Any, settings: MaskedModel) -> int:
     return int(mask)
 
 
-def vocabulary_of(tokenizer: Any, mask: int, size: int, codes: Codebook | None) -> Vocabulary:
+def vocabulary_of(tokenizer: Any, mask: int, size: int, codes: Codebook | None, *, text: bool = False) -> Vocabulary:
     """size: rows of the output layer. Never drawn are special tokens other than the end, and rows beyond the tokenizer;
-    with `codes` whatever is none of them.
+    with `codes` whatever is none of them. With both codes and `text` each has places of its own; text holds no code.
 
     Raises UserError without an end token."""
-    if codes is not None:
+    if codes is not None and not text:
         return Vocabulary(mask, tokenizer.pad_token_id or 0, None, codes.outside(size))
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if end is None:
         raise UserError("the model's tokenizer has neither an end token nor a separator")
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    suppressed = sorted((special | {mask} | set(range(len(tokenizer), size))) - {end, NO_MASK})
+    beyond = set(range(len(tokenizer), size))
+    if codes is not None:
+        beyond |= set(range(codes.first, codes.first + len(codes.patches)))
+    suppressed = sorted((special | {mask} | beyond) - {end, NO_MASK})
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return Vocabulary(mask, pad, end, torch.tensor(suppressed))
+    return Vocabulary(mask, pad, end, torch.tensor(suppressed), None if codes is None else codes.outside(size))

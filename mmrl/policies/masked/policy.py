@@ -21,11 +21,11 @@ from mmrl.kernels import token_logprob
 from mmrl.policies import codebook
 from mmrl.policies.codebook import Codebook
 from mmrl.policies.masked.likelihoods import States, moments
-from mmrl.policies.masked.schedule import schedule
+from mmrl.policies.masked.schedule import in_parts
 from mmrl.policies.masked.settings import MaskedLikelihood, Unmasking
 from mmrl.policies.vlm.critic import TokenCritic, read_critic, write_critic
 from mmrl.policies.vlm.scorer import transformers_model
-from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
+from mmrl.rollouts import PARTS, PICTURE, TEXT, DecisionColumn, Prompt, Replay, Rollouts, Sample
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Vocabulary:
     pad: int
     end: int | None  # ends a response; None: responses fill all of their places
     suppressed: Tensor  # [n] int64, ids that are never drawn
+    outside: Tensor | None = None  # [n] int64, ids that are never drawn as codes, where text comes before these
 
 
 class MaskScorer(nn.Module):
@@ -59,17 +60,33 @@ class MaskScorer(nn.Module):
         self.model, self.causal, self.shifted = model, causal, shifted
         self.critic: TokenCritic | None = None  # whoever sets it does so before the engine wraps this
         self.register_buffer("suppressed", vocabulary.suppressed, persistent=False)
+        nothing = torch.zeros(0, dtype=torch.long)
+        self.register_buffer("outside", nothing if vocabulary.outside is None else vocabulary.outside, persistent=False)
 
     def logits(
-        self, ids: Tensor, there: Tensor, row: Tensor, column: Tensor, positions: Tensor | None = None
+        self,
+        ids: Tensor,
+        there: Tensor,
+        row: Tensor,
+        column: Tensor,
+        positions: Tensor | None = None,
+        codes: Tensor | None = None,
     ) -> Tensor:
         """[place, vocabulary] fp32, at position column[i] of row row[i]. ids, there: [row, token], what is read and
         where there is anything to read; or there: [row, token, token], which tokens each of them sees, with positions
-        [row, token]."""
-        return self._read(ids, there, row, column, positions, states=False)[0]
+        [row, token]. codes: [place] bool, which places are of codes, where others are of text."""
+        return self._read(ids, there, row, column, positions, codes, states=False)[0]
 
     def _read(
-        self, ids: Tensor, there: Tensor, row: Tensor, column: Tensor, positions: Tensor | None, *, states: bool
+        self,
+        ids: Tensor,
+        there: Tensor,
+        row: Tensor,
+        column: Tensor,
+        positions: Tensor | None,
+        codes: Tensor | None,
+        *,
+        states: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """`logits`, and with `states` what the model made of the places that they are said at, [place, width]."""
         options: dict[str, Any] = {"output_hidden_states": True} if states else {}
@@ -82,7 +99,10 @@ class MaskScorer(nn.Module):
             options["attention_mask"] = there.long()
         found = self.model(input_ids=ids, **options)
         place = (row, column - 1 if self.shifted else column)
-        logits = found.logits[place].float().index_fill(-1, self.suppressed, -torch.inf)
+        said = found.logits[place].float()
+        logits = said.index_fill(-1, self.suppressed, -torch.inf)
+        if codes is not None:
+            logits = said.index_fill(-1, self.outside, -torch.inf).where(codes[:, None], logits)
         return logits, found.hidden_states[-1][place] if states else None
 
     def forward(
@@ -96,12 +116,13 @@ class MaskScorer(nn.Module):
         whole: bool = False,
         old: Tensor | None = None,
         positions: Tensor | None = None,
+        codes: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """logp, entropy and sum of squared probabilities of tokens `targets`, [place] fp32 each. temperature: [place]
         too. whole: the logarithms of all probabilities besides, [place, vocabulary] without gradient. old: those of
         another policy; then the cross-entropy to it besides, [place]. Where there is a critic, the value of the state
         comes last, [place]."""
-        said, hidden = self._read(ids, there, row, column, positions, states=self.critic is not None)
+        said, hidden = self._read(ids, there, row, column, positions, codes, states=self.critic is not None)
         known = self._known(said / temperature[:, None], targets, whole, old)
         return known if self.critic is None or hidden is None else (*known, self.critic(hidden))
 
@@ -135,15 +156,27 @@ class DiscreteDiffusionPolicy(ABC):
         temperature: Control,
         evaluation_temperature: float,
         codes: Codebook | None = None,
+        reasoning_length: int = 0,
         keeps_distributions: bool = False,
     ) -> None:
-        """codes: of a model that writes pictures; None: it writes text. keeps_distributions: replays say the whole
-        distribution of every decision in every state, which takes as much memory as the logits."""
+        """length: places of a response. codes: of a model that writes pictures; None: it writes text. reasoning_length:
+        so many of the places of a model that writes pictures are text before the codes. keeps_distributions: replays
+        say the whole distribution of every decision in every state, which takes as much memory as the logits."""
         self.module, self.tokenizer, self.vocabulary = scorer, tokenizer, vocabulary
         self.length, self.codebook, self.keeps_distributions = length, codes, keeps_distributions
+        self.text_length = length if codes is None else reasoning_length  # places of text; codes come behind them
         self.max_prompt_length, self.temperature = max_prompt_length, temperature
         self.evaluation_temperature = evaluation_temperature
         self.module.eval()  # dropout would make replay differ from sampling
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a response has text and codes."""
+        return 0 < self.text_length < self.length
+
+    def codes_at(self, place: Tensor) -> Tensor | None:
+        """[n] bool, which of the places [n] are of codes; None where all are alike."""
+        return place >= self.text_length if self.in_parts else None
 
     @abstractmethod
     def _draw(self, prompts: list[Tensor], seeds: Sequence[int], temperature: float) -> list[MaskedRecord]:
@@ -207,7 +240,8 @@ class DiscreteDiffusionPolicy(ABC):
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
         """The prompts with the responses that they carry in metadata["demonstration"], or with their answers; places
-        behind the end are filled with end tokens. Of a model that writes pictures: with those in metadata["target"]."""
+        behind the end are filled with end tokens. Of a model that writes pictures: with those in metadata["target"],
+        and with the text in metadata["reasoning"] before them."""
         heat = self.temperature.value
         records = [
             MaskedRecord(
@@ -218,24 +252,32 @@ class DiscreteDiffusionPolicy(ABC):
         return self._rollouts(list(prompts), records, 1)
 
     def _demonstrated(self, prompt: Prompt) -> Tensor:
-        if self.codebook is not None:
-            if "target" not in prompt.metadata:
-                raise UserError(f"prompt {prompt.id} has no picture to learn from: metadata['target'] is missing")
-            return self.codebook.tokens(prompt.metadata["target"][None])[0]
-        text, end = str(prompt.metadata.get("demonstration", prompt.answer)), self.vocabulary.end
+        if self.codebook is None:
+            return self._words(prompt, str(prompt.metadata.get("demonstration", prompt.answer)), "response_length")
+        for key, what in (("target", "picture"), ("reasoning", "text")):
+            if key not in prompt.metadata and (key == "target" or self.text_length):
+                raise UserError(f"prompt {prompt.id} has no {what} to learn from: metadata[{key!r}] is missing")
+        codes = self.codebook.tokens(prompt.metadata["target"][None])[0]
+        if not self.text_length:
+            return codes
+        return torch.cat([self._words(prompt, str(prompt.metadata["reasoning"]), "reasoning_length"), codes])
+
+    def _words(self, prompt: Prompt, text: str, limit: str) -> Tensor:
+        """[place] of a text, filled up with end tokens. limit: the key of its length."""
+        end = self.vocabulary.end
         assert end is not None
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        if len(ids) > self.length:
+        if len(ids) > self.text_length:
             raise UserError(
                 f"the demonstration of prompt {prompt.id} has {len(ids)} tokens, more than "
-                f"rollout.response_length={self.length}"
+                f"rollout.{limit}={self.text_length}"
             )
         if impossible := set(ids) & set(self.vocabulary.suppressed.tolist()):
             raise UserError(
                 f"the demonstration of prompt {prompt.id} holds {self.tokenizer.decode(list(impossible))}, which the "
                 "policy never writes"
             )
-        return torch.tensor(ids + [end] * (self.length - len(ids)))
+        return torch.tensor(ids + [end] * (self.text_length - len(ids)))
 
     def _collate(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Tokens [row, token], padded behind, and where there is any."""
@@ -248,21 +290,33 @@ class DiscreteDiffusionPolicy(ABC):
         responses = torch.stack([record.response for record in records])
         mask = torch.ones_like(responses, dtype=torch.bool)
         if self.vocabulary.end is not None:
-            ends = (responses == self.vocabulary.end).long()
-            mask = ends.cumsum(1) - ends == 0  # up to the first end token, and it too
+            ends = (responses[:, : self.text_length] == self.vocabulary.end).long()
+            mask[:, : self.text_length] = ends.cumsum(1) - ends == 0  # up to the first end token, and it too
         samples = [self._sample(*row) for row in zip(prompts, records, mask, strict=True)]
-        return Rollouts(samples, records, torch.arange(len(records)) // group_size, mask)
+        made = Rollouts(samples, records, torch.arange(len(records)) // group_size, mask)
+        if self.in_parts:
+            made.extras[PARTS] = DecisionColumn(self._parts(len(records)))
+        return made
+
+    def _parts(self, count: int) -> Tensor:
+        """[rollout, decision] int64, which part of a response a decision belongs to."""
+        place = torch.arange(self.length)
+        return torch.full_like(place, PICTURE).where(place >= self.text_length, TEXT).repeat(count, 1)
 
     def _sample(self, prompt: Prompt, record: MaskedRecord, mask: Tensor) -> Sample:
+        image = None
         if self.codebook is not None:
-            return Sample(prompt, image=self.codebook.pictures(record.response[None])[0])
-        said = record.response[mask]
+            image = self.codebook.pictures(record.response[None, self.text_length :])[0]
+        if not self.text_length:
+            return Sample(prompt, image=image)
+        said = record.response[: self.text_length][mask[: self.text_length]]
         return Sample(
             prompt,
+            image=image,
             response=self.tokenizer.decode(said, skip_special_tokens=True),
             response_length=len(said),
             truncated=self.vocabulary.end is not None and int(said[-1]) != self.vocabulary.end,
-            max_response_length=self.length,
+            max_response_length=self.text_length,
             forwards=self._forwards(record),
         )
 
@@ -295,6 +349,8 @@ class DiscreteDiffusionPolicy(ABC):
         heat = torch.tensor([record.temperature for record in records])[rollout]
         row, column = rollout * weight.shape[1] + state, first[rollout] + place
         asked = [row, column, responses[rollout, place], heat]
+        if (codes := self.codes_at(place)) is not None:
+            options["codes"] = codes.to(self.device)
         if self.keeps_distributions and rollouts.old_prediction is not None:
             options["old"] = rollouts.old_prediction[rollout, place, state].to(self.device)
         scored = model(ids, there, *(part.to(self.device) for part in asked), **options)
@@ -307,6 +363,8 @@ class DiscreteDiffusionPolicy(ABC):
             for values, share_of in zip(scored[:3], (w, w / total, w / total), strict=True)
         )
         told = Replay(logp, entropy, square_sum)
+        if self.in_parts:
+            told.segments = self._parts(len(records)).to(self.device)
         if self.module.critic is not None:
             told.value = blank.index_put(where, scored[-1] * (w / total), accumulate=True)
             told.moment = torch.stack([moments(states) for states in found])
@@ -394,7 +452,9 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
         """shared: as `DiscreteDiffusionPolicy` has it."""
         super().__init__(scorer, tokenizer, vocabulary, **shared)
         self.unmasking, self.likelihood = unmasking, likelihood
-        self.steps = schedule(self.length, unmasking.steps, unmasking.block)
+        text = self.text_length if self.in_parts else 0
+        own, steps, block = unmasking.reasoning_steps, unmasking.steps, unmasking.block
+        self.steps = in_parts(text, self.length - text, own, steps, block)
 
     def _draw(self, prompts: list[Tensor], seeds: Sequence[int], temperature: float) -> list[MaskedRecord]:
         """One response a prompt, from its seed alone. temperature: 0 for the most likely token each time."""
@@ -404,9 +464,10 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
         rows = torch.arange(len(prompts)).repeat_interleave(self.length).to(self.device)
         place = torch.arange(self.length).repeat(len(prompts)).to(self.device)
         first = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        codes = self.codes_at(place)
         for turn, step in enumerate(self.steps):
             ids, there = self._collate([torch.cat(pair) for pair in zip(prompts, response, strict=True)])
-            logits = self.module.logits(ids, there, rows, first[rows] + place)
+            logits = self.module.logits(ids, there, rows, first[rows] + place, codes=codes)
             logits = logits.view(len(prompts), self.length, -1) / (temperature or 1.0)
             noisy = draw(logits, generators) if temperature else logits
             tokens = noisy.argmax(-1)

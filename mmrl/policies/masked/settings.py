@@ -98,6 +98,7 @@ class MaskedLikelihood(Choice):
         "one_step": f"{_HERE}:OneStep",
         "coupled": f"{_HERE}:Coupled",
         "elbo": f"{_HERE}:ELBO",
+        "spread": f"{_HERE}:Spread",
         "trace": f"{_HERE}:Trace",
         "step_merge": f"{_HERE}:StepMerge",
         "any_order": f"{_HERE}:AnyOrder",
@@ -175,6 +176,26 @@ class ELBO(MaskedLikelihood):
         return elbo(seed, len(steps), self.draws, self.antithetic)
 
 
+class Spread(MaskedLikelihood):
+    """Tokens, where they are masked, with masks of all densities: chances to be masked are spread evenly from a start
+    that is drawn. The prompt stays in sight. All states of a response are shown in every update; UniGRPO shows one an
+    update, and spreads its levels over the updates of a step."""
+
+    equation: ClassVar[str] = (
+        "mean of log p(x_k | prompt, places that are not empty) over the states in which k is empty; state j of n "
+        "empties each place with chance (u + j / n) mod 1"
+    )
+    source: ClassVar[str] = "MMaDA (UniGRPO), arXiv 2505.15809"
+    test: ClassVar[str] = "tests/policies/masked/test_parts.py"
+    type: str = "spread"
+    draws: int = option(4, "states of a response", ge=1)
+
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        from mmrl.policies.masked.likelihoods import spread
+
+        return spread(seed, len(steps), self.draws)
+
+
 class Trace(MaskedLikelihood):
     """What was drawn in each step, from the state that it was drawn in."""
 
@@ -239,6 +260,18 @@ class MaskedSampling(MaskedLimits):
     temperature: Control = number(1.0, "of the distributions that tokens are drawn from and replayed", gt=0)
 
 
+class WritingLimits(MaskedLimits):
+    """How long prompts and responses are, and text before a picture."""
+
+    reasoning_length: int = option(
+        0, "places of text before the codes of a picture; 0: codes alone, or text alone", unit="tokens", ge=0
+    )
+
+
+class WritingSampling(MaskedSampling, WritingLimits):
+    """How responses are sampled."""
+
+
 class MaskedEvaluation(Section):
     """How responses are sampled in evaluation."""
 
@@ -251,6 +284,9 @@ class Unmasking(Section):
     steps: int | None = option(None, "of a response; default: one a place", unit="steps", ge=1)
     block: int | None = option(
         None, "places that are filled before those behind them; default: all", unit="tokens", ge=1
+    )
+    reasoning_steps: int | None = option(
+        None, "of the text before the codes of a picture; default: one a place", unit="steps", ge=1
     )
     order: Order = option(Confidence(), "which places are filled next")
     threshold: float | None = option(
@@ -297,10 +333,11 @@ class TokenDiffusionModel(ModelSettings):
 
 class MaskedModel(TokenDiffusionModel):
     """A masked diffusion model of text: a masked language model of transformers, or a causal one that is read in both
-    directions. One decision a token of the response."""
+    directions. One decision a token of the response. With a codebook beside it it writes pictures as codes, and text
+    about them before, in the same way."""
 
     test: ClassVar[str] = "tests/policies/masked/test_policy.py"
-    source: ClassVar[str] = "LLaDA, arXiv 2502.09992"
+    source: ClassVar[str] = "LLaDA, arXiv 2502.09992; text and pictures: MMaDA, arXiv 2505.15809"
     type: str = "masked_diffusion"
     mask_token: str | None = option(None, "that stands in empty places; default: the tokenizer's own")
 
@@ -308,21 +345,29 @@ class MaskedModel(TokenDiffusionModel):
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
         given = collects == "demonstrations"
         return {
-            "rollout": MaskedLimits if given else MaskedSampling,
+            "rollout": WritingLimits if given else WritingSampling,
             "unmasking": UnmaskingDemonstrations if given else UnmaskingRollouts,
             "evaluation": MaskedEvaluation,
         }
 
     def capabilities(self, config: Config) -> Capabilities:
         known = super().capabilities(config)
-        return Capabilities(known.of, known.offers | {"critic"}, groups=("critic",))
+        assert isinstance(config.rollout, WritingLimits)
+        parts = {"parts", "segments"} if config.rollout.reasoning_length else set()
+        return Capabilities(known.of, known.offers | {"critic"} | parts, groups=("critic",))
 
     def check(self, config: Config) -> None:
-        from mmrl.policies.masked.schedule import schedule
+        from mmrl.policies.masked.schedule import in_parts
 
         unmasking, limits = config.section("unmasking"), config.rollout
-        assert isinstance(unmasking, Unmasking) and isinstance(limits, MaskedLimits)
-        schedule(limits.response_length, unmasking.steps, unmasking.block)
+        assert isinstance(unmasking, Unmasking) and isinstance(limits, WritingLimits)
+        text, own = limits.reasoning_length, unmasking.reasoning_steps
+        if own is not None and not text:
+            raise ValueError(
+                f"unmasking.reasoning_steps={own} fills text before the codes of a picture; set "
+                "rollout.reasoning_length, or leave it out"
+            )
+        in_parts(text, limits.response_length, own, unmasking.steps, unmasking.block)
         _check_critic(config.needs.critic, unmasking)
         if self.shifted and isinstance(unmasking, UnmaskingRollouts) and unmasking.likelihood.type == "any_order":
             raise ValueError(
