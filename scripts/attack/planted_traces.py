@@ -7,6 +7,7 @@ M = "mmrl/policies/masked/"
 BRANCH, CANDIDATES = "mmrl/terms/branch_credit.py", "mmrl/policies/diffusion/candidates.py"
 BRANCHES = ("joints/test_branch_credit.py",)
 PARTS = ("policies/masked/test_parts.py",)
+STAIRS = ("policies/masked/test_staircase.py",)
 REGION = ("policies/diffusion/test_region.py",)
 TRACE, CRITIC = ("joints/test_trace_ppo.py",), ("policies/masked/test_critic.py",)
 
@@ -35,7 +36,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "found.hidden_states[-2][place]", CRITIC),
     ("masked critic: it is not saved", M + "policy.py",
      "        if self.module.critic is not None:\n            write_critic(folder, state)\n", "", CRITIC),
-    ("masked critic: any likelihood will do", M + "settings.py", "if not unmasking.likelihood.of_trace:", "if False:",
+    ("masked critic: any likelihood will do", M + "settings.py", "if not likelihood.of_trace:", "if False:",
      CRITIC),
     # --- branches ---
     ("branch_credit: the trunk is drawn, too", CANDIDATES,
@@ -77,6 +78,22 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "Step(step.start,", PARTS),
     ("masked parts: texts of demonstrations have no end", M + "policy.py",
      "ids + [end] * (self.text_length - len(ids))", "ids + [ids[-1]] * (self.text_length - len(ids))", PARTS),
+    ("staircase: a copy sees its own block finished", M + "likelihoods.py",
+     "seen[prompt + n : whole, response] = blocks[:, None] > blocks",
+     "seen[prompt + n : whole, response] = blocks[:, None] >= blocks", STAIRS),
+    ("staircase: a response sees what stands behind", M + "likelihoods.py",
+     "seen[response, response] = blocks[:, None] >= blocks", "seen[response, response] = True", STAIRS),
+    ("staircase: a copy sees other blocks of the copy", M + "likelihoods.py", "= blocks[:, None] == blocks",
+     "= blocks[:, None] >= blocks", STAIRS),
+    ("staircase: the copy stands behind the response", M + "likelihoods.py",
+     "torch.cat([torch.arange(prompt), *[places] * (1 + noised)])", "torch.arange(whole)", STAIRS),
+    ("staircase: all blocks weigh alike", M + "likelihoods.py", "(len(places) / (count * draws)).float()",
+     "(1 / (count * draws)).float()", STAIRS),
+    ("staircase: rollouts see all of their response", M + "policy.py", "if not self.unmasking.causal_blocks:",
+     "if True:", STAIRS),
+    ("staircase: what is asked about is the response", M + "policy.py",
+     'self._in_blocks(records, found)\n            first = first + self.length',
+     'self._in_blocks(records, found)', STAIRS),
     ("spread: all states are of one density", M + "likelihoods.py", "torch.arange(draws) / draws) % 1",
      "torch.zeros(draws)) % 1", PARTS),
     ("spread: nothing is asked about", M + "likelihoods.py", " | (chance == chance.amin(1, keepdim=True))", "", PARTS),

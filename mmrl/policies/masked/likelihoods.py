@@ -22,6 +22,8 @@ class States:
     order: Tensor | None = None  # [place] a place is asked about with those in sight that have a lower number, all in
     # one pass; there is one state then
     noise: Tensor | None = None  # [state, place] 0 to 1, which tokens stand in empty places; None: mask tokens
+    blocks: Tensor | None = None  # [place] the block of a place: what has empty places stands behind the response, each
+    # block of it with the blocks before it in sight, see `by_blocks`
 
 
 def one_step(seed: int, prompt: int, length: int, prompt_mask: float) -> States:
@@ -65,6 +67,38 @@ def spread(seed: int, length: int, draws: int) -> States:
     chance = torch.rand(draws, length, generator=generator)
     empty = (chance < level[:, None]) | (chance == chance.amin(1, keepdim=True))
     return States(empty, empty / empty.sum(0).clamp(min=1))
+
+
+def staircase(seed: int, blocks: Tensor, draws: int) -> States:
+    """In every state l places of each block of n are empty, l from 1 to n alike; any l places alike.
+    blocks: [place]."""
+    generator, empty = _generator(seed), torch.zeros(draws, len(blocks), dtype=torch.bool)
+    weight = torch.zeros(draws, len(blocks))
+    for block in blocks.unique().tolist():
+        places = (blocks == block).nonzero().flatten()
+        count = torch.randint(1, len(places) + 1, (draws, 1), generator=generator)
+        rank = torch.rand(draws, len(places), generator=generator).argsort(1).argsort(1)
+        empty[:, places] = rank < count
+        weight[:, places] = (rank < count) * (len(places) / (count * draws)).float()
+    return States(empty, weight, blocks=blocks)
+
+
+def by_blocks(prompt: int, blocks: Tensor, width: int, *, noised: bool) -> tuple[Tensor, Tensor]:
+    """Which tokens each token sees, [token, token] bool, and their positions [token], of a prompt of so many tokens, a
+    response whose places are of `blocks` [place], with `noised` a copy of it with empty places, and padding to `width`.
+
+    A prompt sees itself; a place sees the prompt, the blocks before its own, and its own block: that of the response,
+    or of the copy, whose places see earlier blocks in the response."""
+    n, seen, positions = len(blocks), torch.eye(width, dtype=torch.bool), torch.zeros(width, dtype=torch.long)
+    whole, places = prompt + n * (1 + noised), torch.arange(prompt, prompt + n)
+    response = slice(prompt, prompt + n)
+    seen[:whole, :prompt] = True
+    seen[response, response] = blocks[:, None] >= blocks
+    if noised:
+        seen[prompt + n : whole, response] = blocks[:, None] > blocks
+        seen[prompt + n : whole, prompt + n : whole] = blocks[:, None] == blocks
+    positions[:whole] = torch.cat([torch.arange(prompt), *[places] * (1 + noised)])
+    return seen, positions
 
 
 def trace(steps: Tensor, last: int, shrink: int) -> States:

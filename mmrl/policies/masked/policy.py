@@ -20,7 +20,7 @@ from mmrl.generation.sampling import draw
 from mmrl.kernels import token_logprob
 from mmrl.policies import codebook
 from mmrl.policies.codebook import Codebook
-from mmrl.policies.masked.likelihoods import States, moments
+from mmrl.policies.masked.likelihoods import States, by_blocks, moments
 from mmrl.policies.masked.schedule import in_parts
 from mmrl.policies.masked.settings import MaskedLikelihood, Unmasking
 from mmrl.policies.vlm.critic import TokenCritic, read_critic, write_critic
@@ -339,6 +339,9 @@ class DiscreteDiffusionPolicy(ABC):
         if found[0].order is not None:
             ids, there, options["positions"] = self._in_one_pass(records, found)
             first = first + self.length  # mask tokens stand behind the response
+        elif found[0].blocks is not None:
+            ids, there, options["positions"] = self._in_blocks(records, found)
+            first = first + self.length
         else:
             rows = [
                 torch.cat([self._hidden(record, states, s), self._shown(record, states, s)])
@@ -394,6 +397,28 @@ class DiscreteDiffusionPolicy(ABC):
             places = torch.arange(prompt, prompt + n)
             positions[row, : prompt + 2 * n] = torch.cat([torch.arange(prompt), places, places])
         return ids, seen.to(self.device), positions.to(self.device)
+
+    def _in_blocks(self, records: list[MaskedRecord], found: list[States]) -> tuple[Tensor, Tensor, Tensor]:
+        """Prompts, responses and responses with empty places [row, token], one row a state; which tokens each of them
+        sees [row, token, token]; their positions [row, token]. See `by_blocks`."""
+        rows = [
+            torch.cat([record.prompt, record.response, self._shown(record, states, s)])
+            for record, states in zip(records, found, strict=True)
+            for s in range(len(states.weight))
+        ]
+        blocks = found[0].blocks
+        assert blocks is not None
+        lengths = [len(record.prompt) for record in records for _ in range(len(found[0].weight))]
+        return self._stepped(rows, lengths, blocks, noised=True)
+
+    def _stepped(
+        self, rows: list[Tensor], prompts: list[int], blocks: Tensor, *, noised: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows [row, token], what they see and their positions, as `by_blocks` has them. prompts: tokens of each."""
+        ids, _ = self._collate(rows)
+        known = [by_blocks(length, blocks, ids.shape[1], noised=noised) for length in prompts]
+        seen, positions = (torch.stack(part).to(self.device) for part in zip(*known, strict=True))
+        return ids, seen, positions
 
     def _hidden(self, record: MaskedRecord, states: States, state: int) -> Tensor:
         """[token] the prompt as it is read in a state."""
@@ -455,6 +480,8 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
         text = self.text_length if self.in_parts else 0
         own, steps, block = unmasking.reasoning_steps, unmasking.steps, unmasking.block
         self.steps = in_parts(text, self.length - text, own, steps, block)
+        starts = torch.tensor(sorted({step.start for step in self.steps}))
+        self.blocks = torch.searchsorted(starts, torch.arange(self.length), right=True) - 1  # [place]
 
     def _draw(self, prompts: list[Tensor], seeds: Sequence[int], temperature: float) -> list[MaskedRecord]:
         """One response a prompt, from its seed alone. temperature: 0 for the most likely token each time."""
@@ -466,8 +493,8 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
         first = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         codes = self.codes_at(place)
         for turn, step in enumerate(self.steps):
-            ids, there = self._collate([torch.cat(pair) for pair in zip(prompts, response, strict=True)])
-            logits = self.module.logits(ids, there, rows, first[rows] + place, codes=codes)
+            ids, there, positions = self._begun(prompts, response)
+            logits = self.module.logits(ids, there, rows, first[rows] + place, positions, codes)
             logits = logits.view(len(prompts), self.length, -1) / (temperature or 1.0)
             noisy = draw(logits, generators) if temperature else logits
             tokens = noisy.argmax(-1)
@@ -487,8 +514,17 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
         heat = temperature or 1.0  # responses of the most likely tokens are replayed as they are
         return [MaskedRecord(prompt, response[i], filled[i], int(seeds[i]), heat) for i, prompt in enumerate(prompts)]
 
+    def _begun(self, prompts: list[Tensor], response: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Responses in the making as `MaskScorer.logits` reads them."""
+        rows = [torch.cat(pair) for pair in zip(prompts, response, strict=True)]
+        if not self.unmasking.causal_blocks:
+            return *self._collate(rows), None
+        return self._stepped(rows, [len(prompt) for prompt in prompts], self.blocks, noised=False)
+
     def states_of(self, record: MaskedRecord) -> States:
-        return self.likelihood.states(record.seed, len(record.prompt), record.steps, len(self.steps))
+        return self.likelihood.states_in_blocks(
+            record.seed, len(record.prompt), record.steps, len(self.steps), self.blocks
+        )
 
     def _shown(self, record: MaskedRecord, states: States, state: int) -> Tensor:
         return record.response.masked_fill(states.empty[state], self.vocabulary.mask)

@@ -102,6 +102,7 @@ class MaskedLikelihood(Choice):
         "trace": f"{_HERE}:Trace",
         "step_merge": f"{_HERE}:StepMerge",
         "any_order": f"{_HERE}:AnyOrder",
+        "staircase": f"{_HERE}:Staircase",
     }
     test: ClassVar[str] = "tests/policies/masked/test_likelihoods.py"
     of_trace: ClassVar[bool] = False  # each place is asked about once, in a state that the rollout went through
@@ -111,6 +112,10 @@ class MaskedLikelihood(Choice):
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
         """Of one rollout. prompt: tokens of its prompt; steps: [place] the step in which a place was filled; last: so
         many steps a rollout has."""
+
+    def states_in_blocks(self, seed: int, prompt: int, steps: Tensor, last: int, blocks: Tensor) -> States:
+        """`states` of a response whose places are of `blocks` [place]; most do not ask for these."""
+        return self.states(seed, prompt, steps, last)
 
 
 class OneStep(MaskedLikelihood):
@@ -185,7 +190,7 @@ class Spread(MaskedLikelihood):
         "mean of log p(x_k | prompt, places that are not empty) over the states in which k is empty; state j of n "
         "empties each place with chance (u + j / n) mod 1"
     )
-    source: ClassVar[str] = "MMaDA (UniGRPO), arXiv 2505.15809"
+    source: ClassVar[str] = "reconstructed from summaries of MMaDA (UniGRPO), arXiv 2505.15809"
     test: ClassVar[str] = "tests/policies/masked/test_parts.py"
     type: str = "spread"
     draws: int = option(4, "states of a response", ge=1)
@@ -245,6 +250,33 @@ class AnyOrder(MaskedLikelihood):
         return any_order(steps)
 
 
+class Staircase(MaskedLikelihood):
+    """The bound of `elbo` block by block, for models that are read by blocks (`unmasking.causal_blocks`): all blocks
+    are asked about at once, each with empty places of its own and with the finished blocks before it in sight. Response
+    and noised copy stand in one row, and the mask of attention is a staircase."""
+
+    equation: ClassVar[str] = (
+        "sum over blocks b of n places of E_l n / l log p(x_k | prompt, blocks before b, places of b that are not "
+        "empty), k empty, l = 1 ... n"
+    )
+    source: ClassVar[str] = (
+        "reconstructed from the abstract of StableDRL, arXiv 2603.06743; block diffusion: arXiv 2503.09573"
+    )
+    test: ClassVar[str] = "tests/policies/masked/test_staircase.py"
+    type: str = "staircase"
+    draws: int = option(2, "states of a response, each of which has empty places in every block", ge=1)
+
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        import torch
+
+        return self.states_in_blocks(seed, prompt, steps, last, torch.zeros_like(steps))
+
+    def states_in_blocks(self, seed: int, prompt: int, steps: Tensor, last: int, blocks: Tensor) -> States:
+        from mmrl.policies.masked.likelihoods import staircase
+
+        return staircase(seed, blocks, self.draws)
+
+
 class MaskedLimits(Section):
     """How long prompts and responses are."""
 
@@ -289,6 +321,11 @@ class Unmasking(Section):
         None, "of the text before the codes of a picture; default: one a place", unit="steps", ge=1
     )
     order: Order = option(Confidence(), "which places are filled next")
+    causal_blocks: bool = option(
+        False,
+        "a block sees the prompt, the blocks before it and itself, as block diffusion models (SDAR, TraDo) do; "
+        "false: every place sees all others",
+    )
     threshold: float | None = option(
         None,
         "places whose drawn token is at least this likely are filled at once, beside those of the step, so that a "
@@ -310,8 +347,8 @@ class UnmaskingDemonstrations(Unmasking):
     draws: int = option(1, "states of a response", ge=1)
 
     @property
-    def likelihood(self) -> ELBO:
-        return ELBO(draws=self.draws)
+    def likelihood(self) -> ELBO | Staircase:
+        return Staircase(draws=self.draws) if self.causal_blocks else ELBO(draws=self.draws)
 
 
 class TokenDiffusionModel(ModelSettings):
@@ -360,7 +397,7 @@ class MaskedModel(TokenDiffusionModel):
         from mmrl.policies.masked.schedule import in_parts
 
         unmasking, limits = config.section("unmasking"), config.rollout
-        assert isinstance(unmasking, Unmasking) and isinstance(limits, WritingLimits)
+        assert isinstance(unmasking, UnmaskingRollouts | UnmaskingDemonstrations) and isinstance(limits, WritingLimits)
         text, own = limits.reasoning_length, unmasking.reasoning_steps
         if own is not None and not text:
             raise ValueError(
@@ -368,7 +405,8 @@ class MaskedModel(TokenDiffusionModel):
                 "rollout.reasoning_length, or leave it out"
             )
         in_parts(text, limits.response_length, own, unmasking.steps, unmasking.block)
-        _check_critic(config.needs.critic, unmasking)
+        _check_critic(config.needs.critic, unmasking.likelihood)
+        _check_blocks(unmasking, self.shifted)
         if self.shifted and isinstance(unmasking, UnmaskingRollouts) and unmasking.likelihood.type == "any_order":
             raise ValueError(
                 "unmasking.likelihood=any_order asks for a place at its own mask token, and with model.shifted=true "
@@ -381,7 +419,7 @@ class MaskedModel(TokenDiffusionModel):
         return load(path, self, config)
 
 
-def _check_critic(critic: CriticSettings | None, unmasking: Unmasking) -> None:
+def _check_critic(critic: CriticSettings | None, likelihood: MaskedLikelihood) -> None:
     """Raises ValueError for a critic that reads something else than the states of the trace."""
     if critic is None:
         return
@@ -390,8 +428,32 @@ def _check_critic(critic: CriticSettings | None, unmasking: Unmasking) -> None:
             f"algorithm.critic.type={critic.type} is no critic of a masked diffusion model; use shared, with "
             "detach=true where the model shall not learn from it"
         )
-    if not unmasking.likelihood.of_trace:
+    if not likelihood.of_trace:
         raise ValueError(
-            f"unmasking.likelihood={unmasking.likelihood.type} shows the model states that the rollout was never in, "
+            f"unmasking.likelihood={likelihood.type} shows the model states that the rollout was never in, "
             "and algorithm.critic asks what those of its trace are worth; use trace, step_merge or any_order"
+        )
+
+
+def _check_blocks(unmasking: UnmaskingRollouts | UnmaskingDemonstrations, shifted: bool) -> None:
+    """Raises ValueError where a model is read by blocks in one place and not in another."""
+    by_blocks = unmasking.likelihood.type == "staircase"
+    if not unmasking.causal_blocks:
+        if by_blocks:
+            raise ValueError(
+                "unmasking.likelihood=staircase is of models that are read by blocks; set unmasking.causal_blocks=true "
+                "for one, or choose elbo"
+            )
+        return
+    if unmasking.block is None:
+        raise ValueError("unmasking.causal_blocks=true needs to know how large blocks are; set unmasking.block")
+    if not by_blocks:
+        raise ValueError(
+            f"unmasking.likelihood={unmasking.likelihood.type} shows a model all of a response at once, and with "
+            "unmasking.causal_blocks=true it is read by blocks; use staircase"
+        )
+    if shifted:
+        raise ValueError(
+            "unmasking.causal_blocks=true asks for a place in its own block, and with model.shifted=true the model "
+            "answers at the place before; set one of them to false"
         )
