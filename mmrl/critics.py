@@ -24,7 +24,7 @@ class CriticSettings(Choice):
 
 class SharedCritic(CriticSettings):
     """A perceptron reads what the policy's backbone made of the observation, and the robot's state if there is one; of
-    a response in the making, what the model made of its last token."""
+    a response in the making, what the model made of its last token, or of the empty place that is filled next."""
 
     type: str = "shared"
     detach: bool = option(False, "the backbone does not learn from the critic's loss")
