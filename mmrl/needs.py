@@ -29,8 +29,8 @@ OFFERS = {
     "contrast": "decisions that are errors of implicit policies (denoising.likelihood.type=contrast)",
     "picture_gradient": "pictures with their gradient (denoising.likelihood.type=last_steps)",
     "segments": "decisions in segments (denoising.likelihood.chunks, rollout.segment)",
-    "parts": "responses in parts, text before a picture (model.type=rewritten_diffusion, or rollout.reasoning_length of a "
-    "model that writes codes)",
+    "parts": "responses in parts, text before a picture (model.type=rewritten_diffusion, or rollout.reasoning_length "
+    "of a model that writes codes)",
     "reference_ratio": "a likelihood that can be compared with the reference policy's",
     "single_sample_kl": "a KL divergence estimated from single samples",
     "critic": "a critic",
