@@ -314,9 +314,7 @@ class Matching:
     sigma: Tensor  # [rollout, decision] the noise level
     signal: Tensor  # [rollout, decision] how much of the sample is left in `noisy`
     noise_space: bool  # whether the noise is predicted, rather than the velocity
-    source: Tensor | None = (
-        None  # [rollout, 1, ...] the latents of the picture that was edited, where a part asks for it
-    )
+    source: Tensor | None = None  # [rollout, 1, ...] the latents of the picture that was edited, where there was one
 
 
 @dataclass

@@ -49,8 +49,13 @@ class Region(Term):
         from mmrl.core.contrast import optimality, predicted_data
         from mmrl.core.regularizers import masked_distance
 
-        assert replay.matching is not None and replay.matching.source is not None and micro.advantages is not None
+        assert replay.matching is not None and micro.advantages is not None
         data, source = predicted_data(replay.matching, replay.matching.prediction), replay.matching.source
+        if source is None:
+            raise UserError(
+                "this model edits no picture, so that there is no source that the term region could compare with; use "
+                "one such as FLUX.1-Kontext, and task.data with pictures"
+            )
         changes = self._region(micro, source)
         stayed, changed = masked_distance(data, source, 1 - changes), masked_distance(data, source, changes)
         good = optimality(micro.advantages.to(stayed), self.bound)

@@ -65,12 +65,9 @@ class DiffusionPolicy:
     matches them, without guidance.
     """
 
-    def __init__(
-        self, family: Family, denoising: Denoising | DenoisingDemonstrations, *, reads_sources: bool = False
-    ) -> None:
-        """reads_sources: final pictures are compared with those that were edited. Raises UserError for settings that
-        the family does not fit, and for a window that can not be."""
-        self.family, self.denoising, self.reads_sources = family, denoising, reads_sources
+    def __init__(self, family: Family, denoising: Denoising | DenoisingDemonstrations) -> None:
+        """Raises UserError for settings that the family does not fit, and for a window that can not be."""
+        self.family, self.denoising = family, denoising
         self.module: nn.Module = family.module
         self.likelihood: PictureLikelihood = denoising.likelihood
         self.shape: Shape = family.latent_shape(denoising.resolution, denoising.frames)
@@ -478,19 +475,15 @@ class DiffusionPolicy:
             sigma=sigma.float().to(self.device),
             signal=score.signal_at(sigma, space).float().to(self.device),
             noise_space=space == "noise",
-            source=self._sources(records) if self.reads_sources else None,
+            source=self._sources(records),
         )
         return Replay(**found, matching=matching)
 
-    def _sources(self, records: Sequence[PictureRecord]) -> Tensor:
-        """[rollout, 1, ...] the latents of the pictures that were edited. Raises UserError for a model that edits
-        none."""
+    def _sources(self, records: Sequence[PictureRecord]) -> Tensor | None:
+        """[rollout, 1, ...] the latents of the pictures that were edited; None where there is none."""
         told = self.conditions([record.asked for record in records])
         if any("source" not in condition for condition in told):
-            raise UserError(
-                "this model edits no picture, so that there is no source that the term region could compare with; use "
-                "one such as FLUX.1-Kontext, and task.data with pictures"
-            )
+            return None
         return torch.stack([condition["source"] for condition in told]).float().to(self.device)[:, None]
 
     def _matching_weight(self, likelihood: PictureMatching, uniform: Tensor, sigma: Tensor) -> Tensor:

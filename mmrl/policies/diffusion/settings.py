@@ -261,5 +261,4 @@ class DiffusionModel(ModelSettings):
         from mmrl.policies.diffusion.loading import load
         from mmrl.policies.diffusion.policy import DiffusionPolicy
 
-        reads_sources = "source" in config.needs.offers
-        return DiffusionPolicy(load(path, self), config.section("denoising"), reads_sources=reads_sources)
+        return DiffusionPolicy(load(path, self), config.section("denoising"))

@@ -1,7 +1,5 @@
 """CoCoEdit's regulariser: what of an edit should stay, and what should change; by hand, and from the YAML key."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -170,20 +168,12 @@ def test_the_source_is_that_of_the_prompt_and_the_gradient_is_the_terms(folder, 
     assert any(p.grad is not None and bool(p.grad.any()) for p in policy.module.parameters())
 
 
-def test_without_the_term_no_source_is_read(folder):
-    config = validate(tree_of(folder) | {"algorithm": {"type": "contrast"}}, "test")
-    policy = build.build_policy(config, build.build_task(config))
-    batch = policy.rollout([build.build_task(config).train[0]], 2, [1, 2])
-    assert policy.replay(batch, policy.module).matching.source is None
-
-
 def test_what_can_not_be_compared_is_one_line(folder, tmp_path):
     with pytest.raises(UserError, match=r"algorithm.terms.0 \(region\) needs pictures to compare with those"):
         chain = tree_of(tmp_path / "nothing", "chain")
         chain["algorithm"]["type"] = "grpo"
         validate(chain, "test")
-    _, policy, _, batch = drawn(folder)
-    plain = replace(batch.inputs[0].asked, images=(), digest="")
-    policy.family.encode = lambda asked, shape=(): [{} for _ in asked]
+    told = replayed(NOISY, V, OLD)
+    told.matching.source = None  # of a model that draws from words
     with pytest.raises(UserError, match="edits no picture, so that there is no source that the term region"):
-        policy._sources([replace(batch.inputs[0], asked=plain)])
+        choose(Term, {"type": "region"}).values(micro(0.0), told)
