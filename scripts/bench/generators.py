@@ -26,6 +26,8 @@ RECIPES = (
     *(f"image_digits_{name}" for name in CHAINS),
     "text_sums_masked",
     "text_sums_masked_random_reward",
+    "text_sums_masked_dmpo",
+    "text_sums_masked_tilt",
     "text_sums_uniform",
     "text_sums_uniform_random_reward",
     "image_digits_masked",
