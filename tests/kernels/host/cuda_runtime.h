@@ -1,14 +1,20 @@
-// CUDA's words for a C++ compiler: a block's threads are threads of the host, which meet at barriers, and the lanes of a
-// warp exchange values through a buffer. Blocks run one after the other, so what is __shared__ may be static.
+// CUDA's words for a C++ compiler: a block's threads are fibers of one thread of the host, which give way to one another
+// at barriers, and the lanes of a warp exchange values through a buffer. Blocks run one after the other, so what is
+// __shared__ may be static. A barrier that some of its threads never reach ends the process with a message.
 #pragma once
+#include <ucontext.h>
+
 #include <array>
-#include <barrier>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <thread>
+#include <memory>
 #include <tuple>
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/common_interface_defs.h>
+#endif
 
 #define __global__
 #define __device__
@@ -32,47 +38,142 @@ inline thread_local Place threadIdx, blockIdx;
 namespace host {
 
 constexpr unsigned LANES = 32, THREADS = 256;
+constexpr size_t STACK = 256 * 1024;
+
+// Where so many threads wait for one another.
+struct Meeting {
+  unsigned wanted, here = 0, round = 0;
+};
 struct Warp {
-  std::barrier<> meeting{LANES};
+  Meeting meeting{LANES};
   std::array<uint32_t, LANES> words{};
 };
 
-// The threads of a block, made once: a launch wakes them, and they run its blocks one after the other.
+// The threads of a block. One of them runs at a time, until it has to wait or has ended.
 class Block {
  public:
-  std::barrier<> meeting{THREADS};
+  Meeting meeting{THREADS};
   std::array<Warp, THREADS / LANES> warps;
 
-  Block() {
-    for (unsigned t = 0; t < THREADS; ++t) std::thread(&Block::live, this, t).detach();
-  }
   void run(unsigned blocks, const std::function<void()>& kernel) {
-    blocks_ = blocks;
     kernel_ = &kernel;
-    begin_.arrive_and_wait();
-    end_.arrive_and_wait();
+    for (unsigned b = 0; b < blocks; ++b) {
+      blockIdx.x = b;
+      begin();
+      enter(0, home_);
+      if (meeting.here) lost();
+    }
+  }
+
+  void wait(Meeting& at) {
+    const unsigned round = at.round;
+    if (++at.here == at.wanted) {
+      at.here = 0;
+      ++at.round;
+      idle_ = 0;
+      return;
+    }
+    while (at.round == round) {
+      if (++idle_ > 2 * THREADS) lost();
+      pass(fibers_[threadIdx.x]);
+    }
   }
 
  private:
-  void live(unsigned thread) {
-    threadIdx.x = thread;
-    for (;;) {
-      begin_.arrive_and_wait();
-      for (unsigned b = 0; b < blocks_; ++b) {
-        blockIdx.x = b;
-        (*kernel_)();
-        through_.arrive_and_wait();  // a thread that has returned early waits here for its block
-      }
-      end_.arrive_and_wait();
+  struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    bool ended = false;
+    void* shadow = nullptr;  // of the address sanitizer
+  };
+
+  static void lost() {
+    fputs("a barrier that not all of its threads reach\n", stderr);
+    std::abort();
+  }
+
+  void begin() {
+    left_ = THREADS;
+    idle_ = 0;
+    for (Fiber& fiber : fibers_) {
+      if (!fiber.stack) fiber.stack.reset(new char[STACK]);
+      fiber.ended = false;
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.get();
+      fiber.context.uc_stack.ss_size = STACK;
+      fiber.context.uc_link = nullptr;
+      makecontext(&fiber.context, &Block::live, 0);
     }
   }
-  std::barrier<> begin_{THREADS + 1}, end_{THREADS + 1}, through_{THREADS};
-  unsigned blocks_ = 0;
+
+  // What a fiber does; it never returns.
+  static void live();
+
+  // From `from` to the next thread that has not ended.
+  void pass(Fiber& from) {
+    unsigned next = threadIdx.x;
+    do {
+      next = (next + 1) % THREADS;
+    } while (fibers_[next].ended);
+    enter(next, from);
+  }
+
+  void enter(unsigned thread, Fiber& from) {
+    const unsigned own = threadIdx.x;
+    threadIdx.x = thread;
+    change(from, fibers_[thread]);
+    threadIdx.x = own;
+  }
+
+  void change(Fiber& from, Fiber& to) {
+    if (&from == &to) return;
+#ifdef __SANITIZE_ADDRESS__
+    const bool home = &to == &home_;
+    __sanitizer_start_switch_fiber(from.ended ? nullptr : &from.shadow, home ? bottom_ : to.stack.get(),
+                                   home ? size_ : STACK);
+#endif
+    swapcontext(&from.context, &to.context);
+    arrived(from);
+  }
+
+  // What the sanitizer is told behind a change of stacks.
+  void arrived(Fiber& fiber) {
+#ifdef __SANITIZE_ADDRESS__
+    const void* bottom;
+    size_t size;
+    __sanitizer_finish_switch_fiber(fiber.shadow, &bottom, &size);
+    if (!bottom_) {
+      bottom_ = bottom;
+      size_ = size;
+    }
+#else
+    (void)fiber;
+#endif
+  }
+
+  std::array<Fiber, THREADS> fibers_;
+  Fiber home_;  // who launched
+  unsigned left_ = 0, idle_ = 0;  // threads that have not ended; turns in which nobody got on
+  const void* bottom_ = nullptr;  // of the launcher's stack
+  size_t size_ = 0;
   const std::function<void()>* kernel_ = nullptr;
 };
 inline Block& block() {
-  static Block* const one = new Block;  // it outlives everything: its threads end with the process
+  static thread_local Block* const one = new Block;  // it outlives everything
   return *one;
+}
+inline void Block::live() {
+  Block& own = block();
+  Fiber& fiber = own.fibers_[threadIdx.x];
+  own.arrived(fiber);
+  (*own.kernel_)();
+  fiber.ended = true;
+  own.idle_ = 0;
+  if (--own.left_)
+    own.pass(fiber);
+  else
+    own.change(fiber, own.home_);
+  std::abort();
 }
 
 // kernel<<<blocks, threads, 0, stream>>>(arguments...)
@@ -88,9 +189,9 @@ T exchanged(T value, unsigned from) {
   static_assert(sizeof(T) == 4);
   Warp& warp = block().warps[threadIdx.x / LANES];
   memcpy(&warp.words[threadIdx.x % LANES], &value, 4);
-  warp.meeting.arrive_and_wait();
+  block().wait(warp.meeting);
   memcpy(&value, &warp.words[from], 4);
-  warp.meeting.arrive_and_wait();
+  block().wait(warp.meeting);
   return value;
 }
 
@@ -98,7 +199,7 @@ inline void current_stream(int, void** stream) { *stream = nullptr; }
 
 }  // namespace host
 
-inline void __syncthreads() { host::block().meeting.arrive_and_wait(); }
+inline void __syncthreads() { host::block().wait(host::block().meeting); }
 template <class T>
 T __shfl_down_sync(unsigned, T value, int offset) {
   const unsigned lane = threadIdx.x % host::LANES, from = lane + static_cast<unsigned>(offset);
