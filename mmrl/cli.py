@@ -310,7 +310,8 @@ def run_sample(options: argparse.Namespace) -> int:
         drawn = "a picture" if sample.image is not None else "a clip"
         told = sample.image is None and sample.frames is None
         made = repr(sample.response) if told else f"{drawn}, accuracy {mark:.3g}"
-        print(f"{sample.prompt.text!r} -> {made} (answer {sample.prompt.answer!r})")
+        gold = "" if sample.prompt.answer is None else f" (answer {sample.prompt.answer!r})"
+        print(f"{sample.prompt.text!r} -> {made}{gold}")
     written = write_samples(beside(options.model, "samples.html"), samples, {"accuracy": marks})
     print(f"written to {', '.join(map(str, written))}")
     return 0

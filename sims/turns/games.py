@@ -68,13 +68,16 @@ class Cards(Game):
         return [deal(seed, number, rule, self.choices).expert(rule) for number in range(self.rounds)]
 
 
-class Gymnasium(Game):
-    """Any Gymnasium environment with discrete actions, whose picture the policy sees and whose actions it names."""
+class NamedActions(Game):
+    """A Gymnasium environment with discrete actions, whose picture the policy sees and whose actions it names."""
 
-    type: str = "gymnasium"
-    env: str = option(description="id of the environment")
+    env: str = option(description="id of the environment; module:Id-v0 imports the module that registers it")
     actions: dict[str, int] = option({}, "the environment's action for each word; by default its number is the word")
-    picture: str = option("render", "key of the picture in the observation, or render for what render() shows")
+    picture: str | None = option(
+        None,
+        "key of the picture in the observation, or render for what render() shows; default: the observation itself "
+        "where it is a picture, numbers of 8 bits [height, width, 3], else render",
+    )
     instruction: str = option("", "what is to be done; default: `mission` of the observation, where it has one")
     pixels: int | None = option(None, "pictures are made smaller than this", unit="pixels", ge=1)
     kwargs: dict[str, Any] = option({}, "further arguments of the environment")
@@ -90,7 +93,34 @@ class Gymnasium(Game):
         return Prompt(f"{self.env}-{seed}", self.instruction, metadata={"seed": seed})
 
 
-class BabyAI(Gymnasium):
+class Gymnasium(NamedActions):
+    """Any Gymnasium environment with discrete actions, whose picture the policy sees and whose actions it names."""
+
+    type: str = "gymnasium"
+    expert: str | None = option(
+        None,
+        "package.module:function that is called with the environment and its observation and gives the right action, "
+        "as its number or word: what algorithm.type=supervised learns from",
+    )
+
+    def check(self) -> None:
+        """One game is begun here, so that what can not be shown is known before a model is loaded."""
+        if self.isolated is None:  # else it is not trusted in this process
+            from mmrl.sims.turns.gymnasium import try_out
+
+            try_out(self)
+        if self.expert is not None:
+            locate(self.expert, "task.game.expert")
+
+    def demonstration(self, prompt: Prompt) -> list[str]:
+        from mmrl.sims.turns.gymnasium import demonstrated
+
+        if self.expert is None:
+            raise ValueError("task.game.expert is not set: name a function that gives the right action")
+        return demonstrated(self, prompt.metadata["seed"], locate(self.expert, "task.game.expert"))
+
+
+class BabyAI(NamedActions):
     """A level of BabyAI (arXiv 1810.08272) in the package `minigrid`: what the agent sees of a grid of rooms, and an
     instruction out of a grammar."""
 
@@ -99,7 +129,7 @@ class BabyAI(Gymnasium):
     actions: dict[str, int] = option(
         {"left": 0, "right": 1, "forward": 2, "pickup": 3, "drop": 4, "toggle": 5, "done": 6}, "by their words"
     )
-    picture: str = option("view", "view: what the agent sees, from above; or render, for the whole world")
+    picture: str | None = option("view", "view: what the agent sees, from above; or render, for the whole world")
     tile: int = option(8, "side of a square of the grid", unit="pixels", ge=1)
 
     def demonstration(self, prompt: Prompt) -> list[str]:

@@ -2,37 +2,71 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import gymnasium
 import numpy as np
 from mmrl.sims.turns.environment import Environment, Reply
-from mmrl.sims.turns.games import BabyAI, Gymnasium
+from mmrl.sims.turns.games import BabyAI, Gymnasium, NamedActions
 from mmrl.sims.turns.tools import fitted
 from PIL import Image
 
-from mmrl.errors import UserError
+from mmrl.errors import UserError, told
 from mmrl.rollouts import Message, Prompt
 
+RENDER = "render"  # the picture is what render() shows
+Act = Callable[[Any, Any], int | str]  # the right action, of an environment and its observation
 
-def made(settings: Gymnasium) -> Any:
-    """Raises UserError where there is no such environment."""
+
+def made(settings: NamedActions, *, rendered: bool = True) -> Any:
+    """Raises UserError where there is no such environment, or where it can not be made."""
     if isinstance(settings, BabyAI):
         try:
             import minigrid  # noqa: F401 - registers the levels
         except ImportError:
             raise UserError("task.game.type=babyai needs the package minigrid: pip install -e '.[babyai]'") from None
+    mode = {"render_mode": "rgb_array"} if rendered else {}
     try:
-        return gymnasium.make(settings.env, render_mode="rgb_array", **settings.kwargs)
+        return gymnasium.make(settings.env, **mode, **settings.kwargs)
     except gymnasium.error.Error as error:
         raise UserError(f"task.game.env={settings.env}: {' '.join(str(error).split())}") from None
+    except Exception as error:  # any fault of an environment of the user's own
+        raise UserError(f"task.game.env={settings.env} can not be made: {told(error)}") from None
+
+
+def is_picture(space: Any) -> bool:
+    """Whether what a space holds is numbers of 8 bits, [height, width, 3]."""
+    return isinstance(space, gymnasium.spaces.Box) and space.dtype == np.uint8 and space.shape[2:] == (3,)
+
+
+@cache
+def observed(env: str, kwargs: str) -> bool:
+    """Whether the observations of an environment with these arguments, as JSON, are pictures."""
+    one = made(Gymnasium(env=env, kwargs=json.loads(kwargs)), rendered=False)
+    found = is_picture(one.observation_space)
+    one.close()
+    return found
 
 
 class World(Environment):
     """A response names one action, as its last word."""
 
-    def __init__(self, settings: Gymnasium) -> None:
-        self.settings, self.env = settings, made(settings)
+    def __init__(self, settings: NamedActions) -> None:
+        self.settings, self.picture = settings, settings.picture
+        if self.picture is None and not observed(settings.env, json.dumps(settings.kwargs)):
+            self.picture = RENDER
+        drawn = self.picture == RENDER or isinstance(settings, BabyAI)
+        self.env = made(settings, rendered=drawn)
+        spaces = self.env.observation_space
+        keys = spaces.spaces if isinstance(spaces, gymnasium.spaces.Dict) else {}
+        if not drawn and self.picture is not None and self.picture not in keys:
+            raise UserError(
+                f"task.game.picture={self.picture}: the observation of {settings.env} has no such key; it has "
+                f"{', '.join(keys) or 'none'}, and render stands for what render() shows"
+            )
         if not isinstance(self.env.action_space, gymnasium.spaces.Discrete):
             raise UserError(f"task.game.env={settings.env}: actions must be discrete, not {self.env.action_space}")
         count = int(self.env.action_space.n)
@@ -60,14 +94,51 @@ class World(Environment):
 
     def _picture(self, observation: Any) -> Image.Image:
         settings = self.settings
-        if settings.picture == "render":
+        if self.picture == RENDER:
             pixels = self.env.render()
-        elif settings.picture == "view" and isinstance(settings, BabyAI):
+        elif isinstance(settings, BabyAI):
             pixels = self.env.unwrapped.get_pov_render(tile_size=settings.tile)
         else:
-            pixels = observation[settings.picture]
+            pixels = observation if self.picture is None else observation[self.picture]
         picture = Image.fromarray(np.asarray(pixels, np.uint8))
         return picture if settings.pixels is None else fitted(picture, settings.pixels)
+
+
+def try_out(settings: Gymnasium) -> None:
+    """Begins a game. Raises UserError in one line for whatever an environment of the user's own raises."""
+    world = World(settings)
+    try:
+        world.start(settings.prompt(0))
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"task.game.env={settings.env} can not begin a game: {told(error)}") from None
+    finally:
+        world.close()
+
+
+def demonstrated(settings: Gymnasium, seed: int, act: Act) -> list[str]:
+    """What an expert does from a seed on, in words, to the end of the game or as long as a conversation may be.
+
+    Raises UserError for an action that is none of the game's.
+    """
+    world = World(settings)
+    words = {number: word for word, number in world.actions.items()}
+    observation, _ = world.env.reset(seed=seed)
+    said: list[str] = []
+    over = False
+    while not over and len(said) < settings.limits.max_turns:
+        chosen = act(world.env.unwrapped, observation)
+        word = chosen if isinstance(chosen, str) else words.get(int(chosen), str(chosen))
+        if word not in world.actions:
+            raise UserError(
+                f"task.game.expert={settings.expert} gave {word}, which is none of {', '.join(world.actions)}"
+            )
+        said.append(word)
+        observation, _, terminated, truncated, _ = world.env.step(world.actions[word])
+        over = bool(terminated or truncated)
+    world.close()
+    return said
 
 
 def bot(settings: BabyAI, seed: int) -> list[str]:

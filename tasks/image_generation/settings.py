@@ -22,7 +22,8 @@ Colour = Literal["red", "green", "blue", "yellow", "purple", "white"]
 
 
 class Prompts(Choice):
-    """Where prompts come from, and what is measured of their pictures where the task does not say."""
+    """Where prompts come from, and what is measured of their pictures where the task does not say. edits: whether they
+    know what should have stayed of a picture, which a guard looks at."""
 
     title: ClassVar[str] = "prompts"
     kinds: ClassVar[dict[str, str]] = {
@@ -33,6 +34,7 @@ class Prompts(Choice):
         "pairs": f"{_HERE}.settings:PairsData",
     }
     rewards: ClassVar[list[RewardSpec]] = []
+    edits: ClassVar[bool] = False
     accuracy: ClassVar[RewardSpec | None] = None
     second_scorer: ClassVar[RewardSpec | None] = None
 
@@ -129,6 +131,7 @@ class EditsData(MadePrompts):
     ]
     accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.edits:EditChecked")
     second_scorer: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.edits:RegionKept")
+    edits: ClassVar[bool] = True
     type: str = "edits"
     all_edits: bool = option(False, "train on all edits, also those that evaluation asks for, as a base has seen them")
 

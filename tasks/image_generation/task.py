@@ -30,10 +30,13 @@ class ImageGeneration:
         rewards: RewardSet,
         accuracy: RewardSet,
         second_scorer: RewardSet | None = None,
+        *,
+        edits: bool = False,
     ):
         self.train, self.evaluation = train, evaluation
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
         self._rewards, self._accuracy, self._second_scorer = rewards, accuracy, second_scorer
+        self._edits = edits
 
     @staticmethod
     def of(settings: ImageGenerationSettings, seed: int) -> ImageGeneration:
@@ -46,9 +49,8 @@ class ImageGeneration:
         assert accuracy is not None
         train, evaluation = data.sources(seed)
         rewards = RewardSet(settings.rewards or data.rewards)
-        return ImageGeneration(
-            train, evaluation, rewards, RewardSet([accuracy]), None if second is None else RewardSet([second])
-        )
+        scorer = None if second is None else RewardSet([second])
+        return ImageGeneration(train, evaluation, rewards, RewardSet([accuracy]), scorer, edits=data.edits)
 
     def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
         """Unweighted reward components [rollout, component], float32, NaN where one could not be scored.
@@ -72,7 +74,7 @@ class ImageGeneration:
             "guard/sharpness": sharpness(images),
             "guard/diversity": diversity(images, group),
         }
-        if all("wanted" in sample.prompt.metadata for sample in samples):
+        if self._edits:
             guards["guard/untouched_moved"] = untouched_moved(samples)
         if self._second_scorer is not None:
             guards["guard/second_scorer"] = self._second_scorer.score(samples, group)[:, 0]

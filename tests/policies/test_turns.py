@@ -361,3 +361,17 @@ def test_a_lost_conversation_costs_its_rollout_only(folders):
     assert got.logp.isfinite().all() and (got.logp[0] == 0).all()
     assert policy.counts() == {"environment/lost": 1.0, "environment/tool_errors": 4.0}
     assert policy.counts() == {"environment/lost": 0.0, "environment/tool_errors": 0.0}
+
+
+def test_a_batch_of_lost_conversations_is_replayed_and_told(folders, caplog):
+    """Nothing was said in any of them, so there is nothing to score, and a step goes on without them."""
+    policy = conversing(folders["qwen2_5_vl"])
+    policy.converse(HostileSettings(limits=TurnLimits(max_turns=5)))
+    rollouts = policy.rollout([Prompt(f"p{i}", "raise") for i in range(6)], 2, list(range(12)))
+    assert not rollouts.mask.any() and [s.conversation.end for s in rollouts.samples] == ["lost"] * 12
+    got = replay(policy, rollouts)
+    assert (got.logp == 0).all() and (got.entropy == 0).all()
+    got.logp.sum().backward()  # as a rank whose share was lost has to, beside others
+    told = [record.getMessage() for record in caplog.records if "lost its conversation" in record.getMessage()]
+    assert len(told) == 2 and "about prompt p0: KeyError" in told[0] and "(number 1)" in told[0]
+    assert "(number 10)" in told[1]

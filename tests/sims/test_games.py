@@ -7,6 +7,7 @@ from mmrl.sims.turns.cards import COLOURS, SIDE, CardGame, deal
 from mmrl.sims.turns.games import BabyAI, Cards, Gymnasium
 
 from mmrl.errors import UserError
+from mmrl.settings import SettingsError
 
 
 def spots(picture):
@@ -123,6 +124,84 @@ def test_environments_that_can_not_be_played_are_named():
         Gymnasium(env="Nowhere-v0").make()
     with pytest.raises(UserError, match="actions must be discrete"):
         Gymnasium(env="Pendulum-v1").make()
+
+
+class Seen(gymnasium.Env):
+    """Its observation is its picture, and it can not be rendered: a grey that is the place."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (4, 5, 3), np.uint8)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, broken=False):
+        self.place, self.broken = 0, broken
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if self.broken:
+            raise RuntimeError("out of order")
+        self.place = seed % 3
+        return self._picture(), {}
+
+    def step(self, action):
+        self.place += 1 if action == 1 else -1
+        return self._picture(), float(self.place == 3), self.place in (0, 3), False, {}
+
+    def _picture(self):
+        return np.full((4, 5, 3), 10 * self.place, np.uint8)
+
+
+def go_on(world, observation):
+    """The number of the right action, from the place and from what is seen of it, which say the same."""
+    assert observation[0, 0, 0] == 10 * world.place
+    return 1
+
+
+def fly(world, observation):
+    return "fly"
+
+
+@pytest.fixture
+def seen():
+    gymnasium.register("Seen-v0", entry_point=Seen)
+    yield lambda **options: Gymnasium(env="Seen-v0", actions={"back": 0, "on": 1}, **options)
+    del gymnasium.registry["Seen-v0"]
+
+
+def test_an_observation_that_is_a_picture_is_shown(seen):
+    world = seen().make()
+    (first,) = world.start(seen().prompt(2))
+    assert first.images[0].size == (5, 4) and first.images[0].getpixel((0, 0)) == (20, 20, 20)
+    (after,) = world.step("back").messages
+    assert after.images[0].getpixel((4, 3)) == (10, 10, 10)
+
+
+def test_a_picture_that_there_is_not_is_refused_before_a_model_is_loaded(seen, corridor):
+    with pytest.raises(
+        UserError, match="task.game.picture=view: the observation of Seen-v0 has no such key; it has none"
+    ):
+        seen(picture="view").check()
+    with pytest.raises(UserError, match="task.game.env=Seen-v0 can not be made: TypeError: .*render_mode"):
+        seen(picture="render").check()
+    with pytest.raises(UserError, match="task.game.env=Seen-v0 can not begin a game: RuntimeError: out of order"):
+        seen(kwargs={"broken": True}).check()
+    with pytest.raises(SettingsError, match="task.game.expert=nowhere:f"):
+        seen(expert="nowhere:f").check()
+    seen(kwargs={"broken": True}, isolated={}).check()  # it is not tried in this process
+    seen(expert=f"{__name__}:go_on").check()
+    corridor.check()
+
+
+def test_an_expert_of_one_s_own_demonstrates(seen):
+    game = seen(expert=f"{__name__}:go_on")
+    assert [game.demonstration(game.prompt(seed)) for seed in (1, 2)] == [["on", "on"], ["on"]]
+    short = seen(expert=f"{__name__}:go_on", limits={"max_turns": 1})
+    assert short.demonstration(short.prompt(1)) == ["on"]
+    rewards, errors, last = play(game, game.prompt(1), game.demonstration(game.prompt(1)))
+    assert rewards == [0.0, 1.0] and errors == [None, None] and last.facts["success"] == 1.0
+    with pytest.raises(UserError, match="gave fly, which is none of back, on"):
+        seen(expert=f"{__name__}:fly").demonstration(game.prompt(1))
+    with pytest.raises(ValueError, match="task.game.expert is not set"):
+        seen().demonstration(game.prompt(1))
 
 
 @pytest.mark.parametrize("level", ["BabyAI-GoToRedBallGrey-v0", "BabyAI-PickupLoc-v0"])

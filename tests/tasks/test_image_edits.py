@@ -109,3 +109,14 @@ def test_the_task():
     assert list(task.reward_names) == ["changed", "kept", "whole"]
     assert task.score(samples).tolist() == [[1, 1, 1], [0, 1, 0]]
     assert task.measures(samples)["guard/untouched_moved"].tolist() == [0.0, 0.0]
+
+
+def test_columns_of_the_user_s_are_no_edits(tmp_path):
+    """Whatever a file of prompts calls its columns, the guard of edits looks at drawn edits alone."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a red house", "wanted": "red", "before": "grey"}\n' * 4)
+    data = {"type": "prompts", "train": tmp_path / "prompts.jsonl", "eval": tmp_path / "prompts.jsonl"}
+    settings = {"type": "image_generation", "data": data, "rewards": [{"name": "jpeg_compressibility"}]}
+    settings["accuracy"] = {"name": "jpeg_compressibility"}
+    task = choose(TaskSettings, settings, ("task",)).build(seed=0)
+    found = task.measures([Sample(task.train[0], image=draw(SCENE))])
+    assert "guard/sharpness" in found and "guard/untouched_moved" not in found

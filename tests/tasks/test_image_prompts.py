@@ -124,7 +124,7 @@ def test_held_out_share_depends_on_the_texts_alone(tmp_path, caplog):
     train_again, heldout_again = hold_out(shuffled, 0.1)
     assert {p.text for p in heldout_again} == {p.text for p in heldout} and len(heldout_again) == 2 * len(heldout)
     assert not {p.text for p in train_again} & {p.text for p in heldout_again}
-    with pytest.raises(ValueError, match=r"data.heldout=0.5 leaves . prompts to train on and . held out"):
+    with pytest.raises(ValueError, match=r"task.data.heldout=0.5 leaves . prompts to train on and . held out"):
         hold_out(prompts[:1], 0.5)
     with caplog.at_level(logging.WARNING):
         warn_of_overlap(train, heldout)

@@ -76,7 +76,8 @@ class TokenScorer(nn.Module):
         """hidden: [decision, hidden], of the tokens before. Else as `forward`."""
         head = core.get_output_embeddings()
         truncated = self.sampling.top_k > 0 or self.sampling.top_p < 1
-        if chunks is None and type(head) is nn.Linear and head.bias is None and not truncated:
+        silent = len(targets) == 0  # conversations that were all lost, or a pass that only keeps step with other ranks
+        if chunks is None and type(head) is nn.Linear and head.bias is None and not (truncated or silent):
             if isinstance(temperature, Tensor):  # (h / t) W = (h W) / t
                 hidden, temperature = (hidden / temperature[:, None]).to(hidden.dtype), 1.0
             found = hidden_logprob(
@@ -88,7 +89,7 @@ class TokenScorer(nn.Module):
                 chunk=self.chunk,
             )
             return found.logp, found.entropy, found.square_sum
-        chunks = -(-len(targets) // self.chunk) if chunks is None else chunks
+        chunks = max(1, -(-len(targets) // self.chunk)) if chunks is None else chunks
         heat = torch.as_tensor(temperature, device=hidden.device).expand(len(targets))
         pieces = (values.tensor_split(chunks) for values in (hidden, targets, heat))
         parts = [checkpoint(self._score, head, *piece, use_reentrant=False) for piece in zip(*pieces, strict=True)]
@@ -105,7 +106,7 @@ class TokenScorer(nn.Module):
         self, head: nn.Module, hidden: Tensor, targets: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits = shape_logits(head(hidden).float() / temperature[:, None], self.sampling, keep=targets)
-        if len(targets) == 0:  # a pass that only keeps step with other ranks
+        if len(targets) == 0:
             return logits.sum(-1), logits.sum(-1), logits.sum(-1)
         found = token_logprob(logits, targets)
         return found.logp, found.entropy, found.square_sum

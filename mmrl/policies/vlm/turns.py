@@ -6,6 +6,7 @@ and an observation's pictures are added as tokens of their own, which are no dec
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,8 @@ from mmrl.sims.turns.settings import EnvironmentSettings
 
 if TYPE_CHECKING:
     from mmrl.policies.vlm.policy import VisionLanguagePolicy
+
+_log = logging.getLogger(__name__)
 
 
 ENDS = {
@@ -104,6 +107,7 @@ class Conversations:
         self.make = settings.make if isolation is None else Processes(settings, isolation).make
         self.at_once = None if isolation is None else isolation.at_once  # None: in this process, one after the other
         self.counted = {"environment/lost": 0.0, "environment/tool_errors": 0.0}
+        self.lost = 0  # conversations since the beginning
 
     # --- beginnings ---
 
@@ -240,6 +244,8 @@ class Conversations:
 
     def sample(self, draft: ConversationDraft, longest: int) -> Sample:
         record = draft.dialogue.record
+        if record.end == "lost":
+            self._tell_loss(draft.prompt, record.problem)
         self.counted["environment/lost"] += record.end == "lost"
         self.counted["environment/tool_errors"] += sum(turn.error is not None for turn in record.turns)
         return Sample(
@@ -250,6 +256,14 @@ class Conversations:
             max_response_length=longest,
             conversation=record,
         )
+
+    def _tell_loss(self, prompt: Prompt, why: str) -> None:
+        """A warning the first time, the tenth, the hundredth and so on."""
+        self.lost += 1
+        if str(self.lost).strip("0") == "1":
+            _log.warning(
+                "the environment lost its conversation about prompt %s: %s (number %d)", prompt.id, why, self.lost
+            )
 
     def counts(self) -> dict[str, float]:
         """Since they were last asked for."""
