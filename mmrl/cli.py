@@ -445,7 +445,8 @@ def arithmetic(config: Any, world: int, module: Any) -> str:
 
     rollouts, micro = config.rollouts_per_step, config.engine.micro_batch
     mine = rollouts // world // config.algorithm.minibatches
-    memory = memory_estimate(module, config.engine.zero_stage, world, config.model.dtype)
+    moments = len(config.optim.moments)
+    memory = memory_estimate(module, config.engine.zero_stage, world, config.model.dtype, moments)
     return "\n".join(
         [
             f"prompts {config.rollout.prompts} x group size {config.group_size} = {rollouts} rollouts a step",

@@ -20,7 +20,7 @@ from mmrl import layers
 from mmrl.algorithms.base import Algorithm
 from mmrl.algorithms.grpo import GRPO
 from mmrl.collection import Demonstrations, Groups
-from mmrl.engine.settings import EngineSettings, Optim
+from mmrl.engine.settings import AdamW, EngineSettings, Optim
 from mmrl.errors import UserError
 from mmrl.generation.settings import Correction, GeneratorSettings, VLLMGenerator
 from mmrl.guards import Guard
@@ -46,7 +46,7 @@ class Config(Section):
     task: TaskSettings = option(VisualQASettings(), "prompts, rewards and evaluation")
     rollout: Demonstrations = option(Groups(), "what a step learns from")
     algorithm: Algorithm = option(GRPO(), "what is optimised")
-    optim: Optim = option(Optim(), "the optimizer")
+    optim: Optim = option(AdamW(), "the optimizer")
     engine: EngineSettings = option(EngineSettings(), "how DeepSpeed runs the job")
     evaluation: Evaluation = option(Evaluation(), "measuring on held-out prompts")
     checkpoint: Checkpoint = option(Checkpoint(), "saving and going on")

@@ -108,7 +108,7 @@ class Peaks:
 def plan(config: Config, made: Blueprint, ranks: int, gpu: Gpu, peaks: Peaks) -> Plan:
     """Parts of a job on one of `ranks` GPUs; gpu: of which a colocated vLLM takes its share."""
     engine, dtype = config.engine, config.model.dtype
-    kept = standing(made.module, engine.zero_stage, ranks, dtype)
+    kept = standing(made.module, engine.zero_stage, ranks, dtype, len(config.optim.moments))
     trained = sum(p.numel() for p in made.module.parameters() if p.requires_grad)
     every = sum(p.numel() for p in made.module.parameters())
     width = 2 if dtype == "bfloat16" else 4

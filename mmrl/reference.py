@@ -88,6 +88,7 @@ CHOICES = (
     "mmrl.prompt_samplers:PromptSampler",
     "mmrl.sources:ExtraSource",
     "mmrl.controls:Control",
+    "mmrl.engine.settings:Optim",
     "mmrl.tasks.settings:TaskSettings",
     "mmrl.tasks.visual_qa.settings:Questions",
     "mmrl.tasks.image_generation.settings:Prompts",
@@ -346,6 +347,8 @@ def cost_of(needs: Needs) -> str:
         found.append("a critic, which is trained beside the policy")
     if needs.greedy:
         found.append("one more response a prompt")
+    if needs.reference_responses:
+        found.append("a response of the reference policy to each prompt, and its reward")
     if needs.answered_under:
         found.append("as many responses again under every view")
     if needs.completions:

@@ -171,6 +171,8 @@ def test_what_zero_shares_out_over_four_ranks(stage, gradients, weights, optimiz
     found = standing(module, stage, 4, "bfloat16")
     assert found == {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     assert standing(module, 3, 4, "float32") == {"weights": 23.0, "gradients": 15.0, "optimizer": 30.0}
+    assert standing(module, 3, 4, "float32", moments=0)["optimizer"] == 0.0
+    assert standing(module, 0, 4, "bfloat16", moments=1)["optimizer"] == 120.0  # one moment, and copies of the weights
 
 
 def parts(*overrides):

@@ -42,8 +42,8 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distribu
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-class GuardedAdamW(torch.optim.AdamW):
-    """AdamW that clips, and leaves weights alone when the gradient's norm is not finite.
+class Guarded(torch.optim.Optimizer):
+    """Before an optimizer of torch's: it clips, and leaves weights alone when the gradient's norm is not finite.
 
     ZeRO's optimizers do both around the optimizer they wrap; without ZeRO (`clip_grad_norm` given) nobody does. The
     gradients are already summed over ranks here, so all ranks decide alike. The attributes are those that DeepSpeed
@@ -70,6 +70,11 @@ class GuardedAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
+def guarded(kind: type[torch.optim.Optimizer]) -> Any:
+    """A class of optimizers of this kind that are `Guarded`."""
+    return type(f"Guarded{kind.__name__}", (Guarded, kind), {})
+
+
 def learning_rate(step: int, *, lr: float, warmup: int, schedule: str, total: int, hold: int = 0) -> float:
     """The learning rate of optimizer step `step` (from 0): 0 for the first `hold` steps, then linear warm-up, then
     constant, linear or cosine to 0."""
@@ -87,7 +92,7 @@ def learning_rate(step: int, *, lr: float, warmup: int, schedule: str, total: in
 def parameter_groups(
     module: nn.Module, optim: Optim, total: int
 ) -> tuple[list[dict[str, Any]], list[Callable[[int], float]]]:
-    """AdamW's groups of the trained parameters, and each one's learning rate by optimizer step (from 0).
+    """The optimizer's groups of the trained parameters, and each one's learning rate by optimizer step (from 0).
 
     A parameter belongs to the named group `optim.groups[name]` if its own name begins with "name.". Biases and scales
     of norms are not decayed. `total`: optimizer steps of the run. The first group holds what belongs to no named one.
@@ -233,7 +238,8 @@ class Engine(Ranks):
         self.lr_factor = 1.0  # what a guard has left of the learning rates
         groups, self._rates = parameter_groups(module, optim, total_steps)
         own_clip = optim.clip_grad_norm if self.zero_stage == 0 else None
-        optimizer = GuardedAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, clip_grad_norm=own_clip)
+        self._moments = optim.moments
+        optimizer = guarded(optim.kind())(groups, lr=optim.lr, clip_grad_norm=own_clip, **optim.options)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
@@ -320,9 +326,10 @@ class Engine(Ranks):
 
     @property
     def saved_bytes(self) -> int:
-        """At least what this rank writes into a checkpoint: weights, and the optimizer's own ones with two moments."""
+        """At least what this rank writes into a checkpoint: weights, and the optimizer's own ones with its moments."""
         shared = self.world if self.zero_stage in (1, 2) else 1  # under ZeRO-3 a rank has its share of all
-        return int(sum(share(p).numel() * (p.element_size() + 12 / shared) for p in self._trained))
+        kept = 4 * (1 + len(self._moments)) / shared
+        return int(sum(share(p).numel() * (p.element_size() + kept) for p in self._trained))
 
     def save(self, folder: Path, write: files.Write) -> None:
         """Hand weights, optimizer and step count of this rank to `write`, as files below `folder` (DeepSpeed's format);
@@ -337,7 +344,7 @@ class Engine(Ranks):
             self.updates = files.load(self._engine, folder)["updates"]
             return
         with files.weights_only(folder):
-            state = reshape.load(self._engine, folder / files.TAG, zero_stage, ranks, self.zero_stage)
+            state = reshape.load(self._engine, folder / files.TAG, zero_stage, ranks, self.zero_stage, self._moments)
         self.updates = state["updates"]
 
     def reshaped(self, states: list[dict[str, Tensor]], zero_stage: int) -> dict[str, Tensor]:

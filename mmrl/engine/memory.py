@@ -38,8 +38,8 @@ class Blueprint:
     words: list[str] = field(default_factory=list)
 
 
-def standing(module: nn.Module, zero_stage: int, world: int, dtype: str) -> dict[str, float]:
-    """Bytes that a rank holds all the time, by part: weights, gradients and optimizer.
+def standing(module: nn.Module, zero_stage: int, world: int, dtype: str, moments: int = 2) -> dict[str, float]:
+    """Bytes that a rank holds all the time, by part: weights, gradients and optimizer, which keeps so many moments.
 
     ZeRO 1 shards the optimizer, 2 the gradients too, 3 the weights too (arXiv 1910.02054).
     """
@@ -50,7 +50,7 @@ def standing(module: nn.Module, zero_stage: int, world: int, dtype: str) -> dict
     return {
         "weights": every * width / share[3],
         "gradients": trained * width / share[2],
-        "optimizer": trained * (8 + (4 if width == 2 else 0)) / share[1],  # two fp32 moments, fp32 copies of bf16
+        "optimizer": trained * (4 * moments + (4 if width == 2 else 0)) / share[1],  # in fp32, and copies of bf16
     }
 
 
@@ -157,11 +157,11 @@ def on_meta(dtype: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def memory_estimate(module: nn.Module, zero_stage: int, world: int, dtype: str) -> list[str]:
+def memory_estimate(module: nn.Module, zero_stage: int, world: int, dtype: str, moments: int = 2) -> list[str]:
     """Lines that say what a rank holds for weights, gradients and optimizer; activations come on top."""
     parameters = [(p.numel(), p.requires_grad) for p in module.parameters()]
     every, trained = sum(n for n, _ in parameters), sum(n for n, grad in parameters if grad)
-    parts = standing(module, zero_stage, world, dtype)
+    parts = standing(module, zero_stage, world, dtype, moments)
     named = ", ".join(f"{name} {size / MIB:.1f}" for name, size in parts.items())
     return [
         f"{every / 1e6:.2f}M parameters, {trained / 1e6:.2f}M trained",

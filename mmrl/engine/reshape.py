@@ -17,32 +17,35 @@ from torch import Tensor, nn
 
 from mmrl.engine.shadow import gather_again, take
 
-MASTER = "fp32"  # the weights that the optimizer steps; beside them its two moments
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "fp32"  # the weights that the optimizer steps; beside them its moments
+STEP = "step"  # how many it has taken, where it counts them
+Moments = tuple[str, ...]  # what the optimizer keeps of a parameter, see `settings.Optim`
 Piece = dict[str, Tensor]  # of one parameter: weights and moments, flat
 Whole = Callable[[str, str], Tensor]  # of a parameter's name, and of what of it: the whole tensor, flat
+Count = dict[str, Tensor]  # STEP, or nothing
 
 
 @torch.no_grad()
-def load(engine: Any, folder: Path, zero_stage: int, ranks: int, now: int) -> dict[str, Any]:
+def load(engine: Any, folder: Path, zero_stage: int, ranks: int, now: int, moments: Moments) -> dict[str, Any]:
     """Weights and optimizer from the files in `folder`, which `ranks` ranks wrote under `zero_stage`, into DeepSpeed's
-    engine, which runs under stage `now`; returns the state that was saved with them."""
+    engine, which runs under stage `now`; returns the state that was saved with them. moments: of the optimizer, the
+    same before and now."""
     model = [read(path) for path in sorted(folder.glob("*model_states.pt"), key=rank_of)]
     optimizer = [read(path)["optimizer_state_dict"] for path in sorted(folder.glob("*optim_states.pt"), key=rank_of)]
     assert len(optimizer) == (ranks if zero_stage > 0 else 0)
     by_name = dict(engine.module.named_parameters())
     if zero_stage == 0:
-        pieces, step = unsharded(model[0], trained_names(by_name))
+        pieces, count = unsharded(model[0], trained_names(by_name), moments)
     elif zero_stage == 3:
-        pieces, step = sharded_weights(optimizer, model[0]["param_shapes"])
+        pieces, count = sharded_weights(optimizer, model[0]["param_shapes"], moments)
     else:
-        pieces, step = sharded_optimizer(optimizer)
+        pieces, count = sharded_optimizer(optimizer, moments)
 
     def whole(name: str, key: str) -> Tensor:
         return torch.cat([piece[key] for piece in pieces[name]])
 
     install = {0: into_plain, 3: into_sharded_weights}.get(now, into_sharded_optimizer)
-    install(engine.optimizer, by_name, whole, torch.tensor(float(step)))
+    install(engine.optimizer, by_name, whole, moments, count)
     buffers = dict(engine.module.named_buffers())
     for name in buffers.keys() & model[0]["module"].keys():
         buffers[name].copy_(model[0]["module"][name])
@@ -70,40 +73,45 @@ def trained_names(by_name: dict[str, nn.Parameter]) -> list[str]:
 # --- what was written ---
 
 
-def unsharded(model: dict[str, Any], names: list[str]) -> tuple[dict[str, list[Piece]], float]:
+def counted(states: dict[int, dict[str, Any]]) -> Count:
+    """How many steps an optimizer has taken, of the states that it keeps: none where it keeps nothing."""
+    return {STEP: torch.tensor(float(states[0][STEP]))} if STEP in states.get(0, {}) else {}
+
+
+def unsharded(model: dict[str, Any], names: list[str], moments: Moments) -> tuple[dict[str, list[Piece]], Count]:
     """Of ZeRO 0: one file holds everything."""
     state = model["optimizer"]["state"]
     pieces = {
         name: [
-            {MASTER: model["module"][name].flatten(), **{key: state[place][key].flatten() for key in MOMENTS}},
+            {MASTER: model["module"][name].flatten(), **{key: state[place][key].flatten() for key in moments}},
         ]
         for place, name in enumerate(names)
     }
-    return pieces, float(state[0]["step"])
+    return pieces, counted(state)
 
 
-def sharded_optimizer(optimizer: list[dict[str, Any]]) -> tuple[dict[str, list[Piece]], float]:
+def sharded_optimizer(optimizer: list[dict[str, Any]], moments: Moments) -> tuple[dict[str, list[Piece]], Count]:
     """Of ZeRO 1 and 2: all parameters of a group lie one behind the other, and each rank has a stretch of that."""
     pieces: dict[str, list[Piece]] = {}
     for rank in optimizer:
         states, masters = rank["base_optimizer_state"]["state"], rank["single_partition_of_fp32_groups"]
         for group, addresses in enumerate(rank["param_slice_mappings"]):
-            flat = {MASTER: masters[group], **{key: states[group][key] for key in MOMENTS}}
+            flat = {MASTER: masters[group], **{key: states[group][key] for key in moments}}
             for name, address in addresses.items():
                 piece = {key: values.narrow(0, address.start, address.numel) for key, values in flat.items()}
                 pieces.setdefault(name, []).append(piece)
-    return pieces, float(optimizer[0]["base_optimizer_state"]["state"][0]["step"])
+    return pieces, counted(optimizer[0]["base_optimizer_state"]["state"])
 
 
 def sharded_weights(
-    optimizer: list[dict[str, Any]], shapes: list[dict[str, torch.Size]]
-) -> tuple[dict[str, list[Piece]], float]:
+    optimizer: list[dict[str, Any]], shapes: list[dict[str, torch.Size]], moments: Moments
+) -> tuple[dict[str, list[Piece]], Count]:
     """Of ZeRO 3: each rank has a slice of each parameter, all of one length; the last ones are padded."""
     pieces: dict[str, list[Piece]] = {}
     for rank, state in enumerate(optimizer):
         for group, group_shapes in enumerate(shapes):
-            moments = state["optimizer_state_dict"]["state"][group]
-            flat = {MASTER: state["fp32_flat_groups"][group], **{key: moments[key] for key in MOMENTS}}
+            kept = state["optimizer_state_dict"]["state"]
+            flat = {MASTER: state["fp32_flat_groups"][group], **{key: kept[group][key] for key in moments}}
             start = 0
             for name, shape in group_shapes.items():
                 size = -(-shape.numel() // len(optimizer))
@@ -111,35 +119,39 @@ def sharded_weights(
                 piece = {key: values.narrow(0, start, own) for key, values in flat.items()}
                 pieces.setdefault(name, []).append(piece)
                 start += size
-    return pieces, float(optimizer[0]["optimizer_state_dict"]["state"][0]["step"])
+    return pieces, counted(optimizer[0]["optimizer_state_dict"]["state"])
 
 
 # --- where it goes ---
 
 
-def into_plain(optimizer: Any, by_name: dict[str, nn.Parameter], whole: Whole, step: Tensor) -> None:
+def into_plain(optimizer: Any, by_name: dict[str, nn.Parameter], whole: Whole, moments: Moments, count: Count) -> None:
     for name, parameter in trained(by_name):
         parameter.data.copy_(whole(name, MASTER).view_as(parameter))
-        moments = {key: whole(name, key).view_as(parameter).to(parameter.device, copy=True) for key in MOMENTS}
-        optimizer.state[parameter] = {"step": step.clone(), **moments}
+        kept = {key: whole(name, key).view_as(parameter).to(parameter.device, copy=True) for key in moments}
+        optimizer.state[parameter] = copied(count) | kept
 
 
-def into_sharded_optimizer(optimizer: Any, by_name: dict[str, nn.Parameter], whole: Whole, step: Tensor) -> None:
+def into_sharded_optimizer(
+    optimizer: Any, by_name: dict[str, nn.Parameter], whole: Whole, moments: Moments, count: Count
+) -> None:
     for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
-        flat = {MASTER: master.data, **{key: torch.zeros_like(master.data) for key in MOMENTS}}
+        flat = {MASTER: master.data, **{key: torch.zeros_like(master.data) for key in moments}}
         for name, address in optimizer._param_slice_mappings[group].items():
             mine: Any = vars(by_name[name])["_hp_mapping"].lp_fragment_address
             for key, values in flat.items():
                 part = whole(name, key).narrow(0, mine.start, mine.numel)
                 values.narrow(0, address.start, address.numel).copy_(part)
-        optimizer.optimizer.state[master] = {"step": step.clone(), **{key: flat[key] for key in MOMENTS}}
+        optimizer.optimizer.state[master] = copied(count) | {key: flat[key] for key in moments}
     optimizer.update_lp_params()
 
 
-def into_sharded_weights(optimizer: Any, by_name: dict[str, nn.Parameter], whole: Whole, step: Tensor) -> None:
+def into_sharded_weights(
+    optimizer: Any, by_name: dict[str, nn.Parameter], whole: Whole, moments: Moments, count: Count
+) -> None:
     names = {p: name for name, p in by_name.items()}
     for group, master in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-        flat = {MASTER: master.data, **{key: torch.zeros_like(master.data) for key in MOMENTS}}
+        flat = {MASTER: master.data, **{key: torch.zeros_like(master.data) for key in moments}}
         start = 0
         for parameter in group:
             for key, values in flat.items():
@@ -148,8 +160,13 @@ def into_sharded_weights(optimizer: Any, by_name: dict[str, nn.Parameter], whole
             slice_ = take(parameter, whole(names[parameter], MASTER))
             parameter.ds_tensor.narrow(0, 0, slice_.numel()).copy_(slice_)
             start += parameter.ds_tensor.numel()
-        optimizer.optimizer.state[master] = {"step": step.clone(), **{key: flat[key] for key in MOMENTS}}
+        optimizer.optimizer.state[master] = copied(count) | {key: flat[key] for key in moments}
     gather_again([p for _, p in trained(by_name)])
+
+
+def copied(count: Count) -> Count:
+    """For one parameter: torch counts in place."""
+    return {key: value.clone() for key, value in count.items()}
 
 
 def trained(by_name: dict[str, nn.Parameter]) -> Iterator[tuple[str, nn.Parameter]]:

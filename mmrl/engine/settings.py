@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import field_validator, model_validator
 
-from mmrl.settings import Section, option
+from mmrl.settings import Choice, Section, option
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 class ParameterGroup(Section):
@@ -19,12 +23,16 @@ class ParameterGroup(Section):
     )
 
 
-class Optim(Section):
-    """AdamW and its learning rate."""
+class Optim(Choice):
+    """The optimizer and its learning rate. One of one's own gives a class of torch's kind, and says what that keeps."""
 
+    title: ClassVar[str] = "optimizer"
+    kinds: ClassVar[dict[str, str]] = {
+        "adamw": "mmrl.engine.settings:AdamW",
+        "sgd": "mmrl.engine.settings:SGD",
+    }
+    type: str = "adamw"
     lr: float = option(1e-6, "learning rate", gt=0)
-    betas: tuple[float, float] = option((0.9, 0.999), "AdamW's decay rates of the moments")
-    eps: float = option(1e-8, "AdamW's epsilon", gt=0)
     weight_decay: float = option(0.0, "of weights; biases and scales of norms are not decayed", ge=0)
     warmup_steps: int = option(0, "optimizer steps of linear warm-up", unit="optimizer steps", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = option("constant", "learning rate after the warm-up")
@@ -39,6 +47,50 @@ class Optim(Section):
         0, "optimizer steps at the beginning in which only optim.groups learn", unit="optimizer steps", ge=0
     )
 
+    @property
+    @abstractmethod
+    def moments(self) -> tuple[str, ...]:
+        """What the optimizer keeps of a parameter, beside its weights and of their shape, by torch's names: memory is
+        counted for it, and a checkpoint is cut anew for other ranks with it."""
+
+    @abstractmethod
+    def kind(self) -> type[Optimizer]:
+        """A class that is called with groups of parameters, `lr`, and `options`."""
+
+    @property
+    @abstractmethod
+    def options(self) -> dict[str, Any]: ...
+
+    @model_validator(mode="after")
+    def _somebody_learns(self) -> Optim:
+        if self.hold_steps and not self.groups:
+            raise ValueError(f"hold_steps={self.hold_steps} leaves nothing to learn: name optim.groups, such as critic")
+        return self
+
+
+class AdamW(Optim):
+    """The gradient's running mean over the root of that of its square, so that every weight moves by about the rate."""
+
+    equation: ClassVar[str] = "w <- (1 - lr decay) w - lr m / (sqrt(v) + eps), m and v without the bias of their start"
+    source: ClassVar[str] = "Loshchilov and Hutter, arXiv 1711.05101"
+    test: ClassVar[str] = "tests/joints/test_optimizer.py"
+    type: str = "adamw"
+    betas: tuple[float, float] = option((0.9, 0.999), "decay rates of the moments")
+    eps: float = option(1e-8, "added to the root of the second moment", gt=0)
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return "exp_avg", "exp_avg_sq"
+
+    def kind(self) -> type[Optimizer]:
+        from torch.optim import AdamW
+
+        return AdamW
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"betas": self.betas, "eps": self.eps}
+
     @field_validator("betas")
     @classmethod
     def _decays(cls, betas: tuple[float, float]) -> tuple[float, float]:
@@ -46,11 +98,30 @@ class Optim(Section):
             raise ValueError(f"both must be at least 0 and below 1, got {list(betas)}")
         return betas
 
-    @model_validator(mode="after")
-    def _somebody_learns(self) -> Optim:
-        if self.hold_steps and not self.groups:
-            raise ValueError(f"hold_steps={self.hold_steps} leaves nothing to learn: name optim.groups, such as critic")
-        return self
+
+class SGD(Optim):
+    """The gradient itself: without momentum nothing is kept beside the weights. Its learning rates are far above
+    AdamW's."""
+
+    equation: ClassVar[str] = "b <- momentum b + g + decay w, w <- w - lr b"
+    source: ClassVar[str] = "Robbins and Monro 1951; in RL with verifiable rewards arXiv 2602.07729"
+    test: ClassVar[str] = "tests/joints/test_optimizer.py"
+    type: str = "sgd"
+    lr: float = option(0.1, "learning rate", gt=0)
+    momentum: float = option(0.0, "of the running sum of gradients; 0: nothing is kept", ge=0, lt=1)
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum > 0 else ()
+
+    def kind(self) -> type[Optimizer]:
+        from torch.optim import SGD
+
+        return SGD
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"momentum": self.momentum}
 
 
 class EngineSettings(Section):

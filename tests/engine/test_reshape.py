@@ -17,15 +17,16 @@ def go(folder, ranks, *settings):
     return log.read_text()
 
 
-def test_two_ranks_then_one_then_two_and_all_zero_stages(tmp_path):
+@pytest.mark.parametrize("optimizer", [(), ("optim={type: sgd, lr: 1, momentum: 0.5}",), ("optim={type: sgd, lr: 1}",)])
+def test_two_ranks_then_one_then_two_and_all_zero_stages(tmp_path, optimizer):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    go(whole, 1, "steps=8")
-    go(parts, 2, "steps=2", "engine.zero_stage=2")
-    said = go(parts, 1, "steps=4", "engine.zero_stage=3")
+    go(whole, 1, "steps=8", *optimizer)
+    go(parts, 2, "steps=2", "engine.zero_stage=2", *optimizer)
+    said = go(parts, 1, "steps=4", "engine.zero_stage=3", *optimizer)
     assert "engine.zero_stage changes from 2 to 3" in said
-    said = go(parts, 2, "steps=6", "engine.zero_stage=0")
+    said = go(parts, 2, "steps=6", "engine.zero_stage=0", *optimizer)
     assert len(re.findall("resumed from", said)) == 2
-    go(parts, 1, "steps=8", "engine.zero_stage=1")
+    go(parts, 1, "steps=8", "engine.zero_stage=1", *optimizer)
     assert distance(final(whole), final(parts)) < 1e-5  # averages of weights, after eight steps that each moved them
     norms = [[(r["step"], r["grad_norm"]) for r in metrics(run) if "loss" in r] for run in (whole, parts)]
     assert [step for step, _ in norms[1]] == [1, 2, 3, 4, 5, 6, 7, 8]

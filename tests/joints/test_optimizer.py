@@ -9,6 +9,7 @@ from torch import nn
 from mmrl.config import load
 from mmrl.engine import Engine
 from mmrl.engine.deepspeed import parameter_groups
+from mmrl.errors import UserError
 from tests.joints.parts import GIVEN
 
 PPO = ["algorithm={type: ppo}", "rollout={prompts: 2}"]
@@ -111,3 +112,49 @@ def test_the_engine_takes_groups_rates_and_decay_as_they_are_asked_for(alone):
     assert second["body.weight"] == pytest.approx([0.725, 0.725, 0.975, 0.975], abs=1e-6)
     assert second["body.bias"] == second["norm.weight"] == second["norm.bias"] == [1.0, 1.0]
     assert torch.tensor(second["critic.bias"]).tolist() == [1.0]
+
+
+def after(steps, *options):
+    """Weights of `Net`'s body after so many steps whose gradient is (3, 4) for two of its weights and 0 for the others,
+    and the engine."""
+    net = Net()
+    engine = Engine(net, optim(*options), load(GIVEN).engine, total_steps=10)
+    for _ in range(steps):
+        engine.backward(3 * net.body.weight[0, 0] + 4 * net.body.weight[0, 1] + 0.0 * net.body.bias.sum())
+        engine.step()
+    return net.body.weight.detach().flatten().tolist(), engine
+
+
+def test_sgd_goes_against_the_gradient_by_its_size(alone):
+    """1 - 0.1 x 3 and 1 - 0.1 x 4; decay takes 0.1 x 0.5 of every matrix, and nothing of biases."""
+    free = ["optim.lr=0.1", "optim.clip_grad_norm=0"]
+    found, engine = after(1, "optim.type=sgd", *free)
+    assert found == pytest.approx([0.7, 0.6, 1.0, 1.0])
+    assert not any(engine._engine.optimizer.state.values())  # nothing is kept beside the weights
+    assert engine.saved_bytes == 8 * sum(p.numel() for p in engine._engine.module.parameters())
+    found, engine = after(1, "optim.type=sgd", *free, "optim.weight_decay=0.5")
+    assert found == pytest.approx([0.65, 0.55, 0.95, 0.95])
+    assert engine._engine.module.body.bias.tolist() == [1.0, 1.0]
+
+
+def test_sgds_gradient_is_clipped_before_it_is_taken(alone):
+    """Its norm is 5 and may be 1: 1 - 0.1 x 3 / 5 and 1 - 0.1 x 4 / 5."""
+    found, _ = after(1, "optim={type: sgd, lr: 0.1, clip_grad_norm: 1}")
+    assert found == pytest.approx([0.94, 0.92, 1.0, 1.0], abs=1e-6)
+
+
+def test_momentum_adds_what_earlier_gradients_were(alone):
+    """Two equal gradients of 3: 3, then 0.5 x 3 + 3."""
+    found, engine = after(2, "optim={type: sgd, lr: 0.1, momentum: 0.5, clip_grad_norm: 0}")
+    assert found == pytest.approx([1 - 0.1 * (3 + 4.5), 1 - 0.1 * (4 + 6), 1.0, 1.0], abs=1e-6)
+    kept = sum(p.numel() for p in engine._engine.module.parameters())
+    assert engine.saved_bytes == 12 * kept  # weights, the optimizer's own and one moment
+
+
+def test_an_option_of_another_optimizer_is_refused():
+    with pytest.raises(UserError, match="unknown key optim.betas"):
+        optim("optim.type=sgd", "optim.betas=[0.9, 0.9]")
+    with pytest.raises(UserError, match="unknown key optim.momentum"):
+        optim("optim.momentum=0.9")
+    with pytest.raises(UserError, match="use one of adamw, sgd"):
+        optim("optim.type=adam")
