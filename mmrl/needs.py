@@ -48,6 +48,7 @@ OFFERS = {
     "distillation": "a sampler of few steps that is distilled beside it (model.type=few_step_diffusion)",
     "inverse": "pictures that it can read again (model.type=picture_codes)",
     "latents": "latents before each of its decisions (denoising.likelihood.type=chain)",
+    "reference_rollouts": "responses of the reference policy (rollout.generator=transformers)",
     "nodes": "rollouts that share decisions, as leaves of a tree",
 }
 
@@ -82,7 +83,9 @@ class Needs:
     step of candidates that share their state, as `Rollouts.extras["outcomes"]` [rollout, decision]. latents: those
     before each decision, pooled, and their noise level, as `Rollouts.extras["latents"]` [rollout, decision, number].
     inverse: how likely the policy finds the prompt where it sees what it made of it, as `Rollouts.extras["inverse"]`
-    [rollout], a mean over tokens. continuations: what the segments of a response add to the reward that is expected, as
+    [rollout], a mean over tokens. reference_responses: the rewards of a response of the reference policy to each
+    prompt, as `Rollouts.extras["reference_reward"]` [rollout]. continuations: what the segments of a response add to
+    the reward that is expected, as
     `Rollouts.extras[Continuations.name]` [rollout, decision].
     """
 
@@ -103,6 +106,7 @@ class Needs:
     outcomes: bool = False
     latents: bool = False
     inverse: bool = False
+    reference_responses: bool = False
     continuations: tuple[Continuations, ...] = ()
 
     def __or__(self, other: Needs) -> Needs:

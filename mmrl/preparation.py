@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmrl.config import Config
+from mmrl.core.advantages import combined_reward
 from mmrl.core.partition import partition
 from mmrl.engine import Ranks, Shadow, applied
 from mmrl.engine.snapshot import Snapshot
@@ -17,6 +18,7 @@ from mmrl.facts import Batch
 from mmrl.metrics import Metrics
 from mmrl.protocols import Inverting, Latent, Numbered, Policy, Stepwise, Task
 from mmrl.rollouts import Column, DecisionColumn, Replay, Rollouts, Steps
+from mmrl.seeds import reference_seeds
 
 Minibatch = list[Rollouts]  # its micro-batches
 
@@ -72,6 +74,8 @@ class Preparation:
             generator=shuffle,
         )
         self.ask_others(rollouts, [rows for part in parts for rows in part])
+        if self.needs.reference_responses:
+            rollouts.extras["reference_reward"] = Column(self.reference_rewards(rollouts, step))
         if not self.algorithm.by_step:
             self.set_advantages(batch)
         self.algorithm.prepare(batch)
@@ -125,6 +129,20 @@ class Preparation:
             with torch.no_grad(), self.reference.applied():
                 reference = Answers(self.policy, self.engine, rollouts, parts, reference=True)
             rollouts.ref_logp, rollouts.ref_prediction = reference.column("logp"), reference.column("prediction")
+
+    def reference_rewards(self, rollouts: Rollouts, step: int) -> Tensor:
+        """[rollout]: what a response of the reference policy to the same prompt earns; NaN where it is unscored."""
+        assert self.reference is not None
+        groups, member = rollouts.group.unique(return_inverse=True)
+        prompts = [rollouts.samples[int((member == g).nonzero()[0])].prompt for g in range(len(groups))]
+        positions, most = groups.tolist(), self.engine.max(len(groups))
+        asked = [i % len(groups) for i in range(most)]  # ranks may have to generate together
+        with self.reference.applied():
+            seeds = reference_seeds(self.config.seed, [positions[i] for i in asked])
+            made = self.policy.rollout([prompts[i] for i in asked], 1, seeds, step=step)
+        weights = torch.tensor(self.task.reward_weights)
+        earned = combined_reward(self.task.score(made.samples, torch.arange(most)), weights)
+        return earned[member]
 
     def move_reference(self, step: int) -> None:
         """After `step` steps the reference becomes the present policy, or follows it, where a part asks for that."""

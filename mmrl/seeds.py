@@ -16,6 +16,14 @@ def rollout_seeds(seed: int, positions: Sequence[int], group_size: int) -> list[
     ]
 
 
+REFERENCE = 2**32 - 1  # no place in a response; numpy takes a trailing 0 for nothing
+
+
+def reference_seeds(seed: int, positions: Sequence[int]) -> list[int]:
+    """Of one response of the reference policy to each prompt, other than those of its rollouts."""
+    return [int(np.random.SeedSequence([seed, position, 0, REFERENCE]).generate_state(1)[0]) for position in positions]
+
+
 def continuation_seeds(seed: int, position: int, member: int, cut: int, count: int) -> list[int]:
     """Of so many continuations of a rollout after its first `cut` decisions."""
     words = ([seed, position, member, cut, i] for i in range(count))

@@ -56,6 +56,7 @@ class Shaper(Choice):
     title: ClassVar[str] = "advantage shaper"
     kinds: ClassVar[dict[str, str]] = {
         "entropy_bonus": "mmrl.terms.entropy_bonus:EntropyBonus",
+        "advantage_momentum": "mmrl.terms.advantage_momentum:AdvantageMomentum",
         "token_baseline": "mmrl.terms.token_baseline:TokenBaseline",
         "turn_returns": "mmrl.terms.turn_returns:TurnReturns",
         "step_gains": "mmrl.terms.step_gains:StepGains",

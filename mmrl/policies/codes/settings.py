@@ -101,6 +101,7 @@ class CodeModel(ModelSettings):
             "reference_ratio",
             "views",
             "inverse",
+            "reference_rollouts",
         }
         assert isinstance(config.rollout, CodeLimits)
         if config.rollout.reasoning_length:

@@ -219,7 +219,9 @@ class DiffusionModel(ModelSettings):
             return Capabilities(f"model.type={self.type}", frozenset({"matching", "reference_ratio"}))
         assert isinstance(denoising, Denoising)
         likelihood = denoising.likelihood
-        return Capabilities(f"denoising.likelihood.type={likelihood.type}", likelihood.offers | {"views"})
+        return Capabilities(
+            f"denoising.likelihood.type={likelihood.type}", likelihood.offers | {"views", "reference_rollouts"}
+        )
 
     def check(self, config: Config) -> None:
         denoising = config.section("denoising")

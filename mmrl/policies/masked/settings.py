@@ -364,7 +364,7 @@ class TokenDiffusionModel(ModelSettings):
 
     def capabilities(self, config: Config) -> Capabilities:
         offers = {"entropy", "square_sum", "tokens", "text", "numbers", "single_sample_kl", "views"}
-        offers |= {"reference_ratio", "distribution"}
+        offers |= {"reference_ratio", "distribution", "reference_rollouts"}
         return Capabilities(f"model.type={self.type}", frozenset(offers))
 
 

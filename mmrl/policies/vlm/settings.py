@@ -93,6 +93,8 @@ class VisionLanguageModel(ModelSettings):
         sampling = config.rollout
         if isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator):
             offers |= {"drafts"}
+        else:
+            offers |= {"reference_rollouts"}
         if isinstance(sampling, TokenSampling) and sampling.segment is not None:
             offers |= {"segments"}
         if not (config.generator is not None and config.generator.steps_ahead):  # the engine is busy with the next step
