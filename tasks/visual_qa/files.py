@@ -6,6 +6,7 @@ import logging
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,11 @@ class FileSource(RowSource):
         self,
         path: str | Path,
         *,
-        image_field: str = "images",
+        image_field: str | Sequence[str] = "images",
         problem_field: str = "problem",
         answer_field: str = "answer",
         video_field: str = "videos",
+        options_field: str | None = None,
         max_frames: int = MAX_FRAMES,
         image_root: str | Path | None = None,
         max_pixels: int = MAX_PIXELS,
@@ -61,7 +63,9 @@ class FileSource(RowSource):
         path = Path(path)
         root = path.parent if image_root is None else Path(image_root)
         pictures = Pictures(root, max_pixels)
-        fields = Fields(image_field, problem_field, answer_field, video_field, pictures, max_frames)
+        fields = Fields.named(
+            image_field, problem_field, answer_field, video_field, options_field, pictures, max_frames
+        )
         super().__init__(
             file_rows(path, parquet_gib),
             fields,

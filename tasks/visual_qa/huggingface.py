@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ class HuggingFaceSource(RowSource):
         name: str,
         split: str = "train",
         *,
-        image_field: str = "images",
+        image_field: str | Sequence[str] = "images",
         problem_field: str = "problem",
         answer_field: str = "answer",
         video_field: str = "videos",
+        options_field: str | None = None,
         max_frames: int = MAX_FRAMES,
         image_root: str | Path | None = None,
         max_pixels: int = MAX_PIXELS,
@@ -43,7 +44,7 @@ class HuggingFaceSource(RowSource):
         pictures = Pictures(root, max_pixels, absolute=True)
         super().__init__(
             split_rows(name, split, options or {}),
-            Fields(image_field, problem_field, answer_field, video_field, pictures, max_frames),
+            Fields.named(image_field, problem_field, answer_field, video_field, options_field, pictures, max_frames),
             name=f"{name} ({split})",
             prefix=name,
             max_bad_share=max_bad_share,

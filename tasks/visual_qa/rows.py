@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from mmrl.tasks.visual_qa import verdicts
 from mmrl.tasks.visual_qa.bounds import MAX_FRAMES
+from mmrl.tasks.visual_qa.choices import Columns
 from mmrl.tasks.visual_qa.clip_files import ClipFiles
 from mmrl.tasks.visual_qa.pictures import Pictures
 
@@ -22,6 +23,7 @@ from mmrl.records import RowError, check_finite, check_value
 from mmrl.rollouts import Prompt
 
 MARKER, CLIP_MARKER = "<image>", "<video>"
+IMAGES = "images"  # the field of the pictures, unless another is named
 SHOWN = 5  # bad rows in an error
 CHECKED_AT_ONCE = 256  # rows, by one thread
 THREADS = 8  # that wait for disks
@@ -42,15 +44,33 @@ class Fields:
 
     The fields of pictures and of clips may be absent or empty, one, or a list of them; see `Pictures` and `ClipFiles`
     for what they are. A row without one that has a field of nearly the same name is refused: it would be a question
-    without the picture it is about. Of a clip `max_frames` are kept, evenly spaced.
+    without the picture it is about. Of a clip `max_frames` are kept, evenly spaced. columns: further ones that question
+    and pictures are made of.
     """
 
-    images: str = "images"
+    images: str = IMAGES
     problem: str = "problem"
     answer: str = "answer"
     videos: str = "videos"
     pictures: Pictures = Pictures()
     max_frames: int = MAX_FRAMES
+    columns: Columns = Columns()
+
+    @classmethod
+    def named(
+        cls,
+        images: str | Sequence[str],
+        problem: str,
+        answer: str,
+        videos: str,
+        options: str | None,
+        pictures: Pictures,
+        max_frames: int,
+    ) -> Fields:
+        """images: the column of the pictures, or several of one picture each; options: that of a question's options."""
+        several = () if isinstance(images, str) else tuple(images)
+        joined = images if isinstance(images, str) else IMAGES
+        return cls(joined, problem, answer, videos, pictures, max_frames, Columns(options, several))
 
     def prompt(self, row: Any, prompt_id: str) -> Prompt:
         """The prompt of a row, its pictures decoded to RGB; what the row holds besides goes to metadata.
@@ -76,7 +96,7 @@ class Fields:
 
     @property
     def _used(self) -> tuple[str, ...]:
-        return (self.images, self.videos, self.problem, self.answer)
+        return (self.images, self.videos, self.problem, self.answer, *self.columns.used)
 
     def _checked(self, row: Any) -> tuple[str, Any, list[Any], list[Any]]:
         if not isinstance(row, Mapping):
@@ -84,6 +104,7 @@ class Fields:
         for key, value in row.items():
             check_value(key, str(key))
             check_value(value, str(key))
+        row = self.columns.joined(row, self.problem, self.images, self.answer)
         problem = self._filled(row, self.problem, "problem_field")
         answer = self._filled(row, self.answer, "answer_field")
         if not isinstance(problem, str):

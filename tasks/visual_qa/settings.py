@@ -176,7 +176,10 @@ class NamedPicturesData(Questions):
 class Rows(Questions):
     """Rows of the user's."""
 
-    image_field: str = option("images", "column of the pictures")
+    image_field: str | list[str] = option("images", "column of the pictures, or columns of one picture each")
+    options_field: str | None = option(
+        None, "column of a question's options: a list, a mapping by letter, or the text of a list; they are appended"
+    )
     problem_field: str = option("problem", "column of the question")
     answer_field: str = option("answer", "column of the answer")
     video_field: str = option("videos", "column of the clips")
@@ -194,6 +197,7 @@ class Rows(Questions):
     def _reading(self) -> dict[str, Any]:
         return {
             "image_field": self.image_field,
+            "options_field": self.options_field,
             "problem_field": self.problem_field,
             "answer_field": self.answer_field,
             "video_field": self.video_field,

@@ -501,3 +501,77 @@ def test_huggingface_without_datasets(monkeypatch):
         match=r"task.data.type=huggingface needs the package datasets: pip install -e '.\[huggingface\]'",
     ):
         HuggingFaceSource("anything")
+
+
+# --- questions whose options and pictures are in columns of their own ---
+
+
+def asked(tmp_path, row, **fields):
+    """The prompt of a row whose pictures are colours."""
+    for name in ("one", "two", "three"):
+        Image.new("RGB", (5, 4), ("one", "two", "three").index(name) * 40).save(tmp_path / f"{name}.png")
+    options = {"image_field": ["image_1", "image_2", "image_3"], "options_field": "options", **fields}
+    return FileSource(write_jsonl(tmp_path, [row]), **options)[0]
+
+
+MMMU = {
+    "problem": "Which of <image 2> and <image 1> is darker?",
+    "options": "['the first', \"the second's\", '<image 3>']",
+    "answer": "B",
+    "image_1": "one.png",
+    "image_2": "two.png",
+    "image_3": "three.png",
+    "subfield": "light",
+}
+
+
+def test_options_and_numbered_pictures_become_a_question(tmp_path):
+    """As MMMU has them: a text of a list, and pictures that texts name by number, in whatever order."""
+    prompt = asked(tmp_path, MMMU)
+    assert prompt.text == ("Which of <image> and <image> is darker?\nA. the first\nB. the second's\nC. <image>")
+    assert red(prompt) == [40, 0, 80] and prompt.answer == "B"
+    assert prompt.metadata == {"subfield": "light"}
+
+
+def test_pictures_that_no_text_names_come_first(tmp_path):
+    row = MMMU | {"problem": "Is it darker than <image 2>?", "options": ["yes", "no"], "image_3": None}
+    prompt = asked(tmp_path, row)
+    assert prompt.text == "<image>Is it darker than <image>?\nA. yes\nB. no" and red(prompt) == [0, 40]
+    plain = asked(tmp_path, row | {"problem": "Darker?"})
+    assert plain.text == "Darker?\nA. yes\nB. no" and red(plain) == [0, 40]
+
+
+def test_a_number_is_the_place_of_an_option(tmp_path):
+    """As ScienceQA has them; letters of a mapping are kept, and a question without options is as it was."""
+    row = {"problem": "Which?", "options": ["cat", "dog"], "answer": 1, "image_1": "one.png"}
+    assert asked(tmp_path, row).answer == "B"
+    assert asked(tmp_path, row | {"answer": 0}).answer == "A"
+    lettered = asked(tmp_path, row | {"options": {"x": "cat", "y": "dog", "z": None}, "answer": "y"})
+    assert lettered.text == "Which?\nx. cat\ny. dog" and lettered.answer == "y"
+    for none in (None, "", "[]", []):
+        free = asked(tmp_path, row | {"options": none, "answer": 7})
+        assert (free.text, free.answer) == ("Which?", 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"problem": "<image 3>?", "image_3": None}, "the question names <image 3>, and the row has no such picture"),
+        ({"options": "['a'"}, "field 'options' is a text that is no list of options"),
+        ({"options": "7"}, "field 'options' must be a list of at most 26 options"),
+        ({"options": ["a"] * 27}, "at most 26 options"),
+        ({"options": ["a", "b"], "answer": 2}, "field 'answer' is 2, and there are 2 options, counted from 0"),
+    ],
+)
+def test_options_that_can_not_be_used_are_named(tmp_path, change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        asked(tmp_path, MMMU | change)
+
+
+def test_the_keys_of_options_reach_the_files(tmp_path):
+    asked(tmp_path, MMMU)
+    columns = "options_field: options, image_field: [image_1, image_2, image_3]"
+    data = f"task.data={{type: files, eval: {tmp_path}/questions.jsonl, {columns}}}"
+    config = load(ROOT / "configs/visual_qa_geometry3k.yaml", [data, "model.path=x"])
+    prompt = config.task.build(0).evaluation[0]
+    assert "B. the second's\nC. <image>\n" in prompt.text and red(prompt) == [40, 0, 80]
