@@ -59,8 +59,8 @@ def hold_out(prompts: list[Prompt], share: float) -> tuple[list[Prompt], list[Pr
         sides[int.from_bytes(digest[:8], "big") < share * 2**64].append(prompt)
     if not all(sides):
         raise ValueError(
-            f"task.data.heldout={share:g} leaves {len(sides[0])} prompts to train on and {len(sides[1])} held out; both "
-            "need some: change it, or name a file of held-out prompts in task.data.eval"
+            f"task.data.heldout={share:g} leaves {len(sides[0])} prompts to train on and {len(sides[1])} held out; "
+            "both need some: change it, or name a file of held-out prompts in task.data.eval"
         )
     return sides
 

@@ -1,0 +1,61 @@
+"""Faults of what was added to the catalogue last: optimizers, and gains over the reference policy. A name, a file, a
+text that it holds once, what takes its place, and the tests that could notice."""
+
+from __future__ import annotations
+
+SGD = ("joints/test_optimizer.py",)
+RESHAPE = ("engine/test_reshape.py",)
+COLUMNS = ("tasks/test_sources.py",)
+FINDINGS = ("rewards/test_findings.py",)
+MOMENTUM = ("joints/test_advantage_momentum.py",)
+C, F = "tasks/visual_qa/choices.py", "mmrl/rewards/findings.py"
+E, R, M, P = (
+    "mmrl/engine/settings.py",
+    "mmrl/engine/reshape.py",
+    "mmrl/terms/advantage_momentum.py",
+    "mmrl/preparation.py",
+)
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("sgd: its momentum is not told", E, 'return {"momentum": self.momentum}', "return {}", SGD),
+    ("sgd: a moment is counted that it has not", E, 'if self.momentum > 0 else ()', 'if self.momentum >= 0 else ()',
+     SGD),
+    ("optimizer: options are not taken", "mmrl/engine/deepspeed.py", "clip_grad_norm=own_clip, **optim.options)",
+     "clip_grad_norm=own_clip)", SGD),
+    ("optimizer: the gradient is not clipped", "mmrl/engine/deepspeed.py", "            if self.clip_grad_norm > 0:\n",
+     "            if self.clip_grad_norm > 9:\n", SGD),
+    ("reshape: moments begin anew under ZeRO 3", R, "part = take(parameter, whole(names[parameter], key))",
+     "part = take(parameter, whole(names[parameter], key)) * (key == MASTER)", RESHAPE),
+    ("advantage_momentum: the sign is turned", M, 'batch.mine(batch.combined()) - batch.column("reference_reward")',
+     'batch.column("reference_reward") - batch.mine(batch.combined())', MOMENTUM),
+    ("advantage_momentum: the bounds are exchanged", M, "clamp(-self.low, self.high)", "clamp(-self.high, self.low)",
+     MOMENTUM),
+    ("advantage_momentum: what is not scored counts as 0 beside what is", M, "gain = ahead.clamp(",
+     "gain = (batch.mine(batch.combined()).nan_to_num(0.0) - batch.column('reference_reward').nan_to_num(0.0)).clamp(",
+     MOMENTUM),
+    ("advantage_momentum: the present policy answers", P,
+     "        with self.reference.applied():\n            seeds", "        if self.reference:\n            seeds",
+     MOMENTUM),
+    ("advantage_momentum: it answers with the seeds of rollouts", "mmrl/seeds.py",
+     "SeedSequence([seed, position, 0, REFERENCE])", "SeedSequence([seed, position, 0])", MOMENTUM),
+    ("advantage_momentum: every rollout has the first group's", P, "return earned[member]", "return earned[0 * member]",
+     MOMENTUM),
+    ("options: they are not appended", C, 'found[problem] = "\n".join(', 'found["kept"] = "\n".join(', COLUMNS),
+    ("options: a number counts from 1", C, "return letters[place]", "return letters[place - 1]", COLUMNS),
+    ("options: pictures stay in the order of their columns", C, "[there[place] for place in (*first, *named)]",
+     "[there[place] for place in sorted((*first, *named))]", COLUMNS),
+    ("options: pictures that no text names come last", C, 'text = "<image>" * len(first) + text',
+     'text = text + "<image>" * len(first)', COLUMNS),
+    ("options: the key is not told to the files", "tasks/visual_qa/settings.py",
+     '"options_field": self.options_field,', '"options_field": None,', COLUMNS),
+    ("findings_named: what is invented costs nothing", F,
+     "(len(wanted) + sum(says(text, phrase) for phrase in unwanted))", "len(wanted)", FINDINGS),
+    ("findings_named: the answer counts as reasoning", F, "[sample.response] if everywhere else",
+     "[sample.response] if True else", FINDINGS),
+    ("findings_named: parts of words are found", F, r"(?<!\w){re.escape(plain(str(way)))}(?!\w)",
+     r"{re.escape(plain(str(way)))}", FINDINGS),
+    ("findings_named: a prompt without a report earns 0", F, "            return None\n        thoughts",
+     "            return 0.0\n        thoughts", FINDINGS),
+]
+# fmt: on
