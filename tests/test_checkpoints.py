@@ -13,6 +13,7 @@ from torch import nn
 
 from mmrl import checkpoints
 from mmrl.checkpoints import files
+from mmrl.checkpoints.training import differences
 from mmrl.checkpoints.writing import copied
 from mmrl.errors import UserError
 from tests.engine.parts import Fixed, make, release, spread, train
@@ -232,3 +233,9 @@ def test_resume_refuses_what_it_can_not_continue(tmp_path):
     trainer.resume()
     assert trainer.step == 1
     release(trainer)
+
+
+def test_a_run_that_is_older_than_the_choice_of_optimizers_goes_on():
+    older, now = {"optim": {"lr": 0.1}}, {"optim": {"type": "adamw", "lr": 0.1}}
+    assert differences(older, now, set()) == {}
+    assert differences(older, {"optim": {"type": "sgd", "lr": 0.1}}, set()) == {"optim.type": ("adamw", "sgd")}

@@ -30,6 +30,7 @@ BESIDE_TRAINING = {
 }
 # What a run may go on with changed: it is told to when it diverges, or is to be longer.
 MAY_CHANGE = BESIDE_TRAINING | {"steps", "optim.lr"}
+BEFORE = {"optim.type": "adamw"}  # of runs that are older than the key
 WORTH_SAYING = {"optim.lr", "engine.zero_stage", "engine.offload", "engine.micro_batch"}
 
 
@@ -41,7 +42,7 @@ def digest(config: Tree) -> str:
 
 def differences(before: Tree, now: Tree, free: set[str]) -> dict[str, tuple[Any, Any]]:
     """Values before and now of the keys that differ, but for those that are free."""
-    old, new = dict(leaves(before)), dict(leaves(now))
+    old, new = BEFORE | dict(leaves(before)), BEFORE | dict(leaves(now))
     keys = [key for key in sorted({*old, *new}) if not _under(key, free)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 

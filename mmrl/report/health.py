@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import mean, median
 
+from mmrl.report.changes import turn
 from mmrl.report.records import RunRecord, Series
 
 GOOD, WARNING, BAD = "good", "warning", "bad"
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}  # the ratio's gap that rounding alone can make
 FEW = 4  # values, below which nothing is said of a course
+FAR = 0.1  # of an engine's log-probabilities from the trained model's, in nats a token: more than rounding makes
 
 
 @dataclass(frozen=True)
@@ -172,14 +174,19 @@ def clipped(run: RunRecord) -> Iterator[Finding]:
 def stale_engine(run: RunRecord) -> Iterator[Finding]:
     gap = run.series("correction/logp_gap")
     if len(gap.finite) >= FEW:
-        early, late = median(gap.early), median(gap.late)
+        early, late, change = median(gap.early), median(gap.late), turn(gap, factors=True)
+        turned = change is not None and change.factor > 3 and change.after > 0.02
+        drifts = late > 3 * early and late > 0.02
+        course = f"{early:.3g} in the first quarter of the steps, {late:.3g} in the last"
+        if not drifts and turned and change is not None:
+            course = f"{change.before:.3g} before step {change.step}, {change.after:.3g} from then on"
         yield judged(
             "Engine that samples",
-            late > 3 * early and late > 0.02,
+            drifts or turned or late > FAR,
             f"Its log-probabilities are {late:.3g} from the trained model's in the last quarter, and "
             f"{early:.3g} in the first.",
-            f"Its log-probabilities drift from the trained model's: {early:.3g} in the first quarter of the steps, "
-            f"{late:.3g} in the last. It looks as if it still had older weights.",
+            f"Its log-probabilities are away from the trained model's: {course}. It looks as if it still had older "
+            "weights.",
             "A stale engine: look at generation/probe_gap and at generation/staleness; allow fewer steps ahead, set "
             "model.dtype=float32, or rollout.generator=transformers.",
             gap.name,
@@ -236,20 +243,22 @@ def gradient(run: RunRecord) -> Iterator[Finding]:
     known = [value for value in norm.finite if value > 0]
     if len(known) < FEW:
         return
-    usual, late = median(known), [value for value in norm.late if value > 0]
-    grown = bool(late) and median(late) > 10 * median([value for value in norm.early if value > 0] or [math.inf])
+    usual, change = median(known), turn(norm, factors=True)
+    early, late = ([value for value in part if value > 0] for part in (norm.early, norm.late))
+    turned = change is not None and change.factor > 10
+    grown = turned or (bool(early and late) and median(late) > 10 * median(early))
     peaks = [s for s, v in zip(norm.steps, norm.values, strict=True) if not v <= 30 * usual]
     if grown or peaks:
-        where = (
-            f"it jumped to {max(known):.3g} at step {peaks[0]}"
-            if peaks
-            else f"in the last quarter it is {median(late):.3g}"
-        )
-        first = median([value for value in norm.early if value > 0] or [0.0])
+        if turned and change is not None:
+            course = f"its norm was {change.before:.3g} before step {change.step}, and {change.after:.3g} from then on"
+        elif grown:
+            course = f"its norm was {median(early):.3g} in the first quarter, and {median(late):.3g} in the last"
+        else:
+            course = f"its norm is {usual:.3g} as a rule, and it jumped to {max(known):.3g} at step {peaks[0]}"
         yield Finding(
             "Gradient",
             BAD if grown else WARNING,
-            f"The gradient explodes: its norm was {first:.3g} in the first quarter, and {where}.",
+            f"The gradient explodes: {course}.",
             "Lower optim.lr, set optim.clip_grad_norm, or raise optim.warmup_steps; look at the rollouts of the step "
             "in the galleries.",
             (norm.name,),
@@ -329,12 +338,19 @@ def guards(run: RunRecord) -> Iterator[Finding]:
     up = [name for name in run.names if name.startswith("reward/") and risen(run.series(name))]
     gamut = run.series("guard/out_of_gamut")
     if len(gamut.finite) >= FEW:
-        early, late = mean(gamut.early), mean(gamut.late)
+        early, late, change = mean(gamut.early), mean(gamut.late), turn(gamut)
+        course = f"{late:.0%} of the pixel values are beyond what a viewer can show, {early:.0%} in the first quarter"
+        turned = change is not None and change.after > change.before + 0.25
+        if turned and change is not None:
+            course = (
+                f"{change.after:.0%} of the pixel values are beyond what a viewer can show from step {change.step} on, "
+                f"{change.before:.0%} before"
+            )
         yield judged(
             "Out of gamut",
-            late > early + 0.25 or late > 0.8,
+            turned or late > early + 0.25 or late > 0.8,
             f"{late:.0%} of the pixel values are beyond what a viewer can show, {early:.0%} in the first quarter.",
-            f"{late:.0%} of the pixel values are beyond what a viewer can show, {early:.0%} in the first quarter"
+            f"{course}"
             f"{', while ' + ', '.join(up) + ' rises' if up else ''}: the reward is hacked with values that nobody can "
             "see.",
             "Add a kl term, lower optim.lr, or stop at an earlier checkpoint; look at the pictures before and after.",

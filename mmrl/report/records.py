@@ -113,15 +113,18 @@ def read_run(folder: str | Path) -> RunRecord:
         raise UserError(f"{folder} is no run directory: there is no such folder")
     problems: list[str] = []
     config_text = _text(folder / "config.yaml", problems)
-    config = _mapping(folder / "config.yaml", lambda: yaml.safe_load(config_text), config_text, problems)
+    config = _mapping(folder / "config.yaml", lambda: yaml.safe_load(config_text or ""), config_text, problems)
     versions_text = _text(folder / "versions.json", problems)
-    versions = _mapping(folder / "versions.json", lambda: json.loads(versions_text), versions_text, problems)
+    versions = _mapping(folder / "versions.json", lambda: json.loads(versions_text or ""), versions_text, problems)
     rows, evaluations = _metrics(folder / "metrics.jsonl", problems)
-    ending = _ending(folder, rows, evaluations, config)
+    ending = _ending(folder, rows, evaluations, config, problems)
+    steps, last = config.get("steps"), max((int(row["step"]) for row in rows), default=0)
+    if ending.state == "finished" and isinstance(steps, int) and rows and last < steps:
+        problems.append(f"metrics.jsonl breaks off at step {last}, though the run reached its end, step {steps}.")
     if bad := sorted(path.name for path in folder.glob("bad-step-*.jsonl")):
         problems.append(f"Updates were skipped; their rollouts are in {', '.join(bad[:3])}{', ...' * (len(bad) > 3)}.")
     told = {str(name): str(version) for name, version in versions.items()}
-    return RunRecord(folder, config, config_text, told, rows, evaluations, ending, problems)
+    return RunRecord(folder, config, config_text or "", told, rows, evaluations, ending, problems)
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
@@ -134,17 +137,20 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     return row if whole else None
 
 
-def _text(path: Path, problems: list[str]) -> str:
+def _text(path: Path, problems: list[str]) -> str | None:
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         why = "is missing" if isinstance(error, FileNotFoundError) else f"can not be read ({error})"
         problems.append(f"{path.name} {why}.")
-        return ""
+        return None
 
 
-def _mapping(path: Path, read: Any, text: str, problems: list[str]) -> dict[str, Any]:
-    if not text:
+def _mapping(path: Path, read: Any, text: str | None, problems: list[str]) -> dict[str, Any]:
+    if text is None:
+        return {}
+    if not text.strip():
+        problems.append(f"{path.name} is empty.")
         return {}
     try:
         found = read()
@@ -186,7 +192,9 @@ def _metrics(path: Path, problems: list[str]) -> tuple[list[Row], list[Row]]:
     return rows, evaluations
 
 
-def _ending(folder: Path, rows: list[Row], evaluations: list[Row], config: dict[str, Any]) -> Ending:
+def _ending(
+    folder: Path, rows: list[Row], evaluations: list[Row], config: dict[str, Any], problems: list[str]
+) -> Ending:
     step = int(max((row["step"] for row in [*rows, *evaluations]), default=0))
     steps = config.get("steps")
     reached = f"step {step}" + (f" of {steps}" if isinstance(steps, int) else "")
@@ -197,7 +205,10 @@ def _ending(folder: Path, rows: list[Row], evaluations: list[Row], config: dict[
     if owner and owner.get("host") != lock.me()["host"]:
         ago = f", {told_time(time.time() - rows[-1]['time'])} ago" if rows and "time" in rows[-1] else ""
         return Ending("unknown", f"It may be running on another host ({who}); the last it logged is {reached}{ago}.")
-    if said := _json(folder / END):
+    said = _json(folder / END)
+    if not said and (folder / END).exists():
+        problems.append(f"{END} is damaged: how the run ended is read from what else there is.")
+    if said:
         return Ending(str(said.get("state", "unknown")), str(said.get("sentence", "")))
     if ended := _json(folder / "final" / WEIGHTS):
         return Ending("finished", f"It reached its end at step {ended.get('step', step)}.")

@@ -13,10 +13,11 @@ import yaml
 
 from mmrl.errors import UserError
 from mmrl.report import lock
+from mmrl.report.changes import places, turn
 from mmrl.report.galleries import data_url, galleries, ranked
 from mmrl.report.health import examine
 from mmrl.report.page import differences, paragraph, report_html
-from mmrl.report.records import read_run, told_time
+from mmrl.report.records import Series, read_run, told_time
 from mmrl.report.run import Run, write_samples
 from mmrl.rollouts import Conversation, Episode, Message, Prompt, Sample, Turn
 from tests.report.made import CONFIG, evaluations, healthy, write_run
@@ -173,6 +174,59 @@ def test_an_injected_fault_is_named_and_nothing_else(tmp_path, rows, metric, wor
     assert f'<div class="finding {verdict}">' in page and found[0].name in page
 
 
+@pytest.mark.parametrize("steps", [40, 400])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize(
+    ("metric", "before", "after", "word"),
+    [
+        ("guard/out_of_gamut", 0.3, 0.9, r"90% of the pixel values .* from step (\d+)"),
+        ("correction/logp_gap", 1e-4, 0.3, "older weights"),
+        ("grad_norm", 1.5, 20.0, r"1.5 before step (\d+), and 20 from then on"),
+    ],
+)
+def test_a_fault_is_named_whenever_it_begins(tmp_path, steps, share, metric, before, after, word):
+    first, rows = int(steps * share), healthy(steps)
+    for row in rows:
+        row[metric] = before if row["step"] < first else after
+    (found,) = [finding for finding in wrong(tmp_path, rows) if metric in finding.metrics]
+    assert found.verdict == "bad"
+    told = re.search(word, found.sentence)
+    assert told, found.sentence
+    assert all(abs(int(step) - first) <= steps / 48 for step in told.groups())
+
+
+def test_an_engine_that_was_never_right_is_named(tmp_path):
+    """It does not drift, and it is further away than rounding makes."""
+    (found,) = wrong(tmp_path / "far", changed(correction__logp_gap=lambda s: 0.3))
+    assert found.metrics == ("correction/logp_gap",) and found.verdict == "bad"
+    assert wrong(tmp_path / "near", changed(correction__logp_gap=lambda s: 0.015)) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_no_change(tmp_path, seed):
+    """Gradients, gaps and shares that vary by a factor of a few from step to step, without a course."""
+    rng, rows = np.random.default_rng(seed), healthy(int(12 * 3 ** (seed % 4)))
+    for row in rows:
+        row["grad_norm"] = float(rng.lognormal(0, 0.8))
+        row["correction/logp_gap"] = float(rng.lognormal(-6, 0.8))
+        row["guard/out_of_gamut"] = float(rng.beta(6, 14))
+    names = {metric for finding in wrong(tmp_path, rows) for metric in finding.metrics}
+    assert not names & {"correction/logp_gap", "guard/out_of_gamut"}
+    assert not [f for f in wrong(tmp_path, rows) if "grad_norm" in f.metrics and f.verdict == "bad"]
+
+
+def test_changes_are_looked_for_near_both_ends_and_between():
+    assert places(5) == [] and places(6) == [3] and places(9) == [3, 4, 5, 6]
+    many = places(10_000)
+    assert many[:3] == [3, 4, 5] and many[-1] == 9997 and 50 < len(many) < 70
+    values = [1.0, math.nan, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0]
+    found = turn(Series("x", list(range(1, 9)), values))
+    assert (found.before, found.after, found.step) == (1.0, 5.0, 5)
+    assert turn(Series("x", [1, 2, 3], [1.0, 2.0, 3.0])) is None
+    found = turn(Series("x", list(range(1, 10)), [0.0, 1e-4, 1e-4, 1e-4, 3e-4, 1.0, 1.0, 1.0, 2.0]), factors=True)
+    assert found.step == 6 and found.factor == pytest.approx(1e4) and found.after == pytest.approx(1.0)
+
+
 def test_a_gain_within_chance_and_a_loss_beside_a_rising_reward(tmp_path):
     found = wrong(tmp_path / "a", healthy(), evaluations((0, 0.2), (40, 0.25)))
     assert [f.name for f in found] == ["Held-out accuracy"] and "+0.0500" in found[0].sentence
@@ -291,8 +345,27 @@ def test_a_damaged_run_says_what_is_damaged(tmp_path):
     assert "configuration can not be read" in report_html([found])
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("config.yaml", "", "config.yaml is empty."),
+        ("versions.json", " \n", "versions.json is empty."),
+        ("end.json", "", "end.json is damaged: how the run ended is read from what else there is."),
+        ("end.json", '{"state": "fini', "end.json is damaged: how the run ended is read from what else there is."),
+        ("metrics.jsonl", None, "metrics.jsonl breaks off at step 20, though the run reached its end, step 40."),
+    ],
+)
+def test_each_file_that_is_damaged_is_named(tmp_path, file, content, told):
+    folder = write_run(tmp_path, healthy())
+    assert read_run(folder).problems == []
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / file).write_text("".join(lines[:21]) + lines[21][:30] if content is None else content)
+    found = read_run(folder)
+    assert found.problems == [told] and told in report_html([found])
+
+
 def test_a_line_in_the_making_is_no_damage(tmp_path):
-    folder = write_run(tmp_path, healthy(3), [])
+    folder = write_run(tmp_path, healthy(3), [], end=None)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
     assert read_run(folder).problems == [] and read_run(folder).step == 3
