@@ -1,4 +1,4 @@
-"""Faults of what was added to the catalogue last: optimizers, and gains over the reference policy. A name, a file, a
+"""Faults of optimizers, gains over the reference policy, options of questions and worlds over turns. A name, a file, a
 text that it holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ SGD = ("joints/test_optimizer.py",)
 RESHAPE = ("engine/test_reshape.py",)
 COLUMNS = ("tasks/test_sources.py",)
 FINDINGS = ("rewards/test_findings.py",)
+GAMES, REPORT = ("sims/test_games.py",), ("report/test_report.py",)
 MOMENTUM = ("joints/test_advantage_momentum.py",)
 C, F = "tasks/visual_qa/choices.py", "mmrl/rewards/findings.py"
 E, R, M, P = (
@@ -41,7 +42,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "SeedSequence([seed, position, 0, REFERENCE])", "SeedSequence([seed, position, 0])", MOMENTUM),
     ("advantage_momentum: every rollout has the first group's", P, "return earned[member]", "return earned[0 * member]",
      MOMENTUM),
-    ("options: they are not appended", C, 'found[problem] = "\n".join(', 'found["kept"] = "\n".join(', COLUMNS),
+    ("options: they are not appended", C, "for letter, text in offered.items())", "for letter, text in ())", COLUMNS),
     ("options: a number counts from 1", C, "return letters[place]", "return letters[place - 1]", COLUMNS),
     ("options: pictures stay in the order of their columns", C, "[there[place] for place in (*first, *named)]",
      "[there[place] for place in sorted((*first, *named))]", COLUMNS),
@@ -57,5 +58,23 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      r"{re.escape(plain(str(way)))}", FINDINGS),
     ("findings_named: a prompt without a report earns 0", F, "            return None\n        thoughts",
      "            return 0.0\n        thoughts", FINDINGS),
+    # --- worlds over turns, and what a report names ---
+    ("gymnasium turns: render() is asked for though a picture is seen", "sims/turns/gymnasium.py",
+     "if self.picture is None and not observed(", "if self.picture is None and observed(", GAMES),
+    ("gymnasium turns: a key that there is not is found out in the first game", "sims/turns/gymnasium.py",
+     "self.picture is not None and self.picture not in keys", "self.picture is not None and False", GAMES),
+    ("gymnasium turns: an expert's game has no limit", "sims/turns/gymnasium.py",
+     "while not over and len(said) < settings.limits.max_turns:", "while not over:", GAMES),
+    ("turns: a batch that was lost has nothing to score", "mmrl/policies/vlm/scorer.py",
+     "silent = len(targets) == 0", "silent = False", ("policies/test_turns.py",)),
+    ("prompts of pictures: a column of the user's makes them edits", "tasks/image_generation/task.py",
+     "if self._edits:", 'if all("wanted" in s.prompt.metadata for s in samples):', ("tasks/test_image_edits.py",)),
+    ("health: changes are not looked for next to the ends", "mmrl/report/changes.py", "in ends | between if",
+     "in between - ends if", REPORT),
+    ("health: factors are differences", "mmrl/report/changes.py", "    if factors:\n", "    if False:\n", REPORT),
+    ("report: a run that breaks off is whole", "mmrl/report/records.py", "rows and last < steps", "rows and last < 0",
+     REPORT),
+    ("checkpoints: runs older than the choice of optimizers are refused", "mmrl/checkpoints/training.py",
+     "BEFORE | dict(leaves(before))", "dict(leaves(before))", ("test_checkpoints.py",)),
 ]
 # fmt: on
