@@ -12,6 +12,8 @@ from mmrl.settings import Choice, Section, option
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    OptimizerClass = type[Optimizer]
+
 
 class ParameterGroup(Section):
     """What differs for a named group of parameters."""
@@ -54,7 +56,7 @@ class Optim(Choice):
         counted for it, and a checkpoint is cut anew for other ranks with it."""
 
     @abstractmethod
-    def kind(self) -> type[Optimizer]:
+    def kind(self) -> OptimizerClass:
         """A class that is called with groups of parameters, `lr`, and `options`."""
 
     @property
@@ -82,7 +84,7 @@ class AdamW(Optim):
     def moments(self) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
 
-    def kind(self) -> type[Optimizer]:
+    def kind(self) -> OptimizerClass:
         from torch.optim import AdamW
 
         return AdamW
@@ -114,7 +116,7 @@ class SGD(Optim):
     def moments(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.momentum > 0 else ()
 
-    def kind(self) -> type[Optimizer]:
+    def kind(self) -> OptimizerClass:
         from torch.optim import SGD
 
         return SGD

@@ -28,7 +28,7 @@ def made(settings: NamedActions, *, rendered: bool = True) -> Any:
             import minigrid  # noqa: F401 - registers the levels
         except ImportError:
             raise UserError("task.game.type=babyai needs the package minigrid: pip install -e '.[babyai]'") from None
-    mode = {"render_mode": "rgb_array"} if rendered else {}
+    mode: dict[str, Any] = {"render_mode": "rgb_array"} if rendered else {}
     try:
         return gymnasium.make(settings.env, **mode, **settings.kwargs)
     except gymnasium.error.Error as error:
