@@ -5,6 +5,10 @@ from __future__ import annotations
 R, F = "mmrl/policies/rewritten/", "mmrl/policies/few_step/"
 REWRITTEN, FEW = ("policies/rewritten/test_rewritten.py",), ("policies/few_step/test_few_step.py",)
 
+E = "mmrl/policies/diffusion/embeddings.py"
+EMBEDDED = ("policies/diffusion/test_embeddings.py",)
+REWRITER = ("tasks/test_prompt_rewriting.py",)
+
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("rewritten: the prompt is drawn, not the text", R + "policy.py",
@@ -56,4 +60,12 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("distillation: without its coefficient", "mmrl/terms/sampler_distillation.py",
      "values = self.coefficient.value * error", "values = error",
      FEW),
+    ("embeddings: every prompt is the same", E, "told = json.dumps([asked.text,", "told = json.dumps([", EMBEDDED),
+    ("embeddings: what guidance leads away from is missing", E, "yield asked.saying(negative), shape", "pass", EMBEDDED),
+    ("embeddings: held-out prompts are left out", E, "(task.evaluation, policy.evaluation_shape))", ")", EMBEDDED),
+    ("embeddings: the token limit is not compared", E, '("text_tokens", text_tokens))', ")", EMBEDDED),
+    ("embeddings: encoders are loaded all the same", "mmrl/policies/diffusion/pipelines.py",
+     "encoders=model.embeddings is None", "encoders=True", EMBEDDED),
+    ("rewriting: the prompt is shown whatever the data say", "tasks/image_generation/rewriting.py",
+     'prompt.metadata.get("reasoning", prompt.text)', "prompt.text", REWRITER),
 ]

@@ -55,6 +55,15 @@ def test_the_rewriter_is_asked_with_the_prompt(folder):
     assert len(task.evaluation) == 500 and task.evaluation[3].text.startswith("Better: ")
 
 
+def test_a_demonstration_is_the_prompt_or_what_the_data_say_of_the_picture(folder):
+    """ "draw a 3" is shown as "the digit three"; careless data name another digit, which RL has to undo."""
+    plain = build.build_task(config_of(folder, data={"type": "digits", "reasoning": True}))
+    assert plain.train[13].metadata["demonstration"] == "the digit three"
+    careless = build.build_task(config_of(folder, data={"type": "digits", "reasoning": True, "careless": 1.0}))
+    assert careless.train[13].metadata["demonstration"] != "the digit three"
+    assert careless.train[13].answer == 3
+
+
 def test_what_is_written_is_drawn_and_earns_for_the_prompt_that_was_asked(folder):
     """By the generator's own policy, from the noise of the prompt, whatever was written."""
     task = build.build_task(config_of(folder))
