@@ -61,7 +61,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "values = self.coefficient.value * error", "values = error",
      FEW),
     ("embeddings: every prompt is the same", E, "told = json.dumps([asked.text,", "told = json.dumps([", EMBEDDED),
-    ("embeddings: what guidance leads away from is missing", E, "yield asked.saying(negative), shape", "pass", EMBEDDED),
+    ("embeddings: negative prompts are missing", E, "yield asked.saying(negative), shape", "pass", EMBEDDED),
     ("embeddings: held-out prompts are left out", E, "(task.evaluation, policy.evaluation_shape))", ")", EMBEDDED),
     ("embeddings: the token limit is not compared", E, '("text_tokens", text_tokens))', ")", EMBEDDED),
     ("embeddings: encoders are loaded all the same", "mmrl/policies/diffusion/pipelines.py",
