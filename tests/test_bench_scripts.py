@@ -216,6 +216,14 @@ def test_recipes_over_turns_are_composed_with_their_controls(composed, table, tm
     assert composed.configs == {}  # nothing is repeated
 
 
+def test_each_run_over_turns_begins_where_its_recipe_does():
+    """What the table trains is what `mmrl train` would, base after base."""
+    for rows in turns_learning.RECIPES.values():
+        for chain in rows.values():
+            begins = [load(ROOT / "configs" / f"{name}.yaml").model.warm_start for name in chain]
+            assert [begin and Path(begin).stem for begin in begins] == [*chain[1:], None]
+
+
 def test_what_a_tool_gains_is_above_the_best_without_it(tmp_path, capsys, monkeypatch):
     shares = {"zoom": (40.0, 90.0, 70.0, 80.0), "no_tool": (20.0, 30.0, 45.0, 35.0)}
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of each recipe its rows: the configuration, the one of its warm start, and so on.
+GAMES_BASES = ("visual_games_warm_start", "visual_games_second_warm_start", "visual_games_first_warm_start")
+# Of each recipe its rows: the configuration, the one of its warm start, and what that starts from, to the first.
 RECIPES: dict[str, dict[str, tuple[str, ...]]] = {
     "zoom": {
         "zoom": ("visual_qa_zoom", "visual_qa_zoom_warm_start"),
@@ -33,12 +34,8 @@ RECIPES: dict[str, dict[str, tuple[str, ...]]] = {
         "unrelated": ("visual_qa_zoom_unrelated", "visual_qa_zoom_warm_start"),
     },
     "games": {
-        "cards": ("visual_games", "visual_games_warm_start", "visual_games_first_warm_start"),
-        "random_reward": (
-            "visual_games_random_reward",
-            "visual_games_warm_start",
-            "visual_games_first_warm_start",
-        ),
+        "cards": ("visual_games", *GAMES_BASES),
+        "random_reward": ("visual_games_random_reward", *GAMES_BASES),
     },
 }
 HELD_OUT = 500
