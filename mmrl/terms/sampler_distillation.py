@@ -38,9 +38,11 @@ class SamplerDistillation(Term):
         return Needs(offers=frozenset({"distillation"}))
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        from mmrl.core.contrast import optimality
+
         error = replay.extras["sampler_error"]
         values = self.coefficient.value * error
         if self.reward_aware:
             assert micro.advantages is not None
-            values = values * 2 * (micro.advantages.to(error.device) / (2 * self.bound) + 0.5).clamp(0, 1)
+            values = values * 2 * optimality(micro.advantages.to(error.device), self.bound)
         return values, {"sampler_error": error.detach()}
