@@ -116,7 +116,12 @@ def test_each_way_to_generate_is_composed_from_one_base(composed, table, tmp_pat
     assert [config.generator.steps_ahead for config in arms.values()] == [0, 0, 0, 1]
 
 
-def test_methods_are_compared_with_plain_grpo_of_their_setting(composed, table, tmp_path):
+def test_methods_are_compared_with_plain_grpo_of_their_setting(composed, table, tmp_path, monkeypatch):
+    def forked(command):
+        composed([sys.executable, "-m", "mmrl", *command])
+        return 3.0 if "algorithm.minibatches=4" in command else 2.0
+
+    monkeypatch.setattr(methods, "forked", forked)
     arguments = ("--seeds", 2, "--runs", tmp_path, "--steps", 7, "--only", "success_replay|: cispo|: supervised")
     rows = table(methods, *arguments, "rollout.prompts=4")
     assert [row[0] for row in rows] == [
@@ -143,6 +148,13 @@ def test_methods_are_compared_with_plain_grpo_of_their_setting(composed, table, 
     assert composed.configs == {}  # nothing is repeated
     table(methods, *arguments, "rollout.prompts=8")
     assert len(composed.configs) == 2 * len(rows)  # but for what is another run now
+
+
+def test_a_run_of_its_own_process_says_what_it_took_or_that_it_failed(capfd):
+    assert methods.forked(["config", "rollout.temperature"]) > 0
+    with pytest.raises(RuntimeError, match=r"mmrl config nosuch ended with 2"):
+        methods.forked(["config", "nosuch"])
+    assert "nosuch" in capfd.readouterr().err
 
 
 def test_an_interval_of_student():

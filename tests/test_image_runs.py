@@ -81,7 +81,8 @@ def test_eval_and_sample_of_the_run(folder, trained):
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_a_configuration(name):
     config = load(ROOT / "configs" / name)
-    assert config.model.type in ("diffusion", "picture_codes", "masked_diffusion")
+    kinds = ("diffusion", "picture_codes", "masked_diffusion", "few_step_diffusion", "rewritten_diffusion")
+    assert config.model.type in kinds
     assert config.task.type == "image_generation"
     if config.model.warm_start is not None:
         load(config.model.warm_start)

@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import statistics
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -232,9 +233,15 @@ def forked(command: list[str]) -> float:
     fails."""
     child = os.fork()
     if child == 0:
-        os.dup2(2, 1)
-        cli.main(command)
-        os._exit(0)
+        code = 1  # of whatever goes wrong; nothing of this process may go on as its parent does
+        try:
+            os.dup2(2, 1)
+            cli.main(command)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
     _, status, used = os.wait4(child, 0)
     if status:
         raise RuntimeError(f"mmrl {' '.join(command)} ended with {os.waitstatus_to_exitcode(status)}")
