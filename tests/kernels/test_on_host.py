@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 MODULES = ("test_advantages.py", "test_surrogate.py", "test_denoise.py", "test_tokens.py")
 # What the C++ kernels refuse and CUDA's answer with NaN, for the host does not wait to look.
 UNLIKE = ("test_std_that_is_none", "test_target_out_of_range", "test_bad_groups", "test_gae_cut_off_without_bootstrap")
-LONG = ("more_elements_than_an",)
+# Hundreds of blocks, which run one after the other, or threads of torch's own.
+LONG = ("test_against_the_core", "test_threads_change_nothing", "test_hidden_states_in_bf16", "more_elements_than_an")
 
 
 def test_every_launch_is_translated():
