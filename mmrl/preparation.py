@@ -3,6 +3,7 @@ which of their decisions count."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,15 +13,16 @@ from mmrl.config import Config
 from mmrl.core.advantages import combined_reward
 from mmrl.core.partition import partition
 from mmrl.engine import Ranks, Shadow, applied
-from mmrl.engine.snapshot import Snapshot
+from mmrl.engine.snapshot import AdaptersOff, Snapshot
 from mmrl.errors import UserError
 from mmrl.facts import Batch
 from mmrl.metrics import Metrics
-from mmrl.protocols import Inverting, Latent, Numbered, Policy, Stepwise, Task
+from mmrl.protocols import Inverting, Latent, Numbered, Policy, Recording, Stepwise, Task
 from mmrl.rollouts import Column, DecisionColumn, Replay, Rollouts, Steps
 from mmrl.seeds import reference_seeds
 
 Minibatch = list[Rollouts]  # its micro-batches
+OF_OLD = ("old_logp", "old_entropy", "old_square_sum", "old_prediction")  # what the policy that made rollouts says
 
 
 class Preparation:
@@ -36,7 +38,7 @@ class Preparation:
         task: Task,
         engine: Ranks,
         sampling_policy: Shadow | None,
-        reference: Snapshot | None,
+        reference: Snapshot | AdaptersOff | None,
     ) -> None:
         """engine: around the policy's module; sampling_policy, reference: weights of other policies, where there are
         any."""
@@ -73,62 +75,80 @@ class Preparation:
             whole_groups=self.needs.whole_groups,
             generator=shuffle,
         )
-        self.ask_others(rollouts, [rows for part in parts for rows in part])
+        first = next_permutation(len(parts), shuffle)[0]  # the minibatch that is learned from first
+        known = self.ask_others(rollouts, parts, first)
         if self.needs.reference_responses:
             rollouts.extras["reference_reward"] = Column(self.reference_rewards(rollouts, step))
         if not self.algorithm.by_step:
             self.set_advantages(batch)
         self.algorithm.prepare(batch)
         minibatches = [[rollouts.select(rows) for rows in part] for part in parts]
+        if not known:
+            minibatches[first] = [replace(micro, **dict.fromkeys(OF_OLD)) for micro in minibatches[first]]
         for minibatch in minibatches:
             self.algorithm.of_minibatch(minibatch, self.engine.sum)
         metrics.set(batch.reports)
         return minibatches, batch
 
-    def ask_others(self, rollouts: Rollouts, parts: list[Tensor]) -> None:
-        """Fills in what the policy that made the rollouts and the reference say of them, micro-batch by micro-batch.
+    def ask_others(self, rollouts: Rollouts, parts: list[list[Tensor]], first: int) -> bool:
+        """Fills in what the policy that made the rollouts and the reference say of them, micro-batch by micro-batch;
+        whether the former is known of the minibatch `first` too. Likelihoods that rollouts brought along are kept.
 
-        Where a step has one update the former is the policy that is trained, and its likelihoods need no pass of their
-        own. Likelihoods that rollouts brought along are kept. Where a critic did not speak when the rollouts were made,
-        it is asked here, and every decision is a step.
+        Until the first update the former is the policy that is trained: where each minibatch is learned from once,
+        the first one needs no pass of its own. Nor do others where the policy kept what it said when it made them.
+        Where a critic did not speak when the rollouts were made, it is asked here, and every decision is a step.
         """
-        brought = rollouts.old_logp
+        every = [rows for part in parts for rows in part]
+        brought, known = rollouts.old_logp, True
         several = self.algorithm.updates > 1 or self.sampling_policy is not None
         silent = self.needs.critic is not None and "steps" not in rollouts.extras
-        if (self.needs.old and (several or brought is not None)) or self.needs.statistics or silent:
-            with torch.no_grad(), applied(self.sampling_policy):
-                old = Answers(self.policy, self.engine, rollouts, parts)
-            logp = old.column("logp")
-            assert logp is not None
+        if self.needs.statistics or silent or (self.needs.old and brought is not None):
+            logp = self._ask_old(rollouts, Answers(self.policy, self.engine, rollouts), every)
             if brought is not None:
                 brought = brought.to(logp)
-                logp = logp.where(brought.isnan(), brought)
-            rollouts.old_logp, rollouts.old_prediction = logp, old.column("prediction")
-            rollouts.old_entropy, rollouts.old_square_sum = old.column("entropy"), old.column("square_sum")
-            if silent:
-                value = old.column("value")
-                assert value is not None
-                rollouts.extras["steps"] = Steps.of_decisions(rollouts.mask, value.cpu(), old.column("moment"))
+                rollouts.old_logp = logp.where(brought.isnan(), brought)
+        elif self.needs.old and several:
+            made = self.policy.recorded(rollouts) if isinstance(self.policy, Recording) else None
+            now = [] if self.sampling_policy is not None else parts[first]  # of which the ratio shall be exactly 1
+            known = not now or self.algorithm.epochs > 1
+            others = every if not now else [rows for i, part in enumerate(parts) if i != first for rows in part]
+            asked = [*(now if known else []), *([] if made is not None else others)]
+            self._ask_old(rollouts, Answers(self.policy, self.engine, rollouts, made), asked)
         if self.needs.numbers:
             assert isinstance(self.policy, Numbered)
             rollouts.extras["numbers"] = DecisionColumn(self.policy.numbers(rollouts))
         if self.needs.inverse:
             assert isinstance(self.policy, Inverting)
-            told = torch.cat([self.policy.inverse(rollouts.select(rows)) for rows in parts])
-            rollouts.extras["inverse"] = Column(told[torch.cat(parts).argsort()])
+            told = torch.cat([self.policy.inverse(rollouts.select(rows)) for rows in every])
+            rollouts.extras["inverse"] = Column(told[torch.cat(every).argsort()])
         if self.needs.latents:
             assert isinstance(self.policy, Latent)
             rollouts.extras["latents"] = Column(self.policy.latents(rollouts))
         for view in self.needs.views_before:
             with torch.no_grad(), applied(self.sampling_policy):
-                seen = Answers(self.policy, self.engine, self.policy.view(rollouts, view.change), parts)
+                seen = Answers(self.policy, self.engine, self.policy.view(rollouts, view.change)).ask(every)
             logp = seen.column("logp")
             assert logp is not None
             rollouts.extras[f"view {view.name}"] = DecisionColumn(logp)
         if self.reference is not None:
             with torch.no_grad(), self.reference.applied():
-                reference = Answers(self.policy, self.engine, rollouts, parts, reference=True)
+                reference = Answers(self.policy, self.engine, rollouts).ask(every, reference=True)
             rollouts.ref_logp, rollouts.ref_prediction = reference.column("logp"), reference.column("prediction")
+        return known
+
+    def _ask_old(self, rollouts: Rollouts, old: Answers, parts: list[Tensor]) -> Tensor:
+        """Fills in what the policy that made the rollouts says; its log-probabilities."""
+        with torch.no_grad(), applied(self.sampling_policy):
+            old.ask(parts)
+        logp = old.column("logp")
+        assert logp is not None
+        rollouts.old_logp, rollouts.old_prediction = logp, old.column("prediction")
+        rollouts.old_entropy, rollouts.old_square_sum = old.column("entropy"), old.column("square_sum")
+        if self.needs.critic is not None and "steps" not in rollouts.extras:
+            value = old.column("value")
+            assert value is not None
+            rollouts.extras["steps"] = Steps.of_decisions(rollouts.mask, value.cpu(), old.column("moment"))
+        return logp
 
     def reference_rewards(self, rollouts: Rollouts, step: int) -> Tensor:
         """[rollout]: what a response of the reference policy to the same prompt earns; NaN where it is unscored."""
@@ -146,10 +166,11 @@ class Preparation:
 
     def move_reference(self, step: int) -> None:
         """After `step` steps the reference becomes the present policy, or follows it, where a part asks for that."""
-        if self.reference is not None and any(step % every == 0 for every in self.needs.reference_resets):
+        if any(step % every == 0 for every in self.needs.reference_resets):
+            assert isinstance(self.reference, Snapshot)
             self.reference.take()
         for decay in self.needs.reference_decays:
-            assert self.reference is not None
+            assert isinstance(self.reference, Snapshot)
             self.reference.blend(decay)
 
     def set_advantages(self, batch: Batch) -> None:
@@ -173,20 +194,38 @@ class Preparation:
 
 
 class Answers:
-    """What the policy, with the weights that it has now, says of rollouts, asked in the micro-batches `parts`."""
+    """What a policy, with the weights that it has when it is asked, says of rollouts."""
 
-    def __init__(
-        self, policy: Policy, engine: Ranks, rollouts: Rollouts, parts: list[Tensor], *, reference: bool = False
-    ) -> None:
-        self._back = torch.cat(parts).argsort()  # into the order of the rollouts
-        self._found: list[Replay] = [
-            policy.replay(rollouts.select(rows), engine, reference=reference) for rows in parts
-        ]
+    def __init__(self, policy: Policy, engine: Ranks, rollouts: Rollouts, known: Replay | None = None) -> None:
+        """known: what was found of all of them before; what is asked replaces it."""
+        self.policy, self.engine, self.rollouts = policy, engine, rollouts
+        self._found = [] if known is None else [(torch.arange(len(rollouts)), known)]
+
+    def ask(self, parts: list[Tensor], *, reference: bool = False) -> Answers:
+        """Of the rollouts of these micro-batches."""
+        for rows in parts:
+            replay = self.policy.replay(self.rollouts.select(rows), self.engine, reference=reference)
+            self._found.append((rows, replay))
+        return self
 
     def column(self, name: str) -> Tensor | None:
-        """A field of `Replay` for all rollouts; None where the policy does not give it."""
-        values = [vars(replay)[name] for replay in self._found]
-        return None if values[0] is None else torch.cat(values)[self._back]
+        """A field of `Replay`, NaN for rollouts of which it is not known; None where the policy does not give it."""
+        found = [(rows, vars(replay)[name]) for rows, replay in self._found]
+        values = found[0][1]
+        if values is None:
+            return None
+        empty = torch.nan if values.is_floating_point() else 0
+        whole: Tensor = values.new_full((len(self.rollouts), *values.shape[1:]), empty)
+        for rows, values in found:
+            whole[rows] = values
+        return whole
+
+
+def next_permutation(count: int, generator: torch.Generator) -> list[int]:
+    """What `torch.randperm` will draw next from the generator, which stays as it is."""
+    copy = torch.Generator()
+    copy.set_state(generator.get_state())
+    return torch.randperm(count, generator=copy).tolist()
 
 
 def check_shape(key: str, values: Tensor, mask: Tensor) -> None:

@@ -146,6 +146,15 @@ class Inverting(Protocol):
 
 
 @runtime_checkable
+class Recording(Protocol):
+    """A policy that may keep what it said of rollouts when it made them."""
+
+    def recorded(self, rollouts: Rollouts) -> Replay | None:
+        """What a replay by the weights that made them says, to rounding, without a pass of the network; None where it
+        was not kept, on all ranks alike."""
+
+
+@runtime_checkable
 class Latent(Protocol):
     """A policy whose decisions are made from latents."""
 

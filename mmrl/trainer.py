@@ -19,7 +19,7 @@ from mmrl.controls import Controls
 from mmrl.core.correction import correction_weight, effective_sample_size
 from mmrl.core.filters import whole_groups
 from mmrl.engine import Engine, Interruption, Shadow, applied, ramp, warmed_up
-from mmrl.engine.snapshot import Snapshot
+from mmrl.engine.snapshot import Snapshot, start_of
 from mmrl.errors import UserError
 from mmrl.evaluation import evaluate, worth
 from mmrl.guards import Guards
@@ -50,7 +50,10 @@ class Trainer:
         self.ema = None if config.optim.ema is None else Shadow(policy.module, warmed_up(config.optim.ema))
         slow = self.algorithm.slow_sampling
         self.sampling_policy = None if slow is None else Shadow(policy.module, ramp(slow.slope, slow.most, slow.start))
-        self.reference = Snapshot(policy.module) if self.needs.reference else None
+        moves = bool(self.needs.reference_resets or self.needs.reference_decays)
+        self.reference = (
+            start_of(policy.module, stays=not moves, zero_stage=engine.zero_stage) if self.needs.reference else None
+        )
         self.preparation = Preparation(config, policy, task, engine, self.sampling_policy, self.reference)
         self.step = 0  # finished steps
         self.bad_steps = 0  # skipped updates in a row
@@ -315,8 +318,8 @@ class Trainer:
 
     def _copies(self) -> dict[str, Shadow | Snapshot]:
         named: dict[str, Shadow | Snapshot | None] = {"ema": self.ema, "sampling_policy": self.sampling_policy}
-        if self.needs.reference_resets or self.needs.reference_decays:  # else it is what the run started from
-            named["reference"] = self.reference
+        if isinstance(self.reference, Snapshot) and (self.needs.reference_resets or self.needs.reference_decays):
+            named["reference"] = self.reference  # else it is what the run started from
         return {name: copy for name, copy in named.items() if copy is not None}
 
     def resume(self) -> None:

@@ -1,9 +1,11 @@
-"""A copy of the trained weights as they once were, beside them."""
+"""The trained weights as they once were, beside them: a copy, or for adapters none."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,3 +54,48 @@ class Snapshot:
         for parameter, value in zip(self._parameters, values, strict=True):
             share(parameter).copy_(value)
         gather_again(self._parameters)
+
+
+class AdaptersOff:
+    """The model without its low-rank adapters: the policy that a LoRA starts from, for which nothing is kept, and whose
+    passes do not compute the adapters."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        """layers: peft's."""
+        self._layers = layers
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside it the module computes without adapters. Nothing may be trained inside."""
+        self._switch(True)
+        try:
+            yield
+        finally:
+            self._switch(False)
+
+    def _switch(self, off: bool) -> None:
+        for layer in self._layers:
+            layer._disable_adapters = off  # peft's own switch also changes which parameters are trained
+
+
+def start_of(module: nn.Module, *, stays: bool, zero_stage: int) -> Snapshot | AdaptersOff:
+    """The policy that training starts from, as a reference: without adapters where these are all that is trained and
+    begin as no change, else a copy. stays: whether it will never move. Under ZeRO-3 it is a copy: there adapters are
+    gathered in the order of the passes before."""
+    layers = [] if not stays or zero_stage == 3 or "peft" not in sys.modules else idle_adapters(module)
+    return AdaptersOff(layers) if layers else Snapshot(module)
+
+
+def idle_adapters(module: nn.Module) -> list[Any]:
+    """The layers with adapters, if no parameter but those of adapters is trained and all of these add exactly 0."""
+    from peft.tuners.lora import LoraLayer  # it is loaded already
+
+    layers = [part for part in module.modules() if isinstance(part, LoraLayer)]
+    second = [part.weight for layer in layers for part in layer.lora_B.values()]  # y + scale B A x
+    known = {id(p) for layer in layers for part in layer.lora_A.values() for p in part.parameters()}
+    known |= {id(p) for layer in layers for part in layer.lora_B.values() for p in part.parameters()}
+    others = [p for p in module.parameters() if p.requires_grad and id(p) not in known]
+    plain = all(not layer.merged and len(layer.lora_B) == 1 for layer in layers)
+    if others or not plain or any(bool(weight.any()) for weight in second):
+        return []
+    return layers

@@ -78,11 +78,13 @@ class Sampler:
 
 @dataclass
 class Chain:
-    """`final` [row, ...]; for the window's steps in order, `x` and `x_next` [row, window, ...], fp32."""
+    """`final` [row, ...]; for the window's steps in order, `x`, `x_next` and, where it was kept, what the network
+    predicted at `x` [row, window, ...], fp32."""
 
     final: Tensor
     x: Tensor
     x_next: Tensor
+    v: Tensor | None = None
 
 
 def run(
@@ -94,18 +96,23 @@ def run(
     *,
     start: list[int] | None = None,
     stop: list[int] | None = None,
+    keep_predictions: bool = False,
 ) -> Chain:
     """Denoise x [row, ...] from grid points `start` (default: pure noise) to `stop` (default: data), one each a row.
 
     predict(x, point, rows): the network's prediction for latents at grid points `point` [n] of the rows [n].
     windows: one a row, all of the same length. noise(step, rows): standard normal noise [n, ...] for the rows that draw
-    at `step`. Rows may be at different grid points; a row that has arrived is not evaluated any more.
+    at `step`. Rows may be at different grid points; a row that has arrived is not evaluated any more. keep_predictions:
+    whether the chain holds what the network said before the window's steps.
     """
     last = len(sampler.grid)
     ends = [last] * len(x) if stop is None else stop
     points, drawn = sampler.schedule(windows, [0] * len(x) if start is None else start, ends)
     x = x.float().clone()
-    kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in windows]
+    width = int(drawn[0].sum())  # the same for all rows
+    names = ("x", "x_next", "v") if keep_predictions else ("x", "x_next")
+    kept = {name: x.new_empty(len(x), width, *x.shape[1:]) for name in names}
+    place = drawn.cumsum(1) - 1  # [row, visit] of a drawn step among those of its row
     previous: Tensor | None = None  # data predicted one step earlier, for the second order
     for visit in range(drawn.shape[1]):
         rows = (points[:, visit] < torch.tensor(ends)).nonzero().flatten()
@@ -125,18 +132,13 @@ def run(
                 moved = moved + _second_order(data, previous[rows], sampler, before, at, after, second)
             previous = torch.zeros_like(x) if previous is None else previous
             previous[rows] = data
-        for i, row in enumerate(rows.tolist()):
-            if random[i]:
-                kept[row].append((x[row].clone(), moved[i]))
+        if bool(random.any()):
+            own = rows[random]
+            found = {"x": x[own], "x_next": moved[random], "v": v[random]}
+            for name, values in kept.items():
+                values[own, place[own, visit]] = found[name]
         x[rows] = moved
-    empty = x.new_zeros(len(x), 0, *x.shape[1:])
-    if not kept[0]:
-        return Chain(x, empty, empty)
-    return Chain(
-        x,
-        torch.stack([torch.stack([a for a, _ in row]) for row in kept]),
-        torch.stack([torch.stack([b for _, b in row]) for row in kept]),
-    )
+    return Chain(x, **kept)
 
 
 def data_of(x: Tensor, v: Tensor, sigma: Tensor, kind: str) -> Tensor:

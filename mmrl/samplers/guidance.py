@@ -27,3 +27,10 @@ def guided(conditional: Tensor, unconditional: Callable[[], Tensor], scale: Tens
     rows = scale.to(u.device).view(-1, *[1] * (u.dim() - 1))
     # u + (c - u) is not c to the last bit, and a row must not depend on whether its neighbours are guided.
     return torch.where(rows == 1, conditional, u + rows * (conditional - u))
+
+
+def moved(known: Tensor, conditional: Tensor, scale: Tensor) -> Tensor:
+    """`known` [row, ...], the value of `guided` by the same weights, with the gradient that `guided` has: scale [row]
+    times that of the conditional half. The other half need not be computed."""
+    rows = scale.to(known.device).view(-1, *[1] * (known.dim() - 1))
+    return known + rows * (conditional - conditional.detach())

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
+from mmrl.rollouts import Replay
 from tests.joints.parts import Table, close
 
 
@@ -37,6 +38,60 @@ def test_two_epochs_of_two_minibatches(given):
         ordered = sorted(epoch, key=lambda g: float(g[2].abs()))
         close(ordered[0], expected[0])
         close(ordered[1], expected[1])
+
+
+def watched(made):
+    """The groups of which the policy is asked, in order, and whether for a gradient."""
+    asked, replay = [], made.trainer.policy.replay
+
+    def recorded(rollouts, model, **options):
+        asked.append((rollouts.group.unique().tolist(), torch.is_grad_enabled()))
+        return replay(rollouts, model, **options)
+
+    made.trainer.policy.replay = recorded
+    return asked
+
+
+def test_the_minibatch_that_is_learned_from_first_is_its_own_old_policy(given):
+    """So only of the other one the old policy is asked, before the first update has moved the weights of both."""
+    made = given(four(), "algorithm.scale=none", "steps=1", "algorithm.minibatches=2", *FREE)
+    asked = watched(made)
+    made.trainer.train()
+    (other, _), (first, _), (last, _) = asked
+    assert [gradient for _, gradient in asked] == [False, True, True]
+    assert other == last and sorted([first, other]) == [[0], [1]]
+    both = made.gradient(update=0)[:, 0] + made.gradient(update=1)[:, 0]
+    close(both, [-0.5, 0.5, -1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.epochs=2"],  # it is learned from again when the weights have moved
+        ["algorithm.shaping=[{type: entropy_bonus, alpha: 0.4, kappa: 2}]"],  # which wants statistics of all
+    ],
+)
+def test_else_the_old_policy_is_asked_of_all(given, overrides):
+    made = given(four(entropy=[[1.0]] * 4), "algorithm.scale=none", "steps=1", "algorithm.minibatches=2", *overrides)
+    asked = watched(made)
+    made.trainer.train()
+    assert sorted(groups for groups, gradient in asked if not gradient) == [[0], [1]]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_what_a_policy_kept_of_its_rollouts_is_the_old_one_behind_the_first_update(given, epochs):
+    """It kept likelihoods below those of a replay, by log 2: where they are used the ratio is 2."""
+    options = ["steps=1", "optim.lr=1e-9", "algorithm.minibatches=2", f"algorithm.epochs={epochs}", *FREE]
+    made = given(four(), "algorithm.scale=none", *options)
+    made.trainer.policy.recorded = lambda rollouts: Replay(torch.full((4, 1), -1.0 - math.log(2)))
+    asked = watched(made)
+    made.trainer.train()
+    first = next(groups for groups, gradient in asked if gradient)
+    assert [groups for groups, gradient in asked if not gradient] == ([first] if epochs == 2 else [])
+    ratios = [1.0, 1.0, 2.0, 2.0] if first == [0] else [2.0, 2.0, 1.0, 1.0]
+    whole = [sign * ratio for sign, ratio in zip((-0.5, 0.5, -1.0, 1.0), ratios, strict=True)]
+    found = sum(made.gradient(update=i)[:, 0] for i in range(2 * epochs))
+    close(found / epochs, whole)
 
 
 def test_one_epoch_is_one_update(given):

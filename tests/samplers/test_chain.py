@@ -209,3 +209,19 @@ def test_a_transition_of_ones_own_by_hand():
     x = x - 0.25 * 2 * x + 0.4 * 0.75 * 0.5 * gaussian([5], 1, SHAPE)
     torch.testing.assert_close(chain.x_next[:, 0], x)
     torch.testing.assert_close(chain.final, x * (1 - 0.25 * 3) * (1 - 0.25 * 4))
+
+
+def test_predictions_are_kept_of_the_drawn_steps_of_each_row():
+    made, windows = sampler(6), [[1, 3], [2, 4], [0, 4]]
+    predict = exact(made)
+    chain = run(predict, start(3), made, windows, noise_of([7, 8, 9]), keep_predictions=True)
+    for row, window in enumerate(windows):
+        for place, point in enumerate(window):
+            x = chain.x[row, place][None]
+            assert torch.equal(chain.v[row, place][None], predict(x, torch.tensor([point]), None))
+            step = made.drawn(torch.tensor([point]))
+            mean = step.a_x * x + step.a_v * chain.v[row, place]
+            noise = (chain.x_next[row, place] - mean) / step.std
+            torch.testing.assert_close(noise, gaussian([[7, 8, 9][row]], point, SHAPE), atol=1e-5, rtol=0)
+    without = run(predict, start(3), made, windows, noise_of([7, 8, 9]))
+    assert without.v is None and torch.equal(without.x, chain.x) and torch.equal(without.final, chain.final)

@@ -32,7 +32,7 @@ from mmrl.policies.diffusion.settings import (
 from mmrl.rollouts import Matching, Prompt, Replay, Rollouts, Sample
 from mmrl.samplers import score
 from mmrl.samplers.chain import INITIAL, Chain, Sampler, gaussian, run
-from mmrl.samplers.guidance import guided, scale_at
+from mmrl.samplers.guidance import guided, moved, scale_at
 from mmrl.samplers.settings import Euler, Transition
 from mmrl.samplers.windows import window_steps
 from mmrl.settings import locate
@@ -51,6 +51,7 @@ class PictureRecord:
     points: Tensor  # [window] int64, grid points of the steps that were drawn
     x: Tensor  # [window, ...] before each of them
     x_next: Tensor  # [window, ...] after
+    prediction: Tensor | None = None  # [window, ...] what the network said before each of them, where it was kept
 
     @property
     def text(self) -> str:
@@ -65,9 +66,14 @@ class DiffusionPolicy:
     matches them, without guidance.
     """
 
-    def __init__(self, family: Family, denoising: Denoising | DenoisingDemonstrations) -> None:
-        """Raises UserError for settings that the family does not fit, and for a window that can not be."""
-        self.family, self.denoising = family, denoising
+    def __init__(
+        self, family: Family, denoising: Denoising | DenoisingDemonstrations, *, keep_predictions: bool = False
+    ) -> None:
+        """keep_predictions: whether rollouts hold what the network said when they were made, for `recorded`. A gradient
+        of rollouts without an old policy's predictions is then one by the weights that made them.
+
+        Raises UserError for settings that the family does not fit, and for a window that can not be."""
+        self.family, self.denoising, self.keep_predictions = family, denoising, keep_predictions
         self.module: nn.Module = family.module
         self.likelihood: PictureLikelihood = denoising.likelihood
         self.shape: Shape = family.latent_shape(denoising.resolution, denoising.frames)
@@ -151,7 +157,10 @@ class DiffusionPolicy:
         return replace(
             rollouts,
             samples=[replace(s, prompt=p) for s, p in zip(rollouts.samples, prompts, strict=True)],
-            inputs=[replace(record, asked=Asked.of(p)) for record, p in zip(rollouts.inputs, prompts, strict=True)],
+            inputs=[
+                replace(record, asked=Asked.of(p), prediction=None)
+                for record, p in zip(rollouts.inputs, prompts, strict=True)
+            ],
             old_logp=None,
             old_prediction=None,
             ref_logp=None,
@@ -159,6 +168,18 @@ class DiffusionPolicy:
         )
 
     # --- pictures to likelihoods ---
+
+    def recorded(self, rollouts: Rollouts) -> Replay | None:
+        """What the network said of every decision when the rollouts were made; None where that was not kept."""
+        records: list[PictureRecord] = rollouts.inputs
+        likelihood = self.likelihood
+        if not self.keep_predictions or not isinstance(likelihood, PictureChain):
+            return None
+        points, (x, x_next, v) = self._steps(records, "x", "x_next", "prediction")
+        found: dict[str, Any] = score.chain_likelihood(
+            v, x, x_next, self.sampler.drawn(points), reduction=likelihood.reduction
+        ).known
+        return Replay(**found)
 
     def replay(self, rollouts: Rollouts, model: Any, *, reference: bool = False) -> Replay:
         """What `model` (`self.module` or the engine around it) says of every decision; one forward for all of them."""
@@ -261,7 +282,8 @@ class DiffusionPolicy:
     ) -> Chain:
         shape = shape or self.shape
         x = gaussian(list(seeds), INITIAL, shape).to(self.device)
-        return run(self.predictor(sampler, said, guidance), x, sampler, windows, noise_of(seeds, shape))
+        noise, keep = noise_of(seeds, shape), self.keep_predictions
+        return run(self.predictor(sampler, said, guidance), x, sampler, windows, noise, keep_predictions=keep)
 
     def _in_two(self, said: Sequence[Asked], seeds: Sequence[int], point: int) -> Chain:
         """Deterministic chains of which the latents at a grid point are kept, as `x`."""
@@ -345,18 +367,27 @@ class DiffusionPolicy:
         return predict
 
     def guided_prediction(
-        self, model: Any, x: Tensor, sigma: Tensor, time: Tensor, said: Sequence[Asked], guidance: float
+        self,
+        model: Any,
+        x: Tensor,
+        sigma: Tensor,
+        time: Tensor,
+        said: Sequence[Asked],
+        guidance: float,
+        known: Tensor | None = None,
     ) -> Tensor:
-        """[row, ...] what the network says, guided. A prompt's condition is made once and kept."""
+        """[row, ...] what the network says, guided. A prompt's condition is made once and kept. known: what it is, if
+        only its gradient is wanted, which the conditional half alone has."""
         embedded, time, shape = self.denoising.embedded_guidance, time.to(x.device), tuple(x.shape[1:])
-        negative = self._negative(said) if guidance != 1 else []
+        negative = self._negative(said) if guidance != 1 and known is None else []
         found = self.conditions([*said, *negative], shape)  # all at once: the encoders visit the device once
 
         def unconditional() -> Tensor:
             return self.family.predict(model, x, time, found[len(said) :], embedded)
 
         conditional = self.family.predict(model, x, time, found[: len(said)], embedded)
-        return guided(conditional, unconditional, scale_at(sigma, guidance, self.denoising.guidance_interval))
+        scale = scale_at(sigma, guidance, self.denoising.guidance_interval)
+        return guided(conditional, unconditional, scale) if known is None else moved(known, conditional, scale)
 
     def _negative(self, said: Sequence[Asked]) -> list[Asked]:
         """What is asked for in place of `said` where guidance leads away from it."""
@@ -400,10 +431,13 @@ class DiffusionPolicy:
         decode: bool = True,
     ) -> Rollouts:
         data, x, x_next = chain.final.cpu(), chain.x.cpu(), chain.x_next.cpu()
+        kept = [None] * len(said) if chain.v is None else list(chain.v.cpu())
         shared = isinstance(self.likelihood, PictureMatching) and self.likelihood.shared
         draws = [seeds[i - i % group_size] if shared else seed for i, seed in enumerate(seeds)]
         inputs = [
-            PictureRecord(said[i], int(seed), data[i], torch.tensor(windows[i], dtype=torch.long), x[i], x_next[i])
+            PictureRecord(
+                said[i], int(seed), data[i], torch.tensor(windows[i], dtype=torch.long), x[i], x_next[i], kept[i]
+            )
             for i, seed in enumerate(draws)
         ]
         return Rollouts(
@@ -415,12 +449,15 @@ class DiffusionPolicy:
 
     def _replay_chain(self, likelihood: PictureChain, rollouts: Rollouts, model: Any) -> Replay:
         records: list[PictureRecord] = rollouts.inputs
-        points = torch.stack([r.points for r in records])
-        x, x_next = (torch.stack([vars(r)[key] for r in records]).to(self.device) for key in ("x", "x_next"))
+        points, (x, x_next) = self._steps(records, "x", "x_next")
         said = [r.asked for r in records for _ in range(points.shape[1])]
-        grid, flat = self.sampler.grid, points.flatten()
+        grid, flat, known = self.sampler.grid, points.flatten(), None
+        first = self.keep_predictions and rollouts.old_prediction is None and torch.is_grad_enabled()
+        if first and records[0].prediction is not None:  # which views of other prompts have not
+            # No update was made since they were sampled, so that the values are known and half of guidance is saved.
+            known = self._steps(records, "prediction")[1][0].flatten(0, 1)
         v = self.guided_prediction(
-            model, x.flatten(0, 1), grid.sigmas[flat], grid.times[flat], said, self.denoising.guidance
+            model, x.flatten(0, 1), grid.sigmas[flat], grid.times[flat], said, self.denoising.guidance, known
         ).float()
         found: dict[str, Any] = score.chain_likelihood(
             v.view_as(x),
@@ -433,6 +470,11 @@ class DiffusionPolicy:
         ).known
         weight, segments = self._weight(likelihood, points), segment_ids(likelihood.chunks, len(records))
         return Replay(**found, weight=move(weight, self.device), segments=move(segments, self.device))
+
+    def _steps(self, records: Sequence[PictureRecord], *names: str) -> tuple[Tensor, list[Tensor]]:
+        """Where the drawn steps are on the grid [rollout, decision], and tensors of the records on the device."""
+        points = torch.stack([record.points for record in records])
+        return points, [torch.stack([vars(r)[name] for r in records]).to(self.device) for name in names]
 
     def _weight(self, likelihood: PictureChain, points: Tensor) -> Tensor | None:
         """[rollout, decision], None where all decisions weigh alike."""

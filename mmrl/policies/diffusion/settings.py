@@ -64,6 +64,14 @@ class PictureChain(ChainLikelihood, PictureLikelihood):
         "(TempFlow-GRPO)",
     )
 
+    old: Literal["sampled", "replayed"] | None = option(
+        None,
+        "whose predictions are those of the old policy. sampled: the sampler's own, which cost no pass of the network, "
+        "nor do then those of the first update without its prompt; replayed: made again in the micro-batches of "
+        "training. Default: sampled in float32, where the two agree to rounding, replayed in bfloat16. Before the "
+        "first update the ratio is exactly 1 with either",
+    )
+
     @model_validator(mode="after")
     def _positive(self) -> PictureChain:
         if any(n < 1 for n in (*self.branching, *self.chunks)):
@@ -72,7 +80,15 @@ class PictureChain(ChainLikelihood, PictureLikelihood):
             raise ValueError("branching and shared_states are two ways to share states; set one of them")
         if self.trunk == "ode" and not self.shared_states:
             raise ValueError("trunk=ode says how a group goes on from shared states; set shared_states=true too")
+        if self.old == "sampled" and (self.branching or self.shared_states):
+            raise ValueError("old=sampled is for chains of their own; without branching and shared_states, or replayed")
         return self
+
+    def keeps_predictions(self, dtype: str) -> bool:
+        """Whether rollouts hold what a network with weights of this dtype said when they were made."""
+        if self.branching or self.shared_states:
+            return False
+        return self.old == "sampled" or (self.old is None and dtype == "float32")
 
     @property
     def offers(self) -> frozenset[str]:
@@ -263,4 +279,8 @@ class DiffusionModel(ModelSettings):
         from mmrl.policies.diffusion.loading import load
         from mmrl.policies.diffusion.policy import DiffusionPolicy
 
-        return DiffusionPolicy(load(path, self), config.section("denoising"))
+        denoising = config.section("denoising")
+        chain = denoising.likelihood if isinstance(denoising, Denoising) else None
+        of_use = config.needs.old and (config.algorithm.updates > 1 or denoising.guidance != 1)
+        keep = of_use and isinstance(chain, PictureChain) and chain.keeps_predictions(self.dtype)
+        return DiffusionPolicy(load(path, self), denoising, keep_predictions=keep)

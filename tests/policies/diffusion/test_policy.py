@@ -64,6 +64,12 @@ def policy_of(family, likelihood="chain", *, transition=None, supervised=False, 
     return DiffusionPolicy(family, make(Denoising, {"steps": 4, "likelihood": tree, **settings}))
 
 
+def keeping(policy):
+    """Its rollouts hold what the network said."""
+    policy.keep_predictions = True
+    return policy
+
+
 def draw(policy, prompts=PROMPTS[:2], group_size=2, seeds=None, **more) -> Rollouts:
     return policy.rollout(prompts, group_size, seeds or SEEDS[: len(prompts) * group_size], **more)
 
@@ -122,6 +128,57 @@ class TestOnPolicy:
         assert torch.equal(now.logp, batch.old_logp)
         fresh = policy.replay(replace(batch, old_prediction=None), policy.module)
         assert not fresh.log_ratio.any()
+
+    @pytest.mark.parametrize("window", [{"type": "all"}, RANDOM], ids=["all", "window"])
+    @pytest.mark.parametrize("name", ["mlp", "sd3", "sd15"])
+    def test_what_was_kept_is_what_a_replay_says(self, name, window, family_of):
+        policy = keeping(policy_of(family_of(name), guidance=3.0, window=window))
+        batch = draw(policy)
+        kept, replayed = policy.recorded(batch), remember(policy, batch)
+        torch.testing.assert_close(kept.prediction, replayed.old_prediction, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(kept.logp, replayed.old_logp, atol=2e-5, rtol=1e-5)
+        assert kept.logp.shape == batch.mask.shape and not kept.logp.requires_grad
+
+    @pytest.mark.parametrize("interval", [(0.0, 1.0), (0.0, 0.8)], ids=["always", "below"])
+    @pytest.mark.parametrize("name", ["mlp", "sd3"])
+    def test_the_first_update_needs_half_of_guidance(self, name, interval, family_of):
+        """What was kept stands for the value, to the last bit; the gradient is that of both halves."""
+        policy = policy_of(family_of(name), guidance=3.0, guidance_interval=interval)
+        batch, found, calls = draw(keeping(policy)), [], []
+        hook = policy.module.register_forward_pre_hook(lambda *_: calls.append(1))
+        for keep in (False, True):
+            policy.keep_predictions = keep
+            policy.module.zero_grad()
+            replay = policy.replay(batch, policy.module)
+            (replay.log_ratio * torch.tensor([1.0, -2.0, 0.5, 3.0])[:, None]).sum().backward()
+            found.append((replay, [p.grad.clone() for p in policy.module.parameters() if p.grad is not None]))
+        hook.remove()
+        (plain, expected), (half, gradients) = found
+        assert len(calls) == 2 + 1
+        assert torch.equal(half.prediction, policy.recorded(batch).prediction) and not half.log_ratio.any()
+        torch.testing.assert_close(half.prediction, plain.prediction, atol=2e-5, rtol=1e-5)
+        assert max(float(g.abs().max()) for g in expected) > 1e-3
+        for one, other in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
+
+    def test_what_was_kept_is_not_used_when_weights_or_prompts_may_have_changed(self, family_of):
+        family = small()
+        policy = keeping(policy_of(family, guidance=3.0))
+        batch = remember(policy, draw(policy))
+        shift(family)
+        assert float(policy.replay(batch, policy.module).log_ratio.abs().min()) > 1e-6  # an old policy is known
+        with torch.no_grad():  # another policy's pass
+            passed = policy.replay(replace(batch, old_prediction=None), policy.module)
+        assert float((passed.prediction - policy.recorded(batch).prediction).abs().max()) > 1e-3
+        other = policy.view(batch, lambda prompt: replace(prompt, text="two"))
+        assert all(record.prediction is None for record in other.inputs)
+        assert policy.replay(other, policy.module).logp.requires_grad
+
+    def test_nothing_is_kept_unless_it_is_asked_for(self):
+        policy = policy_of(small())
+        batch = draw(policy)
+        assert policy.recorded(batch) is None and batch.inputs[0].prediction is None
+        assert keeping(policy_of(small(), "contrast")).recorded(batch) is None
 
     @pytest.mark.parametrize("guidance", [1.0, 3.0])
     @pytest.mark.parametrize("likelihood", ["matching", "contrast"])
