@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from mmrl.generation.decoding import decoding, growing_cache
 from mmrl.generation.sampling import Sampling, draw, shape_logits
+
+LEAVING = 8  # responses that have ended leave when they are one of so many; the others' keys and values are copied then
 
 
 class _Draw(LogitsProcessor):
@@ -57,14 +60,22 @@ class Prefix:
     not left to it, so that it keeps no state between calls (Qwen's models would remember an offset).
     """
 
-    def __init__(self, model: PreTrainedModel, inputs: dict[str, Tensor], *, every_layer: bool = False) -> None:
-        """inputs: padded on either side, `input_ids` and `attention_mask` [prompt, length] among them.
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        inputs: dict[str, Tensor],
+        *,
+        every_layer: bool = False,
+        cache: DynamicCache | None = None,
+    ) -> None:
+        """inputs: padded on either side, `input_ids` and `attention_mask` [prompt, length] among them. cache: an empty
+        one; None: one through which gradients pass.
 
         `layers` holds the hidden states [row, token, hidden] that came last: of every layer, the input's embeddings
         first, with `every_layer`; else of the last layer alone."""
         self.model, self.every_layer = model.base_model, every_layer
         self.layers: tuple[Tensor, ...] = ()
-        self.cache = DynamicCache(config=model.config.get_text_config())
+        self.cache = DynamicCache(config=model.config.get_text_config()) if cache is None else cache
         self.mask = inputs["attention_mask"]
         places = positions(model, inputs)
         self.next_place = places.amax(-1).view(-1, len(self.mask)).amax(0) + 1  # [row]
@@ -77,7 +88,8 @@ class Prefix:
         self.cache.batch_select_indices(index)
         self.mask, self.next_place = self.mask[index], self.next_place[index]
         self.last = self.last[index]
-        del self.hidden  # of prompts, not of rows: a copy for every response would be large, and nobody asks for it
+        # Of prompts, not of rows: a copy for every response would be large, and nobody asks for it.
+        self.hidden = self.hidden.new_empty(0)
         return self
 
     def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
@@ -130,19 +142,31 @@ def generate_groups(
 
     inputs: one row a prompt. rows: [response] int64, which prompt it answers. seeds: one a response.
     """
-    device = inputs["input_ids"].device
-    processor, ends = _Draw(sampling, seeds, device), torch.tensor(eos, device=device)
-    rows = rows.to(device)
-    prefix = Prefix(model, inputs).select(rows)
-    hidden, tokens, ended = prefix.last, [], torch.zeros_like(rows, dtype=torch.bool)
-    for step in range(max_new_tokens):
-        token = processor(inputs["input_ids"], model.get_output_embeddings()(hidden)).argmax(-1)
-        tokens.append(token)
-        ended |= torch.isin(token, ends)  # such a row goes on until the last has ended, and is cut below
-        if step + 1 == max_new_tokens or ended.all():
-            break
-        hidden = prefix.extend(token[:, None], torch.ones_like(token[:, None]))[:, -1]
-    return [_until_end(row, eos) for row in torch.stack(tokens, 1).cpu()]
+    device, count = inputs["input_ids"].device, len(rows)
+    ends, config = torch.tensor(eos, device=device), model.config.get_text_config()
+    generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+    cache = growing_cache(config, inputs["input_ids"].shape[1] + max_new_tokens)
+    tokens = torch.full((count, max_new_tokens), eos[0], device=device)
+    going = torch.arange(count, device=device)  # responses that the model goes on with
+    ended = torch.zeros_like(going, dtype=torch.bool)  # of them, those that it need not
+    with decoding(config):
+        prefix = Prefix(model, inputs, cache=cache).select(rows.to(device))
+        hidden = prefix.last
+        for step in range(max_new_tokens):
+            logits = shape_logits(model.get_output_embeddings()(hidden), sampling)
+            if sampling.temperature != 0:
+                logits = draw(logits, [generators[response] for response in going.tolist()])
+            token = logits.argmax(-1)
+            tokens[going, step] = token
+            ended |= torch.isin(token, ends)
+            if step + 1 == max_new_tokens or ended.all():
+                break
+            if ended.sum() * LEAVING >= len(ended):
+                stay = (~ended).nonzero().flatten()
+                prefix.select(stay)
+                going, token, ended = going[stay], token[stay], ended[stay]
+            hidden = prefix.extend(token[:, None], torch.ones_like(token[:, None]))[:, -1]
+    return [_until_end(row, eos) for row in tokens[:, : step + 1].cpu()]
 
 
 def _until_end(tokens: Tensor, eos: tuple[int, ...]) -> Tensor:

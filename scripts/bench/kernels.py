@@ -7,9 +7,10 @@ time is the best of the rounds, forward and backward together unless the name sa
 above what the inputs hold. Bandwidth is the bytes that must be moved (inputs read, results written, once for each
 pass), over the time, as a share of a copy measured in the same run. Eager is `mmrl.kernels.reference`, which reads like
 the equations; of hidden states it makes all logits at once, and over the steps of gae it loops with all rows at once;
-"python loop" goes over episodes and steps with Python's numbers. torch.compile would unroll the loop of gae over its
-steps and is not run there. Liger's fused linear losses run on a GPU where liger-kernel is installed: the GRPO loss
-returns no entropy and clips in the same pass, cross-entropy likewise returns the mean loss alone.
+"python loop" goes over episodes and steps with Python's numbers, "loop over rollouts" over rollouts and their groups.
+torch.compile would unroll the loop of gae over its steps and is not run there. Liger's fused linear losses run on a GPU
+where liger-kernel is installed: the GRPO loss returns no entropy and clips in the same pass, cross-entropy likewise
+returns the mean loss alone.
 """
 
 import argparse
@@ -115,6 +116,7 @@ def cases(device: str, scale: float = 1.0) -> list[Case]:
             lambda r: reference.group_advantage(r, one, group, many // 16, 0, 0, 1e-6),
             (rewards[:, None],),
             16 * many,
+            others={"loop over rollouts": lambda: looped_group_advantage(rewards, group)},
         )
     )
     episodes = rows_of(256) if device == "cpu" else 256
@@ -145,6 +147,22 @@ def cases(device: str, scale: float = 1.0) -> list[Case]:
             14 * ratio.numel(),
         )
     )
+    return found
+
+
+def looped_group_advantage(rewards: Tensor, group: Tensor) -> Tensor:
+    """Advantages as trainers of language models mostly compute them: scores are gathered by id, one after the other,
+    and each is centred and scaled by its group's mean and standard deviation."""
+    scores: dict[int, list[Tensor]] = {}
+    ids = group.tolist()
+    for i, reward in zip(ids, rewards, strict=True):
+        scores.setdefault(i, []).append(reward)
+    known = {i: torch.stack(own) for i, own in scores.items()}
+    line = {i: (own.mean(), own.std()) for i, own in known.items()}
+    found = torch.empty_like(rewards)
+    for row, i in enumerate(ids):
+        mean, std = line[i]
+        found[row] = (rewards[row] - mean) / (std + 1e-6)
     return found
 
 

@@ -325,6 +325,25 @@ def test_a_groups_rollouts_do_not_depend_on_the_other_prompts(family, load):
     assert ids(turned) == ids(want)[6:] + ids(want)[3:6] + ids(want)[:3]
 
 
+def test_responses_that_have_ended_leave_and_the_others_are_what_they_were(load, monkeypatch):
+    """A tenth of the vocabulary ends a response. With LEAVING = 0 nobody leaves."""
+    policy, found = load("qwen2_5_vl", max_response_length=24), {}
+    policy.eos = tuple(range(0, policy.module.model.config.get_text_config().vocab_size, 10))
+    for leaving in (0, 4, 1_000_000):
+        monkeypatch.setattr(generation, "LEAVING", leaving)
+        rows = []
+        head = policy.module.model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda module, given, rows=rows: rows.append(len(given[0])))
+        found[leaving] = ids(policy.rollout(PROMPTS, 8, range(24))), rows
+        hook.remove()
+    assert found[0][0] == found[4][0] == found[1_000_000][0]
+    lengths = [len(row) for row in found[0][0]]
+    assert len(set(lengths)) > 4 and set(found[0][1]) == {24}
+    going = [sum(length > step for length in lengths) for step in range(max(lengths))]
+    assert found[1_000_000][1] == going  # all at once, whoever has ended
+    assert all(most >= some > 0.75 * most - 1 for some, most in zip(going, found[4][1], strict=True))
+
+
 def test_a_family_that_is_not_known_to_share_reads_prompts_for_each_row(family, load, monkeypatch):
     policy = load(family)
     want = policy.rollout(PROMPTS, 4, range(12))

@@ -310,6 +310,24 @@ void token_logprob_backward_(Tensor g_logp, Tensor g_entropy, Tensor g_square, T
 
 // ---- groups ---------------------------------------------------------------------------------------------------------
 
+// Where each run of equal ids ends. A run is looked for where it ends if it is as long as the one before.
+std::vector<int64_t> runs_of(const int64_t* ids, int64_t rows) {
+  std::vector<int64_t> ends;
+  ends.reserve(rows / 8);
+  for (int64_t from = 0, length = 1; from < rows;) {
+    int64_t to = from + 1, differ = 0;
+    if (from + length <= rows) {
+      for (int64_t i = from; i < from + length; ++i) differ |= ids[i] ^ ids[from];
+      if (!differ) to = from + length;
+    }
+    while (to < rows && ids[to] == ids[from]) ++to;
+    ends.push_back(to);
+    length = to - from;
+    from = to;
+  }
+  return ends;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantage(Tensor rewards, Tensor weights, Tensor group,
                                                            int64_t groups, int64_t baseline, int64_t scale,
                                                            double eps) {
@@ -318,14 +336,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantage(Tensor rewards, Tenso
   check_flat(weights, "weights", FLOAT, components, rewards);
   check_flat(group, "group", ScalarType::Long, rows, rewards);
   const int64_t* g = flat<const int64_t>(group);
-  bool outside = false;  // all rows first, several at a time; which one it was is seldom asked
-  for (int64_t i = 0; i < rows; ++i) outside |= static_cast<uint64_t>(g[i]) >= static_cast<uint64_t>(groups);
-  for (int64_t i = 0; outside && i < rows; ++i)
-    STD_TORCH_CHECK(0 <= g[i] && g[i] < groups, "group must be in [0, ", groups, "), row ", i, " has ", g[i]);
   const Tensor advantage = fresh(rewards, {rows}), count = fresh(rewards, {groups}), mean = fresh(rewards, {groups}),
                std = fresh(rewards, {groups});
-  std::vector<Spread> spread(groups);
-  std::vector<GroupLine> line(groups);
   const float *r = flat<const float>(rewards), *w = flat<const float>(weights);
   std::vector<float> sums;
   if (components > 1 || w[0] != 1) {
@@ -338,10 +350,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantage(Tensor rewards, Tenso
     for (int64_t i = from; i < to; i += 8) look(load_eight(reward + i, to - i, rows - i, NAN));
   };
   // Rows of one group mostly stand together; work(from, to, group) is called for each run of them.
-  std::vector<int64_t> ends;
-  ends.reserve(rows / 8);
-  for (int64_t i = 1; i <= rows; ++i)
-    if (i == rows || g[i] != g[i - 1]) ends.push_back(i);
+  const std::vector<int64_t> ends = runs_of(g, rows);
+  for (int64_t from = 0, run = 0; from < rows; from = ends[run++])
+    STD_TORCH_CHECK(0 <= g[from] && g[from] < groups, "group must be in [0, ", groups, "), row ", from, " has ",
+                    g[from]);
   const auto for_runs = [&](auto work) INLINE {
     int64_t from = 0;
     for (const int64_t to : ends) {
@@ -349,16 +361,51 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantage(Tensor rewards, Tenso
       from = to;
     }
   };
-  for_runs([&](int64_t from, int64_t to, int64_t id) INLINE {
+  const auto look_at = [&](int64_t from, int64_t to) INLINE {
     SpreadOf<Eight, Wide> own;
     for_rewards(from, to, [&](Eight some) INLINE { own.look(some); });
-    spread[id].add(total(own));
-  });
-  for_runs([&](int64_t from, int64_t to, int64_t id) INLINE {
+    return total(own);
+  };
+  const auto squares_of = [&](int64_t from, int64_t to, double centre) INLINE {
     SpreadOf<Eight, Wide> own;
-    const double centre = spread[id].mean();
     for_rewards(from, to, [&](Eight some) INLINE { own.gap(some, centre); });
-    spread[id].squares += total(own.squares);
+    return total(own.squares);
+  };
+  float *const counts = flat<float>(count), *const means = flat<float>(mean), *const stds = flat<float>(std);
+  const auto tell = [&](int64_t id, const Spread& own) INLINE {
+    counts[id] = static_cast<float>(own.count);
+    means[id] = static_cast<float>(own.mean());
+    stds[id] = static_cast<float>(own.std());
+  };
+  float* const out = flat<float>(advantage);
+  const auto write = [&](int64_t from, int64_t to, GroupLine line) INLINE {
+    int64_t i = from;
+    for (; i + 8 <= to; i += 8) narrow(out + i, advantage_of(raw<Eight>(reward + i), line));
+    for (; i < to; ++i) out[i] = advantage_of(reward[i], line);
+  };
+  // Where no group stands in two places its rows are done with while they are at hand.
+  std::vector<bool> met(groups);
+  bool apart = scale == BATCH_STD;
+  for_runs([&](int64_t, int64_t, int64_t id) INLINE {
+    apart |= met[id];
+    met[id] = true;
+  });
+  if (!apart) {
+    for (int64_t i = 0; i < groups; ++i)
+      if (!met[i]) tell(i, Spread{});
+    for_runs([&](int64_t from, int64_t to, int64_t id) INLINE {
+      Spread own = look_at(from, to);
+      own.squares = squares_of(from, to, own.mean());
+      tell(id, own);
+      write(from, to, line_of(own, own.std(), baseline, scale, eps));
+    });
+    return {advantage, count, mean, std};
+  }
+  std::vector<Spread> spread(groups);
+  std::vector<GroupLine> line(groups);
+  for_runs([&](int64_t from, int64_t to, int64_t id) INLINE { spread[id].add(look_at(from, to)); });
+  for_runs([&](int64_t from, int64_t to, int64_t id) INLINE {
+    spread[id].squares += squares_of(from, to, spread[id].mean());
   });
   Spread batch;
   if (scale == BATCH_STD) {
@@ -368,20 +415,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantage(Tensor rewards, Tenso
     for_rewards(0, rows, [&](Eight some) INLINE { all.gap(some, centre); });
     batch.squares = total(all.squares);
   }
-  float *const counts = flat<float>(count), *const means = flat<float>(mean), *const stds = flat<float>(std);
   for (int64_t i = 0; i < groups; ++i) {
-    const double own = spread[i].std();
-    line[i] = line_of(spread[i], scale == BATCH_STD ? batch.std() : own, baseline, scale, eps);
-    counts[i] = static_cast<float>(spread[i].count);
-    means[i] = static_cast<float>(spread[i].mean());
-    stds[i] = static_cast<float>(own);
+    line[i] = line_of(spread[i], scale == BATCH_STD ? batch.std() : spread[i].std(), baseline, scale, eps);
+    tell(i, spread[i]);
   }
-  float* const out = flat<float>(advantage);
-  for_runs([&](int64_t from, int64_t to, int64_t id) INLINE {
-    int64_t i = from;
-    for (; i + 8 <= to; i += 8) narrow(out + i, advantage_of(raw<Eight>(reward + i), line[id]));
-    for (; i < to; ++i) out[i] = advantage_of(reward[i], line[id]);
-  });
+  for_runs([&](int64_t from, int64_t to, int64_t id) INLINE { write(from, to, line[id]); });
   return {advantage, count, mean, std};
 }
 

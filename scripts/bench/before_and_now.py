@@ -1,0 +1,169 @@
+"""Start-up of `mmrl train` and generation of long responses: an earlier commit and this one, in turns.
+
+    .venv/bin/python scripts/bench/before_and_now.py [--commit a4b3f00] [--rounds 3] [--parts start,generation]
+
+The earlier commit's files are taken out of git into a temporary folder and found before those that are installed; the
+libraries are the same. Every measurement is processor time of a process of its own, with one thread.
+
+start       from the beginning of the process to the beginning of the first training step, of `mmrl train` with the
+            image quickstart and the quickstart of visual questions, from a base that each commit has made for itself;
+            without evaluation
+generation  4 prompts of 40 tokens x 4 responses of --length tokens by a Qwen2.5-VL of width 256 and four layers, whose
+            eight heads share four keys and values (`full`); and the same with an end token that is likely enough for
+            responses of all lengths (`ending`). Both commits draw the same tokens
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTARTS = {
+    "image_digits_flow": "image_digits_base",
+    "visual_qa_digits": "visual_qa_digits_warm_start",
+}
+PROMPTS, GROUP, PROMPT_LENGTH = 4, 4, 40
+ENDS = {"full": 0, "ending": 2}  # ids that end a response, of about 350; 0: none
+
+
+def main() -> None:
+    options = arguments()
+    if options.child is not None:
+        return {"start": start, "generation": generation, "model": model}[options.child[0]](*options.child[1:])
+    with tempfile.TemporaryDirectory(prefix="mmrl-before-") as folder:
+        trees = {"before": Path(folder) / "tree", "now": ROOT}
+        take_out(options.commit, trees["before"])
+        cases = prepare(options, trees, Path(folder))
+        found: dict[str, dict[str, list[float]]] = {name: {tree: [] for tree in trees} for name in cases}
+        for _ in range(options.rounds):
+            for name, child in cases.items():
+                for tree, place in trees.items():
+                    out = Path(folder) / "seconds.json"
+                    words = [word.replace("TREE", tree) for word in child]
+                    run([sys.executable, __file__, "--child", *words, str(out)], place)
+                    found[name][tree].append(json.loads(out.read_text()))
+    print(table(found))
+    return None
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="An earlier commit beside this one.")
+    parser.add_argument("--commit", default="a4b3f00")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", default="start,generation")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a response")
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    return parser.parse_args(given)
+
+
+def take_out(commit: str, folder: Path) -> None:
+    folder.mkdir()
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+    subprocess.run(["tar", "x", "-C", str(folder)], input=archive, check=True)
+    installed = folder / "mmrl-0.dist-info"  # a run asks for its own version
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mmrl\nVersion: 0\n")
+
+
+def prepare(options: argparse.Namespace, trees: dict[str, Path], folder: Path) -> dict[str, list[str]]:
+    """What is measured, by name: the words of a child, in which TREE stands for before or now."""
+    cases: dict[str, list[str]] = {}
+    if "start" in options.parts:
+        for name, base in QUICKSTARTS.items():
+            for tree, place in trees.items():
+                few = ["steps=1", "evaluation.prompts=4", f"run_dir={folder}/{tree}-{base}"]
+                run([sys.executable, "-m", "mmrl", "train", f"configs/{base}.yaml", *few], place)
+            cases[f"start of {name}"] = ["start", f"configs/{name}.yaml", f"{folder}/TREE-{base}/final"]
+    if "generation" in options.parts:
+        run([sys.executable, __file__, "--child", "model", f"{folder}/model"], ROOT)
+        for ends in ENDS:
+            cases[f"{options.length} tokens, {ends}"] = ["generation", f"{folder}/model", ends, str(options.length)]
+    return cases
+
+
+def run(command: list[str], place: Path) -> None:
+    """With the packages that lie in `place`, before those that are installed."""
+    one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+    found = {} if place == ROOT else {"PYTHONPATH": str(place)}
+    environment = {**os.environ, **one, **found, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}")
+
+
+def table(found: dict[str, dict[str, list[float]]]) -> str:
+    lines = ["| | before, s | now, s | times as fast |", "| --- | --- | --- | --- |"]
+    for name, arms in found.items():
+        ratios = [before / now for before, now in zip(arms["before"], arms["now"], strict=True)]
+        cells = [spread(arms["before"]), spread(arms["now"]), spread(ratios)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} .. {max(values):.2f})"
+
+
+# --- the children, by the code of either commit ---
+
+
+def start(config: str, base: str, out: str) -> None:
+    import mmrl.trainer
+    from mmrl import cli
+
+    def begin(_: Any) -> None:
+        Path(out).write_text(json.dumps(time.process_time()))
+        os._exit(0)
+
+    mmrl.trainer.Trainer.train = begin  # type: ignore[method-assign]
+    run_dir = f"run_dir={Path(out).parent / 'run'}"
+    cli.main(["train", config, "model.warm_start=null", f"model.path={base}", run_dir, "evaluation.before=false"])
+    raise AssertionError("unreachable: the first step has ended the process")
+
+
+def model(folder: str) -> None:
+    from mmrl.tasks.visual_qa.tiny_model import build_tokenizer
+
+    from mmrl.policies.vlm.tiny_qwen import Sizes, write
+
+    write(folder, build_tokenizer(), Sizes(width=256, layers=4), seed=0)
+
+
+def generation(folder: str, ends: str, length: str, out: str) -> None:
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    from mmrl.generation.sampling import Sampling
+    from mmrl.generation.transformers import generate_groups
+
+    torch.set_num_threads(1)
+    network = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    ids = torch.randint(8, 200, (PROMPTS, PROMPT_LENGTH), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    for row in range(PROMPTS):
+        mask[row, : 3 * row] = 0  # prompts of several lengths
+    rows = torch.arange(PROMPTS).repeat_interleave(GROUP)
+    began = time.process_time()
+    generate_groups(
+        network.eval(),
+        {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": torch.zeros_like(ids)},
+        rows=rows,
+        sampling=Sampling(),
+        seeds=list(range(len(rows))),
+        eos=tuple(range(200, 200 + ENDS[ends])) or (-1,),
+        max_new_tokens=int(length),
+    )
+    Path(out).write_text(json.dumps(time.process_time() - began))
+
+
+if __name__ == "__main__":
+    main()
