@@ -333,8 +333,8 @@ FAULTS = [
           STEPS),
     Fault("reference never taken anew", P, "            self.reference.take()\n", "            pass\n", STEPS),
     Fault("old likelihoods of the present policy", P,
-          "with torch.no_grad(), applied(self.sampling_policy):\n                old", "with torch.no_grad():\n"
-          "                old", STEPS),
+          "with torch.no_grad(), applied(self.sampling_policy):\n            old", "with torch.no_grad():\n"
+          "            old", STEPS),
     Fault("the present policy samples", T, 'with metrics.phase("rollout"), applied(self.sampling_policy):',
           'with metrics.phase("rollout"):', STEPS),
     Fault("sampling policy: start is hard-coded", T, "ramp(slow.slope, slow.most, slow.start)",

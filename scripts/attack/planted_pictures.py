@@ -108,7 +108,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "hidden[i, -len(told) :]", INVERSE),
     ("inverse: a sum over words", C + "policy.py", "told.to(self.device)[:, None]).mean())",
      "told.to(self.device)[:, None]).sum())", INVERSE),
-    ("inverse: rows in the order of micro-batches", "mmrl/preparation.py", "Column(told[torch.cat(parts).argsort()])",
+    ("inverse: rows in the order of micro-batches", "mmrl/preparation.py", "Column(told[torch.cat(every).argsort()])",
      "Column(told)", INVERSE),
     ("inverse: pixels of 0 to 1", C + "writers.py", ".clamp(0, 1) * 2 - 1, **cache", ".clamp(0, 1), **cache", INVERSE),
 ]

@@ -54,14 +54,18 @@ def watched(made):
 
 def test_the_minibatch_that_is_learned_from_first_is_its_own_old_policy(given):
     """So only of the other one the old policy is asked, before the first update has moved the weights of both."""
-    made = given(four(), "algorithm.scale=none", "steps=1", "algorithm.minibatches=2", *FREE)
+    made = given(four(), "algorithm.scale=none", "steps=8", "algorithm.minibatches=2", *FREE)
     asked = watched(made)
     made.trainer.train()
-    (other, _), (first, _), (last, _) = asked
-    assert [gradient for _, gradient in asked] == [False, True, True]
-    assert other == last and sorted([first, other]) == [[0], [1]]
-    both = made.gradient(update=0)[:, 0] + made.gradient(update=1)[:, 0]
-    close(both, [-0.5, 0.5, -1.0, 1.0])
+    assert [gradient for _, gradient in asked] == [False, True, True] * 8
+    firsts = set()
+    for step in range(8):
+        (other, _), (first, _), (last, _) = asked[3 * step : 3 * step + 3]
+        assert other == last and sorted([first, other]) == [[2 * step], [2 * step + 1]]
+        both = made.gradient(update=2 * step)[:, 0] + made.gradient(update=2 * step + 1)[:, 0]
+        close(both, [-0.5, 0.5, -1.0, 1.0])
+        firsts.add(first[0] % 2)
+    assert firsts == {0, 1}
 
 
 @pytest.mark.parametrize(
