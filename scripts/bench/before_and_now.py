@@ -86,7 +86,13 @@ def prepare(options: argparse.Namespace, trees: dict[str, Path], folder: Path) -
     if "generation" in options.parts:
         run([sys.executable, __file__, "--child", "model", f"{folder}/model"], ROOT)
         for ends in ENDS:
-            cases[f"{options.length} tokens, {ends}"] = ["generation", f"{folder}/model", ends, str(options.length)]
+            cases[f"{options.length} tokens, {ends}"] = [
+                "generation",
+                "TREE",
+                f"{folder}/model",
+                ends,
+                str(options.length),
+            ]
     return cases
 
 
@@ -138,7 +144,7 @@ def model(folder: str) -> None:
     write(folder, build_tokenizer(), Sizes(width=256, layers=4), seed=0)
 
 
-def generation(folder: str, ends: str, length: str, out: str) -> None:
+def generation(tree: str, folder: str, ends: str, length: str, out: str) -> None:
     import torch
     from transformers import AutoModelForImageTextToText
 
@@ -152,11 +158,12 @@ def generation(folder: str, ends: str, length: str, out: str) -> None:
     for row in range(PROMPTS):
         mask[row, : 3 * row] = 0  # prompts of several lengths
     rows = torch.arange(PROMPTS).repeat_interleave(GROUP)
+    asked: Any = {"group_size": GROUP} if tree == "before" else {"rows": rows}  # as each has it
     began = time.process_time()
     generate_groups(
         network.eval(),
         {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": torch.zeros_like(ids)},
-        rows=rows,
+        **asked,
         sampling=Sampling(),
         seeds=list(range(len(rows))),
         eos=tuple(range(200, 200 + ENDS[ends])) or (-1,),

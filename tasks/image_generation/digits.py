@@ -16,8 +16,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from mmrl.tasks.handwritten import load_digits
 from mmrl.tasks.image_generation.pictures import stack_pictures
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from mmrl.rewards.types import score_finite
@@ -60,8 +60,8 @@ def texts(split: str, digit: int) -> list[str]:
 @lru_cache(maxsize=1)
 def _digits() -> tuple[Tensor, np.ndarray]:
     """All pictures [image, 1, 8, 8] float32, 0 to 1, and their labels [image]."""
-    bunch = load_digits()
-    return torch.from_numpy(bunch.images / 16).float().unsqueeze(1), bunch.target
+    pictures, labels = load_digits()
+    return torch.from_numpy(pictures / 16).float().unsqueeze(1), labels
 
 
 @lru_cache(maxsize=2)

@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
+from mmrl.tasks.handwritten import load_digits
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from mmrl.rollouts import Prompt
 
@@ -81,8 +81,8 @@ KINDS = tuple(QUESTIONS)
 @lru_cache(maxsize=1)
 def handwritten() -> tuple[np.ndarray, np.ndarray]:
     """All images [image, 8, 8] in uint8 (0 black to 255 white) and their labels [image]."""
-    bunch = load_digits()
-    return np.rint(bunch.images * (255 / 16)).astype(np.uint8), bunch.target
+    pictures, labels = load_digits()
+    return np.rint(pictures * (255 / 16)).astype(np.uint8), labels
 
 
 def split_indices(split: Literal["train", "heldout"]) -> np.ndarray:
