@@ -84,7 +84,8 @@ class Preparation:
         self.algorithm.prepare(batch)
         minibatches = [[rollouts.select(rows) for rows in part] for part in parts]
         if not known:
-            minibatches[first] = [replace(micro, **dict.fromkeys(OF_OLD)) for micro in minibatches[first]]
+            unknown: dict[str, Any] = dict.fromkeys(OF_OLD)
+            minibatches[first] = [replace(micro, **unknown) for micro in minibatches[first]]
         for minibatch in minibatches:
             self.algorithm.of_minibatch(minibatch, self.engine.sum)
         metrics.set(batch.reports)
@@ -127,9 +128,9 @@ class Preparation:
         for view in self.needs.views_before:
             with torch.no_grad(), applied(self.sampling_policy):
                 seen = Answers(self.policy, self.engine, self.policy.view(rollouts, view.change)).ask(every)
-            logp = seen.column("logp")
-            assert logp is not None
-            rollouts.extras[f"view {view.name}"] = DecisionColumn(logp)
+            said = seen.column("logp")
+            assert said is not None
+            rollouts.extras[f"view {view.name}"] = DecisionColumn(said)
         if self.reference is not None:
             with torch.no_grad(), self.reference.applied():
                 reference = Answers(self.policy, self.engine, rollouts).ask(every, reference=True)

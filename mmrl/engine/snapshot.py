@@ -90,7 +90,7 @@ def idle_adapters(module: nn.Module) -> list[Any]:
     """The layers with adapters, if no parameter but those of adapters is trained and all of these add exactly 0."""
     from peft.tuners.lora import LoraLayer  # it is loaded already
 
-    layers = [part for part in module.modules() if isinstance(part, LoraLayer)]
+    layers: list[Any] = [part for part in module.modules() if isinstance(part, LoraLayer)]
     second = [part.weight for layer in layers for part in layer.lora_B.values()]  # y + scale B A x
     known = {id(p) for layer in layers for part in layer.lora_A.values() for p in part.parameters()}
     known |= {id(p) for layer in layers for part in layer.lora_B.values() for p in part.parameters()}

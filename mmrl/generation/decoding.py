@@ -48,6 +48,7 @@ class GrowingLayer(DynamicLayer):
         for old, like in ((self.keys, key_states), (self.values, value_states)):
             room = like.new_empty(*like.shape[:2], tokens, like.shape[3])
             if length:
+                assert old is not None
                 room[:, :, :length] = old
             made.append(room)
         self._room = (made[0], made[1])

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ ENDS = {"full": 0, "ending": 2}  # ids that end a response, of about 350; 0: non
 def main() -> None:
     options = arguments()
     if options.child is not None:
-        return {"start": start, "generation": generation, "model": model}[options.child[0]](*options.child[1:])
+        children: dict[str, Callable[..., None]] = {"start": start, "generation": generation, "model": model}
+        return children[options.child[0]](*options.child[1:])
     with tempfile.TemporaryDirectory(prefix="mmrl-before-") as folder:
         trees = {"before": Path(folder) / "tree", "now": ROOT}
         take_out(options.commit, trees["before"])
@@ -130,7 +132,7 @@ def start(config: str, base: str, out: str) -> None:
         Path(out).write_text(json.dumps(time.process_time()))
         os._exit(0)
 
-    mmrl.trainer.Trainer.train = begin  # type: ignore[method-assign]
+    mmrl.trainer.Trainer.train = begin  # type: ignore[method-assign, assignment]
     run_dir = f"run_dir={Path(out).parent / 'run'}"
     cli.main(["train", config, "model.warm_start=null", f"model.path={base}", run_dir, "evaluation.before=false"])
     raise AssertionError("unreachable: the first step has ended the process")
