@@ -326,19 +326,18 @@ def run_embed(options: argparse.Namespace) -> int:
     from mmrl.build import build_policy, build_task
     from mmrl.config import load
     from mmrl.job import quieten, warm_started
-    from mmrl.policies.diffusion.settings import DiffusionModel
 
     config = load(options.config, options.overrides)
-    if not isinstance(config.model, DiffusionModel):
-        raise UserError(f"mmrl embed is for diffusers pipelines; model.type={config.model.type} has no encoders")
+    if config.model.type != "diffusion":
+        raise UserError(f"mmrl embed is for model.type=diffusion; this job has model.type={config.model.type}")
     quieten()
+    from mmrl.policies.diffusion import embeddings  # these are slow to import
+    from mmrl.policies.diffusion.small import SmallFamily
+
     config = warm_started(config)
     config = config.model_copy(update={"model": config.model.model_copy(update={"embeddings": None})})
     task = build_task(config)
     policy: Any = build_policy(config, task)
-    from mmrl.policies.diffusion import embeddings
-    from mmrl.policies.diffusion.small import SmallFamily
-
     if isinstance(policy.family, SmallFamily):
         raise UserError("mmrl embed is for diffusers pipelines; a small network of our own has no encoders")
     count = embeddings.write(policy.family, embeddings.asked_in(task, policy), options.out)

@@ -24,6 +24,7 @@ OFFERS = {
     "divergence": "the exact divergence of each decision from the old policy",
     "gaussian": "decisions that are Gaussian steps of a chain",
     "velocity": "predictions of a denoiser",
+    "steering": "chains that can be steered while they are drawn (model.type=diffusion)",
     "matching": "decisions that compare the final sample with a prediction",
     "source": "pictures to compare with those that were edited (denoising.likelihood.type=contrast or matching)",
     "contrast": "decisions that are errors of implicit policies (denoising.likelihood.type=contrast)",
@@ -79,14 +80,13 @@ class Needs:
     answered_under: views under which as many responses are sampled again, for `Batch.answered`. numbers: what was
     decided, as `Rollouts.extras["numbers"]`. completions: the rewards of what a chain's states lead to without
     further noise, before its first stochastic step and behind each, as `Rollouts.extras["completions"]`
-    [rollout, 1 + decision]. outcomes: the same behind each
-    step of candidates that share their state, as `Rollouts.extras["outcomes"]` [rollout, decision]. latents: those
-    before each decision, pooled, and their noise level, as `Rollouts.extras["latents"]` [rollout, decision, number].
-    inverse: how likely the policy finds the prompt where it sees what it made of it, as `Rollouts.extras["inverse"]`
-    [rollout], a mean over tokens. reference_responses: the rewards of a response of the reference policy to each
-    prompt, as `Rollouts.extras["reference_reward"]` [rollout]. continuations: what the segments of a response add to
-    the reward that is expected, as
-    `Rollouts.extras[Continuations.name]` [rollout, decision].
+    [rollout, 1 + decision]. outcomes: the same behind each step of candidates that share their state, as
+    `Rollouts.extras["outcomes"]` [rollout, decision]. latents: those before each decision, pooled, and their noise
+    level, as `Rollouts.extras["latents"]` [rollout, decision, number]. inverse: how likely the policy finds the prompt
+    where it sees what it made of it, as `Rollouts.extras["inverse"]` [rollout], a mean over tokens.
+    reference_responses: the rewards of a response of the reference policy to each prompt, as
+    `Rollouts.extras["reference_reward"]` [rollout]. continuations: what the segments of a response add to the reward
+    that is expected, as `Rollouts.extras[Continuations.name]` [rollout, decision].
     """
 
     offers: frozenset[str] = frozenset()

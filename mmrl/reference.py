@@ -51,6 +51,10 @@ DECISIONS: dict[str, dict[str, Any]] = {
         "denoising": {"likelihood": {"type": "contrast"}},
     },
     "denoising step": {"model": {"type": "diffusion"}},
+    "denoising step from a shared state": {
+        "model": {"type": "diffusion"},
+        "denoising": {"likelihood": {"type": "chain", "shared_states": True}},
+    },
     "picture": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "matching"}}},
     "picture (contrast)": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "contrast"}}},
     "action token": {"model": {"type": "vision_language_action"}, "action": {"head": {"type": "token"}}},

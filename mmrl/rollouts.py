@@ -241,6 +241,12 @@ class DecisionColumn(Record):
     values: Tensor = field(metadata={"pad": 0})  # [rollout, decision]
 
 
+def text_and_picture(rollouts: int, text: int, decisions: int) -> Tensor:
+    """[rollout, decision] int64: the first `text` of so many decisions are TEXT, and the others PICTURE."""
+    place = torch.arange(decisions)
+    return torch.full_like(place, PICTURE).where(place >= text, TEXT).repeat(rollouts, 1)
+
+
 def in_part(rollouts: Rollouts, part: int) -> Tensor:
     """[rollout, decision] bool: which decisions are in a part of their response, TEXT or PICTURE."""
     found = rollouts.extras[PARTS]

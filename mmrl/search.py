@@ -70,10 +70,10 @@ class Particles(Search):
     transition: Transition = option(FlowSDE(), "the stochastic step")
 
     def check(self, offered: Capabilities) -> None:
-        if "velocity" not in offered.offers:
+        if "steering" not in offered.offers:
             raise ValueError(
-                f"sample.search.type=particles steers the chains of denoisers, which {offered.of} does not have; use "
-                "best_of"
+                f"sample.search.type=particles steers the chains of model.type=diffusion, which {offered.of} does not "
+                "have; use best_of"
             )
 
     def respond(self, policy: Policy, task: Task, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:

@@ -146,10 +146,20 @@ def test_a_steered_picture_is_the_best_of_its_particles_and_follows_from_its_see
 
 
 def test_particles_need_a_denoiser_and_its_own_transition(folder):
-    with pytest.raises(
-        UserError, match="steers the chains of denoisers, which model.type=vision_language does not have"
+    searched = {"run_dir": "r", "sample": {"search": "particles"}}
+    flow = {"model": {"type": "vision_language_action", "path": "p"}, "action": {"head": {"type": "flow"}}}
+    few = {
+        "model": {"type": "few_step_diffusion", "path": "p"},
+        "denoising": {"likelihood": "contrast"},
+        "algorithm": {"type": "contrast"},
+    }
+    for tree, told in (
+        ({"model": {"path": "p"}}, "model.type=vision_language"),
+        (flow, "action.head.type=flow"),
+        (few, "model.type=few_step_diffusion"),
     ):
-        validate({"run_dir": "r", "model": {"path": "p"}, "sample": {"search": "particles"}}, "test")
+        with pytest.raises(UserError, match=f"the chains of model.type=diffusion, which {told} does not have"):
+            validate({**searched, **tree}, "test")
     _, task, policy = parts(folder)
     with pytest.raises(UserError, match="sample.search.transition.type=ddim is not for a model that predicts velocity"):
         Particles(transition=DDIM()).respond(policy, task, [task.evaluation[0]], [0])

@@ -19,7 +19,7 @@ from mmrl.generation.sampling import draw
 from mmrl.kernels import token_logprob
 from mmrl.policies.codes.settings import CodeDemonstrations, CodeDrawing
 from mmrl.policies.codes.writers import Writer
-from mmrl.rollouts import PARTS, PICTURE, TEXT, DecisionColumn, Prompt, Replay, Rollouts, Sample
+from mmrl.rollouts import PARTS, DecisionColumn, Prompt, Replay, Rollouts, Sample, text_and_picture
 from mmrl.samplers.chain import mixed
 
 TEXTS = 9001  # of the noises that text is drawn with
@@ -272,13 +272,10 @@ class CodePolicy:
         mask = (place >= self.reasoning_length) | (place < lengths[:, None])
         made = Rollouts(samples, records, torch.arange(len(records)) // group_size, mask)
         if self.reasoning_length:
-            made.extras[PARTS] = DecisionColumn(self._parts(len(records)))
+            made.extras[PARTS] = DecisionColumn(
+                text_and_picture(len(records), self.reasoning_length, self.max_decisions)
+            )
         return made
-
-    def _parts(self, count: int) -> Tensor:
-        """[rollout, decision] int64, which part of a response a decision belongs to."""
-        place = torch.arange(self.max_decisions)
-        return torch.full_like(place, PICTURE).where(place >= self.reasoning_length, TEXT).repeat(count, 1)
 
     def _sample(self, prompt: Prompt, record: CodeRecord, picture: Tensor) -> Sample:
         if not self.reasoning_length:
@@ -306,7 +303,11 @@ class CodePolicy:
         text, before = self._words(records, ids.shape[1])
         heat = torch.tensor([record.temperature for record in records], device=self.device)
         logp, entropy, square_sum = model(ids, there, tokens.to(self.device), heat, guidance, text, before)
-        segments = self._parts(len(records)).to(self.device) if self.reasoning_length else None
+        segments = (
+            text_and_picture(len(records), self.reasoning_length, self.max_decisions).to(self.device)
+            if self.reasoning_length
+            else None
+        )
         return Replay(logp, entropy, square_sum, segments=segments)
 
     def _words(self, records: list[CodeRecord], width: int) -> tuple[Tensor, Tensor]:

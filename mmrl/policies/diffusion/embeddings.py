@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mmrl.protocols import Task
 
 INDEX = "embeddings.json"
-IN_A_FILE = 256  # prompts
+IN_A_FILE = 64  # prompts, which are encoded at once where they have no pictures
 
 
 def key_of(asked: Asked, shape: Shape) -> str:
@@ -52,17 +52,26 @@ def write(family: Pipeline, asked: Iterable[tuple[Asked, Shape]], folder: Path) 
         for start in range(0, len(distinct), IN_A_FILE):
             keys, file = list(distinct)[start : start + IN_A_FILE], f"embeddings-{start // IN_A_FILE:05}.safetensors"
             tensors: dict[str, Tensor] = {}
-            for key in keys:
-                one, shape = distinct[key]
-                (condition,) = family.encode([one], shape)
-                tensors |= {f"{key}.{name}": value.cpu().contiguous() for name, value in condition.items()}
-                where[key] = file
-                work.advance()
+            for shape, some in by_shape({key: distinct[key] for key in keys}).items():
+                for key, condition in zip(some, family.encode([distinct[key][0] for key in some], shape), strict=True):
+                    tensors |= {f"{key}.{name}": value.cpu().contiguous() for name, value in condition.items()}
+                    work.advance()
+            where |= dict.fromkeys(keys, file)
             save_file(tensors, folder / file)
     told = {"pipeline": type(family.pipe).__name__, "text_tokens": family.text_tokens, "files": where}
     (folder / INDEX).write_text(json.dumps(told))
     share(folder)
     return len(distinct)
+
+
+def by_shape(asked: Mapping[str, tuple[Asked, Shape]]) -> dict[Shape, list[str]]:
+    """Keys of prompts that encoders can be asked about together: those of one shape of latents. What is said of prompts
+    without pictures does not depend on it, and they go with the first."""
+    first = next(iter(asked.values()))[1]
+    found: dict[Shape, list[str]] = {}
+    for key, (one, shape) in asked.items():
+        found.setdefault(shape if one.images else first, []).append(key)
+    return found
 
 
 class Embeddings:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
+from mmrl.errors import UserError
 from mmrl.needs import Capabilities
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
 from mmrl.samplers.settings import (
@@ -148,6 +149,14 @@ class PictureLastSteps(PictureLikelihood):
         return frozenset({"picture_gradient"})
 
 
+def refuse_estimate(kind: str, path: str) -> None:
+    """Raises UserError where the memory of two networks, of which the pipeline at `path` is one, is asked for."""
+    from mmrl.policies.diffusion.loading import is_small
+
+    if not is_small(path):
+        raise UserError(f"memory is not estimated for model.type={kind}, which holds two networks")
+
+
 class Drawing(Section):
     """How pictures are drawn for evaluation, and what prompts become; every job with pictures has it."""
 
@@ -165,7 +174,7 @@ class Drawing(Section):
     guidance_interval: tuple[float, float] = option((0.0, 1.0), "sigmas at which guidance acts")
     embedded_guidance: float = option(3.5, "what guidance-distilled networks (FLUX) are told")
     negative_prompt: str = option("", "the prompt that guidance leads away from")
-    prompt_cache: int = option(256, "prompts whose embeddings are kept", ge=1)
+    prompt_cache: int = option(256, "prompts whose conditions are kept in memory", ge=1)
 
 
 class Denoising(Drawing):
@@ -232,11 +241,12 @@ class DiffusionModel(ModelSettings):
     def capabilities(self, config: Config) -> Capabilities:
         denoising = config.section("denoising")
         if isinstance(denoising, DenoisingDemonstrations):
-            return Capabilities(f"model.type={self.type}", frozenset({"matching", "reference_ratio"}))
+            return Capabilities(f"model.type={self.type}", frozenset({"matching", "reference_ratio", "steering"}))
         assert isinstance(denoising, Denoising)
         likelihood = denoising.likelihood
         return Capabilities(
-            f"denoising.likelihood.type={likelihood.type}", likelihood.offers | {"views", "reference_rollouts"}
+            f"denoising.likelihood.type={likelihood.type}",
+            likelihood.offers | {"views", "reference_rollouts", "steering"},
         )
 
     def check(self, config: Config) -> None:

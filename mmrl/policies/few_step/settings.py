@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.needs import Capabilities
-from mmrl.policies.diffusion.settings import Denoising, DiffusionModel, PictureContrast, PictureMatching
+from mmrl.policies.diffusion.settings import (
+    Denoising,
+    DiffusionModel,
+    PictureContrast,
+    PictureMatching,
+    refuse_estimate,
+)
 from mmrl.settings import Section, option
 
 if TYPE_CHECKING:
@@ -37,7 +43,7 @@ class FewStepModel(DiffusionModel):
 
     def capabilities(self, config: Config) -> Capabilities:
         found = super().capabilities(config)
-        return Capabilities(f"model.type={self.type}", (found.offers - {"views"}) | {"distillation"})
+        return Capabilities(f"model.type={self.type}", (found.offers - {"views", "steering"}) | {"distillation"})
 
     def check(self, config: Config) -> None:
         super().check(config)
@@ -56,6 +62,7 @@ class FewStepModel(DiffusionModel):
             )
 
     def blueprint(self, config: Config, path: str) -> Blueprint | None:
+        refuse_estimate(self.type, path)
         return None
 
     def load(self, config: Config, task: object, path: str) -> FewStepPolicy:  # type: ignore[override]

@@ -23,9 +23,9 @@ from mmrl.policies.codebook import Codebook
 from mmrl.policies.masked.likelihoods import States, by_blocks, moments
 from mmrl.policies.masked.schedule import in_parts
 from mmrl.policies.masked.settings import MaskedLikelihood, Unmasking
-from mmrl.policies.vlm.critic import TokenCritic, read_critic, write_critic
+from mmrl.policies.vlm.critic import TokenCritic, critic_of, write_critic
 from mmrl.policies.vlm.scorer import transformers_model
-from mmrl.rollouts import PARTS, PICTURE, TEXT, DecisionColumn, Prompt, Replay, Rollouts, Sample
+from mmrl.rollouts import PARTS, DecisionColumn, Prompt, Replay, Rollouts, Sample, text_and_picture
 
 
 @dataclass(frozen=True)
@@ -193,10 +193,7 @@ class DiscreteDiffusionPolicy(ABC):
     def judge(self, settings: CriticSettings, folder: Path) -> None:
         """From now on replay gives the value of the state that each place was filled in. folder: where a critic may
         lie, which else begins anew. Raises UserError as `read_critic`."""
-        core = transformers_model(self.module.model)
-        critic = TokenCritic(settings, core.config.get_text_config().hidden_size)
-        read_critic(critic, folder)
-        self.module.critic = critic.to(device=self.device, dtype=core.dtype)
+        self.module.critic = critic_of(transformers_model(self.module.model), settings, folder)
 
     @property
     def device(self) -> torch.device:
@@ -295,13 +292,8 @@ class DiscreteDiffusionPolicy(ABC):
         samples = [self._sample(*row) for row in zip(prompts, records, mask, strict=True)]
         made = Rollouts(samples, records, torch.arange(len(records)) // group_size, mask)
         if self.in_parts:
-            made.extras[PARTS] = DecisionColumn(self._parts(len(records)))
+            made.extras[PARTS] = DecisionColumn(text_and_picture(len(records), self.text_length, self.length))
         return made
-
-    def _parts(self, count: int) -> Tensor:
-        """[rollout, decision] int64, which part of a response a decision belongs to."""
-        place = torch.arange(self.length)
-        return torch.full_like(place, PICTURE).where(place >= self.text_length, TEXT).repeat(count, 1)
 
     def _sample(self, prompt: Prompt, record: MaskedRecord, mask: Tensor) -> Sample:
         image = None
@@ -367,7 +359,7 @@ class DiscreteDiffusionPolicy(ABC):
         )
         told = Replay(logp, entropy, square_sum)
         if self.in_parts:
-            told.segments = self._parts(len(records)).to(self.device)
+            told.segments = text_and_picture(len(records), self.text_length, self.length).to(self.device)
         if self.module.critic is not None:
             told.value = blank.index_put(where, scored[-1] * (w / total), accumulate=True)
             told.moment = torch.stack([moments(states) for states in found])

@@ -17,7 +17,7 @@ from mmrl.policies.networks import Networks, Part, state_of
 from mmrl.policies.rewritten.settings import GENERATOR, WRITER, PromptWriter
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
 from mmrl.policies.vlm.prompts import Tokens
-from mmrl.rollouts import PARTS, PICTURE, TEXT, DecisionColumn, Prompt, Replay, Rollouts, Sample
+from mmrl.rollouts import PARTS, DecisionColumn, Prompt, Replay, Rollouts, Sample, text_and_picture
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,13 @@ class RewrittenPolicy:
             replace(picture, prompt=prompt, response=prompt.text) if own else spoken(picture, prompt, said)
             for picture, (prompt, own, said) in zip(drawn.samples, rows, strict=True)
         ]
-        parts = torch.full((self.max_decisions,), PICTURE)
-        parts[: self.writer.max_decisions] = TEXT
+        parts = text_and_picture(len(each), self.writer.max_decisions, self.max_decisions)
         return Rollouts(
             samples=samples,
             inputs=[RewrittenRecord(*row) for row in zip(written.inputs, drawn.inputs, strict=True)],
             group=torch.arange(len(each)) // group_size,
             mask=torch.cat([words, drawn.mask], 1),
-            extras={PARTS: DecisionColumn(parts.repeat(len(each), 1))},
+            extras={PARTS: DecisionColumn(parts)},
         )
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:

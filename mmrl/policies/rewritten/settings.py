@@ -13,6 +13,7 @@ from mmrl.policies.diffusion.settings import (
     DiffusionModel,
     PictureChain,
     PictureMatching,
+    refuse_estimate,
 )
 from mmrl.policies.settings import Collects, LoRA, Sections
 from mmrl.policies.vlm.settings import TokenEngine, TokenEvaluation, TokenSampling
@@ -76,6 +77,11 @@ class RewrittenModel(DiffusionModel):
         rollout, denoising = config.rollout, config.section("denoising")
         if not isinstance(denoising, Denoising) or not isinstance(rollout, TokenSampling):
             raise ValueError("model.type=rewritten_diffusion learns from rewards; warm its parts up apart")
+        if self.embeddings is not None:
+            raise ValueError(
+                "model.embeddings holds what encoders say of prompts that are known; those of model.type="
+                "rewritten_diffusion are written while it trains"
+            )
         likelihood = denoising.likelihood
         if not isinstance(likelihood, PictureChain | PictureMatching):
             raise ValueError(
@@ -102,6 +108,7 @@ class RewrittenModel(DiffusionModel):
             )
 
     def blueprint(self, config: Config, path: str) -> Blueprint | None:
+        refuse_estimate(self.type, path)
         return None
 
     def load(self, config: Config, task: Any, path: str) -> RewrittenPolicy:  # type: ignore[override]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from mmrl.critics import CriticSettings, SharedCritic
 from mmrl.errors import UserError
@@ -31,6 +32,14 @@ class TokenCritic(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[decision, width] -> [decision] fp32."""
         return self.layers(hidden.detach() if self.detach else hidden).squeeze(1).float()
+
+
+def critic_of(model: PreTrainedModel, settings: CriticSettings, folder: Path) -> TokenCritic:
+    """A critic of what the model makes of tokens, with its dtype and on its device. folder: where its weights may lie;
+    else it begins anew. Raises UserError as `read_critic`."""
+    critic = TokenCritic(settings, model.config.get_text_config().hidden_size)
+    read_critic(critic, folder)
+    return critic.to(device=model.device, dtype=model.dtype)
 
 
 def write_critic(folder: Path, state: dict[str, Tensor]) -> None:

@@ -27,7 +27,7 @@ from mmrl.files import share
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.transformers import generate, generate_groups
 from mmrl.generation.vllm import Answering, Request
-from mmrl.policies.vlm.critic import TokenCritic, read_critic, write_critic
+from mmrl.policies.vlm.critic import critic_of, write_critic
 from mmrl.policies.vlm.drafts import Draft
 from mmrl.policies.vlm.prompts import Tokens, chat_texts, clips_of, collate, encode, pictures_of, save_processor
 from mmrl.policies.vlm.routing import Routing, collate_routes
@@ -102,10 +102,7 @@ class VisionLanguagePolicy:
     def judge(self, settings: CriticSettings, folder: Path) -> None:
         """From now on replay gives the value of what came before each decision. folder: where a critic may lie, which
         else begins anew. Raises UserError as `read_critic`."""
-        core = transformers_model(self.module.model)
-        critic = TokenCritic(settings, core.config.get_text_config().hidden_size)
-        read_critic(critic, folder)
-        self.module.critic = critic.to(device=self.device, dtype=core.dtype)
+        self.module.critic = critic_of(transformers_model(self.module.model), settings, folder)
 
     def converse(self, settings: EnvironmentSettings) -> None:
         """From now on responses are answered by environments, and rollouts are conversations."""

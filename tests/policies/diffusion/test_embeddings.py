@@ -5,11 +5,12 @@ import json
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from mmrl.build import build_policy, build_task
 from mmrl.config import load
 from mmrl.errors import UserError
-from mmrl.policies.diffusion import pipelines
+from mmrl.policies.diffusion import embeddings, pipelines
 from mmrl.policies.diffusion.embeddings import Embeddings
 from mmrl.policies.diffusion.family import Asked
 from mmrl.policies.diffusion.settings import DiffusionModel
@@ -110,6 +111,50 @@ def test_training_the_whole_network_needs_its_encoders(folder_of, written):
         pipelines.load(str(folder_of("sd3")), DiffusionModel(embeddings=str(written / "said")))
 
 
-def test_other_models_have_no_encoders(written):
-    done = mmrl(written, "embed", "configs/visual_qa_digits.yaml", "--out", written / "other")
-    assert done.code == 2 and "mmrl embed is for diffusers pipelines" in done.err
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [
+        ("visual_qa_digits", "vision_language"),
+        ("image_digits_rewritten", "rewritten_diffusion"),
+        ("image_digits_few_step", "few_step_diffusion"),
+    ],
+)
+def test_other_models_are_refused(written, recipe, kind):
+    done = mmrl(written, "embed", f"configs/{recipe}.yaml", "--out", written / "other")
+    assert done.code == 2 and f"mmrl embed is for model.type=diffusion; this job has model.type={kind}" in done.err
+
+
+def test_encoders_visit_the_device_once_a_file(folder_of, written, tmp_path, monkeypatch):
+    family, visits = family_of(folder_of, written), []
+    encode = family.encode
+    monkeypatch.setattr(family, "encode", lambda asked, shape: visits.append(len(asked)) or encode(asked, shape))
+    monkeypatch.setattr(embeddings, "IN_A_FILE", 3)
+    asked = [Asked(text) for text in ("a", "b", "c", "d", "a")]
+    shapes = [(4, 8, 8), (4, 4, 4), (4, 8, 8), (4, 4, 4), (4, 8, 8)]  # which words do not depend on
+    assert embeddings.write(family, zip(asked, shapes, strict=True), tmp_path) == 4
+    assert visits == [3, 1] and len(list(tmp_path.glob("*.safetensors"))) == 2
+    found = Embeddings(str(tmp_path), "StableDiffusion3Pipeline", 256).find([Asked("d")], (4, 8, 8))[0]
+    (own,) = encode([Asked("d")], (4, 8, 8))
+    assert all(torch.equal(found[name], own[name].cpu()) for name in own)
+
+
+def test_pictures_are_encoded_with_those_of_their_size(tmp_path):
+    """A family of its own, which says what it was asked."""
+
+    class Recorder:
+        pipe, text_tokens = object(), None
+
+        def encode(self, asked, shape):
+            told.append(([one.text for one in asked], shape))
+            return [{"source": torch.full(shape, float(ord(one.text)))} for one in asked]
+
+    told = []
+    pictures = (Image.new("RGB", (2, 2)),)
+    small, large = (1, 2, 2), (1, 4, 4)
+    asked = [(Asked("a"), small), (Asked("b", pictures, "p"), large), (Asked("c", pictures, "p"), small)]
+    asked += [(Asked("d"), large), (Asked("e", pictures, "p"), large)]
+    embeddings.write(Recorder(), asked, tmp_path)
+    assert told == [(["a", "c", "d"], small), (["b", "e"], large)]
+    kept = Embeddings(str(tmp_path), "object", None)
+    (found,) = kept.find([Asked("e", pictures, "p")], large)
+    assert found["source"].shape == large and found["source"][0, 0, 0] == ord("e")
