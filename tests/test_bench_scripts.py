@@ -137,11 +137,12 @@ def test_methods_are_compared_with_plain_grpo_of_their_setting(composed, table, 
     runs = composed.configs
     assert len(runs) == 1 + 2 * len(rows)  # a base, and two seeds of each
     replay, cispo = (
-        runs[str(tmp_path / f"{name}-1")]
+        runs[str(tmp_path / "digits" / f"{name}-1")]
         for name in ("source_success_replay_256_prompts", "surrogate_cispo_4_updates_a_step")
     )
     assert (replay.seed, replay.steps, replay.rollout.prompts) == (1, 7, 4)
-    assert replay.model.path == str(tmp_path / "base" / "final") and replay.task.data.train_size == 256
+    base = str(tmp_path / "digits" / "base" / "final")
+    assert replay.model.path == base and replay.task.data.train_size == 256
     assert cispo.algorithm.minibatches == 4 and cispo.algorithm.surrogate.type == "cispo"
     composed.configs = {}
     table(methods, *arguments, "rollout.prompts=4")
@@ -162,13 +163,26 @@ def test_an_interval_of_student():
     assert methods.interval([1.0]) == "(one seed)"
 
 
-def test_every_method_has_a_run_or_a_reason(monkeypatch, capsys):
-    """A method of components needs several rewards, of which the quickstart has one."""
-    monkeypatch.setattr("sys.argv", [methods.__file__, "--list"])
+@pytest.mark.parametrize("task", methods.TASKS)
+def test_every_method_has_a_run_or_a_reason(task, monkeypatch, capsys):
+    """A method of components needs several rewards, of which these tasks have one."""
+    monkeypatch.setattr("sys.argv", [methods.__file__, "--list", "--task", task])
     methods.main()
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == len(methods.catalogue()) > 75
-    assert [line for line in said if "required" in line and not line.startswith("components")] == []
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(methods.catalogue(methods.TASKS[task])) > 75
+    assert [line for line in lines if "required" in line and not line.startswith("components")] == []
+    said = {tuple(line.split(": ", 2)[:2]): line.split(": ", 2)[2] for line in lines}
+    runs = {name for (_, name), words in said.items() if re.match(r"[a-z.]+=\[?\{type: ", words)}
+    several = {
+        "ppo": {"digits", "reach"},
+        "turn_returns": {"zoom"},
+        "modes": {"digits", "zoom"},
+        "greedy": {"digits", "reach"},
+    }
+    assert {name: task in where for name, where in several.items()} == {name: name in runs for name in several}
+    few = methods.TASKS[task].few
+    remembering = [arm for arm in methods.catalogue(methods.TASKS[task]) if arm.setting.name]
+    assert {arm.setting.overrides for arm in remembering} == {("algorithm.minibatches=4",), (few,)}
 
 
 def test_end_to_end_trains_with_both_backends(composed, table, tmp_path):

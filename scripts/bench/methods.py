@@ -1,17 +1,18 @@
-"""Every method that applies to the quickstart's digits, at several seeds: its gain over plain GRPO, and its cost.
+"""Every method that applies to a task, at several seeds: its gain over plain GRPO, and its cost.
 
-    .venv/bin/python scripts/bench/methods.py [--steps 60] [--seeds 3] [--only PATTERN] [--runs FOLDER]
-        [--list] [KEY=VALUE ...]
+    .venv/bin/python scripts/bench/methods.py [--task digits|zoom|reach] [--steps 60] [--seeds 3] [--only PATTERN]
+        [--runs FOLDER] [--list] [KEY=VALUE ...]
 
+--task: questions about digits as in the quickstart, the same answered over turns with a zoom, or an arm that reaches.
 --only: methods whose title or name holds this regular expression; plain GRPO and random rewards are always there.
 --list: what would be run, and what does not apply and why, without running it. KEY=VALUE: more overrides of every run.
 Runs that are already in --runs with the same configuration are not repeated; all start from one base. One thread a run.
 
-Prints a Markdown table. Accuracy is held-out and greedy, the mean over the seeds; the gain is the mean over the seeds
-of the difference from plain GRPO of the same seed, with the interval of 95 % of Student's t over these differences; the
-cost is the processor's time of a run, its evaluations included, over that of plain GRPO. Libraries are imported once,
-in the process that the runs are forked from. So few steps on so small a task say what a method does there, and not what
-it is worth elsewhere.
+Prints a Markdown table. Accuracy is held-out (of reach: success), as the recipe evaluates it, the mean over the seeds;
+the gain is the mean over the seeds of the difference from plain GRPO of the same seed, with the interval of 95 % of
+Student's t over these differences; the cost is the processor's time of a run, its evaluations included, over that of
+plain GRPO. Libraries are imported once, in the process that the runs are forked from. So few steps on so small a task
+say what a method does there, and not what it is worth elsewhere.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ import transformers  # noqa: F401
 from mmrl import cli
 from mmrl.config import load
 from mmrl.errors import UserError
+from mmrl.needs import Needs
 from mmrl.reference import decisions_of, methods, needs_of
 from mmrl.settings import plain
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPE, BASE = "configs/visual_qa_digits.yaml", "configs/visual_qa_digits_warm_start.yaml"
 SPENT = "processor_seconds.txt"
 PLAIN, RANDOM = "plain GRPO", "random rewards"
 # Where a method stands in the configuration, by the title of its kind; {} is the method itself.
@@ -54,7 +55,7 @@ PLACES = {
     "prompt sampler": "rollout.sampler={}",
     "source": "rollout.extras=[{}]",
 }
-# What a method must be given here.
+# What a method must be given.
 OPTIONS = {
     "band": "fact: length, high: 3",
     "best_of_group": "count: 4",
@@ -91,6 +92,24 @@ SAME = ("grpo", "clip", "permutation", "mean", "group_std", "sum", "normalise_ea
 
 
 @dataclass(frozen=True)
+class Task:
+    """recipe: names a file of configs/, and with `_warm_start` the one that its base is made by. decision: what its
+    policy decides. evaluation: overrides of every run. few: has few prompts, so that they come again."""
+
+    recipe: str
+    decision: str
+    evaluation: tuple[str, ...] = ("evaluation.prompts=1000",)
+    few: str = "task.data.train_size=256"
+
+
+TASKS = {
+    "digits": Task("visual_qa_digits", "text token"),
+    "zoom": Task("visual_qa_zoom", "text token"),
+    "reach": Task("manipulation_tabletop", "action token", ("evaluation.prompts=200",), "task.train_size=256"),
+}
+
+
+@dataclass(frozen=True)
 class Setting:
     """What a method and the plain GRPO that it is compared with have in common."""
 
@@ -101,8 +120,7 @@ class Setting:
 USUAL = Setting("", ())
 # Ratios are 1 where a step has one update: what is done to them shows with several.
 SEVERAL = Setting("4 updates a step", ("algorithm.minibatches=4",))
-# What remembers prompts needs some that come again.
-FEW = Setting("256 prompts", ("task.data.train_size=256",))
+FEW = "256 prompts"  # what remembers prompts needs some that come again
 REMEMBERING = ("running", "success_replay", "self_imitation")
 
 
@@ -126,6 +144,7 @@ class Arm:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", choices=TASKS, default="digits")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="")
@@ -133,9 +152,10 @@ def main() -> None:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    shared = [f"steps={options.steps}", "evaluation.every=0", "evaluation.prompts=1000", "threads=1"]
-    bench = Bench(options.runs, options.seeds, [*shared, "log.samples_every=0", *options.overrides])
-    arms = [bench.tried(arm) for arm in catalogue() if re.search(options.only, arm.name)]
+    task = TASKS[options.task]
+    shared = [f"steps={options.steps}", "evaluation.every=0", *task.evaluation, "threads=1", "log.samples_every=0"]
+    bench = Bench(task, options.runs / options.task, options.seeds, [*shared, *options.overrides])
+    arms = [bench.tried(arm) for arm in catalogue(task) if re.search(options.only, arm.name)]
     if options.list:
         for arm in arms:
             print(f"{arm.name}: {arm.refused or ' '.join(arm.overrides)}")
@@ -151,26 +171,32 @@ def main() -> None:
             print(f"\nNot here: {arm.name} ({arm.refused})")
 
 
-def catalogue() -> list[Arm]:
+def catalogue(task: Task) -> list[Arm]:
     """Every method that stands somewhere in the configuration, with its defaults where it has them all."""
     found = []
     for base, name, kind in methods():
         if base.title not in PLACES or name in SAME:
             continue
         needs = needs_of(kind)
-        refused = "" if needs is None or "text token" in decisions_of(needs) else "not for responses of one turn"
+        refused = "" if needs is None or may_do(needs, task) else f"its decision is never {task.decision}"
         own = f"{{type: {name}{', ' + OPTIONS[name] if name in OPTIONS else ''}}}"
         remembers = base.title == "prompt sampler" or name in REMEMBERING
-        setting = SEVERAL if base.title == "surrogate" else FEW if remembers else USUAL
+        setting = SEVERAL if base.title == "surrogate" else Setting(FEW, (task.few,)) if remembers else USUAL
         overrides = [PLACES[base.title].format(own), *BESIDE.get(name, [])]
         found.append(Arm(f"{base.title}: {name}", tuple(overrides), setting, refused))
     return found
+
+
+def may_do(needs: Needs, task: Task) -> bool:
+    """Whether a method may be for the task, as far as its decisions tell. Its recipe tells whether they have turns."""
+    return task.decision in decisions_of(replace(needs, offers=needs.offers - {"turns"}))
 
 
 @dataclass(frozen=True)
 class Bench:
     """runs: the folder of all runs. shared: overrides of every run."""
 
+    task: Task
     runs: Path
     seeds: int
     shared: list[str]
@@ -182,14 +208,20 @@ class Bench:
         """With what the configuration says against it."""
         if arm.refused:
             return arm
-        for more in ((), ("algorithm.baseline=none", "algorithm.scale=none")):  # for those that give advantages
-            fuller = replace(arm, overrides=(*arm.overrides, *more))
-            try:
-                load(ROOT / RECIPE, [f"run_dir={self.runs}", *self.overrides(fuller)])
-                return fuller
-            except UserError as error:
-                refused = str(error).partition(": ")[2]
-        return replace(arm, refused=refused)
+        more = ("algorithm.baseline=none", "algorithm.scale=none")  # for transforms that give advantages
+        tried = [arm, *([replace(arm, overrides=(*arm.overrides, *more))] if arm.name.startswith("transform") else [])]
+        refused = [self.refusal(one) for one in tried]
+        return next(
+            (one for one, told in zip(tried, refused, strict=True) if not told), replace(arm, refused=refused[0])
+        )
+
+    def refusal(self, arm: Arm) -> str:
+        """Why its configuration is refused; nothing where it is not."""
+        try:
+            load(ROOT / self.recipe(), [f"run_dir={self.runs}", *self.overrides(arm)])
+        except UserError as error:
+            return str(error).partition(": ")[2]
+        return ""
 
     def row(self, arm: Arm) -> str:
         """A row of the table; runs that are missing are made."""
@@ -205,14 +237,17 @@ class Bench:
         """A run, which is made if it is not there as it would be made now."""
         run = self.runs / f"{arm.folder}-{seed}"
         model = [f"model.path={self.base()}", "model.warm_start=null"]
-        train(RECIPE, run, [f"seed={seed}", *model, *self.overrides(arm)])
+        train(self.recipe(), run, [f"seed={seed}", *model, *self.overrides(arm)])
         return run
 
     def base(self) -> Path:
         """What all of them start from."""
         folder = self.runs / "base"
-        train(BASE, folder, ["threads=1"])
+        train(self.recipe("_warm_start"), folder, ["threads=1"])
         return folder / "final"
+
+    def recipe(self, part: str = "") -> str:
+        return f"configs/{self.task.recipe}{part}.yaml"
 
 
 def train(recipe: str, run: Path, overrides: list[str]) -> None:
