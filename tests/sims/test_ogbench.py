@@ -1,0 +1,116 @@
+"""OGBench's scene by value: what a seed gives, what is asked for and seen, when a task is solved, what experts do."""
+
+import numpy as np
+import pytest
+from mmrl.sims import build
+from mmrl.tasks.manipulation import tiny_ogbench
+
+from mmrl.errors import UserError
+from mmrl.policies.vla import small
+
+pytest.importorskip("ogbench")
+
+from mmrl.sims.ogbench import Row  # noqa: E402
+
+TASKS = ["button", "drawer", "window", "cube"]
+
+
+@pytest.fixture(scope="module")
+def row():
+    return Row()
+
+
+def test_experts_solve_every_task_and_a_seed_is_an_episode():
+    with build("ogbench", len(TASKS), {"max_steps": 60}) as sim:
+        assert (sim.simulator.action_dim, sim.simulator.state_dim, sim.simulator.image_shape) == (5, 43, (0, 0, 3))
+        first = sim.reset([7] * 4, TASKS)
+        drawn = np.random.get_state()[1].copy()
+        solved, states, length = np.zeros(4, bool), [], np.zeros(4, int)
+        while (active := sim.running).any():
+            moved = sim.step(sim.expert(active))
+            solved |= moved.success.any(1)
+            length += active
+            states.append(moved.observation.state.copy())
+        assert solved.all() and (length > 3).all()
+        assert np.array_equal(np.random.get_state()[1], drawn)  # experts draw from a state that is put back
+        again = sim.reset([7] * 4, TASKS)
+        assert np.array_equal(again.state, first.state) and again.instructions == first.instructions
+        for state in states:
+            if not (active := sim.running).any():
+                break
+            assert np.array_equal(sim.step(sim.expert(active)).observation.state, state)
+        other = sim.reset([8] * 4, TASKS)
+        assert not np.array_equal(other.state[:, :19], first.state[:, :19])
+
+
+def test_what_is_asked_for_is_what_the_world_wants(row):
+    """A button that is pressed changes its state; a drawer of -0.16 m and a window of 0.2 m are open."""
+    said = set()
+    for seed in range(12):
+        for task in TASKS:
+            row.start(task, seed)
+            said.add(row.instruction)
+            told = row.info
+            if task == "button":
+                place = told["privileged/target_button_top_pos"][1]  # y, to the right of who looks from the front
+                assert row.instruction == f"press the {'left' if place < 0 else 'right'} button"
+                number = told["privileged/target_button"]
+                assert told["privileged/target_button_state"] != told[f"privileged/button_{number}_state"]
+            if task == "drawer":
+                assert told["privileged/button_0_state"] == 1
+                opens = abs(told["privileged/target_drawer_pos"][0] + 0.16) < 1e-6
+                assert row.instruction == f"{'open' if opens else 'close'} the drawer"
+                assert opens == (told["privileged/drawer_pos"][0] >= -0.08)
+            if task == "window":
+                assert told["privileged/button_1_state"] == 1
+                opens = abs(told["privileged/target_window_pos"][0] - 0.2) < 1e-6
+                assert row.instruction == f"{'open' if opens else 'close'} the window"
+            mark = row.state[-3:]
+            wanted = 10 * (told["privileged/target_block_pos"] - [0.425, 0, 0]) if task == "cube" else np.zeros(3)
+            np.testing.assert_allclose(mark, wanted)
+    assert len(said) == 7 and {word for words in said for word in words.split()} == set(tiny_ogbench.WORDS)
+
+
+def test_success_ends_an_episode_and_time_cuts_it(row):
+    with build("ogbench", 1, {"max_steps": 5}) as sim:
+        sim.reset([3], ["button"])
+        still = sim.step(np.zeros((1, 8, 5)))
+        assert still.valid[0].tolist() == [True] * 5 + [False] * 3
+        assert still.truncated[0].tolist() == [False] * 4 + [True] + [False] * 3 and not still.success.any()
+    row.start("button", 3)
+    number = row.info["privileged/target_button"]
+    wanted, solved = row.info["privileged/target_button_state"], False
+    while not solved:
+        assert row.info[f"privileged/button_{number}_state"] != wanted
+        solved = row.act(row.wanted())
+    assert row.info[f"privileged/button_{number}_state"] == wanted
+
+
+def test_pictures_are_seen_from_the_front():
+    pytest.importorskip("mujoco")
+    with build("ogbench", 1, {"observation": "rgb", "image_size": 48}) as sim:
+        seen = sim.reset([3], ["button"])
+        assert seen.images.shape == (1, 48, 48, 3) and seen.state.shape == (1, 19) and seen.images.std() > 10
+        moved = sim.step(np.tile([0, 0, -1.0, 0, 0], (1, 6, 1)))
+        assert (moved.observation.images != seen.images).mean() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"observation": "rbg"}, "unknown observation 'rbg' .did you mean 'rgb'?"),
+        ({"max_steps": 0}, "max_steps at least 1, not 64 and 0"),
+        ({"image_size": 4}, "image_size must be at least 8"),
+    ],
+)
+def test_options_that_mean_nothing_are_one_line(options, message):
+    with pytest.raises(UserError, match=message):
+        build("ogbench", 1, options)
+
+
+def test_the_tiny_model_tells_every_word_from_the_others(tmp_path):
+    tiny_ogbench.build(tmp_path, 0)
+    backbone = small.load(tmp_path)
+    picture, state = [np.zeros((0, 0, 3), np.uint8)], np.zeros((1, 43), np.float32)
+    read = [backbone.prepare(picture, [word], state)[0].ids.tolist() for word in (*tiny_ogbench.WORDS, "nonsense")]
+    assert len({tuple(ids) for ids in read}) == len(tiny_ogbench.WORDS) + 1
