@@ -69,6 +69,7 @@ class OGBench:
         self.count, self.state_dim = count, ROBOT_DIM if self._pictured else SCENE_DIM + PLACE_DIM
         self.image_shape = (image_size, image_size, 3) if self._pictured else (0, 0, 3)
         self._rows: list[Row | None] = [None] * count
+        self._worlds: dict[tuple[str, int], int] = {}  # task and seed: the seed of the world that has the task
         self._renderer: Renderer | None = None  # one for all: their models have the same meshes
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
@@ -77,7 +78,8 @@ class OGBench:
             try:
                 playing = self._rows[row] or Row()
                 self._rows[row] = playing
-                playing.start(tasks[i], seeds[i])
+                key = (tasks[i], seeds[i])
+                self._worlds[key] = playing.start(tasks[i], self._worlds.get(key, seeds[i]))
                 self._show(playing, out, i)
             except Exception as error:
                 self._rows[row], out.errors[i] = None, error
@@ -139,9 +141,11 @@ class Row:
         self.steps, self.seen, self.info = 0, np.zeros(SCENE_DIM), dict[str, Any]()
         self._expert: Any = None
 
-    def start(self, task: str, seed: int) -> None:
+    def start(self, task: str, seed: int) -> int:
+        """Begins an episode in the first world with the task, of those that are tried from `seed` on; its seed."""
         for number in range(TRIES):
-            self.seen, self.info = self.env.reset(seed=(seed + number * STRIDE) % 2**32)
+            world = (seed + number * STRIDE) % 2**32
+            self.seen, self.info = self.env.reset(seed=world)
             if self.info["privileged/target_task"] == task and not self._locked(task):
                 break
         else:
@@ -149,6 +153,7 @@ class Row:
         quality = self.env.model.vis.quality
         quality.shadowsize = quality.offsamples = 0  # nearly the whole cost of a picture on a CPU
         self.steps, self._expert = 0, None
+        return world
 
     def act(self, action: NDArray) -> bool:
         """Whether the task is solved after this step."""
