@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +14,9 @@ from mmrl.sources import ExtraSource, SourceContext, joining
 
 if TYPE_CHECKING:
     from mmrl.rollouts import Rollouts
+
+
+_log = logging.getLogger(__name__)
 
 
 class SelfCorrections(ExtraSource):
@@ -32,6 +36,7 @@ class SelfCorrections(ExtraSource):
     count: int = option(2, "such responses that join a group with right and wrong rollouts", ge=1)
     accuracy: float = option(1.0, "of a rollout that counts as right", unit="accuracy")
     _context: Any = PrivateAttr()
+    _told: bool = PrivateAttr(False)  # whether it was said that nothing fits
 
     @property
     def needs(self) -> Needs:
@@ -66,6 +71,14 @@ class SelfCorrections(ExtraSource):
         made.rewards = context.task.score(made.samples, made.group)
         made.accuracy = context.task.accuracy(made.samples)
         fits = torch.tensor([s.response_length <= s.max_response_length for s in made.samples])
+        if not fits.any() and not self._told:
+            self._told = True
+            shortest = min(sample.response_length for sample in made.samples)
+            _log.warning(
+                "self_corrections: none of a step's %d fits, the shortest has %d tokens, rollout.max_response_length=%d; "
+                "raise it, or shorten rollout.extras.text",
+                *(len(pairs), shortest, made.samples[0].max_response_length),
+            )
         return joining([made.select(fits)], fresh, context)
 
     def _pairs(self, fresh: Rollouts) -> list[tuple[int, int]]:

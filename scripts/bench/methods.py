@@ -83,7 +83,7 @@ BESIDE = {
     "demonstrations": ["algorithm.terms=[likelihood]"],
     "self_imitation": ["algorithm.terms=[{type: likelihood, of: replayed}]"],
     "guided": ["rollout.extras=[guided_groups]"],
-    "self_corrections": ["rollout.max_response_length=16"],
+    "self_corrections": ["rollout.max_response_length=48"],
     "entropy_likelihood": ["rollout.extras=[guided_groups]"],
     "likelihood": ["algorithm.terms=[{type: likelihood, of: positive}]"],
 }

@@ -41,12 +41,16 @@ def test_a_group_needs_right_and_wrong_ones(given):
     assert len(corrected(given, [0.5, 0.0, 0.0], ", accuracy: 0.6")[1]) == 3
 
 
-def test_what_is_too_long_is_dropped(given):
+def test_what_is_too_long_is_dropped(given, caplog):
     """The stand-in says that row 1000 has four tokens, one more than a response may have."""
     table = Table([[-1.0]] * 1001, group=[0] * 3 + [1] * 998, rewards=[1.0, 0.0, 0.0] + [0.0] * 998)
     made = given(table, *ONE, MADE % ", count: 1")
     made.trainer.policy.recombines = dict.fromkeys([(1, 0), (2, 0)], 1000)
-    assert len(made.next()) == 3
+    assert len(made.next()) == 3 and len(made.next()) == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "self_corrections: none of a step's 1 fits, the shortest has 4 tokens, rollout.max_response_length=3; raise it, "
+        "or shorten rollout.extras.text"
+    ]
     made.trainer.policy.recombines = dict.fromkeys([(1, 0), (2, 0)], 999)
     made.trainer.policy.asked = 0
     assert len(made.next(1)) == 4
