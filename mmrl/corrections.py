@@ -75,8 +75,8 @@ class SelfCorrections(ExtraSource):
             self._told = True
             shortest = min(sample.response_length for sample in made.samples)
             _log.warning(
-                "self_corrections: none of %d fits, the shortest has %d tokens, rollout.max_response_length=%d; raise it, "
-                "or shorten rollout.extras.text",
+                "self_corrections: none of %d fits; the shortest has %d tokens, rollout.max_response_length=%d: "
+                "raise it or shorten rollout.extras.text",
                 *(len(pairs), shortest, made.samples[0].max_response_length),
             )
         return joining([made.select(fits)], fresh, context)

@@ -48,7 +48,7 @@ def test_what_is_too_long_is_dropped(given, caplog):
     made.trainer.policy.recombines = dict.fromkeys([(1, 0), (2, 0)], 1000)
     assert len(made.next()) == 3 and len(made.next()) == 3
     assert [record.getMessage() for record in caplog.records] == [
-        "self_corrections: none of 1 fits, the shortest has 4 tokens, rollout.max_response_length=3; raise it, or "
+        "self_corrections: none of 1 fits; the shortest has 4 tokens, rollout.max_response_length=3: raise it or "
         "shorten rollout.extras.text"
     ]
     made.trainer.policy.recombines = dict.fromkeys([(1, 0), (2, 0)], 999)
