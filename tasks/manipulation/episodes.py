@@ -134,7 +134,8 @@ def play_expert(
     solved, recorded, disturbed = np.zeros(len(sim), bool), [], Disturbed(disturbance, len(sim), rng)
     while (active := sim.running).any():
         wanted = sim.expert(active)
-        moved = sim.step(disturbed.executed(wanted))
+        executed = disturbed.executed(wanted)
+        moved = sim.step(executed)
         for row in np.flatnonzero(active & moved.valid.any(1)).tolist():
             steps[row].append((observation.images[row], observation.state[row], wanted[row, 0]))
         solved |= moved.success.any(1)

@@ -120,6 +120,9 @@ def test_controls():
     np.testing.assert_allclose(
         position.wanted(np.array([0.41, 0.0, 0.137]), np.array([0, -1, 0, 1])), [0.41, -0.03, 0.137]
     )
+    # A place beyond the box is its corner, 0.16 and 0.24 away: 0.2884 in all.
+    found = position.wanted(np.array([0.41, 0.0, 0.137]), np.array([4, 1, 0, 1]))
+    np.testing.assert_allclose(found, [0.41 + 0.03 * 0.16 / 0.28844, 0.03 * 0.24 / 0.28844, 0.137], atol=1e-6)
     # An aim 0.05 away, 3-4-5: a full step towards it; an aim 0.015 away is reached.
     far, near = np.array([0.38, 0.04, 0.1, -1]), np.array([0.359, 0.012, 0.1, 1])
     np.testing.assert_allclose(delta.action(start, far), [0.6, 0.8, 0, -1])
