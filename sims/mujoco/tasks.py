@@ -239,13 +239,20 @@ def descend(view: View, goal: NDArray, hover: float, gripper: float) -> NDArray:
     return aim(over(goal, hover), gripper)
 
 
+def funnel(view: View, goal: NDArray, hover: float, gripper: float) -> NDArray:
+    """To `goal` from above, the lower the nearer: a height that follows from the distance over the table can be learned
+    where that distance is known to a centimetre only, other than one that jumps."""
+    share = np.clip((flat(view.tip, goal) - 0.008) / 0.02, 0, 1)
+    return aim(over(goal, goal[2] + share * (hover - goal[2])), gripper)
+
+
 def grasp(view: View) -> NDArray:
     """Until cube 0 is held."""
     cube = view.cubes[0]
-    around = flat(view.tip, cube) < 0.012 and view.tip[2] < cube[2] + 0.008
+    around = flat(view.tip, cube) < 0.016 and view.tip[2] < cube[2] + 0.012
     if around and (not view.closing or view.opening > 0.65):
-        return aim(view.setpoint, 1.0)
-    return descend(view, cube, max(HOVER, cube[2] + 0.05), -1.0)
+        return aim(cube, 1.0)
+    return funnel(view, cube, max(HOVER, cube[2] + 0.05), -1.0)
 
 
 def reach_expert(view: View) -> NDArray:
