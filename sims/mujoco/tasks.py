@@ -28,6 +28,7 @@ LIFTED = 0.10
 MARGIN = 0.03  # cubes start this far inside the box of the fingertips
 APART = 0.105  # between centres: room for the open gripper
 TRIES = 200
+SURE = 0.016  # metres aside at which the open gripper may come down beside a cube, and close
 BEHIND = 2 * CUBE + 0.006  # from the centre of a cube to where closed fingers come down beside it
 LONGEST_PUSH = 0.22
 SLANT = 0.03  # how far a push may miss the middle of the pad
@@ -242,14 +243,14 @@ def descend(view: View, goal: NDArray, hover: float, gripper: float) -> NDArray:
 def funnel(view: View, goal: NDArray, hover: float, gripper: float) -> NDArray:
     """To `goal` from above, the lower the nearer: a height that follows from the distance over the table can be learned
     where that distance is known to a centimetre only, other than one that jumps."""
-    share = np.clip((flat(view.tip, goal) - 0.008) / 0.02, 0, 1)
+    share = np.clip((flat(view.tip, goal) - SURE) / 0.02, 0, 1)
     return aim(over(goal, goal[2] + share * (hover - goal[2])), gripper)
 
 
 def grasp(view: View) -> NDArray:
     """Until cube 0 is held."""
     cube = view.cubes[0]
-    around = flat(view.tip, cube) < 0.016 and view.tip[2] < cube[2] + 0.012
+    around = flat(view.tip, cube) < SURE and view.tip[2] < cube[2] + 0.02
     if around and (not view.closing or view.opening > 0.65):
         return aim(cube, 1.0)
     return funnel(view, cube, max(HOVER, cube[2] + 0.05), -1.0)
@@ -272,7 +273,7 @@ def place_expert(view: View) -> NDArray:
     if there:
         return aim(over(view.tip, view.goal[2] if view.opening < 0.9 else CARRY), -1.0)
     if held(view):
-        return descend(view, view.goal + view.tip - view.cubes[0], CARRY, 1.0)
+        return funnel(view, view.goal + view.tip - view.cubes[0], CARRY, 1.0)
     return grasp(view)
 
 
@@ -287,7 +288,7 @@ def push_expert(view: View) -> NDArray:
     if view.tip[2] < 0.035 and along < 0 and float(np.linalg.norm(aside)) < 0.014:
         goal = np.clip(over(view.tip[:2] + ahead * 0.012 - aside, 0.02), LOW, HIGH)
         return aim(towards(view.setpoint, goal, PUSH_PACE * STEP), 1.0)
-    return descend(view, over(cube - ahead * BEHIND, 0.02), HOVER, 1.0)
+    return funnel(view, over(cube - ahead * BEHIND, 0.02), HOVER, 1.0)
 
 
 TASKS = {
