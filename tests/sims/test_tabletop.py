@@ -134,6 +134,14 @@ def test_controls():
         )
 
 
+def test_the_arm_goes_to_the_place_that_is_named(tabletop):
+    """The middle of the box is 0, 0, 0 in the state too; a move of nothing would leave the arm at home, at -0.3."""
+    sim = tabletop(1, control="position", end_on_success=False)
+    sim.reset([0], ["stack"])
+    seen = sim.step(np.zeros((1, 12, 4))).observation
+    np.testing.assert_allclose(seen.state[0, :3], 0, atol=0.03)
+
+
 def test_a_control_that_is_none():
     with pytest.raises(UserError, match="control must be 'delta' or 'position', not 'angle'"):
         build("tabletop", 1, SMALL | {"control": "angle"})
