@@ -42,7 +42,8 @@ def play(
                 return
             chunks, remembered = act(observation, rows)
             looks[rows] += 1
-            active = np.isin(np.arange(len(sim)), rows)
+            active = np.zeros(len(sim), bool)
+            active[rows] = True
 
             def move() -> list[Step]:
                 return [sim.step(chunk, active) for chunk in chunks]

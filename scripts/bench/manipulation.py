@@ -28,12 +28,15 @@ ROOT = Path(__file__).resolve().parents[2]
 BASES = {
     "token": "manipulation_tabletop_warm_start",
     "flow": "manipulation_tabletop_flow_warm_start",
+    "lift": "manipulation_tabletop_lift_warm_start",
 }
 RECIPES = {  # base and configuration; without a base: from random weights
     "token": ("token", "manipulation_tabletop"),
     "ppo": ("token", "manipulation_tabletop_ppo"),
     "flow": ("flow", "manipulation_tabletop_flow"),
     "control": ("token", "manipulation_tabletop_random_reward"),
+    "lift": ("lift", "manipulation_tabletop_lift"),
+    "lift_control": ("lift", "manipulation_tabletop_lift_random_reward"),
     "maniskill": ("", "manipulation_maniskill_pushcube"),
     "maniskill_control": ("", "manipulation_maniskill_pushcube_random_reward"),
 }

@@ -221,7 +221,9 @@ class Block:
         local = np.array(rows) - self.rows.start
         if missed := local[~self._live[local]].tolist():
             raise UserError(f"maniskill: on a GPU all rows step at once, so rows {missed} cannot be left inactive")
-        self._live &= np.isin(np.arange(len(self._live)), local)  # episodes left out are lost: they move unseen
+        moved = np.zeros(len(self._live), bool)
+        moved[local] = True
+        self._live &= moved  # episodes left out are lost: they move unseen
         try:
             env, info = self._env(self.task), None
             for c in range(actions.shape[1]):

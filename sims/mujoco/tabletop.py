@@ -13,8 +13,9 @@ import mujoco
 import numpy as np
 from mmrl.sims.mujoco import scene
 from mmrl.sims.mujoco.arm import FINGER_TRAVEL, HIGH, HOME, LOW, inverse_kinematics
+from mmrl.sims.mujoco.control import CONTROLS
 from mmrl.sims.mujoco.gl import Renderer, choose_backend
-from mmrl.sims.mujoco.tasks import COLOURS, STEP, TASKS, Scene, Task, View, held
+from mmrl.sims.mujoco.tasks import COLOURS, TASKS, Scene, Task, View, held
 from mmrl.sims.vector import Transition, nearest
 from numpy.typing import NDArray
 
@@ -36,9 +37,10 @@ CAMERA_AT = np.array([0.95, 0.0, 0.8])
 class World:
     """One row: a model of its own (colours, pads and camera belong to the model), its state and its episode."""
 
-    def __init__(self, model: mujoco.MjModel, colours: list[str], shaped: bool, end_on_success: bool):
+    def __init__(self, model: mujoco.MjModel, colours: list[str], control: str, shaped: bool, end_on_success: bool):
         self.model, self.data = copy.copy(model), mujoco.MjData(model)
         self.colours, self.shaped, self.end_on_success = colours, shaped, end_on_success
+        self.control = CONTROLS[control]
         self.cubes = np.array([model.body(f"cube{i}").id for i in range(model.nbody) if i < _cubes(model)])
         self.cube_geoms = [model.geom(f"cube{i}").id for i in range(len(self.cubes))]
         self.pads = [model.geom(f"pad{i}").id for i in range(scene.PADS)]
@@ -95,10 +97,10 @@ class World:
         mujoco.mju_mat2Quat(self.model.cam_quat[0], np.stack([right, np.cross(back, right), back], axis=1).ravel())
 
     def act(self, action: NDArray) -> None:
-        """One control step: moves the setpoint by action[:3] * STEP; action[3] > 0 closes, < 0 opens, 0 changes
+        """One control step: the setpoint goes where `control` says; action[3] > 0 closes, < 0 opens, 0 changes
         nothing."""
         tip = self.data.site_xpos[self.tip]
-        wanted = self.setpoint + STEP * np.clip(action[:3], -1, 1)
+        wanted = self.control.wanted(self.setpoint, action)
         self.setpoint = np.clip(np.clip(wanted, tip - LEASH, tip + LEASH), LOW, HIGH)
         self.closing = bool(action[3] > 0) if action[3] != 0 else self.closing
         self._control()
@@ -155,7 +157,7 @@ class World:
         self.data, spare = spare, self.data
         try:
             for c in range(min(length, self.task.max_steps - self.steps)):
-                out[c] = self.task.expert(self.view())
+                out[c] = self.control.action(self.setpoint, self.task.expert(self.view()))
                 if c + 1 < length:
                     self.act(out[c].astype(np.float64))
                     if self.end_on_success and self.task.success(self.view()):
@@ -194,13 +196,15 @@ class Worker:
 class Tabletop:
     """An arm on a table with coloured cubes and pads; tasks reach, push, lift, pick_and_place and stack.
 
-    An action is [4]: the fingertips' move along x (away from the arm, towards the camera), y (to the right in the
-    picture) and z (up), -1 to 1 for up to 3 cm, and the gripper (above 0 closes, below opens, 0 leaves it). 20 actions
-    make a second. The state is [5], see `World.state`.
+    An action is [4]: three numbers for the fingertips, along x (away from the arm, towards the camera), y (to the right
+    in the picture) and z (up), and the gripper (above 0 closes, below opens, 0 leaves it). 20 actions make a second.
+    The state is [5], see `World.state`.
 
     image_size: height and width of the pictures, in pixels.
     objects: cubes on the table, 2 to 4.
     colours: names from COLOURS, at least 2.
+    control: what the three numbers say: "delta", how far the fingertips shall move, -1 to 1 for up to 3 cm each;
+        "position", where they shall be, -1 to 1 from corner to corner of their box, to which they move 3 cm at most.
     reward: "sparse" gives 1 at every step that is solved; "shaped" adds the gain in progress (0 to 1) of that step.
     end_on_success: whether the first success ends the episode; otherwise it goes on until its time is up.
     privileged: whether the state goes on with what no camera measures, [10]: the way from the fingertips to cube 0 (3),
@@ -219,6 +223,7 @@ class Tabletop:
         image_size: int = 64,
         objects: int = 3,
         colours: Sequence[str] = tuple(COLOURS),
+        control: Literal["delta", "position"] = "delta",
         reward: Literal["sparse", "shaped"] = "sparse",
         end_on_success: bool = True,
         privileged: bool = False,
@@ -228,6 +233,8 @@ class Tabletop:
             raise UserError(f"tabletop: image_size must be at least 8 pixels, not {image_size}")
         if not 2 <= objects <= 4:
             raise UserError(f"tabletop: objects must be 2 to 4, not {objects}")
+        if control not in CONTROLS:
+            raise UserError(f"tabletop: control must be 'delta' or 'position', not {control!r}")
         if reward not in ("sparse", "shaped"):
             raise UserError(f"tabletop: reward must be 'sparse' or 'shaped', not {reward!r}")
         for colour in colours:
@@ -241,7 +248,7 @@ class Tabletop:
         self.count, self.image_shape = count, (image_size, image_size, 3)
         self.state_dim = STATE_DIM + PRIVILEGED_DIM * privileged
         model = scene.compile_model(objects, image_size)
-        self._worlds = [World(model, list(colours), reward == "shaped", end_on_success) for _ in range(count)]
+        self._worlds = [World(model, list(colours), control, reward == "shaped", end_on_success) for _ in range(count)]
         threads = min(count, threads or len(os.sched_getaffinity(0)))
         self._workers = [Worker(model, image_size) for _ in range(threads)]
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from mmrl.sims.mujoco.arm import HIGH, LOW
+from mmrl.sims.mujoco.control import STEP, towards
 from mmrl.sims.mujoco.scene import CUBE, PAD, PADS
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-STEP = 0.03  # metres that the fingertips move for an action of 1
 COLOURS = {
     "red": (0.85, 0.10, 0.10),
     "green": (0.10, 0.65, 0.15),
@@ -28,6 +28,7 @@ LIFTED = 0.10
 MARGIN = 0.03  # cubes start this far inside the box of the fingertips
 APART = 0.105  # between centres: room for the open gripper
 TRIES = 200
+SURE = 0.016  # metres aside at which the open gripper may come down beside a cube, and close
 BEHIND = 2 * CUBE + 0.006  # from the centre of a cube to where closed fingers come down beside it
 LONGEST_PUSH = 0.22
 SLANT = 0.03  # how far a push may miss the middle of the pad
@@ -65,7 +66,7 @@ class Task:
     draw: Callable[[Generator, int, list[str]], Scene | None]  # None: this draw does not do, draw again
     success: Callable[[View], bool]
     progress: Callable[[View], float]  # 0 to 1, for the shaped reward
-    expert: Callable[[View], NDArray]  # action [4]: move x, y, z in [-1, 1], gripper (1 closes, -1 opens)
+    expert: Callable[[View], NDArray]  # an aim [4], see `mmrl.sims.mujoco.control`
 
 
 def scatter(
@@ -220,10 +221,9 @@ def held(view: View) -> bool:
     return view.closing and 0.45 < view.opening < 0.65 and float(np.linalg.norm(view.tip - view.cubes[0])) < 0.025
 
 
-def move(view: View, goal: NDArray, gripper: float, pace: float = 1.0) -> NDArray:
-    """The action that leads the fingertips straight to `goal`, at most `pace` times STEP."""
-    way = (np.clip(goal, LOW, HIGH) - view.setpoint) / STEP
-    return np.append(way * min(1.0, pace / max(float(np.linalg.norm(way)), 1e-9)), gripper)
+def aim(goal: NDArray, gripper: float) -> NDArray:
+    """At `goal`, as far as the fingertips may go."""
+    return np.append(np.clip(goal, LOW, HIGH), gripper)
 
 
 def over(point: NDArray, height: float) -> NDArray:
@@ -234,19 +234,26 @@ def descend(view: View, goal: NDArray, hover: float, gripper: float) -> NDArray:
     """To `goal` from above: up if low and aside, over it, then down."""
     aside = flat(view.tip, goal)
     if aside < 0.008:
-        return move(view, goal, gripper)
+        return aim(goal, gripper)
     if aside > 0.03 and view.tip[2] < hover - 0.02:
-        return move(view, over(view.tip, hover), gripper)
-    return move(view, over(goal, hover), gripper)
+        return aim(over(view.tip, hover), gripper)
+    return aim(over(goal, hover), gripper)
+
+
+def funnel(view: View, goal: NDArray, hover: float, gripper: float) -> NDArray:
+    """To `goal` from above, the lower the nearer: a height that follows from the distance over the table can be learned
+    where that distance is known to a centimetre only, other than one that jumps."""
+    share = np.clip((flat(view.tip, goal) - SURE) / 0.02, 0, 1)
+    return aim(over(goal, goal[2] + share * (hover - goal[2])), gripper)
 
 
 def grasp(view: View) -> NDArray:
     """Until cube 0 is held."""
     cube = view.cubes[0]
-    around = flat(view.tip, cube) < 0.012 and view.tip[2] < cube[2] + 0.008
+    around = flat(view.tip, cube) < SURE and view.tip[2] < cube[2] + 0.02
     if around and (not view.closing or view.opening > 0.65):
-        return move(view, view.setpoint, 1.0)
-    return descend(view, cube, max(HOVER, cube[2] + 0.05), -1.0)
+        return aim(cube, 1.0)
+    return funnel(view, cube, max(HOVER, cube[2] + 0.05), -1.0)
 
 
 def reach_expert(view: View) -> NDArray:
@@ -255,7 +262,7 @@ def reach_expert(view: View) -> NDArray:
 
 def lift_expert(view: View) -> NDArray:
     if held(view):
-        return move(view, over(view.tip, LIFTED + 0.04), 1.0)
+        return aim(over(view.tip, LIFTED + 0.04), 1.0)
     return grasp(view)
 
 
@@ -264,9 +271,9 @@ def place_expert(view: View) -> NDArray:
     off = view.cubes[0] - view.goal
     there = bool(np.linalg.norm(off[:2]) < 0.01 and abs(off[2]) < 0.006)
     if there:
-        return move(view, over(view.tip, view.goal[2] if view.opening < 0.9 else CARRY), -1.0)
+        return aim(over(view.tip, view.goal[2] if view.opening < 0.9 else CARRY), -1.0)
     if held(view):
-        return descend(view, view.goal + view.tip - view.cubes[0], CARRY, 1.0)
+        return funnel(view, view.goal + view.tip - view.cubes[0], CARRY, 1.0)
     return grasp(view)
 
 
@@ -279,8 +286,9 @@ def push_expert(view: View) -> NDArray:
     along = float(from_cube @ ahead)
     aside = from_cube - along * ahead
     if view.tip[2] < 0.035 and along < 0 and float(np.linalg.norm(aside)) < 0.014:
-        return move(view, over(view.tip[:2] + ahead * 0.012 - aside, 0.02), 1.0, pace=PUSH_PACE)
-    return descend(view, over(cube - ahead * BEHIND, 0.02), HOVER, 1.0)
+        goal = np.clip(over(view.tip[:2] + ahead * 0.012 - aside, 0.02), LOW, HIGH)
+        return aim(towards(view.setpoint, goal, PUSH_PACE * STEP), 1.0)
+    return funnel(view, over(cube - ahead * BEHIND, 0.02), HOVER, 1.0)
 
 
 TASKS = {

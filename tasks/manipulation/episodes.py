@@ -63,35 +63,79 @@ class DemonstrationSource:
         return Prompt(f"{episode.name}-{t}", episode.instruction, metadata=shown)
 
 
+@dataclass(frozen=True)
+class Disturbance:
+    """What happens to the expert's actions before they are executed, so that it shows how to come back (noise
+    injection, DART, arXiv 1703.09327). Recorded are the expert's own.
+
+    noise: standard deviation of Gaussian noise. chance: that an action begins a perturbation, which puts one action
+    that is uniform in [-1, 1] in the place of the expert's next `length` ones.
+    """
+
+    noise: float = 0.0
+    chance: float = 0.0
+    length: int = 5
+
+
+class Disturbed:
+    """A `Disturbance` of `count` environments, as it goes on."""
+
+    def __init__(self, disturbance: Disturbance, count: int, rng: np.random.Generator) -> None:
+        self.disturbance, self.rng = disturbance, rng
+        self.left, self.instead = np.zeros(count, np.int64), np.zeros(0)
+
+    def executed(self, wanted: NDArray[np.float32]) -> NDArray[np.float64]:
+        """wanted, and what is executed: [environment, 1, action]."""
+        how = self.disturbance
+        actions = np.clip(wanted + how.noise * self.rng.standard_normal(wanted.shape), -1, 1)
+        if how.chance == 0:
+            return actions
+        begins = (self.left == 0) & (self.rng.random(len(wanted)) < how.chance)
+        drawn = self.rng.uniform(-1, 1, wanted.shape)
+        self.instead = np.where(begins[:, None, None], drawn, self.instead if self.instead.size else drawn)
+        self.left[begins] = how.length
+        actions = np.where((self.left > 0)[:, None, None], self.instead, actions)
+        self.left = np.maximum(self.left - 1, 0)
+        return actions
+
+
 def record_expert(
-    sim: VectorSim, starts: Sequence[tuple[str, int]], *, noise: float, successful: bool, seed: int
+    sim: VectorSim, starts: Sequence[tuple[str, int]], *, disturbance: Disturbance, successful: bool, seed: int
 ) -> list[Recorded]:
-    """Episodes of the scripted expert from `starts` (task and seed). Executed actions are the expert's plus Gaussian
-    noise of std `noise`, so that it shows how to come back; recorded are the expert's own.
+    """Episodes of the scripted expert from `starts` (task and seed); `successful`: without those that failed.
 
     Raises UserError where the simulator has no expert, and if no episode is left.
     """
     rng, recorded = np.random.default_rng(seed), list[Recorded]()
     with display.work("demonstrations", len(starts)) as work:
         for i in range(0, len(starts), len(sim)):
-            recorded += play_expert(sim, starts[i : i + len(sim)], noise=noise, successful=successful, rng=rng)
+            part = starts[i : i + len(sim)]
+            recorded += play_expert(sim, part, disturbance=disturbance, successful=successful, rng=rng)
             work.advance(min(len(sim), len(starts) - i))
     if not recorded:
-        raise UserError(f"task.demonstrations: none of {len(starts)} scripted episodes succeeded; lower noise")
+        raise UserError(
+            f"task.demonstrations: none of {len(starts)} scripted episodes succeeded; lower noise and perturbation"
+        )
     return recorded
 
 
 def play_expert(
-    sim: VectorSim, starts: Sequence[tuple[str, int]], *, noise: float, successful: bool, rng: np.random.Generator
+    sim: VectorSim,
+    starts: Sequence[tuple[str, int]],
+    *,
+    disturbance: Disturbance,
+    successful: bool,
+    rng: np.random.Generator,
 ) -> list[Recorded]:
     """As `record_expert`, of at most as many starts as the simulator has rows; there may be none."""
     observation = sim.reset([s for _, s in starts], [t for t, _ in starts])
     instructions = observation.instructions
     steps: list[list[tuple[NDArray, NDArray, NDArray]]] = [[] for _ in starts]
-    solved, recorded = np.zeros(len(sim), bool), []
+    solved, recorded, disturbed = np.zeros(len(sim), bool), [], Disturbed(disturbance, len(sim), rng)
     while (active := sim.running).any():
         wanted = sim.expert(active)
-        moved = sim.step(np.clip(wanted + noise * rng.standard_normal(wanted.shape), -1, 1))
+        executed = disturbed.executed(wanted)
+        moved = sim.step(executed)
         for row in np.flatnonzero(active & moved.valid.any(1)).tolist():
             steps[row].append((observation.images[row], observation.state[row], wanted[row, 0]))
         solved |= moved.success.any(1)

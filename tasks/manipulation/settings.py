@@ -42,15 +42,24 @@ class ExpertDemonstrations(Demonstrations):
     noise: float = option(
         0.0, "standard deviation of what is added to executed actions, not to those that are shown", ge=0
     )
+    perturbation: float = option(
+        0.0,
+        "chance at each action that a random one, uniform in [-1, 1], is executed in place of the expert's next ones, "
+        "which are still those that are shown",
+        ge=0,
+        lt=1,
+    )
+    perturbation_length: int = option(5, "for how many actions", unit="actions", ge=1)
     successful: bool = option(True, "leave out episodes that fail")
 
     def prompts(self, task: Manipulation, starts: EpisodeSource) -> Source:
-        from mmrl.tasks.manipulation.episodes import DemonstrationSource, record_expert
+        from mmrl.tasks.manipulation.episodes import DemonstrationSource, Disturbance, record_expert
 
         prompts = [starts[i] for i in range(self.episodes * len(task.settings.tasks))]
         places = [(p.metadata["task"], p.metadata["seed"]) for p in prompts]
         with task.make_simulator(min(task.settings.rows, len(places))) as sim:
-            made = record_expert(sim, places, noise=self.noise, successful=self.successful, seed=task.seed)
+            disturbance = Disturbance(self.noise, self.perturbation, self.perturbation_length)
+            made = record_expert(sim, places, disturbance=disturbance, successful=self.successful, seed=task.seed)
         return DemonstrationSource(made)
 
 

@@ -1,18 +1,18 @@
 """A vision-language model small enough to act on a laptop's CPU: see `mmrl.policies.vlm.tiny_qwen`.
 
 A picture of 64 pixels is 16 tokens. The vocabulary holds the words of the tabletop's instructions, and at its end 256
-ids for actions.
+ids for actions. Only the model of transformers' own, which is the larger one, imports transformers: that takes seconds.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from mmrl.policies.vla import small, states_only
-from mmrl.policies.vlm.tiny_qwen import END, PAD, START, VISION, Sizes, fast_tokenizer, write
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 UNKNOWN = "<|unknown|>"
 WORDS = (  # what roles, the prompt and the tabletop's instructions are made of
@@ -25,6 +25,10 @@ BINS = 256
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token a word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from mmrl.policies.vlm.tiny_qwen import END, PAD, START, VISION, fast_tokenizer
+
     names = [PAD, START, END, *VISION, UNKNOWN, *WORDS, *(f"<action_{i}>" for i in range(BINS))]
     tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -48,4 +52,6 @@ def build_states(path: str | Path, seed: int = 0) -> None:
 
 def build(path: str | Path, seed: int = 0) -> None:
     """Writes model, processor and generation config to a folder that transformers' Auto classes load offline."""
+    from mmrl.policies.vlm.tiny_qwen import Sizes, write
+
     write(path, build_tokenizer(), Sizes(generation="3", merge=2, rope=(2, 7, 7)), seed)

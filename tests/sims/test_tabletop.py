@@ -16,6 +16,7 @@ mujoco = pytest.importorskip("mujoco")
 
 from mmrl.sims.mujoco import TASKS  # noqa: E402
 from mmrl.sims.mujoco.arm import HIGH, LOW, inverse_kinematics  # noqa: E402
+from mmrl.sims.mujoco.control import CONTROLS  # noqa: E402
 from mmrl.sims.mujoco.gl import choose_backend  # noqa: E402
 from mmrl.sims.mujoco.scene import CUBE, compile_model  # noqa: E402
 from mmrl.sims.mujoco.tabletop import privileged_state  # noqa: E402
@@ -95,6 +96,55 @@ def test_the_expert_solves_its_task(tabletop, task):
     assert success.sum() >= 5  # 0.99 or more over 200 seeds, see scripts/bench/robots.py
     assert length[success].max() < TASKS[task].max_steps
     assert sim.counters["dropped_episodes"] == 0
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+def test_the_expert_names_places_too(tabletop, task):
+    """It does the same with both controls, up to rounding: what contacts make of it may differ a little."""
+    sim = tabletop(6, control="position")
+    success, length = run_episodes(sim, range(500, 506), [task] * 6, lambda _, active: sim.expert(active, length=4))
+    assert success.sum() >= 5 and length[success].max() < TASKS[task].max_steps
+
+
+def test_controls():
+    """The box of the fingertips is 0.32 wide, 0.48 deep and 0.246 high; a step is 0.03."""
+    delta, position = CONTROLS["delta"], CONTROLS["position"]
+    start, right = np.array([0.35, 0.0, 0.1]), np.array([0.0, 0.5, 0.0, 1.0])
+    np.testing.assert_allclose(delta.wanted(start, right), [0.35, 0.015, 0.1])
+    np.testing.assert_allclose(delta.wanted(start, right * -4), [0.35, -0.03, 0.1])  # clipped to 1
+    # Corners and middle of the box: x 0.25 to 0.57, y -0.24 to 0.24, z 0.014 to 0.26.
+    np.testing.assert_allclose(position.wanted(np.array([0.41, 0, 0.137]), np.zeros(4)), [0.41, 0, 0.137])
+    np.testing.assert_allclose(
+        position.wanted(np.array([0.41, 0.22, 0.137]), np.array([0, 1, 0, 1])), [0.41, 0.24, 0.137]
+    )
+    np.testing.assert_allclose(
+        position.wanted(np.array([0.41, 0.0, 0.137]), np.array([0, -1, 0, 1])), [0.41, -0.03, 0.137]
+    )
+    # A place beyond the box is its corner, 0.16 and 0.24 away: 0.2884 in all.
+    found = position.wanted(np.array([0.41, 0.0, 0.137]), np.array([4, 1, 0, 1]))
+    np.testing.assert_allclose(found, [0.41 + 0.03 * 0.16 / 0.28844, 0.03 * 0.24 / 0.28844, 0.137], atol=1e-6)
+    # An aim 0.05 away, 3-4-5: a full step towards it; an aim 0.015 away is reached.
+    far, near = np.array([0.38, 0.04, 0.1, -1]), np.array([0.359, 0.012, 0.1, 1])
+    np.testing.assert_allclose(delta.action(start, far), [0.6, 0.8, 0, -1])
+    np.testing.assert_allclose(delta.action(start, near), [0.3, 0.4, 0, 1], atol=1e-12)
+    np.testing.assert_allclose(position.action(start, np.array([0.25, 0.24, 0.137, 1])), [-1, 1, 0, 1], atol=1e-12)
+    for aim in (far, near):  # both lead to the same setpoint
+        np.testing.assert_allclose(
+            delta.wanted(start, delta.action(start, aim)), position.wanted(start, position.action(start, aim))
+        )
+
+
+def test_the_arm_goes_to_the_place_that_is_named(tabletop):
+    """The middle of the box is 0, 0, 0 in the state too; a move of nothing would leave the arm at home, at -0.3."""
+    sim = tabletop(1, control="position", end_on_success=False)
+    sim.reset([0], ["stack"])
+    seen = sim.step(np.zeros((1, 12, 4))).observation
+    np.testing.assert_allclose(seen.state[0, :3], 0, atol=0.03)
+
+
+def test_a_control_that_is_none():
+    with pytest.raises(UserError, match="control must be 'delta' or 'position', not 'angle'"):
+        build("tabletop", 1, SMALL | {"control": "angle"})
 
 
 def test_doing_nothing_solves_nothing(tabletop):

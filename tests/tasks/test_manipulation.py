@@ -5,8 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mmrl.tasks.manipulation import tiny_model
-from mmrl.tasks.manipulation.episodes import DEMONSTRATED, DemonstrationSource, EpisodeSource, record_expert
+from mmrl.tasks.manipulation import episodes, tiny_model
+from mmrl.tasks.manipulation.episodes import (
+    DEMONSTRATED,
+    DemonstrationSource,
+    Disturbance,
+    Disturbed,
+    EpisodeSource,
+    record_expert,
+)
 
 from mmrl.errors import UserError
 from mmrl.rollouts import Episode, Prompt, Sample
@@ -58,7 +65,9 @@ def test_every_word_of_the_tabletop_is_known():
 def test_the_expert_is_recorded_step_by_step():
     """On the line it always moves by 0.25: from 0.2 it needs 4 moves, and each image shows the seed it started from."""
     with build("manipulation", LINE, 0).make_simulator(2) as sim:
-        made = record_expert(sim, [("go", 20), ("go", 60), ("go", 70)], noise=0.0, successful=True, seed=0)
+        made = record_expert(
+            sim, [("go", 20), ("go", 60), ("go", 70)], disturbance=Disturbance(), successful=True, seed=0
+        )
     assert [len(episode.actions) for episode in made] == [4, 2, 2]
     np.testing.assert_allclose(made[0].state[:, 0], [0.2, 0.45, 0.7, 0.95], atol=1e-6)
     assert made[0].images[0].flat[0] == 20 and made[0].instruction == "go from 0.20"
@@ -72,22 +81,69 @@ def test_the_expert_is_recorded_step_by_step():
 def test_noise_disturbs_what_is_done_not_what_is_shown():
     with build("manipulation", LINE, 0).make_simulator(4) as sim:
         starts = [("go", seed) for seed in (0, 10, 20, 30)]
-        made = record_expert(sim, starts, noise=0.1, successful=False, seed=0)
-        again = record_expert(sim, starts, noise=0.1, successful=False, seed=0)
+        made = record_expert(sim, starts, disturbance=Disturbance(0.1), successful=False, seed=0)
+        again = record_expert(sim, starts, disturbance=Disturbance(0.1), successful=False, seed=0)
         with pytest.raises(UserError, match="none of 1 scripted episodes succeeded"):
-            record_expert(sim, [("go", 0)], noise=50.0, successful=True, seed=4)
+            record_expert(sim, [("go", 0)], disturbance=Disturbance(50.0), successful=True, seed=4)
     steps = np.concatenate([np.diff(episode.state[:, 0]) for episode in made])
     assert steps.std() > 0.05 and all((episode.actions == 0.25).all() for episode in made)
     for one, two in zip(made, again, strict=True):
         assert (one.state == two.state).all()
 
 
+class Drawn:
+    """Gives the numbers that it was made with, one call after the other."""
+
+    def __init__(self, *draws):
+        self.draws = list(draws)
+
+    def standard_normal(self, shape):
+        return np.zeros(shape)
+
+    def random(self, count):
+        return np.array(self.draws.pop(0))
+
+    def uniform(self, low, high, shape):
+        assert (low, high) == (-1, 1)
+        return np.reshape(self.draws.pop(0), shape)
+
+
+def test_a_perturbation_lasts_and_ends():
+    """Environment 0 goes astray at the second action, for two, and environment 1 at the third. A draw below the chance
+    of 0.25 begins one; none begins while another lasts."""
+    drawn = Drawn([0.9, 0.9], [0.1, 0.2], [0.1, 0.9], [0.3, 0.4], [0.1, 0.1], [0.5, 0.6], [0.9, 0.1], [0.7, 0.8])
+    disturbed = Disturbed(Disturbance(chance=0.25, length=2), 2, drawn)
+    wanted = np.full((2, 1, 1), -1, np.float32)
+    found = [disturbed.executed(wanted)[:, 0, 0].tolist() for _ in range(4)]
+    assert found == [[-1, -1], [0.3, -1], [0.3, 0.6], [-1, 0.6]]
+    assert (wanted == -1).all()
+
+
+def test_perturbations_are_executed_and_the_expert_is_shown():
+    """On the line the expert always moves by 0.25, and never back."""
+    with build("manipulation", LINE, 0).make_simulator(20) as sim:
+        starts = [("go", seed) for seed in range(20)]
+        astray = Disturbance(chance=0.5, length=2)
+        made = record_expert(sim, starts, disturbance=astray, successful=False, seed=0)
+    steps = np.concatenate([np.diff(episode.state[:, 0]) for episode in made])
+    assert (steps < 0).any() and all((episode.actions == 0.25).all() for episode in made)
+
+
+def test_demonstrations_are_disturbed_as_their_settings_say(monkeypatch):
+    found = []
+    monkeypatch.setattr(episodes, "record_expert", lambda *a, **kw: found.append(kw["disturbance"]) or ["one"])
+    monkeypatch.setattr(episodes, "DemonstrationSource", list)
+    shown = {"noise": 0.1, "perturbation": 0.2, "perturbation_length": 7}
+    assert build("manipulation", {**LINE, "demonstrations": shown}, 0).train == ["one"]
+    assert found == [Disturbance(noise=0.1, chance=0.2, length=7)]
+
+
 def test_failed_episodes_are_left_out():
     """Noise that mostly pushes back: some episodes run out of time."""
     with build("manipulation", LINE, 0).make_simulator(50) as sim:
         starts = [("go", seed) for seed in range(50)]
-        every = record_expert(sim, starts, noise=0.3, successful=False, seed=1)
-        good = record_expert(sim, starts, noise=0.3, successful=True, seed=1)
+        every = record_expert(sim, starts, disturbance=Disturbance(0.3), successful=False, seed=1)
+        good = record_expert(sim, starts, disturbance=Disturbance(0.3), successful=True, seed=1)
     assert 0 < len(good) < len(every) == 50
 
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedConfig
 
 from mmrl.controls import Control, constant
 from mmrl.critics import CriticSettings
 from mmrl.errors import UserError
 from mmrl.policies.vla import critic as critics
 from mmrl.policies.vla import small, states_only
-from mmrl.policies.vla.backbone import Backbone, VisionLanguageBackbone
+from mmrl.policies.vla.backbone import Backbone
 from mmrl.policies.vla.codec import load_statistics
 from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy
 from mmrl.policies.vla.settings import (
@@ -31,7 +30,6 @@ from mmrl.policies.vla.settings import (
     VisionLanguageActionModel,
 )
 from mmrl.policies.vla.states import StateStatistics, measure
-from mmrl.policies.vlm import loading
 from mmrl.sections import Log
 from mmrl.settings import plain
 from mmrl.sims import VectorSim
@@ -143,27 +141,34 @@ def load_backbone(path: str, model: VisionLanguageActionModel, action: Actions, 
         check_small(path, model)
         return states_only.StateBackbone()
     together = isinstance(action.head, TokenActions) and action.head.decoding == "bidirectional"
-    is_small = (Path(path) / small.CONFIG).is_file()
-    told = {} if is_small else _told(path)
+    if (Path(path) / small.CONFIG).is_file():
+        _check_not_openvla(path, action, together)
+        check_small(path, model)
+        return small.load(Path(path))
+    from mmrl.policies.vla import vision_language  # it takes seconds, which the small ones above do without
+
+    told = vision_language.told(path)
     if told.get("model_type") == "openvla":
         try:
             from mmrl.policies.vla import openvla
         except ModuleNotFoundError as error:
             raise UserError(f"OpenVLA: {error}; install it with: pip install -e '.[openvla]'") from error
         return openvla.load(path, model, max_prompt_length, together=together, crop=action.center_crop)
+    if lerobot_type := told.get("type") if "output_features" in told else None:
+        _check_not_openvla(path, action, together=False)
+        return _load_lerobot(path, lerobot_type, model)
+    _check_not_openvla(path, action, together)
+    return vision_language.load(path, model, max_prompt_length)
+
+
+def _check_not_openvla(path: str, action: Actions, together: bool) -> None:
+    """Raises UserError for options that only OpenVLA has."""
     if action.center_crop != 1:
         raise UserError(
             f"action.center_crop={action.center_crop} is for OpenVLA, which model.path={path} is not; remove it"
         )
-    if lerobot_type := told.get("type") if "output_features" in told else None:
-        return _load_lerobot(path, lerobot_type, model)
     if together:
         raise UserError(f"action.head.decoding=bidirectional is for OpenVLA-OFT, which model.path={path} is not")
-    if is_small:
-        check_small(path, model)
-        return small.load(Path(path))
-    network, processor = loading.load_model(path, model)
-    return VisionLanguageBackbone(network, processor, max_prompt_length)
 
 
 def check_small(path: str, model: VisionLanguageActionModel) -> None:
@@ -199,15 +204,6 @@ def check_cameras(path: str, action: Actions, sim: VectorSim, backbone: Backbone
             f"action.cameras names {len(named)} cameras, but model.path={path} takes {backbone.most_cameras}; name "
             "fewer, or none to show all side by side in one picture"
         )
-
-
-def _told(path: str) -> dict[str, Any]:
-    """The config.json of `path`, or of what it is a LoRA of; nothing if there is none, of which `loading.load_model`
-    complains."""
-    try:
-        return PreTrainedConfig.get_config_dict(loading.base_of(path))[0]
-    except (OSError, ValueError):
-        return {}
 
 
 def _load_lerobot(path: str, kind: str, model: VisionLanguageActionModel) -> Backbone:

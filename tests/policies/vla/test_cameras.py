@@ -7,7 +7,7 @@ import pytest
 import torch
 from mmrl.sims import Observation, build
 from mmrl.sims.transitions import cameras_of
-from mmrl.tasks.manipulation.episodes import DemonstrationSource, record_expert
+from mmrl.tasks.manipulation.episodes import DemonstrationSource, Disturbance, record_expert
 from mmrl.tasks.manipulation.task import Shuffled
 
 from mmrl.errors import UserError
@@ -112,7 +112,7 @@ class TestPolicies:
 
     def test_demonstrations_keep_the_names(self, make):
         with two() as sim:
-            recorded = record_expert(sim, [("go", 90)], noise=0.0, successful=True, seed=0)
+            recorded = record_expert(sim, [("go", 90)], disturbance=Disturbance(0.0), successful=True, seed=0)
         prompt = DemonstrationSource(recorded)[0]
         policy = make("regression", sim=two(), supervised=True, cameras=["wrist"])
         prompt = replace(prompt, metadata={**prompt.metadata, "actions": prompt.metadata["actions"][:1]})

@@ -1,6 +1,8 @@
 """States in numbers of about one size, and the small network that sees nothing but them."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -130,3 +132,14 @@ def test_statistics_are_kept_with_the_model(make, blind, tmp_path):
     (tmp_path / "model" / DESCRIPTION).write_text(json.dumps(told))
     with pytest.raises(UserError, match="knows a state of 2 numbers, the simulator has 1"):
         make("regression", tmp_path / "model", sim=dark(2), standardise=True)
+
+
+def test_small_networks_do_without_transformers():
+    """It takes seconds to import."""
+    code = """if True:
+        import sys
+        import mmrl.policies.vla.loading, mmrl.tasks.manipulation.tiny_model
+        assert "transformers" not in sys.modules
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr.splitlines()[-1]

@@ -1,0 +1,31 @@
+"""Faults of the tabletop's controls, of disturbed demonstrations, and of what policies of states import."""
+
+from __future__ import annotations
+
+C, D = "sims/mujoco/control.py", "tasks/manipulation/episodes.py"
+CONTROLS, SHOWN = ("sims/test_tabletop.py",), ("tasks/test_manipulation.py",)
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("control: places are not clipped", C, "(np.clip(action[:3], -1, 1) + 1)", "(action[:3] + 1)", CONTROLS),
+    ("control: places of another box", C, "+ 1) / 2 * (HIGH", "+ 1) * (HIGH", CONTROLS),
+    ("control: a place is reached at once", C, "min(1.0, longest / max", "min(1.0, 1e9 / max", CONTROLS),
+    ("control: a step of each axis", C, "1.0 / max(float(np.linalg.norm(way)), 1e-9)",
+     "1.0 / max(float(np.abs(way).max()), 1e-9)", CONTROLS),
+    ("control: always moves", "sims/mujoco/tabletop.py", "CONTROLS[control]", 'CONTROLS["delta"]', CONTROLS),
+    ("control: experts always show moves", "sims/mujoco/tabletop.py", "self.control.action(self.setpoint",
+     'CONTROLS["delta"].action(self.setpoint', CONTROLS),
+    ("perturbation: another one begins while one lasts", D, "(self.left == 0) & (self.rng",
+     "(self.left >= 0) & (self.rng", SHOWN),
+    ("perturbation: one action too few", D, "self.left[begins] = how.length",
+     "self.left[begins] = how.length - 1", SHOWN),
+    ("perturbation: it never ends", D, "np.maximum(self.left - 1, 0)", "np.maximum(self.left, 0)", SHOWN),
+    ("perturbation: a new action at each step", D, "np.where(begins[:, None, None], drawn,",
+     "np.where(True, drawn,", SHOWN),
+    ("perturbation: what is executed is shown", D, "observation.state[row], wanted[row, 0]",
+     "observation.state[row], executed[row, 0].astype(np.float32)", SHOWN),
+    ("perturbation: of another length than asked for", "tasks/manipulation/settings.py",
+     "self.perturbation, self.perturbation_length)", "self.perturbation)", SHOWN),
+    ("small networks: they bring transformers along", "tasks/manipulation/tiny_model.py",
+     "import small, states_only", "import small, states_only, vision_language", ("policies/vla/test_states.py",)),
+]
