@@ -34,8 +34,8 @@ Split = Literal["train", "heldout", "all"]
 
 @dataclass(frozen=True)
 class Canvas:
-    """What shapes move on: the cells a side of its grid, and of each speed how far from its start, in cells, an object is
-    in each frame."""
+    """What shapes move on: the cells a side of its grid, and for each speed how many cells from its start an object is in
+    each frame."""
 
     grid: int
     slowly: tuple[int, ...]
@@ -136,8 +136,9 @@ def spoiled(motion: Motion, rng: np.random.Generator) -> Motion:
 
 
 class MovingShapes:
-    """`size` prompts of clips on DRAWN; item i depends on (split, seed, i) and `careless` alone. Metadata: `motion`, `kind` (its
-    direction) and `target`, a clip for supervised training, which for the share `careless` has one part wrong."""
+    """`size` prompts; item i depends on (split, seed, i) and `careless` alone. Metadata: `motion`, `kind` (its
+    direction) and `target`, a clip on DRAWN for supervised training, which for the share `careless` has one part wrong.
+    """
 
     def __init__(self, split: Split, *, size: int, seed: int, careless: float = 0.0) -> None:
         self.split, self.size, self.seed, self.careless = split, size, seed, careless

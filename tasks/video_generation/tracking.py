@@ -59,8 +59,8 @@ def _drawings() -> Tensor:
 
 
 def track(clips: Tensor) -> list[Track]:
-    """Of [clip, frame, 1, size, size] on DRAWN, in 0..1, clamped: the object whose best places over the frames are nearest to
-    the clip, and these places."""
+    """Of [clip, frame, 1, size, size] on DRAWN, in 0..1, clamped: the object whose best places over the frames are
+    nearest to the clip, and these places."""
     cells = clips.float().clamp(0, 1).unflatten(4, (DRAWN.grid, CELL)).unflatten(3, (DRAWN.grid, CELL)).mean((4, 6))
     drawings = _drawings()
     distance = torch.cdist(cells.flatten(2).flatten(0, 1), drawings.flatten(0, 1)).square()
