@@ -34,8 +34,7 @@ Split = Literal["train", "heldout", "all"]
 
 @dataclass(frozen=True)
 class Canvas:
-    """What shapes move on: the cells a side of its grid, and for each speed how far from its start, in cells, an object is
-    in each frame."""
+    """What shapes move on: the cells a side of its grid, and how far from its start an object is in each frame."""
 
     grid: int
     slowly: tuple[int, ...]
