@@ -19,7 +19,7 @@ def build_moving_shapes(folder: str, seed: int) -> None:
 
     A clip is one patch, and so one token: with a token a frame, Wan's positions, which are relative, do not let a
     network of this size learn in which direction something moves, and with quarters of the frames it learns half as
-    fast. A patch has 180 numbers and the network is 192 wide: the noise of a patch has to pass through it, or clips
+    fast. A patch has 180 numbers and the network is 256 wide: the noise of a patch has to pass through it, or clips
     stay noisy. Levels are shifted towards noise, as Wan's are: below a level of 0.6 nothing is left to decide.
     """
     with torch.random.fork_rng(devices=[]):
@@ -28,12 +28,12 @@ def build_moving_shapes(folder: str, seed: int) -> None:
         transformer = WanTransformer3DModel(
             patch_size=(moving.DRAWN.frames, moving.DRAWN.grid, moving.DRAWN.grid),
             num_attention_heads=4,
-            attention_head_dim=48,
+            attention_head_dim=64,
             in_channels=1,
             out_channels=1,
             text_dim=TEXT,
             freq_dim=64,
-            ffn_dim=384,
+            ffn_dim=512,
             num_layers=1,
             cross_attn_norm=True,
             rope_max_seq_len=32,
