@@ -18,8 +18,8 @@ def build_moving_shapes(folder: str, seed: int) -> None:
     """A Wan for clips of 5 x 1 x 12 x 12, whose latents are 1 x 5 x 6 x 6.
 
     A clip is one patch, and so one token: with a token a frame, Wan's positions, which are relative, do not let a
-    network of this size learn in which direction something moves, and with quarters of the frames it learns half as
-    fast. A patch has 180 numbers and the network is 256 wide: the noise of a patch has to pass through it, or clips
+    network of this size learn in which direction something moves, and with quarters of the frames it learns more
+    slowly. A patch has 180 numbers and the network is 256 wide: the noise of a patch has to pass through it, or clips
     stay noisy. Levels are shifted towards noise, as Wan's are: below a level of 0.6 nothing is left to decide.
     """
     with torch.random.fork_rng(devices=[]):
