@@ -141,20 +141,15 @@ def pass_through(enter: Any, norm: Any, leave: Any, channels: int, gain: float, 
     constant.copy_(torch.tensor([MARGIN, -MARGIN]).repeat(len(constant) // 2))
 
 
-@torch.no_grad()
 def umt5_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> UMT5EncoderModel:
-    """A UMT5 encoder whose layers add nothing: a word has the same random state of unit scale in every sentence, so
-    that what is learned of it in one sentence may hold in others."""
+    """A random UMT5 encoder; its last norm gives states of unit scale."""
     encoder = UMT5EncoderModel(UMT5Config(**_t5(tokenizer, width)))
     nn.init.normal_(encoder.shared.weight, std=1.0)
-    for name, parameter in encoder.named_parameters():
-        if name.endswith(("SelfAttention.o.weight", "DenseReluDense.wo.weight")):
-            parameter.zero_()
     return encoder
 
 
 def t5_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> T5EncoderModel:
-    """A random T5 encoder; its last norm gives states of unit scale."""
+    """A random T5 encoder, as `umt5_text_encoder`."""
     encoder = T5EncoderModel(T5Config(**_t5(tokenizer, width)))
     nn.init.normal_(encoder.shared.weight, std=1.0)
     return encoder
