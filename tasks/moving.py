@@ -1,7 +1,7 @@
 """Sentences that ask for a moving shape, such as "the square moves up slowly", and clips to learn from.
 
-A clip has FRAMES frames of SIZE x SIZE pixels, drawn on a grid of CELL x CELL pixels: a VAE that halves the sides
-loses nothing of it. What was drawn is known exactly, and `tracking` reads it back.
+A clip is drawn on a grid whose cells are CELL x CELL pixels: a VAE that halves the sides loses nothing of it. What was
+drawn is known exactly, and `tracking` reads it back.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from mmrl.rollouts import Prompt
 
-FRAMES, SIZE, CELL = 5, 16, 2
-GRID = SIZE // CELL  # cells a side
+CELL = 2  # pixels a side
 OBJECT = 3  # cells a side of an object
 SHAPES = {
     "square": ("###", "###", "###"),
@@ -28,9 +27,39 @@ SHAPES = {
     "corner": ("#..", "#..", "###"),
 }
 DIRECTIONS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # of rows and columns
-STEPS = {"slowly": (0, 0, 1, 1, 2), "quickly": (0, 1, 2, 3, 4)}  # cells from the start, by frame
+SPEEDS = ("slowly", "quickly")
 SPLITS = ("train", "heldout", "all")
 Split = Literal["train", "heldout", "all"]
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """What shapes move on: the cells a side of its grid, and how far from its start an object is in each frame."""
+
+    grid: int
+    slowly: tuple[int, ...]
+    quickly: tuple[int, ...]
+
+    @property
+    def frames(self) -> int:
+        return len(self.slowly)
+
+    @property
+    def size(self) -> int:
+        """Pixels a side of a frame."""
+        return self.grid * CELL
+
+    @property
+    def room(self) -> int:
+        """Places of an object along a side."""
+        return self.grid - OBJECT + 1
+
+    def steps(self, speed: str) -> tuple[int, ...]:
+        return {"slowly": self.slowly, "quickly": self.quickly}[speed]
+
+
+DRAWN = Canvas(6, slowly=(0, 0, 1, 1, 2), quickly=(0, 1, 2, 3, 3))  # of clips that models draw: 5 x 12 x 12 pixels
+ASKED = Canvas(8, slowly=(0, 0, 1, 1, 2), quickly=(0, 1, 2, 3, 4))  # of clips in questions: 5 x 16 x 16 pixels
 
 
 @dataclass(frozen=True)
@@ -47,14 +76,14 @@ class Motion:
 
 def words() -> list[str]:
     """Every word of the sentences, sorted."""
-    return sorted({"the", "moves", *SHAPES, *DIRECTIONS, *STEPS})
+    return sorted({"the", "moves", *SHAPES, *DIRECTIONS, *SPEEDS})
 
 
 @cache
 def motions(split: Split) -> tuple[Motion, ...]:
     """All motions of a split, whatever the seed. A motion is held out where the indices of its parts sum to 3 modulo 4,
     so that each part is trained on in others."""
-    parts = [list(part) for part in (SHAPES, DIRECTIONS, STEPS)]
+    parts = [list(part) for part in (SHAPES, DIRECTIONS, SPEEDS)]
     made = []
     for places in product(*(range(len(part)) for part in parts)):
         heldout = sum(places) % 4 == 3
@@ -69,22 +98,23 @@ def template(shape: str) -> Tensor:
     return torch.tensor([[[float(mark == "#") for mark in row] for row in SHAPES[shape]]])
 
 
-def draw(motion: Motion, top: int, left: int) -> Tensor:
-    """The clip of an object that starts at the cell `top`, `left`: [FRAMES, 1, SIZE, SIZE] float32, 0 to 1."""
+def draw(canvas: Canvas, motion: Motion, top: int, left: int) -> Tensor:
+    """The clip of an object that starts at the cell `top`, `left`: [frame, 1, size, size] float32, 0 to 1."""
     down, right = DIRECTIONS[motion.direction]
-    return torch.stack([still(motion.shape, top + down * step, left + right * step) for step in STEPS[motion.speed]])
+    steps = canvas.steps(motion.speed)
+    return torch.stack([still(canvas, motion.shape, top + down * step, left + right * step) for step in steps])
 
 
-def still(shape: str, top: int, left: int) -> Tensor:
-    """One frame of an object at the cell `top`, `left`: [1, SIZE, SIZE] float32, 0 to 1."""
-    cells = torch.zeros(1, GRID, GRID)
+def still(canvas: Canvas, shape: str, top: int, left: int) -> Tensor:
+    """One frame of an object at the cell `top`, `left`: [1, size, size] float32, 0 to 1."""
+    cells = torch.zeros(1, canvas.grid, canvas.grid)
     cells[:, top : top + OBJECT, left : left + OBJECT] = template(shape)
     return cells.repeat_interleave(CELL, 1).repeat_interleave(CELL, 2)
 
 
-def starts(motion: Motion) -> tuple[range, range]:
+def starts(canvas: Canvas, motion: Motion) -> tuple[range, range]:
     """Rows and columns at which a motion may start so that its object stays in the picture."""
-    travel, room = STEPS[motion.speed][-1], GRID - OBJECT + 1
+    travel, room = canvas.steps(motion.speed)[-1], canvas.room
     return tuple(  # type: ignore[return-value]
         range(travel, room) if way < 0 else range(room - travel) if way > 0 else range(room)
         for way in DIRECTIONS[motion.direction]
@@ -96,7 +126,7 @@ def spoiled(motion: Motion, rng: np.random.Generator) -> Motion:
     parts: dict[str, Sequence[str]] = {
         "shape": list(SHAPES),
         "direction": list(DIRECTIONS),
-        "speed": list(STEPS),
+        "speed": SPEEDS,
     }
     name = str(rng.choice(list(parts)))
     others = [value for value in parts[name] if value != vars(motion)[name]]
@@ -106,7 +136,8 @@ def spoiled(motion: Motion, rng: np.random.Generator) -> Motion:
 
 class MovingShapes:
     """`size` prompts; item i depends on (split, seed, i) and `careless` alone. Metadata: `motion`, `kind` (its
-    direction) and `target`, a clip for supervised training, which for the share `careless` has one part wrong."""
+    direction) and `target`, a clip on DRAWN for supervised training, which for the share `careless` has one part wrong.
+    """
 
     def __init__(self, split: Split, *, size: int, seed: int, careless: float = 0.0) -> None:
         self.split, self.size, self.seed, self.careless = split, size, seed, careless
@@ -121,6 +152,6 @@ class MovingShapes:
         pool = motions(self.split)
         motion = pool[rng.integers(len(pool))]
         shown = spoiled(motion, rng) if rng.random() < self.careless else motion
-        top, left = (int(rng.choice(list(places))) for places in starts(shown))
-        metadata = {"motion": motion, "kind": motion.direction, "target": draw(shown, top, left)}
+        top, left = (int(rng.choice(list(places))) for places in starts(DRAWN, shown))
+        metadata = {"motion": motion, "kind": motion.direction, "target": draw(DRAWN, shown, top, left)}
         return Prompt(id=f"moving-{self.split}-{self.seed}-{index}", text=str(motion), metadata=metadata)

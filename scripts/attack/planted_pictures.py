@@ -11,6 +11,7 @@ TWINS = ("joints/test_twins.py",)
 REWRITER = ("tasks/test_prompt_rewriting.py",)
 INVERSE = ("joints/test_inverse.py",)
 SETS = ("rewards/test_sets.py",)
+CLIPS = ("tasks/test_video_generation.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -111,4 +112,14 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("inverse: rows in the order of micro-batches", "mmrl/preparation.py", "Column(told[torch.cat(every).argsort()])",
      "Column(told)", INVERSE),
     ("inverse: pixels of 0 to 1", C + "writers.py", ".clamp(0, 1) * 2 - 1, **cache", ".clamp(0, 1), **cache", INVERSE),
+    # --- moving shapes ---
+    ("clips: quick ones are slow to the tracker", "tasks/video_generation/tracking.py", "STILL, FAST = 0.25, 0.65",
+     "STILL, FAST = 0.25, 0.75", CLIPS),
+    ("clips: slow ones are quick to the tracker", "tasks/video_generation/tracking.py", "STILL, FAST = 0.25, 0.65",
+     "STILL, FAST = 0.25, 0.45", CLIPS),
+    ("clips: objects start where they leave the picture", "tasks/moving.py", "range(travel, room) if way < 0",
+     "range(room) if way < 0", CLIPS),
+    ("clips: the last place of a side is never used", "tasks/moving.py", "self.grid - OBJECT + 1",
+     "self.grid - OBJECT", CLIPS),
+    ("clips: what is down goes up", "tasks/moving.py", "top + down * step", "top - down * step", CLIPS),
 ]

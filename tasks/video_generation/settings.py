@@ -38,7 +38,7 @@ class ClipPrompts(Choice):
 
 
 class MovingShapesData(ClipPrompts):
-    """Sentences that ask for a moving shape: clips of 5 x 1 x 16 x 16 with an exact tracker."""
+    """Sentences that ask for a moving shape: clips of 5 x 1 x 12 x 12 with an exact tracker."""
 
     test: ClassVar[str] = "tests/tasks/test_video_generation.py"
     rewards: ClassVar[list[RewardSpec]] = [

@@ -11,14 +11,10 @@ import torch
 from mmrl.tasks.moving import (
     CELL,
     DIRECTIONS,
-    FRAMES,
-    GRID,
-    OBJECT,
+    DRAWN,
     SHAPES,
-    SIZE,
-    STEPS,
     Motion,
-    template,
+    still,
 )
 from mmrl.tasks.video_generation.clips import stack_clips
 from torch import Tensor
@@ -28,8 +24,8 @@ from mmrl.rollouts import Sample
 CLEAN = (
     0.4  # squared distance of a frame from its object alone, over that of black, above which there is no object in it
 )
-PLACES = GRID - OBJECT + 1
-STILL, FAST = 0.25, 0.75  # cells a frame: below there is no motion, above it is quick
+PLACES = DRAWN.room  # of an object along a side
+STILL, FAST = 0.25, 0.65  # cells a frame: below there is no motion, above it is quick
 
 
 @dataclass(frozen=True)
@@ -56,23 +52,20 @@ def slope(places: Sequence[int]) -> float:
 
 @cache
 def _drawings() -> Tensor:
-    """Every shape at every place, [shape, place, GRID * GRID]."""
-    cells = torch.zeros(len(SHAPES), PLACES**2, 1, GRID, GRID)
-    for i, shape in enumerate(SHAPES):
-        for place in range(PLACES**2):
-            row, column = divmod(place, PLACES)
-            cells[i, place, :, row : row + OBJECT, column : column + OBJECT] = template(shape)
-    return cells.flatten(2)
+    """Every shape at every place, [shape, place, cell]."""
+    places = [divmod(place, PLACES) for place in range(PLACES**2)]
+    drawn = torch.stack([still(DRAWN, shape, *place)[0, ::CELL, ::CELL] for shape in SHAPES for place in places])
+    return drawn.view(len(SHAPES), len(places), -1)
 
 
 def track(clips: Tensor) -> list[Track]:
-    """Of [clip, FRAMES, 1, SIZE, SIZE] in 0..1, clamped: the object whose best places over the frames are nearest to
-    the clip, and these places."""
-    cells = clips.float().clamp(0, 1).unflatten(4, (GRID, CELL)).unflatten(3, (GRID, CELL)).mean((4, 6))
+    """Of [clip, frame, 1, size, size] on DRAWN, in 0..1, clamped: the object whose best places over the frames are
+    nearest to the clip, and these places."""
+    cells = clips.float().clamp(0, 1).unflatten(4, (DRAWN.grid, CELL)).unflatten(3, (DRAWN.grid, CELL)).mean((4, 6))
     drawings = _drawings()
     distance = torch.cdist(cells.flatten(2).flatten(0, 1), drawings.flatten(0, 1)).square()
     weight = drawings[:, 0].square().sum(1)  # of each object's cells
-    nearest, place = distance.view(len(clips), FRAMES, len(drawings), -1).min(-1)  # [clip, frame, object]
+    nearest, place = distance.view(len(clips), DRAWN.frames, len(drawings), -1).min(-1)  # [clip, frame, object]
     best = nearest.sum(1).argmin(1)
     found = []
     for clip, which in enumerate(best.tolist()):
@@ -133,7 +126,7 @@ class MotionChecked:
         self.partial, self.part = partial, part
 
     def score(self, samples: Sequence[Sample]) -> list[float | None]:
-        clips = stack_clips(samples, (FRAMES, 1, SIZE, SIZE))
+        clips = stack_clips(samples, (DRAWN.frames, 1, DRAWN.size, DRAWN.size))
         finite = clips.flatten(1).isfinite().all(1)
         tracks = track(clips.nan_to_num())
         scores: list[float | None] = []
@@ -142,6 +135,3 @@ class MotionChecked:
             value = given[self.part] if self.part else sum(given.values()) / len(given)
             scores.append((value if self.partial or self.part else float(value == 1)) if good else None)
         return scores
-
-
-assert all(len(steps) == FRAMES for steps in STEPS.values())

@@ -13,12 +13,12 @@ from PIL import Image
 
 from mmrl.rollouts import Clip, Prompt
 
-CHANGE = moving.FRAMES // 2  # the frame from which on the second shape is shown
+CHANGE = moving.ASKED.frames // 2  # the frame from which on the second shape is shown
 FPS = 2.0
 
 
 class ClipsSource:
-    """`size` questions about clips of moving.FRAMES frames; item i depends on (split, seed, i) and the options alone.
+    """`size` questions about clips on moving.ASKED; item i depends on (split, seed, i) and the options alone.
 
     In held-out clips shapes stand or start at other places than in those of training, and other pairs of them follow
     one another; every motion is in both. Item i is of kind `kinds[i % len(kinds)]`. Metadata: `kind`, and
@@ -72,18 +72,18 @@ class ClipsSource:
     def _motion(self, random: np.random.Generator, *, speed: bool) -> tuple[str, str, list[str], list[Image.Image]]:
         """Question, answer, other answers and frames."""
         motion = self.motions[random.integers(len(self.motions))]
-        top, left = self._place(random, *moving.starts(motion))
-        frames = [as_picture(frame) for frame in moving.draw(motion, top, left)]
-        asked, known = (motion.speed, moving.STEPS) if speed else (motion.direction, moving.DIRECTIONS)
+        top, left = self._place(random, *moving.starts(moving.ASKED, motion))
+        frames = [as_picture(frame) for frame in moving.draw(moving.ASKED, motion, top, left)]
+        asked, known = (motion.speed, moving.SPEEDS) if speed else (motion.direction, moving.DIRECTIONS)
         question = f"How does the {motion.shape} move?" if speed else f"Where does the {motion.shape} move?"
         return question, asked, [word for word in known if word != asked], frames
 
     def _order(self, random: np.random.Generator) -> tuple[str, str, list[str], list[Image.Image]]:
         first, second = self.pairs[random.integers(len(self.pairs))]
-        room = range(moving.GRID - moving.OBJECT + 1)
+        room = range(moving.ASKED.room)
         top, left = self._place(random, room, room)
-        still = [moving.still(shape, top, left) for shape in (first, second)]
-        frames = [as_picture(still[number >= CHANGE]) for number in range(moving.FRAMES)]
+        still = [moving.still(moving.ASKED, shape, top, left) for shape in (first, second)]
+        frames = [as_picture(still[number >= CHANGE]) for number in range(moving.ASKED.frames)]
         return "Which shape comes first?", first, [second], frames
 
     def _place(self, random: np.random.Generator, rows: range, columns: range) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmrl.tasks.moving import DIRECTIONS, SHAPES, STEPS
+from mmrl.tasks.moving import DIRECTIONS, SHAPES, SPEEDS
 from mmrl.tasks.visual_qa.clips import ClipsSource
 from transformers import PreTrainedTokenizerFast
 
@@ -22,7 +22,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE in which every answer is a token."""
     source = ClipsSource("train", size=120, seed=0)
     corpus = [source[index].text for index in range(len(source))]
-    corpus += [word for words in (SHAPES, DIRECTIONS, STEPS) for word in words] * 20
+    corpus += [word for words in (SHAPES, DIRECTIONS, SPEEDS) for word in words] * 20
     corpus += [f"<{second}.{tenth} seconds>" for second in range(3) for tenth in range(10)] * 20
     corpus += [f"{role}\n" for role in ("system", "user", "assistant")] * 10
     return byte_pairs(corpus, VOCABULARY, digits_apart=False)

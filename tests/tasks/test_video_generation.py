@@ -5,14 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from mmrl.tasks.moving import (
-    CELL,
+    ASKED,
     DIRECTIONS,
-    FRAMES,
-    GRID,
-    OBJECT,
+    DRAWN,
     SHAPES,
-    SIZE,
-    STEPS,
+    SPEEDS,
     Motion,
     MovingShapes,
     draw,
@@ -37,19 +34,33 @@ def sample(motion, clip):
 
 def every():
     """Each motion from each of its starts, in one batch."""
-    asked = [(m, top, left) for m in motions("all") for top in starts(m)[0] for left in starts(m)[1]]
-    return asked, torch.stack([draw(*one) for one in asked])
+    asked = [(m, top, left) for m in motions("all") for top in starts(DRAWN, m)[0] for left in starts(DRAWN, m)[1]]
+    return asked, torch.stack([draw(DRAWN, *one) for one in asked])
 
 
-def test_a_clip_by_hand():
-    clip = draw(Motion("ring", "left", "slowly"), top=1, left=4)
-    cells = clip[:, :, ::CELL, ::CELL]
-    assert clip.shape == (FRAMES, 1, SIZE, SIZE)
+@pytest.mark.parametrize(
+    ("canvas", "speed", "lefts", "size"),
+    [
+        (DRAWN, "slowly", [3, 3, 2, 2, 1], 12),
+        (DRAWN, "quickly", [3, 2, 1, 0, 0], 12),
+        (ASKED, "slowly", [5, 5, 4, 4, 3], 16),
+        (ASKED, "quickly", [5, 4, 3, 2, 1], 16),
+    ],
+)
+def test_clips_by_hand(canvas, speed, lefts, size):
+    clip = draw(canvas, Motion("ring", "left", speed), top=1, left=lefts[0])
+    assert clip.shape == (5, 1, size, size)
     ring = torch.tensor([[1.0, 1, 1], [1, 0, 1], [1, 1, 1]])
-    for frame, left in enumerate([4, 4, 3, 3, 2]):
-        expected = torch.zeros(GRID, GRID)
-        expected[1:4, left : left + OBJECT] = ring
-        assert torch.equal(cells[frame, 0], expected)
+    for frame, left in enumerate(lefts):
+        expected = torch.zeros(size // 2, size // 2)
+        expected[1:4, left : left + 3] = ring
+        assert torch.equal(clip[frame, 0], expected.repeat_interleave(2, 0).repeat_interleave(2, 1))
+
+
+def test_places_to_start_from_by_hand():
+    assert starts(DRAWN, Motion("ring", "left", "quickly")) == (range(4), range(3, 4))
+    assert starts(DRAWN, Motion("ring", "down", "slowly")) == (range(2), range(4))
+    assert starts(ASKED, Motion("ring", "left", "quickly")) == (range(6), range(4, 6))
 
 
 def test_every_motion_is_tracked_exactly():
@@ -79,16 +90,16 @@ def test_noise_and_values_out_of_gamut_do_not_change_what_is_tracked():
 )
 def test_one_thing_wrong_and_its_mark_falls(change, fallen):
     shown = replace(SQUARE, **change)
-    (found,) = track(draw(shown, *(places[len(places) // 2] for places in starts(shown)))[None])
+    (found,) = track(draw(DRAWN, shown, *(places[len(places) // 2] for places in starts(DRAWN, shown)))[None])
     given = marks(SQUARE, found)
     assert {name for name, value in given.items() if value == 0} == fallen
 
 
 def test_a_still_clip_and_an_empty_one():
-    still = draw(SQUARE, 4, 2)[:1].repeat(FRAMES, 1, 1, 1)
+    still = draw(DRAWN, SQUARE, 3, 2)[:1].repeat(DRAWN.frames, 1, 1, 1)
     (found,) = track(still[None])
     assert marks(SQUARE, found) == {"identity": 1.0, "direction": 0.0, "speed": 0.0, "steady": 1.0}
-    (nothing,) = track(torch.zeros(1, FRAMES, 1, SIZE, SIZE))
+    (nothing,) = track(torch.zeros(1, DRAWN.frames, 1, DRAWN.size, DRAWN.size))
     assert set(marks(SQUARE, nothing).values()) == {0.0}
 
 
@@ -99,17 +110,22 @@ def test_slopes_and_steadiness_by_hand():
     jump = Track("square", (0, 0, 0, 4, 4), (3,) * 5, 0.0)
     assert not steady(there_and_back) and not steady(jump)
     assert steady(Track("square", (0, 0, 1, 1, 2), (3,) * 5, 0.0))
+    # (-2 0 - 1 1 + 0 2 + 1 3 + 2 3) / 10, and one cell less in the middle takes nothing away
+    assert slope([0, 1, 2, 3, 3]) == pytest.approx(0.8) and slope([0, 1, 2, 2, 3]) == pytest.approx(0.7)
+    quick = Motion("square", "down", "quickly")
+    for rows, speed in (((0, 1, 2, 2, 3), 1.0), ((0, 1, 1, 2, 2), 0.0)):
+        assert marks(quick, Track("square", rows, (3,) * 5, 0.0))["speed"] == speed
 
 
 def test_the_reward_in_its_three_forms():
-    right, still = draw(SQUARE, 4, 2), draw(SQUARE, 4, 2)[:1].repeat(FRAMES, 1, 1, 1)
+    right, still = draw(DRAWN, SQUARE, 3, 2), draw(DRAWN, SQUARE, 3, 2)[:1].repeat(DRAWN.frames, 1, 1, 1)
     samples = [sample(SQUARE, right), sample(SQUARE, still), sample(SQUARE, right * torch.nan)]
     assert MotionChecked().score(samples) == [1.0, 0.0, None]
     assert MotionChecked(partial=True).score(samples) == [1.0, 0.5, None]
     assert MotionChecked(part="steady").score(samples[:2]) == [1.0, 1.0]
     with pytest.raises(ValueError, match="part must be one of identity, direction, speed, steady, not 'beauty'"):
         MotionChecked(part="beauty")
-    with pytest.raises(UserError, match=r"the clip of prompt 'p' is \[4, 1, 16, 16\], expected \[5, 1, 16, 16\]"):
+    with pytest.raises(UserError, match=r"the clip of prompt 'p' is \[4, 1, 12, 12\], expected \[5, 1, 12, 12\]"):
         MotionChecked().score([sample(SQUARE, right[:4])])
     with pytest.raises(UserError, match="the rollout of prompt 'p' holds no clip to score"):
         MotionChecked().score([Sample(Prompt("p", "x"))])
@@ -118,7 +134,7 @@ def test_the_reward_in_its_three_forms():
 def test_splits_share_no_motion_and_every_part_is_trained_on():
     train, heldout = set(motions("train")), set(motions("heldout"))
     assert not train & heldout and train | heldout == set(motions("all"))
-    assert len(motions("all")) == len(SHAPES) * len(DIRECTIONS) * len(STEPS) == 32
+    assert len(motions("all")) == len(SHAPES) * len(DIRECTIONS) * len(SPEEDS) == 32
     assert len(heldout) == 8
     for part in ("shape", "direction", "speed"):
         assert {vars(m)[part] for m in train} == {vars(m)[part] for m in motions("all")}
@@ -144,15 +160,15 @@ class TestTask:
 
     def test_rewards_accuracy_and_guards(self):
         task = self.task(data={"type": "moving_shapes", "eval_size": 4})
-        right, still = draw(SQUARE, 4, 2), draw(SQUARE, 4, 2)[:1].repeat(FRAMES, 1, 1, 1)
+        right, still = draw(DRAWN, SQUARE, 3, 2), draw(DRAWN, SQUARE, 3, 2)[:1].repeat(DRAWN.frames, 1, 1, 1)
         samples = [sample(SQUARE, right), sample(SQUARE, still)]
         assert list(task.reward_names) == ["parts", "whole"]
         assert task.score(samples).tolist() == [[1.0, 1.0], [0.5, 0.0]]
         assert task.accuracy(samples).tolist() == [1.0, 0.0]
         guards = task.measures(samples)
         assert guards["guard/static"].tolist() == [0.0, 1.0]
-        # three cells of a row appear and three vanish at each step, of 64
-        assert guards["guard/motion"].tolist() == [pytest.approx(6 / 64), 0.0]
+        # three cells of a row appear and three vanish, of 36, at three of the four steps
+        assert guards["guard/motion"].tolist() == [pytest.approx(6 / 36 * 3 / 4), 0.0]
         assert guards["guard/flicker"].abs().max() < 1e-6 and guards["guard/out_of_gamut"].tolist() == [0.0, 0.0]
         assert len(task.evaluation) == 4
 
