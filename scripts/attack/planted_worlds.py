@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-O, OGBENCH = "sims/ogbench.py", ("sims/test_ogbench.py",)
+SCENE, OGBENCH = "sims/ogbench.py", ("sims/test_ogbench.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("ogbench: left and right are exchanged", O, "('left', 'right')", "('right', 'left')", OGBENCH),
-    ("ogbench: open and close are exchanged", O, "[0] != 0\n", "[0] == 0\n", OGBENCH),
-    ("ogbench: locked drawers are played", O, '{"drawer": 0, "window": 1}', '{"window": 1}', OGBENCH),
-    ("ogbench: locks are exchanged", O, '{"drawer": 0, "window": 1}', '{"drawer": 1, "window": 0}', OGBENCH),
-    ("ogbench: any world will do", O, 'self.info["privileged/target_task"] == task and not', "not", OGBENCH),
-    ("ogbench: the mark is where the cube is", O, "privileged/target_block_pos", "privileged/block_0_pos", OGBENCH),
-    ("ogbench: the mark is shown in every task", O, 'if self.info["privileged/target_task"] == "cube":\n',
+    ("ogbench: left and right are exchanged", SCENE, "('left', 'right')", "('right', 'left')", OGBENCH),
+    ("ogbench: open and close are exchanged", SCENE, "[0] != 0\n", "[0] == 0\n", OGBENCH),
+    ("ogbench: locked drawers are played", SCENE, '{"drawer": 0, "window": 1}', '{"window": 1}', OGBENCH),
+    ("ogbench: locks are exchanged", SCENE, '{"drawer": 0, "window": 1}', '{"drawer": 1, "window": 0}', OGBENCH),
+    ("ogbench: any world will do", SCENE, 'self.info["privileged/target_task"] == task and not', "not", OGBENCH),
+    ("ogbench: the mark is where the cube is", SCENE, "privileged/target_block_pos", "privileged/block_0_pos", OGBENCH),
+    ("ogbench: the mark is shown in every task", SCENE, 'if self.info["privileged/target_task"] == "cube":\n',
      'if self.info["privileged/target_task"]:\n', OGBENCH),
-    ("ogbench: experts move the caller's random numbers", O, "np.random.set_state(before)", "pass", OGBENCH),
-    ("ogbench: an expert serves two episodes", O, "self.steps, self._expert = 0, None", "self.steps = 0", OGBENCH),
-    ("ogbench: steps go on over episodes", O, "self.steps, self._expert = 0, None", "self._expert = None", OGBENCH),
-    ("ogbench: success does not end an episode", O, "if success or out.truncated[i, c]:", "if out.truncated[i, c]:",
+    ("ogbench: experts move the caller's random numbers", SCENE, "np.random.set_state(before)", "pass", OGBENCH),
+    ("ogbench: an expert serves two episodes", SCENE, "self.steps, self._expert = 0, None", "self.steps = 0", OGBENCH),
+    ("ogbench: steps go on over episodes", SCENE, "self.steps, self._expert = 0, None", "self._expert = None", OGBENCH),
+    ("ogbench: success does not end an episode", SCENE, "if success or out.truncated[i, c]:", "if out.truncated[i, c]:",
      OGBENCH),
-    ("ogbench: pictures are not drawn again", O, "if self._pictured:\n            model",
+    ("ogbench: pictures are not drawn again", SCENE, "if self._pictured:\n            model",
      "if self._pictured and not playing.steps:\n            model", OGBENCH),
 ]
 # fmt: on

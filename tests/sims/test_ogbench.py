@@ -111,6 +111,6 @@ def test_options_that_mean_nothing_are_one_line(options, message):
 def test_the_tiny_model_tells_every_word_from_the_others(tmp_path):
     tiny_ogbench.build(tmp_path, 0)
     backbone = small.load(tmp_path)
-    picture, state = [np.zeros((0, 0, 3), np.uint8)], np.zeros((1, 43), np.float32)
-    read = [backbone.prepare(picture, [word], state)[0].ids.tolist() for word in (*tiny_ogbench.WORDS, "nonsense")]
+    picture, state = [np.zeros((1, 0, 0, 3), np.uint8)], np.zeros((1, 43), np.float32)
+    read = [backbone.prepare(picture, [word], state)[0].words.tolist() for word in (*tiny_ogbench.WORDS, "nonsense")]
     assert len({tuple(ids) for ids in read}) == len(tiny_ogbench.WORDS) + 1
