@@ -76,7 +76,7 @@ class SelfCorrections(ExtraSource):
             shortest = min(sample.response_length for sample in made.samples)
             _log.warning(
                 "self_corrections: none of %d fits; the shortest has %d tokens, rollout.max_response_length=%d: "
-                "raise it or shorten rollout.extras.text",
+                "raise it or shorten the text between them",
                 *(len(pairs), shortest, made.samples[0].max_response_length),
             )
         return joining([made.select(fits)], fresh, context)
