@@ -77,13 +77,30 @@ def test_success_ends_an_episode_and_time_cuts_it(row):
         still = sim.step(np.zeros((1, 8, 5)))
         assert still.valid[0].tolist() == [True] * 5 + [False] * 3
         assert still.truncated[0].tolist() == [False] * 4 + [True] + [False] * 3 and not still.success.any()
+        sim.reset([3], ["button"])
+        assert sim.step(np.zeros((1, 4, 5))).valid.all()  # steps are counted anew
     row.start("button", 3)
     number = row.info["privileged/target_button"]
     wanted, solved = row.info["privileged/target_button_state"], False
+    played = []
     while not solved:
         assert row.info[f"privileged/button_{number}_state"] != wanted
-        solved = row.act(row.wanted())
+        played.append(row.wanted())
+        solved = row.act(played[-1])
     assert row.info[f"privileged/button_{number}_state"] == wanted
+    with build("ogbench", 1, {}) as sim:
+        sim.reset([3], ["button"])
+        out = sim.step(np.array([[*played, *np.zeros((3, 5))]]))
+        assert out.valid[0].sum() == len(played) and out.terminated[0].tolist().index(True) == len(played) - 1
+
+
+def test_an_expert_serves_one_episode(row):
+    row.start("button", 3)
+    row.wanted()
+    row.start("drawer", 3)
+    fresh = Row()
+    fresh.start("drawer", 3)
+    assert np.array_equal(row.wanted(), fresh.wanted())
 
 
 def test_pictures_are_seen_from_the_front():
@@ -92,7 +109,7 @@ def test_pictures_are_seen_from_the_front():
         seen = sim.reset([3], ["button"])
         assert seen.images.shape == (1, 48, 48, 3) and seen.state.shape == (1, 19) and seen.images.std() > 10
         moved = sim.step(np.tile([0, 0, -1.0, 0, 0], (1, 6, 1)))
-        assert (moved.observation.images != seen.images).mean() > 0.01
+        assert (moved.observation.images != seen.images).mean() > 0.01 and moved.observation.images.std() > 10
 
 
 @pytest.mark.parametrize(
