@@ -70,21 +70,21 @@ class Continuations:
 class Needs:
     """What an algorithm or a part of it asks of the rest of the job.
 
-    offers: what decisions must support; keys of OFFERS. old: likelihoods under the policy that made the rollouts, where
-    that is not the one that is trained. reference: likelihoods under the reference policy, which the present policy
-    becomes every so many steps of reference_resets, or which follows it as an average of its weights with the decay in
-    reference_decays. critic: what gives a value of every observation. statistics: of decisions ("logp", "entropy",
-    "square_sum"), before the advantages. whole_groups: every micro-batch holds whole groups. views: other views of the
-    prompt, under which responses are replayed; views_before: those under which they are before the advantages, for
-    `Batch.viewed`. greedy: the rewards of a greedy response to each prompt, as `Rollouts.extras["greedy"]`.
-    answered_under: views under which as many responses are sampled again, for `Batch.answered`. numbers: what was
-    decided, as `Rollouts.extras["numbers"]`. completions: the rewards of what a chain's states lead to without
-    further noise, before its first stochastic step and behind each, as `Rollouts.extras["completions"]`
-    [rollout, 1 + decision]. outcomes: the same behind each step of candidates that share their state, as
-    `Rollouts.extras["outcomes"]` [rollout, decision]. latents: those before each decision, pooled, and their noise
-    level, as `Rollouts.extras["latents"]` [rollout, decision, number]. inverse: how likely the policy finds the prompt
-    where it sees what it made of it, as `Rollouts.extras["inverse"]` [rollout], a mean over tokens.
-    reference_responses: the rewards of a response of the reference policy to each prompt, as
+    offers: what decisions must support; keys of OFFERS. old: likelihoods under the policy that made the rollouts, in
+    the micro-batches of a loss; None where that is the policy that is trained. reference: likelihoods under the
+    reference policy, which the present policy becomes every so many steps of reference_resets, or which follows it as
+    an average of its weights with the decay in reference_decays. critic: what gives a value of every observation.
+    statistics: of decisions ("logp", "entropy", "square_sum"), before the advantages. whole_groups: every micro-batch
+    holds whole groups. views: other views of the prompt, under which responses are replayed; views_before: those under
+    which they are before the advantages, for `Batch.viewed`. greedy: the rewards of a greedy response to each prompt,
+    as `Rollouts.extras["greedy"]`. answered_under: views under which as many responses are sampled again, for
+    `Batch.answered`. numbers: what was decided, as `Rollouts.extras["numbers"]`. completions: the rewards of what a
+    chain's states lead to without further noise, before its first stochastic step and behind each, as
+    `Rollouts.extras["completions"]` [rollout, 1 + decision]. outcomes: the same behind each step of candidates that
+    share their state, as `Rollouts.extras["outcomes"]` [rollout, decision]. latents: those before each decision,
+    pooled, and their noise level, as `Rollouts.extras["latents"]` [rollout, decision, number]. inverse: how likely the
+    policy finds the prompt where it sees what it made of it, as `Rollouts.extras["inverse"]` [rollout], a mean over
+    tokens. reference_responses: the rewards of a response of the reference policy to each prompt, as
     `Rollouts.extras["reference_reward"]` [rollout]. continuations: what the segments of a response add to the reward
     that is expected, as `Rollouts.extras[Continuations.name]` [rollout, decision].
     """

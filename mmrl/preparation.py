@@ -50,7 +50,8 @@ class Preparation:
     def minibatches(
         self, rollouts: Rollouts, step: int, shuffle: torch.Generator, metrics: Metrics
     ) -> tuple[list[Minibatch], Batch]:
-        """step: finished steps. Leaves advantages and the mask of what counts in `rollouts` too."""
+        """In the order in which they are learned from, which `shuffle` draws. step: finished steps. Leaves advantages
+        and the mask of what counts in `rollouts` too."""
         batch = Batch(
             rollouts,
             self.task.reward_names,
@@ -75,8 +76,8 @@ class Preparation:
             whole_groups=self.needs.whole_groups,
             generator=shuffle,
         )
-        first = next_permutation(len(parts), shuffle)[0]  # the minibatch that is learned from first
-        known = self.ask_others(rollouts, parts, first)
+        parts = [parts[place] for place in torch.randperm(len(parts), generator=shuffle).tolist()]
+        known = self.ask_others(rollouts, parts)
         if self.needs.reference_responses:
             rollouts.extras["reference_reward"] = Column(self.reference_rewards(rollouts, step))
         if not self.algorithm.by_step:
@@ -85,15 +86,16 @@ class Preparation:
         minibatches = [[rollouts.select(rows) for rows in part] for part in parts]
         if not known:
             unknown: dict[str, Any] = dict.fromkeys(OF_OLD)
-            minibatches[first] = [replace(micro, **unknown) for micro in minibatches[first]]
+            minibatches[0] = [replace(micro, **unknown) for micro in minibatches[0]]
         for minibatch in minibatches:
             self.algorithm.of_minibatch(minibatch, self.engine.sum)
         metrics.set(batch.reports)
         return minibatches, batch
 
-    def ask_others(self, rollouts: Rollouts, parts: list[list[Tensor]], first: int) -> bool:
-        """Fills in what the policy that made the rollouts and the reference say of them, micro-batch by micro-batch;
-        whether the former is known of the minibatch `first` too. Likelihoods that rollouts brought along are kept.
+    def ask_others(self, rollouts: Rollouts, parts: list[list[Tensor]]) -> bool:
+        """Fills in what the policy that made the rollouts and the reference say of them, micro-batch by micro-batch of
+        the minibatches `parts`; whether the former is known of the first of these too. Likelihoods that rollouts
+        brought along are kept.
 
         Until the first update the former is the policy that is trained: where each minibatch is learned from once,
         the first one needs no pass of its own. Nor do others where the policy kept what it said when it made them.
@@ -110,10 +112,9 @@ class Preparation:
                 rollouts.old_logp = logp.where(brought.isnan(), brought)
         elif self.needs.old and several:
             made = self.policy.recorded(rollouts) if isinstance(self.policy, Recording) else None
-            now = [] if self.sampling_policy is not None else parts[first]  # of which the ratio shall be exactly 1
+            now = [] if self.sampling_policy is not None else parts[0]  # of which the ratio shall be exactly 1
             known = not now or self.algorithm.epochs > 1
-            others = every if not now else [rows for i, part in enumerate(parts) if i != first for rows in part]
-            asked = [*(now if known else []), *([] if made is not None else others)]
+            asked = [*(now if known else []), *([] if made is not None else every[len(now) :])]
             self._ask_old(rollouts, Answers(self.policy, self.engine, rollouts, made), asked)
         if self.needs.numbers:
             assert isinstance(self.policy, Numbered)
@@ -220,13 +221,6 @@ class Answers:
         for rows, values in found:
             whole[rows] = values
         return whole
-
-
-def next_permutation(count: int, generator: torch.Generator) -> list[int]:
-    """What `torch.randperm` will draw next from the generator, which stays as it is."""
-    copy = torch.Generator()
-    copy.set_state(generator.get_state())
-    return torch.randperm(count, generator=copy).tolist()
 
 
 def check_shape(key: str, values: Tensor, mask: Tensor) -> None:

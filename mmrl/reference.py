@@ -340,7 +340,7 @@ def cost_of(needs: Needs) -> str:
     if needs.statistics:
         found.append("a forward pass of every rollout before the advantages")
     elif needs.old:
-        found.append("a forward pass of every rollout before the first update, where a step has several")
+        found.append("a forward pass of the rollouts that are not learned from first, where a step has several updates")
     if needs.reference:
         found.append("a forward pass under the reference, and a copy of the trained weights")
     if needs.views:

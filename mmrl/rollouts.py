@@ -188,7 +188,9 @@ class Rollouts(Record):
     filler: Tensor | None = column()  # [rollout] bool, True where dynamic sampling found nothing better; None: nowhere
     version: Tensor | None = column()  # [rollout] int64, finished steps behind the oldest weights that made it
     advantages: Tensor | None = column()  # [rollout, decision] float32
-    old_logp: Tensor | None = column(0)  # [rollout, decision] float32, under the policy that made the rollout
+    # [rollout, decision] float32, under the policy that made the rollout. Before the updates NaN for those that are
+    # learned from first, unless `Needs.statistics` ask for them.
+    old_logp: Tensor | None = column(0)
     old_entropy: Tensor | None = column(0)  # [rollout, decision] float32, under it
     old_square_sum: Tensor | None = column(0)  # [rollout, decision] float32, sum of squared probabilities under it
     old_prediction: Tensor | None = column(0)  # [rollout, decision, ...] float32, what `Replay.prediction` was then

@@ -105,7 +105,9 @@ class Trainer:
     # --- updates ---
 
     def epochs(self, minibatches: list[Minibatch], shuffle: torch.Generator) -> Iterator[Minibatch]:
-        for _ in range(self.algorithm.epochs):
+        """The minibatches in their order, and in each further epoch in another one."""
+        yield from minibatches
+        for _ in range(1, self.algorithm.epochs):
             for place in torch.randperm(len(minibatches), generator=shuffle).tolist():
                 yield minibatches[place]
 

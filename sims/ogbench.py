@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 from mmrl.sims.mujoco.gl import Renderer, choose_backend
+from mmrl.sims.rows import Rows
 from mmrl.sims.vector import Transition, nearest
 from numpy.typing import NDArray
 
@@ -68,51 +69,43 @@ class OGBench:
         self._pictured, self._size, self._max_steps = observation == "rgb", image_size, max_steps
         self.count, self.state_dim = count, ROBOT_DIM if self._pictured else SCENE_DIM + PLACE_DIM
         self.image_shape = (image_size, image_size, 3) if self._pictured else (0, 0, 3)
-        self._rows: list[Row | None] = [None] * count
+        self._rows = Rows[Row](count)
         self._worlds: dict[tuple[str, int], int] = {}  # task and seed: the seed of the world that has the task
         self._renderer: Renderer | None = None  # one for all: their models have the same meshes
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
-        for i, row in enumerate(rows):
-            try:
-                playing = self._rows[row] or Row()
-                self._rows[row] = playing
-                key = (tasks[i], seeds[i])
-                self._worlds[key] = playing.start(tasks[i], self._worlds.get(key, seeds[i]))
-                self._show(playing, out, i)
-            except Exception as error:
-                self._rows[row], out.errors[i] = None, error
-        return out
+
+        def start(i: int, row: int) -> None:
+            playing = self._rows.get(row) or Row()
+            self._rows[row] = playing
+            key = (tasks[i], seeds[i])
+            self._worlds[key] = playing.start(tasks[i], self._worlds.get(key, seeds[i]))
+            self._show(playing, out, i)
+
+        return self._rows.each(rows, out, start)
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
-        for i, row in enumerate(rows):
-            try:
-                self._play(self._row(row), actions[i], out, i)
-                self._show(self._row(row), out, i)
-            except Exception as error:
-                self._rows[row], out.errors[i] = None, error
-        return out
+
+        def move(i: int, row: int) -> None:
+            self._play(self._rows[row], actions[i], out, i)
+            self._show(self._rows[row], out, i)
+
+        return self._rows.each(rows, out, move)
 
     def instruction(self, row: int) -> str:
-        return self._row(row).instruction
+        return self._rows[row].instruction
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
         if length != 1:
             raise UserError(f"OGBench's experts look before every action, so length must be 1, not {length}")
-        return np.stack([self._row(row).wanted()[None] for row in rows])
+        return np.stack([self._rows[row].wanted()[None] for row in rows])
 
     def close(self) -> None:
         if self._renderer is not None:
             self._renderer.close()
-        self._rows, self._renderer = [None] * self.count, None
-
-    def _row(self, row: int) -> Row:
-        playing = self._rows[row]
-        if playing is None:
-            raise RuntimeError(f"row {row} has no episode")
-        return playing
+        self._rows, self._renderer = Rows(self.count), None
 
     def _play(self, playing: Row, actions: NDArray, out: Transition, i: int) -> None:
         for c, action in enumerate(actions):

@@ -312,7 +312,7 @@ FAULTS = [
     Fault("samplers hear of unweighted rewards", B, "batch.combined().tolist()", 'batch.fact("rewards")[:, 0].tolist()',
           COLLECTION),
     # --- steps ---
-    Fault("epochs are one", T, "for _ in range(self.algorithm.epochs):", "for _ in range(1):", STEPS),
+    Fault("epochs are one", T, "for _ in range(1, self.algorithm.epochs):", "for _ in range(0):", STEPS),
     Fault("the loss that is reported is a sum over updates", T, "loss[None] / self.algorithm.updates", "loss[None]",
           STEPS),
     Fault("denominator of the first micro-batch", T, "torch.stack([part[name] for part in own]).sum()", "own[0][name]",

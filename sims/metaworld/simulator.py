@@ -12,6 +12,7 @@ from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
 from metaworld.policies import ENV_POLICY_MAP
 from mmrl.sims.metaworld.tasks import INSTRUCTIONS
 from mmrl.sims.mujoco.gl import Renderer, choose_backend
+from mmrl.sims.rows import Rows
 from mmrl.sims.vector import Transition, nearest
 from numpy.typing import NDArray
 
@@ -71,52 +72,44 @@ class MetaWorld:
         self._dense, self._end_on_success, self._max_steps = reward == "dense", end_on_success, max_steps
         self.count, self.state_dim = count, ROBOT_DIM if self._pictured else STATE_DIM
         self.image_shape = (image_size, image_size, 3) if self._pictured else (0, 0, 3)
-        self._rows: list[Row | None] = [None] * count
+        self._rows = Rows[Row](count)
         self._renderers: dict[str, Renderer] = {}  # of a task: all its models have the same meshes
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
-        for i, row in enumerate(rows):
-            try:
-                playing = self._rows[row]
-                if playing is None or playing.task != tasks[i]:
-                    self._rows[row] = playing = Row(tasks[i])
-                playing.start(seeds[i])
-                self._show(playing, out, i)
-            except Exception as error:
-                self._rows[row], out.errors[i] = None, error
-        return out
+
+        def start(i: int, row: int) -> None:
+            playing = self._rows.get(row)
+            if playing is None or playing.task != tasks[i]:
+                self._rows[row] = playing = Row(tasks[i])
+            playing.start(seeds[i])
+            self._show(playing, out, i)
+
+        return self._rows.each(rows, out, start)
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
-        for i, row in enumerate(rows):
-            try:
-                self._play(self._row(row), actions[i], out, i)
-                self._show(self._row(row), out, i)
-            except Exception as error:
-                self._rows[row], out.errors[i] = None, error
-        return out
+
+        def move(i: int, row: int) -> None:
+            self._play(self._rows[row], actions[i], out, i)
+            self._show(self._rows[row], out, i)
+
+        return self._rows.each(rows, out, move)
 
     def instruction(self, row: int) -> str:
-        return INSTRUCTIONS[self._row(row).task]
+        return INSTRUCTIONS[self._rows[row].task]
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
         actions = np.zeros((len(rows), length, ACTION_DIM), np.float32)
         for i, row in enumerate(rows):
-            playing = self._row(row)
+            playing = self._rows[row]
             playing.plan(actions[i, : self._max_steps - playing.steps], self._end_on_success)
         return actions
 
     def close(self) -> None:
         for renderer in self._renderers.values():
             renderer.close()
-        self._rows, self._renderers = [None] * self.count, {}
-
-    def _row(self, row: int) -> Row:
-        playing = self._rows[row]
-        if playing is None:
-            raise RuntimeError(f"row {row} has no episode")
-        return playing
+        self._rows, self._renderers = Rows(self.count), {}
 
     def _play(self, playing: Row, actions: NDArray, out: Transition, i: int) -> None:
         for c, action in enumerate(actions):

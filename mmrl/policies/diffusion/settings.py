@@ -67,10 +67,10 @@ class PictureChain(ChainLikelihood, PictureLikelihood):
 
     old: Literal["sampled", "replayed"] | None = option(
         None,
-        "whose predictions are those of the old policy. sampled: the sampler's own, which cost no pass of the network, "
-        "nor do then those of the first update without its prompt; replayed: made again in the micro-batches of "
-        "training. Default: sampled in float32, where the two agree to rounding, replayed in bfloat16. Before the "
-        "first update the ratio is exactly 1 with either",
+        "whose predictions are those of the old policy. sampled: the sampler's own, which need no pass of the network, "
+        "and with guidance save the first update its pass without the prompt; replayed: made again, in the "
+        "micro-batches of training. Default: sampled in float32, where the two agree to rounding, replayed in "
+        "bfloat16. Before the first update the ratio is exactly 1 with either",
     )
 
     @model_validator(mode="after")
