@@ -6,6 +6,10 @@ SCENE, OGBENCH = "sims/ogbench.py", ("sims/test_ogbench.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("rows: what failed plays on", "sims/rows.py", "self._playing[row], out.errors[i] = None, error",
+     "out.errors[i] = error", ("sims/test_rows.py",)),
+    ("rows: errors by row, not by place", "sims/rows.py", "out.errors[i] = None, error",
+     "out.errors[row - 1] = None, error", ("sims/test_rows.py",)),
     ("ogbench: left and right are exchanged", SCENE, "('left', 'right')", "('right', 'left')", OGBENCH),
     ("ogbench: open and close are exchanged", SCENE, "[0] != 0\n", "[0] == 0\n", OGBENCH),
     ("ogbench: locked drawers are played", SCENE, '{"drawer": 0, "window": 1}', '{"window": 1}', OGBENCH),

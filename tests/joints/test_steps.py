@@ -68,6 +68,17 @@ def test_the_minibatch_that_is_learned_from_first_is_its_own_old_policy(given):
     assert firsts == {0, 1}
 
 
+def test_an_epoch_takes_every_minibatch_and_the_next_one_may_take_them_in_another_order(given):
+    made = given(four(), "algorithm.scale=none", "steps=8", "algorithm.minibatches=2", "algorithm.epochs=2", *FREE)
+    asked = watched(made)
+    made.trainer.train()
+    taken = [groups for groups, gradient in asked if gradient]
+    pairs = [(taken[4 * step :][:2], taken[4 * step + 2 :][:2]) for step in range(8)]
+    for step, epochs in enumerate(pairs):
+        assert all(sorted(epoch) == [[2 * step], [2 * step + 1]] for epoch in epochs)
+    assert {first == second for first, second in pairs} == {True, False}
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
