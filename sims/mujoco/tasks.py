@@ -107,15 +107,16 @@ def twins(verb: str) -> Callable[[Generator, int, list[str]], Scene | None]:
 def onto_pad(
     verb: str, preposition: str, straight: bool = False
 ) -> Callable[[Generator, int, list[str]], Scene | None]:
-    """Cubes of different colours and pads of different colours; with `straight`, one push along an axis of the table
-    takes cube 0 to pad 0, and nothing is in the way."""
+    """Cubes and pads of different colours, as far as there are so many; with `straight`, one push along an axis of the
+    table takes cube 0 to pad 0, and nothing is in the way."""
 
     def draw(rng: Generator, cubes: int, colours: list[str]) -> Scene | None:
         places = push_line(rng, cubes + PADS) if straight else scatter(rng, cubes + PADS)
         if places is None:
             return None
         at, pads = np.delete(places, slice(1, 1 + PADS), axis=0), places[1 : 1 + PADS]
-        cube_colours, pad_colours = pick_colours(rng, colours, cubes), pick_colours(rng, colours, PADS)
+        names = pick_colours(rng, colours, cubes + PADS)
+        cube_colours, pad_colours = names[:cubes], names[cubes:]
         instruction = f"{verb} the {cube_colours[0]} cube {preposition} the {pad_colours[0]} pad"
         return Scene(at, cube_colours, pads, pad_colours, instruction)
 
@@ -285,10 +286,10 @@ def push_expert(view: View) -> NDArray:
     from_cube = view.tip[:2] - cube
     along = float(from_cube @ ahead)
     aside = from_cube - along * ahead
-    if view.tip[2] < 0.035 and along < 0 and float(np.linalg.norm(aside)) < 0.014:
+    if view.tip[2] < 0.04 and along < 0 and float(np.linalg.norm(aside)) < 0.02:
         goal = np.clip(over(view.tip[:2] + ahead * 0.012 - aside, 0.02), LOW, HIGH)
         return aim(towards(view.setpoint, goal, PUSH_PACE * STEP), 1.0)
-    return funnel(view, over(cube - ahead * BEHIND, 0.02), HOVER, 1.0)
+    return funnel(view, over(cube - ahead * BEHIND, 0.02), 0.07, 1.0)
 
 
 TASKS = {

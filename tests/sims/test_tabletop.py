@@ -189,6 +189,19 @@ def test_every_word_of_the_instruction_is_needed(tabletop, task):
             assert len(set(cubes)) == 3 and len(set(pads)) == 2 and instruction.endswith(f"the {pads[0]} pad")
 
 
+@pytest.mark.parametrize("task", ["push", "pick_and_place"])
+def test_of_two_cubes_and_two_pads_no_two_have_one_colour(tabletop, task):
+    """And with fewer colours no two cubes, nor two pads."""
+    sim = tabletop(8, objects=2)
+    sim.reset(range(8), [task] * 8)
+    for world in sim.simulator._worlds:
+        assert len({*world.scene.cube_colours, *world.scene.pad_colours}) == 4
+    few = tabletop(8, objects=2, colours=["red", "blue"])
+    few.reset(range(8), [task] * 8)
+    for world in few.simulator._worlds:
+        assert set(world.scene.cube_colours) == set(world.scene.pad_colours) == {"red", "blue"}
+
+
 def looking(tip=(0.4, 0, 0.2), opening=1.0, closing=False, cube=(0.4, 0, CUBE), speed=0.0, goal=(0.4, 0, CUBE)):
     cubes = np.array([cube, (0.3, 0.1, CUBE)])
     return View(np.array(tip), np.array(tip), opening, closing, cubes, speed, np.array(goal))

@@ -22,6 +22,7 @@ class GaussianHead(LevelledHead):
         """width: of the backbone, 0 where it reads nothing."""
         super().__init__(settings.level, action, action_dim, state_dim)
         self.log_std = nn.Parameter(torch.full(self.shape, math.log(settings.std)))
+        self.least = math.log(settings.least_std) if settings.least_std else -math.inf
         sizes = [width + self.state_dim, *[settings.width] * settings.layers]
         self.layers = perceptron(sizes, math.prod(self.shape), last_gain=settings.last_gain)
 
@@ -30,10 +31,14 @@ class GaussianHead(LevelledHead):
         given = reading.last if self.state_dim == 0 else torch.cat([reading.last, state.to(reading.last)], 1)
         return self.layers(given).float().view(-1, *self.shape)
 
+    def spread(self) -> Tensor:
+        """Logarithm of the standard deviation, [chunk, action] fp32."""
+        return self.log_std.float().clamp(min=self.least)
+
     def act(self, reading: Reading, state: Tensor, how: ActionSampling) -> Chosen:
         mean = self.mean(reading, state)
         noise = torch.stack([torch.randn(self.shape, generator=torch.Generator().manual_seed(s)) for s in how.seeds])
-        actions = mean + how.temperature * self.log_std.float().exp() * noise.to(mean.device)
+        actions = mean + how.temperature * self.spread().exp() * noise.to(mean.device)
         return {"actions": actions, "temperature": self._temperature(how)}
 
     def score(
@@ -46,7 +51,7 @@ class GaussianHead(LevelledHead):
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
         mean = self.mean(reading, state)
-        log_std = self.log_std.float() + chosen["temperature"].log().float()[:, None, None]
+        log_std = self.spread() + chosen["temperature"].log().float()[:, None, None]
         logp = -0.5 * ((chosen["actions"] - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)
         entropy = (0.5 + 0.5 * math.log(2 * math.pi) + log_std).expand_as(logp)
         now = torch.stack([mean, log_std.expand_as(mean)], -1)

@@ -229,6 +229,12 @@ class GaussianActions(ActionHead):
     shaping: ClassVar[tuple[str, ...]] = ("width", "layers")
     level: Level = option("action", "what one decision is: one number of one action, an action, or the chunk")
     std: float = option(0.6, "standard deviation, before training", gt=0)
+    least_std: float = option(
+        0.0,
+        "a learned standard deviation that is less counts as this: what demonstrations hardly vary would otherwise "
+        "weigh most in every ratio",
+        ge=0,
+    )
     width: int = option(256, "of the perceptron's hidden layers", ge=1)
     layers: int = option(3, "hidden layers of the perceptron; 0: the mean is linear", ge=0)
     last_gain: float = option(0.01, "size of the last layer's weights, before training", gt=0)

@@ -74,6 +74,30 @@ class TestAPolicyOfStates:
         torch.testing.assert_close(found.logp[0, :4], expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found.entropy[0, :4], known.entropy()[:, 0].where(look.valid, 0))
 
+    def test_a_spread_that_was_learned_to_be_less_counts_as_the_least(self, make, blind):
+        policy = stir(make("gaussian", blind, sim=quiet(), least_std=0.2, temperature=0.5))
+        head = policy.module.head
+        with torch.no_grad():
+            head.log_std.copy_(torch.tensor([[0.01], [0.3], [0.19], [0.21]]).log())
+        spread = torch.tensor([[0.2], [0.3], [0.2], [0.21]])
+        look = (rollouts := policy.rollout(STARTS[:1], 1, [7])).inputs[0][0]
+        mean = head.mean(states_only.NothingRead(1, policy.device), look.state[None])[0].detach()
+        found = policy.replay(rollouts, policy.module)
+        known = Normal(mean, 0.5 * spread)
+        expected = known.log_prob(look.chosen["actions"]).sum(-1).where(look.valid, 0)
+        torch.testing.assert_close(found.logp[0, :4], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.entropy[0, :4], known.entropy()[:, 0].where(look.valid, 0))
+        from mmrl.policies.vla.heads import ActionSampling
+
+        drawn, likeliest = (
+            head.act(states_only.NothingRead(1, policy.device), look.state[None], ActionSampling([7], t))["actions"][0]
+            for t in (0.5, 0.0)
+        )
+        noise = torch.randn(4, 1, generator=torch.Generator().manual_seed(7))
+        torch.testing.assert_close(drawn - likeliest, 0.5 * spread * noise)
+        found.entropy.sum().backward()
+        assert (head.log_std.grad[:, 0] != 0).tolist() == [False, True, False, True]
+
     @pytest.mark.parametrize("level", ["token", "action", "chunk"])
     def test_its_divergence_from_others_is_exact(self, make, blind, level):
         policy = stir(make("gaussian", blind, sim=quiet(), level=level))
