@@ -36,6 +36,7 @@ RECIPES = {  # base and configuration; without a base: from random weights
     "flow": ("flow", "manipulation_tabletop_flow"),
     "control": ("token", "manipulation_tabletop_random_reward"),
     "lift": ("lift", "manipulation_tabletop_lift"),
+    "lift_ppo": ("lift", "manipulation_tabletop_lift_ppo"),
     "lift_control": ("lift", "manipulation_tabletop_lift_random_reward"),
     "maniskill": ("", "manipulation_maniskill_pushcube"),
     "maniskill_control": ("", "manipulation_maniskill_pushcube_random_reward"),

@@ -33,6 +33,8 @@ BEHIND = 2 * CUBE + 0.006  # from the centre of a cube to where closed fingers c
 LONGEST_PUSH = 0.22
 SLANT = 0.03  # how far a push may miss the middle of the pad
 PUSH_PACE = 0.55  # of STEP; faster, the cube jumps ahead
+PUSH_HOVER = 0.07  # height of closed fingertips on their way over cubes
+PUSH_LOW, PUSH_ASIDE = 0.04, 0.02  # below, and nearer than this to the line of the push, they push
 AREA_LOW, AREA_HIGH = LOW[:2] + MARGIN, HIGH[:2] - MARGIN
 
 
@@ -286,10 +288,10 @@ def push_expert(view: View) -> NDArray:
     from_cube = view.tip[:2] - cube
     along = float(from_cube @ ahead)
     aside = from_cube - along * ahead
-    if view.tip[2] < 0.04 and along < 0 and float(np.linalg.norm(aside)) < 0.02:
+    if view.tip[2] < PUSH_LOW and along < 0 and float(np.linalg.norm(aside)) < PUSH_ASIDE:
         goal = np.clip(over(view.tip[:2] + ahead * 0.012 - aside, 0.02), LOW, HIGH)
         return aim(towards(view.setpoint, goal, PUSH_PACE * STEP), 1.0)
-    return funnel(view, over(cube - ahead * BEHIND, 0.02), 0.07, 1.0)
+    return funnel(view, over(cube - ahead * BEHIND, 0.02), PUSH_HOVER, 1.0)
 
 
 TASKS = {
