@@ -9,6 +9,7 @@ import torch
 from mmrl.config import load
 from tests.engine.parts import IMAGES, distance, final, make, release
 from tests.policies.diffusion.test_policy import draw, keeping, policy_of, remember, shift
+from tests.saved import Saved
 
 pytestmark = pytest.mark.usefixtures("alone")
 CASES = {
@@ -17,24 +18,6 @@ CASES = {
     "matching": ("sd3", "matching", {"draws": 3}),
     "contrast": ("flux", "contrast", {"draws": 3}),
 }
-
-
-class Saved:
-    """Counts bytes that a graph keeps and that are not weights."""
-
-    def __init__(self, network):
-        self.weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
-        self.kept = {}
-
-    def __call__(self, tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.weights:
-            self.kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    @property
-    def bytes(self):
-        return sum(self.kept.values())
 
 
 def weighted(replay):
