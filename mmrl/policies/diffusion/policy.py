@@ -530,11 +530,7 @@ class DiffusionPolicy:
         x, target = score.noisy_samples(data, noise, sigma, space)
         said = [r.asked for r in records for _ in range(likelihood.draws)]
         guidance = 1.0 if isinstance(likelihood, PictureMatching) else self.denoising.guidance
-        v = (
-            self._replayed(model, x.flatten(0, 1), sigma.flatten(), time.flatten(), said, guidance)
-            .float()
-            .view_as(x)
-        )
+        v = self._replayed(model, x.flatten(0, 1), sigma.flatten(), time.flatten(), said, guidance).float().view_as(x)
         weight = None
         if isinstance(likelihood, PictureMatching):
             weight = self._matching_weight(likelihood, uniform, sigma).to(self.device)
