@@ -173,6 +173,8 @@ def moves(config: Config, ranks: int) -> list[str]:
         found.append(f"engine.micro_batch={engine['micro_batch'] // 2}")
     if "looks_at_once" in engine and looks is None:
         found.append("engine.looks_at_once=4")
+    if engine.get("steps_at_once", 1) is None and engine["micro_batch"] == 1:
+        found.append("engine.steps_at_once=1")
     if engine.get("logp_chunk", 0) > 256:
         found.append(f"engine.logp_chunk={engine['logp_chunk'] // 2}")
     if isinstance(config.generator, VLLMColocated) and config.generator.memory > 0.15:

@@ -15,7 +15,7 @@ from mmrl.config import load
 from mmrl.doctor.checks import PICTURES
 from mmrl.engine.memory import GIB, Blueprint, peak, standing
 from mmrl.errors import UserError
-from mmrl.memory_plan import Gpu, Peaks, Plan, described, fitted, told
+from mmrl.memory_plan import Gpu, Peaks, Plan, described, fitted, moves, told
 from mmrl.settings import plain
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -232,13 +232,23 @@ def test_rows_of_a_micro_batch_are_its_steps_too(tmp_path):
     build_digits(str(tmp_path / "model"), seed=0)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(PICTURES))
 
-    def activations(micro, window):
-        limits = [f"engine.micro_batch={micro}", f"denoising.likelihood.window={{type: random, size: {window}}}"]
+    def activations(micro, window, *more):
+        limits = [f"engine.micro_batch={micro}", f"denoising.likelihood.window={{type: random, size: {window}}}", *more]
         config = load(tmp_path / "recipe.yaml", [*limits, "denoising.steps=8", "run_dir=none"])
         return described(config, str(tmp_path / "model"), 1, BIG, PEAKS).training["activations"]
 
     assert activations(2, 4) == pytest.approx(activations(4, 2), rel=0.01)
     assert activations(4, 2) == pytest.approx(2 * activations(2, 2), rel=0.1)
+    parted = [activations(4, window, "engine.steps_at_once=4") for window in (2, 6)]  # of 8 rows, and of 24
+    assert parted[0] == parted[1] == activations(2, 2)
+
+
+def test_steps_in_parts_are_offered_where_a_micro_batch_is_one_picture(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(PICTURES))
+    part = "engine.steps_at_once=1"
+    for keys, offered in (["engine.micro_batch=2"], False), (["engine.micro_batch=1"], True), ([part], False):
+        config = load(tmp_path / "recipe.yaml", ["run_dir=none", "engine.micro_batch=1", *keys])
+        assert (part in moves(config, 1)) == offered
 
 
 @pytest.mark.slow

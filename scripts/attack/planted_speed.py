@@ -7,6 +7,7 @@ P, D, G = "mmrl/preparation.py", "mmrl/policies/diffusion/policy.py", "mmrl/gene
 STEPS, PICTURES, CHAINS = ("joints/test_steps.py",), ("policies/diffusion/test_policy.py",), ("samplers/test_chain.py",)
 SNAPSHOTS, DECODING = ("engine/test_snapshot.py",), ("generation/test_decoding.py",)
 TOKENS = ("policies/test_vlm.py",)
+PARTS = ("policies/diffusion/test_steps_at_once.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -58,4 +59,20 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("decoding: nobody leaves", G + "transformers.py", "if ended.sum() * LEAVING >= len(ended):", "if False:", TOKENS),
     ("decoding: tokens of who is left go to others", G + "transformers.py", "tokens[going, step] = token",
      "tokens[: len(going), step] = token", TOKENS),
+    ("parts of a replay: those of rollouts alone are the same", D, "        if len(parts) == 1:\n",
+     "        if len(parts) == 1 or not torch.is_grad_enabled():\n            parts = [slice(None)]\n", PARTS),
+    ("parts of a replay: everything is kept", D,
+     "torch.cat([checkpoint(part, rows, use_reentrant=False) for rows in parts])",
+     "torch.cat([part(rows) for rows in parts])", PARTS),
+    ("parts of a replay: levels of the first part", D, "x[rows], sigma[rows], time[rows], said[rows], guidance, own",
+     "x[rows], sigma[: len(x[rows])], time[: len(x[rows])], said[rows], guidance, own", PARTS),
+    ("parts of a replay: prompts of the first part", D, "time[rows], said[rows], guidance, own",
+     "time[rows], said[: len(x[rows])], guidance, own", PARTS),
+    ("parts of a replay: what the sampler said of the first part", D, "own = None if known is None else known[rows]",
+     "own = None if known is None else known[: len(x[rows])]", PARTS),
+    ("parts of a replay: the key is not heard", "mmrl/policies/diffusion/settings.py",
+     "steps_at_once=config.engine.steps_at_once", "steps_at_once=None", PARTS),
+    ("parts of a replay: finished pictures go at once", D,
+     "self._replayed(model, x.flatten(0, 1), sigma.flatten(), time.flatten(), said, guidance)",
+     "self.guided_prediction(model, x.flatten(0, 1), sigma.flatten(), time.flatten(), said, guidance)", PARTS),
 ]

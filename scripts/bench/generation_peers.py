@@ -120,7 +120,7 @@ def spread(values: list[float]) -> list[float]:
 
 
 def table(report: dict[str, Any]) -> str:
-    keys = list(report["mmrl"])
+    keys = list(next(iter(report.values())))
     lines = [f"| | {' | '.join(keys)} |", "| --- |" + " --- |" * len(keys)]
     for name, values in report.items():
         cells = [f"{m:.3g} ({low:.3g} .. {high:.3g})" if low < high else f"{m:.3g}" for m, low, high in values.values()]
@@ -159,7 +159,8 @@ def build(folder: Path) -> None:
 class Meter:
     """Processor time of each step, and how far memory grew above what the loaded model takes."""
 
-    def __init__(self, told: Any) -> None:
+    def __init__(self, told: Any = None) -> None:
+        """told: a stream that hears of every end of a step, which then waits for a line; None: no step waits."""
         self.told = told
         self.steps: list[float] = []
         self.sampling: list[float] = []
@@ -171,7 +172,8 @@ class Meter:
         self.turn()
 
     def turn(self) -> None:
-        sys.stdin.readline()
+        if self.told is not None:
+            sys.stdin.readline()
         self.began = time.process_time()
         self.sampled = 0.0
 
@@ -185,7 +187,8 @@ class Meter:
     def end_step(self) -> None:
         self.steps.append(time.process_time() - self.began)
         self.sampling.append(self.sampled)
-        self.told.write("done\n")
+        if self.told is not None:
+            self.told.write("done\n")
         self.turn()
 
     def result(self) -> dict[str, list[float]]:

@@ -170,6 +170,7 @@ def blueprint(settings: DiffusionModel, config: Config, path: str) -> Blueprint:
     shape = made.latent_shape(drawn.resolution, drawn.frames)
     blank = made.blank(shape)
     steps = draws(config)
+    at_most = config.engine.steps_at_once or config.engine.micro_batch * steps  # others are computed again
     at_once = min(config.rollouts_per_step, vars(config.rollout).get("micro_batch") or config.rollouts_per_step)
 
     def predict(rows: int) -> Tensor:
@@ -187,7 +188,7 @@ def blueprint(settings: DiffusionModel, config: Config, path: str) -> Blueprint:
     tokens = math.prod(shape[1:]) // made.patch**2
     return Blueprint(
         made.module,
-        lambda rows: predict(rows * steps),
+        lambda rows: predict(min(rows * steps, at_most)),
         sample=sample,
         beside={"VAE": float(vae), **beside},
         beside_training=dict(beside) if stays else {},

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from einops import repeat
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mmrl.errors import UserError
 from mmrl.files import share
@@ -67,13 +68,20 @@ class DiffusionPolicy:
     """
 
     def __init__(
-        self, family: Family, denoising: Denoising | DenoisingDemonstrations, *, keep_predictions: bool = False
+        self,
+        family: Family,
+        denoising: Denoising | DenoisingDemonstrations,
+        *,
+        keep_predictions: bool = False,
+        steps_at_once: int | None = None,
     ) -> None:
         """keep_predictions: whether rollouts hold what the network said when they were made, for `recorded`. A gradient
-        of rollouts without an old policy's predictions is then one by the weights that made them.
+        of rollouts without an old policy's predictions is then one by the weights that made them. steps_at_once: rows
+        that the network is given at once when rollouts are replayed; None: all.
 
         Raises UserError for settings that the family does not fit, and for a window that can not be."""
-        self.family, self.denoising, self.keep_predictions = family, denoising, keep_predictions
+        self.family, self.denoising = family, denoising
+        self.keep_predictions, self.steps_at_once = keep_predictions, steps_at_once
         self.module: nn.Module = family.module
         self.likelihood: PictureLikelihood = denoising.likelihood
         self.shape: Shape = family.latent_shape(denoising.resolution, denoising.frames)
@@ -389,6 +397,31 @@ class DiffusionPolicy:
         scale = scale_at(sigma, guidance, self.denoising.guidance_interval)
         return guided(conditional, unconditional, scale) if known is None else moved(known, conditional, scale)
 
+    def _replayed(
+        self,
+        model: Any,
+        x: Tensor,
+        sigma: Tensor,
+        time: Tensor,
+        said: Sequence[Asked],
+        guidance: float,
+        known: Tensor | None = None,
+    ) -> Tensor:
+        """`guided_prediction`, `steps_at_once` rows at a time. For a backward pass only what goes in is kept of each
+        part, which is computed again there. Parts are the same with and without a gradient: the first ratio is 1."""
+
+        def part(rows: slice) -> Tensor:
+            own = None if known is None else known[rows]
+            return self.guided_prediction(model, x[rows], sigma[rows], time[rows], said[rows], guidance, own)
+
+        size = self.steps_at_once or len(x)
+        parts = [slice(first, first + size) for first in range(0, len(x), size)]
+        if len(parts) == 1:
+            return part(parts[0])
+        if not torch.is_grad_enabled():
+            return torch.cat([part(rows) for rows in parts])
+        return torch.cat([checkpoint(part, rows, use_reentrant=False) for rows in parts])
+
     def _negative(self, said: Sequence[Asked]) -> list[Asked]:
         """What is asked for in place of `said` where guidance leads away from it."""
         made = {id(one): one.saying(self.denoising.negative_prompt) for one in said}
@@ -456,7 +489,7 @@ class DiffusionPolicy:
         if first and records[0].prediction is not None:  # which views of other prompts have not
             # No update was made since they were sampled, so that the values are known and half of guidance is saved.
             known = self._steps(records, "prediction")[1][0].flatten(0, 1)
-        v = self.guided_prediction(
+        v = self._replayed(
             model, x.flatten(0, 1), grid.sigmas[flat], grid.times[flat], said, self.denoising.guidance, known
         ).float()
         found: dict[str, Any] = score.chain_likelihood(
@@ -497,11 +530,7 @@ class DiffusionPolicy:
         x, target = score.noisy_samples(data, noise, sigma, space)
         said = [r.asked for r in records for _ in range(likelihood.draws)]
         guidance = 1.0 if isinstance(likelihood, PictureMatching) else self.denoising.guidance
-        v = (
-            self.guided_prediction(model, x.flatten(0, 1), sigma.flatten(), time.flatten(), said, guidance)
-            .float()
-            .view_as(x)
-        )
+        v = self._replayed(model, x.flatten(0, 1), sigma.flatten(), time.flatten(), said, guidance).float().view_as(x)
         weight = None
         if isinstance(likelihood, PictureMatching):
             weight = self._matching_weight(likelihood, uniform, sigma).to(self.device)

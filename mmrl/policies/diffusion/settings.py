@@ -185,6 +185,18 @@ class Denoising(Drawing):
     guidance: float = option(1.0, "classifier-free guidance in rollouts and replay; 1: none", ge=0)
 
 
+class PictureEngine(Section):
+    """How pictures and clips are replayed."""
+
+    steps_at_once: int | None = option(
+        None,
+        "denoising steps of a micro-batch's pictures that are replayed at once; where there are more, each part is "
+        "computed a second time in the backward pass: less memory, more time; default: all",
+        unit="steps",
+        ge=1,
+    )
+
+
 class DenoisingDemonstrations(Drawing):
     """How a denoiser learns pictures that are given."""
 
@@ -236,7 +248,8 @@ class DiffusionModel(ModelSettings):
 
     @classmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
-        return {"denoising": DenoisingDemonstrations if collects == "demonstrations" else Denoising}
+        denoising = DenoisingDemonstrations if collects == "demonstrations" else Denoising
+        return {"denoising": denoising, "engine": PictureEngine}
 
     def capabilities(self, config: Config) -> Capabilities:
         denoising = config.section("denoising")
@@ -293,4 +306,6 @@ class DiffusionModel(ModelSettings):
         chain = denoising.likelihood if isinstance(denoising, Denoising) else None
         of_use = config.needs.old and (config.algorithm.updates > 1 or denoising.guidance != 1)
         keep = of_use and isinstance(chain, PictureChain) and chain.keeps_predictions(self.dtype)
-        return DiffusionPolicy(load(path, self), denoising, keep_predictions=keep)
+        return DiffusionPolicy(
+            load(path, self), denoising, keep_predictions=keep, steps_at_once=config.engine.steps_at_once
+        )

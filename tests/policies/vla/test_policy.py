@@ -17,6 +17,7 @@ from mmrl.samplers.transitions import coefficients
 from mmrl.sections import Log
 from mmrl.settings import SettingsError
 from tests.policies.vla.conftest import CHUNK, KINDS, LEVELS, starts
+from tests.saved import Saved
 
 STARTS = starts(0, 30, 70)
 SEEDS = [11, 12, 13, 14, 15, 16]
@@ -486,24 +487,6 @@ def test_learned_noise_has_the_spread_it_is_scored_with(make):
             rows = torch.arange(len(looks))
             mean, std = head._learned_step(head.likelihood, reading, state, chain[:, k], point, rows)
         assert ((chain[:, k + 1] - mean) / std).std().item() == pytest.approx(1, abs=0.06)
-
-
-class Saved:
-    """Bytes that a forward pass keeps for the backward pass, of tensors that are no parameters."""
-
-    def __init__(self, module):
-        self.own = {p.untyped_storage().data_ptr() for p in module.parameters()}
-        self.kept = {}
-
-    def __call__(self, tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.own:
-            self.kept[storage.data_ptr()] = storage  # alive, so that no address comes twice
-        return tensor
-
-    @property
-    def bytes(self):
-        return sum(storage.nbytes() for storage in self.kept.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)
