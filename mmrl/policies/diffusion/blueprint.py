@@ -16,7 +16,7 @@ from mmrl.engine.memory import Blueprint, on_meta
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.families.base import Pipeline
 from mmrl.policies.diffusion.pipelines import CLASSES, add_lora, base_of
-from mmrl.policies.diffusion.settings import Denoising, DiffusionModel, PictureChain
+from mmrl.policies.diffusion.settings import Denoising, DiffusionModel, PictureChain, PictureEngine
 from mmrl.settings import plain
 
 if TYPE_CHECKING:
@@ -170,6 +170,7 @@ def blueprint(settings: DiffusionModel, config: Config, path: str) -> Blueprint:
     shape = made.latent_shape(drawn.resolution, drawn.frames)
     blank = made.blank(shape)
     steps = draws(config)
+    assert isinstance(config.engine, PictureEngine)
     at_most = config.engine.steps_at_once or config.engine.micro_batch * steps  # others are computed again
     at_once = min(config.rollouts_per_step, vars(config.rollout).get("micro_batch") or config.rollouts_per_step)
 

@@ -303,6 +303,7 @@ class DiffusionModel(ModelSettings):
         from mmrl.policies.diffusion.policy import DiffusionPolicy
 
         denoising = config.section("denoising")
+        assert isinstance(config.engine, PictureEngine)
         chain = denoising.likelihood if isinstance(denoising, Denoising) else None
         of_use = config.needs.old and (config.algorithm.updates > 1 or denoising.guidance != 1)
         keep = of_use and isinstance(chain, PictureChain) and chain.keeps_predictions(self.dtype)
