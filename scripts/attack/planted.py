@@ -28,6 +28,7 @@ OPTIMIZER = ("joints/test_optimizer.py",)
 TOKENS = ("joints/test_tokens.py",)
 RANKS = ("joints/test_ranks.py",)
 CRITICS = ("policies/vla/test_critics.py",)
+TABLETOP = ("sims/test_tabletop.py",)
 
 LIKELIHOODS, CODES = ("policies/masked/test_likelihoods.py",), ("policies/codes/test_policy.py",)
 PAIRS, GAINS, SEARCH = ("joints/test_pairs.py",), ("joints/test_step_gains.py",), ("test_search.py",)
@@ -142,8 +143,14 @@ FAULTS = [
     Fault("critic: of the job is always the shared one", A + "ppo.py", "critic=self.critic)", "critic=SharedCritic())",
           CRITICS),
     Fault("gaussian: scored without the temperature", "mmrl/policies/vla/gaussian.py",
-          'self.log_std.float() + chosen["temperature"].log().float()[:, None, None]', "self.log_std.float()[None]",
-          CRITICS),
+          'self.spread() + chosen["temperature"].log().float()[:, None, None]', "self.spread()[None]", CRITICS),
+    Fault("gaussian: the least spread is scored, not drawn", "mmrl/policies/vla/gaussian.py",
+          "self.spread().exp() * noise", "self.log_std.float().exp() * noise", CRITICS),
+    Fault("gaussian: the least spread is a variance", "mmrl/policies/vla/gaussian.py",
+          "math.log(settings.least_std) if", "math.log(settings.least_std) / 2 if", CRITICS),
+    Fault("tabletop: pads share colours with cubes", "sims/mujoco/tasks.py",
+          "names = pick_colours(rng, colours, cubes + PADS)",
+          "names = pick_colours(rng, colours, cubes) + pick_colours(rng, colours, PADS)", TABLETOP),
     Fault("gaussian: half of the exponent", "mmrl/policies/vla/gaussian.py", "-0.5 * ((chosen", "-1.0 * ((chosen",
           CRITICS),
     Fault("gaussian: the divergence the other way round", "mmrl/policies/vla/gaussian.py",
