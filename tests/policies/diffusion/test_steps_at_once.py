@@ -99,4 +99,5 @@ def test_training_by_parts_is_training(tmp_path, stage):
         release(trainer)
         trained[name] = final(tmp_path / name)
     assert distance(trained["whole"], trained["parts"]) < 1e-5
-    assert stage == 3 or distance(trained["whole"], before) > 1e-4
+    if stage < 3:  # under 3 a rank has no whole parameters before training
+        assert distance(trained["whole"], before) > 1e-4
