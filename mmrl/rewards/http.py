@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.rewards.types import Score, as_pil
-from mmrl.rollouts import Prompt, Sample
+from mmrl.rollouts import Clip, Prompt, Sample
 
 JSON, NPZ = "application/json", "application/x-npz"
 BACKOFF_S = (0.5, 8.0)  # the first pause, doubled each time, and the longest
@@ -150,15 +150,22 @@ def png_base64(image: Image.Image) -> str:
 
 def encode(samples: Sequence[Sample], group: Sequence[int] | None, format: str, pixels: str = "float32") -> bytes:
     """The body of a request. Raises UserError for an answer or metadata that JSON can not carry."""
-    rows, arrays = [], {}
+    rows: list[dict[str, Any]] = []
+    arrays: dict[str, np.ndarray] = {}
     for number, sample in enumerate(samples):
         row = {key: getattr(sample, key) for key in _SAMPLE}
         row |= {key: getattr(sample.prompt, key) for key in _PROMPT}
         row["images"] = [png_base64(image) for image in sample.prompt.images]
+        if sample.prompt.videos:
+            row["videos"] = [{"frames": list(map(png_base64, c.frames)), "fps": c.fps} for c in sample.prompt.videos]
         if sample.image is not None and format == "json":
             row["image"] = png_base64(_exact_mode(sample.image))
-        elif sample.image is not None:
-            arrays[f"image_{number}"] = (_bytes(sample.image) if pixels == "uint8" else sample.image.float()).numpy()
+        if sample.frames is not None and format == "json":
+            row["frames"] = [png_base64(_exact_mode(frame)) for frame in sample.frames]
+        if format == "npz":
+            made = {f"image_{number}": sample.image, f"frames_{number}": sample.frames}
+            known = {name: values for name, values in made.items() if values is not None}
+            arrays |= {name: (_bytes(v) if pixels == "uint8" else v.float()).numpy() for name, v in known.items()}
         rows.append(row)
     try:
         text = json.dumps({"samples": rows, "group": None if group is None else list(group)}).encode()
@@ -182,7 +189,8 @@ def decode(body: bytes, format: str, *, max_bytes: int) -> tuple[list[Sample], T
     if not isinstance(request, dict) or not isinstance(request.get("samples"), list):
         raise ValueError("expected a JSON object with a list of samples")
     samples = [
-        _sample(row, number, arrays.pop(f"image_{number}", None)) for number, row in enumerate(request["samples"])
+        _sample(row, number, arrays.pop(f"image_{number}", None), arrays.pop(f"frames_{number}", None))
+        for number, row in enumerate(request["samples"])
     ]
     if arrays:
         raise ValueError(f"arrays that belong to no sample: {', '.join(arrays)}")
@@ -208,21 +216,33 @@ def _arrays(body: bytes, max_bytes: int) -> dict[str, np.ndarray]:
     return found
 
 
-def _sample(row: Any, number: int, array: np.ndarray | None) -> Sample:
+def _sample(row: Any, number: int, array: np.ndarray | None, film: np.ndarray | None) -> Sample:
+    """array, film: the made picture and the made clip's frames, where an npz carries them."""
     if not isinstance(row, dict):
         raise ValueError(f"sample {number} is no JSON object")
-    unknown = row.keys() - _PROMPT.keys() - _SAMPLE.keys() - {"images", "image"}
+    unknown = row.keys() - _PROMPT.keys() - _SAMPLE.keys() - {"images", "image", "videos", "frames"}
     if unknown:
         raise ValueError(f"sample {number} has unknown keys {', '.join(sorted(unknown))}")
     for key, kind in (_PROMPT | _SAMPLE).items():
         if key in row and not isinstance(row[key], kind):
             raise ValueError(f"sample {number}: {key} must be of type {kind.__name__}")
     given = {"id": str(number), "text": ""} | {key: row[key] for key in _PROMPT if key in row}
-    prompt = Prompt(images=tuple(_picture(text, number) for text in row.get("images", [])), **given)
+    images = tuple(_picture(text, number) for text in row.get("images", []))
+    prompt = Prompt(images=images, videos=tuple(_clip(clip, number) for clip in row.get("videos", [])), **given)
     image = None if array is None else _pixels(array, number)
     if row.get("image") is not None:
         image = _pixels(np.asarray(_picture(row["image"], number)), number, channels_last=True)
-    return Sample(prompt, image=image, **{key: row[key] for key in _SAMPLE if key in row})
+    frames = None if film is None else torch.stack([_pixels(frame, number) for frame in film])
+    if row.get("frames") is not None:
+        shown = [np.asarray(_picture(text, number)) for text in row["frames"]]
+        frames = torch.stack([_pixels(frame, number, channels_last=True) for frame in shown])
+    return Sample(prompt, image=image, frames=frames, **{key: row[key] for key in _SAMPLE if key in row})
+
+
+def _clip(clip: Any, number: int) -> Clip:
+    if not isinstance(clip, dict) or not isinstance(clip.get("fps"), int | float) or not clip.get("frames"):
+        raise ValueError(f"sample {number}: a clip has frames and fps")
+    return Clip(tuple(_picture(text, number) for text in clip["frames"]), clip["fps"])
 
 
 def _picture(text: Any, number: int) -> Image.Image:

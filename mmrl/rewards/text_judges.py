@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from PIL import Image
+
 from mmrl.errors import UserError
 from mmrl.rewards.judges import Judged, Question, VlmJudge
 from mmrl.rewards.types import Score, as_pil, picture
 from mmrl.rewards.verifiers import extract_answer
-from mmrl.rollouts import Sample
+from mmrl.rollouts import Prompt, Sample
 
 YES_OR_NO = "Answer with one word, yes or no."
 IS_IT_RIGHT = f"Question: {{prompt}}\nReference answer: {{gold}}\nAnswer: {{answer}}\nIs the answer right? {YES_OR_NO}"
@@ -34,9 +36,10 @@ class TextJudge(Judged):
     """P(yes) / (P(yes) + P(no)) of a judge that is asked of a response; 0 to 1.
 
     question: with {prompt}, and any of {response}, {answer} (extracted), {thinking} (inside <think>), {caption} (inside
-    <info>), {gold} (the prompt's answer) and {criterion}. pictures: whether the judge sees those of the prompt. An
-    empty {thinking} or {caption} that the question asks for gets 0. None where the judge gives neither word any
-    probability.
+    <info>), {gold} (the prompt's answer) and {criterion}. pictures: whether the judge sees those of the prompt, and
+    after them its clips, as `frames` pictures each: the first, the last and evenly between, or all where there are no
+    more. An empty {thinking} or {caption} that the question asks for gets 0. None where the judge gives neither word
+    any probability.
     """
 
     scope: Literal["sample"] = "sample"
@@ -48,11 +51,14 @@ class TextJudge(Judged):
         *,
         question: str | None = None,
         pictures: bool | None = None,
+        frames: int = 8,
         answers: Sequence[str] = ("yes", "no"),
         **judge: Any,
     ) -> None:
         super().__init__(question=self.asked if question is None else question, answers=answers, **judge)
-        self.pictures = self.shown if pictures is None else pictures
+        if frames < 2:
+            raise ValueError(f"frames must be at least 2, the first and the last of a clip, not {frames}")
+        self.pictures, self.frames = self.shown if pictures is None else pictures, frames
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         questions: list[Question] = []
@@ -62,10 +68,14 @@ class TextJudge(Judged):
             for criterion, weight in self.criteria(sample):
                 if (text := self._filled(sample, criterion)) is not None:
                     own.append((len(questions), weight))
-                    questions.append(Question(sample.prompt.images if self.pictures else (), text))
+                    questions.append(Question(self._shown(sample.prompt) if self.pictures else (), text))
             places.append(own)
         verdicts = [y / (y + n) if y + n > 0 else None for y, n in self.judge.ask(questions, self.words)]
         return [self._mean([(verdicts[place], weight) for place, weight in own]) for own in places]
+
+    def _shown(self, prompt: Prompt) -> tuple[Image.Image, ...]:
+        clips = (spaced(clip.frames, self.frames) for clip in prompt.videos)
+        return (*prompt.images, *(frame for clip in clips for frame in clip))
 
     def criteria(self, sample: Sample) -> list[tuple[str, float]]:
         """What is asked of a sample, each with its weight."""
@@ -86,7 +96,7 @@ class TextJudge(Judged):
                 f"prompt {sample.prompt.id!r} has no answer, which the judge's question asks for as {{gold}}"
             )
         parts = {
-            "prompt": sample.prompt.text.replace("<image>", "").strip(),
+            "prompt": sample.prompt.text.replace("<image>", "").replace("<video>", "").strip(),
             "response": sample.response,
             "answer": extract_answer(sample.response),
             "thinking": _inside(sample.response, "think"),
@@ -167,6 +177,13 @@ class ReferenceJudge(VlmJudge):
         if not sample.prompt.images:
             raise UserError(f"prompt {sample.prompt.id!r} has no picture as a reference")
         return self._question(sample, as_pil(picture(sample)), sample.prompt.images[0])
+
+
+def spaced(frames: Sequence[Image.Image], count: int) -> list[Image.Image]:
+    """`count` frames, 2 or more, from the first to the last; all where there are no more."""
+    if len(frames) <= count:
+        return list(frames)
+    return [frames[round(place * (len(frames) - 1) / (count - 1))] for place in range(count)]
 
 
 def _weighed(criteria: Sequence[Any]) -> list[tuple[str, float]]:

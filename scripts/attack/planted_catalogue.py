@@ -8,6 +8,8 @@ RESHAPE = ("engine/test_reshape.py",)
 COLUMNS = ("tasks/test_sources.py",)
 FINDINGS = ("rewards/test_findings.py",)
 GAMES, REPORT = ("sims/test_games.py",), ("report/test_report.py",)
+WIRE = ("rewards/test_http.py",)
+JUDGES, J = ("rewards/test_text_judges.py",), "mmrl/rewards/text_judges.py"
 MOMENTUM = ("joints/test_advantage_momentum.py",)
 C, F = "tasks/visual_qa/choices.py", "mmrl/rewards/findings.py"
 E, R, M, P = (
@@ -76,5 +78,17 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      REPORT),
     ("checkpoints: runs older than the choice of optimizers are refused", "mmrl/checkpoints/training.py",
      "BEFORE | dict(leaves(before))", "dict(leaves(before))", ("test_checkpoints.py",)),
+    ("judges: clips are not shown", J, "for clip in prompt.videos)", "for clip in prompt.videos[:0])", JUDGES),
+    ("judges: the last frame is missing", J, "round(place * (len(frames) - 1) / (count - 1))",
+     "round(place * (len(frames) - 1) / count)", JUDGES),
+    ("judges: clips before pictures", J, "(*prompt.images, *(frame for clip in clips for frame in clip))",
+     "(*(frame for clip in clips for frame in clip), *prompt.images)", JUDGES),
+    ("judges: the mark of a clip is read out", J, '.replace("<video>", "")', "", JUDGES),
+    ("servers: clips of prompts stay behind", "mmrl/rewards/http.py", "if sample.prompt.videos:", "if False:", WIRE),
+    ("servers: made clips stay behind", "mmrl/rewards/http.py", 'f"frames_{number}": sample.frames}',
+     'f"frames_{number}": None}', WIRE),
+    ("servers: made clips stay behind as JSON", "mmrl/rewards/http.py",
+     'if sample.frames is not None and format == "json":', "if False:", WIRE),
+    ("servers: clips lose their time", "mmrl/rewards/http.py", 'for text in clip["frames"]), clip["fps"])',
+     'for text in clip["frames"]))', WIRE),
 ]
-# fmt: on

@@ -23,7 +23,7 @@ from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec, build, http
 from mmrl.rewards.http import JSON, NPZ, decode, encode
 from mmrl.rewards.server import RewardServer
-from mmrl.rollouts import Prompt, Sample
+from mmrl.rollouts import Clip, Prompt, Sample
 from tests.rewards.http_servers import hangs_up, running, says, scripted, sleeps, trickles
 
 HERE = __name__
@@ -196,6 +196,23 @@ def test_samples_survive_the_way(format, pixels):
     assert decode(encode(sent, None, format, pixels), format, max_bytes=10**6)[1] is None
 
 
+@pytest.mark.parametrize("format, pixels", [("json", "float32"), ("npz", "float32"), ("npz", "uint8")])
+def test_clips_survive_the_way(format, pixels):
+    """Those of a prompt, and what was made for one, beside samples without any."""
+    shown = tuple(Image.fromarray(np.full((2, 4, 3), level, np.uint8)) for level in (10, 200, 90))
+    made = torch.rand(5, 1, 4, 6, generator=torch.Generator().manual_seed(0)) * 1.4 - 0.2
+    asked = Prompt("p", "<video>What moves?", videos=(Clip(shown, 4.0), Clip(shown[:1], 2.5)))
+    sent = [Sample(Prompt("q", "text"), "text"), Sample(asked, "a cat"), Sample(Prompt("r", "a cat"), frames=made)]
+    plain, told, drawn = decode(encode(sent, None, format, pixels), format, max_bytes=10**6)[0]
+    assert plain.frames is None and plain.prompt.videos == () == drawn.prompt.videos and told.frames is None
+    assert [clip.fps for clip in told.prompt.videos] == [4.0, 2.5]
+    for clip, frames in zip(told.prompt.videos, (shown, shown[:1]), strict=True):
+        assert [np.asarray(frame).tolist() for frame in clip.frames] == [np.asarray(frame).tolist() for frame in frames]
+    exact = pixels == "float32" and format == "npz"
+    tolerance = 0 if exact else 0.5 / 255 + 1e-6
+    torch.testing.assert_close(drawn.frames, made if exact else made.clamp(0, 1), rtol=0, atol=tolerance)
+
+
 def test_what_json_cannot_carry_is_named():
     with pytest.raises(UserError, match="answer or metadata can not be sent.*Tensor"):
         encode([sample(answer=torch.zeros(2))], None, "json")
@@ -220,6 +237,8 @@ def npz(request=b'{"samples": []}', **arrays):
         (b'{"samples": [{"image": 3}]}', "json", "no picture in base64 PNG"),
         (b'{"samples": [{"image": "AAAA"}]}', "json", "no picture in base64 PNG"),
         (b'{"samples": [{"images": ["?"]}]}', "json", "no picture in base64 PNG"),
+        (b'{"samples": [{"videos": [{"frames": []}]}]}', "json", "a clip has frames and fps"),
+        (b'{"samples": [{"frames": ["?"]}]}', "json", "no picture in base64 PNG"),
         (b'{"samples": [{}], "group": [1, 2]}', "json", "one integer a sample"),
         (b'{"samples": [{}], "group": ["a"]}', "json", "one integer a sample"),
         (b"PK nonsense", "npz", "no npz"),

@@ -9,7 +9,7 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec, build, http
-from mmrl.rollouts import Prompt, Sample
+from mmrl.rollouts import Clip, Prompt, Sample
 from tests.rewards.http_servers import scripted
 from tests.rewards.test_judges import completion, levels
 
@@ -102,6 +102,21 @@ def test_evidence_judge_sees_the_picture():
     assert scored("evidence_judge", [sample(THOUGHT)], pictures=False)[1][0][1] == []
 
 
+@pytest.mark.parametrize(
+    ("count", "frames", "seen"),
+    [(11, {}, [0, 1, 3, 4, 6, 7, 9, 10]), (11, {"frames": 2}, [0, 10]), (3, {}, [0, 1, 2]), (8, {}, list(range(8)))],
+)
+def test_a_judge_sees_clips_as_frames_behind_the_pictures(count, frames, seen):
+    still = Image.new("RGB", (8, 8), (255,) * 3)
+    clip = Clip(tuple(Image.new("RGB", (8, 8), (20 * place,) * 3) for place in range(count)))
+    asking = Sample(Prompt("p", "<video>What moves?", images=(still,), videos=(clip, clip)), THOUGHT)
+    found, asked = scored("evidence_judge", [asking], **frames)
+    text, pictures, _ = asked[0]
+    once = [20 * place / 255 for place in seen]
+    assert found == pytest.approx([0.7]) and pictures == pytest.approx([1.0, *once, *once], abs=1e-3)
+    assert text.startswith("Question: What moves?\n")
+
+
 def test_a_judge_that_says_neither_word():
     with scripted(lambda handler, body: (200, json.dumps(completion(maybe=0.9)).encode())) as server:
         rewards = RewardSet([RewardSpec(name="answer_judge", options={"base_url": server.url, "model": "j"})])
@@ -159,6 +174,7 @@ WRONG = [
     ("rubric_judge", {"criteria": ["x"], "question": "{prompt}?"}, "must hold {criterion}"),
     ("answer_judge", {"question": "Is it?"}, "must hold {prompt}"),
     ("answer_judge", {"think_tokens": -1}, "must not be negative"),
+    ("evidence_judge", {"frames": 1}, "at least 2, the first and the last"),
 ]
 
 
