@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from einops import repeat
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mmrl.errors import UserError
 from mmrl.files import share
@@ -30,6 +29,7 @@ from mmrl.policies.diffusion.settings import (
     PictureLikelihood,
     PictureMatching,
 )
+from mmrl.policies.parts import by_parts
 from mmrl.rollouts import Matching, Prompt, Replay, Rollouts, Sample
 from mmrl.samplers import score
 from mmrl.samplers.chain import INITIAL, Chain, Sampler, gaussian, run
@@ -80,8 +80,8 @@ class DiffusionPolicy:
         that the network is given at once when rollouts are replayed; None: all.
 
         Raises UserError for settings that the family does not fit, and for a window that can not be."""
-        self.family, self.denoising = family, denoising
-        self.keep_predictions, self.steps_at_once = keep_predictions, steps_at_once
+        self.family, self.denoising, self.steps_at_once = family, denoising, steps_at_once
+        self.keep_predictions = keep_predictions
         self.module: nn.Module = family.module
         self.likelihood: PictureLikelihood = denoising.likelihood
         self.shape: Shape = family.latent_shape(denoising.resolution, denoising.frames)
@@ -397,30 +397,10 @@ class DiffusionPolicy:
         scale = scale_at(sigma, guidance, self.denoising.guidance_interval)
         return guided(conditional, unconditional, scale) if known is None else moved(known, conditional, scale)
 
-    def _replayed(
-        self,
-        model: Any,
-        x: Tensor,
-        sigma: Tensor,
-        time: Tensor,
-        said: Sequence[Asked],
-        guidance: float,
-        known: Tensor | None = None,
-    ) -> Tensor:
-        """`guided_prediction`, `steps_at_once` rows at a time. For a backward pass only what goes in is kept of each
-        part, which is computed again there. Parts are the same with and without a gradient: the first ratio is 1."""
-
-        def part(rows: slice) -> Tensor:
-            own = None if known is None else known[rows]
-            return self.guided_prediction(model, x[rows], sigma[rows], time[rows], said[rows], guidance, own)
-
-        size = self.steps_at_once or len(x)
-        parts = [slice(first, first + size) for first in range(0, len(x), size)]
-        if len(parts) == 1:
-            return part(parts[0])
-        if not torch.is_grad_enabled():
-            return torch.cat([part(rows) for rows in parts])
-        return torch.cat([checkpoint(part, rows, use_reentrant=False) for rows in parts])
+    def _joined(self, compute: Callable[[slice], Tensor], rows: int) -> Tensor:
+        """`compute` of all rows, `steps_at_once` at a time, with a gradient and without: so the first ratio is 1."""
+        size = self.steps_at_once or rows
+        return torch.cat(by_parts(compute, [slice(first, first + size) for first in range(0, rows, size)]))
 
     def _negative(self, said: Sequence[Asked]) -> list[Asked]:
         """What is asked for in place of `said` where guidance leads away from it."""
@@ -489,9 +469,13 @@ class DiffusionPolicy:
         if first and records[0].prediction is not None:  # which views of other prompts have not
             # No update was made since they were sampled, so that the values are known and half of guidance is saved.
             known = self._steps(records, "prediction")[1][0].flatten(0, 1)
-        v = self._replayed(
-            model, x.flatten(0, 1), grid.sigmas[flat], grid.times[flat], said, self.denoising.guidance, known
-        ).float()
+        rows, guidance = x.flatten(0, 1), self.denoising.guidance
+
+        def predict(part: slice) -> Tensor:
+            sigma, time, own = grid.sigmas[flat[part]], grid.times[flat[part]], None if known is None else known[part]
+            return self.guided_prediction(model, rows[part], sigma, time, said[part], guidance, own)
+
+        v = self._joined(predict, len(rows)).float()
         found: dict[str, Any] = score.chain_likelihood(
             v.view_as(x),
             x,
@@ -530,7 +514,12 @@ class DiffusionPolicy:
         x, target = score.noisy_samples(data, noise, sigma, space)
         said = [r.asked for r in records for _ in range(likelihood.draws)]
         guidance = 1.0 if isinstance(likelihood, PictureMatching) else self.denoising.guidance
-        v = self._replayed(model, x.flatten(0, 1), sigma.flatten(), time.flatten(), said, guidance).float().view_as(x)
+        rows, levels, times = x.flatten(0, 1), sigma.flatten(), time.flatten()
+
+        def predict(part: slice) -> Tensor:
+            return self.guided_prediction(model, rows[part], levels[part], times[part], said[part], guidance)
+
+        v = self._joined(predict, len(rows)).float().view_as(x)
         weight = None
         if isinstance(likelihood, PictureMatching):
             weight = self._matching_weight(likelihood, uniform, sigma).to(self.device)

@@ -15,11 +15,11 @@ from einops import rearrange
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mmrl.controls import Control
 from mmrl.errors import UserError
 from mmrl.files import share
+from mmrl.policies.parts import by_parts
 from mmrl.policies.vla.backbone import Backbone
 from mmrl.policies.vla.codec import Units
 from mmrl.policies.vla.critic import Critic
@@ -71,15 +71,8 @@ class Network(nn.Module):
         return state[:, : state.shape[1] - self.privileged]
 
     def forward(self, parts: Sequence[Looks]) -> dict[str, Tensor]:
-        """What `Head.score` says of all looks, and "value" [look] where there is a critic.
-
-        Of several parts nothing is kept for the backward pass but what goes in: each is computed again there, so that
-        the activations of one part at a time exist.
-        """
-        if len(parts) == 1 or not torch.is_grad_enabled():
-            scored = [self.score(part) for part in parts]
-        else:  # nothing here is random
-            scored = [checkpoint(self.score, part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        """What `Head.score` says of all looks, and "value" [look] where there is a critic; a part at a time."""
+        scored = by_parts(self.score, parts)
         return {name: torch.cat([one[name] for one in scored]) for name in scored[0]}
 
     def score(self, looks: Looks) -> dict[str, Tensor]:
