@@ -40,6 +40,11 @@ def build_small(path: str | Path, seed: int = 0) -> None:
     small.create(path, small.SmallConfig(WORDS, bins=BINS), seed)
 
 
+def build_normalised(path: str | Path, seed: int = 0) -> None:
+    """The same with normalised channels, for tasks with several things to look at."""
+    small.create(path, small.SmallConfig(WORDS, bins=BINS, normalise=True), seed)
+
+
 def build_blind(path: str | Path, seed: int = 0) -> None:
     """The same for simulators that show states and no pictures."""
     small.create(path, small.SmallConfig(WORDS, bins=BINS, channels=()), seed)

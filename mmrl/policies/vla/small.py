@@ -30,6 +30,7 @@ class SmallConfig:
     layers: int = 2
     heads: int = 4
     channels: tuple[int, ...] = (24, 48, 64)  # of the three convolutions; the first two halve the picture; (): blind
+    normalise: bool = False  # every channel over its picture, before the prompt modulates it
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,10 @@ class Glance:
 class SmallBackbone(Backbone):
     """Pictures through three convolutions with a coordinate grid (arXiv 1807.03247), scaled and shifted by the prompt
     (FiLM, arXiv 1709.07871); where each channel is strongest (spatial softmax, arXiv 1504.00702) is one token, which a
-    transformer reads with the words. Without channels it reads words only, for simulators that show no pictures."""
+    transformer reads with the words. Without channels it reads words only, for simulators that show no pictures.
+
+    Normalised (arXiv 1607.08022), it learns where several things are in about half as many batches: otherwise the third
+    convolution's outputs begin so small that no place stands out."""
 
     def __init__(self, config: SmallConfig) -> None:
         super().__init__()
@@ -104,7 +108,8 @@ class SmallBackbone(Backbone):
         h = images.to(told) / 255 - 0.5
         for layer, (convolution, film) in enumerate(zip(self.convolutions, self.films, strict=True)):
             scale, shift = rearrange(film(told), "n (two c) -> two n c 1 1", two=2)
-            h = convolution(torch.cat([h, coordinates(h)], 1) if layer == 2 else h) * (1 + scale) + shift
+            h = convolution(torch.cat([h, coordinates(h)], 1) if layer == 2 else h)
+            h = (F.instance_norm(h) if self.config.normalise else h) * (1 + scale) + shift
             h = F.relu(h) if layer < 2 else h
         where = (h.flatten(2) * self.sharpness[:, None]).softmax(-1)
         place = torch.einsum("ncp,xp->ncx", where, coordinates(h)[0].flatten(1))
