@@ -6,10 +6,11 @@ Each arm trains the same tiny vision-language model, warm-started once by mmrl, 
 has its own environment, made at the first run under build/bench-trl with the versions of constraints.txt.
 
 The same in all arms: weights and processor; questions and their order; chat template, prompt tokens and pictures; 16
-prompts x 8 rollouts of at most 4 tokens at temperature 1, the tokens that mmrl never samples suppressed; exact match,
-computed by the same code; advantages normalised by the group's standard deviation; token-mean loss, one update a step
-on one micro-batch of 128; no KL term; AdamW, constant learning rate, gradients clipped at 1; fp32, SDPA, threads; the
-first two steps not timed; and the greedy evaluation, by `mmrl eval`, of the weights that each arm leaves behind.
+prompts x 8 rollouts of at most 4 tokens (--prompts, --group, --length) at temperature 1, the tokens that mmrl never
+samples suppressed; exact match, computed by the same code; advantages normalised by the group's standard deviation;
+token-mean loss, one update a step on one micro-batch; no KL term; AdamW, constant learning rate, gradients clipped at
+1; fp32, SDPA, threads; the first two steps not timed; and the greedy evaluation, by `mmrl eval`, of the weights that
+each arm leaves behind.
 
 What differs: the random numbers, hence the rollouts. mmrl and TRL compute entropies and statistics, `plain` does not.
 mmrl and `plain` leave suppressed tokens out of the softmax when they train; TRL has no such option. TRL takes its
@@ -17,6 +18,9 @@ pictures from a `datasets.Dataset`, which decodes them when they are used, as it
 are used; `plain` has them at hand. TRL runs without gradient checkpointing, progress bar, logging and saving, which its
 users mostly have on; mmrl writes its log. `plain` is no trainer, only the least that one has to do with transformers'
 own generate and forward on every rollout: a yardstick for what a framework adds or saves.
+
+With --width the model is a larger one of random weights, and nothing is expected of its answers: with --cells 4 --scale
+8, pictures of 256 tokens, prompts are of about 300 tokens, and with --length 256 most responses are as long as that.
 """
 
 from __future__ import annotations
@@ -40,16 +44,18 @@ BUILD = ROOT / "build/bench-trl"
 MMRL = [sys.executable, "-m", "mmrl"]
 CONFIG = ROOT / "configs/visual_qa_digits_warm_start.yaml"
 TRL = ["torch", "torchvision", "transformers", "accelerate", "datasets", "scikit-learn", "pydantic", "trl==1.16.0"]
-DATA: dict[str, Any] = {
-    "questions": ["sum", "largest", "above_five"],
-    "cells": 2,
-    "careless": 0.0,
-    "train_size": 100_000,
-    "eval_size": 10_000,
-}
-ASKED = [f"task.data.{key}={json.dumps(value)}" for key, value in DATA.items()]  # as overrides
-PROMPTS, GROUP, LENGTH = 16, 8, 4
 WARM_UP = 2  # steps not timed
+SHARED = ("steps", "threads", "lr", "prompts", "group", "length", "cells", "scale")  # what children are told
+
+
+def data(options: argparse.Namespace) -> dict[str, Any]:
+    shown = {"questions": ["sum", "largest", "above_five"], "cells": options.cells, "scale": options.scale}
+    return {**shown, "careless": 0.0, "train_size": 100_000, "eval_size": 10_000}
+
+
+def asked(options: argparse.Namespace) -> list[str]:
+    """`data` as overrides."""
+    return [f"task.data.{key}={json.dumps(value)}" for key, value in data(options).items()]
 
 
 def main() -> None:
@@ -58,7 +64,7 @@ def main() -> None:
         return child(options)
     arms = options.arms.split(",")
     make_environment()
-    base = make_base(options.warm_start)
+    base = make_base(options.warm_start) if options.width is None else make_model(options.width, options.layers)
     results: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     for number in range(options.rounds):
         for place in range(len(arms)):
@@ -79,6 +85,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--warm-start", type=int, default=200, help="supervised steps before, the same for all")
+    parser.add_argument("--prompts", type=int, default=16, help="of a step")
+    parser.add_argument("--group", type=int, default=8, help="rollouts of a prompt")
+    parser.add_argument("--length", type=int, default=4, help="most tokens of a response")
+    parser.add_argument("--cells", type=int, default=2, help="digits of a picture")
+    parser.add_argument("--scale", type=int, default=1, help="side of a digit, in tokens")
+    parser.add_argument("--width", type=int, help="of a model of random weights, with --layers layers")
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--held-out", type=int, default=2000, help="questions the outcome is evaluated on")
     parser.add_argument("--arms", default="mmrl,trl,plain")
     parser.add_argument("--json", help="write the numbers here")
@@ -120,6 +133,19 @@ def make_base(steps: int) -> Path:
     return run / "final"
 
 
+def make_model(width: int, layers: int) -> Path:
+    """A model like the tiny one, that wide and with room for long texts."""
+    folder = BUILD / f"model-{width}-{layers}"
+    shutil.rmtree(folder, ignore_errors=True)
+    made = (
+        "from mmrl.tasks.visual_qa.tiny_model import CELL, build_tokenizer; "
+        "from mmrl.policies.vlm.tiny_qwen import Sizes, write; "
+        f"write({str(folder)!r}, build_tokenizer(), Sizes(patch=CELL, width={width}, layers={layers}), seed=0)"
+    )
+    subprocess.run([sys.executable, "-c", made], check=True, cwd=ROOT)
+    return folder
+
+
 def measure(arm: str, base: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """One arm for one round, in a fresh process, and the held-out accuracy of what it learned."""
     out = BUILD / "runs" / arm
@@ -129,10 +155,10 @@ def measure(arm: str, base: Path, seed: int, options: argparse.Namespace) -> dic
     threads = {name: str(options.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment = {**os.environ, **threads, **quiet}
-    same = [f"--{name}={getattr(options, name)}" for name in ("steps", "threads", "lr")]
+    same = [f"--{name}={getattr(options, name)}" for name in SHARED]
     child_of = [f"--arm={arm}", f"--base={base}", f"--out={out}", f"--seed={seed}"]
     run([python, __file__, *same, *child_of], environment, out / "log.txt")
-    held_out = [f"evaluation.prompts={options.held_out}", *ASKED, f"threads={options.threads}"]
+    held_out = [f"evaluation.prompts={options.held_out}", *asked(options), f"threads={options.threads}"]
     run([*MMRL, "eval", out / "final", CONFIG, *held_out], environment, out / "eval.txt")
     result = json.loads((out / "result.json").read_text())
     return result | {"accuracy": json.loads((out / "final/evaluation.json").read_text())["evaluation/accuracy"]}
@@ -160,7 +186,7 @@ def summarise(results: dict[str, list[dict[str, Any]]], options: argparse.Namesp
         for arm, rounds in results.items()
         if arm != "mmrl" and "mmrl" in results
     }
-    settings = {"steps": options.steps, "rounds": options.rounds, "threads": options.threads, "lr": options.lr}
+    settings = {name: vars(options)[name] for name in (*SHARED, "rounds", "width", "layers")}
     return {"machine": machine(), "settings": settings, "arms": arms, "ratios": ratios, "rounds": results}
 
 
@@ -176,7 +202,7 @@ def table(summary: dict[str, Any]) -> str:
         return f"{s['median']:.{digits}f} ({s['min']:.{digits}f} .. {s['max']:.{digits}f})"
 
     settings = ", ".join(f"{k} {v}" for k, v in summary["settings"].items())
-    lines = ["", summary["machine"], f"{settings}; {PROMPTS * GROUP} rollouts a step; median (min .. max) of rounds"]
+    lines = ["", summary["machine"], f"{settings}; median (min .. max) of rounds"]
     for part in (part for part in ("arms", "ratios") if summary[part]):
         columns = list(next(iter(summary[part].values())))
         lines += ["", " " * 14 + "".join(f"{c:>24}" for c in columns)]
@@ -195,7 +221,7 @@ def child(options: argparse.Namespace) -> None:
     idle, ends, rewards = {"mmrl": train_mmrl, "trl": train_trl, "plain": train_plain}[options.arm](options)
     peak = peak_mib()
     assert len(ends) == len(rewards) == options.steps and torch.get_num_threads() == options.threads
-    rollouts = PROMPTS * GROUP * (options.steps - WARM_UP)
+    rollouts = options.prompts * options.group * (options.steps - WARM_UP)
     quarter = max(1, options.steps // 4)
     result = {
         "rollouts_per_second": rollouts / (ends[-1][0] - ends[WARM_UP - 1][0]),
@@ -243,20 +269,20 @@ def train_mmrl(options: argparse.Namespace) -> Outcome:
         "model.build": "null",
         "model.path": options.base,
         "algorithm.type": "grpo",
-        "rollout.prompts": PROMPTS,
-        "rollout.group_size": GROUP,
-        "rollout.max_response_length": LENGTH,
+        "rollout.prompts": options.prompts,
+        "rollout.group_size": options.group,
+        "rollout.max_response_length": options.length,
         "optim.lr": options.lr,
         "optim.warmup_steps": 0,
         "optim.schedule": "constant",
-        "engine.micro_batch": PROMPTS * GROUP,
+        "engine.micro_batch": options.prompts * options.group,
         "evaluation.before": "false",
         "evaluation.prompts": 1,  # the one evaluation after the last step is not timed
         "checkpoint.every": 0,
         "checkpoint.best": "false",
         "log.samples_every": 0,
     }
-    cli.train(config.load(CONFIG, [*ASKED, *(f"{key}={value}" for key, value in overrides.items())]))
+    cli.train(config.load(CONFIG, [*asked(options), *(f"{key}={value}" for key, value in overrides.items())]))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return idle, ends, [row["accuracy"] for row in rows if "time/step" in row]
 
@@ -267,18 +293,18 @@ def questions(options: argparse.Namespace) -> tuple[Any, list[Any]]:
 
     from mmrl.prompt_samplers import Permutation
 
-    task = VisualQASettings(data=DigitsData(**DATA)).build(options.seed)
+    task = VisualQASettings(data=DigitsData(**data(options))).build(options.seed)
     assert task.train is not None
     order = Permutation()
     order.start(len(task.train), options.seed)
-    return task, [task.train[index] for index in order.draw(options.steps * PROMPTS)]
+    return task, [task.train[index] for index in order.draw(options.steps * options.prompts)]
 
 
-def score(task: Any, prompts: list[Any], responses: list[str]) -> list[float]:
+def score(task: Any, prompts: list[Any], responses: list[str], length: int) -> list[float]:
     from mmrl.rollouts import Sample
 
     pairs = zip(prompts, responses, strict=True)
-    return task.accuracy([Sample(p, r, 0, False, LENGTH) for p, r in pairs]).tolist()
+    return task.accuracy([Sample(p, r, 0, False, length) for p, r in pairs]).tolist()
 
 
 def load_model(path: str) -> tuple[Any, Any, list[int]]:
@@ -306,7 +332,7 @@ def train_trl(options: argparse.Namespace) -> Outcome:
     ]
 
     def exact_match(completions: list[Any], number: list[int], **_: Any) -> list[float]:
-        values = score(task, [prompts[i] for i in number], [c[0]["content"] for c in completions])
+        values = score(task, [prompts[i] for i in number], [c[0]["content"] for c in completions], options.length)
         rewards.append(statistics.mean(values))
         return values
 
@@ -318,10 +344,10 @@ def train_trl(options: argparse.Namespace) -> Outcome:
         output_dir=options.out,
         seed=options.seed,
         max_steps=options.steps,
-        per_device_train_batch_size=PROMPTS * GROUP,
+        per_device_train_batch_size=options.prompts * options.group,
         gradient_accumulation_steps=1,
-        num_generations=GROUP,
-        max_completion_length=LENGTH,
+        num_generations=options.group,
+        max_completion_length=options.length,
         temperature=1.0,
         generation_kwargs={"suppress_tokens": suppressed},
         shuffle_dataset=False,
@@ -367,26 +393,27 @@ def train_plain(options: argparse.Namespace) -> Outcome:
     idle, rewards, ends = peak_mib(), [], []
     task, prompts = questions(options)
     model, processor, suppressed = load_model(options.base)
+    count, group, length = options.prompts, options.group, options.length
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
     torch.manual_seed(options.seed)
     eos = processor.tokenizer.eos_token_id
     for step in range(options.steps):
-        batch = prompts[step * PROMPTS : (step + 1) * PROMPTS]
+        batch = prompts[step * count : (step + 1) * count]
         chats = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": p.text}]}] for p in batch]
         text = processor.apply_chat_template(chats, add_generation_prompt=True)
         inputs = dict(processor(text=text, images=[p.images[0] for p in batch], padding=True, return_tensors="pt"))
-        patches = inputs["pixel_values"].unflatten(0, (PROMPTS, -1))  # all pictures are of one size
-        inputs = {k: v.repeat_interleave(GROUP, 0) for k, v in {**inputs, "pixel_values": patches}.items()}
+        patches = inputs["pixel_values"].unflatten(0, (count, -1))  # all pictures are of one size
+        inputs = {k: v.repeat_interleave(group, 0) for k, v in {**inputs, "pixel_values": patches}.items()}
         inputs["pixel_values"] = inputs["pixel_values"].flatten(0, 1)
         with torch.no_grad():
-            ids = model.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=LENGTH, suppress_tokens=suppressed)
+            ids = model.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=length, suppress_tokens=suppressed)
         width = inputs["input_ids"].shape[1]
         answers = ids[:, width:]
         ended = (answers == eos).cumsum(1)
         mask = (ended - (answers == eos).long()) == 0  # up to the first end token, with it
         answers = answers.masked_fill(~mask, eos)
         texts = processor.batch_decode(answers, skip_special_tokens=True)
-        reward = torch.tensor(score(task, [p for p in batch for _ in range(GROUP)], texts)).view(PROMPTS, GROUP)
+        reward = torch.tensor(score(task, [p for p in batch for _ in range(group)], texts, length)).view(count, group)
         advantage = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)
         grown = {k: torch.cat([inputs[k], fill], 1) for k, fill in extension(inputs, mask).items()}
         logits = model(
