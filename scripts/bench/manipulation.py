@@ -29,6 +29,7 @@ BASES = {
     "token": "manipulation_tabletop_warm_start",
     "flow": "manipulation_tabletop_flow_warm_start",
     "lift": "manipulation_tabletop_lift_warm_start",
+    "place": "manipulation_tabletop_place_warm_start",
 }
 RECIPES = {  # base and configuration; without a base: from random weights
     "token": ("token", "manipulation_tabletop"),
@@ -38,6 +39,8 @@ RECIPES = {  # base and configuration; without a base: from random weights
     "lift": ("lift", "manipulation_tabletop_lift"),
     "lift_ppo": ("lift", "manipulation_tabletop_lift_ppo"),
     "lift_control": ("lift", "manipulation_tabletop_lift_random_reward"),
+    "place": ("place", "manipulation_tabletop_place"),
+    "place_control": ("place", "manipulation_tabletop_place_random_reward"),
     "maniskill": ("", "manipulation_maniskill_pushcube"),
     "maniskill_control": ("", "manipulation_maniskill_pushcube_random_reward"),
 }
