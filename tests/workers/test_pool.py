@@ -1,10 +1,8 @@
-"""Rollouts that workers make are those of the training process: whole runs with and without, number by number."""
+"""Rollouts that workers make are those of the training process: whole runs with and without, number by number. Workers
+are threads here; `test_processes.py` has processes."""
 
-import os
-import signal
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,21 +14,14 @@ from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.generation.settings import RolloutWorkers
 from mmrl.workers import pool, without_workers
-from mmrl.workers.handles import Handle, Here, Lost
+from mmrl.workers.handles import Handle, Lost
 from mmrl.workers.pool import devices_of, shares
 from mmrl.workers.wire import decode
-from tests.engine.parts import IMAGES, ROBOTS, TINY, Pictures, distance, final, make, metrics, release, timeless, train
-from tests.processes import gone, running
-from tests.workers.threads import InThread
+from tests.engine.parts import IMAGES, ROBOTS, TINY, Pictures, make, metrics, release
+from tests.workers.runs import COOLING, GUIDED, ONE, PPO, alike, run
+from tests.workers.threads import InThread, Running
 
 pytestmark = pytest.mark.usefixtures("alone")
-ONE = "rollout.workers={count: 1}"
-GUIDED = ["algorithm.minibatches=2", "denoising.guidance=1.5", "rollout.dynamic_sampling={low: 0.4}"]
-GUIDED += ["optim.ema=0.9", "evaluation.every=2"]
-WALK = ["task.simulator=gymnasium", "task.tasks=[default]", "action.chunk=2", "action.horizon=8"]
-WALK += ["task.options={env: 'tests.workers.walk:MMRLWalk-v0', instruction: go, success: solved, max_steps: 8}"]
-PPO = [*WALK, "algorithm={type: ppo, simulator_reward: 0.5, gamma: 0.9, lam: 0.8}", "steps=3"]
-COOLING = "rollout.temperature={type: linear, start: 2.0, end: 0.5, steps: 2}"
 
 
 @pytest.fixture
@@ -46,41 +37,7 @@ def threads(monkeypatch):
     return made
 
 
-def run(folder, *options, base):
-    train(folder, *options, base=base)
-    return [{k: v for k, v in row.items() if not k.startswith("generation/")} for row in timeless(metrics(folder))]
-
-
-def alike(one, other, rel=0.0):
-    """To the bit, or within rounding."""
-    assert len(one) == len(other)
-    for a, b in zip(one, other, strict=True):
-        assert a.keys() == b.keys()
-        for name, value in a.items():
-            assert value == (pytest.approx(b[name], rel=rel, abs=1e-6, nan_ok=True) if rel else b[name]), name
-
-
 # --- the same numbers ---
-
-
-def test_pictures_of_a_process_are_those_of_the_trainer(tmp_path):
-    """Sampled predictions, guidance, groups that are replaced, and an average that is evaluated: all to the bit."""
-    plain = run(tmp_path / "plain", *GUIDED, base=IMAGES)
-    apart = run(tmp_path / "apart", *GUIDED, ONE, base=IMAGES)
-    alike(plain, apart)
-    assert distance(final(tmp_path / "plain"), final(tmp_path / "apart")) == 0
-    assert len({row["reward/mark"] for row in apart if "loss" in row}) == 4
-
-
-def test_episodes_of_a_process_are_those_of_the_trainer(tmp_path):
-    """With a critic that spoke while they were played, a temperature that falls, and episodes that break."""
-    plain = run(tmp_path / "plain", *PPO, COOLING, base=ROBOTS)
-    apart = run(tmp_path / "apart", *PPO, COOLING, ONE, base=ROBOTS)
-    alike(plain, apart)
-    trained = [row for row in apart if "loss" in row]
-    assert max(row["simulator/dropped"] for row in trained) > 0 < max(row["episode/length"] for row in trained)
-    assert [row["control/rollout.temperature"] for row in apart if "loss" in row] == [2.0, 1.25, 0.5]
-    assert distance(final(tmp_path / "plain"), final(tmp_path / "apart")) == 0
 
 
 @pytest.mark.parametrize("base, options", [(IMAGES, GUIDED), (ROBOTS, [*PPO, COOLING])], ids=["pictures", "robots"])
@@ -113,7 +70,10 @@ def test_prompts_are_shared_in_order():
 # --- ahead of training ---
 
 
-@pytest.mark.parametrize("base, options", [(IMAGES, []), (ROBOTS, PPO)], ids=["pictures", "robots"])
+AHEAD = [(IMAGES, ["algorithm.minibatches=2", "denoising.guidance=1.5"]), (ROBOTS, PPO)]
+
+
+@pytest.mark.parametrize("base, options", AHEAD, ids=["pictures", "robots"])
 def test_a_batch_ahead_is_of_weights_one_step_old(tmp_path, threads, base, options):
     """The second batch is that of a run in which the first step changed nothing; the third is not."""
     ahead = run(tmp_path / "ahead", *options, "rollout.workers.async_steps=1", base=base)
@@ -129,7 +89,7 @@ def test_a_batch_ahead_is_of_weights_one_step_old(tmp_path, threads, base, optio
 
 
 def test_likelihoods_that_come_along_are_those_of_the_weights_that_drew(tmp_path, threads):
-    trainer = make(tmp_path, "rollout.workers.async_steps=1", base=IMAGES)
+    trainer = make(tmp_path, "rollout.workers={count: 2, async_steps: 1}", base=IMAGES)
     pictures, policy = trainer.generator, trainer.policy
     prompts, seeds = [trainer.task.train[i] for i in range(2)], [11, 12, 13, 14]
     with pictures.generation():
@@ -139,6 +99,7 @@ def test_likelihoods_that_come_along_are_those_of_the_weights_that_drew(tmp_path
         for parameter in policy.module.parameters():
             parameter.add_(0.05)
         later = policy.replay(made, policy.module).logp
+    assert made.group.tolist() == [0, 0, 1, 1] and [one.prompt for one in made.samples[1:3]] == prompts
     assert (made.behaviour_logp - now).abs().max() < 1e-6 < (made.behaviour_logp - later).abs().min()
     release(trainer)
 
@@ -146,30 +107,21 @@ def test_likelihoods_that_come_along_are_those_of_the_weights_that_drew(tmp_path
 # --- what goes wrong ---
 
 
-def killed_while_asked(monkeypatch, what):
-    """The first worker that is asked for `what` is killed before it answers; the processes that were started."""
-    pids, killed, ask = [], [], Handle.ask
+def test_a_worker_that_is_lost_later_goes_on_with_the_weights_of_then(tmp_path, threads, monkeypatch):
+    plain = run(tmp_path / "plain", "steps=3", base=IMAGES)
+    asked, ask = [], Handle.ask
 
-    def dangerous(handle, message, seconds):
-        pids.append(handle._running.pid)
-        if not killed and what in decode(message):
-            killed.append(handle._running.pid)
-            os.kill(killed[0], signal.SIGSTOP)
-            threading.Timer(0.3, os.kill, (killed[0], signal.SIGKILL)).start()
+    def losing(handle, message, seconds):
+        asked.append("rollout" in decode(message))
+        if asked[-1] and sum(asked) == 2:
+            raise Lost("it ended")
         return ask(handle, message, seconds)
 
-    monkeypatch.setattr(Handle, "ask", dangerous)
-    return pids
-
-
-def test_a_worker_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path, monkeypatch, capfd):
-    plain = run(tmp_path / "plain", "steps=2", base=IMAGES)
-    pids = killed_while_asked(monkeypatch, "rollout")
-    alike(plain, run(tmp_path / "apart", "steps=2", ONE, base=IMAGES))
-    rows = [row for row in metrics(tmp_path / "apart") if "generation/restarts" in row]
-    assert sum(row["generation/restarts"] for row in rows) == sum(row["generation/asked_again"] for row in rows) == 1
-    assert "rollout worker 0: it ended" in capfd.readouterr().out
-    assert len(set(pids)) == 2 and gone(set(pids))
+    monkeypatch.setattr(Handle, "ask", losing)
+    alike(plain, run(tmp_path / "apart", "steps=3", ONE, base=IMAGES))
+    told = [row for row in metrics(tmp_path / "apart") if "generation/restarts" in row]
+    assert [row["generation/restarts"] for row in told] == [row["generation/asked_again"] for row in told] == [0, 0, 1]
+    assert set(threads[0].links) == {"0-1", "0-2"}
 
 
 class OnlyHere(TaskSettings):
@@ -187,29 +139,16 @@ def test_a_worker_that_raises_says_why_in_one_line(tmp_path, threads):
         run(tmp_path, ONE, "task.type=tests.workers.test_pool:OnlyHere", base=IMAGES)
 
 
-def test_a_worker_that_never_comes_up_is_named_with_its_last_words(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/sh")
-    handle = Handle(3, tmp_path / "log", Here(None))
-    door = pool.Door("127.0.0.1")
-    with pytest.raises(Lost, match=r"it ended with \d+; .*log says: .+"):
-        handle.start(door, 20)
-    handle.stop()
-    door.close()
-
-
 def test_a_worker_that_is_silent_is_given_up(tmp_path, threads, monkeypatch):
-    monkeypatch.setattr(InThread, "__call__", lambda self, arguments, environment, log: threads_running(log))
+    def silent(self, arguments, environment, log):
+        log.touch()
+        return Running()
+
+    monkeypatch.setattr(InThread, "__call__", silent)
     trainer = make(tmp_path, "rollout.workers={timeout: 0.2}", base=IMAGES)
     with pytest.raises(UserError, match=r"rollout worker 0 was lost 3 times .* rollout.workers.timeout=0.2 s"):
         trainer.generator.synchronise()
     release(trainer)
-
-
-def threads_running(log):
-    from tests.workers.threads import Running
-
-    log.touch()
-    return Running()
 
 
 def test_weights_that_arrive_otherwise_are_named(tmp_path, threads, monkeypatch):
@@ -242,17 +181,6 @@ def test_a_policy_that_is_built_otherwise_each_time_is_refused(tmp_path, threads
         with pytest.raises(UserError, match=rf"rollout worker 0 has built {name} otherwise .* model.build"):
             trainer.generator.synchronise()
     release(trainer)
-
-
-def test_workers_end_with_the_training(tmp_path):
-    handle, door = Handle(0, tmp_path / "log", Here(None)), pool.Door("127.0.0.1")
-    handle.start(door, 120)
-    pid = handle._running.pid
-    assert running(pid) and os.getpgid(pid) == pid
-    handle._running.stdin.close()  # as it is when the process that started it has ended, however that was
-    assert gone([pid])
-    handle.stop()
-    door.close()
 
 
 # --- what is refused ---
@@ -337,4 +265,3 @@ def test_a_trainer_has_one_environment_where_workers_play(tmp_path):
         return len(build.build_policy(config, build.build_task(config)).sim)
 
     assert rows() == 16 and rows(ONE) == 1 and rows(ONE, "action.standardise=true") == 16
-    assert Path(tmp_path).is_dir()
