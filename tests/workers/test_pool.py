@@ -54,7 +54,7 @@ def test_three_workers_make_what_one_does(tmp_path, threads, base, options):
     [
         ["algorithm={type: contrast}", "denoising.likelihood={type: contrast}"],
         ["algorithm={type: matching}", "denoising.likelihood={type: matching}", "rollout.micro_batch=8"],
-        ["denoising.likelihood={branching: [2, 2], window: {type: random, size: 2}}"],
+        ["denoising.likelihood={branching: [2, 2], window: {type: sliding, size: 2, every: 1}}"],
     ],
     ids=["contrast", "matching", "trees"],
 )
