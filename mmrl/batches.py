@@ -23,7 +23,7 @@ from mmrl.facts import Batch
 from mmrl.metrics import Metrics
 from mmrl.pool import Pool
 from mmrl.prompt_samplers import Outcome
-from mmrl.protocols import Completing, Continuing, Policy, SyncedGenerator, Task
+from mmrl.protocols import Completing, Continuing, Policy, Sampling, SyncedGenerator, Task
 from mmrl.rewards.twins import twin_of
 from mmrl.rollouts import FRESH, Column, DecisionColumn, Rollouts, Texts, alike
 from mmrl.seeds import rollout_seeds
@@ -36,6 +36,7 @@ class Batches:
     ) -> None:
         assert task.train is not None
         self.config, self.policy, self.task, self.ranks, self.generator = config, policy, task, ranks, generator
+        self.sampling = sampled_by(policy, generator)
         self.source, self.rollout = task.train, config.rollout
         # Copies, for a default is shared by all configurations of the process.
         self.sampler = config.rollout.sampler.model_copy(deep=True)
@@ -192,7 +193,7 @@ class Batches:
                 asked, each = prompts[i : i + at_once], size
                 if self.rollout.paired:
                     asked, each = [one for prompt in asked for one in (prompt, twin_of(prompt))], size // 2
-                part = self.policy.rollout(asked, each, seeds[rows], step=step)
+                part = self.sampling.rollout(asked, each, seeds[rows], step=step)
                 parts.append(part)
                 scores.append(background.submit(self.task.score, part.samples, group[rows]))
                 if not self.rollout.scores_in_background:
@@ -238,12 +239,12 @@ class Batches:
         first = [int((member == g).nonzero()[0]) for g in range(len(groups))]
         prompts = [batch.samples[row].prompt for row in first]
         if needs.greedy:
-            answers = self.policy.respond(prompts, [0] * len(prompts))
+            answers = self.sampling.respond(prompts, [0] * len(prompts))
             batch.extras["greedy"] = Column(self.task.score(answers, torch.arange(len(prompts)))[member])
         seeds = rollout_seeds(self.config.seed, groups.tolist(), size)
         for view in needs.answered_under:
             changed = [view.change(prompt) for prompt in prompts]
-            samples = self.policy.rollout(changed, size, seeds, step=step).samples
+            samples = self.sampling.rollout(changed, size, seeds, step=step).samples
             right = self.task.accuracy(samples)
             batch.extras[f"answered {view.name}"] = Column(right.view(-1, size).nanmean(1)[member])
             said = [[sample.response for sample in samples[g * size : (g + 1) * size]] for g in range(len(groups))]
@@ -306,6 +307,11 @@ def awake(generator: SyncedGenerator | None) -> AbstractContextManager[dict[str,
     return nullcontext({}) if generator is None else generator.generation()
 
 
+def sampled_by(policy: Policy, generator: SyncedGenerator | None) -> Sampling:
+    """Who is asked for rollouts and answers: the policy, which may have tokens from engines, or workers for it."""
+    return generator if isinstance(generator, Sampling) else policy
+
+
 def one_thread(name: str) -> ThreadPoolExecutor:
     """A pool of one thread that computes on this rank's GPU: a new thread would begin with the machine's first one."""
     if not torch.cuda.is_available():
@@ -315,6 +321,12 @@ def one_thread(name: str) -> ThreadPoolExecutor:
 
 def _position(row: tuple[Any, ...]) -> int:
     return row[0]
+
+
+def prompts_at_once(config: Config, world: int) -> int:
+    """Of which a rank asks for rollouts together."""
+    share, most = config.rollout.prompts // world, config.rollout.generated_at_once
+    return share if most is None else min(share, max(1, most // config.group_size))
 
 
 def check_batch(config: Config, world: int) -> None:
@@ -327,6 +339,12 @@ def check_batch(config: Config, world: int) -> None:
     for key, count in shared.items():
         if count % world:
             raise UserError(f"{key}={count} can not be shared by {world} ranks; make it a multiple")
+    workers = vars(rollout).get("workers")
+    if workers is not None and workers.count > (most := prompts_at_once(config, world)):
+        raise UserError(
+            f"rollout.workers.count={workers.count} is more than the {most} prompts that a rank samples at once "
+            "(rollout.prompts / ranks, rollout.micro_batch / group_size); lower it"
+        )
     if rollout.paired and config.generator is not None and config.generator.unfinished is not None:
         raise UserError("rollout.generator.partial draws groups of one prompt; set rollout.twins=false")
     mine = config.rollouts_per_step // world

@@ -12,7 +12,7 @@ from mmrl import kernels
 from mmrl.config import Config
 from mmrl.engine import Engine, Ranks
 from mmrl.errors import UserError, told
-from mmrl.generation.settings import VLLMGenerator
+from mmrl.generation.settings import RolloutWorkers, VLLMGenerator
 from mmrl.protocols import ConversationTask, Policy, SyncedGenerator, Task
 from mmrl.settings import SettingsError, locate
 
@@ -91,8 +91,12 @@ def build_engine(config: Config, policy: Policy) -> Engine:
 
 
 def build_generator(config: Config, policy: Any, task: Task, ranks: Ranks) -> SyncedGenerator | None:
-    """The engines that generate for the policy, where some are asked for."""
+    """The engines that generate for the policy, or the workers that sample in its place, where some are asked for."""
     settings = config.generator
+    if isinstance(settings, RolloutWorkers):
+        from mmrl.workers.pool import WorkerPool
+
+        return WorkerPool(config, settings, policy, ranks)
     if not isinstance(settings, VLLMGenerator):
         return None
     from mmrl.policies.vlm.engines import synced

@@ -22,7 +22,7 @@ from mmrl.algorithms.grpo import GRPO
 from mmrl.collection import Demonstrations, Groups
 from mmrl.engine.settings import AdamW, EngineSettings, Optim
 from mmrl.errors import UserError
-from mmrl.generation.settings import Correction, GeneratorSettings, VLLMGenerator
+from mmrl.generation.settings import Correction, GeneratorSettings, RolloutWorkers, VLLMGenerator
 from mmrl.guards import Guard
 from mmrl.needs import Needs, check, together
 from mmrl.policies.settings import ModelSettings
@@ -60,14 +60,14 @@ class Config(Section):
         return vars(self)[name]
 
     @property
-    def generator(self) -> GeneratorSettings | None:
-        """Who samples tokens, where anybody does."""
-        return vars(self.rollout).get("generator")
+    def generator(self) -> GeneratorSettings | RolloutWorkers | None:
+        """Who samples for the policy, where anybody does."""
+        return vars(self.rollout).get("generator") or vars(self.rollout).get("workers")
 
     @property
     def correction(self) -> Correction:
         """Of decisions that a generator sampled."""
-        assert isinstance(self.generator, VLLMGenerator)
+        assert isinstance(self.generator, VLLMGenerator | RolloutWorkers)
         return self.generator.correction
 
     @property

@@ -16,7 +16,7 @@ from types import TracebackType
 import torch
 
 from mmrl import trainer
-from mmrl.batches import awake, check_batch
+from mmrl.batches import awake, check_batch, sampled_by
 from mmrl.build import build_engine, build_generator, build_policy, build_task
 from mmrl.checkpoints import check_run_dir, check_warm_start
 from mmrl.checkpoints.starting import read_origin
@@ -33,6 +33,7 @@ from mmrl.report.run import Run
 from mmrl.rollouts import Sample
 from mmrl.search import SearchingPolicy
 from mmrl.settings import plain
+from mmrl.workers import without_workers
 
 EachStep = Callable[[int, Mapping[str, float]], None]
 
@@ -87,6 +88,8 @@ class Job:
         if self._trains:
             self.config = warm_started(self.config)
             check_start(self.config)
+        else:
+            self.config = without_workers(self.config)
         config = self.config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -180,9 +183,12 @@ class Job:
             return evaluate(self._answering(), self.task, self.ranks, count, self.config, journal)
 
     def _answering(self) -> Responding:
-        """The policy; with weights that are finished, what searches its answers where sample.search is set."""
+        """The policy, or workers in its place; with weights that are finished, what searches the policy's answers where
+        sample.search is set."""
         search = None if self._trains else self.config.sample.search
-        return self.policy if search is None else SearchingPolicy(self.policy, self.task, search)
+        if search is not None:
+            return SearchingPolicy(self.policy, self.task, search)
+        return sampled_by(self.policy, self.generator)
 
 
 # --- before a run ---

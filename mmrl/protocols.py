@@ -29,7 +29,14 @@ class Responding(Protocol):
         """Of what went wrong since it was last asked."""
 
 
-class Policy(Responding, Protocol):
+@runtime_checkable
+class Sampling(Responding, Protocol):
+    """What makes rollouts."""
+
+    def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int) -> Rollouts: ...
+
+
+class Policy(Sampling, Protocol):
     """A model that makes rollouts and says how likely they are."""
 
     @property
@@ -38,8 +45,6 @@ class Policy(Responding, Protocol):
     @property
     def max_decisions(self) -> int:
         """Of the longest rollout."""
-
-    def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int) -> Rollouts: ...
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts: ...
 

@@ -218,7 +218,7 @@ class Trainer:
         started = time.perf_counter()
         with applied(self.ema), awake(self.generator):
             count = self.config.evaluation.prompts
-            result, samples, marks = evaluate(self.policy, self.task, self.engine, count, self.config)
+            result, samples, marks = evaluate(self.batches.sampling, self.task, self.engine, count, self.config)
         result["time/evaluation"] = time.perf_counter() - started
         self.run.log(self.step, result)
         self.run.samples("evaluation", self.step, samples[: self.config.log.samples], {"accuracy": marks})
@@ -250,7 +250,7 @@ class Trainer:
 
     def log(self, rollouts: Rollouts, metrics: Metrics) -> None:
         metrics.add_rewards(rollouts, self.task)
-        for name, count in self.policy.counts().items():
+        for name, count in self.batches.sampling.counts().items():
             metrics.add(name, torch.tensor([count]), sums=True)
         metrics.set(self.controls.values())
         values = metrics.result()
@@ -289,10 +289,11 @@ class Trainer:
         values["correction/effective_sample_size"] = effective_sample_size(values["correction/weight"], squared)
         gap, limit = values["correction/logp_gap"], self.config.correction.max_gap
         if not gap <= limit:
+            made: Any = self.config.generator
             raise UserError(
                 f"step {self.step}: log-probabilities of the sampling engine are {gap:.3g} from the trained model's on "
-                f"average, more than rollout.generator.correction.max_gap={limit:g}; try model.dtype=float32, a lower "
-                "optim.lr, or rollout.generator=transformers"
+                f"average, more than {made.where}.correction.max_gap={limit:g}; try model.dtype=float32, a lower "
+                f"optim.lr, or {made.instead}"
             )
 
     def save(self) -> None:

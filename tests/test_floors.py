@@ -54,9 +54,9 @@ FLOORS = [
         "mmrl.reference",
         "mmrl.skeleton",
     ],
-    ["mmrl.batches"],
+    ["mmrl.batches", "mmrl.workers"],
     ["mmrl.trainer", "mmrl.build", "mmrl.doctor"],
-    ["mmrl.job"],
+    ["mmrl.job", "mmrl.worker"],
     ["mmrl.cli"],
     ["mmrl.__main__", "mmrl"],
 ]

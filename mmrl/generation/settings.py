@@ -6,6 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
+from mmrl.controls import Constant, Control
+from mmrl.needs import Needs
 from mmrl.settings import Choice, Section, option
 
 Level = Literal["token", "sequence", "geometric"]
@@ -59,6 +61,8 @@ class Partial(Section):
 class GeneratorSettings(Choice):
     """Who samples tokens."""
 
+    where: ClassVar[str] = "rollout.generator"  # the key that holds it
+    instead: ClassVar[str] = "rollout.generator=transformers"  # the setting without it
     title: ClassVar[str] = "generator"
     kinds: ClassVar[dict[str, str]] = {
         "transformers": "mmrl.generation.settings:TransformersGenerator",
@@ -167,3 +171,65 @@ class VLLMServer(VLLMGenerator):
                 f"{self.async_steps}; raise it"
             )
         return self
+
+
+class RolloutWorkers(Section):
+    """Processes that make rollouts, and answers of evaluation while training, in place of the training process. Each
+    builds the same policy, gets the trained weights before every batch, and has simulators of its own."""
+
+    where: ClassVar[str] = "rollout.workers"
+    instead: ClassVar[str] = "rollout.workers.async_steps=0"
+
+    count: int = option(1, "workers of a rank, which share the prompts that it samples at once", ge=1)
+    ray: str | None = option(
+        None, "address of a Ray cluster, HOST:PORT of its head, or auto: Ray places the workers; null: they start here"
+    )
+    first_device: int = option(
+        1, "the first of the workers' GPUs, one each, where there are GPUs; those before it are for training", ge=1
+    )
+    exchange: str | None = option(
+        None, "folder for weights that all workers can read; default: RUN/workers; /dev/shm is fast"
+    )
+    timeout: float = option(1800.0, "the longest that a start, new weights or a batch may take", unit="s", gt=0)
+    async_steps: Literal[0, 1] = option(
+        0, "batches that workers make while an earlier one is trained on, with weights one step old", unit="steps"
+    )
+    correction: Correction = option(Correction(), "for weights that are one step old")
+
+    def check(self, needs: Needs, offers: frozenset[str], temperature: Control | None = None) -> None:
+        """What a batch that is made ahead of training does not go with. offers: of the policy's decisions.
+
+        Raises ValueError in one line that names the key."""
+        ahead = f"rollout.workers.async_steps={self.async_steps}"
+        if not self.async_steps:
+            return
+        if offers & {"matching", "contrast", "picture_gradient"}:
+            raise ValueError(
+                f"{ahead} is corrected by likelihoods of decisions, which this job's have not: take a likelihood of "
+                "type chain, or set async_steps to 0"
+            )
+        if needs.completions or needs.outcomes:
+            raise ValueError(
+                f"{ahead}: the algorithm completes chains with the weights that drew them, which are trained on "
+                "meanwhile; set async_steps to 0"
+            )
+        if temperature is not None and not isinstance(temperature, Constant):
+            raise ValueError(
+                f"rollout.temperature changes, but with {ahead} rollouts are made while it does; set async_steps to 0"
+            )
+
+    @property
+    def steps_ahead(self) -> int:
+        return self.async_steps
+
+    @property
+    def unfinished(self) -> Partial | None:
+        return None
+
+
+class WorkerSampling(Section):
+    """Who makes rollouts."""
+
+    workers: RolloutWorkers | None = option(
+        None, "processes that make rollouts apart from training; null: the training process makes them itself"
+    )

@@ -223,14 +223,15 @@ def staleness(run: RunRecord) -> Iterator[Finding]:
     behind = behind if behind.finite else run.series("generation/staleness")
     if not behind.finite:
         return
-    generator, most = "rollout.generator", max(behind.finite)
+    most, workers = max(behind.finite), run.key("rollout.workers", None)
+    generator = "rollout.generator" if workers is None else "rollout.workers"
     allowed = run.key(f"{generator}.partial.max_staleness", run.key(f"{generator}.async_steps", 0))
     yield judged(
         "Staleness",
         most > allowed,
         f"The oldest rollouts were made {most:.0f} steps ago, and {allowed} are allowed.",
         f"Rollouts were made up to {most:.0f} steps ago, more than the {allowed} that are allowed.",
-        "Lower rollout.generator.async_steps, or give the engines more memory, so that rollouts come in time.",
+        f"Lower {generator}.async_steps, so that rollouts come in time.",
         behind.name,
     )
 

@@ -1,7 +1,8 @@
-"""A simulator that computes nothing: episodes of `length` actions, black pictures. For `scale.py` and its workers."""
+"""A simulator that computes nothing: episodes of `length` actions, black pictures. For `scale.py` and `workers.py`."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,8 +13,9 @@ from numpy.typing import NDArray
 class PretendSimulator:
     action_dim, state_dim, tasks = 7, 8, ("pretend",)
 
-    def __init__(self, count: int, length: int = 40, picture: int = 64) -> None:
-        self.count, self.length, self.image_shape = count, length, (picture, picture, 3)
+    def __init__(self, count: int, length: int = 40, picture: int = 64, wait: float = 0.0) -> None:
+        """wait: seconds that a step of a chunk takes."""
+        self.count, self.length, self.image_shape, self.wait = count, length, (picture, picture, 3), wait
         self.done = np.zeros(count, np.int64)
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
@@ -21,6 +23,7 @@ class PretendSimulator:
         return Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        time.sleep(self.wait)
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
         places = self.done[list(rows)][:, None] + np.arange(actions.shape[1])
         out.valid[:] = places < self.length

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from mmrl.errors import UserError
+from mmrl.generation.settings import WorkerSampling
 from mmrl.needs import Capabilities
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
 from mmrl.samplers.settings import (
@@ -248,8 +249,9 @@ class DiffusionModel(ModelSettings):
 
     @classmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
-        denoising = DenoisingDemonstrations if collects == "demonstrations" else Denoising
-        return {"denoising": denoising, "engine": PictureEngine}
+        if collects == "demonstrations":
+            return {"denoising": DenoisingDemonstrations, "engine": PictureEngine}
+        return {"denoising": Denoising, "engine": PictureEngine, "rollout": WorkerSampling}
 
     def capabilities(self, config: Config) -> Capabilities:
         denoising = config.section("denoising")
@@ -265,6 +267,18 @@ class DiffusionModel(ModelSettings):
     def check(self, config: Config) -> None:
         denoising = config.section("denoising")
         likelihood = denoising.likelihood if isinstance(denoising, Denoising) else None
+        if isinstance(config.rollout, WorkerSampling) and config.rollout.workers is not None:
+            assert likelihood is not None
+            config.rollout.workers.check(config.needs, likelihood.offers)
+            if (
+                isinstance(likelihood, PictureChain)
+                and likelihood.old == "sampled"
+                and config.rollout.workers.async_steps
+            ):
+                raise ValueError(
+                    "denoising.likelihood.old=sampled takes what was said when rollouts were made for the present "
+                    "weights, but with rollout.workers.async_steps=1 those are a step older; use old=replayed"
+                )
         if isinstance(likelihood, PictureContrast) and "contrast" not in config.needs.offers:
             raise ValueError(
                 f"denoising.likelihood.type={likelihood.type} compares implicit policies and gives no likelihood of "
@@ -306,7 +320,8 @@ class DiffusionModel(ModelSettings):
         assert isinstance(config.engine, PictureEngine)
         chain = denoising.likelihood if isinstance(denoising, Denoising) else None
         of_use = config.needs.old and (config.algorithm.updates > 1 or denoising.guidance != 1)
-        keep = of_use and isinstance(chain, PictureChain) and chain.keeps_predictions(self.dtype)
+        ahead = config.generator is not None and config.generator.steps_ahead > 0  # then they are of older weights
+        keep = of_use and not ahead and isinstance(chain, PictureChain) and chain.keeps_predictions(self.dtype)
         return DiffusionPolicy(
             load(path, self), denoising, keep_predictions=keep, steps_at_once=config.engine.steps_at_once
         )

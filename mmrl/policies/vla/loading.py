@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from mmrl.controls import Control, constant
 from mmrl.critics import CriticSettings
 from mmrl.errors import UserError
+from mmrl.generation.settings import WorkerSampling
 from mmrl.policies.vla import critic as critics
 from mmrl.policies.vla import small, states_only
 from mmrl.policies.vla.backbone import Backbone
@@ -62,6 +63,8 @@ def load(config: Config, task: Any, path: str) -> VisionLanguageActionPolicy:
             "model.type=vision_language_action needs a task with a simulator, such as task.type=manipulation"
         )
     at_once = plain(rollout).get("micro_batch") or config.rollouts_per_step
+    if isinstance(rollout, WorkerSampling) and rollout.workers is not None and not action.standardise:
+        at_once = 1  # workers play the episodes; only its facts are asked for here, or random states of all its rows
     return open_policy(
         path,
         model,

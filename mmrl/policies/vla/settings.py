@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from mmrl.controls import Control, number
+from mmrl.generation.settings import WorkerSampling
 from mmrl.needs import Capabilities
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
 from mmrl.samplers.settings import ChainLikelihood, Likelihood, MatchingLikelihood
@@ -337,7 +338,11 @@ class EpisodePrompts(Section):
     max_prompt_length: int = option(1024, "longest prompt, image tokens included", unit="tokens", ge=1)
 
 
-class EpisodeSampling(EpisodePrompts):
+class EpisodeRollouts(WorkerSampling, EpisodePrompts):
+    """How episodes are played."""
+
+
+class EpisodeSampling(EpisodeRollouts):
     """How actions are sampled."""
 
     temperature: Control = number(1.0, "scale of the head's randomness in rollouts and replay", gt=0)
@@ -378,6 +383,8 @@ class VisionLanguageActionModel(ModelSettings):
         found: Sections = {"action": Actions, "rollout": EpisodePrompts, "engine": EpisodeEngine}
         if collects == "demonstrations":
             found["action"] = TaughtActions
+        else:
+            found["rollout"] = EpisodeRollouts
         if head.has_temperature:
             found["evaluation"] = EpisodeEvaluation
             if collects != "demonstrations":
@@ -390,6 +397,12 @@ class VisionLanguageActionModel(ModelSettings):
         offers = action.head.offers | {"critic", "steps"}
         # Under ZeRO-3 every forward pass gathers weights, but ranks play episodes of different lengths.
         return Capabilities(f"action.head.type={action.head.type}", offers, zero_stages=(0, 1, 2), groups=("critic",))
+
+    def check(self, config: Config) -> None:
+        rollout, action = config.rollout, config.section("action")
+        if isinstance(rollout, WorkerSampling) and rollout.workers is not None:
+            temperature = rollout.temperature if isinstance(rollout, EpisodeSampling) else None
+            rollout.workers.check(config.needs, action.head.offers, temperature)
 
     def blueprint(self, config: Config, path: str) -> Blueprint | None:
         from mmrl.policies.vla import blueprint

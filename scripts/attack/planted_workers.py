@@ -1,0 +1,35 @@
+"""Faults of workers that make rollouts apart from training. A name, a file, a text that it holds once, what takes its
+place, and the tests that could notice."""
+
+from __future__ import annotations
+
+P, W, D, H = "mmrl/workers/pool.py", "mmrl/worker.py", "mmrl/workers/door.py", "mmrl/workers/handles.py"
+POOL, WIRE = ("workers/test_pool.py",), ("workers/test_wire.py",)
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("workers: all draw with the first one's seeds", P, "seeds[first * group_size : last * group_size]",
+     "seeds[: (last - first) * group_size]", POOL),
+    ("workers: the step of a batch is not told", P, 'more = {"step": step,', 'more = {"step": 0,', POOL),
+    ("workers: controls stay what they were", W, "        self.controls.load(controls)\n", "", POOL),
+    ("workers: weights arrive once", P, "if handle.weights == self.current.number:", "if handle.weights:", POOL),
+    ("workers: frozen weights are not compared", P, "frozen = self.frozen if fresh else {}",
+     "frozen: dict[str, Checksum] = {}", POOL),
+    ("workers: nothing that differs is named", P, "wrong = [*differing(given, held), *absent(given, held)]",
+     "wrong = [*absent(given, held)]", POOL),
+    ("workers: no likelihoods come along", P, '"likelihoods": self.settings.async_steps > 0', '"likelihoods": False',
+     POOL),
+    ("workers: what they counted is lost", P, "self._counted.get(name, 0.0) + count", "self._counted.get(name, 0.0)",
+     POOL),
+    ("workers: groups of the first worker alone", P, "return replace(Rollouts.concat(parts), group=group)",
+     "return Rollouts.concat(parts)", POOL),
+    ("workers: one that is started again counts as up to date", H, "self._link = self._running = None\n"
+     "        self.weights = 0", "self._link = self._running = None", POOL),
+    ("workers: predictions of older weights pass for those of now", "mmrl/policies/diffusion/settings.py",
+     "of_use and not ahead and isinstance", "of_use and isinstance", POOL),
+    ("workers: more of them than prompts", "mmrl/batches.py", "(most := prompts_at_once(config, world))",
+     "(most := prompts_at_once(config, 1))", POOL),
+    ("workers: any class is made of a message", "mmrl/workers/wire.py", "isinstance(kind, type) and is_dataclass(kind)",
+     "isinstance(kind, type)", WIRE),
+    ("workers: every run has the same key", D, "self.key = secrets.token_hex(32)", 'self.key = "another key"', WIRE),
+]

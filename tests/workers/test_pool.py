@@ -1,0 +1,267 @@
+"""Rollouts that workers make are those of the training process: whole runs with and without, number by number. Workers
+are threads here; `test_processes.py` has processes."""
+
+import sys
+import threading
+
+import pytest
+import torch
+from mmrl.tasks.settings import TaskSettings
+
+from mmrl import build
+from mmrl.batches import check_batch
+from mmrl.config import load
+from mmrl.errors import UserError
+from mmrl.generation.settings import RolloutWorkers
+from mmrl.workers import pool, without_workers
+from mmrl.workers.handles import Handle, Lost
+from mmrl.workers.pool import devices_of, shares
+from mmrl.workers.wire import decode
+from tests.engine.parts import IMAGES, ROBOTS, TINY, Pictures, make, metrics, release
+from tests.workers.runs import COOLING, GUIDED, ONE, PPO, alike, run
+from tests.workers.threads import InThread, Running
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Workers are threads; what was launched."""
+    made = []
+
+    def launched(settings):
+        made.append(InThread())
+        return "127.0.0.1", [made[-1]] * settings.count
+
+    monkeypatch.setattr(pool, "launched", launched)
+    return made
+
+
+# --- the same numbers ---
+
+
+@pytest.mark.parametrize("base, options", [(IMAGES, GUIDED), (ROBOTS, [*PPO, COOLING])], ids=["pictures", "robots"])
+def test_three_workers_make_what_one_does(tmp_path, threads, base, options):
+    plain = run(tmp_path / "plain", *options, base=base)
+    alike(plain, run(tmp_path / "apart", *options, "rollout.workers.count=3", base=base), rel=2e-4)
+    assert len(threads[0].links) == 3
+    log = tmp_path / "apart" / "workers"
+    assert {path.name for path in log.iterdir()} == {f"worker-{i}.log" for i in range(3)}, "weights are cleared away"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["algorithm={type: contrast}", "denoising.likelihood={type: contrast}"],
+        ["algorithm={type: matching}", "denoising.likelihood={type: matching}", "rollout.micro_batch=8"],
+        ["denoising.likelihood={branching: [2, 2], window: {type: sliding, size: 2, every: 1}}"],
+    ],
+    ids=["contrast", "matching", "trees"],
+)
+def test_other_decisions_of_pictures_pass_too(tmp_path, threads, options):
+    plain = run(tmp_path / "plain", *options, "steps=2", base=IMAGES)
+    alike(plain, run(tmp_path / "apart", *options, "steps=2", ONE, base=IMAGES))
+
+
+def test_prompts_are_shared_in_order():
+    assert shares(5, 2) == [(0, 2), (2, 5)] and shares(2, 3) == [(0, 1), (1, 2)] and shares(4, 1) == [(0, 4)]
+
+
+# --- ahead of training ---
+
+
+AHEAD = [(IMAGES, ["algorithm.minibatches=2", "denoising.guidance=1.5"]), (ROBOTS, PPO)]
+
+
+@pytest.mark.parametrize("base, options", AHEAD, ids=["pictures", "robots"])
+def test_a_batch_ahead_is_of_weights_one_step_old(tmp_path, threads, base, options):
+    """The second batch is that of a run in which the first step changed nothing; the third is not."""
+    ahead = run(tmp_path / "ahead", *options, "rollout.workers.async_steps=1", base=base)
+    still = run(tmp_path / "still", *options, "optim.lr=1e-30", base=base)
+    name = "reward/mark" if base == IMAGES else "episode/length"
+    of_ahead, of_still = ([row[name] for row in rows if "loss" in row] for rows in (ahead, still))
+    assert of_ahead[:2] == of_still[:2]
+    told = [row for row in metrics(tmp_path / "ahead") if "loss" in row]
+    assert [row["generation/staleness"] for row in told] == [0.0, *[1.0] * (len(told) - 1)]
+    gaps = [row["correction/logp_gap"] for row in told]
+    assert gaps[0] < 1e-6 and min(gaps[1:]) > 1e-4
+    assert of_ahead[2] != of_still[2]
+
+
+def test_likelihoods_that_come_along_are_those_of_the_weights_that_drew(tmp_path, threads):
+    trainer = make(tmp_path, "rollout.workers={count: 2, async_steps: 1}", base=IMAGES)
+    pictures, policy = trainer.generator, trainer.policy
+    prompts, seeds = [trainer.task.train[i] for i in range(2)], [11, 12, 13, 14]
+    with pictures.generation():
+        made = pictures.rollout(prompts, 2, seeds, step=0)
+    with torch.no_grad():
+        now = policy.replay(made, policy.module).logp
+        for parameter in policy.module.parameters():
+            parameter.add_(0.05)
+        later = policy.replay(made, policy.module).logp
+    assert made.group.tolist() == [0, 0, 1, 1] and [one.prompt for one in made.samples[1:3]] == prompts
+    assert (made.behaviour_logp - now).abs().max() < 1e-6 < (made.behaviour_logp - later).abs().min()
+    release(trainer)
+
+
+# --- what goes wrong ---
+
+
+def test_a_worker_that_is_lost_later_goes_on_with_the_weights_of_then(tmp_path, threads, monkeypatch):
+    plain = run(tmp_path / "plain", "steps=3", base=IMAGES)
+    asked, ask = [], Handle.ask
+
+    def losing(handle, message, seconds):
+        asked.append("rollout" in decode(message))
+        if asked[-1] and sum(asked) == 2:
+            raise Lost("it ended")
+        return ask(handle, message, seconds)
+
+    monkeypatch.setattr(Handle, "ask", losing)
+    alike(plain, run(tmp_path / "apart", "steps=3", ONE, base=IMAGES))
+    told = [row for row in metrics(tmp_path / "apart") if "generation/restarts" in row]
+    assert [row["generation/restarts"] for row in told] == [row["generation/asked_again"] for row in told] == [0, 0, 1]
+    assert set(threads[0].links) == {"0-1", "0-2"}
+
+
+class OnlyHere(TaskSettings):
+    """A task that workers can not build."""
+
+    def build(self, seed):
+        main = sys.modules["__main__"].__spec__
+        if threading.current_thread() is not threading.main_thread() or (main and main.name == "mmrl.worker"):
+            raise ArithmeticError("not on this\nhost")
+        return Pictures().build(seed)
+
+
+def test_a_worker_that_raises_says_why_in_one_line(tmp_path, threads):
+    with pytest.raises(UserError, match=r"^rollout worker 0: ArithmeticError: not on this host \(test_pool.py:\d+\)$"):
+        run(tmp_path, ONE, "task.type=tests.workers.test_pool:OnlyHere", base=IMAGES)
+
+
+def test_a_worker_that_is_silent_is_given_up(tmp_path, threads, monkeypatch):
+    def silent(self, arguments, environment, log):
+        log.touch()
+        return Running()
+
+    monkeypatch.setattr(InThread, "__call__", silent)
+    trainer = make(tmp_path, "rollout.workers={timeout: 0.2}", base=IMAGES)
+    with pytest.raises(UserError, match=r"rollout worker 0 was lost 3 times .* rollout.workers.timeout=0.2 s"):
+        trainer.generator.synchronise()
+    release(trainer)
+
+
+def test_weights_that_arrive_otherwise_are_named(tmp_path, threads, monkeypatch):
+    trainer = make(tmp_path, ONE, base=IMAGES)
+    write = pool.write_weights
+
+    def wrongly(folder, named):
+        write(folder, ((n, v.flip(0) if v.ndim == 1 and len(v.unique()) > 1 else v) for n, v in named))
+
+    trainer.generator.synchronise()
+    with torch.no_grad():
+        for parameter in trainer.policy.module.parameters():
+            parameter.add_(torch.linspace(0, 1, parameter.numel()).view(parameter.shape))
+    monkeypatch.setattr(pool, "write_weights", wrongly)
+    with pytest.raises(UserError, match=r"rollout worker 0 has \S+ otherwise than it was sent; set rollout.workers"):
+        trainer.generator.synchronise()
+    release(trainer)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_policy_that_is_built_otherwise_each_time_is_refused(tmp_path, threads, changed):
+    trainer = make(tmp_path, ONE, base=IMAGES)
+    name, parameter = next(iter(trainer.policy.module.named_parameters()))
+    parameter.requires_grad_(False)
+    if not changed:
+        assert trainer.generator.synchronise()["time/synchronise"] > 0
+        assert name in trainer.generator.frozen and name not in trainer.generator.current.given
+    else:
+        parameter.data.add_(1e-3)
+        with pytest.raises(UserError, match=rf"rollout worker 0 has built {name} otherwise .* model.build"):
+            trainer.generator.synchronise()
+    release(trainer)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    "base, options, said",
+    [
+        (IMAGES, "rollout.workers.count=0", r"rollout.workers.count: .* greater than or equal to 1"),
+        (IMAGES, "rollout.workers.async_steps=2", r"rollout.workers.async_steps"),
+        (IMAGES, "rollout.workers.first_device=0", r"rollout.workers.first_device"),
+        (IMAGES, "rollout.generator=vllm_server", r"unknown key rollout.generator"),
+        (TINY, "rollout.workers={}", r"unknown key rollout.workers"),
+        (
+            IMAGES,
+            "rollout.workers.async_steps=1 algorithm={type: matching} denoising.likelihood={type: matching}",
+            r"rollout.workers.async_steps=1 is corrected by likelihoods .* type chain",
+        ),
+        (
+            IMAGES,
+            "rollout.workers.async_steps=1 denoising.likelihood={old: sampled}",
+            r"denoising.likelihood.old=sampled .* use old=replayed",
+        ),
+        (ROBOTS, f"rollout.workers.async_steps=1 {COOLING}", r"rollout.temperature changes, .* set async_steps to 0"),
+        (
+            IMAGES,
+            "algorithm={type: supervised} task={type: image_generation, data: {type: digits}} rollout.workers={}",
+            r"unknown key rollout.(workers|group_size)",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(base, options, said):
+    with pytest.raises(UserError, match=said) as refused:
+        load(base, ["run_dir=unset", *split(options)])
+    assert "\n" not in str(refused.value)
+
+
+def split(options):
+    """At spaces outside braces."""
+    found, depth = [""], 0
+    for letter in options:
+        depth += (letter == "{") - (letter == "}")
+        if letter == " " and depth == 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return found
+
+
+@pytest.mark.parametrize(
+    "options, world, most",
+    [(["rollout.workers.count=5"], 1, 4), (["rollout.workers.count=3"], 2, 2)]
+    + [(["rollout.workers.count=2", "rollout.micro_batch=4"], 1, 1)],
+)
+def test_more_workers_than_prompts_are_refused(options, world, most):
+    config = load(IMAGES, ["run_dir=unset", *options])
+    with pytest.raises(UserError, match=rf"^rollout.workers.count=\d is more than the {most} prompts .* lower it$"):
+        check_batch(config, world)
+    check_batch(load(IMAGES, ["run_dir=unset", *options, f"rollout.workers.count={most}"]), world)
+
+
+def test_weights_that_are_finished_need_no_workers(threads):
+    config = without_workers(load(IMAGES, ["run_dir=unset", ONE]))
+    assert config.generator is None and config.rollout.prompts == 4
+    assert without_workers(load(TINY, ["run_dir=unset"])).generator is not None
+
+
+def test_gpus_of_workers_are_no_rank_s(monkeypatch):
+    two = RolloutWorkers(count=2, first_device=2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert devices_of(two, 6) == [4, 5]
+    with pytest.raises(UserError, match=r"rollout.workers.count=2 .* needs 6 GPUs, and this host shows 5"):
+        devices_of(two, 5)
+    with pytest.raises(UserError, match=r"rollout.workers.first_device=1 is a GPU that a rank trains on"):
+        devices_of(RolloutWorkers(first_device=1), 8)
+
+
+def test_a_trainer_has_one_environment_where_workers_play(tmp_path):
+    def rows(*options):
+        config = load(ROBOTS, [f"run_dir={tmp_path}", *options])
+        return len(build.build_policy(config, build.build_task(config)).sim)
+
+    assert rows() == 16 and rows(ONE) == 1 and rows(ONE, "action.standardise=true") == 16
