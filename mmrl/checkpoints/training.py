@@ -22,6 +22,7 @@ BESIDE_TRAINING = {
     "engine.zero_stage",
     "engine.offload",
     "engine.micro_batch",
+    "engine.balance",
     "engine.logp_chunk",
     "engine.max_bad_steps",
     "engine.timeout",

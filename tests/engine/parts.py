@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 import zlib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +112,16 @@ class BrokenOnRankOne(TaskSettings):
 class Steady(TaskSettings):
     def build(self, seed):
         return Fixed(spread)
+
+
+class UnevenPrompts(TaskSettings):
+    """As `Steady`, with prompts from 1 to 64 words."""
+
+    def build(self, seed):
+        task = Fixed(spread)
+        long = [replace(prompt, text=prompt.text + " now" * int(prompt.id)) for prompt in task.train]
+        task.train = task.evaluation = Questions(long)
+        return task
 
 
 class DiesOnce(TaskSettings):

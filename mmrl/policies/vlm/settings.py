@@ -10,6 +10,7 @@ from pydantic import model_validator
 
 from mmrl.controls import Constant, Control, number
 from mmrl.critics import SharedCritic
+from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import GeneratorSettings, TransformersGenerator, VLLMGenerator
 from mmrl.needs import Capabilities
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
@@ -63,7 +64,7 @@ class TokenEvaluation(Section):
     temperature: float = option(0.0, "0: the most likely token each time", ge=0)
 
 
-class TokenEngine(Section):
+class TokenEngine(UnevenEngine):
     """What replaying tokens costs."""
 
     logp_chunk: int = option(

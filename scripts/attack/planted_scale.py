@@ -1,0 +1,42 @@
+"""Faults of what ranks do for one another, and of what is written while training goes on. A name, a file, a text that
+it holds once, what takes its place, and the tests that could notice."""
+
+from __future__ import annotations
+
+SWAPS, PLANS, JOINTS = ("core/test_balance.py",), ("test_balance.py",), ("joints/test_balance.py",)
+RUNS = ("engine/test_balance.py",)
+CORE, B, P = "mmrl/core/balance.py", "mmrl/balance.py", "mmrl/preparation.py"
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("balance: groups of any size change places", CORE,
+     "larger = larger.where(size[held[here]][:, None] == size[held[there]], top).flatten()",
+     "larger = larger.flatten()", SWAPS),
+    ("balance: what can not move weighs nothing", CORE, "    loads = fixed.index_add(0, rank, cost)\n    most",
+     "    loads = torch.zeros_like(fixed).index_add(0, rank, cost)\n    most", SWAPS),
+    ("balance: the first place of the wrong rank", CORE, "here[best // len(there)], there[best % len(there)]",
+     "here[best % len(here)], there[best // len(here)]", SWAPS),
+    ("balance: shortest rollouts first", CORE, "(-length[rows]).tolist()", "length[rows].tolist()", SWAPS),
+    ("balance: groups that must stay whole are mixed", CORE, "if len(counts.unique()) > 1:", "if False:", SWAPS),
+    ("balance: halves of a group part", B, "stays = len(own) < int((group == one).sum()) or ", "stays = ", PLANS),
+    ("balance: a table shows groups of others", B, " or bool(staying[own].any())", "", (*PLANS, *JOINTS)),
+    ("balance: minibatches mix", B, "Piece(minibatch, len(own)", "Piece(0, len(own)", PLANS),
+    ("balance: minibatches are waited for together", B, "if m == minibatch) for listed", ") for listed", PLANS),
+    ("balance: rows of the wrong piece are sent", B, "rows[move.number] for move in moves if",
+     "rows[move.place] for move in moves if", JOINTS),
+    ("balance: what arrives takes the wrong rows", B, "rows[move.place] for move in moves if",
+     "rows[move.number] for move in moves if", JOINTS),
+    ("balance: parcels are taken in another order than places", B, "key=lambda move: (move.source, move.target)",
+     "key=lambda move: (-move.source, move.target)", RUNS),
+    ("balance: none balances too", P, ' and engine.balance == "lengths"', "", JOINTS),
+    ("balance: similar lengths are not replayed together", P, "[longest_first(part, rollouts.group, lengths) for part "
+     "in parts]", "parts", JOINTS),
+    ("balance: a table of the step before", P, "(step + 1) % log.samples_every == 0", "step % log.samples_every == 0",
+     JOINTS),
+    ("balance: responses alone are weighed", "mmrl/policies/vlm/policy.py", "len(tokens.prompt) + len(tokens.response)",
+     "len(tokens.response)", RUNS),
+    ("parcels: a part is sent with the whole", "mmrl/engine/parcels.py", "> obj.numel() * obj.element_size()",
+     "> 1e12", RUNS),
+    ("parcels: as many bytes come as go", "mmrl/engine/deepspeed.py", "coming.tolist(), sizes, group",
+     "sizes, sizes, group", RUNS),
+]
