@@ -54,6 +54,9 @@ class Writing:
             return
         try:
             torch.save(state, path)
+            files.sync(
+                path
+            )  # here, by who wrote it: the renaming, which training waits for, then has little to wait for
             self.found |= files.records(self.folder, [path])
         except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
             self.problem = one_line(error)
