@@ -14,7 +14,7 @@ from mmrl.config import Config
 from mmrl.core.advantages import combined_reward
 from mmrl.core.balance import longest_first
 from mmrl.core.filters import whole_groups
-from mmrl.core.partition import partition
+from mmrl.core.partition import halved, partition, within_tokens
 from mmrl.engine import Ranks, Shadow, applied
 from mmrl.engine.settings import UnevenEngine
 from mmrl.engine.snapshot import AdaptersOff, Snapshot
@@ -59,7 +59,8 @@ class Preparation:
         if not self.algorithm.by_step:
             parts = self.cut(rollouts, shuffle)
             if self.balances:
-                rollouts, parts = self.balance(rollouts, parts, step, metrics)
+                rollouts = self.balance(rollouts, parts, step, metrics)
+            parts = self.by_length(rollouts, parts)
         batch = Batch(
             rollouts,
             self.task.reward_names,
@@ -110,19 +111,32 @@ class Preparation:
         engine = self.config.engine
         return self.engine.world > 1 and isinstance(engine, UnevenEngine) and engine.balance == "lengths"
 
-    def balance(
-        self, rollouts: Rollouts, parts: list[list[Tensor]], step: int, metrics: Metrics
-    ) -> tuple[Rollouts, list[list[Tensor]]]:
-        """Rollouts and their rows after ranks have shared out the work. What the step's table shows stays where it is:
-        episodes were filmed for it."""
+    def balance(self, rollouts: Rollouts, parts: list[list[Tensor]], step: int, metrics: Metrics) -> Rollouts:
+        """This rank's rollouts after ranks have shared out the work; those at the rows of a micro-batch in `parts` may
+        be others. What the step's table shows stays where it is: episodes were filmed for it."""
         assert isinstance(self.policy, Uneven)
         staying, log = torch.zeros(len(rollouts), dtype=torch.bool), self.config.log
         if log.samples_every and (step + 1) % log.samples_every == 0:
             staying[whole_groups(rollouts.group, log.samples)] = True
         rollouts, reports = balanced(rollouts, parts, self.policy.lengths(rollouts), staying, self.engine)
         metrics.set(reports)
+        return rollouts
+
+    def by_length(self, rollouts: Rollouts, parts: list[list[Tensor]]) -> list[list[Tensor]]:
+        """The micro-batches of each minibatch with similar lengths together, and of no more tokens than there may be,
+        where either is asked for. All ranks have as many, for they meet in every backward pass."""
+        tokens: int | None = vars(self.config.engine).get("micro_tokens")
+        if not self.balances and tokens is None:
+            return parts
+        assert isinstance(self.policy, Uneven)
         lengths = self.policy.lengths(rollouts)
-        return rollouts, [longest_first(part, rollouts.group, lengths) for part in parts]
+        parts = [longest_first(part, rollouts.group, lengths) for part in parts]
+        if tokens is None:
+            return parts
+        rows = self.config.engine.micro_batch
+        parts = [within_tokens(part, lengths, tokens=tokens, rows=rows) for part in parts]
+        counts = [max(told) for told in zip(*self.engine.gather([len(part) for part in parts]), strict=True)]
+        return [halved(part, lengths, count) for part, count in zip(parts, counts, strict=True)]
 
     def ask_others(self, rollouts: Rollouts, parts: list[list[Tensor]]) -> bool:
         """Fills in what the policy that made the rollouts and the reference say of them, micro-batch by micro-batch of

@@ -23,6 +23,7 @@ BESIDE_TRAINING = {
     "engine.offload",
     "engine.micro_batch",
     "engine.balance",
+    "engine.micro_tokens",
     "engine.logp_chunk",
     "engine.max_bad_steps",
     "engine.timeout",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 SWAPS, PLANS, JOINTS = ("core/test_balance.py",), ("test_balance.py",), ("joints/test_balance.py",)
 RUNS = ("engine/test_balance.py",)
+PARTITION, CUTS = "mmrl/core/partition.py", ("core/test_partition.py",)
 CORE, B, P = "mmrl/core/balance.py", "mmrl/balance.py", "mmrl/preparation.py"
 
 # fmt: off
@@ -35,6 +36,19 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      JOINTS),
     ("balance: responses alone are weighed", "mmrl/policies/vlm/policy.py", "len(tokens.prompt) + len(tokens.response)",
      "len(tokens.response)", RUNS),
+    ("micro_tokens: ranks make as many micro-batches as the least", P, "counts = [max(told)", "counts = [min(told)",
+     JOINTS),
+    ("micro_tokens: rollouts are not counted", PARTITION, "if found and len(found[-1]) < rows and (", "if found and (",
+     CUTS),
+    ("micro_tokens: the last rollout is the longest", PARTITION, "longest = max(longest, int(length[row]))",
+     "longest = int(length[row])", CUTS),
+    ("micro_tokens: the longest of the one before", PARTITION, "            longest = int(length[row])\n", "", CUTS),
+    ("micro_tokens: the one with most rollouts falls apart", PARTITION, "len(part) * int(length[part].max()) if",
+     "len(part) if", CUTS),
+    ("micro_tokens: only where ranks balance", P, "if not self.balances and tokens is None:", "if not self.balances:",
+     JOINTS),
+    ("micro_tokens: cuts groups that are needed whole", "mmrl/batches.py",
+     'if config.needs.whole_groups and vars(config.engine).get("micro_tokens") is not None:', "if False:", JOINTS),
     ("parcels: a part is sent with the whole", "mmrl/engine/parcels.py", "> obj.numel() * obj.element_size()",
      "> 1e12", RUNS),
     ("parcels: as many bytes come as go", "mmrl/engine/deepspeed.py", "coming.tolist(), sizes, group",

@@ -23,21 +23,26 @@ UNEVEN = [
 
 def trained(folder: Path, stage: int, *settings: str) -> None:
     """Runs with and without an exchange, and the tokens of the groups that this rank learned from in each update."""
-    for balance in ("none", "lengths"):
-        name = f"{balance}-{stage}"
-        own = [f"engine.zero_stage={stage}", f"engine.balance={balance}", *settings]
+    cut = ["engine.micro_batch=64", "engine.micro_tokens=250"]
+    for kind, balance, more in (("none", "none", []), ("lengths", "lengths", []), ("tokens", "lengths", cut)):
+        name = f"{kind}-{stage}"
+        own = [f"engine.zero_stage={stage}", f"engine.balance={balance}", *more, *settings]
         trainer = make(folder / name, *UNEVEN, *own)
         seen: list[list[int]] = []
+        sizes: list[list[tuple[int, int]]] = []
 
-        def update(minibatch, metrics, trainer=trainer, seen=seen):
+        def update(minibatch, metrics, trainer=trainer, seen=seen, sizes=sizes):
             tokens = [len(row.prompt) + len(row.response) for micro in minibatch for row in micro.inputs]
             seen.append([sum(tokens[i : i + 2]) for i in range(0, len(tokens), 2)])
+            widest = [max(len(row.prompt) + len(row.response) for row in micro.inputs) for micro in minibatch]
+            sizes.append([(len(micro), most) for micro, most in zip(minibatch, widest, strict=True)])
             return Trainer.update(trainer, minibatch, metrics)
 
         trainer.update = update
         trainer.train()
         release(trainer)
         (folder / f"{name}-rank{trainer.engine.rank}.json").write_text(json.dumps(seen))
+        (folder / f"{name}-sizes{trainer.engine.rank}.json").write_text(json.dumps(sizes))
 
 
 def two_ranks(folder: Path) -> None:

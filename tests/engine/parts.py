@@ -115,11 +115,11 @@ class Steady(TaskSettings):
 
 
 class UnevenPrompts(TaskSettings):
-    """As `Steady`, with prompts from 1 to 64 words."""
+    """As `Steady`, with prompts of which every fourth is long."""
 
     def build(self, seed):
         task = Fixed(spread)
-        long = [replace(prompt, text=prompt.text + " now" * int(prompt.id)) for prompt in task.train]
+        long = [replace(prompt, text=prompt.text + " now" * (0, 2, 5, 16)[int(prompt.id) % 4]) for prompt in task.train]
         task.train = task.evaluation = Questions(long)
         return task
 

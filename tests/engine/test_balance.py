@@ -23,9 +23,10 @@ def steps(run):
     return [row for row in timeless(metrics(run)) if "loss" in row]
 
 
+@pytest.mark.parametrize("kind", ["lengths", "tokens"])
 @pytest.mark.parametrize(("ranks", "stage"), RUNS)
-def test_weights_and_metrics_are_those_of_ranks_that_exchange_nothing(folder, ranks, stage):
-    alone, balanced = folder / f"none-{stage}", folder / f"lengths-{stage}"
+def test_weights_and_metrics_are_those_of_ranks_that_exchange_nothing(folder, ranks, stage, kind):
+    alone, balanced = folder / f"none-{stage}", folder / f"{kind}-{stage}"
     assert distance(final(alone), final(balanced)) < 1e-5
     for one, other in zip(steps(alone), steps(balanced), strict=True):
         assert set(other) - set(one) == {"balance/heaviest_rank", "balance/heaviest_rank_before"}
@@ -53,6 +54,15 @@ def test_the_rank_with_most_has_about_as_little_as_can_be(folder, ranks, stage):
     assert sum(row["balance/heaviest_rank_before"] for row in rows) / len(rows) == pytest.approx(
         before / mean, rel=0.05
     )
+
+
+@pytest.mark.parametrize(("ranks", "stage"), RUNS)
+def test_micro_batches_of_at_most_so_many_tokens_as_many_on_every_rank(folder, ranks, stage):
+    told = [json.loads((folder / f"tokens-{stage}-sizes{r}.json").read_text()) for r in range(ranks)]
+    for shares in zip(*told, strict=True):
+        assert len({len(share) for share in shares}) == 1
+        assert all(rows * longest <= 250 for share in shares for rows, longest in share)
+        assert max(rows for share in shares for rows, _ in share) > 3
 
 
 def test_a_run_that_stopped_goes_on_with_the_same_numbers(folder):

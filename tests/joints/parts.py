@@ -16,12 +16,12 @@ from mmrl.tasks.settings import TaskSettings
 from mmrl import build
 from mmrl.config import load, to_yaml
 from mmrl.controls import Control, number
-from mmrl.engine.settings import UnevenEngine
 from mmrl.facts import Batch
 from mmrl.generation.settings import GeneratorSettings, TransformersGenerator
 from mmrl.metrics import Metrics
 from mmrl.needs import OFFERS, Capabilities
 from mmrl.policies.settings import ModelSettings
+from mmrl.policies.vlm.settings import TokenEngine
 from mmrl.report.run import Run
 from mmrl.rewards import RewardSet
 from mmrl.rewards.settings import RewardSpec
@@ -106,7 +106,7 @@ class GivenModel(ModelSettings):
 
     @classmethod
     def sections(cls, tree, collects):
-        own = {"evaluation": GivenEvaluation, "engine": UnevenEngine}
+        own = {"evaluation": GivenEvaluation, "engine": TokenEngine}
         return own | ({} if collects == "demonstrations" else {"rollout": GivenSampling})
 
     def capabilities(self, config):

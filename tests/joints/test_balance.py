@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from mmrl.errors import UserError
 from tests.joints.parts import Table, close
 from tests.joints.test_ranks import Exchange, Rank
 
@@ -80,6 +81,7 @@ def test_a_group_of_each_rank_changes_places(given):
         ["algorithm.epochs=2"],
         ["algorithm.reduce=sequence_mean", "engine.micro_batch=1"],
         ["algorithm.scale=batch_std", "engine.micro_batch=3"],
+        ["engine.micro_tokens=3"],
         ["algorithm.terms=[{type: kl, coefficient: 0.1}]", "algorithm.baseline=leave_one_out"],
     ],
 )
@@ -108,6 +110,28 @@ def test_advantages_stay_with_their_rollouts(given):
 def test_similar_lengths_are_replayed_together(given):
     one, two = learned(given, "engine.micro_batch=2")
     assert rows(one) == [[[2, 3], [7, 6]]] and rows(two) == [[[0, 1], [4, 5]]]
+
+
+def test_micro_batches_of_so_many_tokens(given):
+    # The first rank: rows of 3, 3, 3 and 2 tokens, two of which make 6. The second: 2, 1, 1, 1, in one of four.
+    tokens = ["engine.balance=none", "engine.micro_tokens=8"]
+    one, two = learned(given, *tokens)
+    assert rows(one) == [[[0, 1], [2, 3]]] and rows(two) == [[[7, 6], [4, 5]]]  # two in halves, for ranks meet
+    one, two = learned(given, *tokens, "engine.micro_batch=1")
+    assert rows(one) == [[[0], [1], [2], [3]]] and rows(two) == [[[7], [6], [4], [5]]]
+
+
+def test_micro_batches_of_so_many_tokens_with_one_rank(given):
+    made = given(Table(**TABLE), "rollout.prompts=4", "engine.micro_tokens=8")
+    made.prepare()
+    # Groups by their longest: 3, 3, then 3, 2, then 2, 1, then 1, 1. A third rollout beside one of 3 would make 9.
+    assert rows(made) == [[[0, 1], [2, 3], [7, 6, 4, 5]]]
+
+
+def test_whole_groups_are_not_cut(given):
+    whole = "algorithm={type: preference}"
+    with pytest.raises(UserError, match="engine.micro_tokens cuts groups.*set it to null"):
+        given(Table(**TABLE), "rollout.prompts=4", "engine.micro_tokens=8", whole)
 
 
 def test_groups_that_a_table_shows_stay(given):
