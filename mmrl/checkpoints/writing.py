@@ -54,9 +54,7 @@ class Writing:
             return
         try:
             torch.save(state, path)
-            files.sync(
-                path
-            )  # here, by who wrote it: the renaming, which training waits for, then has little to wait for
+            files.sync(path)  # by who wrote it, for training waits while the folder gets its name
             self.found |= files.records(self.folder, [path])
         except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
             self.problem = one_line(error)

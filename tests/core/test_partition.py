@@ -33,5 +33,7 @@ def test_the_one_with_most_tokens_falls_into_halves():
     assert listed(halved(parts, LENGTH, 3)) == listed(parts)
     assert listed(halved(parts, LENGTH, 4)) == [[1], [2, 3], [4], [5, 6]]
     assert listed(halved(parts, LENGTH, 6)) == [[1], [2], [3], [4], [5], [6]]
+    # 9 and 5 make 18 tokens, three of at most 4 make 12.
+    assert listed(halved([torch.tensor([5, 6, 2]), torch.tensor([1, 0])], LENGTH, 3)) == [[5, 6, 2], [1], [0]]
     with pytest.raises(ValueError, match="6 rollouts can not be cut into 7"):
         halved(parts, LENGTH, 7)

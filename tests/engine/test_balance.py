@@ -62,7 +62,7 @@ def test_micro_batches_of_at_most_so_many_tokens_as_many_on_every_rank(folder, r
     for shares in zip(*told, strict=True):
         assert len({len(share) for share in shares}) == 1
         assert all(rows * longest <= 250 for share in shares for rows, longest in share)
-        assert max(rows for share in shares for rows, _ in share) > 3
+        assert ranks == 4 or max(rows for share in shares for rows, _ in share) > 3  # of four a rank has four in all
 
 
 def test_a_run_that_stopped_goes_on_with_the_same_numbers(folder):
