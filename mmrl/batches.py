@@ -353,6 +353,10 @@ def check_batch(config: Config, world: int) -> None:
             f"{mine} rollouts a rank (rollout.prompts x group_size / ranks) can not be cut into "
             f"algorithm.minibatches={minibatches} equal parts"
         )
+    if config.needs.whole_groups and vars(config.engine).get("micro_tokens") is not None:
+        raise UserError(
+            f"engine.micro_tokens cuts groups, which algorithm.type={config.algorithm.type} needs whole; set it to null"
+        )
     largest = config.group_size + sum(extra.in_group for extra in rollout.extra_sources)
     if config.needs.whole_groups and largest > config.engine.micro_batch:
         raise UserError(

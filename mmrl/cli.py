@@ -443,14 +443,15 @@ def arithmetic(config: Any, world: int, module: Any) -> str:
     from mmrl.engine import memory_estimate
 
     rollouts, micro = config.rollouts_per_step, config.engine.micro_batch
-    mine = rollouts // world // config.algorithm.minibatches
+    mine, tokens = rollouts // world // config.algorithm.minibatches, vars(config.engine).get("micro_tokens")
     moments = len(config.optim.moments)
     memory = memory_estimate(module, config.engine.zero_stage, world, config.model.dtype, moments)
     return "\n".join(
         [
             f"prompts {config.rollout.prompts} x group size {config.group_size} = {rollouts} rollouts a step",
             f"{rollouts} rollouts = {world} ranks x {config.algorithm.minibatches} minibatches x {mine} rollouts, "
-            f"replayed as {-(-mine // micro)} micro-batches of up to {micro}",
+            f"replayed as {-(-mine // micro)} micro-batches of up to {micro}"
+            + ("" if tokens is None else f", or more of up to {tokens} tokens"),
             f"{config.algorithm.epochs} epochs x {config.algorithm.minibatches} minibatches = "
             f"{config.algorithm.epochs * config.algorithm.minibatches} optimizer steps a step",
             *memory,

@@ -169,6 +169,8 @@ def moves(config: Config, ranks: int) -> list[str]:
     looks = engine.get("looks_at_once")
     if looks is not None and looks > 1:
         found.append(f"engine.looks_at_once={looks // 2}")
+    if (engine.get("micro_tokens") or 1) > 1:
+        found.append(f"engine.micro_tokens={engine['micro_tokens'] // 2}")
     if engine["micro_batch"] > 1:
         found.append(f"engine.micro_batch={engine['micro_batch'] // 2}")
     if "looks_at_once" in engine and looks is None:

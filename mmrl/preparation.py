@@ -9,15 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.balance import balanced
 from mmrl.config import Config
 from mmrl.core.advantages import combined_reward
-from mmrl.core.partition import partition
+from mmrl.core.balance import longest_first
+from mmrl.core.filters import whole_groups
+from mmrl.core.partition import halved, partition, within_tokens
 from mmrl.engine import Ranks, Shadow, applied
+from mmrl.engine.settings import UnevenEngine
 from mmrl.engine.snapshot import AdaptersOff, Snapshot
 from mmrl.errors import UserError
 from mmrl.facts import Batch
 from mmrl.metrics import Metrics
-from mmrl.protocols import Inverting, Latent, Numbered, Policy, Recording, Stepwise, Task
+from mmrl.protocols import Inverting, Latent, Numbered, Policy, Recording, Stepwise, Task, Uneven
 from mmrl.rollouts import Column, DecisionColumn, Replay, Rollouts, Steps
 from mmrl.seeds import reference_seeds
 
@@ -50,8 +54,13 @@ class Preparation:
     def minibatches(
         self, rollouts: Rollouts, step: int, shuffle: torch.Generator, metrics: Metrics
     ) -> tuple[list[Minibatch], Batch]:
-        """In the order in which they are learned from, which `shuffle` draws. step: finished steps. Leaves advantages
-        and the mask of what counts in `rollouts` too."""
+        """In the order in which they are learned from, which `shuffle` draws; step: finished steps. The rollouts of the
+        batch, which may be other ranks', have advantages and the mask of what counts too."""
+        if not self.algorithm.by_step:
+            parts = self.cut(rollouts, shuffle)
+            if self.balances:
+                rollouts = self.balance(rollouts, parts, step, metrics)
+            parts = self.by_length(rollouts, parts)
         batch = Batch(
             rollouts,
             self.task.reward_names,
@@ -69,14 +78,7 @@ class Preparation:
             self.set_advantages(batch)
             assert isinstance(self.policy, Stepwise)
             rollouts = self.policy.by_step(rollouts)
-        parts = partition(
-            rollouts.group,
-            minibatches=self.algorithm.minibatches,
-            size=self.config.engine.micro_batch,
-            whole_groups=self.needs.whole_groups,
-            generator=shuffle,
-        )
-        parts = [parts[place] for place in torch.randperm(len(parts), generator=shuffle).tolist()]
+            parts = self.cut(rollouts, shuffle)
         known = self.ask_others(rollouts, parts)
         if self.needs.reference_responses:
             rollouts.extras["reference_reward"] = Column(self.reference_rewards(rollouts, step))
@@ -91,6 +93,50 @@ class Preparation:
             self.algorithm.of_minibatch(minibatch, self.engine.sum)
         metrics.set(batch.reports)
         return minibatches, batch
+
+    def cut(self, rollouts: Rollouts, shuffle: torch.Generator) -> list[list[Tensor]]:
+        """The rows of the micro-batches of each minibatch, in the order in which they are learned from."""
+        parts = partition(
+            rollouts.group,
+            minibatches=self.algorithm.minibatches,
+            size=self.config.engine.micro_batch,
+            whole_groups=self.needs.whole_groups,
+            generator=shuffle,
+        )
+        return [parts[place] for place in torch.randperm(len(parts), generator=shuffle).tolist()]
+
+    @property
+    def balances(self) -> bool:
+        """Whether ranks exchange rollouts."""
+        engine = self.config.engine
+        return self.engine.world > 1 and isinstance(engine, UnevenEngine) and engine.balance == "lengths"
+
+    def balance(self, rollouts: Rollouts, parts: list[list[Tensor]], step: int, metrics: Metrics) -> Rollouts:
+        """This rank's rollouts after ranks have shared out the work; those at the rows of a micro-batch in `parts` may
+        be others. What the step's table shows stays where it is: episodes were filmed for it."""
+        assert isinstance(self.policy, Uneven)
+        staying, log = torch.zeros(len(rollouts), dtype=torch.bool), self.config.log
+        if log.samples_every and (step + 1) % log.samples_every == 0:
+            staying[whole_groups(rollouts.group, log.samples)] = True
+        rollouts, reports = balanced(rollouts, parts, self.policy.lengths(rollouts), staying, self.engine)
+        metrics.set(reports)
+        return rollouts
+
+    def by_length(self, rollouts: Rollouts, parts: list[list[Tensor]]) -> list[list[Tensor]]:
+        """The micro-batches of each minibatch with similar lengths together, and of no more tokens than there may be,
+        where either is asked for. All ranks have as many, for they meet in every backward pass."""
+        tokens: int | None = vars(self.config.engine).get("micro_tokens")
+        if not self.balances and tokens is None:
+            return parts
+        assert isinstance(self.policy, Uneven)
+        lengths = self.policy.lengths(rollouts)
+        parts = [longest_first(part, rollouts.group, lengths) for part in parts]
+        if tokens is None:
+            return parts
+        rows = self.config.engine.micro_batch
+        parts = [within_tokens(part, lengths, tokens=tokens, rows=rows) for part in parts]
+        counts = [max(told) for told in zip(*self.engine.gather([len(part) for part in parts]), strict=True)]
+        return [halved(part, lengths, count) for part, count in zip(parts, counts, strict=True)]
 
     def ask_others(self, rollouts: Rollouts, parts: list[list[Tensor]]) -> bool:
         """Fills in what the policy that made the rollouts and the reference say of them, micro-batch by micro-batch of

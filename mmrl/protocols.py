@@ -168,6 +168,14 @@ class Latent(Protocol):
 
 
 @runtime_checkable
+class Uneven(Protocol):
+    """A policy whose rollouts differ in what it costs to learn from them."""
+
+    def lengths(self, rollouts: Rollouts) -> Tensor:
+        """[rollout] int64, to which that cost is about proportional."""
+
+
+@runtime_checkable
 class Stepwise(Protocol):
     """A policy whose rollouts are episodes of steps that can be replayed one by one."""
 

@@ -91,7 +91,7 @@ class Trainer:
             if self.sampling_policy is not None:
                 self.sampling_policy.update()
             self.step += 1
-            self.log(rollouts, metrics)
+            self.log(batch.rollouts, metrics)
             if due(self.step, self.config.evaluation.every, self.config.steps):
                 self.evaluate()
             self.stopping = self.engine.max(self.interruption.signum)

@@ -81,6 +81,31 @@ def test_a_full_disk_is_one_line_and_costs_nothing_saved(tmp_path, error, backgr
     assert train(tmp_path, "steps=2", "checkpoint.every=1", resume=True).step == 2
 
 
+@pytest.mark.parametrize("background", [True, False])
+def test_who_writes_a_file_waits_for_the_disk(tmp_path, background, monkeypatch):
+    """Otherwise the renaming would, and training with it. A disk may say only then that it is full."""
+    trainer = make(tmp_path, "steps=2", "checkpoint.every=1", f"checkpoint.background={background}".lower())
+    usual, waited = files.sync, []
+
+    def sync(path):
+        if "step-000001" in str(path):
+            waited.append((path.name, "checkpoint" in threading.current_thread().name))
+        if path.name == "rank-0.pt" and "step-000002" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        usual(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "sync", sync)
+        with pytest.raises(UserError, match="step-000002 could not be written .*No space left"):
+            trainer.train()
+    release(trainer)
+    written = {path.name for path in (tmp_path / "checkpoints" / "step-000001").rglob("*.pt")}
+    assert len(written) >= 2 and {name for name, there in waited[: len(written)]} == written
+    assert all(there == background for _, there in waited[: len(written)])
+    assert {"trainer.json", "manifest.json"} < {name for name, _ in waited}
+    assert names(tmp_path / "checkpoints") == ["step-000001"]
+
+
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     """The writer is held up at each of two files for a step; what it writes is of step 1."""
     arguments = ["steps=5", "checkpoint.keep=5", "checkpoint.best=false"]

@@ -81,13 +81,13 @@ def commit(pending: Path, target: Path) -> None:
     os.umask(mask)
     for path in [*pending.rglob("*"), pending]:
         path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)  # safetensors writes its files for the owner alone
-        _sync(path)
+        sync(path)
     replaced = target.with_name(target.name + REPLACED)
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
         target.rename(replaced)
     pending.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -133,7 +133,8 @@ def _rendered(found: dict[str, Record]) -> str:
     return json.dumps({"files": found, "sha256": hashlib.sha256(files.encode()).hexdigest()}, sort_keys=True, indent=1)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until the disk holds a file or folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

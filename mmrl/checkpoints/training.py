@@ -22,6 +22,8 @@ BESIDE_TRAINING = {
     "engine.zero_stage",
     "engine.offload",
     "engine.micro_batch",
+    "engine.balance",
+    "engine.micro_tokens",
     "engine.logp_chunk",
     "engine.max_bad_steps",
     "engine.timeout",

@@ -54,6 +54,7 @@ class Writing:
             return
         try:
             torch.save(state, path)
+            files.sync(path)  # by who wrote it, for training waits while the folder gets its name
             self.found |= files.records(self.folder, [path])
         except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
             self.problem = one_line(error)

@@ -41,3 +41,31 @@ def _filled(groups: list[Tensor], size: int) -> list[Tensor]:
         else:
             found.append([rows])
     return [torch.cat(parts) for parts in found]
+
+
+def within_tokens(parts: list[Tensor], length: Tensor, *, tokens: int, rows: int) -> list[Tensor]:
+    """A minibatch cut anew, in the order in which it is: micro-batches of at most `rows` rollouts and, filled up to
+    their longest, of at most so many `tokens`. length: [rollout] int64. A rollout that is longer is alone."""
+    found: list[list[int]] = []
+    longest = 0
+    for row in torch.cat(parts).tolist():
+        longest = max(longest, int(length[row]))
+        if found and len(found[-1]) < rows and (len(found[-1]) + 1) * longest <= tokens:
+            found[-1].append(row)
+        else:
+            found.append([row])
+            longest = int(length[row])
+    return [torch.tensor(part) for part in found]
+
+
+def halved(parts: list[Tensor], length: Tensor, count: int) -> list[Tensor]:
+    """The micro-batches of a minibatch, as many as `count`: while there are fewer, the one of two or more rollouts that
+    has most tokens, filled up to its longest, falls into halves. Raises ValueError where there are too few rollouts."""
+    found = list(parts)
+    while len(found) < count:
+        cost = [len(part) * int(length[part].max()) if len(part) > 1 else 0 for part in found]
+        if max(cost) == 0:
+            raise ValueError(f"{sum(map(len, parts))} rollouts can not be cut into {count} micro-batches")
+        place = cost.index(max(cost))
+        found[place : place + 1] = found[place].tensor_split(2)
+    return found

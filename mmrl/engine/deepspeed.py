@@ -7,6 +7,7 @@ import hashlib
 import logging
 import math
 import os
+import pickle
 import sys
 import time
 import warnings
@@ -30,6 +31,7 @@ import deepspeed  # noqa: E402  (reads DS_ACCELERATOR when imported)
 
 from mmrl.engine import files, reshape  # noqa: E402
 from mmrl.engine.launcher import ANY_PORT, MEETING, end_with_launcher, take_device  # noqa: E402
+from mmrl.engine.parcels import packed  # noqa: E402
 from mmrl.engine.shadow import reshaped, share  # noqa: E402
 from mmrl.engine.watch import Watch  # noqa: E402
 
@@ -190,6 +192,20 @@ class Ranks:
         with self._waiting():
             dist.all_gather_object(values, value, group=self._objects)
         return values
+
+    def exchange(self, parcels: list[Any]) -> list[Any]:
+        """What every rank has for this one, in rank order. parcels: what this one has for every rank, picklable and on
+        the CPU; they may be large, for each goes to its rank alone. Raises UserError for what can not be sent."""
+        written = [b"" if rank == self.rank else packed(parcel) for rank, parcel in enumerate(parcels)]
+        sizes = [len(data) for data in written]
+        with self._waiting():
+            coming = torch.zeros(self.world, dtype=torch.int64)
+            dist.all_to_all_single(coming, torch.tensor(sizes), group=self._objects)
+            received = torch.zeros(int(coming.sum()), dtype=torch.uint8)
+            given = torch.frombuffer(bytearray(b"".join(written)), dtype=torch.uint8)
+            dist.all_to_all_single(received, given, coming.tolist(), sizes, group=self._objects)
+        found = [part.numpy().tobytes() for part in received.split(coming.tolist())]
+        return [parcels[rank] if rank == self.rank else pickle.loads(data) for rank, data in enumerate(found)]
 
     def barrier(self) -> None:
         with self._waiting():

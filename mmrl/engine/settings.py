@@ -149,3 +149,15 @@ class EngineSettings(Section):
         if self.offload == "optimizer" and self.zero_stage == 0:
             raise ValueError("offload=optimizer needs engine.zero_stage of 1, 2 or 3")
         return self
+
+
+class UnevenEngine(Section):
+    """Of jobs whose rollouts differ in length."""
+
+    balance: Literal["lengths", "none"] = option(
+        "lengths",
+        "how several ranks share an update's work. lengths: they exchange groups until each has about as many tokens "
+        "(of robots: looks) in every minibatch, and replay rollouts of similar lengths together; results agree to "
+        "rounding, but for masks that are drawn at random. none: a rank learns from what it sampled, as it does with "
+        "algorithm.shuffle=steps",
+    )

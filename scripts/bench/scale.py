@@ -13,6 +13,12 @@ responses, and that take 0.5 s to read new weights; processor milliseconds a req
 and seconds until all have weights. simulators: so many rows in this process and in 16 that compute nothing, with
 pictures of 128 x 128; milliseconds a look of all rows.
 
+balance: the groups of so many ranks, 8 of 8 responses each, with 300 tokens of prompt and responses of 20 to 1024
+tokens whose logarithms are normal, 0.8 wide between groups and 0.4 within: tokens of the rank with most over the mean,
+as they were drawn and after `engine.balance=lengths` has exchanged groups, means over ten draws; share of the groups
+that are sent; milliseconds until a rank knows who sends what. padding: tokens of micro-batches of four, filled up to
+their longest, over those that count, in the order of groups and with similar lengths together.
+
 `exponent` is the slope of the logarithm of cost by that of size between the two largest sizes: 0 constant, 1 linear.
 """
 
@@ -37,27 +43,29 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 SAMPLERS = ("permutation", "success_weighted", "success_window", "skip_flat", "volatility")
 SHARE, GROUP, LONGEST = 8, 8, 64  # prompts of a rank, rollouts of a prompt, tokens of a response
+DRAWS = 10  # of lengths
 DELAY, READING = 0.2, 0.5  # seconds of an engine, for a request and for new weights
 Costs = dict[str, dict[int, float]]  # by name, by size
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default="ranks,prompts,engines,simulators")
+    parser.add_argument("--parts", default="ranks,balance,prompts,engines,simulators")
     parser.add_argument("--small", action="store_true", help="two small sizes of each, to see that it works")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of ranks, looks of simulators times ten")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     sizes: dict[str, tuple[int, ...]] = {
         "ranks": (4, 16, 64),
+        "balance": (2, 8, 64),
         "prompts": (1000, 10_000, 100_000),
         "engines": (1, 4, 16),
         "simulators": (64, 256, 1024),
     }
     if options.small:
-        sizes = {"ranks": (1, 4), "prompts": (1000, 4000), "engines": (1, 2), "simulators": (8, 16)}
+        sizes = {"ranks": (1, 4), "balance": (2, 4), "prompts": (1000, 4000), "engines": (1, 2), "simulators": (8, 16)}
     parts: dict[str, Callable[[Sequence[int], int], Costs]] = {
-        "ranks": ranks, "prompts": prompts, "engines": engines, "simulators": simulators
+        "ranks": ranks, "balance": balance, "prompts": prompts, "engines": engines, "simulators": simulators
     }  # fmt: skip
     found = {}
     for name in options.parts.split(","):
@@ -216,6 +224,50 @@ def lockstep(world: int, steps: int) -> dict[str, float]:
     if failed:
         raise failed[0]
     return dict(spent)
+
+
+# --- balance ---
+
+
+def balance(sizes: Sequence[int], steps: int) -> Costs:
+    import torch
+
+    from mmrl.balance import heaviest, pieces, planned
+    from mmrl.core.balance import longest_first
+
+    torch.set_num_threads(1)
+    costs: Costs = defaultdict(lambda: defaultdict(float))
+    group, nowhere = torch.arange(SHARE).repeat_interleave(GROUP), torch.zeros(SHARE * GROUP, dtype=torch.bool)
+    micro = list(torch.arange(SHARE * GROUP).split(4))
+
+    def add(name: str, world: int, value: float) -> None:
+        costs[name][world] += value / DRAWS
+
+    for world in sizes:
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(DRAWS):
+            between = torch.randn(world, SHARE, 1, generator=draw) * 0.8 + 5.5
+            within = torch.randn(world, SHARE, GROUP, generator=draw) * 0.4
+            lengths = (between + within).exp().clamp(20, 1024).long().flatten(1) + 300
+            told = [pieces(group, [micro], own, nowhere)[0] for own in lengths]
+            begun = time.process_time()
+            moves = planned(told)
+            add("who sends what, ms", world, (time.process_time() - begun) * 1000)
+            before = [[(0, piece.cost) for piece in own] for own in told]
+            after = [list(own) for own in before]
+            for move in moves:
+                after[move.target][move.place] = before[move.source][move.number]
+            add("heaviest rank over the mean, as drawn", world, heaviest(before))
+            add("heaviest rank over the mean, balanced", world, heaviest(after))
+            add("share of groups sent", world, len(moves) / (world * SHARE))
+            add("padding, as drawn", world, padded(micro, lengths[0]))
+            add("padding, similar lengths together", world, padded(longest_first(micro, group, lengths[0]), lengths[0]))
+    return costs
+
+
+def padded(parts: Sequence[Any], length: Any) -> float:
+    """Tokens of the micro-batches with their padding, over those without."""
+    return float(sum(len(part) * length[part].max() for part in parts) / length.sum())
 
 
 # --- prompts ---

@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 import zlib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +112,16 @@ class BrokenOnRankOne(TaskSettings):
 class Steady(TaskSettings):
     def build(self, seed):
         return Fixed(spread)
+
+
+class UnevenPrompts(TaskSettings):
+    """As `Steady`, with prompts of which every fourth is long."""
+
+    def build(self, seed):
+        task = Fixed(spread)
+        long = [replace(prompt, text=prompt.text + " now" * (0, 2, 5, 16)[int(prompt.id) % 4]) for prompt in task.train]
+        task.train = task.evaluation = Questions(long)
+        return task
 
 
 class DiesOnce(TaskSettings):

@@ -21,6 +21,7 @@ from mmrl.generation.settings import GeneratorSettings, TransformersGenerator
 from mmrl.metrics import Metrics
 from mmrl.needs import OFFERS, Capabilities
 from mmrl.policies.settings import ModelSettings
+from mmrl.policies.vlm.settings import TokenEngine
 from mmrl.report.run import Run
 from mmrl.rewards import RewardSet
 from mmrl.rewards.settings import RewardSpec
@@ -105,7 +106,8 @@ class GivenModel(ModelSettings):
 
     @classmethod
     def sections(cls, tree, collects):
-        return {"evaluation": GivenEvaluation} | ({} if collects == "demonstrations" else {"rollout": GivenSampling})
+        own = {"evaluation": GivenEvaluation, "engine": TokenEngine}
+        return own | ({} if collects == "demonstrations" else {"rollout": GivenSampling})
 
     def capabilities(self, config):
         return Capabilities("model.type=given", frozenset(OFFERS) - {"nodes", "steps"}, groups=("critic",))
@@ -199,6 +201,10 @@ class GivenPolicy:
         rows = [self.recombines[pair] for pair in zip(first.inputs, second.inputs, strict=True)]
         limit = [replace(self.table.sample(row), max_response_length=3, response_length=len(str(row))) for row in rows]
         return replace(self._unscored(rows), samples=limit)
+
+    def lengths(self, rollouts):
+        """Decisions, and none of a prompt."""
+        return self.table.mask[torch.tensor(rollouts.inputs)].sum(1)
 
     def stored(self, rollouts):
         return [{"row": row} for row in rollouts.inputs]

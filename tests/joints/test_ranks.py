@@ -51,7 +51,7 @@ def shared(given, *overrides):
     groups, the second one."""
     exchange, jobs = Exchange(), []
     for rank, rows in enumerate(([0, 1, 2, 3], [4, 5])):
-        made = given(table(rows), *overrides, world=2, rank=rank)
+        made = given(table(rows), "engine.balance=none", *overrides, world=2, rank=rank)
         made.trainer.engine.__class__ = Rank
         made.trainer.engine.exchange = exchange
         jobs.append(made)

@@ -112,6 +112,10 @@ class RewrittenPolicy:
             segments=rollouts.extras[PARTS].values.to(text.logp.device),  # type: ignore[attr-defined]
         )
 
+    def lengths(self, rollouts: Rollouts) -> Tensor:
+        """[rollout] int64: tokens of the writer; pictures cost the same."""
+        return self.writer.lengths(replace(rollouts, inputs=[record.text for record in rollouts.inputs]))
+
     # --- the rest of a policy ---
 
     def trained_by(self, engine: Any) -> None:

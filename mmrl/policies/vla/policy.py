@@ -293,6 +293,10 @@ class VisionLanguageActionPolicy:
             fields["std"] = fields["std"].where(fields["std"] > 0, 1)  # of looks that do not exist
         return Replay(**fields, value=None if value is None else spread(value))
 
+    def lengths(self, rollouts: Rollouts) -> Tensor:
+        """[rollout] int64: looks."""
+        return torch.tensor([len(looks) for looks in rollouts.inputs])
+
     def by_step(self, rollouts: Rollouts) -> Rollouts:
         """Every look as a rollout of its own, episode by episode."""
         return rollouts.by_step([[[look] for look in episode] for episode in rollouts.inputs])

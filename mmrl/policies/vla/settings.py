@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from mmrl.controls import Control, number
+from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import WorkerSampling
 from mmrl.needs import Capabilities
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
@@ -348,7 +349,7 @@ class EpisodeSampling(EpisodeRollouts):
     temperature: Control = number(1.0, "scale of the head's randomness in rollouts and replay", gt=0)
 
 
-class EpisodeEngine(Section):
+class EpisodeEngine(UnevenEngine):
     """How episodes are replayed."""
 
     looks_at_once: int | None = option(

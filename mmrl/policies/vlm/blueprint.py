@@ -103,11 +103,12 @@ def blueprint(settings: VisionLanguageModel, config: Config, path: str) -> Bluep
     text, width = core.config, torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
     at_once = min(config.rollouts_per_step, vars(rollout).get("micro_batch") or config.rollouts_per_step)
     shared = config.group_size if config.engine.zero_stage < 3 else 1
-    words = [f"a micro-batch is {config.engine.micro_batch} responses of up to {length} tokens, prompts included"]
+    together = engine.longest_at_once(engine.micro_batch, length)
+    words = [f"a micro-batch is {together} responses of up to {length} tokens, prompts included"]
 
     def train(rows: int) -> Any:
         words_given = settings.lora is None and "language" in settings.freeze
-        return read(model, rows, length, given=not words_given)
+        return read(model, engine.longest_at_once(rows, length), length, given=not words_given)
 
     made = Blueprint(
         model,
@@ -117,7 +118,7 @@ def blueprint(settings: VisionLanguageModel, config: Config, path: str) -> Bluep
         words=words,
     )
     if any(p.requires_grad for n, p in model.named_parameters() if part_of(n) == "vision"):
-        made.beside_training["activations of pictures"] = pictures(model, config.engine.micro_batch, rollout, settings)
+        made.beside_training["activations of pictures"] = pictures(model, together, rollout, settings)
         words.append(f"of pictures by the formula {A_LAYER} x tokens x width x layers (arXiv 2205.05198)")
     colocated = isinstance(rollout, TokenSampling) and isinstance(rollout.generator, VLLMGenerator)
     if isinstance(rollout, TokenSampling) and not colocated:

@@ -458,6 +458,10 @@ class VisionLanguagePolicy:
             found.routing_differs = blank.index_put(place, differing)
         return found
 
+    def lengths(self, rollouts: Rollouts) -> Tensor:
+        """[rollout] int64: tokens of prompt and response."""
+        return torch.tensor([len(tokens.prompt) + len(tokens.response) for tokens in rollouts.inputs])
+
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
         """The same responses to changed prompts. A prompt is changed and encoded once for its whole group."""
         prompts = {id(sample.prompt): sample.prompt for sample in rollouts.samples}

@@ -10,6 +10,7 @@ from pydantic import model_validator
 
 from mmrl.controls import Constant, Control, number
 from mmrl.critics import SharedCritic
+from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import GeneratorSettings, TransformersGenerator, VLLMGenerator
 from mmrl.needs import Capabilities
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
@@ -63,12 +64,24 @@ class TokenEvaluation(Section):
     temperature: float = option(0.0, "0: the most likely token each time", ge=0)
 
 
-class TokenEngine(Section):
+class TokenEngine(UnevenEngine):
     """What replaying tokens costs."""
+
+    micro_tokens: int | None = option(
+        None,
+        "most tokens of prompts and responses, filled up to the longest, that are replayed at once on a rank, beside "
+        "engine.micro_batch as a bound on rollouts; a longer rollout is alone; changes memory and time, not results",
+        unit="tokens",
+        ge=1,
+    )
 
     logp_chunk: int = option(
         1024, "tokens whose logits over the vocabulary exist at the same time", unit="tokens", ge=1
     )
+
+    def longest_at_once(self, rows: int, length: int) -> int:
+        """Of so many rollouts of this length, how many a micro-batch may hold."""
+        return rows if self.micro_tokens is None else min(rows, max(1, self.micro_tokens // length))
 
 
 class VisionLanguageModel(ModelSettings):

@@ -1,0 +1,33 @@
+"""Rollouts that ranks send each other, as bytes."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.errors import UserError, told
+
+
+class Packer(pickle.Pickler):
+    """Tensors that are parts of larger ones are written without the rest."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor) and obj.untyped_storage().nbytes() > obj.numel() * obj.element_size():
+            return obj.clone(memory_format=torch.contiguous_format).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def packed(value: Any) -> bytes:
+    """Raises UserError for what can not be sent, such as an open file in a prompt's metadata."""
+    stream = io.BytesIO()
+    try:
+        Packer(stream, pickle.HIGHEST_PROTOCOL).dump(value)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"a rollout holds what can not be sent to another rank: {told(error)}; set engine.balance=none"
+        ) from None
+    return stream.getvalue()

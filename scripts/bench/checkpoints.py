@@ -1,0 +1,67 @@
+"""How long a step waits for a checkpoint, written at once and while training goes on. On the CPU, in a minute.
+
+    python scripts/bench/checkpoints.py --parameters 50 --steps 40
+
+A network of so many million weights under ZeRO-1 with AdamW is saved once by the trainer's own `Saver`, then steps that
+only sleep follow, each of which looks whether the checkpoint is written. Seconds: `save` is what the step waits that
+saves, `look` the longest wait of a later step, and `sum` all of them together. The disk is that of --folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+STEP = 0.25  # seconds of a step that only sleeps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parameters", type=float, default=50, help="millions")
+    parser.add_argument("--steps", type=int, default=40, help="steps after the one that saves")
+    parser.add_argument("--folder", type=Path, help="default: a temporary one")
+    options = parser.parse_args()
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="mmrl-checkpoints-"))
+    print("| checkpoint.background | GiB | save | look | sum |\n| --- | --- | --- | --- | --- |")
+    for background, name in ((False, "false"), (True, "true")):
+        size, waits = waited(folder / name, options.parameters, options.steps, background)
+        print(f"| {name} | {size:.2f} | {waits[0]:.2f} | {max(waits[1:]):.2f} | {sum(waits):.2f} |", flush=True)
+    if options.folder is None:
+        shutil.rmtree(folder)
+
+
+def waited(folder: Path, millions: float, steps: int, background: bool) -> tuple[float, list[float]]:
+    """GiB of the checkpoint, and the seconds that each step waited."""
+    import torch
+
+    from mmrl.checkpoints import Saver
+    from mmrl.engine import Engine
+    from mmrl.engine.settings import AdamW, EngineSettings
+    from mmrl.sections import Checkpoint
+
+    width = 1000
+    layers = [torch.nn.Linear(width, width, bias=False) for _ in range(max(1, round(millions * 1e6 / width**2)))]
+    engine = Engine(torch.nn.Sequential(*layers), AdamW(lr=1e-6), EngineSettings(zero_stage=1))
+    engine.backward(engine(torch.ones(1, width)).sum())
+    engine.step()  # moments exist from now on
+    saver = Saver(folder, Checkpoint(background=background), engine, lambda line: None)
+    waits = []
+    for step in range(1 + steps):
+        begun = time.perf_counter()
+        if step == 0:
+            saver.save(1, {}, {})
+        else:
+            saver.look()
+        waits.append(time.perf_counter() - begun)
+        time.sleep(STEP)
+    saver.finish()
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**30
+    engine.release()
+    return size, waits
+
+
+if __name__ == "__main__":
+    main()

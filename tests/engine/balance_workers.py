@@ -1,0 +1,76 @@
+"""What runs in worker processes of `test_balance`. Each function writes its results into a folder that tests read."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import torch
+
+from mmrl.engine import Ranks
+from mmrl.engine.parcels import packed
+from mmrl.errors import UserError
+from mmrl.trainer import Trainer
+from tests.engine.parts import make, release, train
+
+UNEVEN = [
+    *("steps=2", "task={type: tests.engine.parts:UnevenPrompts}", "rollout.prompts=16", "rollout.group_size=2"),
+    *("algorithm.minibatches=2", "algorithm.terms=[{type: kl, coefficient: 0.1}]"),
+    *("engine.micro_batch=3", "checkpoint.every=1", "checkpoint.background=false", "optim.lr=1e-3"),
+]
+
+
+def trained(folder: Path, stage: int, *settings: str) -> None:
+    """Runs with and without an exchange, and the tokens of the groups that this rank learned from in each update."""
+    cut = ["engine.micro_batch=64", "engine.micro_tokens=250"]
+    for kind, balance, more in (("none", "none", []), ("lengths", "lengths", []), ("tokens", "lengths", cut)):
+        name = f"{kind}-{stage}"
+        own = [f"engine.zero_stage={stage}", f"engine.balance={balance}", *more, *settings]
+        trainer = make(folder / name, *UNEVEN, *own)
+        seen: list[list[int]] = []
+        sizes: list[list[tuple[int, int]]] = []
+
+        def update(minibatch, metrics, trainer=trainer, seen=seen, sizes=sizes):
+            tokens = [len(row.prompt) + len(row.response) for micro in minibatch for row in micro.inputs]
+            seen.append([sum(tokens[i : i + 2]) for i in range(0, len(tokens), 2)])
+            widest = [max(len(row.prompt) + len(row.response) for row in micro.inputs) for micro in minibatch]
+            sizes.append([(len(micro), most) for micro, most in zip(minibatch, widest, strict=True)])
+            return Trainer.update(trainer, minibatch, metrics)
+
+        trainer.update = update
+        trainer.train()
+        release(trainer)
+        (folder / f"{name}-rank{trainer.engine.rank}.json").write_text(json.dumps(seen))
+        (folder / f"{name}-sizes{trainer.engine.rank}.json").write_text(json.dumps(sizes))
+
+
+def two_ranks(folder: Path) -> None:
+    trained(folder, 0)
+    trained(folder, 3, "steps=1")
+    train(folder / "stopped", *UNEVEN, "steps=1")
+    train(folder / "stopped", *UNEVEN, resume=True)
+    parcels(folder)
+
+
+def four_ranks(folder: Path) -> None:
+    trained(folder, 2, "steps=1")
+
+
+def parcels(folder: Path) -> None:
+    """What a rank gets of all, and how large a part of a large tensor is on its way."""
+    ranks, pair = Ranks(), torch.ones(2)
+    part = torch.arange(1_000_000)[10 + ranks.rank :][:3]
+    got = ranks.exchange([{"from": ranks.rank, "to": to, "part": part, "twice": [pair, pair]} for to in range(2)])
+    try:
+        ranks.exchange([threading.Lock()] * 2)
+        said = ""
+    except UserError as error:
+        said = str(error)
+    facts = {
+        "got": [(one["from"], one["to"], one["part"].tolist()) for one in got],
+        "shared": [one["twice"][0] is one["twice"][1] for one in got],
+        "bytes": len(packed(part)),
+        "said": said,
+    }
+    (folder / f"parcels-{ranks.rank}.json").write_text(json.dumps(facts))

@@ -1,0 +1,79 @@
+"""Ranks that exchange rollouts learn what ranks that do not learn, with less to wait for."""
+
+import json
+
+import pytest
+
+from tests.core.test_balance import best
+from tests.engine import balance_workers
+from tests.engine.parts import call, distance, final, metrics, timeless
+
+RUNS = [(2, 0), (2, 3), (4, 2)]  # ranks and ZeRO stage
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("balance")
+    call(balance_workers.two_ranks, path, log=path / "two.log", ranks=2, timeout=300)
+    call(balance_workers.four_ranks, path, log=path / "four.log", ranks=4, timeout=300)
+    return path
+
+
+def steps(run):
+    return [row for row in timeless(metrics(run)) if "loss" in row]
+
+
+@pytest.mark.parametrize("kind", ["lengths", "tokens"])
+@pytest.mark.parametrize(("ranks", "stage"), RUNS)
+def test_weights_and_metrics_are_those_of_ranks_that_exchange_nothing(folder, ranks, stage, kind):
+    alone, balanced = folder / f"none-{stage}", folder / f"{kind}-{stage}"
+    assert distance(final(alone), final(balanced)) < 1e-5
+    for one, other in zip(steps(alone), steps(balanced), strict=True):
+        assert set(other) - set(one) == {"balance/heaviest_rank", "balance/heaviest_rank_before"}
+        assert {name: other[name] for name in one} == pytest.approx(one, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "stage"), RUNS)
+def test_the_rank_with_most_has_about_as_little_as_can_be(folder, ranks, stage):
+    """Tokens that ranks really replayed, against all ways to give each of them as many groups."""
+    told = {
+        name: [json.loads((folder / f"{name}-{stage}-rank{r}.json").read_text()) for r in range(ranks)]
+        for name in ("none", "lengths")
+    }
+    before, after, least, mean = 0, 0, 0, 0.0
+    for update in range(len(told["none"][0])):
+        shares = [told["lengths"][r][update] for r in range(ranks)]
+        every = [cost for share in shares for cost in share]
+        before += max(sum(told["none"][r][update]) for r in range(ranks))
+        after += max(map(sum, shares))
+        least += best(every, ranks, len(shares[0]))
+        mean += sum(every) / ranks
+    assert least <= after < 1.03 * least < 0.95 * before
+    rows = steps(folder / f"lengths-{stage}")
+    assert sum(row["balance/heaviest_rank"] for row in rows) / len(rows) == pytest.approx(after / mean, rel=0.05)
+    assert sum(row["balance/heaviest_rank_before"] for row in rows) / len(rows) == pytest.approx(
+        before / mean, rel=0.05
+    )
+
+
+@pytest.mark.parametrize(("ranks", "stage"), RUNS)
+def test_micro_batches_of_at_most_so_many_tokens_as_many_on_every_rank(folder, ranks, stage):
+    told = [json.loads((folder / f"tokens-{stage}-sizes{r}.json").read_text()) for r in range(ranks)]
+    for shares in zip(*told, strict=True):
+        assert len({len(share) for share in shares}) == 1
+        assert all(rows * longest <= 250 for share in shares for rows, longest in share)
+        assert ranks == 4 or max(rows for share in shares for rows, _ in share) > 3  # of four a rank has four in all
+
+
+def test_a_run_that_stopped_goes_on_with_the_same_numbers(folder):
+    assert distance(final(folder / "stopped"), final(folder / "lengths-0")) == 0.0
+    assert [row["step"] for row in steps(folder / "stopped")] == [1, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_parcels(folder, rank):
+    found = json.loads((folder / f"parcels-{rank}.json").read_text())
+    assert found["got"] == [[0, rank, [10, 11, 12]], [1, rank, [11, 12, 13]]]
+    assert found["shared"] == [True, True]
+    assert found["bytes"] < 2000
+    assert "set engine.balance=none" in found["said"] and "cannot pickle" in found["said"]
