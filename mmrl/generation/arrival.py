@@ -203,14 +203,17 @@ class Arrival:
         receiver.base = None
         coming = whole(receiver.weights(base), problems)
         filled, self.untouched = self.untouched and self.vllm_config.load_config.load_format == UNLOADED, False
-        self.receive(coming, filled=filled)
-        for _ in coming:  # what the engine did not ask for: the other members wait for this one
-            pass
-        if problems:
-            self.watch = before
-            receiver.leave()
-            raise problems[0]
-        receiver.base = base
+        try:
+            self.receive(coming, filled=filled)
+            for _ in coming:  # what the engine did not ask for: the other members wait for this one
+                pass
+            if problems:
+                raise problems[0]
+            receiver.base = base
+        finally:
+            if receiver.base is None:  # the connection tells the others
+                self.watch = before
+                receiver.leave()
 
     def _receiver(self) -> Receiver:
         """vLLM does not call the constructor of an extension."""

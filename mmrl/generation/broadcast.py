@@ -25,7 +25,8 @@ GLOO, NCCL = "gloo", "nccl"
 CPU = torch.device("cpu")
 POLL = 0.0005  # seconds
 END, ABORTED = "end", "aborted"  # in the place of a header
-SLACK = 60.0  # seconds after which torch itself gives up what this module should have given up before
+GRACE = 1.0  # seconds in which gloo itself gives up what is late
+WATCHDOG = 60.0  # seconds after which NCCL's watchdog ends a process that has not given up what is late
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,10 @@ class Group:
 
     def form(self) -> None:
         """Connects this member with the others, who call this too."""
-        wait = timedelta(seconds=self.rendezvous.timeout + SLACK)
+        wait = timedelta(seconds=self.rendezvous.timeout)
         options: Any
         if self.rendezvous.backend == NCCL:
+            wait += timedelta(seconds=WATCHDOG)
             kind: Any = torch.distributed.ProcessGroupNCCL
             options = kind.Options()
         else:
@@ -82,9 +84,13 @@ class Group:
         options._timeout = wait
         self.processes = kind(self.store, self.rank, self.rendezvous.size, options)
 
-    def broadcast(self, payload: Tensor) -> Any:
-        """From rank 0 to the others. Returns what `wait` waits for."""
-        return self.processes.broadcast(payload, 0)
+    def broadcast(self, payload: Tensor, until: float) -> Any:
+        """From rank 0 to the others. Returns what `wait` waits for, which torch gives up at this time too: gloo does
+        not let go of a group in which something is under way."""
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = timedelta(seconds=max(0.0, until - time.monotonic()) + GRACE / 2)
+        return self.processes.broadcast([payload], options)
 
     def leave(self) -> None:
         """Others that wait for this member are told so by the connection."""
@@ -97,9 +103,11 @@ def wait(work: Any, until: float, look: Callable[[], None] = lambda: None) -> No
     """Until the monotonic clock shows `until`. look: what is called again and again, and may raise."""
     while not work.is_completed():
         look()
-        if time.monotonic() > until:
+        if time.monotonic() > until + GRACE:
             raise Late
         time.sleep(POLL)
+    if time.monotonic() > until:
+        raise Late
     work.wait()  # raises what went wrong
 
 
@@ -174,7 +182,8 @@ class Receiver:
                 raise RuntimeError("the trainer gave up this broadcast")
             entries = read_header(header)
             payload = torch.empty(sum(map(room, entries)), dtype=torch.uint8, device=group.device)
-            wait(group.broadcast(payload), time.monotonic() + group.rendezvous.timeout)
+            until = time.monotonic() + group.rendezvous.timeout
+            wait(group.broadcast(payload, until), until)
             group.store.set(f"{base}/reached/{group.rank}", str(number + 1))
             yield from unpacked(entries, payload)
 

@@ -197,7 +197,7 @@ class Broadcast:
                 self._gather(group, receiving, until)
                 for bucket in buckets:
                     broadcast.announce(group, base, sent, bucket)
-                    work = group.broadcast(bucket.payload.to(group.device))
+                    work = group.broadcast(bucket.payload.to(group.device), until)
                     broadcast.wait(work, until, lambda: unhurt(receiving))
                     sent += 1
                 broadcast.close(group, base, sent, END)
@@ -207,7 +207,8 @@ class Broadcast:
                 raise UserError(self._late(group, servers, firsts, base, receiving)) from None
             finally:
                 if not all(found.done() and found.exception() is None for found in receiving):
-                    broadcast.close(group, base, sent, ABORTED)
+                    for number in (sent, sent + 1):  # a member may have the last bucket already
+                        broadcast.close(group, base, number, ABORTED)
                     group.leave()  # so that nobody waits for rank 0
         broadcast.forget(group, base, sent)
 
@@ -227,7 +228,8 @@ class Broadcast:
     ) -> str:
         """Names a server that is behind the others."""
         places = [broadcast.reached(group, base, first) for first in firsts]
-        behind = min(range(len(servers)), key=lambda i: (receiving[i].done(), places[i]))
+        absent = set(group.absent())
+        behind = min(range(len(servers)), key=lambda i: (receiving[i].done(), firsts[i] not in absent, places[i]))
         meeting = f"{group.rendezvous.host}:{group.rendezvous.port}"
         return (
             f"the vLLM server at {servers[behind].address} did not take the weights that were broadcast within "
