@@ -203,7 +203,10 @@ class Broadcast:
                 broadcast.close(group, base, sent, END)
                 for found in receiving:
                     found.result(max(0.0, until - time.monotonic()))
-            except (Late, TimeoutError):
+            except (Late, TimeoutError, RuntimeError, LOST) as error:
+                if isinstance(error, (RuntimeError, LOST)) and time.monotonic() < until:
+                    raise
+                # Requests and gloo have the same limit, and may be the first to say so
                 raise UserError(self._late(group, servers, firsts, base, receiving)) from None
             finally:
                 if not all(found.done() and found.exception() is None for found in receiving):

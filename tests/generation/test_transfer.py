@@ -22,6 +22,7 @@ from mmrl.generation.servers import Servers
 from mmrl.generation.settings import VLLMServer
 from mmrl.generation.vllm import EngineOptions
 from tests.engine.stand_in_server import serving
+from tests.engine.vllm_workers import needs_vllm
 
 # --- buckets ---
 
@@ -131,6 +132,7 @@ def test_all_servers_have_each_version_through_one_group(two):
     assert len({name for pair in names for name in pair}) == 1 and said == []
     assert [server.receiver.group.rank for server in running] == [1, 2]
     assert [server.version for server in running] == [made.current.version] * 2
+    assert sum(len(bucket.entries) for bucket in made.transfer.kept) == 5
     assert not list(made.exchange.path.rglob("*.safetensors")) and made.transfer.store.num_keys() < 20
 
 
@@ -219,7 +221,8 @@ def test_a_server_that_keeps_silent_is_named_in_time(tmp_path):
 def test_a_server_that_falls_silent_in_the_middle_is_named_with_what_it_has(two, monkeypatch):
     made, running, said = two
     given(made, 0)
-    made.transfer.timeout, real = 1.5, Group.broadcast
+    made.transfer.timeout = made.servers[0].timeout = made.servers[1].timeout = 1.5
+    real = Group.broadcast
 
     class Never:
         def is_completed(self):
@@ -265,6 +268,21 @@ def test_engines_start_without_weights_from_a_folder_that_holds_no_others(tmp_pa
     assert made.transfer.arguments()["load_format"] == "mmrl_unloaded"
     made.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@needs_vllm
+def test_servers_that_are_started_here_are_told_to_wait_for_their_weights(tmp_path):
+    made = Servers(
+        tmp_path,
+        EngineOptions(context=16, settings=VLLMServer(transfer="broadcast")),
+        describe=lambda path: None,
+        gather=lambda value: [value],
+    )
+    said = made.processes[0].arguments(tmp_path, "127.0.0.1", 1)
+    assert said[said.index("--load-format") + 1] == "mmrl_unloaded"
+    assert said.count("--worker-extension-cls") == 1
+    assert said[said.index("--worker-extension-cls") + 1] == "mmrl.generation.unloaded.Arrival"
+    made.close()
 
 
 def test_the_meeting_place_is_an_address_that_other_hosts_reach(monkeypatch):
