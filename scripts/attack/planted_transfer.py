@@ -21,8 +21,6 @@ STARTED = (f"{F}servers_that_are_started_here_are_told_to_wait_for_their_weights
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("bucket: tensors lie at any byte", B, "-(-entry.bytes // ALIGNED) * ALIGNED", "entry.bytes", PACKED),
     ("bucket: of any size", B, "if entries and filled + room(entry) > size:", "if False:", SHARED),
-    ("bucket: what did not fit is left out", B, "entries, parts, filled = [], [], 0", "entries, parts, filled = [], "
-     "[], 0; continue", PACKED),
     ("broadcast: the old group serves one that was started again", T, "last is not None and {own",
      "last is not None or {own", RESTARTED),
     ("broadcast: what an engine missed is not given again", T, 'if all(own["base"] == weights.base for own in '

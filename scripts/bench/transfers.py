@@ -1,10 +1,11 @@
 """Seconds in which vLLM's servers get new weights, through a folder and broadcast.
 
-    .venv/bin/python scripts/bench/transfers.py [--rounds 7] [--servers 2] [--width 512] [--layers 8] [--exchange FOLDER]
+    .venv/bin/python scripts/bench/transfers.py [--rounds 7] [--servers 2] [--width 512] [--layers 8] [--exchange X]
 
 Each way has servers of its own, on this host, and both take turns with the same weights. A round is a synchronisation:
 all tensors from the trained model to all servers, which empty their caches; without the checksums and the probe, which
-are the same for both and pass each time. Medians (least .. greatest) over rounds after the first, in which servers start.
+are the same for both and pass each time. Medians (least .. greatest) over rounds after the first, in which servers
+start.
 """
 
 from __future__ import annotations
@@ -40,14 +41,13 @@ def main() -> None:
         )
         made: dict[str, Any] = {}
         try:
-            policy, task = None, None
-            for way in WAYS:
-                config = load(CONFIG, overrides(folder, way, options))
-                task = task or build_task(config)
-                policy = policy or build_policy(config, task)
-                assert isinstance(policy, VisionLanguagePolicy)
+            configs = {way: load(CONFIG, overrides(folder, way, options)) for way in WAYS}
+            task = build_task(configs["folder"])
+            policy = build_policy(configs["folder"], task)
+            assert isinstance(policy, VisionLanguagePolicy)
+            for way, config in configs.items():
                 made[way] = build_generator(config, policy, task, ranks)
-            size = sum(p.numel() * p.element_size() for p in policy.module.parameters()) / 1e6
+            size = sum(len(p.view(-1)) * p.element_size() for p in policy.module.parameters()) / 1e6
             print(f"{size:.0f} MB of weights, {options.servers} servers, {options.threads} threads of training")
             print(table(measured(made, policy, options.rounds)))
         finally:
