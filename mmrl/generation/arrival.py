@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmrl.generation.broadcast import Late, Receiver
 from mmrl.generation.checksums import HELD, PACKED, Checksum, checksum
 
+UNLOADED = "mmrl_unloaded"  # the load format of an engine whose weights come after its start
 COPY = torch.ops.aten.copy_.default
 Place = tuple[int, tuple[int, ...]]  # the first element, and strides
 # Of the parts of a tensor: where in it, the shape, where in the layer, and whether the layer keeps a repacked copy
@@ -168,7 +170,10 @@ class Arrival:
 
     model_runner: Any
     vllm_config: Any
+    rank: int  # of this worker in its engine
     watch: Watch | None = None
+    receiver: Receiver | None = None
+    untouched = True  # no broadcast has begun to replace the numbers that the engine was filled with
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], filled: bool = True) -> None:
         """Replaces all weights; names and layout are those of the model's checkpoint. filled: the engine was filled
@@ -185,6 +190,36 @@ class Arrival:
         """`receive` from files in safetensors' format."""
         self.receive(read_folder(Path(folder)), filled=str(self.vllm_config.model_config.model) == folder)
 
+    def standing(self) -> dict[str, Any]:
+        """See `Receiver.standing`."""
+        return self._receiver().standing()
+
+    def receive_broadcast(self, rendezvous: dict[str, Any], first: int, base: str) -> None:
+        """`receive` of what the trainer broadcasts. first: the rank in the group of this engine's first worker. base:
+        the name of these weights. Raises what `Receiver.weights` does."""
+        problems: list[Exception] = []
+        receiver, before = self._receiver(), self.watch
+        receiver.join(rendezvous, first + self.rank)
+        receiver.base = None
+        coming = whole(receiver.weights(base), problems)
+        filled, self.untouched = self.untouched and self.vllm_config.load_config.load_format == UNLOADED, False
+        try:
+            self.receive(coming, filled=filled)
+            for _ in coming:  # what the engine did not ask for: the other members wait for this one
+                pass
+            if problems:
+                raise problems[0]
+            receiver.base = base
+        finally:
+            if receiver.base is None:  # the connection tells the others
+                self.watch = before
+                receiver.leave()
+
+    def _receiver(self) -> Receiver:
+        """vLLM does not call the constructor of an extension."""
+        self.receiver = self.receiver or Receiver()
+        return self.receiver
+
     def arrived(self, adapter: str | None = None) -> dict[str, Any]:
         """tensors: value, count and state of the checksum of each, by the name it came with. blank: parameters that got
         nothing. misplaced: tensors that lie otherwise than the engine's kernels read them. adapter: the folder of the
@@ -196,6 +231,15 @@ class Arrival:
             "blank": self.watch.blank(self.model_runner.get_model()),
             "misplaced": self.watch.misplaced(),
         }
+
+
+def whole(weights: Iterator[tuple[str, Tensor]], problems: list[Exception]) -> Iterator[tuple[str, Tensor]]:
+    """Ends where the rest does not come, and notes why. vLLM would keep a half of its layers on the meta device if an
+    exception went through its loader; the next weights find the engine as it should be."""
+    try:
+        yield from weights
+    except (RuntimeError, Late) as error:
+        problems.append(error)
 
 
 def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:

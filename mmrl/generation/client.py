@@ -45,6 +45,9 @@ class Weights:
         return self.base if self.adapter is None else f"{self.base}.{self.adapter.name}"
 
 
+Give = Callable[["Server", Weights], None]  # raises one of LOST, and UserError
+
+
 class Watched(HTTPAdapter):
     """Connections that end where the other host has gone silent: one without power does not say that it is gone, and a
     response may be long in coming."""
@@ -144,19 +147,29 @@ class Server:
             raise UserError(f"the vLLM server at {self.address} refuses /{path}: {status} {said}")
         return text
 
-    def refresh(self, weights: Weights, alive: Callable[[], bool] = lambda: True) -> None:
+    def refresh(self, weights: Weights, give: Give, alive: Callable[[], bool] = lambda: True) -> None:
         """Gives it the weights unless it has them, as soon as it answers. Raises UserError if it does not within
         `timeout`, if it runs and fails at it, and when it is no longer alive."""
+        self._persist(lambda: self._steps(self.version(), weights, give), alive)
+        self.suspect = False
+
+    def ask(self, method: str, alive: Callable[[], bool] = lambda: True) -> list[Any]:
+        """What `call` of a method without arguments gives, of each process, as soon as it answers. Raises UserError as
+        `refresh` does."""
+        found: list[Any] = []
+        self._persist(lambda: iter([("answer", lambda: found.extend(self.call(method)["results"]))]), alive)
+        return found
+
+    def _persist(self, steps: Callable[[], Iterator[Step]], alive: Callable[[], bool]) -> None:
         deadline, failures, pause = time.monotonic() + self.timeout, 0, PAUSE
         doing, last = "answer", "no answer"
         with self.lock:
             while alive() and time.monotonic() < deadline and failures < ATTEMPTS:
                 try:
                     doing = "answer"
-                    for step in self._steps(self.version(), weights):
+                    for step in steps():
                         doing = step[0]
                         step[1]()
-                    self.suspect = False
                     return
                 except LOST as error:
                     failures += isinstance(error, Failed)
@@ -171,14 +184,13 @@ class Server:
         how = f"failed {failures} times" if failures == ATTEMPTS else "ended when it was"
         raise UserError(f"the vLLM server at {self.address} {how} to {doing} ({last})")
 
-    def _steps(self, old: str, weights: Weights) -> Iterator[Step]:
+    def _steps(self, old: str, weights: Weights, give: Give) -> Iterator[Step]:
         """From the version `old` to the wanted one."""
         base, _, adapter = old.partition(".")
         if old == weights.version:
             return
         if base != weights.base:
-            folder = {"folder": str(weights.folder)}
-            yield "take the weights", lambda: self.call("receive_folder", **folder)
+            yield "take the weights", lambda: give(self, weights)
         if weights.adapter is not None:
             given = {"lora_name": weights.version, "lora_path": str(weights.adapter), "load_inplace": True}
             yield "take the LoRA", lambda: self.post("v1/load_lora_adapter", given)

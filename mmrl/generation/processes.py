@@ -37,6 +37,7 @@ class Process:
     device: int = 0  # the first of its GPUs, as torch counts in this process
     running: subprocess.Popen | Placed | None = None
     failures: int = 0  # how often it ended since all engines last had the same weights
+    loading: dict[str, Any] = field(default_factory=dict)  # arguments that say how its weights come
 
     def start(self, model: Path) -> None:
         host, port = self.address.removeprefix("http://").rsplit(":", 1)
@@ -60,7 +61,7 @@ class Process:
         own |= {"enable_scale_out": True, "disable_uvicorn_access_log": True, "middleware": MIDDLEWARE}
         if self.options.tensor_parallel == 1:
             own["distributed_executor_backend"] = "uni"  # a process less
-        return ["-m", "mmrl.generation.serve", *command_line(own | self.options.arguments())]
+        return ["-m", "mmrl.generation.serve", *command_line(own | self.options.arguments() | self.loading)]
 
     def environment(self) -> dict[str, str]:
         found = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING", KEY: self.key}

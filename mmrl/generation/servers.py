@@ -1,6 +1,6 @@
 """vLLM's servers: engines in processes of their own, started here, placed by Ray or given by address, each a replica.
 
-They are talked to over HTTP, tokens in and tokens out. Weights go through a folder that all of them can read.
+They are talked to over HTTP, tokens in and tokens out. Weights go as `mmrl.generation.transfer` says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,10 +32,11 @@ from mmrl.generation.access import KEY
 from mmrl.generation.answers import Answer, BadAnswer
 from mmrl.generation.checksums import Report, report
 from mmrl.generation.client import ATTEMPTS, LOST, PAUSE, Failed, Server, Weights
-from mmrl.generation.exchange import Exchange, remove_abandoned, write_weights
+from mmrl.generation.exchange import Exchange, remove_abandoned
 from mmrl.generation.processes import PlacedProcess, Process, devices_of
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.settings import VLLMServer
+from mmrl.generation.transfer import Broadcast, Folder, Transfer, unwritten
 from mmrl.generation.vllm import (
     EngineOptions,
     Request,
@@ -52,7 +53,7 @@ class Servers:
     """Engines that share the requests of a batch: each takes the next one when it has room, so a slow one holds nobody
     up. What an engine had when it died is asked again elsewhere. Engines that were started here are started again.
 
-    Methods marked collective are called by all ranks. Rank 0 starts engines, writes weights and looks after both.
+    Methods marked collective are called by all ranks. Rank 0 starts engines, gives weights and looks after both.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class Servers:
         rank: int = 0,
         say: Callable[[str], None] = print,
     ) -> None:
-        """Collective. folder: for weights, readable by all servers. options: their settings are a `VLLMServer`.
-        describe: writes the configuration and the processor of the model into a folder. gather: a value of each rank.
+        """Collective. folder: for what engines read, be it weights or what they start from; all servers can read it.
+        options: their settings are a `VLLMServer`. describe: writes the configuration and the processor of the model
+        into a folder. gather: a value of each rank.
 
         Raises UserError where vLLM has to be started and is not installed, and where there is no such cluster.
         """
@@ -102,6 +104,12 @@ class Servers:
         self.number = self.adapters = 0  # of the weights, and of LoRAs on them
         self.restarts = self.asked_again = 0
         self.answered = [0] * len(self.servers)
+        self.transfer: Transfer = Folder(self.exchange, describe)
+        if settings.transfer == "broadcast":
+            self.transfer = Broadcast(self.exchange, describe, self.servers, timeout=timeout, rank=rank, say=say)
+        for process in self.processes:
+            process.loading = self.transfer.arguments()
+        self._giving = threading.Lock()  # of weights to all engines, or to one that was started again
         self._closed = threading.Event()
         self._keeper = threading.Thread(target=self._keep_alive, daemon=True)
 
@@ -129,9 +137,12 @@ class Servers:
     @property
     def current(self) -> Weights:
         """What engines have or are about to get."""
+        return self._weights(self.number)
+
+    def _weights(self, number: int) -> Weights:
         folder = self.exchange.path
         adapter = folder / f"adapter-{self.adapters}" if self.adapters else None
-        return Weights(f"{self.run}-{self.number}", folder / f"weights-{self.number}", adapter)
+        return Weights(f"{self.run}-{number}", folder / f"weights-{number}", adapter)
 
     @property
     def replicas(self) -> Sequence[Replica]:
@@ -141,19 +152,26 @@ class Servers:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Collective. Replace the weights of all engines; see `VLLM.load`. Raises UserError on every rank."""
-        weights, problem = iter(weights), None
-        if self.rank == 0:
-            coming = self.exchange.path / f"weights-{self.number + 1}"
-            try:
-                self.exchange.claim()
-                write_weights(coming, weights)
-                self.describe(coming)
-            except (OSError, SafetensorError) as error:
-                problem = unwritten(coming, error)
-        for _ in weights:  # parts may have to be gathered from all ranks
-            pass
-        self.number += 1
-        self._share(problem, self.exchange.path / f"weights-{self.number - 1}")
+        weights, problem, before = iter(weights), None, self.current.folder
+        with self._giving:
+            if self.rank == 0:
+                problem = self._tried(partial(self.transfer.prepare, weights, self._weights(self.number + 1)))
+            self.number += 1
+            if self.rank == 0 and problem is None:
+                problem = self._tried(self._start) or self._tried(
+                    partial(self.transfer.send, weights, self.current, self._bearable)
+                )
+            for _ in weights:  # parts may have to be gathered from all ranks
+                pass
+            self._share(problem, before)
+
+    def _tried(self, step: Callable[[], None]) -> str | None:
+        """What went wrong."""
+        try:
+            step()
+        except (UserError, ConnectionError) as error:
+            return f"{error}{self._last_words()}"
+        return None
 
     def adapt(self, write: Callable[[Path | None], None]) -> None:
         """Collective. Replace the LoRA of all engines; see `VLLM.adapt`. `write` is a collective too, and writes where
@@ -163,8 +181,9 @@ class Servers:
             write(coming if self.rank == 0 else None)
         except (OSError, SafetensorError) as error:
             problem = unwritten(coming, error)
-        self.adapters += 1
-        self._share(problem, self.exchange.path / f"adapter-{self.adapters - 1}")
+        with self._giving:
+            self.adapters += 1
+            self._share(problem, self.exchange.path / f"adapter-{self.adapters - 1}")
 
     def _share(self, problem: str | None, before: Path) -> None:
         """Gives engines what was written, unless there was a problem. before: what is not needed after that."""
@@ -188,29 +207,33 @@ class Servers:
                 return report(server.call("arrived", adapter=adapter and str(adapter))["results"])
             except LOST as error:  # it may have been started again
                 last = " ".join(str(error).split())[:300]
-                server.refresh(self.current, self._bearable)
+                self._refresh(server, self._bearable)
             except (LookupError, TypeError, ValueError) as error:
                 last = repr(error)
         raise UserError(f"the vLLM server at {server.address} does not tell what weights it has ({last})")
 
-    def _give(self) -> str | None:
-        """What went wrong."""
+    def _start(self) -> None:
+        """Engines that do not run yet. Raises UserError and ConnectionError, see `Process.start`."""
         new = [process for process in self.processes if process.running is None]
-        try:
-            with ThreadPoolExecutor(max(1, len(new))) as pool:
-                list(pool.map(lambda process: process.start(self.current.folder), new))
-        except (UserError, ConnectionError) as error:
-            return str(error)
+        with ThreadPoolExecutor(max(1, len(new))) as pool:
+            list(pool.map(lambda process: process.start(self.transfer.model(self.current)), new))
         if self.processes and not self._keeper.is_alive():
             self._keeper.start()
-        try:
-            with ThreadPoolExecutor(len(self.servers)) as pool:  # each reads the weights in its own time
-                list(pool.map(lambda server: server.refresh(self.current, self._bearable), self.servers))
-        except UserError as error:
-            return f"{error}{self._last_words()}"
+
+    def _refresh(self, server: Server, alive: Callable[[], bool]) -> None:
+        server.refresh(self.current, self.transfer.give, alive)
+
+    def _give(self) -> str | None:
+        """What went wrong."""
+        if problem := self._tried(self._refresh_all):
+            return problem
         for process in self.processes:
             process.failures = 0
         return None
+
+    def _refresh_all(self) -> None:
+        with ThreadPoolExecutor(len(self.servers)) as pool:  # each takes the weights in its own time
+            list(pool.map(lambda server: self._refresh(server, self._bearable), self.servers))
 
     def _bearable(self) -> bool:
         """Whether an engine still may come up: one that ends each time it is started does not."""
@@ -221,17 +244,24 @@ class Servers:
         return "".join(f"; {process.state()}" for process in failing[:1])
 
     def _keep_alive(self) -> None:
-        """Starts engines again that have ended, with the weights of now."""
+        """Starts engines again that have ended, and gives them the weights of now: other ranks may wait for that."""
         while not self._closed.wait(PAUSE):
-            for process in self.processes:
+            for process, server in zip(self.processes, self.servers, strict=True):
                 if process.ended() and self._bearable() and not self._closed.is_set():
                     self.restarts += 1
                     self.say(f"the vLLM server at {process.address} ended; starting it again ({process.log})")
                     try:
-                        process.start(self.current.folder)
+                        process.start(self.transfer.model(self.current))
                     except (UserError, ConnectionError) as error:  # no host has room
                         with process.log.open("a") as file:
                             file.write(f"Error: {error}\n")
+                    else:
+                        threading.Thread(target=self._bring_up_to_date, args=(server,), daemon=True).start()
+
+    def _bring_up_to_date(self, server: Server) -> None:
+        """What goes wrong is met again, and said, by who asks this engine next."""
+        with self._giving, suppress(UserError):
+            self._refresh(server, lambda: self._bearable() and not self._closed.is_set())
 
     # --- generation ---
 
@@ -280,7 +310,7 @@ class Servers:
         while number not in batch.lost and (place := batch.take(server)) is not None:
             try:
                 if server.suspect:
-                    server.refresh(self.current, hopeful)
+                    self._refresh(server, hopeful)
             except UserError as error:
                 batch.give_back(place)
                 batch.lost[number] = error
@@ -328,6 +358,7 @@ class Servers:
         self._closed.set()
         for process in self.processes:
             process.stop()
+        self.transfer.close()
         if self.rank == 0:
             self.exchange.clear()
 
@@ -420,10 +451,6 @@ def data_url(image: Any) -> str:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-def unwritten(path: Path, error: Exception) -> str:
-    return f"{path} can not be written ({error}); rollout.generator.exchange names another folder"
 
 
 def free_port(host: str) -> int:

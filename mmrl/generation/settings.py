@@ -149,6 +149,11 @@ class VLLMServer(VLLMGenerator):
     exchange: str | None = option(
         None, "folder for weights that all engines can read; default: RUN/engines; /dev/shm is fast"
     )
+    transfer: Literal["folder", "broadcast"] = option(
+        "folder",
+        "how weights get to the engines: as files in `exchange`, or from rank 0 through a process group (NCCL between "
+        "GPUs, else gloo), for which that keeps a copy of them in its host's memory",
+    )
     in_flight: int = option(32, "prompts, with their groups, that a rank leaves with one engine at a time", ge=1)
     timeout: float = option(600.0, "the longest that a start, new weights or a response may take", unit="s", gt=0)
     async_steps: Literal[0, 1] = option(

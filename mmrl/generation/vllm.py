@@ -3,6 +3,7 @@ engines in processes of their own; `mmrl.policies.vlm.synced` gives either the w
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.generation.answers import Answer, BadAnswer, check, recorded
-from mmrl.generation.arrival import ramp
+from mmrl.generation.arrival import UNLOADED
 from mmrl.generation.checksums import Report, report
 from mmrl.generation.rest import Rest
 from mmrl.generation.sampling import Sampling
@@ -36,7 +37,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 GIB = 2**30
-UNLOADED = "mmrl_unloaded"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA that vLLM has room for
 TESTED = "0.32"  # versions of vLLM that this was written for
 WRAPPERS = ("Engine core initialization failed", "For further information visit")  # say nothing themselves
@@ -250,6 +250,8 @@ class VLLM:
         os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
         try:
             import vllm
+
+            importlib.import_module("mmrl.generation.unloaded")  # it registers the load format
         except ImportError as error:
             raise UserError(
                 f"vLLM can not be imported ({last_error(str(error))}); {versions()}, or set "
@@ -265,7 +267,7 @@ class VLLM:
             with torch.random.fork_rng():  # vLLM seeds torch
                 self.llm = vllm.LLM(
                     str(folder),
-                    load_format=_unloaded(),
+                    load_format=UNLOADED,
                     distributed_executor_backend="external_launcher",
                     enable_sleep_mode=gpu,
                     **options.arguments(),
@@ -390,25 +392,6 @@ def _cause(error: Exception) -> str:
     said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     line = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), repr(error))
     return shortened(line)
-
-
-def _unloaded() -> str:
-    """The load format of an engine whose weights come with the first synchronisation. vLLM's own "dummy" writes random
-    numbers into buffers too, which no synchronisation brings back."""
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-
-    class Unloaded(BaseModelLoader):
-        def download_model(self, model_config: Any) -> None:
-            pass
-
-        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.copy_(ramp(parameter))
-
-    register_model_loader(UNLOADED)(Unloaded)
-    return UNLOADED
 
 
 def _answer(choice: Any) -> Answer:

@@ -11,6 +11,9 @@ from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from mmrl.generation.arrival import read_folder
+from mmrl.generation.broadcast import Late, Receiver
+from mmrl.generation.checksums import checksum
 from mmrl.placement import end_with_parent
 
 VOCABULARY, SUPPRESSED, END = 1000, 7, 999  # that requests of tests have
@@ -22,6 +25,7 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
     version, folder, kind, key = "none", None, "", None
     asked = 0  # requests for responses
+    receiver, tensors = None, None  # of weights that are broadcast
 
     def handle_error(self, request, client_address):  # a client that has gone
         pass
@@ -88,10 +92,11 @@ FIRST_TABLE = [*list(KINDS)[:17], *ON_THE_WIRE[:2]]
 @cache
 def held(folder):
     """Checksums of what lies in it, as an engine would have it."""
-    from mmrl.generation.arrival import read_folder
-    from mmrl.generation.checksums import checksum
+    return sums(read_folder(Path(folder)))
 
-    found = {name: checksum(value) for name, value in read_folder(Path(folder))}
+
+def sums(weights):
+    found = {name: checksum(value) for name, value in weights}
     return {name: [own.value, own.count, own.state] for name, own in found.items()}
 
 
@@ -116,13 +121,33 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(b"Success: done.", "text/plain")  # as vLLM does for adapters
 
     def call(self, method, arguments):
-        if method == "receive_folder":
+        if method == "standing":
+            self.server.receiver = self.server.receiver or Receiver()
+            self.answer({"results": [self.server.receiver.standing()]})
+        elif method == "receive_broadcast":
+            self.receive(**arguments)
+        elif method == "receive_folder":
             self.server.folder = arguments["folder"]
             held.cache_clear()
             self.answer({"results": [None]})
         else:
-            tensors = held(self.server.folder)
+            tensors = self.server.tensors if self.server.folder is None else held(self.server.folder)
             self.answer({"results": [{"tensors": tensors, "blank": [], "misplaced": []}]})
+
+    def receive(self, rendezvous, first, base):
+        """As `Arrival.receive_broadcast`."""
+        if self.server.kind == "takes part in no broadcast":
+            time.sleep(3600)
+        receiver = self.server.receiver
+        try:
+            receiver.join(rendezvous, first)
+            self.server.tensors = sums(receiver.weights(base))
+        except (RuntimeError, Late) as error:
+            receiver.leave()
+            self.answer((500, json.dumps({"error": str(error)}).encode()))
+        else:
+            receiver.base = base
+            self.answer({"results": [None]})
 
     def generate(self, body):
         self.server.asked += 1

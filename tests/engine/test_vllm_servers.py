@@ -183,7 +183,7 @@ class Scripted(Server):
     def post(self, path, body):
         return self.answer(body)
 
-    def refresh(self, weights, hopeful):
+    def refresh(self, weights, give, hopeful):
         raise UserError("it did not come back")
 
 

@@ -150,6 +150,10 @@ class Told(Server):
         return answer
 
 
+def read_there(server, weights):
+    server.call("receive_folder", folder=str(weights.folder))
+
+
 @pytest.fixture
 def weights(tmp_path):
     return Weights("run-2", tmp_path / "weights-2", tmp_path / "adapter-1")
@@ -171,17 +175,17 @@ def test_a_wait_names_the_server_and_what_it_was_to_do(weights, path, doing, mon
     monkeypatch.setattr(client, "PAUSE", 0.1)
     lost = Told(**OLD | {path: requests.ConnectionError("gone")})
     with pytest.raises(UserError, match=f"server at http://told did not {doing} within rollout.generator.timeout=1 s"):
-        lost.refresh(weights)
+        lost.refresh(weights, read_there)
     failing = Told(**OLD | {path: Failed("500 no room")})
     with pytest.raises(UserError, match=rf"failed 3 times to {doing} \(500 no room\)"):
-        failing.refresh(weights)
+        failing.refresh(weights, read_there)
     assert failing.asked.count("weight_info") == ATTEMPTS
 
 
 def test_one_that_ends_is_not_waited_for(weights):
     alive = iter([True, False, False, False])
     with pytest.raises(UserError, match="ended when it was to answer"):
-        Told(weight_info=requests.ConnectionError("refused")).refresh(weights, lambda: next(alive))
+        Told(weight_info=requests.ConnectionError("refused")).refresh(weights, read_there, lambda: next(alive))
 
 
 def test_a_server_that_was_started_again_gets_the_weights_before_it_is_asked_for_them(tmp_path, monkeypatch):
@@ -213,7 +217,7 @@ def test_what_a_server_is_told_from_version_to_version(weights):
         "run-1": ["collective_rpc", "load_lora_adapter", *3 * ["cache"], "update_weight_version"],
     }.items():
         server = Told(weight_info={"weight_version": old})
-        server.refresh(weights)
+        server.refresh(weights, read_there)
         found = [path.split("/")[-1] for path in server.asked[1:]]
         assert [("cache" if path.startswith("reset_") else path) for path in found] == paths
 

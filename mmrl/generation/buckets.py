@@ -1,0 +1,72 @@
+"""Tensors packed into buckets: small ones travel together, and what lies in a bucket is told before it comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SIZE = 64 * 2**20  # bytes of a bucket; a tensor that is larger has one of its own
+ALIGNED = 16  # bytes; a tensor that starts at a multiple can be viewed as any dtype
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a bucket."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Without the gap that follows it."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Bucket:
+    entries: Sequence[Entry]
+    payload: Tensor  # [byte] uint8: the tensors one after the other, each from a multiple of ALIGNED on
+
+    def header(self) -> str:
+        """What `read_header` reads."""
+        return json.dumps([[e.name, str(e.dtype).removeprefix("torch."), e.shape] for e in self.entries])
+
+
+def read_header(text: str) -> list[Entry]:
+    return [Entry(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in json.loads(text)]
+
+
+def packed(weights: Iterable[tuple[str, Tensor]], size: int = SIZE) -> Iterator[Bucket]:
+    """Buckets of about `size` bytes, in order. The iterable is advanced when the next bucket is asked for."""
+    entries: list[Entry] = []
+    parts: list[Tensor] = []
+    filled = 0
+    for name, value in weights:
+        entry = Entry(name, value.dtype, tuple(value.shape))
+        if entries and filled + room(entry) > size:
+            yield Bucket(entries, torch.cat(parts))
+            entries, parts, filled = [], [], 0
+        own = value.detach().contiguous().view(-1).view(torch.uint8)
+        entries.append(entry)
+        parts += [own, own.new_zeros(room(entry) - entry.bytes)]
+        filled += room(entry)
+    if entries:
+        yield Bucket(entries, torch.cat(parts))
+
+
+def unpacked(entries: Sequence[Entry], payload: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a bucket, as views of its payload."""
+    start = 0
+    for entry in entries:
+        yield entry.name, payload[start : start + entry.bytes].view(entry.dtype).view(entry.shape)
+        start += room(entry)
+
+
+def room(entry: Entry) -> int:
+    """Bytes from the start of a tensor to that of the next one."""
+    return -(-entry.bytes // ALIGNED) * ALIGNED
