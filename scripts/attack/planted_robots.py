@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 C, D = "sims/mujoco/control.py", "tasks/manipulation/episodes.py"
+SMALL, LOOKS = "mmrl/policies/vla/small.py", ("policies/vla/test_small.py",)
 CONTROLS, SHOWN = ("sims/test_tabletop.py",), ("tasks/test_manipulation.py",)
 
 # fmt: off
@@ -28,4 +29,11 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "self.perturbation, self.perturbation_length)", "self.perturbation)", SHOWN),
     ("small networks: they bring transformers along", "tasks/manipulation/tiny_model.py",
      "import small, states_only", "import small, states_only, vision_language", ("policies/vla/test_states.py",)),
+    ("normalise: what the prompt made of it", SMALL, "h = (F.instance_norm(h) if self.config.normalise else h) * (1 + scale) + shift",
+     "h = F.instance_norm(h * (1 + scale) + shift) if self.config.normalise else h * (1 + scale) + shift", LOOKS),
+    ("normalise: not where places are read", SMALL, "F.instance_norm(h) if self.config.normalise",
+     "F.instance_norm(h) if self.config.normalise and layer < 2", LOOKS),
+    ("normalise: nothing", SMALL, "F.instance_norm(h) if self.config.normalise", "h if self.config.normalise", LOOKS),
+    ("normalise: always", SMALL, "F.instance_norm(h) if self.config.normalise else h", "F.instance_norm(h)", LOOKS),
+    ("normalise: from the start on", SMALL, "normalise: bool = False", "normalise: bool = True", LOOKS),
 ]
