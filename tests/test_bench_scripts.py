@@ -210,11 +210,11 @@ def test_every_recipe_for_robots_is_composed(composed, table, tmp_path):
     rows = table(manipulation, "--seeds", 1, "--runs", tmp_path, "--recipes", ",".join(manipulation.RECIPES), "steps=3")
     assert [row[0] for row in rows] == list(manipulation.RECIPES)
     assert {tuple(row[1:4]) for row in rows} == {("0", "0.250", "0.750")}
-    assert [row[5] for row in rows] == ["0.125"] * 7 + [""] * 2
+    assert [row[5] for row in rows] == ["0.125"] * 9 + [""] * 2
     assert not (tmp_path / "token-0" / "checkpoints").exists()
     assert {config.steps for config in composed.configs.values()} == {3}
     told = [config.task.instructions for run, config in composed.configs.items() if run.startswith("eval")]
-    assert told == ["shuffled"] * 7
+    assert told == ["shuffled"] * 9
     flow_base = composed.configs[str(tmp_path / "flow-0")].model.path
     assert flow_base == str(tmp_path / "base-flow-0" / "final")
 
@@ -277,7 +277,8 @@ def test_generation_is_measured_with_the_engine_that_was_asked_for(placement):
 @pytest.fixture
 def bench_options(tmp_path):
     given = {"arm": "mmrl", "base": "B", "out": tmp_path / "out", "seed": 3, "steps": 4, "threads": 1, "lr": 2e-4}
-    return argparse.Namespace(**given, held_out=7)
+    asked = {"prompts": 8, "group": 4, "length": 6, "cells": 3, "scale": 2}
+    return argparse.Namespace(**given, **asked, held_out=7)
 
 
 def test_the_arms_of_the_comparison_with_trl_get_the_questions_that_mmrl_draws(bench_options, monkeypatch):
@@ -291,7 +292,9 @@ def test_the_arms_of_the_comparison_with_trl_get_the_questions_that_mmrl_draws(b
     monkeypatch.setattr("mmrl.trainer.Trainer", Trainer)  # puts back what the script replaces
     assert visual_qa.train_mmrl(bench_options)[2] == [0.5] * 4
     config = made[0]
-    assert (config.algorithm.type, config.group_size, config.engine.micro_batch) == ("grpo", 8, 128)
+    assert (config.algorithm.type, config.group_size, config.engine.micro_batch) == ("grpo", 4, 32)
+    assert (config.rollout.prompts, config.rollout.max_response_length.value) == (8, 6)
+    assert (config.task.data.cells, config.task.data.scale) == (3, 2)
     assert config.checkpoint.every == config.log.samples_every == 0  # TRL saves nothing either
     task, prompts = visual_qa.questions(bench_options)
     own, order = config.task.build(config.seed), config.rollout.sampler.model_copy(deep=True)
@@ -300,7 +303,7 @@ def test_the_arms_of_the_comparison_with_trl_get_the_questions_that_mmrl_draws(b
     assert [p.id for p in prompts] == [p.id for p in expected]
     assert [(p.text, p.answer) for p in prompts] == [(p.text, p.answer) for p in expected]
     assert all(np.array_equal(p.images[0], e.images[0]) for p, e in zip(prompts, expected, strict=True))
-    assert visual_qa.score(task, prompts[:2], [prompts[0].answer, "wrong"]) == [1.0, 0.0]
+    assert visual_qa.score(task, prompts[:2], [prompts[0].answer, "wrong"], 6) == [1.0, 0.0]
 
 
 def test_the_comparison_with_trl_evaluates_all_arms_on_the_same_questions(
@@ -320,7 +323,7 @@ def test_the_comparison_with_trl_evaluates_all_arms_on_the_same_questions(
     assert visual_qa.measure("plain", base, 3, bench_options) == {"peak_mib": 1.0, "accuracy": 0.125}
     evaluated = composed.configs[f"eval {tmp_path / 'runs' / 'plain' / 'final'}"]
     assert evaluated.evaluation.prompts == 7
-    assert plain(evaluated.task)["data"] | visual_qa.DATA == plain(evaluated.task)["data"]
+    assert plain(evaluated.task)["data"] | visual_qa.data(bench_options) == plain(evaluated.task)["data"]
 
 
 def test_the_price_of_each_way_to_train_a_flow_model_is_counted(table):
