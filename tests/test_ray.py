@@ -285,7 +285,7 @@ class Ranks:
     """Two ranks as threads of this process; what one raises the other does not wait for."""
 
     def __init__(self):
-        self.barrier, self.values = threading.Barrier(2, timeout=SOON), [None, None]
+        self.barrier, self.values = threading.Barrier(2, timeout=3 * SOON), [None, None]
 
     def gather(self, rank, value):
         self.values[rank] = value
