@@ -113,14 +113,17 @@ def test_the_ratio_is_exactly_one_before_the_first_update(warm, tmp_path):
 
 
 def test_dry_run_prints_the_arithmetic_and_keeps_nothing(tmp_path):
-    grpo = [*GRPO, "algorithm.minibatches=2", "engine.micro_batch=6"]
+    grpo = [*GRPO, "algorithm.minibatches=2", "engine.micro_batch=6", "engine.micro_tokens=90"]
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     arguments = ["train", WARM_START, *TINY, *grpo, f"run_dir={tmp_path / 'run'}", "--dry-run"]
     result = mmrl(tmp_path, *arguments, TMPDIR=str(scratch))
     assert (result.code, result.err) == (0, "")
     assert "prompts 8 x group size 4 = 32 rollouts" in result.out
-    assert "32 rollouts = 1 ranks x 2 minibatches x 16 rollouts, replayed as 3 micro-batches of up to 6" in result.out
+    assert (
+        "32 rollouts = 1 ranks x 2 minibatches x 16 rollouts, replayed as 3 micro-batches of up to 6, "
+        "or more of up to 90 tokens\n"
+    ) in result.out
     assert "MiB" in result.out and "step 1/1" in result.out
     assert not (tmp_path / "run").exists() and list(scratch.iterdir()) == []
 

@@ -272,6 +272,25 @@ def test_vllm_takes_its_share_while_rollouts_are_made():
     assert own.training["logits chunk"] == 1024 * 151936 * 4 * 2
 
 
+def test_a_bound_on_tokens_is_a_bound_on_long_responses():
+    """The longest response is of 3072 tokens, prompt included."""
+    make = maker("visual_qa_geometry3k", QWEN3, "engine.micro_batch=4")
+    told = {
+        setting: described(make([setting]), QWEN3, 8, BIG, PEAKS).training
+        for setting in (
+            "engine.micro_batch=1",
+            "engine.micro_tokens=3072",
+            "engine.micro_batch=2",
+            "engine.micro_tokens=7000",
+        )
+    }
+    assert told["engine.micro_tokens=3072"] == told["engine.micro_batch=1"]
+    assert told["engine.micro_tokens=7000"] == told["engine.micro_batch=2"]
+    assert told["engine.micro_batch=2"]["activations"] > told["engine.micro_batch=1"]["activations"]
+    assert "engine.micro_tokens=3500" in moves(make(["engine.micro_tokens=7000"]), 8)
+    assert not [move for move in moves(make(["engine.micro_tokens=1"]), 8) if "micro_tokens" in move]
+
+
 @pytest.mark.slow
 def test_looks_are_computed_in_parts():
     pytest.importorskip("timm")

@@ -31,6 +31,7 @@ from tests.engine.parts import call, metrics
 from tests.processes import SOON, environment, family, gone, running
 from tests.sims.alike import assert_alike
 from tests.sims.trouble import DIE, HANG
+from tests.threads import together
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install -e '.[ray]'"
@@ -295,23 +296,7 @@ class Ranks:
         return found
 
     def both(self, function):
-        found, errors = [None, None], []
-
-        def run(rank):
-            try:
-                found[rank] = function(rank)
-            except Exception as error:
-                errors.append(error)
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return found
+        return together(function, range(2), self.barrier)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ SWAPS, PLANS, JOINTS = ("core/test_balance.py",), ("test_balance.py",), ("joints
 RUNS = ("engine/test_balance.py",)
 PARTITION, CUTS = "mmrl/core/partition.py", ("core/test_partition.py",)
 CORE, B, P = "mmrl/core/balance.py", "mmrl/balance.py", "mmrl/preparation.py"
+PLAN = ("test_gpu_memory.py::test_a_bound_on_tokens_is_a_bound_on_long_responses",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -55,4 +56,11 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "sizes, sizes, group", RUNS),
     ("background: the renaming waits for the disk", "mmrl/checkpoints/writing.py", "            files.sync(path)",
      "            #", ("test_checkpoints.py",)),
+    ("plan: a bound on tokens counts for nothing", "mmrl/policies/vlm/settings.py",
+     "return rows if self.micro_tokens is None else", "return rows if True else", PLAN),
+    ("plan: activations of all rollouts", "mmrl/policies/vlm/blueprint.py", "read(model, engine.longest_at_once(rows, length)",
+     "read(model, rows", PLAN),
+    ("plan: fewer tokens are not offered", "mmrl/memory_plan.py", "micro_tokens={engine['micro_tokens'] // 2}",
+     "micro_tokens={engine['micro_tokens']}", PLAN),
+    ("plan: the dry run hides the bound", "mmrl/cli.py", '"" if tokens is None else', '"" if True else', ("test_cli.py",)),
 ]

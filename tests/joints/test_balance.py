@@ -1,12 +1,11 @@
 """Two ranks exchange groups, from `engine.balance` to the gradient."""
 
-import threading
-
 import pytest
 
 from mmrl.errors import UserError
 from tests.joints.parts import Table, close
 from tests.joints.test_ranks import Exchange, Rank
+from tests.threads import together
 
 # Decisions of a group: 6, 5, 2 and 3. The first rank draws the long ones.
 LOGP = [[-0.5, -1.0, -0.2], [-2.0, -0.3, -1.0], [-1.0, -0.4, -0.9], [-3.0, -0.1], [-1.5], [-0.2], [-0.7], [-0.8, -0.6]]
@@ -29,7 +28,7 @@ class Exchanging(Rank):
 
 def learned(given, *overrides, step=0):
     """Both ranks, each in a thread, prepared and after an update with every minibatch."""
-    meeting, jobs, problems = Exchange(), [], []
+    meeting, jobs = Exchange(), []
     for rank in range(2):
         made = given(Table(**TABLE), "rollout.prompts=4", *overrides, world=2, rank=rank)
         engine = made.trainer.engine
@@ -37,22 +36,12 @@ def learned(given, *overrides, step=0):
         jobs.append(made)
 
     def work(made):
-        try:
-            made.prepare(made.table.rollouts(RANKS[made.trainer.engine.rank]), step)
-            for number in range(len(made.minibatches)):
-                made.learn(number)
-            made.values = made.metrics.result()
-        except Exception as problem:
-            problems.append(problem)
-            meeting.barrier.abort()
+        made.prepare(made.table.rollouts(RANKS[made.trainer.engine.rank]), step)
+        for number in range(len(made.minibatches)):
+            made.learn(number)
+        made.values = made.metrics.result()
 
-    threads = [threading.Thread(target=work, args=(made,)) for made in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if problems:
-        raise problems[0]
+    together(work, jobs, meeting.barrier)
     return jobs
 
 

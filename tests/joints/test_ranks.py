@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.joints.parts import Ledger, Table, close
+from tests.threads import together
 
 
 class Exchange:
@@ -55,23 +56,12 @@ def shared(given, *overrides):
         made.trainer.engine.__class__ = Rank
         made.trainer.engine.exchange = exchange
         jobs.append(made)
-    problems = []
 
     def work(made):
-        try:
-            made.prepare()
-            made.learn()
-        except Exception as problem:
-            problems.append(problem)
-            exchange.barrier.abort()
+        made.prepare()
+        made.learn()
 
-    threads = [threading.Thread(target=work, args=(made,)) for made in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if problems:
-        raise problems[0]
+    together(work, jobs, exchange.barrier)
     return gathered(jobs)
 
 

@@ -46,8 +46,8 @@ class SmallBackbone(Backbone):
     (FiLM, arXiv 1709.07871); where each channel is strongest (spatial softmax, arXiv 1504.00702) is one token, which a
     transformer reads with the words. Without channels it reads words only, for simulators that show no pictures.
 
-    Normalised (arXiv 1607.08022), it learns where several things are in about half as many batches: otherwise the third
-    convolution's outputs begin so small that no place stands out."""
+    Normalised (arXiv 1607.08022), it finds several things at once after fewer batches (`scripts/bench/robots.md`):
+    otherwise the third convolution's outputs begin so small that no place stands out."""
 
     def __init__(self, config: SmallConfig) -> None:
         super().__init__()
