@@ -58,9 +58,11 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "            #", ("test_checkpoints.py",)),
     ("plan: a bound on tokens counts for nothing", "mmrl/policies/vlm/settings.py",
      "return rows if self.micro_tokens is None else", "return rows if True else", PLAN),
-    ("plan: activations of all rollouts", "mmrl/policies/vlm/blueprint.py", "read(model, engine.longest_at_once(rows, length)",
+    ("plan: activations of all rollouts", "mmrl/policies/vlm/blueprint.py",
+     "read(model, engine.longest_at_once(rows, length)",
      "read(model, rows", PLAN),
     ("plan: fewer tokens are not offered", "mmrl/memory_plan.py", "micro_tokens={engine['micro_tokens'] // 2}",
      "micro_tokens={engine['micro_tokens']}", PLAN),
-    ("plan: the dry run hides the bound", "mmrl/cli.py", '"" if tokens is None else', '"" if True else', ("test_cli.py",)),
+    ("plan: the dry run hides the bound", "mmrl/cli.py", '"" if tokens is None else', '"" if True else',
+     ("test_cli.py",)),
 ]
