@@ -25,13 +25,16 @@ from mmrl.generation import servers as engines
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.settings import VLLMServer
 from mmrl.generation.vllm import EngineOptions, Request
-from mmrl.placement import Cluster
+from mmrl.placement import Cluster, Placed
+from mmrl.workers.handles import Handle
+from mmrl.workers.wire import decode
 from tests.engine import vllm_workers
-from tests.engine.parts import call, metrics
+from tests.engine.parts import IMAGES, call, metrics
 from tests.processes import SOON, environment, family, gone, running
 from tests.sims.alike import assert_alike
 from tests.sims.trouble import DIE, HANG
 from tests.threads import together
+from tests.workers.runs import alike, run
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install -e '.[ray]'"
@@ -277,6 +280,31 @@ print(*family(*sim.simulator.pids), flush=True)
     _, said = trainer.communicate(timeout=SOON)
     assert gone(orphans)  # neither the idle one nor the one that hangs
     assert said == "" if how == signal.SIGKILL else said.rstrip().endswith("KeyboardInterrupt")  # no chatter
+
+
+# --- policies that sample ---
+
+
+def test_rollout_workers_on_another_host_make_what_training_would(nodes, tmp_path, monkeypatch):
+    """Its host is lost in the second step, and it goes on on another one."""
+    asked, ask = [], Handle.ask
+
+    def losing(handle, message, seconds):
+        assert isinstance(handle._running, Placed)
+        if "rollout" in decode(message):
+            asked.append(handle._running.pid)
+            if len(asked) == 2:
+                nodes.lose(nodes.of(asked[1]))
+                assert gone(asked[1:])
+        return ask(handle, message, seconds)
+
+    plain = run(tmp_path / "plain", "steps=3", base=IMAGES)
+    monkeypatch.setattr(Handle, "ask", losing)
+    placed = f"rollout.workers={{count: 1, ray: '{nodes.address}'}}"
+    alike(plain, run(tmp_path / "placed", "steps=3", placed, base=IMAGES))
+    assert asked[0] == asked[1] != asked[-1]
+    restarts = [row["generation/restarts"] for row in metrics(tmp_path / "placed") if "generation/restarts" in row]
+    assert sum(restarts) >= 1
 
 
 # --- engines ---

@@ -136,7 +136,9 @@ class Handle:
             raise Lost(f"it did not answer within rollout.workers.timeout={seconds:g} s")
 
     def _last_words(self) -> str:
-        """The last line of its log."""
+        """The last line of its log, which that of another host is only after Ray has told of its end."""
+        if not self.log.exists():
+            return ""
         with self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
             lines = file.read().decode(errors="replace").split("\n")
