@@ -1,6 +1,7 @@
 """Whole runs of tiny jobs, and how they are compared."""
 
 import pytest
+import torch
 
 from tests.engine.parts import metrics, timeless, train
 
@@ -14,7 +15,8 @@ COOLING = "rollout.temperature={type: linear, start: 2.0, end: 0.5, steps: 2}"
 
 
 def run(folder, *options, base):
-    train(folder, *options, base=base)
+    """Its metrics. Workers have as many threads as this process: sums of other parts are rounded otherwise."""
+    train(folder, *options, f"threads={torch.get_num_threads()}", base=base)
     return [{k: v for k, v in row.items() if not k.startswith("generation/")} for row in timeless(metrics(folder))]
 
 
