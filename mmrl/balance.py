@@ -104,7 +104,7 @@ def sent(rollouts: Rollouts, rows: Sequence[Tensor], moves: Sequence[Move], rank
     for target in range(ranks.world):
         leaving = [rows[move.number] for move in moves if (move.source, move.target) == (ranks.rank, target)]
         parcels.append(rollouts.select(torch.cat(leaving)) if leaving else None)
-    arrived = [parcel for parcel in ranks.exchange(parcels) if parcel is not None]
+    arrived = [parcel for parcel in ranks.exchange(parcels, instead="engine.balance=none") if parcel is not None]
     places = [rows[move.place] for move in moves if move.target == ranks.rank]
     if not places:
         return rollouts

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from mmrl.core.filters import groups_within
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
 from mmrl.facts import Batch
+from mmrl.filtering import Rounds
 from mmrl.metrics import Metrics
 from mmrl.pool import Pool
 from mmrl.prompt_samplers import Outcome
@@ -28,6 +30,8 @@ from mmrl.rewards.twins import twin_of
 from mmrl.rollouts import FRESH, Column, DecisionColumn, Rollouts, Texts, alike
 from mmrl.seeds import rollout_seeds
 from mmrl.sources import SourceContext
+
+Drawn = tuple[list[int], list[int]]  # places of a draw of prompts, and their indices
 
 
 class Batches:
@@ -38,6 +42,7 @@ class Batches:
         self.config, self.policy, self.task, self.ranks, self.generator = config, policy, task, ranks, generator
         self.sampling = sampled_by(policy, generator)
         self.source, self.rollout = task.train, config.rollout
+        self.share = config.rollout.prompts // ranks.world  # prompts of a rank in a step
         # Copies, for a default is shared by all configurations of the process.
         self.sampler = config.rollout.sampler.model_copy(deep=True)
         self.sampler.look(self.source)
@@ -56,7 +61,8 @@ class Batches:
         if partial is not None:
             assert isinstance(self.rollout, Independent)
             self.pool = Pool(policy, self.source, config.seed, self.rollout, partial)  # type: ignore[arg-type]
-        self.pending: PendingBatch | None = None  # what the generator makes ahead of time
+        self.pending: deque[PendingBatch] = deque()  # what the generator makes ahead of time, the next one first
+        self.lent = False  # whether the generator may have weights that are not those of `version`
 
     def next(self, step: int, metrics: Metrics) -> Rollouts:
         """Of the step after `step` finished ones."""
@@ -83,17 +89,30 @@ class Batches:
         for extra in self.extras:
             extra.observe(batch)
 
-    def wait(self) -> None:
-        """Until the generator is free for something else; it has one set of weights at a time."""
-        if self.pending is not None:
-            wait([self.pending.rollouts])
+    def lend_generator(self) -> None:
+        """For something else than training, such as evaluation, which gives it other weights. Waits until what it makes
+        ahead of time is made: it has one set of weights at a time."""
+        wait([pending.rollouts for pending in self.pending])
+        self.lent = True
+
+    def give_up(self) -> None:
+        """What is in the making ahead of time; its prompts are drawn again, should training go on."""
+        if not self.pending:
+            return
+        state = self.state()
+        for pending in self.pending:
+            pending.rollouts.cancel()
+        if self.pool is not None:  # which the batch that has begun still changes
+            wait([pending.rollouts for pending in self.pending])
+        self.pending.clear()
+        self.load(*state)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """From which `load` goes on, so that nothing is lost: where drawing has to go on, equal on all ranks, and what
         this rank has in the making. A round that has begun is made again."""
-        if self.pending is None:
+        if not self.pending:
             return self._state()
-        shared, own = self.pending.before
+        shared, own = self.pending[0].before
         return shared | {"extras": self._states_of_extras()}, own  # which have no part in what is in the making
 
     def _states_of_extras(self) -> list[dict[str, Any]]:
@@ -116,27 +135,42 @@ class Batches:
             self.pool.load(own)
 
     def _look_ahead(self, step: int, metrics: Metrics) -> Rollouts:
-        """The batch that was made while the step before was trained; leaves the generator making the next one, with the
-        weights of now."""
-        if self.pending is None:
-            self._begin(step, step, metrics)
+        """The batch that was made while earlier steps were trained. Where it was the last one of those, the generator
+        is left making the next `steps_ahead` ones, with the weights of now."""
+        if not self.pending:
+            self._begin([step], step, metrics)
         rollouts = self.collect(step, metrics)
-        if step + 1 < self.config.steps:
-            self._begin(step + 1, step, metrics)
+        if not self.pending:
+            last = min(step + self.steps_ahead, self.config.steps - 1)
+            self._begin(range(step + 1, last + 1), step, metrics)
         return rollouts
 
-    def _begin(self, step: int, version: int, metrics: Metrics) -> None:
+    def _begin(self, steps: Sequence[int], version: int, metrics: Metrics) -> None:
+        """Batches for these steps, one after the other. Their prompts are drawn now, so that they do not depend on when
+        a batch is begun; only those of a pool follow from what it still has in the making then."""
+        if not steps:
+            return
+        self._give_weights(version, metrics)
+        thread = one_thread("rollouts")
+        for step in steps:
+            before = self._state()
+            drawn = None if self.pool is not None else self._draw(self.share)
+            self.pending.append(PendingBatch(before, thread.submit(self.sample_round, step, drawn)))
+        thread.shutdown(wait=False)
+
+    def _give_weights(self, version: int, metrics: Metrics) -> None:
+        """Gives the generator the weights of now, which are those after `version` steps. A collective."""
         assert self.generator is not None
         metrics.set(self.generator.synchronise())
-        self.version = version
-        self.pending = PendingBatch(self._state(), lambda: self.sample_round(step))
+        self.version, self.lent = version, False
 
-    def _round(self, step: int) -> Rollouts:
-        """What the generator has been making, or a new round."""
-        if self.pending is None:
-            return self.sample_round(step)
-        batch, self.pending = self.pending.rollouts.result(), None
-        return batch
+    def _round(self, step: int, metrics: Metrics) -> Rollouts:
+        """The first of what the generator has been making, or a new round."""
+        if self.pending:
+            return self.pending.popleft().rollouts.result()
+        if self.steps_ahead and self.lent:
+            self._give_weights(step, metrics)
+        return self.sample_round(step)
 
     def collect(self, step: int, metrics: Metrics) -> Rollouts:
         """A full batch of scored rollouts: this rank's share of the step's prompts, in groups.
@@ -146,21 +180,16 @@ class Batches:
         """
         filters = self.rollout.filters
         if filters is None:
-            return self._round(step)
-        wanted = self.rollout.prompts // self.ranks.world * self.config.group_size
-        kept: list[Rollouts] = []
-        spare: list[Rollouts] = []
+            return self._round(step, metrics)
+        rounds = Rounds(self.share, self.ranks, shared=filters.shared)
         for _ in range(filters.max_rounds):
-            batch = self._round(step)
+            batch = self._round(step, metrics)
             informative = self._informative(batch)
             metrics.add("dynamic_sampling/kept", informative.float())
-            kept.append(batch.select(informative))
-            spare.append(batch.select(~informative))
-            if self.ranks.max(sum(len(part) for part in kept) < wanted) == 0:
+            rounds.add(batch, informative)
+            if rounds.full:
                 break
-        found = Rollouts.concat([*kept, *spare]).select(torch.arange(wanted))
-        found.filler = torch.arange(wanted) >= sum(len(part) for part in kept)
-        return found
+        return rounds.taken()
 
     def _informative(self, batch: Rollouts) -> Tensor:
         """[rollout] bool: by the reward that the advantages are made of, and by the bounds of accuracy."""
@@ -170,12 +199,12 @@ class Batches:
         varied = self.config.algorithm.informative(batch, weights, list(task.reward_names))
         return varied & groups_within(batch.accuracy, batch.group, low=filters.low, high=filters.high)
 
-    def sample_round(self, step: int) -> Rollouts:
-        """One round of rollouts for this rank's share of the next prompts, scored. step: what they are for."""
-        share = self.rollout.prompts // self.ranks.world
+    def sample_round(self, step: int, drawn: Drawn | None = None) -> Rollouts:
+        """One round of rollouts for this rank's share of the next prompts, or for those that were drawn, scored. step:
+        what they are for."""
         if self.pool is not None:
-            return self._drawn_from_pool(self.pool, step, share)
-        positions, indices = self._draw(share)
+            return self._drawn_from_pool(self.pool, step, self.share)
+        positions, indices = self._draw(self.share) if drawn is None else drawn
         prompts = [self.source[i] for i in indices]
         size = self.config.group_size
         seeds = rollout_seeds(self.config.seed, positions, size)
@@ -209,7 +238,7 @@ class Batches:
         self._continue(batch)
         return batch
 
-    def _draw(self, share: int) -> tuple[list[int], list[int]]:
+    def _draw(self, share: int) -> Drawn:
         """This rank's share of the next prompts, as many on every rank: the places of their draw, and their indices."""
         first, count = self.drawn, share * self.ranks.world
         indices = self.sampler.draw(count)
@@ -292,14 +321,12 @@ class Batches:
         return Rollouts.concat([fresh, *added])
 
 
+@dataclass(frozen=True)
 class PendingBatch:
     """Rollouts in the making, in a thread. before: what `Batches.state` was: nothing is lost if they are made again."""
 
-    def __init__(self, before: tuple[dict[str, Any], dict[str, Any]], make: Callable[[], Rollouts]) -> None:
-        self.before = before
-        thread = one_thread("rollouts")
-        self.rollouts = thread.submit(make)
-        thread.shutdown(wait=False)
+    before: tuple[dict[str, Any], dict[str, Any]]
+    rollouts: Future[Rollouts]
 
 
 def awake(generator: SyncedGenerator | None) -> AbstractContextManager[dict[str, float]]:

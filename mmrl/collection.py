@@ -15,6 +15,11 @@ class DynamicSampling(Section):
     max_rounds: int = option(4, "rounds of generation that a step may cost before it goes on with what it has", ge=1)
     low: float | None = option(None, "keep groups whose mean accuracy is at least this")
     high: float | None = option(None, "keep groups whose mean accuracy is at most this")
+    shared: bool = option(
+        True,
+        "ranks with more groups that teach something than they need give them to the others, so that a step has those "
+        "that one rank alone would have taken; false: each goes on until it has its own",
+    )
 
     @model_validator(mode="after")
     def _rises(self) -> DynamicSampling:

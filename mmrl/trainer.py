@@ -71,7 +71,10 @@ class Trainer:
     def train(self) -> None:
         with self.interruption, self.saver, display.work("training", self.config.steps, self.step, lines=False) as work:
             self.work = work
-            self.loop()
+            try:
+                self.loop()
+            finally:
+                self.batches.give_up()
 
     def loop(self) -> None:
         """Rollouts, advantages, epochs of minibatches, log, evaluate, save."""
@@ -213,7 +216,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy on the first evaluation.prompts held-out prompts, by kind too where prompts have one."""
-        self.batches.wait()
+        self.batches.lend_generator()
         self.engine.mark("evaluation")
         started = time.perf_counter()
         with applied(self.ema), awake(self.generator):

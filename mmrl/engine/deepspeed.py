@@ -193,10 +193,11 @@ class Ranks:
             dist.all_gather_object(values, value, group=self._objects)
         return values
 
-    def exchange(self, parcels: list[Any]) -> list[Any]:
+    def exchange(self, parcels: list[Any], instead: str) -> list[Any]:
         """What every rank has for this one, in rank order. parcels: what this one has for every rank, picklable and on
-        the CPU; they may be large, for each goes to its rank alone. Raises UserError for what can not be sent."""
-        written = [b"" if rank == self.rank else packed(parcel) for rank, parcel in enumerate(parcels)]
+        the CPU; they may be large, for each goes to its rank alone. Raises UserError for what can not be sent, which
+        names the setting without it, `instead`."""
+        written = [b"" if rank == self.rank else packed(parcel, instead) for rank, parcel in enumerate(parcels)]
         sizes = [len(data) for data in written]
         with self._waiting():
             coming = torch.zeros(self.world, dtype=torch.int64)

@@ -21,13 +21,12 @@ class Packer(pickle.Pickler):
         return NotImplemented
 
 
-def packed(value: Any) -> bytes:
-    """Raises UserError for what can not be sent, such as an open file in a prompt's metadata."""
+def packed(value: Any, instead: str) -> bytes:
+    """Raises UserError for what can not be sent, such as an open file in a prompt's metadata, and names `instead`, the
+    setting with which nothing is."""
     stream = io.BytesIO()
     try:
         Packer(stream, pickle.HIGHEST_PROTOCOL).dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"a rollout holds what can not be sent to another rank: {told(error)}; set engine.balance=none"
-        ) from None
+        raise UserError(f"a rollout holds what can not be sent to another rank: {told(error)}; set {instead}") from None
     return stream.getvalue()

@@ -156,8 +156,12 @@ class VLLMServer(VLLMGenerator):
     )
     in_flight: int = option(32, "prompts, with their groups, that a rank leaves with one engine at a time", ge=1)
     timeout: float = option(600.0, "the longest that a start, new weights or a response may take", unit="s", gt=0)
-    async_steps: Literal[0, 1] = option(
-        0, "batches that engines make while an earlier one is trained on, with weights one step old", unit="steps"
+    async_steps: int = option(
+        0,
+        "batches that engines make one after the other while earlier ones are trained on; they get new weights when "
+        "the last one is taken, so that rollouts are at most so many steps old",
+        unit="steps",
+        ge=0,
     )
 
     @property
@@ -170,6 +174,11 @@ class VLLMServer(VLLMGenerator):
             raise ValueError(f"ray={self.ray} starts engines, and addresses names some; keep one")
         if wrong := [address for address in self.addresses if not address.startswith(("http://", "https://"))]:
             raise ValueError(f"addresses: {wrong[0]!r} is no address; write http://HOST:PORT")
+        if self.partial is not None and self.async_steps > 1:
+            raise ValueError(
+                f"async_steps={self.async_steps} makes several batches with the same weights, while partial lets "
+                "responses go on with new ones; set async_steps to 1, or partial to null"
+            )
         if self.partial is not None and self.partial.max_staleness <= self.async_steps:
             raise ValueError(
                 f"partial.max_staleness={self.partial.max_staleness} leaves no step with async_steps="
@@ -196,10 +205,14 @@ class RolloutWorkers(Section):
         None, "folder for weights that all workers can read; default: RUN/workers; /dev/shm is fast"
     )
     timeout: float = option(1800.0, "the longest that a start, new weights or a batch may take", unit="s", gt=0)
-    async_steps: Literal[0, 1] = option(
-        0, "batches that workers make while an earlier one is trained on, with weights one step old", unit="steps"
+    async_steps: int = option(
+        0,
+        "batches that workers make one after the other while earlier ones are trained on; they get new weights when "
+        "the last one is taken, so that rollouts are at most so many steps old",
+        unit="steps",
+        ge=0,
     )
-    correction: Correction = option(Correction(), "for weights that are one step old")
+    correction: Correction = option(Correction(), "for weights that are some steps old")
 
     def check(self, needs: Needs, offers: frozenset[str], temperature: Control | None = None) -> None:
         """What a batch that is made ahead of training does not go with. offers: of the policy's decisions.

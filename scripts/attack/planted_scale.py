@@ -7,10 +7,28 @@ SWAPS, PLANS, JOINTS = ("core/test_balance.py",), ("test_balance.py",), ("joints
 RUNS = ("engine/test_balance.py",)
 PARTITION, CUTS = "mmrl/core/partition.py", ("core/test_partition.py",)
 CORE, B, P = "mmrl/core/balance.py", "mmrl/balance.py", "mmrl/preparation.py"
+F, SHARED = "mmrl/filtering.py", ("joints/test_shared_groups.py",)
 PLAN = ("test_gpu_memory.py::test_a_bound_on_tokens_is_a_bound_on_long_responses",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("dynamic sampling: what teaches nothing comes first", F, "(not self.teaches, self.turn",
+     "(self.teaches, self.turn", SHARED),
+    ("dynamic sampling: rounds in any order", F, "(not self.teaches, self.turn, self.position)",
+     "(not self.teaches, 0, self.position)", SHARED),
+    ("dynamic sampling: draws in any order", F, "(not self.teaches, self.turn, self.position)",
+     "(not self.teaches, self.turn, 0)", SHARED),
+    ("dynamic sampling: shared though it shall not be", F, "shared and ranks.world > 1", "ranks.world > 1", SHARED),
+    ("dynamic sampling: ranks wait for their own", F, "sum(self.ranks.gather(found)) >= self.wanted * self.ranks.world",
+     "min(self.ranks.gather(found)) >= self.wanted", SHARED),
+    ("dynamic sampling: too few groups are enough", F, ">= self.wanted * self.ranks.world", ">= self.wanted", SHARED),
+    ("dynamic sampling: parcels of the wrong rank", F, "for s, c in own if s == mine]", "for s, c in own if s != mine]",
+     SHARED),
+    ("dynamic sampling: fillers teach", F, "[not candidate.teaches for candidate in kept]",
+     "[False for candidate in kept]", (*SHARED, "joints/test_collection.py")),
+    ("dynamic sampling: a rank takes more than its share", F, "if len(share[rank]) < wanted else spare",
+     "if True else spare", SHARED),
+    ("dynamic sampling: what is spare goes to several ranks", F, "        spare = spare[room:]\n", "", SHARED),
     ("balance: groups of any size change places", CORE,
      "larger = larger.where(size[held[here]][:, None] == size[held[there]], top).flatten()",
      "larger = larger.flatten()", SWAPS),

@@ -269,7 +269,12 @@ VISUAL_QA: Cases = [
         "unknown key rollout.generator.servers",
     ),
     ("no address", "rollout.generator={type: vllm_server, addresses: [host]}", "host"),
-    ("ahead by 5", "rollout.generator={type: vllm_server, async_steps: 5}", "async_steps"),
+    ("behind", "rollout.generator={type: vllm_server, async_steps: -1}", "async_steps"),
+    (
+        "ahead by 2 with partial rollouts",
+        "rollout.generator={type: vllm_server, async_steps: 2, partial: {oversample: 2}}",
+        "async_steps",
+    ),
     (
         "a cap below 1",
         "rollout.generator={type: vllm_server, correction: {weight: {cap: 0.5}}}",

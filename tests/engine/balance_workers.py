@@ -50,7 +50,26 @@ def two_ranks(folder: Path) -> None:
     trained(folder, 3, "steps=1")
     train(folder / "stopped", *UNEVEN, "steps=1")
     train(folder / "stopped", *UNEVEN, resume=True)
+    selective(folder, "selective-2")
     parcels(folder)
+
+
+def selective(folder: Path, name: str) -> None:
+    """A run whose steps keep some groups only, and the places of the draws that this rank learned from."""
+    own = ["rollout.dynamic_sampling={high: 0.5, max_rounds: 6}", "algorithm.minibatches=1", "engine.balance=none"]
+    trainer = make(folder / name, *UNEVEN, *own)
+    seen: list[list[int]] = []
+    usual = trainer.preparation.minibatches
+
+    def minibatches(rollouts, *arguments):
+        assert not rollouts.filler.any()
+        seen.append(rollouts.group[::2].tolist())
+        return usual(rollouts, *arguments)
+
+    trainer.preparation.minibatches = minibatches
+    trainer.train()
+    release(trainer)
+    (folder / f"{name}-rank{trainer.engine.rank}.json").write_text(json.dumps(seen))
 
 
 def four_ranks(folder: Path) -> None:
@@ -61,16 +80,17 @@ def parcels(folder: Path) -> None:
     """What a rank gets of all, and how large a part of a large tensor is on its way."""
     ranks, pair = Ranks(), torch.ones(2)
     part = torch.arange(1_000_000)[10 + ranks.rank :][:3]
-    got = ranks.exchange([{"from": ranks.rank, "to": to, "part": part, "twice": [pair, pair]} for to in range(2)])
+    told = [{"from": ranks.rank, "to": to, "part": part, "twice": [pair, pair]} for to in range(2)]
+    got = ranks.exchange(told, instead="here=none")
     try:
-        ranks.exchange([threading.Lock()] * 2)
+        ranks.exchange([threading.Lock()] * 2, instead="here=none")
         said = ""
     except UserError as error:
         said = str(error)
     facts = {
         "got": [(one["from"], one["to"], one["part"].tolist()) for one in got],
         "shared": [one["twice"][0] is one["twice"][1] for one in got],
-        "bytes": len(packed(part)),
+        "bytes": len(packed(part, "here=none")),
         "said": said,
     }
     (folder / f"parcels-{ranks.rank}.json").write_text(json.dumps(facts))

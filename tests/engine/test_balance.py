@@ -15,6 +15,7 @@ RUNS = [(2, 0), (2, 3), (4, 2)]  # ranks and ZeRO stage
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("balance")
     call(balance_workers.two_ranks, path, log=path / "two.log", ranks=2, timeout=300)
+    call(balance_workers.selective, path, "selective-1", log=path / "one.log")
     call(balance_workers.four_ranks, path, log=path / "four.log", ranks=4, timeout=300)
     return path
 
@@ -70,10 +71,25 @@ def test_a_run_that_stopped_goes_on_with_the_same_numbers(folder):
     assert [row["step"] for row in steps(folder / "stopped")] == [1, 2]
 
 
+def test_dynamic_sampling_on_two_ranks_is_that_of_one(folder):
+    """The same groups, of which some changed ranks, and the same weights."""
+    alone, one, two = (
+        json.loads((folder / f"{name}.json").read_text())
+        for name in ("selective-1-rank0", "selective-2-rank0", "selective-2-rank1")
+    )
+    moved = 0
+    for every, first, second in zip(alone, one, two, strict=True):
+        assert every == sorted(first + second) and len(first) == len(second) == 8
+        moved += sum(place % 16 >= 8 for place in first)  # of sixteen places a rank draws eight
+        moved += sum(place % 16 < 8 for place in second)
+    assert moved
+    assert distance(final(folder / "selective-1"), final(folder / "selective-2")) < 1e-5
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_parcels(folder, rank):
     found = json.loads((folder / f"parcels-{rank}.json").read_text())
     assert found["got"] == [[0, rank, [10, 11, 12]], [1, rank, [11, 12, 13]]]
     assert found["shared"] == [True, True]
     assert found["bytes"] < 2000
-    assert "set engine.balance=none" in found["said"] and "cannot pickle" in found["said"]
+    assert "set here=none" in found["said"] and "cannot pickle" in found["said"]

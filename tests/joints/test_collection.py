@@ -241,13 +241,14 @@ class Held:
         pass
 
 
-def ahead(given, settings):
+def ahead(given, settings, steps=4):
     generator = Held()
-    made = given(Table([[-1.0]] * 4, group=[0, 0, 1, 1]), f"rollout.generator={settings}", generator=generator)
+    table = Table([[-1.0]] * 4, group=[0, 0, 1, 1])
+    made = given(table, f"rollout.generator={settings}", f"steps={steps}", generator=generator)
     generator.policy = made.trainer.policy
     made.trainer.policy.sampled_by = generator
     found = []
-    for step in range(4):
+    for step in range(steps):
         rollouts = made.next(step)
         stale = made.metrics.result().get("generation/staleness")
         by_rollout = None if rollouts.version is None else rollouts.version.tolist()
@@ -257,10 +258,85 @@ def ahead(given, settings):
     return made, found
 
 
-def test_rollouts_made_ahead_are_one_step_old(given):
-    made, found = ahead(given, "{type: vllm_server, async_steps: 1}")
-    assert found == [(0, [0] * 4, 0), (0, [0] * 4, 1), (1, [1] * 4, 1), (2, [2] * 4, 1)]
-    assert len(made.trainer.policy.calls) == 4  # nothing is made for steps that do not come
+VERSIONS = [(1, [0, 0, 1, 2, 3, 4]), (2, [0, 0, 0, 2, 2, 4]), (3, [0, 0, 0, 0, 3, 3]), (9, [0] * 6)]
+
+
+@pytest.mark.parametrize(("steps", "versions"), VERSIONS)
+def test_rollouts_made_ahead_are_at_most_so_many_steps_old(given, steps, versions):
+    """The generator gets new weights when the last batch that it has made is taken."""
+    made, found = ahead(given, f"{{type: vllm_server, async_steps: {steps}}}", steps=6)
+    assert found == [(version, [version] * 4, step - version) for step, version in enumerate(versions)]
+    assert len(made.trainer.policy.calls) == 6  # nothing is made for steps that do not come
+    assert made.trainer.batches.drawn == 12
+
+
+def two_ahead(given, *overrides):
+    """A job whose generator makes two batches in a row, before its first step."""
+    generator = Held()
+    columns = {name: GROUPS[name] for name in ("rewards", "accuracy")}
+    table = Table([[-1.0]] * 12, group=[g for g in range(6) for _ in range(2)], **columns)
+    server = "rollout.generator={type: vllm_server, async_steps: 2}"
+    made = given(table, server, *overrides, generator=generator)
+    generator.policy = made.trainer.policy
+    made.trainer.policy.sampled_by = generator
+    return made
+
+
+def groups_of(rollouts):
+    return [int(sample.response) // 2 for sample in rollouts.samples[::2]]
+
+
+def test_prompts_of_all_batches_in_the_making_are_drawn_at_once(given):
+    """What a sampler hears of meanwhile is for those that are drawn later."""
+    made = two_ahead(given)
+    made.next()
+    assert made.trainer.batches.drawn == 6 and len(made.trainer.batches.pending) == 2
+    made.trainer.batches.sampler.__dict__["draw"] = lambda count: [7] * count
+    prompts = [made.next(step).prompt.tolist() for step in (1, 2, 3)]
+    assert 7 not in prompts[0] + prompts[1] and prompts[2] == [7] * 4
+
+
+def test_a_checkpoint_begins_with_the_first_batch_in_the_making(given):
+    made = two_ahead(given)
+    for step, drawn in enumerate([2, 4, 6, 8]):  # of two and of none that were taken, then again
+        made.next(step)
+        made.trainer.batches.lend_generator()
+        assert made.trainer.batches.state()[0]["drawn"] == drawn
+
+
+def test_what_was_given_up_is_made_again(given):
+    made, other = two_ahead(given), two_ahead(given)
+    expected = [other.next(step).group.tolist() for step in range(3)]
+    found = []
+    for step in range(3):
+        found.append(made.next(step).group.tolist())
+        made.trainer.batches.give_up()
+        assert not made.trainer.batches.pending
+    assert found == expected
+
+
+def test_a_step_that_lacks_groups_takes_the_next_batch_in_the_making(given):
+    """Groups 0, 2, 4 and 5 teach something. The first batch is 0 and 1, and the step goes on with 2 and 3, which are
+    made for it; the second takes 4 and 5, and the third begins anew."""
+    made = two_ahead(given, "rollout.dynamic_sampling={}", "rollout.prompts=1")
+    assert [groups_of(made.next(step)) for step in range(4)] == [[0], [2], [3], [4]]
+    assert [call.weights for call in made.trainer.policy.calls] == [0.0] * len(made.trainer.policy.calls)
+
+
+def test_rounds_after_an_evaluation_are_of_the_trained_weights(given):
+    """Evaluation gives the generator other weights, such as their average, after which it makes a missing group."""
+    made = two_ahead(given, "rollout.dynamic_sampling={}")
+    made.next()  # groups 0 and 2, in two rounds
+    batches, held = made.trainer.batches, made.trainer.policy.sampled_by
+    assert len(batches.pending) == 2  # groups 4 and 5, and 0 and 1
+    made.next(1)
+    with torch.no_grad():
+        made.module.logp[0, 0] += 1
+    batches.lend_generator()
+    held.weights = -5.0  # the average
+    assert groups_of(made.next(2)) == [0, 2]  # 0 of the batch in the making, 2 of a round that comes now
+    batches.lend_generator()  # the batch of the last step is made
+    assert [call.weights for call in made.trainer.policy.calls] == [0.0] * 4 + [1.0] * 2
 
 
 def test_every_round_ahead_of_time_is_a_new_one(given):
@@ -273,7 +349,7 @@ def test_every_round_ahead_of_time_is_a_new_one(given):
     generator.policy = made.trainer.policy
     made.trainer.policy.sampled_by = generator
     assert [int(sample.response) // 2 for sample in made.next().samples[::2]] == [0, 2]
-    made.trainer.batches.wait()
+    made.trainer.batches.lend_generator()
     assert made.trainer.batches.drawn == 6
     assert [int(sample.response) // 2 for sample in made.next(1).samples[::2]] == [4, 5]
 

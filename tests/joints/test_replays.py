@@ -2,9 +2,11 @@
 
 import json
 import math
+from concurrent.futures import Future
 
 import pytest
 
+from mmrl.batches import PendingBatch
 from mmrl.config import configure
 from mmrl.errors import UserError
 from tests.joints.parts import Table, close
@@ -153,7 +155,7 @@ def test_a_checkpoint_holds_what_the_step_before_left(given):
     only_prompt(made)
     play(made, 1)
     batches = made.trainer.batches
-    batches.pending = type("Pending", (), {"before": ({"drawn": 1, "sampler": {}, "extras": ["stale"]}, {})})()
+    batches.pending.append(PendingBatch(({"drawn": 1, "sampler": {}, "extras": ["stale"]}, {}), Future()))
     shared, _ = batches.state()
     assert shared["drawn"] == 1 and shared["extras"][0]["prompts"] == [3]
 

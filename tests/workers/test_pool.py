@@ -190,7 +190,7 @@ def test_a_policy_that_is_built_otherwise_each_time_is_refused(tmp_path, threads
     "base, options, said",
     [
         (IMAGES, "rollout.workers.count=0", r"rollout.workers.count: .* greater than or equal to 1"),
-        (IMAGES, "rollout.workers.async_steps=2", r"rollout.workers.async_steps"),
+        (IMAGES, "rollout.workers.async_steps=-1", r"rollout.workers.async_steps"),
         (IMAGES, "rollout.workers.first_device=0", r"rollout.workers.first_device"),
         (IMAGES, "rollout.generator=vllm_server", r"unknown key rollout.generator"),
         (TINY, "rollout.workers={}", r"unknown key rollout.workers"),

@@ -277,7 +277,8 @@ class DiffusionModel(ModelSettings):
             ):
                 raise ValueError(
                     "denoising.likelihood.old=sampled takes what was said when rollouts were made for the present "
-                    "weights, but with rollout.workers.async_steps=1 those are a step older; use old=replayed"
+                    f"weights, but with rollout.workers.async_steps={config.rollout.workers.async_steps} those are "
+                    "older; use old=replayed"
                 )
         if isinstance(likelihood, PictureContrast) and "contrast" not in config.needs.offers:
             raise ValueError(
