@@ -96,14 +96,13 @@ class Batches:
         self.lent = True
 
     def give_up(self) -> None:
-        """What is in the making ahead of time; its prompts are drawn again, should training go on."""
-        if not self.pending:
+        """Batches ahead of time that have not begun do not begin any more; their prompts are drawn again, should
+        training go on. A pool has one batch at most in the making, which has."""
+        if self.pool is not None or not self.pending:
             return
         state = self.state()
         for pending in self.pending:
             pending.rollouts.cancel()
-        if self.pool is not None:  # which the batch that has begun still changes
-            wait([pending.rollouts for pending in self.pending])
         self.pending.clear()
         self.load(*state)
 

@@ -163,7 +163,7 @@ def stop_after_save(kept):
     kept.trainer.save = save_and_stop
     with pytest.raises(KeyboardInterrupt):
         kept.trainer.train()
-    kept.trainer.batches.wait()
+    kept.trainer.batches.lend_generator()
     release(kept.trainer)
     return kept
 
