@@ -266,7 +266,8 @@ class Engine(Ranks):
         )
 
     def _deepspeed_config(self, clip_grad_norm: float, offload: str, dtype: str) -> dict[str, Any]:
-        zero: dict[str, Any] = {"stage": self.zero_stage, "overlap_comm": False}
+        # Sums of gradients over NCCL go on beside the backward pass; gloo would take its processor from it.
+        zero: dict[str, Any] = {"stage": self.zero_stage, "overlap_comm": dist.get_backend() == "nccl"}
         if offload != "none":
             zero["offload_optimizer"] = {"device": "cpu"}
         if offload == "all":

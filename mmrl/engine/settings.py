@@ -91,7 +91,9 @@ class AdamW(Optim):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"betas": self.betas, "eps": self.eps}
+        # One operator for all of a group's tensors. Of the loop over tensors that it replaces a CPU makes a quarter of the
+        # steps, and with engine.offload that is where they are made.
+        return {"betas": self.betas, "eps": self.eps, "fused": True}
 
     @field_validator("betas")
     @classmethod
