@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mmrl.config import Config
 from mmrl.engine.memory import GIB, Blueprint, peak, standing
 from mmrl.errors import UserError
-from mmrl.generation.settings import VLLMColocated
+from mmrl.generation.settings import TransformersGenerator, VLLMColocated
 from mmrl.settings import plain
 
 ROOM = 0.9  # share of a GPU that a job may fill; the rest goes to fragmentation and what is not counted
@@ -135,6 +135,8 @@ def plan(config: Config, made: Blueprint, ranks: int, gpu: Gpu, peaks: Peaks) ->
     }
     sampling = {**both, **made.beside, "keys and values": made.cache}
     sampling["activations"] = peaks.of(config, made, trains=False)
+    if engine.zero_stage == 3 and isinstance(config.generator, TransformersGenerator) and config.generator.gather:
+        sampling["gathered weights"] = every * width
     if isinstance(config.generator, VLLMColocated):
         sampling["vLLM's share"] = config.generator.memory * gpu.size
     return Plan(training, sampling, tuple(made.words))
@@ -186,6 +188,8 @@ def moves(config: Config, ranks: int) -> list[str]:
         found.append(f"rollout.micro_batch={rows // 2}")
     if engine["zero_stage"] < 3 and ranks > 1:
         found.append("engine.zero_stage=3")
+    if engine["zero_stage"] == 3 and isinstance(config.generator, TransformersGenerator) and config.generator.gather:
+        found.append("rollout.generator={type: transformers, gather: false}")
     if engine["offload"] == "none" and engine["zero_stage"] > 0:
         found.append("engine.offload=optimizer")
     if "lora" in model and model["lora"] is None:

@@ -28,6 +28,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 os.environ.setdefault("DS_LOG_LEVEL", "error")
 
 import deepspeed  # noqa: E402  (reads DS_ACCELERATOR when imported)
+from deepspeed.runtime.zero import unwrap_model_for_generation  # noqa: E402
 
 from mmrl.engine import files, reshape  # noqa: E402
 from mmrl.engine.launcher import ANY_PORT, MEETING, end_with_launcher, take_device  # noqa: E402
@@ -310,6 +311,13 @@ class Engine(Ranks):
         applied = not self._engine.optimizer.overflow
         self.updates += applied
         return applied, float(self._engine.get_global_grad_norm())
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside it every rank has all weights, also under ZeRO-3, and its passes of the network are no collectives.
+        For passes without gradient. A collective at both ends."""
+        with unwrap_model_for_generation(self._engine) if self.zero_stage == 3 else nullcontext():
+            yield
 
     # --- files ---
 

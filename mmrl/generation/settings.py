@@ -85,6 +85,11 @@ class TransformersGenerator(GeneratorSettings):
 
     type: str = "transformers"
     test: ClassVar[str] = "tests/generation/test_sampling.py"
+    gather: bool = option(
+        True,
+        "under engine.zero_stage=3 a rank has all weights while it generates; false: they come layer by layer for "
+        "every token, which needs less memory and takes far longer",
+    )
 
 
 class VLLMGenerator(GeneratorSettings):

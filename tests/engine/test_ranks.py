@@ -47,6 +47,16 @@ def test_the_runs_compared_did_train(folder):
     assert all(v.dtype == torch.float32 for v in final(folder / "two-3").values())
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_zero_3_a_rank_has_all_weights_while_it_generates(folder, rank):
+    """Nothing is gathered then, and responses and training are those of ranks that generate in step."""
+    told = json.loads((folder / f"generated-{rank}.json").read_text())
+    assert told["whole"]["fetched"] == 0 < told["in step"]["fetched"]
+    assert told["whole"]["responses"] == told["in step"]["responses"] == told["alone"]["responses"]
+    for name in ("in step", "alone"):
+        assert distance(final(folder / "generated whole"), final(folder / f"generated {name}")) < 1e-5
+
+
 def test_a_rank_without_pictures_does_not_hang_under_zero_3(folder):
     assert [r["step"] for r in metrics(folder / "blind")] == [0, 1, 2, 2]  # the first and the last are evaluations
 

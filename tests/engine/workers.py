@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from safetensors.torch import load_file, save_file
 
 from mmrl.batches import Batches
@@ -80,6 +81,30 @@ def no_picture_on_a_rank(folder: Path) -> None:
     train(folder / "blind", "steps=2", *blind)
 
 
+def generated(folder: Path) -> None:
+    """What this rank samples under ZeRO-3 with all weights and in step with the other, how often layers were gathered
+    meanwhile, and what it learns from it."""
+    found = {}
+    for name, stage, gather in (("whole", 3, "true"), ("in step", 3, "false"), ("alone", 2, "true")):
+        generator = f"rollout.generator={{type: transformers, gather: {gather}}}"
+        trainer = make(folder / f"generated {name}", f"engine.zero_stage={stage}", generator, *GRPO)
+        usual, fetched = PartitionedParameterCoordinator.fetch_sub_module, []
+
+        def fetch(*arguments, usual=usual, fetched=fetched, **options):
+            fetched.append(True)
+            return usual(*arguments, **options)
+
+        PartitionedParameterCoordinator.fetch_sub_module = fetch
+        batch = trainer.batches.sample_round(0)
+        PartitionedParameterCoordinator.fetch_sub_module = usual
+        told = [tokens.response.tolist() for tokens in batch.inputs]
+        trainer.batches = Batches(trainer.config, trainer.policy, trainer.task, trainer.engine, None)
+        trainer.train()
+        release(trainer)
+        found[name] = {"fetched": len(fetched), "responses": told}
+    (folder / f"generated-{trainer.engine.rank}.json").write_text(json.dumps(found))
+
+
 def one_bad_loss(folder: Path) -> None:
     """The last rank's loss is NaN or infinite in the second of three steps."""
     found = {}
@@ -117,6 +142,7 @@ def one_rank(folder: Path) -> None:
 def two_ranks(folder: Path) -> None:
     splits(folder)
     trained(folder, "two", [0, 1, 2, 3])
+    generated(folder)
     one_bad_loss(folder)
     no_picture_on_a_rank(folder)
 

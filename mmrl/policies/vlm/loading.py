@@ -17,6 +17,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
+from mmrl.generation.settings import TransformersGenerator
 from mmrl.policies.settings import LoRA
 from mmrl.policies.vlm.policy import VisionLanguagePolicy, transformers_model
 from mmrl.policies.vlm.settings import (
@@ -60,6 +61,7 @@ def load(path: str, settings: VisionLanguageModel, config: Config, task: Any = N
         logp_chunk=engine.logp_chunk,
         evaluation_temperature=config.evaluation.temperature,
         segment=rollout.segment if isinstance(rollout, TokenSampling) else None,
+        gathers=not isinstance(config.generator, TransformersGenerator) or config.generator.gather,
     )
     if config.needs.critic is not None:
         policy.judge(config.needs.critic, Path(path))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,10 @@ class VisionLanguagePolicy:
         logp_chunk: int = 1024,
         evaluation_temperature: float = 0.0,
         segment: int | None = None,
+        gathers: bool = True,
     ) -> None:
-        """temperature: of rollouts, where it is not that of `sampling`. segment: tokens of a segment of a response."""
+        """temperature: of rollouts, where it is not that of `sampling`. segment: tokens of a segment of a response.
+        gathers: see `own_weights`."""
         core = transformers_model(model)
         self.processor = processor
         self.tokenizer = processor.tokenizer
@@ -94,6 +96,7 @@ class VisionLanguagePolicy:
         self.module.eval()  # dropout would make replay differ from sampling
         self._recompute(True)
         self.lockstep: Lockstep | None = None
+        self.gathers = gathers
         # Generates instead of the model; whoever sets it keeps its weights current
         self.engine: Answering | None = None
         self.routing: Routing | None = None
@@ -121,7 +124,22 @@ class VisionLanguagePolicy:
     def trained_by(self, engine: Any) -> None:
         """Under ZeRO-3 ranks have to make the same number of passes as those of `engine`."""
         if engine.zero_stage == 3:
-            self.lockstep = Lockstep(engine.max)
+            self.lockstep = Lockstep(engine.max, engine.whole)
+
+    @contextmanager
+    def own_weights(self) -> Iterator[None]:
+        """Inside it this rank generates without the others, also under ZeRO-3, which gathers all weights for that long:
+        otherwise every token would gather them layer by layer. A collective at both ends."""
+        lockstep = self.lockstep
+        if lockstep is None or not self.gathers:
+            yield
+            return
+        with lockstep.whole():
+            self.lockstep = None
+            try:
+                yield
+            finally:
+                self.lockstep = lockstep
 
     def replay_routing(self) -> None:
         """From now on engines have to tell the experts they routed tokens to, and replay repeats their choice.
@@ -188,7 +206,8 @@ class VisionLanguagePolicy:
             return self.complete(drafts, group_size, drawn_here=True)
         rows = [tokens for tokens in self.encode(prompts) for _ in range(group_size)]
         each = [prompt for prompt in prompts for _ in range(group_size)]
-        responses = self.generate(rows, seeds, sampling, limit)
+        with self.own_weights():
+            responses = self.generate(rows, seeds, sampling, limit)
         heat = sampling.temperature or 1.0  # greedy responses are replayed as they are
         answered = [replace(t, response=r, temperature=heat) for t, r in zip(rows, responses, strict=True)]
         return self._rollouts(each, answered, group_size)
@@ -262,11 +281,12 @@ class VisionLanguagePolicy:
     def extend(self, engine: Answering | None, drafts: Sequence[Draft], count: int) -> None:
         """Gives each draft that is not finished up to `count` tokens more. What is drawn depends on the draft's seed
         and temperature, its tokens so far and the weights; not on when that is. Without an engine the model draws."""
-        if self.conversations is not None:
-            self.conversations.extend(self, engine, drafts, count)  # type: ignore[arg-type]
-            return
-        unfinished = [draft for draft in drafts if not draft.finished(self.eos)]
-        self.continue_all(engine, [(draft, draft.next(count)) for draft in unfinished])
+        with self.own_weights() if engine is None else nullcontext():
+            if self.conversations is not None:
+                self.conversations.extend(self, engine, drafts, count)  # type: ignore[arg-type]
+                return
+            unfinished = [draft for draft in drafts if not draft.finished(self.eos)]
+            self.continue_all(engine, [(draft, draft.next(count)) for draft in unfinished])
 
     def continue_all(self, engine: Answering | None, asked: Sequence[tuple[Draft, Request]]) -> None:
         """Has each draft grow by the answer to its request; those of one temperature go together."""
@@ -511,9 +531,11 @@ class VisionLanguagePolicy:
 
 @dataclass
 class Lockstep:
-    """What keeps ranks doing the same collectives under ZeRO-3. `max` is the maximum of a number over the ranks."""
+    """What keeps ranks doing the same collectives under ZeRO-3. `max` is the maximum of a number over the ranks; inside
+    `whole` passes of the network are no collectives."""
 
     max: Any
+    whole: Any
     ballast: Tokens | None = None
 
 

@@ -125,7 +125,15 @@ class VisionLanguageModel(ModelSettings):
                 f"algorithm.critic.type={critic.type} is no critic of a vision-language model; use shared, with "
                 "detach=true where the model shall not learn from it"
             )
-        if not (isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator)):
+        if not isinstance(sampling, TokenSampling):
+            return
+        talks = any(vars(config.task).get(key) is not None for key in ("environment", "game"))
+        if talks and isinstance(sampling.generator, TransformersGenerator) and not sampling.generator.gather:
+            raise ValueError(
+                "rollout.generator.gather=false has ranks generate in step, and conversations differ in their turns; "
+                "set it to true, or use vLLM"
+            )
+        if not isinstance(sampling.generator, VLLMGenerator):
             return
         if sampling.generator.steps_ahead:
             for key in ("temperature", "max_response_length"):
