@@ -15,7 +15,7 @@ from tests.engine.parts import call, distance, final, metrics, model_folder, tim
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks")
     call(workers.one_rank, path, log=path / "one.log")
-    call(workers.two_ranks, path, log=path / "two.log", ranks=2, timeout=200)
+    call(workers.two_ranks, path, log=path / "two.log", ranks=2, timeout=300)
     call(workers.splits, path, log=path / "four.log", ranks=4)
     return path
 

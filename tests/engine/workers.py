@@ -87,7 +87,7 @@ def generated(folder: Path) -> None:
     found = {}
     for name, stage, gather in (("whole", 3, "true"), ("in step", 3, "false"), ("alone", 2, "true")):
         generator = f"rollout.generator={{type: transformers, gather: {gather}}}"
-        trainer = make(folder / f"generated {name}", f"engine.zero_stage={stage}", generator, *GRPO)
+        trainer = make(folder / f"generated {name}", f"engine.zero_stage={stage}", generator, *GRPO, "steps=1")
         usual, fetched = PartitionedParameterCoordinator.fetch_sub_module, []
 
         def fetch(*arguments, usual=usual, fetched=fetched, **options):
