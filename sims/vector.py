@@ -24,7 +24,7 @@ from mmrl.sims.checks import (
     misfit,
 )
 from mmrl.sims.transitions import Simulator, Transition, cameras_of
-from mmrl.sims.watch import watched
+from mmrl.sims.watch import Watch
 from numpy.typing import ArrayLike, NDArray
 
 from mmrl.errors import UserError, told
@@ -127,7 +127,7 @@ class VectorSim:
         self._running = np.zeros(simulator.count, bool)
         self._idle = np.zeros(simulator.count, np.int64)  # chunks in a row of which nothing was executed
         self._actions_taken = np.zeros(simulator.count, np.int64)  # in the running episode
-        self._patience_s = patience_s
+        self._watch = Watch(self.name, patience_s)
         self._fitted: set[str] = set()  # what has given what it should: "reset", "step"
         self._begun = False  # whether any episode ever started
         self._observation: Observation | None = None
@@ -295,7 +295,7 @@ class VectorSim:
     def _asked(self, what: str, rows: int, length: int | None, ask: Callable[[], Transition]) -> Transition:
         """What the simulator says of a reset or a step, if it can be used; else every row has an error."""
         try:
-            with watched(self.name, what, self._patience_s):
+            with self._watch.over(what):
                 moved = ask()
         except UserError:
             raise

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from mani_skill.envs.utils.system import backend
 from mani_skill.utils import download_asset
 from mani_skill.utils.common import flatten_state_dict
 from mani_skill.utils.registration import REGISTERED_ENVS
+from mmrl.sims.maniskill.alone import take_apart
 from mmrl.sims.maniskill.driver import choose_device
 from mmrl.sims.maniskill.experts import EXPERTS
 from mmrl.sims.maniskill.tasks import INSTRUCTIONS
@@ -54,6 +56,7 @@ class ManiSkill:
     and where no Vulkan driver works; each says what brings it.
     """
 
+    @torch.inference_mode()  # tasks make tensors all the time, here and below, and none for a gradient
     def __init__(
         self,
         count: int,
@@ -98,12 +101,14 @@ class ManiSkill:
                 )
         self.state_dim = max(state_dim for _, state_dim, _ in shapes.values())
 
+    @torch.inference_mode()
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
         for block, places in self._shares(rows):
             block.reset([rows[i] for i in places], [seeds[i] for i in places], [tasks[i] for i in places], out, places)
         return out
 
+    @torch.inference_mode()
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
         for block, places in self._shares(rows):
@@ -113,6 +118,7 @@ class ManiSkill:
     def instruction(self, row: int) -> str:
         return self._words[self._blocks[row // len(self._blocks[0].rows)].task]
 
+    @torch.inference_mode()
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
         if length != 1:
             raise UserError("maniskill: its experts plan one action at a time, for a scene can not be put back exactly")
@@ -151,7 +157,7 @@ class Recipe:
         seen = "state" if self.observation != "rgb" else "rgb" if "any_textures" in supported else supported[0]
         size = {"width": self.image_size, "height": self.image_size}
         try:
-            with redirect_stdout(io.StringIO()):  # the error says what it prints
+            with redirect_stdout(io.StringIO()), only_what_is_new():  # the error says what it prints
                 return spec.make(
                     num_envs=rows,
                     obs_mode=seen,
@@ -210,6 +216,8 @@ class Block:
                     seed=[_folded(seed)] * len(self.rows), options={"env_idx": torch.tensor([row], device=env.device)}
                 )
                 self._live[row], self._steps[row] = True, 0
+            if not env.gpu_sim_enabled:  # each time, for some tasks build their scene anew
+                take_apart(env)
             self._show(env, local, out, places)
         except UserError:
             raise
@@ -316,6 +324,17 @@ class Block:
         self._made.pop(self.task, None)
         for i in places:
             out.errors[i] = error
+
+
+@contextmanager
+def only_what_is_new() -> Iterator[None]:
+    """Garbage is looked for among what is made inside alone. ManiSkill does that for every scene, to free an earlier
+    one, and looking through all that a training process has takes longer than to make the scene."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _spec(task: str) -> Any:

@@ -1,10 +1,13 @@
 import logging
+import threading
+import time
 import warnings
 
 import numpy as np
 import pytest
 from mmrl.sims import Transition, build, play, vector
 from mmrl.sims.checks import mark_what_is_not_finite
+from mmrl.sims.watch import Watch
 
 from mmrl.errors import UserError
 from tests.sims.hostile import SHAPES
@@ -173,6 +176,31 @@ def test_one_in_this_process_that_takes_very_long_is_told_of(caplog):
             sim.step(chunk())
     (message,) = caplog.messages
     assert message.startswith(f"simulator {HOSTILE}: a step takes longer than 0.15 s") and "task.workers" in message
+
+
+def test_one_thread_watches_over_all_calls_and_ends_after_them(caplog, monkeypatch):
+    begun_threads = []
+    usual = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (begun_threads.append(thread), usual(thread)))
+    watch = Watch("it", 0.2)
+    with caplog.at_level(logging.WARNING, "mmrl"):
+        for _ in range(50):
+            with watch.over("step"):
+                pass
+        assert len(begun_threads) == 1
+        began = time.monotonic()
+        with watch.over("reset"), watch.over("step"):
+            while len(caplog.messages) < 2 and time.monotonic() < began + 5:
+                time.sleep(0.01)
+            told = time.monotonic() - began
+            time.sleep(0.3)  # each is told of once
+    assert sorted(m.split()[3] for m in caplog.messages) == ["reset", "step"] and told >= 0.2
+    for thread in begun_threads:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in begun_threads) and 1 <= len(begun_threads) <= 2
+    with watch.over("step"):  # another thread looks after what comes later
+        time.sleep(0.3)
+    assert len(caplog.messages) == 3
 
 
 def test_experts_and_instructions_are_looked_at():

@@ -1,0 +1,63 @@
+"""Actors, links and robots of a scene that is alone in its process's physics, as on the CPU.
+
+ManiSkill writes everything for many scenes at once. A pose of a lone one becomes five tensors on its way to a task,
+which reads ten of them in an action, and a robot's targets become a tensor for each joint on their way to the physics.
+Here the same numbers go there and back in one array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import sapien
+import torch
+from mani_skill.utils.structs import Actor, Articulation, Link, Pose
+
+
+class LoneActor(Actor):
+    @property
+    def pose(self) -> Pose:
+        return batch_of_one(self._objs[0].pose)
+
+    @pose.setter
+    def pose(self, pose: Any) -> None:
+        Actor.pose.fset(self, pose)
+
+
+class LoneLink(Link):
+    @property
+    def pose(self) -> Pose:
+        return batch_of_one(self._objs[0].entity_pose)
+
+    @pose.setter
+    def pose(self, pose: Any) -> None:
+        Link.pose.fset(self, pose)
+
+
+class LoneArticulation(Articulation):
+    def set_joint_drive_targets(self, targets: Any, joints: Any = None, joint_indices: Any = None) -> None:
+        numbers = np.asarray(targets[0], np.float32)
+        for i, joint in enumerate(joints):
+            joint._objs[0].drive_target = numbers[i : i + 1]
+
+
+def batch_of_one(pose: sapien.Pose) -> Pose:
+    return Pose(torch.from_numpy(np.concatenate((pose.p, pose.q))[None]))
+
+
+def take_apart(env: Any) -> None:
+    """Makes what is in the scene of `env`, which is on the CPU, read and write its numbers so; what tasks have put
+    together of several objects stays as it is."""
+    for actor in env.scene.actors.values():
+        swap(actor, Actor, LoneActor)
+    for robot in env.scene.articulations.values():
+        swap(robot, Articulation, LoneArticulation)
+        for link in robot.links:
+            swap(link, Link, LoneLink)
+
+
+def swap(thing: Any, general: type, lone: type) -> None:
+    """Only what is of the general class itself: a class of a task's own may have ways of its own."""
+    if type(thing) is general and len(thing._objs) == 1:
+        thing.__class__ = lone
