@@ -42,14 +42,21 @@ class Metrics:
         shape; others are left out too.
 
         Nothing is read here: on a GPU that would wait for all that it has been given to do."""
-        values = values.detach().flatten().double()
+        self.add_all({name: values}, where=where, sums=sums)
+
+    def add_all(self, columns: dict[str, Tensor], *, where: Tensor | None = None, sums: bool = False) -> None:
+        """`add` of several names with values of one shape, on one device: a few operations for all of them."""
+        values = torch.stack([column.detach().flatten().double() for column in columns.values()])
         known = torch.ones_like(values, dtype=torch.bool) if sums else ~values.isnan()
         if where is not None:
             known &= where.to(values.device).flatten()
-        most = values.where(known, 0.0).amax() if len(values) else values.sum()
-        self._parts[name].append(torch.stack([values.where(known, 0.0).sum(), known.sum(), most.clamp(min=0.0)]))
+        found = values.where(known, 0.0)
+        most = found.amax(1) if values.shape[1] else found.sum(1)
+        rows = torch.stack([found.sum(1), known.sum(1), most.clamp(min=0.0)], 1)
+        for name, row in zip(columns, rows.unbind(), strict=True):
+            self._parts[name].append(row)
         if sums:
-            self._totals.add(name)
+            self._totals.update(columns)
 
     def add_rewards(self, rollouts: Rollouts, task: Task) -> None:
         """Rewards, accuracy and the task's own measures of rollouts that were scored, fresh ones alone."""

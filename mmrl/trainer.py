@@ -130,15 +130,10 @@ class Trainer:
             loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
             self.engine.backward(loss)
             metrics.add("loss", loss[None] / self.algorithm.updates, sums=True)
-            there: dict[int, Tensor] = {}  # each mask once where the statistics are
-            for name, values in stats.items():
-                counted = self.algorithm.counted(name, micro)
-                if id(counted) not in there:
-                    there[id(counted)] = counted.to(values.device)
-                known = there[id(counted)]
-                metrics.add(name, values, where=known)
-                if name in watched:
-                    watched[name] += torch.stack([values.where(known, 0.0).sum(), known.sum()]).cpu()
+            for known, columns in self.by_mask(stats, micro):
+                metrics.add_all(columns, where=known)
+                for name in watched.keys() & columns.keys():
+                    watched[name] += torch.stack([columns[name].where(known, 0.0).sum(), known.sum()]).cpu()
         metrics.set({"lr": self.engine.lr})
         changed, norm = self.engine.step()
         metrics.add("grad_norm", torch.tensor([norm]))
@@ -152,6 +147,14 @@ class Trainer:
             self._report_bad_step(minibatch, next(wrong, "gradient"))
         sums = {name: self.engine.sum(values) for name, values in watched.items()}
         return {name: float(total / count.clamp(min=1)) for name, (total, count) in sums.items()}
+
+    def by_mask(self, stats: dict[str, Tensor], micro: Rollouts) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """Statistics that are averaged over the same entries together, with these: bool, where the statistics are."""
+        found: dict[tuple[int, torch.device], tuple[Tensor, dict[str, Tensor]]] = {}
+        for name, values in stats.items():
+            counted = self.algorithm.counted(name, micro)
+            found.setdefault((id(counted), values.device), (counted, {}))[1][name] = values
+        return [(counted.to(device), columns) for (_, device), (counted, columns) in found.items()]
 
     def losses(self, micro: Rollouts, totals: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """This micro-batch's part of the loss, by what it comes from, 0-d each; and statistics, as a rule [rollout,

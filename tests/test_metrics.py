@@ -34,6 +34,26 @@ def test_only_what_counts_is_averaged():
     assert "nothing" not in found and "unknown" not in found
 
 
+def test_several_names_at_once_are_averaged_each_over_its_own_values():
+    metrics = Metrics(Two())
+    where = torch.tensor([[True, True], [True, False]])
+    columns = {
+        "gap": torch.tensor([[1.0, 2.0], [NAN, 9.0]]),
+        "a_gap": torch.tensor([[-3.0, NAN], [-5.0, 7.0]]),
+        "share": torch.tensor([[True, False], [True, True]]),
+        "none": torch.full((2, 2), NAN),
+    }
+    metrics.add_all(columns, where=where)
+    metrics.add_all({"gap": torch.tensor([6.0]), "share": torch.tensor([False])})
+    metrics.add_all({"left": torch.zeros(0), "share": torch.zeros(0)})
+    metrics.add_all({"loss": torch.tensor([1.0, 2.5]), "updates": torch.tensor([1.0, 1.0])}, sums=True)
+    found = metrics.result()
+    assert found["gap"] == pytest.approx((1 + 2 + 6) / 3) and found["a_gap"] == pytest.approx(-4)
+    assert found["share"] == pytest.approx(2 / 4) and not {"none", "left"} & found.keys()
+    assert found["a_gap_max"] == 0.0  # of what is below 0
+    assert found["loss"] == pytest.approx(2 * 3.5) and found["updates"] == pytest.approx(2 * 2)
+
+
 def test_parts_of_a_total_are_added_over_ranks_and_the_largest_value_is_told():
     metrics = Metrics(Two())
     for part in (0.25, 0.5):
