@@ -265,6 +265,9 @@ class Engine(Ranks):
                 0.0 if own_clip is not None else optim.clip_grad_norm, settings.offload, dtype
             ),
         )
+        self.alone = self.world == 1 and self.zero_stage == 0
+        if self.alone:  # it would copy all gradients into a buffer, wait for gloo's thread, and copy them back
+            self._engine.enable_backward_allreduce = False
 
     def _deepspeed_config(self, clip_grad_norm: float, offload: str, dtype: str) -> dict[str, Any]:
         # Sums of gradients over NCCL go on beside the backward pass; gloo would take its processor from it.
@@ -307,6 +310,10 @@ class Engine(Ranks):
         self.mark()
         for group, rate in zip(self._engine.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = self.lr_factor * rate(self.updates)
+        if self.alone:
+            for parameter in self._trained:
+                if parameter.grad is None:  # 0, as among several ranks, of which another one may have something
+                    parameter.grad = torch.zeros_like(parameter)
         self._engine.step()
         applied = not self._engine.optimizer.overflow
         self.updates += applied

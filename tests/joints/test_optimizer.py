@@ -114,6 +114,23 @@ def test_the_engine_takes_groups_rates_and_decay_as_they_are_asked_for(alone):
     assert torch.tensor(second["critic.bias"]).tolist() == [1.0]
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_a_loss_does_not_reach_has_a_gradient_of_0(alone, stage):
+    """As among several ranks, where another one may have reached it: momentum and decay go on. SGD with momentum 0.5:
+    steps of 0.1 x 1, then of 0.1 x 0.5, and 0.1 x 0.5 of the weight itself goes at each of them."""
+    net = Net()
+    options = ["optim.type=sgd", "optim.lr=0.1", "optim.weight_decay=0.5", "optim.momentum=0.5"]
+    whole = load(GIVEN, [f"engine.zero_stage={stage}"]).engine
+    engine = Engine(net, optim(*options, "optim.clip_grad_norm=0"), whole, total_steps=10)
+    for reached in (net.critic.weight, net.body.weight):
+        engine.backward(reached.sum())
+        engine.step()
+    # The gradient holds the decay, and momentum both: 1 + 0.5 x 1 = 1.5, 1 - 0.15 = 0.85; then 0.5 x 0.85 + 0.5 x 1.5.
+    assert net.critic.weight.flatten().tolist() == pytest.approx([0.85 - 0.1 * (0.425 + 0.75)] * 2)
+    # Decay alone: 0.5, 1 - 0.05 = 0.95; then 1 + 0.5 x 0.95 and half of what was before.
+    assert net.body.weight.flatten().tolist() == pytest.approx([0.95 - 0.1 * (1.475 + 0.25)] * 4)
+
+
 def after(steps, *options):
     """Weights of `Net`'s body after so many steps whose gradient is (3, 4) for two of its weights and 0 for the others,
     and the engine."""
