@@ -37,7 +37,8 @@ class GaussianHead(LevelledHead):
 
     def act(self, reading: Reading, state: Tensor, how: ActionSampling) -> Chosen:
         mean = self.mean(reading, state)
-        noise = torch.stack([torch.randn(self.shape, generator=torch.Generator().manual_seed(s)) for s in how.seeds])
+        own = torch.Generator()
+        noise = torch.stack([torch.randn(self.shape, generator=own.manual_seed(seed)) for seed in how.seeds])
         actions = mean + how.temperature * self.spread().exp() * noise.to(mean.device)
         return {"actions": actions, "temperature": self._temperature(how)}
 

@@ -45,6 +45,22 @@ class Look:
     valid: Tensor  # [chunk] bool
 
 
+class Episodes(list[list[Look]]):
+    """Looks by rollout, with what `replay` makes of them stacked, which is the same each time that a minibatch is
+    learned from; what was seen is collated again, for it may be large."""
+
+    def __init__(self, episodes: list[list[Look]], device: torch.device) -> None:
+        """There is at least one look."""
+        super().__init__(episodes)
+        self.flat = [look for episode in episodes for look in episode]
+        places = [(b, s) for b, episode in enumerate(episodes) for s in range(len(episode))]
+        self.row, self.step = torch.tensor(places, device=device).unbind(1)
+        self.state = torch.stack([look.state for look in self.flat]).to(device)
+        self.valid = torch.stack([look.valid for look in self.flat]).to(device)
+        names = self.flat[0].chosen
+        self.chosen = {name: torch.stack([look.chosen[name] for look in self.flat]).to(device) for name in names}
+
+
 @dataclass(frozen=True)
 class Looks:
     """Looks as the network takes them. inputs: of the backbone, of as many looks as `valid` has rows; old, reference:
@@ -254,38 +270,38 @@ class VisionLanguageActionPolicy:
 
         Takes the looks of all episodes in one batch, or `looks_at_once` of them at a time, which a backward pass then
         computes again."""
-        episodes: list[list[Look]] = rollouts.inputs
-        flat = [look for episode in episodes for look in episode]
-        if not flat:  # the simulator lost them all before the first look
+        if not any(rollouts.inputs):  # the simulator lost them all before the first look
             nothing = next(self.module.parameters()).sum() * 0
             looks = rollouts.mask.shape[1] // self.module.head.decisions
-            return Replay(logp=nothing.expand(rollouts.mask.shape), value=nothing.expand(len(episodes), looks))
-        places = [(b, s) for b, episode in enumerate(episodes) for s in range(len(episode))]
-        row, step = torch.tensor(places).unbind(1)
+            return Replay(logp=nothing.expand(rollouts.mask.shape), value=nothing.expand(len(rollouts), looks))
+        if not isinstance(rollouts.inputs, Episodes):
+            rollouts.inputs = Episodes(rollouts.inputs, self.device)
+        episodes: Episodes = rollouts.inputs
         decisions = self.module.head.decisions
         shape = (len(episodes), rollouts.mask.shape[1] // decisions)
+        dense = len(episodes.flat) == shape[0] * shape[1]  # no look is missing, as where each is a rollout of its own
 
         def spread(values: Tensor) -> Tensor:
+            if dense:
+                return values.unflatten(0, shape)
             blank = values.new_zeros(*shape, *values.shape[1:])
-            return blank.index_put((row.to(values.device), step.to(values.device)), values)
+            return blank.index_put((episodes.row, episodes.step), values)
 
         def at_looks(values: Tensor | None) -> Tensor | None:
             if values is None:
                 return None
-            return rearrange(values, "b (s d) ... -> b s d ...", d=decisions)[row, step].to(self.device)
+            by_look = rearrange(values.to(self.device), "b (s d) ... -> b s d ...", d=decisions)
+            return by_look.flatten(0, 1) if dense else by_look[episodes.row, episodes.step]
 
         old, before = at_looks(rollouts.old_prediction), at_looks(rollouts.ref_prediction)
-        chosen = {k: torch.stack([look.chosen[k] for look in flat]).to(self.device) for k in flat[0].chosen}
-        valid = torch.stack([look.valid for look in flat]).to(self.device)
-        state = torch.stack([look.state for look in flat]).to(self.device)
-        size = self.looks_at_once or len(flat)
+        size = self.looks_at_once or len(episodes.flat)
         parts = []
-        for first in range(0, len(flat), size):
+        for first in range(0, len(episodes.flat), size):
             rows = slice(first, first + size)
-            own = {name: values[rows] for name, values in chosen.items()}
+            own = {name: values[rows] for name, values in episodes.chosen.items()}
             others = [None if values is None else values[rows] for values in (old, before)]
-            inputs = self._collate([look.seen for look in flat[rows]])
-            parts.append(Looks(inputs, state[rows], own, valid[rows], *others))
+            inputs = self._collate([look.seen for look in episodes.flat[rows]])
+            parts.append(Looks(inputs, episodes.state[rows], own, episodes.valid[rows], *others))
         scored = dict(model(parts))
         value = scored.pop("value", None)
         fields: dict[str, Any] = {n: rearrange(spread(v), "b s d ... -> b (s d) ...") for n, v in scored.items()}
@@ -354,11 +370,13 @@ class VisionLanguageActionPolicy:
                     records[row].moved(step, row, row < how.film)
             if how.training:
                 seen, state, chosen, values = kept
-                for i, row in enumerate(rows):
-                    picked = {name: value[i] for name, value in chosen.items()}
-                    valid = torch.from_numpy(steps[-1].valid[row].copy())
-                    records[row].looks.append(Look(seen[i], state[i], picked, valid))
-                    records[row].values.append(values[i])
+                valid = torch.from_numpy(steps[-1].valid[rows])
+                picked = zip(*(column.unbind() for column in chosen.values()), strict=True)
+                looks_now = zip(rows, seen, state.unbind(), picked, valid.unbind(), values, strict=True)
+                for row, saw, numbers, choice, executed, value in looks_now:
+                    look = Look(saw, numbers, dict(zip(chosen, choice, strict=True)), executed)
+                    records[row].looks.append(look)
+                    records[row].values.append(value)
                 self._value_ends(steps[-1], rows, records)
 
         play(sim, act, tell, most_looks=self.action.horizon)

@@ -14,6 +14,7 @@ from mmrl.errors import UserError
 from mmrl.facts import Batch
 from mmrl.metrics import Metrics
 from mmrl.policies.vla import states_only
+from mmrl.policies.vla.policy import Episodes
 from mmrl.trainer import Trainer
 from tests.engine.parts import ROBOTS
 from tests.joints.parts import Ledger, Log
@@ -337,6 +338,39 @@ class TestSingleLooks:
                     assert own.shape[1] == 1 and own[i, 0] == vars(steps)[name][b, s], name
                 assert micro.samples[i] is rollouts.samples[b]
         assert not known and order != sorted(order)
+
+    @pytest.mark.parametrize("kind", ["gaussian", "flow, all steps"])
+    def test_alone_they_have_the_likelihoods_that_they_have_in_their_episodes(self, make, kind):
+        policy = stir(make(kind, critic=True))
+        rollouts = policy.rollout(STARTS, 2, SEEDS)
+        rollouts.inputs[0], rollouts.mask[0, policy.module.head.decisions :] = rollouts.inputs[0][:1], False
+        whole = policy.replay(rollouts, policy.module)
+        rollouts.old_prediction = torch.randn(whole.prediction.shape, generator=torch.Generator().manual_seed(1))
+        whole = policy.replay(rollouts, policy.module)
+        assert len({len(episode) for episode in rollouts.inputs}) > 1
+        order = torch.randperm(sum(map(len, rollouts.inputs)), generator=torch.Generator().manual_seed(0))
+        single = policy.replay(policy.by_step(rollouts).select(order), policy.module)
+        places = [(b, s) for b, episode in enumerate(rollouts.inputs) for s in range(len(episode))]
+        for i, place in enumerate(order.tolist()):
+            b, s = places[place]
+            torch.testing.assert_close(single.value[i], whole.value[b, s : s + 1])
+            decisions = single.logp.shape[1]
+            for name in ("logp", "prediction", "divergence"):
+                expected = vars(whole)[name][b, s * decisions : (s + 1) * decisions]
+                torch.testing.assert_close(vars(single)[name][i], expected, rtol=1e-5, atol=1e-5)
+
+    def test_what_was_stacked_serves_the_same_looks_alone(self, make, blind, monkeypatch):
+        policy = stir(make("gaussian", blind, sim=quiet(), critic=True))
+        rollouts = policy.rollout(STARTS, 1, [1, 2, 3])
+        assert any(not look.valid.all() for episode in rollouts.inputs for look in episode)
+        first = policy.replay(rollouts, policy.module).logp
+        changed = replace(rollouts, inputs=[[replace(e[0], state=e[0].state + 1), *e[1:]] for e in rollouts.inputs])
+        other = policy.replay(changed, policy.module).logp
+        assert not torch.equal(other[:, :4], first[:, :4]) and torch.equal(other[:, 4:], first[:, 4:])
+        turned = rollouts.select(torch.tensor([2, 0]))
+        assert torch.equal(policy.replay(turned, policy.module).logp, first[[2, 0]])
+        monkeypatch.setattr(Episodes, "__init__", None)  # once is enough
+        assert torch.equal(policy.replay(rollouts, policy.module).logp, first)
 
     def test_advantages_come_from_whole_episodes(self, trainer):
         made = trainer("algorithm.shuffle=steps")
