@@ -1,6 +1,6 @@
-"""Start-up of `mmrl train` and generation of long responses: an earlier commit and this one, in turns.
+"""Start-up of `mmrl train`, generation of long responses, PushCube: an earlier commit and this one, in turns.
 
-    .venv/bin/python scripts/bench/before_and_now.py [--commit a4b3f00] [--rounds 3] [--parts start,generation]
+    .venv/bin/python scripts/bench/before_and_now.py [--commit a4b3f00] [--rounds 3] [--parts start,generation,pushcube]
 
 The earlier commit's files are taken out of git into a temporary folder and found before those that are installed; the
 libraries are the same. Every measurement is processor time of a process of its own, with one thread.
@@ -11,6 +11,8 @@ start       from the beginning of the process to the beginning of the first trai
 generation  4 prompts of 40 tokens x 4 responses of --length tokens by a Qwen2.5-VL of width 256 and four layers, whose
             eight heads share four keys and values (`full`); and the same with an end token that is likely enough for
             responses of all lengths (`ending`). Both commits draw the same tokens
+pushcube    1,000 environment steps of `mmrl train configs/manipulation_maniskill_pushcube.yaml`, each commit with its
+            own recipe, in one process: rollouts, updates and logs of three training steps after the first one
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -40,6 +43,7 @@ def main() -> None:
     options = arguments()
     if options.child is not None:
         children: dict[str, Callable[..., None]] = {"start": start, "generation": generation, "model": model}
+        children["pushcube"] = pushcube
         return children[options.child[0]](*options.child[1:])
     with tempfile.TemporaryDirectory(prefix="mmrl-before-") as folder:
         trees = {"before": Path(folder) / "tree", "now": ROOT}
@@ -95,6 +99,8 @@ def prepare(options: argparse.Namespace, trees: dict[str, Path], folder: Path) -
                 ends,
                 str(options.length),
             ]
+    if "pushcube" in options.parts:
+        cases["PushCube, 1,000 environment steps"] = ["pushcube"]
     return cases
 
 
@@ -136,6 +142,32 @@ def start(config: str, base: str, out: str) -> None:
     run_dir = f"run_dir={Path(out).parent / 'run'}"
     cli.main(["train", config, "model.warm_start=null", f"model.path={base}", run_dir, "evaluation.before=false"])
     raise AssertionError("unreachable: the first step has ended the process")
+
+
+def pushcube(out: str) -> None:
+    import torch
+
+    import mmrl.trainer
+    from mmrl import cli
+
+    torch.set_num_threads(1)
+    told = mmrl.trainer.Trainer.log
+    points: list[tuple[int, float]] = []  # environment steps of each training step, and when it was over
+
+    def log(trainer: Any, rollouts: Any, metrics: Any) -> None:
+        told(trainer, rollouts, metrics)
+        points.append((sum(sample.episode.length for sample in rollouts.samples), time.process_time()))
+        if len(points) == 4:
+            seconds = points[-1][1] - points[0][1]
+            Path(out).write_text(json.dumps(1000 * seconds / sum(steps for steps, _ in points[1:])))
+            os._exit(0)
+
+    mmrl.trainer.Trainer.log = log  # type: ignore[method-assign]
+    alone = ["task.workers=0", "task.turns=1", "threads=1", f"run_dir={Path(out).parent / 'run'}"]
+    shutil.rmtree(Path(out).parent / "run", ignore_errors=True)
+    more = ["evaluation.before=false", "checkpoint.every=0"]
+    cli.main(["train", "configs/manipulation_maniskill_pushcube.yaml", *alone, *more])
+    raise AssertionError("unreachable: the fourth step has ended the process")
 
 
 def model(folder: str) -> None:

@@ -1,6 +1,7 @@
 """PPO on ManiSkill's PushCube from states: this repository's recipe beside ManiSkill's own, to equal success.
 
     .venv/bin/python scripts/bench/pushcube.py [--seeds 0,1,2] [--arms maniskill,ours] [--until 0.9] [--most 260000]
+    .venv/bin/python scripts/bench/pushcube.py --rounds 5 --most 12800    # how fast, in rounds; no evaluations
 
 Each arm of each seed is a process of its own, one after the other, with one thread and no worker processes. The peer is
 `PushCubePPO` below, written from the hyper-parameters and the recipe that ManiSkill publishes for its `ppo.py` (Tao et
@@ -8,6 +9,9 @@ al. 2024, after CleanRL). Both play the same environments (states, pd_joint_delt
 are evaluated on the same held-out start states (--prompts of them, likeliest actions) every --every environment steps,
 by the same simulator code. Seconds are of the processor and leave evaluations out. Prints a Markdown table of the
 environment steps and seconds until held-out success first reached 0.8 and 0.9; the curves go to --out as JSON.
+
+With --rounds the arms only run to --most environment steps, in turns: how long a start takes, and the environment steps
+of a second of the processor after the first update, as the median of the rounds and their extremes.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import math
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -50,6 +55,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=260_000, help="or after so many environment steps")
     parser.add_argument("--every", type=int, default=12_800, help="environment steps between two evaluations")
     parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=0, help="measure speed in so many rounds; 0: learn")
     parser.add_argument("--out", type=Path, default=ROOT / "build/pushcube")
     parser.add_argument("--one", help="ARM,SEED: run it in this process")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE of our recipe")
@@ -59,6 +65,9 @@ def main() -> None:
         ARMS[arm](int(seed), options)
         return
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.rounds:
+        print(rates(options))
+        return
     print(
         "| arm | seed | " + " | ".join(f"steps to {m} | seconds to {m}" for m in MARKS) + " | last | steps a second |"
     )
@@ -67,9 +76,37 @@ def main() -> None:
         for arm in options.arms.split(","):
             file = options.out / f"{arm}-{seed}.json"
             if not file.is_file():
-                again = [sys.executable, *sys.orig_argv[1:], "--one", f"{arm},{seed}"]
-                subprocess.run(again, check=True, stdout=sys.stderr, env=os.environ | {"OMP_NUM_THREADS": "1"})
+                run(arm, seed)
             print(row(arm, seed, json.loads(file.read_text())), flush=True)
+
+
+def run(arm: str, seed: str) -> None:
+    again = [sys.executable, *sys.orig_argv[1:], "--one", f"{arm},{seed}"]
+    subprocess.run(again, check=True, stdout=sys.stderr, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def rates(options: argparse.Namespace) -> str:
+    """A table of the arms' speed; every round has a seed of its own."""
+    arms = options.arms.split(",")
+    started: dict[str, list[float]] = {arm: [] for arm in arms}
+    speed: dict[str, list[float]] = {arm: [] for arm in arms}
+    for turn in range(options.rounds):
+        for arm in arms:
+            run(arm, str(turn))
+            first, *_, last = json.loads((options.out / f"{arm}-{turn}.json").read_text())
+            speed[arm].append((last["steps"] - first["steps"]) / (last["seconds"] - first["seconds"]))
+            started[arm].append(first["seconds"] - first["steps"] / speed[arm][-1])
+    lines = ["| arm | steps a second | times the first arm | seconds of the start |", "| --- | --- | --- | --- |"]
+    for arm in arms:
+        ratios = [own / other for own, other in zip(speed[arm], speed[arms[0]], strict=True)]
+        cells = [spread(speed[arm], 0), spread(ratios, 2), spread(started[arm], 1)]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def spread(values: list[float], digits: int) -> str:
+    middle, least, most = statistics.median(values), min(values), max(values)
+    return f"{middle:.{digits}f} ({least:.{digits}f} .. {most:.{digits}f})"
 
 
 def row(arm: str, seed: str, curve: Curve) -> str:
@@ -104,6 +141,22 @@ class Curves:
         if done:
             self.file.write_text(json.dumps(self.points, indent=2))
         return done
+
+
+class Pace(Curves):
+    """Seconds over environment steps, noted after each update; success is not looked at."""
+
+    def due(self, steps: int) -> bool:
+        self.points.append({"steps": float(steps), "seconds": self.seconds})
+        return steps >= self.options.most
+
+    def add(self, steps: int, seconds: float, success: float) -> bool:
+        self.file.write_text(json.dumps(self.points, indent=2))
+        return True
+
+
+def observed(arm: str, seed: int, options: argparse.Namespace) -> Curves:
+    return (Pace if options.rounds else Curves)(arm, seed, options)
 
 
 # --- ManiSkill's own recipe ---
@@ -254,13 +307,13 @@ class PushCubePPO:
 
 def maniskill(seed: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    curves = Curves("maniskill", seed, options)
+    curves = observed("maniskill", seed, options)
     peer, task = PushCubePPO(seed), held_out(options.prompts)
     while True:
         peer.update()
         if curves.due(peer.steps):
             seconds, started = curves.seconds, time.process_time()
-            success = task(peer.act)
+            success = 0.0 if options.rounds else task(peer.act)
             curves.outside += time.process_time() - started
             if curves.add(peer.steps, seconds, success):
                 return
@@ -299,7 +352,7 @@ def recipe(seed: int, overrides: list[str]) -> Any:
 def ours(seed: int, options: argparse.Namespace) -> None:
     folder = options.out / f"run-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
-    curves = Curves("ours", seed, options)
+    curves = observed("ours", seed, options)
     own = ["steps=1000000", "evaluation.every=1", "evaluation.before=false", f"evaluation.prompts={options.prompts}"]
     config = recipe(seed, [*own, "checkpoint.every=0", "checkpoint.best=false", *options.overrides])
     torch.set_num_threads(1)
@@ -328,7 +381,7 @@ class CountedTrainer(Trainer):
         if not self.curves.due(self.steps):
             return {}
         seconds, started = self.curves.seconds, time.process_time()
-        result = super().evaluate()
+        result = {"evaluation/accuracy": 0.0} if isinstance(self.curves, Pace) else super().evaluate()
         self.curves.outside += time.process_time() - started
         if self.curves.add(self.steps, seconds, result["evaluation/accuracy"]):
             self.interruption.signum = signal.SIGTERM
