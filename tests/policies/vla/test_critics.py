@@ -359,6 +359,13 @@ class TestSingleLooks:
                 expected = vars(whole)[name][b, s * decisions : (s + 1) * decisions]
                 torch.testing.assert_close(vars(single)[name][i], expected, rtol=1e-5, atol=1e-5)
 
+    def test_each_knows_which_of_its_actions_were_executed(self, make, blind):
+        policy = stir(make("gaussian", blind, sim=quiet(), std=0.5))
+        rollouts = policy.rollout(starts(0, 60, 90), 1, [1, 2, 3])
+        lengths = [sample.episode.length for sample in rollouts.samples]
+        assert len(set(lengths)) > 1
+        assert [sum(int(look.valid.sum()) for look in episode) for episode in rollouts.inputs] == lengths
+
     def test_what_was_stacked_serves_the_same_looks_alone(self, make, blind, monkeypatch):
         policy = stir(make("gaussian", blind, sim=quiet(), critic=True))
         rollouts = policy.rollout(STARTS, 1, [1, 2, 3])
