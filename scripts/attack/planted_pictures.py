@@ -12,6 +12,8 @@ REWRITER = ("tasks/test_prompt_rewriting.py",)
 INVERSE = ("joints/test_inverse.py",)
 SETS = ("rewards/test_sets.py",)
 CLIPS = ("tasks/test_video_generation.py",)
+CHARTS, NAMED = ("tasks/test_charts.py",), ("tasks/test_named_pictures.py",)
+D, Q = "tasks/visual_qa/charts.py", "tasks/visual_qa/named_pictures.py"
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -122,4 +124,20 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("clips: the last place of a side is never used", "tasks/moving.py", "self.grid - OBJECT + 1",
      "self.grid - OBJECT", CLIPS),
     ("clips: what is down goes up", "tasks/moving.py", "top + down * step", "top - down * step", CLIPS),
+    # --- charts ---
+    ("charts: values are not rounded", D, "round(float(value), column.decimals)", "float(value)", CHARTS),
+    ("charts: bars do not start from 0", D, "axes.set_ylim(0, ", "axes.set_ylim(0.5 * min(series.values), ", CHARTS),
+    ("charts: labels of the first rows", D, "self.labels[kept]", "self.labels[: length]", CHARTS),
+    ("charts: a limit has its own value above it", D, "str(len(ordered) - below - 1)", "str(len(ordered) - below)",
+     CHARTS),
+    ("charts: differences with a sign", D, "one, other = other, one", "one, other = one, other", CHARTS),
+    ("charts: of several largest the first", D, "if series.values.count(top) > 1:", "if False:", CHARTS),
+    ("charts: values are always written", D, "        if written:", "        if True:", CHARTS),
+    ("charts: the user's own style", D, 'matplotlib.style.context("default")', 'matplotlib.style.context({})', CHARTS),
+    # --- rows of one thing, and the tiny model that reads them ---
+    ("named pictures: rows of one thing show several", Q, "shown[:1].repeat(cells)", "shown[:cells]", NAMED),
+    ("named pictures: a row of one thing asks for one place", Q, "_at(PLACES[len(row)][int(rng.integers(len(row)))])",
+     "_at(PLACES[len(row)][0])", NAMED),
+    ("named pictures: the tiny model looks across the row", "mmrl/policies/vlm/tiny_qwen.py",
+     "if sizes.window is None else []", "if sizes.window is None else [0]", NAMED),
 ]

@@ -31,14 +31,26 @@ class Question:
 
 
 def _alone(row: Sequence[str], rng: np.random.Generator) -> Question:
-    others = [name for name in names() if name != row[0]]
-    return Question("What is it?", row[0], others[rng.integers(len(others))])
+    return Question("What is it?", row[0], _another(row[0], rng))
+
+
+def _alike(row: Sequence[str], rng: np.random.Generator) -> Question:
+    """Of a row that shows one thing everywhere: what things are called is learned before places are told apart."""
+    return Question(_at(PLACES[len(row)][int(rng.integers(len(row)))]), row[0], _another(row[0], rng))
+
+
+def _another(name: str, rng: np.random.Generator) -> str:
+    others = [other for other in names() if other != name]
+    return others[rng.integers(len(others))]
 
 
 def _what(row: Sequence[str], rng: np.random.Generator) -> Question:
     here = int(rng.integers(len(row)))
-    place = PLACES[len(row)][here]
-    return Question(f"What is {'in' if place == 'middle' else 'on'} the {place}?", row[here], _after(row, here))
+    return Question(_at(PLACES[len(row)][here]), row[here], _after(row, here))
+
+
+def _at(place: str) -> str:
+    return f"What is {'in' if place == 'middle' else 'on'} the {place}?"
 
 
 def _left_of(row: Sequence[str], rng: np.random.Generator) -> Question:
@@ -79,6 +91,7 @@ def _all(row: Sequence[str], rng: np.random.Generator) -> Question:
 
 QUESTIONS: dict[str, Callable[[Sequence[str], np.random.Generator], Question]] = {
     "alone": _alone,
+    "alike": _alike,
     "what": _what,
     "left_of": _left_of,
     "right_of": _right_of,
@@ -118,11 +131,11 @@ class NamedPicturesSource:
     """`size` questions about rows of named pictures; item i depends on (split, seed, i) and the layout alone.
 
     Each picture has one of `styles` by chance. A row shows different things, but for `how_many`, where one may stand
-    several times, in whatever style, and `alone`, which shows one. Item i is of kind `kinds[i % len(kinds)]`. Train
-    and held-out rows come from disjoint random streams; `which` says of which names they are made. Metadata: `kind`,
-    `names` and `styles` (left to right), and `demonstration`: what a supervised run is shown, which is the answer or,
-    in the share `careless`, what is right of the next place (of a number: one more). The answer itself is always
-    right.
+    several times, in whatever style, `alike`, where one thing stands everywhere, and `alone`, which shows one. Item i
+    is of kind `kinds[i % len(kinds)]`. Train and held-out rows come from disjoint random streams; `which` says of which
+    names they are made. Metadata: `kind`, `names` and `styles` (left to right), and `demonstration`: what a supervised
+    run is shown, which is the answer or, in the share `careless`, what is right of the next place (of a number: one
+    more). The answer itself is always right.
 
     Raises ValueError for an unknown split, kind, style or part of the names, or a layout that is not possible.
     """
@@ -173,6 +186,8 @@ class NamedPicturesSource:
         shown = rng.choice(self._pool, cells, replace=False)
         if kind == "how_many":
             shown = rng.permutation(shown[np.minimum(np.arange(cells), rng.integers(cells))])
+        if kind == "alike":
+            shown = shown[:1].repeat(cells)
         row = [names()[name] for name in shown]
         question = QUESTIONS[kind](row, rng)
         styles: list[Style] = [self.styles[number] for number in rng.integers(len(self.styles), size=cells)]

@@ -23,10 +23,14 @@ Question = Literal["which", "sum", "largest", "above_five", "where"]
 ClipQuestion = Literal["direction", "speed", "order"]
 CLIP_QUESTIONS: tuple[ClipQuestion, ...] = ("direction", "speed", "order")
 EVERY: tuple[Question, ...] = ("which", "sum", "largest", "above_five", "where")
-NamedQuestion = Literal["alone", "what", "left_of", "right_of", "where", "how_many", "all"]
+NamedQuestion = Literal["alone", "alike", "what", "left_of", "right_of", "where", "how_many", "all"]
 NAMED: tuple[NamedQuestion, ...] = ("what", "left_of", "right_of", "where", "how_many")
 NamedPart = Literal["all", "shown", "heldout"]
 NamedStyle = Literal["noto", "fluent", "openmoji"]
+ChartQuestion = Literal["largest", "value", "above", "difference"]
+CHART_QUESTIONS: tuple[ChartQuestion, ...] = ("largest", "value", "above", "difference")
+ChartTable = Literal["barley", "iowa-electricity", "stocks", "us-employment", "wheat", "driving", "crimea"]
+ChartShape = Literal["bar", "line"]
 
 
 class Questions(Choice):
@@ -38,6 +42,7 @@ class Questions(Choice):
         "scenes": "mmrl.tasks.visual_qa.settings:ScenesData",
         "clips": "mmrl.tasks.visual_qa.settings:ClipsData",
         "named_pictures": "mmrl.tasks.visual_qa.settings:NamedPicturesData",
+        "charts": "mmrl.tasks.visual_qa.settings:ChartsData",
         "files": "mmrl.tasks.visual_qa.settings:FilesData",
         "huggingface": "mmrl.tasks.visual_qa.settings:HuggingFaceData",
         "conversations": "mmrl.tasks.visual_qa.settings:ConversationFilesData",
@@ -171,6 +176,35 @@ class NamedPicturesData(Questions):
             cells=self.cells,
         )
         return train, held_out
+
+
+class ChartsData(Questions):
+    """Bar and line charts of real tables, drawn by matplotlib (extra `charts`); training rows follow the run's seed,
+    held-out rows only `eval_seed`, and are made of other tables, unless told otherwise."""
+
+    test: ClassVar[str] = "tests/tasks/test_charts.py"
+    type: str = "charts"
+    train_size: int = option(20_000, "questions to train on", ge=1)
+    eval_size: int = option(500, "held-out questions", ge=1)
+    eval_seed: int = option(0, "of the held-out questions", ge=0)
+    questions: tuple[ChartQuestion, ...] = option(CHART_QUESTIONS, "kinds of question", min_length=1)
+    shapes: tuple[ChartShape, ...] = option(("bar", "line"), "of charts", min_length=1)
+    train_tables: tuple[ChartTable, ...] = option(
+        ("barley", "iowa-electricity", "stocks", "us-employment"), "tables to train on", min_length=1
+    )
+    eval_tables: tuple[ChartTable, ...] = option(("wheat", "driving", "crimea"), "held-out tables", min_length=1)
+    written: bool = option(
+        True, "write each value beside its bar or point; otherwise values have to be read from the axis"
+    )
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.visual_qa.charts import ChartsSource
+
+        asked: dict[str, Any] = {"kinds": self.questions, "shapes": self.shapes, "written": self.written}
+        train = ChartsSource("train", size=self.train_size, seed=seed, tables=self.train_tables, **asked)
+        return train, ChartsSource(
+            "heldout", size=self.eval_size, seed=self.eval_seed, tables=self.eval_tables, **asked
+        )
 
 
 class Rows(Questions):

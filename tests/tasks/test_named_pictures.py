@@ -4,9 +4,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from mmrl.tasks.named_pictures.pictures import FOLDER, SIDE, check_style, groups, names, pictures
-from mmrl.tasks.visual_qa.named_pictures import NamedPicturesSource, canvas, name_indices
+from mmrl.tasks.visual_qa.named_pictures import KINDS, NamedPicturesSource, canvas, name_indices
+from mmrl.tasks.visual_qa.tiny_named_pictures import build as build_model
 from mmrl.tasks.visual_qa.tiny_named_pictures import build_tokenizer
+from PIL import Image
+from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
 from tests.tasks.choosing import build
 
@@ -99,7 +103,17 @@ def test_places_and_counts():
     assert all(prompt.answer.split() == prompt.metadata["names"] for prompt in questions("all", 5))
 
 
-@pytest.mark.parametrize("kind", ["alone", "what", "left_of", "right_of", "where", "how_many", "all"])
+def test_a_row_of_one_thing_asks_for_any_place():
+    asked = Counter()
+    for prompt in questions("alike", 40):
+        ((name, *more),) = (prompt.metadata["names"],)
+        assert more == [name, name] and [found for found, _ in shown(prompt)] == [name] * 3 and prompt.answer == name
+        asked[prompt.text.removesuffix("?").split()[-1]] += 1
+    assert set(asked) == set(THREE)
+    assert len({tuple(prompt.metadata["styles"]) for prompt in questions("alike", 40)}) == 8
+
+
+@pytest.mark.parametrize("kind", ["alone", "alike", "what", "left_of", "right_of", "where", "how_many", "all"])
 def test_careless_demonstrations_are_wrong_and_change_nothing_else(kind):
     for right, careless in zip(questions(kind, 30), questions(kind, 30, careless=1.0), strict=True):
         assert right.metadata["demonstration"] == right.answer == careless.answer
@@ -172,7 +186,29 @@ def test_the_third_style_is_read_from_its_package():
     assert (inside[:, 0] > 150).mean() > 0.4 and inside[:, 0].mean() > 1.3 * inside[:, 2].mean()
 
 
-def test_most_names_are_one_token():
+def test_every_word_is_one_token_and_a_name_the_same_one_everywhere():
     tokenizer = build_tokenizer()
-    assert sum(len(tokenizer(name).input_ids) == 1 for name in names()) == 218
-    assert tokenizer.decode(tokenizer("apple horse 12").input_ids) == "apple horse 12"
+    assert all(len(tokenizer(name).input_ids) == 1 for name in names())
+    assert tokenizer("horse").input_ids[0] in tokenizer("What is left of the horse?").input_ids
+    assert tokenizer.decode(tokenizer("horse dog 2").input_ids) == "horse dog 2"
+    for kind in KINDS:
+        for prompt in questions(kind, 30, careless=0.5):
+            words = prompt.text + " " + prompt.metadata["demonstration"]
+            assert tokenizer.unk_token_id not in tokenizer(words).input_ids, words
+
+
+def test_what_a_token_of_the_tiny_model_holds_depends_on_its_picture_alone(tmp_path):
+    build_model(tmp_path, seed=1)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path)
+    images = AutoProcessor.from_pretrained(tmp_path).image_processor
+    row = np.random.default_rng(0).integers(0, 256, (SIDE, 3 * SIDE, 3), dtype=np.uint8)
+
+    def tokens(pixels):
+        given = images(Image.fromarray(pixels), return_tensors="pt")
+        return model.get_image_features(given["pixel_values"], given["image_grid_thw"]).pooler_output[0]
+
+    found = tokens(row)
+    assert found.shape == (3, 128) and (found[0] - found[1]).abs().max() > 0.1
+    for place in range(3):
+        alone = tokens(row[:, place * SIDE : (place + 1) * SIDE])
+        torch.testing.assert_close(alone[0], found[place], atol=1e-5, rtol=0)

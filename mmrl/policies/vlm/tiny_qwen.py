@@ -57,6 +57,8 @@ class Sizes:
     spread: float | None = (
         None  # standard deviation of the vision half's weights; None: the family's own of generation 3
     )
+    # pixels, along each side, of the squares within which the vision half of generation 2.5 looks; None: everywhere
+    window: int | None = None
 
 
 def byte_pairs(corpus: Sequence[str], entries: int, *, digits_apart: bool = True) -> PreTrainedTokenizerFast:
@@ -124,8 +126,9 @@ def build_config(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VL
     spread: dict[str, Any] = {} if sizes.spread is None else {"initializer_range": sizes.spread}
     if sizes.generation == "2.5":
         config, text = Qwen2_5_VLConfig, {"rope_parameters": rope}
-        every = list(range(sizes.vision_layers))
-        vision = {"window_size": 64, "fullatt_block_indexes": every, "initializer_range": INITIALIZER_RANGE}
+        everywhere = list(range(sizes.vision_layers)) if sizes.window is None else []
+        vision = {"window_size": sizes.window or 64, "fullatt_block_indexes": everywhere}
+        vision |= {"initializer_range": INITIALIZER_RANGE}
     else:
         config, text = Qwen3VLConfig, {"rope_parameters": {**rope, "mrope_interleaved": True}, "head_dim": 32}
         vision = {"num_position_embeddings": sizes.longest, "deepstack_visual_indexes": [0]}
