@@ -18,6 +18,7 @@ from mmrl.policies.diffusion.families.base import BASE_FILE, Pipeline
 from mmrl.policies.diffusion.families.clips import HunyuanVideo, LTXVideo, Wan
 from mmrl.policies.diffusion.families.edits import Flux2Klein, FluxKontext, QwenImageEdit, QwenImageEditPlus
 from mmrl.policies.diffusion.families.pictures import (
+    AuraFlow,
     Flux,
     QwenImage,
     StableDiffusion,
@@ -36,6 +37,7 @@ CLASSES: dict[str, type[Pipeline]] = {
     "StableDiffusionPipeline": StableDiffusion,
     "StableDiffusionXLPipeline": StableDiffusionXL,
     "ZImagePipeline": ZImage,
+    "AuraFlowPipeline": AuraFlow,
     "WanPipeline": Wan,
     "LTXPipeline": LTXVideo,
     "HunyuanVideoPipeline": HunyuanVideo,
