@@ -12,6 +12,9 @@ REWRITER = ("tasks/test_prompt_rewriting.py",)
 INVERSE = ("joints/test_inverse.py",)
 SETS = ("rewards/test_sets.py",)
 CLIPS = ("tasks/test_video_generation.py",)
+SENTENCES = ("policies/diffusion/test_sentences.py",)
+VIEWING = ("rewards/test_viewing.py",)
+NAMED, OF_NAMED = "tasks/image_generation/named.py", ("tasks/test_image_named.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -122,4 +125,27 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("clips: the last place of a side is never used", "tasks/moving.py", "self.grid - OBJECT + 1",
      "self.grid - OBJECT", CLIPS),
     ("clips: what is down goes up", "tasks/moving.py", "top + down * step", "top - down * step", CLIPS),
+    # --- named pictures ---
+    ("sentences: only the first token is read", "mmrl/policies/diffusion/sentences.py", "states.sum(1)", "states[:, 0]",
+     SENTENCES),
+    ("sentences: the data for a velocity", "mmrl/policies/diffusion/sentences.py",
+     "velocity(self.body.through(hidden_states, told), hidden_states, sigma)",
+     "self.body.through(hidden_states, told)", SENTENCES),
+    ("sentences: of no unit scale", "mmrl/policies/diffusion/sentences.py", " * states.shape[2] ** 0.5", "", SENTENCES),
+    ("aura: times of a thousand", "mmrl/policies/diffusion/families/pictures.py",
+     'return {"timestep": time / 1000, **texts}', 'return {"timestep": time, **texts}',
+     ("policies/diffusion/test_pipelines.py",)),
+    ("named: a careless picture may be right", NAMED, "rng.integers(1, len(NAMES))", "rng.integers(len(NAMES))",
+     OF_NAMED),
+    ("named: paper shines through", NAMED, "return placed[:3] + paper * (1 - placed[3:])",
+     "return placed[:3] + paper", OF_NAMED),
+    ("named: the reward learned what is drawn", NAMED, '{"reward": "fluent", "second": "noto"}',
+     '{"reward": "noto", "second": "noto"}', OF_NAMED),
+    ("named: nothing is mirrored", NAMED, "thing = thing.flip(-1)", "pass", OF_NAMED),
+    # --- quality and safety ---
+    ("brisque: what is worse earns more", "mmrl/rewards/viewing.py", "1 - float(measured", "float(measured", VIEWING),
+    ("brisque: a flat picture is judged", "mmrl/rewards/viewing.py", "if (pixels == pixels[0, 0]).all():", "if False:",
+     VIEWING),
+    ("safe_for_work: what is not earns more", "mmrl/rewards/viewing.py", "1 - float(classifier", "float(classifier",
+     VIEWING),
 ]
