@@ -13,6 +13,7 @@ from peft import LoraConfig
 from torch import nn
 
 from mmrl.errors import UserError
+from mmrl.policies.diffusion import sentences  # noqa: F401  diffusers loads its network only from imported modules
 from mmrl.policies.diffusion.embeddings import Embeddings
 from mmrl.policies.diffusion.families.base import BASE_FILE, Pipeline
 from mmrl.policies.diffusion.families.clips import HunyuanVideo, LTXVideo, Wan
