@@ -1,5 +1,8 @@
 """The denoiser that reads sentences, against its formula, and within a pipeline."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -54,3 +57,10 @@ def test_files_give_the_same_weights_back(denoiser, tmp_path):
     assert again.config["width"] == 16 and again.config["depth"] == 2
     state = again.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in denoiser.state_dict().items())
+
+
+def test_a_process_that_loads_pipelines_has_imported_it():
+    """Or diffusers, which imports no module that a folder names, does not load it."""
+    told = "import sys, mmrl.policies.diffusion.pipelines; print('mmrl.policies.diffusion.sentences' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert found.stdout.split()[-1] == "True"
