@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from diffusers import (
+    AuraFlowPipeline,
+    AuraFlowTransformer2DModel,
     AutoencoderKL,
     AutoencoderKLQwenImage,
     DDIMScheduler,
@@ -203,6 +205,29 @@ def qwen_image() -> DiffusionPipeline:
     )
 
 
+def aura_flow() -> DiffusionPipeline:
+    tokenizer, text_encoder = t5()
+    return AuraFlowPipeline(
+        transformer=AuraFlowTransformer2DModel(
+            sample_size=8,
+            patch_size=2,
+            in_channels=4,
+            out_channels=4,
+            num_mmdit_layers=1,
+            num_single_dit_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=WIDTH,
+            caption_projection_dim=32,
+            pos_embed_max_size=16,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
+        vae=vae(scaling_factor=0.13025),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+    )
+
+
 SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 
 
@@ -241,7 +266,7 @@ def sdxl() -> DiffusionPipeline:
 
 
 MAKERS: dict[str, Callable[[], DiffusionPipeline]] = {
-    maker.__name__: maker for maker in (sd3, sd3_without_t5, flux, flux_schnell, qwen_image, sd15, sdxl)
+    maker.__name__: maker for maker in (sd3, sd3_without_t5, flux, flux_schnell, qwen_image, aura_flow, sd15, sdxl)
 }
 NAMES = tuple(MAKERS)
 

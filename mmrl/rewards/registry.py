@@ -26,6 +26,7 @@ from mmrl.rewards import (
     turns,
     twins,
     verifiers,
+    viewing,
 )
 from mmrl.rewards.failures import Failures
 from mmrl.rewards.isolated import WORKERS, IsolatedReward
@@ -66,6 +67,8 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "set_distance": sets.SetDistance,
     "ocr": images.ocr,
     "geneval": geneval.GenEval,
+    "brisque": viewing.brisque,
+    "safe_for_work": viewing.safe_for_work,
     "clip_similarity": clip.clip_similarity,
     "aesthetic": clip.Aesthetic,
     "pickscore": clip.pickscore,

@@ -12,8 +12,11 @@ REWRITER = ("tasks/test_prompt_rewriting.py",)
 INVERSE = ("joints/test_inverse.py",)
 SETS = ("rewards/test_sets.py",)
 CLIPS = ("tasks/test_video_generation.py",)
-CHARTS, NAMED = ("tasks/test_charts.py",), ("tasks/test_named_pictures.py",)
+CHARTS, ROWS = ("tasks/test_charts.py",), ("tasks/test_named_pictures.py",)
 D, Q = "tasks/visual_qa/charts.py", "tasks/visual_qa/named_pictures.py"
+SENTENCES = ("policies/diffusion/test_sentences.py",)
+VIEWING = ("rewards/test_viewing.py",)
+NAMED, OF_NAMED = "tasks/image_generation/named.py", ("tasks/test_image_named.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -135,9 +138,32 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("charts: values are always written", D, "        if written:", "        if True:", CHARTS),
     ("charts: the user's own style", D, 'matplotlib.style.context("default")', 'matplotlib.style.context({})', CHARTS),
     # --- rows of one thing, and the tiny model that reads them ---
-    ("named pictures: rows of one thing show several", Q, "shown[:1].repeat(cells)", "shown[:cells]", NAMED),
+    ("named pictures: rows of one thing show several", Q, "shown[:1].repeat(cells)", "shown[:cells]", ROWS),
     ("named pictures: a row of one thing asks for one place", Q, "_at(PLACES[len(row)][int(rng.integers(len(row)))])",
-     "_at(PLACES[len(row)][0])", NAMED),
+     "_at(PLACES[len(row)][0])", ROWS),
     ("named pictures: the tiny model looks across the row", "mmrl/policies/vlm/tiny_qwen.py",
-     "if sizes.window is None else []", "if sizes.window is None else [0]", NAMED),
+     "if sizes.window is None else []", "if sizes.window is None else [0]", ROWS),
+    # --- named pictures ---
+    ("sentences: only the first token is read", "mmrl/policies/diffusion/sentences.py", "states.sum(1)", "states[:, 0]",
+     SENTENCES),
+    ("sentences: the data for a velocity", "mmrl/policies/diffusion/sentences.py",
+     "velocity(self.body.through(hidden_states, told), hidden_states, sigma)",
+     "self.body.through(hidden_states, told)", SENTENCES),
+    ("sentences: of no unit scale", "mmrl/policies/diffusion/sentences.py", " * states.shape[2] ** 0.5", "", SENTENCES),
+    ("aura: times of a thousand", "mmrl/policies/diffusion/families/pictures.py",
+     'return {"timestep": time / 1000, **texts}', 'return {"timestep": time, **texts}',
+     ("policies/diffusion/test_pipelines.py",)),
+    ("named: a careless picture may be right", NAMED, "rng.integers(1, len(NAMES))", "rng.integers(len(NAMES))",
+     OF_NAMED),
+    ("named: paper shines through", NAMED, "return placed[:3] + paper * (1 - placed[3:])",
+     "return placed[:3] + paper", OF_NAMED),
+    ("named: the reward learned what is drawn", NAMED, '{"reward": "fluent", "second": "noto"}',
+     '{"reward": "noto", "second": "noto"}', OF_NAMED),
+    ("named: nothing is mirrored", NAMED, "thing = thing.flip(-1)", "pass", OF_NAMED),
+    # --- quality and safety ---
+    ("brisque: what is worse earns more", "mmrl/rewards/viewing.py", "1 - float(measured", "float(measured", VIEWING),
+    ("brisque: a flat picture is judged", "mmrl/rewards/viewing.py", "if (pixels == pixels[0, 0]).all():", "if False:",
+     VIEWING),
+    ("safe_for_work: what is not earns more", "mmrl/rewards/viewing.py", "1 - float(classifier", "float(classifier",
+     VIEWING),
 ]

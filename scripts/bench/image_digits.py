@@ -1,13 +1,14 @@
-"""Every recipe for digits, or for shapes, at several seeds: held-out accuracy, time, and the guards beside the reward.
+"""Every recipe for digits, shapes or named pictures at several seeds: held-out accuracy, time, guards.
 
     .venv/bin/python scripts/bench/image_digits.py [--seeds 3] [--recipes perceptron,nft] [--runs FOLDER]
         [KEY=VALUE ...]
     .venv/bin/python scripts/bench/image_digits.py --data shapes [--seeds 3] [--runs FOLDER] [KEY=VALUE ...]
 
-KEY=VALUE: more overrides of every run. Runs that are already in --runs are not repeated; all start from one base. One
-thread a run. Prints a Markdown table; each figure is the mean over the seeds (least .. greatest). Accuracy is, of
-digits, that of a classifier that saw none of the pictures the rewarding one did; of shapes, that of the exact checker
-on combinations that RL never trained on. Time is that of the training steps, without evaluation, start-up and base.
+--data may be named_pictures too. KEY=VALUE: more overrides of every run. Runs that are already in --runs are not
+repeated; all start from one base. One thread a run. Prints a Markdown table; each figure is the mean over the seeds
+(least .. greatest). Accuracy is, of digits, that of a classifier that saw none of the pictures the rewarding one did;
+of shapes, that of the exact checker on combinations that RL never trained on; of named pictures, that of a scorer that
+learned the style which is drawn. Time is that of the training steps, without evaluation, start-up and base.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {
     "digits": ["perceptron", "dance", "cps", "window", "branch", "nft", "awm", "perceptron_random_reward"],
     "shapes": ["", "random_reward"],
+    "named_pictures": ["", "random_reward"],
 }
-TIME = {"digits": ("seconds", 1), "shapes": ("minutes", 60)}
+TIME = {"digits": ("seconds", 1), "shapes": ("minutes", 60), "named_pictures": ("minutes", 60)}
 GUARDS = ["out_of_gamut", "second_scorer", "sharpness"]
 
 
@@ -36,7 +38,7 @@ def main() -> None:
     parser.add_argument("--data", choices=list(RECIPES), default="digits")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--recipes", help="comma-separated; default: all of --data")
-    parser.add_argument("--runs", type=Path, help="default: build/image_digits or build/image_shapes")
+    parser.add_argument("--runs", type=Path, help="default: build/image_ and the data")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     recipes = RECIPES[options.data] if options.recipes is None else options.recipes.split(",")

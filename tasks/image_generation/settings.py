@@ -30,6 +30,7 @@ class Prompts(Choice):
         "digits": f"{_HERE}.settings:DigitsData",
         "shapes": f"{_HERE}.settings:ShapesData",
         "edits": f"{_HERE}.settings:EditsData",
+        "named": f"{_HERE}.settings:NamedData",
         "prompts": f"{_HERE}.settings:PromptsData",
         "pairs": f"{_HERE}.settings:PairsData",
     }
@@ -142,6 +143,25 @@ class EditsData(MadePrompts):
             "all" if self.all_edits else "train", size=self.train_size, seed=seed, careless=self.careless
         )
         return train, EditedShapes("heldout", size=self.eval_size, seed=self.eval_seed)
+
+
+class NamedData(MadePrompts):
+    """Sentences that ask for one of some things by name: pictures of 3 x 16 x 16 in one artist's style. The reward is
+    that of a scorer which learned another style, the accuracy that of one which learned this one."""
+
+    test: ClassVar[str] = "tests/tasks/test_image_named.py"
+    rewards: ClassVar[list[RewardSpec]] = [
+        RewardSpec(name=f"{_HERE}.named:Recognised", options={"judge": "reward", "soft": True}, label="recognised")
+    ]
+    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.named:Recognised")
+    second_scorer: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.named:Recognised", options={"soft": True})
+    type: str = "named"
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.image_generation.named import NamedSource
+
+        train = NamedSource("train", size=self.train_size, seed=seed, careless=self.careless)
+        return train, NamedSource("heldout", size=self.eval_size, seed=self.eval_seed)
 
 
 class PromptsData(Prompts):

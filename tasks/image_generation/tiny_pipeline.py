@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 from diffusers import (
+    AuraFlowPipeline,
     FlowMatchEulerDiscreteScheduler,
     FluxKontextPipeline,
     FluxTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
-from mmrl.tasks.image_generation import digits, edits
+from mmrl.tasks.image_generation import digits, edits, minilm, named
 
 from mmrl.policies.diffusion import tiny
 from mmrl.policies.diffusion.families.base import quiet
+from mmrl.policies.diffusion.sentences import SentenceDenoiser
 
 
 def build_digits(folder: str, seed: int) -> None:
@@ -87,6 +89,23 @@ def build_edits(folder: str, seed: int) -> None:
             tokenizer=tokenizer,
             text_encoder_2=tiny.t5_text_encoder(tokenizer, 32),
             tokenizer_2=tokenizer,
+        )
+    with quiet():
+        pipe.save_pretrained(folder)
+
+
+def build_named(folder: str, seed: int) -> None:
+    """An AuraFlow pipeline for pictures of 3 x 16 x 16. Its text encoder is a real one, MiniLM, and in its
+    transformer's place stands a perceptron of 1.5M parameters, which learns such pictures several times as quickly."""
+    tokenizer, encoder = minilm.sentence_encoder()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipe: Any = AuraFlowPipeline(
+            transformer=SentenceDenoiser(named.SIZE, joint_attention_dim=minilm.WIDTH),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
+            vae=tiny.identity_vae(3, named.SIZE),
+            text_encoder=encoder,
+            tokenizer=tokenizer,
         )
     with quiet():
         pipe.save_pretrained(folder)

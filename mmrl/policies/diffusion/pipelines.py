@@ -13,11 +13,13 @@ from peft import LoraConfig
 from torch import nn
 
 from mmrl.errors import UserError
+from mmrl.policies.diffusion import sentences  # noqa: F401  diffusers loads its network only from imported modules
 from mmrl.policies.diffusion.embeddings import Embeddings
 from mmrl.policies.diffusion.families.base import BASE_FILE, Pipeline
 from mmrl.policies.diffusion.families.clips import HunyuanVideo, LTXVideo, Wan
 from mmrl.policies.diffusion.families.edits import Flux2Klein, FluxKontext, QwenImageEdit, QwenImageEditPlus
 from mmrl.policies.diffusion.families.pictures import (
+    AuraFlow,
     Flux,
     QwenImage,
     StableDiffusion,
@@ -36,6 +38,7 @@ CLASSES: dict[str, type[Pipeline]] = {
     "StableDiffusionPipeline": StableDiffusion,
     "StableDiffusionXLPipeline": StableDiffusionXL,
     "ZImagePipeline": ZImage,
+    "AuraFlowPipeline": AuraFlow,
     "WanPipeline": Wan,
     "LTXPipeline": LTXVideo,
     "HunyuanVideoPipeline": HunyuanVideo,

@@ -63,42 +63,58 @@ class SmallMLP(nn.Module):
         return velocity(made, x, time) if self.predicts_data else made
 
 
-class ModulatedMLP(nn.Module):
-    """Residual MLP over all pixels whose every block is scaled and shifted by prompt and noise level (adaptive layer
-    normalisation, arXiv 2212.09748), so that a word can turn off what it does not want drawn; words as in SmallMLP."""
+class Modulated(nn.Module):
+    """Residual MLP over all pixels whose every block is scaled and shifted by what it is told (adaptive layer
+    normalisation, arXiv 2212.09748), so that a prompt can turn off what it does not want drawn."""
 
-    def __init__(self, config: SmallConfig) -> None:
+    def __init__(self, pixels: int, told: int, width: int, depth: int) -> None:
         super().__init__()
-        pixels, d, told = config.channels * config.size**2, config.width, 128
-        self.ordered, self.predicts_data = config.ordered, config.predicts == "data"
-        self.words = nn.Embedding(len(config.words) + 1, told, padding_idx=0)
-        said = told * (config.max_words if config.ordered else 1)
-        self.condition = nn.Sequential(nn.Linear(32 + said, told), nn.SiLU(), nn.Linear(told, told), nn.SiLU())
-        self.enter = nn.Linear(pixels, d)
-        self.norm = nn.LayerNorm(d, elementwise_affine=False)
+        self.enter = nn.Linear(pixels, width)
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(d, 2 * d), nn.SiLU(), nn.Linear(2 * d, d)) for _ in range(config.depth)
+            nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)) for _ in range(depth)
         )
-        self.modulations = nn.ModuleList(nn.Linear(told, 2 * d) for _ in range(config.depth + 1))
-        self.leave = nn.Linear(d, pixels)
+        self.modulations = nn.ModuleList(nn.Linear(told, 2 * width) for _ in range(depth + 1))
+        self.leave = nn.Linear(width, pixels)
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(self.leave.bias)
 
-    def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
-        """x [n, channel, height, width], time [n] in [0, 1], words [n, word] ids (0: none) -> velocity like x."""
-        said = self.words(words)
-        said = said.flatten(1) if self.ordered else said.sum(1)
-        told = self.condition(torch.cat([sinusoids(time, 32).to(x), said], 1))
+    def through(self, x: Tensor, told: Tensor) -> Tensor:
+        """x [n, channel, height, width], told [n, number] -> like x."""
         h = self.enter(x.flatten(1))
         for block, modulation in zip(self.blocks, self.modulations, strict=False):
             h = h + block(self.modulated(h, modulation(told)))
-        made = self.leave(self.modulated(h, self.modulations[-1](told))).view_as(x)
-        return velocity(made, x, time) if self.predicts_data else made
+        return self.leave(self.modulated(h, self.modulations[-1](told))).view_as(x)
 
     def modulated(self, h: Tensor, by: Tensor) -> Tensor:
         """h [n, width] normalised, then scaled and shifted by the halves of `by` [n, 2 width]."""
         scale, shift = by.chunk(2, 1)
         return self.norm(h) * (1 + scale) + shift
+
+
+TOLD = 128  # numbers that noise level and prompt are made into
+
+
+def teller(said: int) -> nn.Sequential:
+    """From 32 numbers of the noise level and `said` of the prompt to the TOLD that modulate."""
+    return nn.Sequential(nn.Linear(32 + said, TOLD), nn.SiLU(), nn.Linear(TOLD, TOLD), nn.SiLU())
+
+
+class ModulatedMLP(Modulated):
+    """Modulated by noise level and words; words as in SmallMLP."""
+
+    def __init__(self, config: SmallConfig) -> None:
+        super().__init__(config.channels * config.size**2, TOLD, config.width, config.depth)
+        self.ordered, self.predicts_data = config.ordered, config.predicts == "data"
+        self.words = nn.Embedding(len(config.words) + 1, TOLD, padding_idx=0)
+        self.condition = teller(TOLD * (config.max_words if config.ordered else 1))
+
+    def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
+        """x [n, channel, height, width], time [n] in [0, 1], words [n, word] ids (0: none) -> velocity like x."""
+        said = self.words(words)
+        said = said.flatten(1) if self.ordered else said.sum(1)
+        made = self.through(x, self.condition(torch.cat([sinusoids(time, 32).to(x), said], 1)))
+        return velocity(made, x, time) if self.predicts_data else made
 
 
 class SmallTransformer(nn.Module):

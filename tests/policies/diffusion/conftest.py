@@ -13,7 +13,7 @@ from mmrl.policies.diffusion import pipelines
 from mmrl.policies.diffusion.settings import DiffusionModel
 from tests.tiny_pipelines import build
 
-CLASSES = ("sd3", "flux", "qwen_image", "sd15", "sdxl")  # one pipeline of each class
+CLASSES = ("sd3", "flux", "qwen_image", "aura_flow", "sd15", "sdxl")  # one pipeline of each class
 
 
 @pytest.fixture(scope="session")

