@@ -317,6 +317,11 @@ class Actions(Section):
     center_crop: float = option(
         1.0, "area of OpenVLA's pictures that is kept; 0.9 for checkpoints trained on random crops", gt=0, le=1
     )
+    resize: Literal["model", "openvla"] = option(
+        "model",
+        "how OpenVLA's pictures come to its size. model: as its preprocessor_config.json says; openvla: through JPEG "
+        "and a Lanczos filter, as the data that its LIBERO checkpoints learned from, and OpenVLA's own evaluations",
+    )
     statistics: str | None = option(
         None, "a dataset_statistics.json, or a folder with one; default: actions are within [-1, 1]"
     )
