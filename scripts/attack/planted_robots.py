@@ -1,4 +1,4 @@
-"""Faults of the tabletop's controls, of disturbed demonstrations, of what policies of states import, and of flows and OpenVLA."""
+"""Faults of the tabletop, of disturbed demonstrations, of what policies of states import, of flows and OpenVLA."""
 
 from __future__ import annotations
 

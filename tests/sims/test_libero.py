@@ -164,21 +164,20 @@ def test_without_cameras_the_same_happens_and_nothing_is_drawn(sim):
     assert np.array_equal(moved.observation.state, step.observation.state)
 
 
-def test_eight_workers_play_what_one_plays():
-    """Every task of the suite from a published start to its end: where the robot is after each chunk, bit for bit."""
-    tasks, seen = [f"libero_spatial/{i}" for i in range(10)], []
-    for workers in (1, 8):
+def test_two_workers_play_what_one_plays():
+    """Two tasks from a published start to their ends: where the robot is after each chunk, bit for bit."""
+    tasks, seen = [BOWL, OTHER], []
+    for workers in (1, 2):
         actions = np.random.default_rng(2)
-        with build("libero", 10, {"cameras": []}, workers=workers, deadline_s=600) as sim:
-            states = [sim.reset([7] * 10, tasks).state]
-            length = np.zeros(10, int)
+        with build("libero", 2, {"cameras": []}, workers=workers, deadline_s=600) as sim:
+            states, length = [sim.reset([7] * 2, tasks).state], np.zeros(2, int)
             while sim.running.any():
-                step = sim.step(actions.uniform(-1, 1, (10, 8, 7)))
+                step = sim.step(actions.uniform(-1, 1, (2, 8, 7)))
                 states.append(step.observation.state)
                 length += step.valid.sum(1)
-        assert length.tolist() == [220] * 10
+        assert length.tolist() == [220] * 2
         seen.append(np.stack(states))
-    assert np.array_equal(*seen) and len({row.tobytes() for row in seen[0][-1]}) == 10
+    assert np.array_equal(*seen) and not np.array_equal(seen[0][-1, 0], seen[0][-1, 1])
 
 
 def test_what_does_not_exist_is_named():
