@@ -240,9 +240,11 @@ def run_eval(options: argparse.Namespace) -> int:
 
 
 def eval_episodes(options: argparse.Namespace, job: Job) -> int:
-    """The likeliest actions, then sampled ones. What was played before under the same protocol is not played again."""
+    """The likeliest actions, then sampled ones, where evaluation.decoding does not leave one out; once for a head that
+    has no temperature. What was played before under the same protocol is not played again."""
     from mmrl import evaluation_protocol as protocols
     from mmrl.evaluation import Journal
+    from mmrl.policies.vla.settings import EpisodeEvaluation
 
     task, ranks = job.task, job.ranks
     policy: Any = job.policy
@@ -250,7 +252,9 @@ def eval_episodes(options: argparse.Namespace, job: Job) -> int:
     found: dict[str, dict[str, Any]] = {}
     record: dict[str, Any] = {}
     journals: list[Path] = []
-    for decoding in ("greedy", "sampled"):
+    settings = job.config.evaluation
+    asked = settings.decoding if isinstance(settings, EpisodeEvaluation) else "sampled"
+    for decoding in ("greedy", "sampled") if asked == "both" else (asked,):
         if decoding == "sampled":
             policy.evaluation_temperature = policy.temperature.value
         mark = protocols.digest({**told, "decoding": decoding}, options.model)

@@ -130,6 +130,7 @@ COMMON: dict[str, Any] = {
     "model.dtype": "bfloat16",
     "task.type": "manipulation",
     "task.simulator": "libero",
+    "task.options": {"image_size": 256, "step_limit": "simplevla"},
     "action.horizon": HORIZON,
     "action.proprioception": False,
     "engine.zero_stage": 1,
@@ -142,7 +143,7 @@ def suite(value: Any, found: Converted, given: Given) -> None:
     if value not in SUITES:
         raise UserError(f"the suite {value} has no simulator here; there are {', '.join(SUITES)}")
     found.ours |= {
-        "task.options": {"suites": [value], "image_size": 224, "step_limit": "simplevla"},
+        "task.options": {"suites": [value], **found.ours["task.options"]},
         "task.tasks": [f"{value}/{i}" for i in range(SUITES[value])],
         "task.eval_size": 50 * SUITES[value],
         "evaluation.prompts": 50 * SUITES[value],
@@ -165,12 +166,15 @@ def weights(value: Any, found: Converted, given: Given) -> None:
 
 
 def pictures(value: Any, found: Converted, given: Given) -> None:
-    if value != 1:
-        raise UserError(f"num_images_in_input={value}: a policy of several cameras can not be converted yet")
+    if value not in (1, 2):
+        raise UserError(f"num_images_in_input={value}: LIBERO has two cameras")
+    if value == 2:
+        cameras = ["agentview", "robot0_eye_in_hand"]
+        found.ours |= {"action.cameras": cameras, "task.options": found.ours["task.options"] | {"cameras": cameras}}
 
 
 def crop(value: Any, found: Converted, given: Given) -> None:
-    found.ours["action.center_crop"] = 0.9 if value else 1.0
+    found.ours |= {"action.center_crop": 0.9 if value else 1.0, "action.resize": "openvla"}
 
 
 def term(name: str) -> Rule:

@@ -27,7 +27,8 @@ OFFERS = {
     "steering": "chains that can be steered while they are drawn (model.type=diffusion)",
     "matching": "decisions that compare the final sample with a prediction",
     "source": "pictures to compare with those that were edited (denoising.likelihood.type=contrast or matching)",
-    "contrast": "decisions that are errors of implicit policies (denoising.likelihood.type=contrast)",
+    "contrast": "decisions that are errors of implicit policies (denoising.likelihood.type=contrast, or "
+    "action.head.likelihood.type=contrast of a flow head)",
     "picture_gradient": "pictures with their gradient (denoising.likelihood.type=last_steps)",
     "segments": "decisions in segments (denoising.likelihood.chunks, rollout.segment)",
     "parts": "responses in parts, text before a picture (model.type=rewritten_diffusion, or rollout.reasoning_length "

@@ -60,6 +60,10 @@ DECISIONS: dict[str, dict[str, Any]] = {
     "action token": {"model": {"type": "vision_language_action"}, "action": {"head": {"type": "token"}}},
     "step of an action's flow": {"model": {"type": "vision_language_action"}, "action": {"head": {"type": "flow"}}},
     "action": {"model": {"type": "vision_language_action"}, "action": {"head": {"type": "regression"}}},
+    "chunk of actions (contrast)": {
+        "model": {"type": "vision_language_action"},
+        "action": {"head": {"type": "flow", "likelihood": {"type": "contrast"}}},
+    },
 }
 NEEDY = (Baseline, Transform, Scale, Surrogate, Term, Shaper, Mask, ExtraSource)
 ALGORITHMS = (

@@ -94,7 +94,8 @@ def test_a_script_of_simplevla(tmp_path):
     assert (action.center_crop, action.statistics_key, action.proprioception) == (0.9, "libero_10", True)
     assert (config.model.path, action.statistics, config.optim.lr) == ("/models/oft", "/models/oft", 5e-6)
     assert config.task.tasks == tuple(f"libero_10/{i}" for i in range(10)) and config.evaluation.prompts == 500
-    assert config.task.options["step_limit"] == "simplevla" and config.evaluation.every == 4
+    assert config.task.options == {"suites": ["libero_10"], "image_size": 256, "step_limit": "simplevla"}
+    assert action.resize == "openvla" and action.cameras is None and config.evaluation.every == 4
     assert set(found.without) == {
         "data.num_trials_per_task",
         "actor_rollout_ref.actor.ppo_micro_batch_size",
@@ -120,6 +121,14 @@ def test_a_recipe_of_cosmos(tmp_path):
     assert "#   vla.continuous\n" in text and "see engine and configs/scaling.md" in text
 
 
+def test_a_policy_of_two_cameras(tmp_path):
+    found = convert(written(tmp_path, TOML.replace("in_input = 1", "in_input = 2"), "oft.toml"))
+    config = load(written(tmp_path, found.text("oft.toml"), "ours.yaml"))
+    both = ["agentview", "robot0_eye_in_hand"]
+    assert config.section("action").cameras == both and config.task.options["cameras"] == both
+    assert config.task.options["suites"] == ["libero_spatial"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -128,7 +137,7 @@ def test_a_recipe_of_cosmos(tmp_path):
         ("a.toml", "[train\n", "a.toml: Expected"),
         ("a.toml", TOML.replace("libero_spatial", "robotwin"), "the suite robotwin has no simulator here; there are"),
         ("a.toml", TOML.replace('"openvla-oft"', '"pi05"'), "a policy of kind pi05 can not be converted"),
-        ("a.toml", TOML.replace("in_input = 1", "in_input = 2"), "num_images_in_input=2: a policy of several cameras"),
+        ("a.toml", TOML.replace("in_input = 1", "in_input = 3"), "num_images_in_input=3: LIBERO has two cameras"),
         ("a.sh", SCRIPT.replace("rloo", "gae"), "advantages by gae can not be converted; there are grpo and rloo"),
         ("a.toml", TOML.replace("optm_lr = 5e-6", "optm_lr = 0.0"), "a.toml as converted: optim.lr"),
     ],

@@ -34,3 +34,25 @@ def test_the_command_writes_a_line_that_can_be_run_again(tmp_path, capsys, monke
         assert ended.value.code == code
     table = capsys.readouterr().out
     assert f"| go | 4 | 0 to 3 | 4 | greedy | {shown['success']:.3f} (" in table and "OTHER" in table
+
+
+FLOW = "action.head={type: flow, width: 32, depth: 1, steps: 4, evaluation_steps: 4}"
+
+
+@pytest.mark.parametrize(
+    ("options", "decodings"),
+    [
+        (["evaluation.decoding=sampled"], ["sampled"]),
+        (["evaluation.decoding=greedy"], ["greedy"]),
+        ([FLOW], ["sampled"]),
+    ],
+)
+def test_episodes_are_played_once_where_one_decoding_is_asked_for_or_there_is_but_one(tmp_path, options, decodings):
+    _, _, policy = job(*([FLOW, "evaluation={prompts: 10, micro_batch: 4}"] if FLOW in options else []))
+    (tmp_path / "run").mkdir()
+    policy.save(tmp_path / "run" / "final", policy.module.state_dict())
+    done = mmrl(tmp_path, "eval", tmp_path / "run", ROBOTS, "run_dir=x", *options)
+    assert (done.code, done.err) == (0, "")
+    line = json.loads((tmp_path / "run" / "evaluations.jsonl").read_text())
+    record = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert list(line["found"]) == decodings and record[decodings[0]] == line["found"][decodings[0]]

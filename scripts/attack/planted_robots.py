@@ -1,9 +1,11 @@
-"""Faults of the tabletop's controls, of disturbed demonstrations, and of what policies of states import."""
+"""Faults of the tabletop, of disturbed demonstrations, of what policies of states import, of flows and OpenVLA."""
 
 from __future__ import annotations
 
 C, D = "sims/mujoco/control.py", "tasks/manipulation/episodes.py"
 SMALL, LOOKS = "mmrl/policies/vla/small.py", ("policies/vla/test_small.py",)
+FLOWS, OPENVLA = "mmrl/policies/vla/flows.py", "mmrl/policies/vla/openvla.py"
+CONTRAST, PICTURES = ("policies/vla/test_contrast.py",), ("policies/vla/test_openvla.py",)
 CONTROLS, SHOWN = ("sims/test_tabletop.py",), ("tasks/test_manipulation.py",)
 
 # fmt: off
@@ -37,4 +39,16 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("normalise: nothing", SMALL, "F.instance_norm(h) if self.config.normalise", "h if self.config.normalise", LOOKS),
     ("normalise: always", SMALL, "F.instance_norm(h) if self.config.normalise else h", "F.instance_norm(h)", LOOKS),
     ("normalise: from the start on", SMALL, "normalise: bool = False", "normalise: bool = True", LOOKS),
+    ("contrast: the old policy is the present one", FLOWS, '"old_velocity": v.detach() if old is None else old.to(v)',
+     '"old_velocity": v.detach()', CONTRAST),
+    ("contrast: what was not executed counts", FLOWS, "part.where(counted, 0)", "part", CONTRAST),
+    ("contrast: signal and noise exchanged", "mmrl/policies/vla/policy.py", "sigma=sigma, signal=1 - sigma",
+     "sigma=1 - sigma, signal=sigma", CONTRAST),
+    ("openvla: another filter", OPENVLA, "Image.Resampling.LANCZOS", "Image.Resampling.BICUBIC", PICTURES),
+    ("openvla: no JPEG", OPENVLA, "seen = np.asarray(Image.open(file)).astype", "seen = image.astype", PICTURES),
+    ("openvla: a coarser JPEG", OPENVLA, "quality=95", "quality=75", PICTURES),
+    ("openvla: cameras of other rows", OPENVLA, '"(n c) p w -> n (c p) w"', '"(c n) p w -> n (c p) w"', PICTURES),
+    ("openvla: patches of one camera are counted", OPENVLA, "len(ids) + cameras * vit", "len(ids) + vit", PICTURES),
+    ("eval: a flow is played twice", "mmrl/cli.py", 'EpisodeEvaluation) else "sampled"',
+     'EpisodeEvaluation) else "both"', ("test_evaluation_lines.py",)),
 ]

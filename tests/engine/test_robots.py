@@ -243,13 +243,19 @@ HEADS = {
     "learned": "{type: flow, width: 32, depth: 1, steps: 4, likelihood: {type: learned}}",
     "regression": "{type: regression, level: action}",
     "bridge": "{type: bridge, width: 32, depth: 2, queries: 4}",
+    "gaussian": "{type: gaussian, width: 16, layers: 1}",
+    "invertible": "{type: invertible, width: 16, layers: 1, last_gain: 0.1}",
 }
+STAGES = {head: place % 3 for place, head in enumerate(HEADS)}
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_every_head_trains(tmp_path, head):
-    """Two updates a step: before the first one the ratio to what the policy said when it was asked is exactly 1."""
+    """Two updates a step: before the first one the ratio to what the policy said when it was asked is exactly 1, also
+    at a temperature, where the head has one."""
     options = ["steps=2", "algorithm.minibatches=2", "task.rewards=[{name: random}]"]
+    options += [f"engine.zero_stage={STAGES[head]}"]
+    options += [] if "flow" in HEADS[head] else ["rollout.temperature=0.7"]
     trainer = make(tmp_path, *options, f"action.head={HEADS[head]}", base=ROBOTS)
     usual, gaps = trainer.losses, {}
 

@@ -87,8 +87,9 @@ def test_it_moves_and_shows_what_libero_itself_would():
     """In the published set-up: LIBERO's own class with its hard reset, and actions as OpenVLA-OFT converts them."""
     with build("libero", 1, {"cameras": BOTH, "shadows": True}) as ours:
         first = ours.reset([3], [BOWL])
-        actions = np.random.default_rng(1).uniform(-1, 1, (8, 7))
-        actions[:, 6] = [1, 1, 0, 0, 0.2, 0.9, 0.4, 0.6]
+        actions = np.random.default_rng(1).uniform(-1, 1, (48, 7))
+        actions[:, 2] -= 0.5  # down to where things touch
+        actions[:, 6] = [1, 1, 0, 0, 0.2, 0.9, 0.4, 0.6] * 6
         step = ours.step(actions[None])
         qpos = ours.simulator._rows[0].scene._data.qpos.copy()
     task = next(_tasks("libero_spatial", "openvla"))
@@ -104,7 +105,7 @@ def test_it_moves_and_shows_what_libero_itself_would():
     for _ in range(10):
         theirs.step(IDLE)
     np.testing.assert_allclose(picture().astype(int), first.images[0], atol=2)
-    for action, gripper in zip(actions, [-1, -1, 1, 1, 1, -1, 1, -1], strict=True):
+    for action, gripper in zip(actions.clip(-1, 1), [-1, -1, 1, 1, 1, -1, 1, -1] * 6, strict=True):
         seen, *_ = theirs.step(np.append(action[:6], gripper))
     assert np.array_equal(theirs.sim.data.qpos, qpos)
     np.testing.assert_allclose(picture().astype(int), step.observation.images[0], atol=2)
@@ -131,6 +132,17 @@ def test_pictures_instructions_and_time(sim):
     assert step.valid.sum(1).tolist() == [2, 2] and step.truncated[:, 1].all() and not step.success.any()
 
 
+def test_perturbed_words_and_tasks_are_asked_for_as_their_scenes_say():
+    def asked(suite):
+        return next(_tasks(suite, "openvla")).instruction
+
+    own = "pick up the black bowl between the plate and the ramekin and place it on the plate"
+    assert asked("libero_spatial") == asked("libero_spatial_swap") == own
+    assert asked("libero_spatial_lan") == "lift the black bowl between the plate and ramekin and set it on the plate"
+    assert asked("libero_goal") == "open the middle drawer of the cabinet"
+    assert asked("libero_goal_task") == "open the bottom drawer of the cabinet"
+
+
 def test_a_bowl_on_the_plate_is_a_success():
     with build("libero", 1, {"image_size": 16}) as sim:
         sim.reset([0], [BOWL])
@@ -143,6 +155,31 @@ def test_a_bowl_on_the_plate_is_a_success():
         assert step.success.any() and step.terminated.any() and step.reward.sum() == 1
 
 
+def test_without_cameras_the_same_happens_and_nothing_is_drawn(sim):
+    first, step = sim.reset([3, 3], [BOWL, BOWL]), sim.step(next(iter(chunks(1, 8))))
+    with build("libero", 2, {"cameras": []}) as blind:
+        unseen, moved = blind.reset([3, 3], [BOWL, BOWL]), blind.step(next(iter(chunks(1, 8))))
+    assert unseen.images.shape == (2, 0, 0, 3)
+    assert np.array_equal(unseen.state, first.state)
+    assert np.array_equal(moved.observation.state, step.observation.state)
+
+
+def test_two_workers_play_what_one_plays():
+    """Two tasks from a published start to their ends: where the robot is after each chunk, bit for bit."""
+    tasks, seen = [BOWL, OTHER], []
+    for workers in (1, 2):
+        actions = np.random.default_rng(2)
+        with build("libero", 2, {"cameras": []}, workers=workers, deadline_s=600) as sim:
+            states, length = [sim.reset([7] * 2, tasks).state], np.zeros(2, int)
+            while sim.running.any():
+                step = sim.step(actions.uniform(-1, 1, (2, 8, 7)))
+                states.append(step.observation.state)
+                length += step.valid.sum(1)
+        assert length.tolist() == [220] * 2
+        seen.append(np.stack(states))
+    assert np.array_equal(*seen) and not np.array_equal(seen[0][-1, 0], seen[0][-1, 1])
+
+
 def test_what_does_not_exist_is_named():
     for options, says in [
         ({"suites": ["libero_spatail"]}, "unknown suite 'libero_spatail' .did you mean 'libero_spatial'"),
@@ -151,6 +188,7 @@ def test_what_does_not_exist_is_named():
         ({"suites": ["libero_mine"]}, "openvla published no step limit for libero_mine; give a number"),
         ({"suites": ["libero_object_with_trigger"]}, "is not in the package; libero-pro audit lists"),
         ({"gripper": "franka"}, "unknown gripper 'franka'"),
+        ({"image_size": 4}, "image_size must be at least 8 pixels, not 4"),
     ]:
         with pytest.raises(UserError, match=says):
             build("libero", 1, options)

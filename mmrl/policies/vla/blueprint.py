@@ -139,7 +139,7 @@ def openvla(settings: VisionLanguageActionModel, config: Config, told: dict[str,
 
     def score(looks: int) -> Tensor:
         ids = torch.zeros(looks, WORDS, dtype=torch.long, device="meta")
-        shown = torch.empty(looks, 3, size, size, device="meta", dtype=dtype)
+        shown = torch.empty(looks, len(action.cameras or [1]), 3, size, size, device="meta", dtype=dtype)
         given = core.embed(ids, torch.ones_like(ids), [shown] * len(made.timm_model_ids))
         tokens = torch.empty(looks, action.chunk * ACTION, width, device="meta", dtype=dtype)
         if together:

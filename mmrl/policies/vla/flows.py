@@ -15,6 +15,7 @@ from mmrl.policies.vla.heads import ActionSampling, Chosen, Head, Reading
 from mmrl.policies.vla.layers import Expert
 from mmrl.policies.vla.settings import (
     ActionChain,
+    ActionContrast,
     ActionLikelihood,
     ActionMatching,
     Actions,
@@ -24,6 +25,7 @@ from mmrl.policies.vla.settings import (
 )
 from mmrl.samplers import score
 from mmrl.samplers.chain import INITIAL, Sampler, gaussian, run
+from mmrl.samplers.settings import Draws
 from mmrl.samplers.sigmas import Grid, linear
 from mmrl.samplers.transitions import reduce_elements
 from mmrl.samplers.windows import window_steps
@@ -34,9 +36,10 @@ class FlowHead(Head):
 
     With an `ActionChain` a decision is a step of the sampler inside the window, one Gaussian of the whole chunk. With
     an `ActionMatching` the chunk is one decision whose log-ratio is the fall of the flow-matching error (FPO, arXiv
-    2507.21053). Only the chunk's own actions are executed, and only they count. Where an episode ended inside a chunk,
-    the executed actions are scored as if the others had not moved them; that holds for a window of one step and is an
-    approximation for more.
+    2507.21053). With an `ActionContrast` every noise level is a decision, for errors of implicit policies
+    (DiffusionNFT, arXiv 2509.16117). Only the chunk's own actions are executed, and only they count. Where an episode
+    ended inside a chunk, the executed actions are scored as if the others had not moved them; that holds for a window
+    of one step and is an approximation for more.
     """
 
     context_only = True
@@ -56,7 +59,8 @@ class FlowHead(Head):
         chain = self.likelihood if isinstance(self.likelihood, ActionChain) else None
         if not isinstance(self.likelihood, self.known_likelihoods()):
             raise UserError(
-                f"action.head.likelihood.type={self.likelihood.type} is not for this policy; use chain or matching"
+                f"action.head.likelihood.type={self.likelihood.type} is not for this policy; use chain, matching or "
+                "contrast"
             )
         if chain is not None and chain.transition.space != "velocity":
             raise UserError(
@@ -68,12 +72,14 @@ class FlowHead(Head):
         self.evaluation_sampler = Sampler(grid(settings.evaluation_steps))
         try:
             self._decisions = 1 if chain is None else len(window_steps(chain.window, self.sampler.std, 0, 0))
+            if isinstance(self.likelihood, ActionContrast):
+                self._decisions = self.likelihood.draws
         except ValueError as error:
             raise UserError(f"action.head.likelihood: {error}") from None
 
     @classmethod
     def known_likelihoods(cls) -> tuple[type[ActionLikelihood], ...]:
-        return ActionChain, ActionMatching
+        return ActionChain, ActionMatching, ActionContrast
 
     def velocity(self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
         """Of noisy chunks x [m, *latent] at noise levels sigma [m], each for the observation in `rows` [m]; like x."""
@@ -98,7 +104,7 @@ class FlowHead(Head):
 
         chain = run(predict, x, sampler, windows, noise)
         chosen = {"actions": self._executed(chain.final)}
-        if isinstance(likelihood, ActionMatching):
+        if isinstance(likelihood, Draws):
             return {**chosen, "data": chain.final, **self._levels(likelihood, how.seeds)}
         if drawn:
             chosen |= {"points": torch.tensor(windows), "x": chain.x, "x_next": chain.x_next}
@@ -115,6 +121,8 @@ class FlowHead(Head):
     ) -> dict[str, Tensor]:
         if isinstance(self.likelihood, ActionChain):
             return self._score_chain(self.likelihood, reading, state, chosen, valid, old, reference)
+        if isinstance(self.likelihood, ActionContrast):
+            return self._score_contrast(self.likelihood, reading, state, chosen, valid, old, reference)
         assert isinstance(self.likelihood, ActionMatching)
         return self._score_matching(self.likelihood, reading, state, chosen, valid, old, reference)
 
@@ -173,6 +181,31 @@ class FlowHead(Head):
         prediction = found.pop("prediction")[:, None]
         return {"prediction": prediction, **{name: value.mean(1, keepdim=True) for name, value in found.items()}}
 
+    def _score_contrast(
+        self,
+        likelihood: ActionContrast,
+        reading: Reading,
+        state: Tensor,
+        chosen: Chosen,
+        valid: Tensor,
+        old: Tensor | None,
+        reference: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """What `rollouts.Matching` holds besides, 0 where an action was not executed, so that its error is 0 too."""
+        sigma, counted = chosen["sigma"], valid[:, None, :, None]
+        x, target = score.noisy_samples(chosen["data"][:, None], chosen["noise"], sigma, "velocity")
+        v = self._executed(self._velocity(reading, state, x, sigma))
+        found = score.matching_likelihood(
+            v, self._executed(target), old=old, reference=reference, counted=counted, reduction=likelihood.reduction
+        ).known
+        matched = {
+            "noisy": self._executed(x),
+            "velocity": v,
+            "old_velocity": v.detach() if old is None else old.to(v),
+            "data": self._executed(chosen["data"])[:, None].expand_as(v),
+        }
+        return {**found, "sigma": sigma.float(), **{name: part.where(counted, 0) for name, part in matched.items()}}
+
     def _velocity(self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
         """Of the noisy chunks x [n, k, *latent] of n observations, at noise levels sigma [n, k], in one pass."""
         n, k = sigma.shape
@@ -190,7 +223,7 @@ class FlowHead(Head):
         data = torch.cat([actions, actions[:, -1:].expand(-1, longer, -1)], 1)
         return {"actions": actions, "data": F.pad(data, (0, wider)), **self._levels(self.likelihood, seeds)}
 
-    def _levels(self, likelihood: ActionMatching, seeds: Sequence[int]) -> Chosen:
+    def _levels(self, likelihood: Draws, seeds: Sequence[int]) -> Chosen:
         """Noise levels and noises, the same whenever a chunk is scored. Levels are Beta(1.5, 1), as pi0 draws them:
         more of them where noise prevails."""
         uniform = torch.stack([score.stratified(seed, likelihood.draws) for seed in seeds])

@@ -156,7 +156,8 @@ def load_backbone(path: str, model: VisionLanguageActionModel, action: Actions, 
             from mmrl.policies.vla import openvla
         except ModuleNotFoundError as error:
             raise UserError(f"OpenVLA: {error}; install it with: pip install -e '.[openvla]'") from error
-        return openvla.load(path, model, max_prompt_length, together=together, crop=action.center_crop)
+        jpeg = action.resize == "openvla"
+        return openvla.load(path, model, max_prompt_length, together=together, crop=action.center_crop, jpeg=jpeg)
     if lerobot_type := told.get("type") if "output_features" in told else None:
         _check_not_openvla(path, action, together=False)
         return _load_lerobot(path, lerobot_type, model)
@@ -166,6 +167,8 @@ def load_backbone(path: str, model: VisionLanguageActionModel, action: Actions, 
 
 def _check_not_openvla(path: str, action: Actions, together: bool) -> None:
     """Raises UserError for options that only OpenVLA has."""
+    if action.resize != "model":
+        raise UserError(f"action.resize={action.resize} is for OpenVLA, which model.path={path} is not; remove it")
     if action.center_crop != 1:
         raise UserError(
             f"action.center_crop={action.center_crop} is for OpenVLA, which model.path={path} is not; remove it"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import huggingface_hub
 import numpy as np
 import timm
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
 from PIL import Image
 from timm.layers.layer_scale import LayerScale
@@ -108,8 +110,11 @@ class VisionBackbone(nn.Module):
             self.width += vit.embed_dim
 
     def forward(self, pictures: Sequence[Tensor]) -> Tensor:
-        """Of each transformer its pictures [n, 3, size, size] -> [n, patch, width]"""
-        return torch.cat([self.get_submodule(n)(p)[0] for n, p in zip(self.names, pictures, strict=True)], 2)
+        """Of each transformer its pictures [n, camera, 3, size, size] -> [n, camera x patch, width], camera by camera,
+        as OpenVLA-OFT takes several."""
+        shown = zip(self.names, pictures, strict=True)
+        patches = torch.cat([self.get_submodule(name)(p.flatten(0, 1))[0] for name, p in shown], 2)
+        return rearrange(patches, "(n c) p w -> n (c p) w", c=pictures[0].shape[1])
 
 
 class Projector(nn.Module):
@@ -163,14 +168,13 @@ class OpenVLAForActionPrediction(PreTrainedModel):
 class Glance:
     """One observation, as it is kept."""
 
-    picture: Tensor  # [3, size, size] uint8
+    pictures: Tensor  # [camera, 3, size, size] uint8
     ids: Tensor  # [token] int64
 
 
 class OpenVLABackbone(Backbone):
     """Reads as OpenVLA does; with `together` as OpenVLA-OFT, see `Together`."""
 
-    most_cameras = 1
     mean: Tensor
     std: Tensor
 
@@ -182,10 +186,11 @@ class OpenVLABackbone(Backbone):
         max_prompt_length: int,
         together: bool,
         crop: float,
+        jpeg: bool,
     ) -> None:
         super().__init__()
         self.model, self.tokenizer, self.beside = model, tokenizer, beside
-        self.max_prompt_length, self.together, self.crop = max_prompt_length, together, crop
+        self.max_prompt_length, self.together, self.crop, self.jpeg = max_prompt_length, together, crop, jpeg
         config = self.core.config
         assert isinstance(config.text_config, LlamaConfig)
         self.width: int = config.text_config.hidden_size
@@ -224,23 +229,25 @@ class OpenVLABackbone(Backbone):
         self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[Glance]:
         """Raises UserError for a prompt that is too long."""
-        (images,) = pictures
-        return [Glance(self._fit(image), self._ids(text)) for image, text in zip(images, texts, strict=True)]
+        return [
+            Glance(torch.stack([self._fit(image) for image in shown]), self._ids(text, len(shown)))
+            for *shown, text in zip(*pictures, texts, strict=True)
+        ]
 
     def collate(self, rows: Sequence[Glance], device: torch.device) -> dict[str, Tensor]:
         ids = [row.ids for row in rows]
         given = {
             "ids": nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.pad),
             "mask": nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True),
-            "pictures": torch.stack([row.picture for row in rows]),
+            "pictures": torch.stack([row.pictures for row in rows]),
         }
         return {name: value.to(device) for name, value in given.items()}
 
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
         core = self.core
         seen = inputs["pictures"].float() / 255
-        scaled = (seen[:, None] - self.mean[..., None, None].float()) / self.std[..., None, None].float()
-        pictures = scaled.to(core.dtype).unbind(1)
+        mean, std = (part[:, None, None, :, None, None].float() for part in (self.mean, self.std))
+        pictures = ((seen - mean) / std).to(core.dtype).unbind(0)  # [n, camera, 3, size, size] of each transformer
         given = core.embed(inputs["ids"], inputs["mask"], pictures)
         if self.together:
             end = self.input_embeddings(torch.tensor([self.end], device=core.device))
@@ -256,16 +263,20 @@ class OpenVLABackbone(Backbone):
 
     def _fit(self, image: NDArray[np.uint8]) -> Tensor:
         height, width = self.size
-        fitted = np.asarray(Image.fromarray(image).resize((width, height), self.resampling))
+        if self.jpeg:
+            fitted = as_in_training(image, height, width)
+        else:
+            fitted = np.asarray(Image.fromarray(image).resize((width, height), self.resampling))
         return torch.from_numpy(middle(fitted, self.crop).transpose(2, 0, 1).copy())
 
-    def _ids(self, text: str) -> Tensor:
+    def _ids(self, text: str, cameras: int) -> Tensor:
         ids = self.tokenizer.encode(text).ids
         ids += [BEFORE_ACTIONS] * (ids[-1] != BEFORE_ACTIONS)
         vit: Any = self.core.vision_backbone.get_submodule("featurizer")
-        if (length := len(ids) + vit.patch_embed.num_patches) > self.max_prompt_length:
+        if (length := len(ids) + cameras * vit.patch_embed.num_patches) > self.max_prompt_length:
+            shown = "its picture" if cameras == 1 else f"its {cameras} pictures"
             raise UserError(
-                f"the prompt {text!r} and its picture have {length} tokens, more than rollout.max_prompt_length="
+                f"the prompt {text!r} and {shown} have {length} tokens, more than rollout.max_prompt_length="
                 f"{self.max_prompt_length}; raise it"
             )
         return torch.tensor(ids)
@@ -322,10 +333,16 @@ class Together:
 
 
 def load(
-    path: str, settings: VisionLanguageActionModel, max_prompt_length: int, *, together: bool, crop: float
+    path: str,
+    settings: VisionLanguageActionModel,
+    max_prompt_length: int,
+    *,
+    together: bool,
+    crop: float,
+    jpeg: bool = False,
 ) -> OpenVLABackbone:
-    """From a folder or a hub name, with its LoRA if it is one. Raises UserError naming the file, tensor or option that
-    does not fit."""
+    """From a folder or a hub name, with its LoRA if it is one. jpeg: pictures come to its size by `as_in_training`.
+    Raises UserError naming the file, tensor or option that does not fit."""
     if settings.processor:
         raise UserError(f"model.processor.{next(iter(settings.processor))} is not for OpenVLA; remove it")
     if together and settings.attention == "flash_attention_2":
@@ -338,7 +355,18 @@ def load(
     model: Any = _model(folder, settings.dtype, settings.attention)
     model = loading.adapt(model, path, freeze=settings.freeze, lora=settings.lora)
     tokenizer = Tokenizer.from_str(beside[TOKENIZER].decode())
-    return OpenVLABackbone(model, tokenizer, beside, max_prompt_length, together, crop)
+    return OpenVLABackbone(model, tokenizer, beside, max_prompt_length, together, crop, jpeg)
+
+
+def as_in_training(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """An image [h, w, 3] as OpenVLA's data of LIBERO and its own evaluations have it at another size: through JPEG
+    (TensorFlow's encode_jpeg: quality 95, colours at half the size), then TensorFlow's antialiased lanczos3, rounded
+    once at the end."""
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "JPEG", quality=95, subsampling="4:2:0")
+    seen = np.asarray(Image.open(file)).astype(np.float32)
+    channels = [Image.fromarray(seen[..., c]).resize((width, height), Image.Resampling.LANCZOS) for c in range(3)]
+    return np.stack([np.asarray(channel) for channel in channels], -1).round().clip(0, 255).astype(np.uint8)
 
 
 def middle(image: NDArray[np.uint8], area: float) -> NDArray[np.uint8]:

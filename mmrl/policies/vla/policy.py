@@ -26,7 +26,7 @@ from mmrl.policies.vla.critic import Critic
 from mmrl.policies.vla.heads import ActionSampling, Chosen, Head, Reading
 from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
-from mmrl.rollouts import Episode, Prompt, Replay, Rollouts, Sample, Steps
+from mmrl.rollouts import Episode, Matching, Prompt, Replay, Rollouts, Sample, Steps
 from mmrl.samplers.chain import mixed
 from mmrl.sections import Log
 from mmrl.settings import plain
@@ -305,6 +305,8 @@ class VisionLanguageActionPolicy:
         scored = dict(model(parts))
         value = scored.pop("value", None)
         fields: dict[str, Any] = {n: rearrange(spread(v), "b s d ... -> b (s d) ...") for n, v in scored.items()}
+        if "noisy" in fields:
+            fields["matching"] = matching_of(fields)
         if "std" in fields:
             fields["std"] = fields["std"].where(fields["std"] > 0, 1)  # of looks that do not exist
         return Replay(**fields, value=None if value is None else spread(value))
@@ -450,6 +452,13 @@ def steps_of(records: Sequence[EpisodeRecord]) -> Steps:
             steps.terminated[b, n - 1] = record.terminated
             steps.bootstrap[b, n - 1] = record.bootstrap
     return steps
+
+
+def matching_of(fields: dict[str, Tensor]) -> Matching:
+    """What `FlowHead` says of noisy chunks, which leaves `fields`. Looks that do not exist have errors of 0."""
+    sigma = fields.pop("sigma")
+    noisy, v, old, data = (fields.pop(name) for name in ("noisy", "velocity", "old_velocity", "data"))
+    return Matching(noisy=noisy, prediction=v, old=old, data=data, sigma=sigma, signal=1 - sigma, noise_space=False)
 
 
 def save(

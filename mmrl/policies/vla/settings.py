@@ -13,7 +13,7 @@ from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import WorkerSampling
 from mmrl.needs import Capabilities
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
-from mmrl.samplers.settings import ChainLikelihood, Likelihood, MatchingLikelihood
+from mmrl.samplers.settings import ChainLikelihood, Draws, Likelihood, MatchingLikelihood
 from mmrl.settings import Choice, Section, kind_of, option
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class ActionLikelihood(Likelihood):
     kinds: ClassVar[dict[str, str]] = {
         "chain": "mmrl.policies.vla.settings:ActionChain",
         "matching": "mmrl.policies.vla.settings:ActionMatching",
+        "contrast": "mmrl.policies.vla.settings:ActionContrast",
         "learned": "mmrl.policies.vla.settings:LearnedNoise",
     }
 
@@ -112,6 +113,22 @@ class ActionMatching(MatchingLikelihood, ActionLikelihood):
     @property
     def offers(self) -> frozenset[str]:
         return frozenset({"matching", "velocity", "single_sample_kl", "reference_ratio"})
+
+
+class ActionContrast(Draws, ActionLikelihood):
+    """The errors of implicit policies on both sides of the old one, for algorithm.type=contrast. Every draw is a
+    decision; actions that were not executed have no part in it."""
+
+    equation: ClassVar[str] = (
+        "noisy = (1 - s) data + s noise, s of Beta(1.5, 1); a policy's error is that of noisy - s v from data"
+    )
+    source: ClassVar[str] = "DiffusionNFT, arXiv 2509.16117, over chunks of actions"
+    test: ClassVar[str] = "tests/policies/vla/test_contrast.py"
+    type: str = "contrast"
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return frozenset({"contrast", "velocity"})
 
 
 class LearnedNoise(ActionLikelihood):
@@ -300,6 +317,11 @@ class Actions(Section):
     center_crop: float = option(
         1.0, "area of OpenVLA's pictures that is kept; 0.9 for checkpoints trained on random crops", gt=0, le=1
     )
+    resize: Literal["model", "openvla"] = option(
+        "model",
+        "how OpenVLA's pictures come to its size. model: as its preprocessor_config.json says; openvla: through JPEG "
+        "and a Lanczos filter, as the data that its LIBERO checkpoints learned from, and OpenVLA's own evaluations",
+    )
     statistics: str | None = option(
         None, "a dataset_statistics.json, or a folder with one; default: actions are within [-1, 1]"
     )
@@ -365,6 +387,10 @@ class EpisodeEvaluation(Section):
     """How actions are sampled in evaluation."""
 
     temperature: float = option(0.0, "0: the likeliest actions", ge=0)
+    decoding: Literal["both", "greedy", "sampled"] = option(
+        "both",
+        "what mmrl eval plays. greedy: at `temperature`; sampled: at that of rollouts; both: all episodes twice",
+    )
 
 
 class VisionLanguageActionModel(ModelSettings):
@@ -404,6 +430,13 @@ class VisionLanguageActionModel(ModelSettings):
         if isinstance(rollout, WorkerSampling) and rollout.workers is not None:
             temperature = rollout.temperature if isinstance(rollout, EpisodeSampling) else None
             rollout.workers.check(config.needs, action.head.offers, temperature)
+        assert isinstance(action, Actions)
+        contrasts = isinstance(action.head, FlowActions) and isinstance(action.head.likelihood, ActionContrast)
+        if contrasts and "contrast" not in config.needs.offers:
+            raise ValueError(
+                "action.head.likelihood.type=contrast compares implicit policies and gives no likelihood of the "
+                f"present one, which algorithm.type={config.algorithm.type} needs; use chain, matching or learned"
+            )
 
     def blueprint(self, config: Config, path: str) -> Blueprint | None:
         from mmrl.policies.vla import blueprint

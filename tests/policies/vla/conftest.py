@@ -26,6 +26,7 @@ KINDS = {
     "flow, all steps": {**SMALL_FLOW, "likelihood": {"type": "chain", "transition": {"type": "cps", "noise": 0.7}}},
     "flow, learned": {**SMALL_FLOW, "likelihood": "learned"},
     "flow, matching": {**SMALL_FLOW, "likelihood": "matching"},
+    "flow, contrast": {**SMALL_FLOW, "likelihood": {"type": "contrast", "draws": 2}},
 }
 LEVELS = ("token", "action", "chunk")
 

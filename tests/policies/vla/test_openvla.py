@@ -1,5 +1,6 @@
 """OpenVLA's and OpenVLA-OFT's checkpoints: files, names, arithmetic and decoding, against `tiny_openvla`."""
 
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -7,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from mmrl.critics import SharedCritic
 from mmrl.errors import UserError
 from mmrl.policies.vla.codec import load_statistics
 from mmrl.policies.vla.heads import ActionSampling
-from mmrl.policies.vla.openvla import OpenVLAConfig, OpenVLAForActionPrediction, middle
+from mmrl.policies.vla.openvla import OpenVLAConfig, OpenVLAForActionPrediction, as_in_training, middle
 from mmrl.policies.vlm import loading
 from tests.policies.vla import tiny_openvla as reference
 from tests.policies.vla.conftest import starts
@@ -83,8 +85,8 @@ def test_the_published_size():
     assert sum(p.numel() for p in model.parameters()) == 7_541_237_184  # 15,082,474,368 bytes of bfloat16
     assert model.projector.fc1.weight.shape == (4 * 2176, 2176)
     with torch.device("meta"):
-        patches = model.vision_backbone([torch.zeros(1, 3, 224, 224)] * 2)
-    assert patches.shape == (1, 256, 2176)
+        patches = model.vision_backbone([torch.zeros(1, 2, 3, 224, 224)] * 2)
+    assert patches.shape == (1, 2 * 256, 2176)
 
 
 def test_the_middle_by_hand():
@@ -113,11 +115,46 @@ def test_pictures_are_cropped_where_asked(openvla, make):
     whole, cropped = (openvla(center_crop=area).module.backbone for area in (1.0, 0.9))
     rows = [b.prepare([IMAGES], ASKED, np.zeros((2, 0), np.float32)) for b in (whole, cropped)]
     for one, other in zip(*rows, strict=True):
-        kept = one.picture.permute(1, 2, 0).numpy()
-        assert (other.picture.permute(1, 2, 0).numpy() == middle(kept, 0.9)).all()
-        assert not torch.equal(one.picture, other.picture)
+        kept = one.pictures[0].permute(1, 2, 0).numpy()
+        assert (other.pictures[0].permute(1, 2, 0).numpy() == middle(kept, 0.9)).all()
+        assert not torch.equal(one.pictures, other.pictures)
     with pytest.raises(UserError, match="action.center_crop=0.9 is for OpenVLA"):
         make("parallel", center_crop=0.9)
+
+
+def lanczos(values, size):
+    """values [n, ...] at `size` places: sinc(x) sinc(x / 3), as wide as the step from one place to the next."""
+    n, step = len(values), len(values) / size
+    found = []
+    for place in range(size):
+        x = (np.arange(n) + 0.5 - (place + 0.5) * step) / max(step, 1)
+        weight = np.where(abs(x) < 3, np.sinc(x) * np.sinc(x / 3), 0)
+        found.append(np.tensordot(weight / weight.sum(), values, 1))
+    return np.stack(found)
+
+
+def test_pictures_come_to_their_size_as_in_openvlas_evaluation():
+    image = np.zeros((32, 32, 3), np.uint8)
+    image[:, :, 0], image[8:20, 5:25, 1] = np.arange(32) * 8, 200
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "JPEG", quality=95)  # half the colours: the library's own choice
+    seen = np.asarray(Image.open(file)).astype(float)
+    exact = lanczos(lanczos(seen, 28).swapaxes(0, 1), 28).swapaxes(0, 1)
+    made = as_in_training(image, 28, 28)
+    clear = abs(exact - np.floor(exact) - 0.5) > 1e-2
+    assert clear.mean() > 0.9 and (made[clear] == exact.round().clip(0, 255)[clear]).all()
+    assert exact.min() < -1 and exact.max() > 201  # it rings beyond what there was
+    untouched = lanczos(lanczos(image.astype(float), 28).swapaxes(0, 1), 28).swapaxes(0, 1)
+    assert (made != untouched.round().clip(0, 255)).mean() > 0.1
+
+
+def test_the_key_says_how_pictures_come_to_their_size(openvla, make):
+    backbone = openvla(resize="openvla", center_crop=0.9).module.backbone
+    (row,) = backbone.prepare([IMAGES[:1]], ASKED[:1], np.zeros((1, 0), np.float32))
+    wanted = middle(as_in_training(IMAGES[0], reference.SIZE, reference.SIZE), 0.9)
+    assert (row.pictures[0].permute(1, 2, 0).numpy() == wanted).all()
+    with pytest.raises(UserError, match="action.resize=openvla is for OpenVLA, which"):
+        make("parallel", resize="openvla")
 
 
 def test_prompts_are_openvlas(openvla):
@@ -142,6 +179,27 @@ def test_hidden_states_are_those_of_the_architecture(openvla, tmp_path, names):
         expected = reference.llama(weights, torch.cat([before, taken]), causal=True)[len(before) - 1 :]
         torch.testing.assert_close(found[i].double(), expected, rtol=1e-4, atol=1e-4)
         assert expected.std() > 0.1
+
+
+WRIST = np.random.default_rng(9).integers(0, 256, (2, 6, 4, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("decoding", DECODINGS)
+def test_patches_of_several_cameras_follow_one_another(openvla, checkpoint, decoding):
+    """As OpenVLA-OFT: all patches of the first camera, then those of the second, behind the first token."""
+    weights, backbone = checkpoint[1], openvla(decoding).module.backbone
+    asked = [backbone.ask(text) for text in ASKED]
+    rows = backbone.prepare([IMAGES, WRIST], asked, np.zeros((2, 0), np.float32))
+    with torch.no_grad():
+        found = backbone.read(backbone.collate(rows, CPU), every_layer=False)
+    for i, row in enumerate(rows):
+        first, second = (reference.prompt(weights, pictures[i], row.ids) for pictures in (IMAGES, WRIST))
+        patches = len(first) - len(row.ids)
+        both = torch.cat([first[: 1 + patches], second[1:]])
+        expected = reference.llama(weights, both, causal=decoding == "autoregressive")[-1]
+        torch.testing.assert_close(found.last[i].double(), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match="and its 2 pictures have 22 tokens, more than rollout.max_prompt_length=20"):
+        openvla(decoding, max_prompt_length=20).module.backbone.prepare([IMAGES[:1], WRIST[:1]], asked[:1], IMAGES)
 
 
 def test_places_of_actions_are_those_of_oft(openvla, checkpoint):
