@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 C, D = "sims/mujoco/control.py", "tasks/manipulation/episodes.py"
+T = "sims/mujoco/tasks.py"
 SMALL, LOOKS = "mmrl/policies/vla/small.py", ("policies/vla/test_small.py",)
 FLOWS, OPENVLA = "mmrl/policies/vla/flows.py", "mmrl/policies/vla/openvla.py"
 CONTRAST, PICTURES = ("policies/vla/test_contrast.py",), ("policies/vla/test_openvla.py",)
@@ -18,6 +19,15 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("control: always moves", "sims/mujoco/tabletop.py", "CONTROLS[control]", 'CONTROLS["delta"]', CONTROLS),
     ("control: experts always show moves", "sims/mujoco/tabletop.py", "self.control.action(self.setpoint",
      'CONTROLS["delta"].action(self.setpoint', CONTROLS),
+    ("control: a move of any task goes 3 cm", C, "setpoint + step * np", "setpoint + STEP * np", CONTROLS),
+    ("control: places of any task are 3 cm apart", C, "(HIGH - LOW), step)", "(HIGH - LOW), STEP)", CONTROLS),
+    ("push: as fast as the rest", T, "push_expert, PUSH_STEP)", "push_expert)", CONTROLS),
+    ("push: the expert thinks in steps of 3 cm", "sims/mujoco/tabletop.py", "(self.view()), self.task.step)",
+     "(self.view()), 0.03)", CONTROLS),
+    ("push: beyond the pad", T, "view.goal[:2] - ahead * PUSH_SHORT", "view.goal[:2] + ahead * PUSH_SHORT", CONTROLS),
+    ("push: from in front of the cube too", T, "PUSH_LOW and along < 0 and", "PUSH_LOW and", CONTROLS),
+    ("push: from on high", T, "view.tip[2] < PUSH_LOW and along", "along", CONTROLS),
+    ("push: from aside", T, " and float(np.linalg.norm(aside)) < PUSH_ASIDE", "", CONTROLS),
     ("perturbation: another one begins while one lasts", D, "(self.left == 0) & (self.rng",
      "(self.left >= 0) & (self.rng", SHOWN),
     ("perturbation: one action too few", D, "self.left[begins] = how.length",

@@ -30,6 +30,7 @@ BASES = {
     "flow": "manipulation_tabletop_flow_warm_start",
     "lift": "manipulation_tabletop_lift_warm_start",
     "place": "manipulation_tabletop_place_warm_start",
+    "push": "manipulation_tabletop_push_warm_start",
 }
 RECIPES = {  # base and configuration; without a base: from random weights
     "token": ("token", "manipulation_tabletop"),
@@ -41,6 +42,8 @@ RECIPES = {  # base and configuration; without a base: from random weights
     "lift_control": ("lift", "manipulation_tabletop_lift_random_reward"),
     "place": ("place", "manipulation_tabletop_place"),
     "place_control": ("place", "manipulation_tabletop_place_random_reward"),
+    "push": ("push", "manipulation_tabletop_push"),
+    "push_control": ("push", "manipulation_tabletop_push_random_reward"),
     "maniskill": ("", "manipulation_maniskill_pushcube"),
     "maniskill_control": ("", "manipulation_maniskill_pushcube_random_reward"),
 }

@@ -100,7 +100,7 @@ class World:
         """One control step: the setpoint goes where `control` says; action[3] > 0 closes, < 0 opens, 0 changes
         nothing."""
         tip = self.data.site_xpos[self.tip]
-        wanted = self.control.wanted(self.setpoint, action)
+        wanted = self.control.wanted(self.setpoint, action, self.task.step)
         self.setpoint = np.clip(np.clip(wanted, tip - LEASH, tip + LEASH), LOW, HIGH)
         self.closing = bool(action[3] > 0) if action[3] != 0 else self.closing
         self._control()
@@ -119,7 +119,6 @@ class World:
         goal = np.append(self.scene.pads[0], scene.CUBE) if len(self.scene.pads) else cubes[1] + [0, 0, 2 * scene.CUBE]
         return View(
             tip=self.data.site_xpos[self.tip].copy(),
-            setpoint=self.setpoint,
             opening=float(self.data.qpos[scene.JOINTS : scene.JOINTS + 2].mean() / FINGER_TRAVEL),
             closing=self.closing,
             cubes=cubes,
@@ -157,7 +156,7 @@ class World:
         self.data, spare = spare, self.data
         try:
             for c in range(min(length, self.task.max_steps - self.steps)):
-                out[c] = self.control.action(self.setpoint, self.task.expert(self.view()))
+                out[c] = self.control.action(self.setpoint, self.task.expert(self.view()), self.task.step)
                 if c + 1 < length:
                     self.act(out[c].astype(np.float64))
                     if self.end_on_success and self.task.success(self.view()):
@@ -205,6 +204,7 @@ class Tabletop:
     colours: names from COLOURS, at least 2.
     control: what the three numbers say: "delta", how far the fingertips shall move, -1 to 1 for up to 3 cm each;
         "position", where they shall be, -1 to 1 from corner to corner of their box, to which they move 3 cm at most.
+        In place of 3 cm it is 1.6 when pushing.
     reward: "sparse" gives 1 at every step that is solved; "shaped" adds the gain in progress (0 to 1) of that step.
     end_on_success: whether the first success ends the episode; otherwise it goes on until its time is up.
     privileged: whether the state goes on with what no camera measures, [10]: the way from the fingertips to cube 0 (3),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from mmrl.sims.mujoco.arm import HIGH, LOW
-from mmrl.sims.mujoco.control import STEP, towards
+from mmrl.sims.mujoco.control import STEP
 from mmrl.sims.mujoco.scene import CUBE, PAD, PADS
 from numpy.random import Generator
 from numpy.typing import NDArray
@@ -32,7 +32,8 @@ SURE = 0.016  # metres aside at which the open gripper may come down beside a cu
 BEHIND = 2 * CUBE + 0.006  # from the centre of a cube to where closed fingers come down beside it
 LONGEST_PUSH = 0.22
 SLANT = 0.03  # how far a push may miss the middle of the pad
-PUSH_PACE = 0.55  # of STEP; faster, the cube jumps ahead
+PUSH_STEP = 0.016  # metres in one control step; faster, the cube tumbles
+PUSH_SHORT = 0.022  # metres before the middle of the pad at which closed fingers stop; the cube goes a little past it
 PUSH_HOVER = 0.07  # height of closed fingertips on their way over cubes
 PUSH_LOW, PUSH_ASIDE = 0.04, 0.02  # below, and nearer than this to the line of the push, they push
 AREA_LOW, AREA_HIGH = LOW[:2] + MARGIN, HIGH[:2] - MARGIN
@@ -54,7 +55,6 @@ class View:
     """What success, progress and experts look at; metres, seconds, and the axes of the table."""
 
     tip: NDArray  # [3] between the fingertips
-    setpoint: NDArray  # [3] where the fingertips are told to be
     opening: float  # of the gripper, 0 closed to 1 open
     closing: bool  # what the gripper is told
     cubes: NDArray  # [cubes, 3] centres
@@ -69,6 +69,7 @@ class Task:
     success: Callable[[View], bool]
     progress: Callable[[View], float]  # 0 to 1, for the shaped reward
     expert: Callable[[View], NDArray]  # an aim [4], see `mmrl.sims.mujoco.control`
+    step: float = STEP  # metres that the setpoint moves at most in one control step
 
 
 def scatter(
@@ -282,21 +283,21 @@ def place_expert(view: View) -> NDArray:
 
 def push_expert(view: View) -> NDArray:
     """Goes behind cube 0 with closed fingers and pushes against the middle of a face, along the axis of the table on
-    which the cube is further from its goal."""
+    which the cube is further from its goal. While it pushes it names one place, before the pad: an aim a step ahead of
+    the fingers would be no further off than what a policy errs by."""
     cube, way = view.cubes[0][:2], (view.goal - view.cubes[0])[:2]
     ahead = np.where(np.abs(way) == np.abs(way).max(), np.sign(way), 0.0)
     from_cube = view.tip[:2] - cube
     along = float(from_cube @ ahead)
     aside = from_cube - along * ahead
     if view.tip[2] < PUSH_LOW and along < 0 and float(np.linalg.norm(aside)) < PUSH_ASIDE:
-        goal = np.clip(over(view.tip[:2] + ahead * 0.012 - aside, 0.02), LOW, HIGH)
-        return aim(towards(view.setpoint, goal, PUSH_PACE * STEP), 1.0)
+        return aim(over(view.goal[:2] - ahead * PUSH_SHORT, 0.02), 1.0)
     return funnel(view, over(cube - ahead * BEHIND, 0.02), PUSH_HOVER, 1.0)
 
 
 TASKS = {
     "reach": Task(20, twins("reach for"), reached, reach_progress, reach_expert),
-    "push": Task(60, onto_pad("push", "to", straight=True), pushed, push_progress, push_expert),
+    "push": Task(60, onto_pad("push", "to", straight=True), pushed, push_progress, push_expert, PUSH_STEP),
     "lift": Task(35, twins("lift"), lifted, lift_progress, lift_expert),
     "pick_and_place": Task(50, onto_pad("put", "on"), placed, place_progress, place_expert),
     "stack": Task(50, onto_cube, stacked, place_progress, place_expert),

@@ -1,4 +1,5 @@
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from mmrl.sims.mujoco.control import CONTROLS  # noqa: E402
 from mmrl.sims.mujoco.gl import choose_backend  # noqa: E402
 from mmrl.sims.mujoco.scene import CUBE, compile_model  # noqa: E402
 from mmrl.sims.mujoco.tabletop import privileged_state  # noqa: E402
-from mmrl.sims.mujoco.tasks import COLOURS, View, placed, pushed, reached, stacked  # noqa: E402
+from mmrl.sims.mujoco.tasks import COLOURS, View, placed, push_expert, pushed, reached, stacked  # noqa: E402
 
 try:
     choose_backend()
@@ -110,28 +111,72 @@ def test_controls():
     """The box of the fingertips is 0.32 wide, 0.48 deep and 0.246 high; a step is 0.03."""
     delta, position = CONTROLS["delta"], CONTROLS["position"]
     start, right = np.array([0.35, 0.0, 0.1]), np.array([0.0, 0.5, 0.0, 1.0])
-    np.testing.assert_allclose(delta.wanted(start, right), [0.35, 0.015, 0.1])
-    np.testing.assert_allclose(delta.wanted(start, right * -4), [0.35, -0.03, 0.1])  # clipped to 1
+    np.testing.assert_allclose(delta.wanted(start, right, 0.03), [0.35, 0.015, 0.1])
+    np.testing.assert_allclose(delta.wanted(start, right, 0.02), [0.35, 0.01, 0.1])
+    np.testing.assert_allclose(delta.wanted(start, right * -4, 0.03), [0.35, -0.03, 0.1])  # clipped to 1
     # Corners and middle of the box: x 0.25 to 0.57, y -0.24 to 0.24, z 0.014 to 0.26.
-    np.testing.assert_allclose(position.wanted(np.array([0.41, 0, 0.137]), np.zeros(4)), [0.41, 0, 0.137])
-    np.testing.assert_allclose(
-        position.wanted(np.array([0.41, 0.22, 0.137]), np.array([0, 1, 0, 1])), [0.41, 0.24, 0.137]
-    )
-    np.testing.assert_allclose(
-        position.wanted(np.array([0.41, 0.0, 0.137]), np.array([0, -1, 0, 1])), [0.41, -0.03, 0.137]
-    )
+    middle = np.array([0.41, 0.0, 0.137])
+    np.testing.assert_allclose(position.wanted(middle, np.zeros(4), 0.03), middle)
+    beside, at_edge = np.array([0.41, 0.22, 0.137]), np.array([0, 1, 0, 1])
+    np.testing.assert_allclose(position.wanted(beside, at_edge, 0.03), [0.41, 0.24, 0.137])
+    np.testing.assert_allclose(position.wanted(middle, -at_edge, 0.03), [0.41, -0.03, 0.137])
+    np.testing.assert_allclose(position.wanted(middle, -at_edge, 0.02), [0.41, -0.02, 0.137])
     # A place beyond the box is its corner, 0.16 and 0.24 away: 0.2884 in all.
-    found = position.wanted(np.array([0.41, 0.0, 0.137]), np.array([4, 1, 0, 1]))
+    found = position.wanted(middle, np.array([4, 1, 0, 1]), 0.03)
     np.testing.assert_allclose(found, [0.41 + 0.03 * 0.16 / 0.28844, 0.03 * 0.24 / 0.28844, 0.137], atol=1e-6)
     # An aim 0.05 away, 3-4-5: a full step towards it; an aim 0.015 away is reached.
     far, near = np.array([0.38, 0.04, 0.1, -1]), np.array([0.359, 0.012, 0.1, 1])
-    np.testing.assert_allclose(delta.action(start, far), [0.6, 0.8, 0, -1])
-    np.testing.assert_allclose(delta.action(start, near), [0.3, 0.4, 0, 1], atol=1e-12)
-    np.testing.assert_allclose(position.action(start, np.array([0.25, 0.24, 0.137, 1])), [-1, 1, 0, 1], atol=1e-12)
-    for aim in (far, near):  # both lead to the same setpoint
-        np.testing.assert_allclose(
-            delta.wanted(start, delta.action(start, aim)), position.wanted(start, position.action(start, aim))
-        )
+    np.testing.assert_allclose(delta.action(start, far, 0.03), [0.6, 0.8, 0, -1])
+    np.testing.assert_allclose(delta.action(start, near, 0.03), [0.3, 0.4, 0, 1], atol=1e-12)
+    np.testing.assert_allclose(delta.action(start, near, 0.02), [0.45, 0.6, 0, 1], atol=1e-12)
+    corner = np.array([0.25, 0.24, 0.137, 1])
+    np.testing.assert_allclose(position.action(start, corner, 0.03), [-1, 1, 0, 1], atol=1e-12)
+    for aim, step in itertools.product((far, near), (0.03, 0.01)):  # both lead to the same setpoint
+        moved = delta.wanted(start, delta.action(start, aim, step), step)
+        np.testing.assert_allclose(moved, position.wanted(start, position.action(start, aim, step), step))
+
+
+def test_a_push_goes_slower(tabletop):
+    """By 1.6 cm a step, where every other task goes by 3, whatever the control."""
+    tasks, up = list(TASKS), np.array([0.0, 0.0, 1.0, -1.0])  # the box's top, and straight up
+    for control in CONTROLS:
+        sim = tabletop(5, control=control)
+        sim.reset([0] * 5, tasks)
+        worlds = sim.simulator._worlds
+        before = np.array([world.setpoint for world in worlds])
+        actions = np.tile(up, (5, 1, 1))
+        if control == "position":  # straight up from where each is
+            actions[:, 0, :2] = 2 * (before[:, :2] - LOW[:2]) / (HIGH - LOW)[:2] - 1
+        sim.step(actions)
+        gone = np.array([world.setpoint for world in worlds]) - before
+        expected = np.array([0.016 if task == "push" else 0.03 for task in tasks])
+        np.testing.assert_allclose(gone[:, 2], expected, atol=1e-9)
+        np.testing.assert_allclose(gone[:, :2], 0, atol=1e-9)
+
+
+def test_an_expert_knows_how_far_a_step_of_its_task_goes(tabletop):
+    """To go up by 0.8 cm it takes half of a step when pushing, and 4 / 15 of one otherwise."""
+    sim = tabletop(2)
+    sim.reset([0] * 2, ["push", "lift"])
+    for world in sim.simulator._worlds:
+        goal = np.append(world.setpoint + [0, 0, 0.008], 1.0)
+        world.task = replace(world.task, expert=lambda view, goal=goal: goal)
+    np.testing.assert_allclose(sim.expert(length=1)[:, 0], [[0, 0, 0.5, 1], [0, 0, 4 / 15, 1]], atol=1e-6)
+
+
+def test_the_one_who_pushes_names_the_pad_from_behind_the_cube():
+    """The cube is 0.1 before its goal along x; closed fingers that are low and behind it go to 2.2 cm before the goal.
+    From elsewhere they go behind the cube first: beside it 7 cm high, or down where they are over that place."""
+    cube, goal = (0.4, 0.0, CUBE), (0.5, 0.02, CUBE)
+    low_behind = looking(tip=(0.35, 0.01, 0.02), closing=True, cube=cube, goal=goal)
+    np.testing.assert_allclose(push_expert(low_behind), [0.478, 0.02, 0.02, 1])
+    for tip in ((0.35, 0.03, 0.02), (0.45, 0.0, 0.02), (0.35, 0.0, 0.06)):  # aside, in front of it, high
+        wanted = push_expert(looking(tip=tip, closing=True, cube=cube, goal=goal))
+        np.testing.assert_allclose(wanted[:2], [0.35, 0.0])
+    high = push_expert(looking(tip=(0.45, 0.0, 0.02), closing=True, cube=cube, goal=goal))
+    assert high[2] == pytest.approx(0.07) and wanted[2] == pytest.approx(0.02)
+    backwards = looking(tip=(0.4, 0.15, 0.02), closing=True, cube=(0.4, 0.1, CUBE), goal=(0.41, -0.05, CUBE))
+    np.testing.assert_allclose(push_expert(backwards), [0.41, -0.028, 0.02, 1])
 
 
 def test_the_arm_goes_to_the_place_that_is_named(tabletop):
@@ -204,7 +249,7 @@ def test_of_two_cubes_and_two_pads_no_two_have_one_colour(tabletop, task):
 
 def looking(tip=(0.4, 0, 0.2), opening=1.0, closing=False, cube=(0.4, 0, CUBE), speed=0.0, goal=(0.4, 0, CUBE)):
     cubes = np.array([cube, (0.3, 0.1, CUBE)])
-    return View(np.array(tip), np.array(tip), opening, closing, cubes, speed, np.array(goal))
+    return View(np.array(tip), opening, closing, cubes, speed, np.array(goal))
 
 
 def test_success_by_hand():
