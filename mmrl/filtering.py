@@ -79,7 +79,7 @@ def dealt(told: Sequence[Sequence[Candidate]], wanted: int) -> list[list[tuple[i
     every = [(rank, candidate) for rank, own in enumerate(told) for candidate in own]
     chosen = sorted(every, key=lambda pair: pair[1].order)[: wanted * len(told)]
     share: list[list[tuple[int, Candidate]]] = [[] for _ in told]
-    spare = []
+    spare: list[tuple[int, Candidate]] = []
     for rank, candidate in chosen:
         (share[rank] if len(share[rank]) < wanted else spare).append((rank, candidate))
     for own in share:

@@ -162,7 +162,7 @@ def pushcube(out: str) -> None:
             Path(out).write_text(json.dumps(1000 * seconds / sum(steps for steps, _ in points[1:])))
             os._exit(0)
 
-    mmrl.trainer.Trainer.log = log  # type: ignore[method-assign]
+    mmrl.trainer.Trainer.log = log  # type: ignore[method-assign, assignment]
     alone = ["task.workers=0", "task.turns=1", "threads=1", f"run_dir={Path(out).parent / 'run'}"]
     shutil.rmtree(Path(out).parent / "run", ignore_errors=True)
     more = ["evaluation.before=false", "checkpoint.every=0"]

@@ -59,5 +59,6 @@ def take_apart(env: Any) -> None:
 
 def swap(thing: Any, general: type, lone: type) -> None:
     """Only what is of the general class itself: a class of a task's own may have ways of its own."""
-    if type(thing) is general and len(thing._objs) == 1:
+    own: type = type(thing)
+    if own is general and len(thing._objs) == 1:
         thing.__class__ = lone

@@ -23,4 +23,6 @@ def folder() -> Path:
 
 def sentence_encoder() -> tuple[PreTrainedTokenizerFast, BertModel]:
     """Raises UserError as `folder`."""
-    return AutoTokenizer.from_pretrained(folder()), AutoModel.from_pretrained(folder()).eval()
+    encoder: BertModel = AutoModel.from_pretrained(folder())
+    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder())  # type: ignore[assignment]
+    return tokenizer, encoder.eval()
