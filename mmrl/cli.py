@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -13,10 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmrl.deferred import defer_imports
 from mmrl.errors import UserError
 from mmrl.quiet import quieten_environment
 
 quieten_environment()  # before anything heavy is imported
+defer_imports()
 
 if TYPE_CHECKING:
     from mmrl.config import Config
@@ -192,10 +195,13 @@ def one_step(config: Any, folder: str) -> Any:
 
 
 def train(config: Any, *, dry: bool = False) -> int:
+    gc.disable()  # until the job stands: next to nothing that is imported and built is garbage
     from mmrl.job import Job, RunEnded
 
     try:
         with Job(config) as job:
+            gc.freeze()  # nor later
+            gc.enable()
             if dry and job.ranks.rank == 0:
                 print(arithmetic(job.config, job.ranks.world, job.policy.module), flush=True)
             job.train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -16,3 +17,11 @@ def share(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
             path.chmod(mode)
+
+
+def user_cache(kind: str, variable: str) -> Path:
+    """The folder that the environment's `variable` names, or mmrl/KIND in the user's cache folder. What lies there can
+    be made again."""
+    if chosen := os.environ.get(variable):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmrl" / kind

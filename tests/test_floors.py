@@ -13,6 +13,7 @@ FLOORS = [
     [
         "mmrl.core",
         "mmrl.rollouts",
+        "mmrl.deferred",
         "mmrl.errors",
         "mmrl.lazy",
         "mmrl.progress",

@@ -1,19 +1,27 @@
-"""python -m mmrl.kernels build [FOLDER]: compile ahead of time. python -m mmrl.kernels status: what there is."""
+"""python -m mmrl.kernels build [FOLDER]: compile ahead of time.
+python -m mmrl.kernels build --prebuilt: compile what a wheel carries, into the package, for all processors and GPUs.
+python -m mmrl.kernels status: what there is."""
 
 import sys
 from pathlib import Path
 
-from mmrl.kernels import KernelError, build, status
+from mmrl.kernels import KernelError, build, prebuilt, status
 
 
 def main(arguments: list[str]) -> int:
+    missing = ""
     if arguments[:1] == ["build"] and len(arguments) < 3:
         try:
-            paths = build(into=Path(arguments[1]) if arguments[1:] else None)
+            if arguments[1:] == ["--prebuilt"]:
+                paths, missing = prebuilt.build()
+            else:
+                paths = build(into=Path(arguments[1]) if arguments[1:] else None)
         except KernelError as error:
             print(error, file=sys.stderr)
             return 2
         print("\n".join(map(str, paths)) or "no compiler found: the torch reference computes")
+        if missing:
+            print(missing)
     elif arguments == ["status"]:
         print("\n".join(status()))
     else:

@@ -25,8 +25,8 @@ Backend = Literal["auto", "cuda", "cpu", "torch"]
 SOURCES = Path(__file__).parent / "csrc"
 FILES = {"cpu": "cpu.cpp", "cuda": "cuda.cu", "emulated": "emulated.cpp"}  # the last one is for tests
 SHIPPED = Path(__file__).parent / "prebuilt"  # where a wheel carries libraries
-CUDA_ARCHITECTURES = ("80", "90")  # machine code for these, and PTX of the last for what comes after
-LEVELS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}  # -march by what torch found in this processor
+CUDA_ARCHITECTURES = ("80", "90", "100", "120")  # machine code for these, and PTX of the last for what comes after
+LEVELS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3", "DEFAULT": ""}  # -march by what torch found in this processor
 DEFINES = ("-DTORCH_TARGET_VERSION=0x020b000000000000",)  # the ABI of torch 2.11
 # No contraction into fused multiply-adds: replay must round as sampling did, on every processor.
 CPU_FLAGS = (
@@ -40,6 +40,7 @@ CUDA_FLAGS = (
 _log = logging.getLogger("mmrl.kernels")
 _backend: Backend = "auto"
 _state: dict[str, str] = {}  # "cpu", "cuda" -> "" once loaded, or why it could not be
+loaded: dict[str, Path] = {}  # "cpu", "cuda" -> what was loaded
 
 
 class KernelError(RuntimeError):
@@ -95,20 +96,33 @@ _ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _load(kind: str) -> None:
     if kind in _state and not _state[kind]:
-        return
+        return None
+    from mmrl.kernels import prebuilt  # it builds by what stands here
+
+    shipped, why = prebuilt.fitting(kind)
+    if shipped is not None:
+        try:
+            return _take(kind, shipped)
+        except OSError as error:
+            why = " ".join(str(error).split())
+    if why and os.environ.get("RANK", "0") == "0":  # once for all ranks
+        _log.warning("the %s kernels that came with mmrl are not used: %s", kind, why)
     try:
-        torch.ops.load_library(str(library(kind)))
-        _state[kind] = ""
+        _take(kind, library(kind))
     except (KernelError, OSError) as error:
         _state[kind] = " ".join(str(error).split())
+
+
+def _take(kind: str, path: Path) -> None:
+    torch.ops.load_library(str(path))
+    _state[kind], loaded[kind] = "", path
 
 
 def build(kinds: Sequence[str] | None = None, into: Path | None = None) -> list[Path]:
     """Build the libraries that this machine has compilers for, and return their paths.
 
-    "cpu" needs g++ (or $CXX), "cuda" nvcc but no GPU. `into` is a folder other than the cache, for example the
-    package's own `prebuilt`, which is looked at first when loading. Raises KernelError if a compiler fails, or if one
-    of the `kinds` asked for has none.
+    "cpu" needs g++ (or $CXX), "cuda" nvcc but no GPU. `into` is a folder other than the cache. Raises KernelError if a
+    compiler fails, or if one of the `kinds` asked for has none.
     """
     wanted = [kind for kind in ("cpu", "cuda") if _compiler(kind)] if kinds is None else list(kinds)
     return [library(kind, into) for kind in wanted]
@@ -116,23 +130,33 @@ def build(kinds: Sequence[str] | None = None, into: Path | None = None) -> list[
 
 def library(kind: str, into: Path | None = None) -> Path:
     """Path of the library "cpu" or "cuda", built if it is not there yet. Raises KernelError with the reason if not."""
-    if known := find(kind, into):
-        return known
+    return made(kind, into or cache())
+
+
+def made(kind: str, folder: Path, for_level: str | None = None) -> Path:
+    """The library in a folder, built if it is not there yet; `for_level`: of another processor than this one."""
     if not _compiler(kind):
         raise KernelError(f"no {'nvcc' if kind == 'cuda' else 'C++ compiler'} found")
-    target = (into or cache()) / _name(kind)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target = folder / _name(kind, for_level)
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
     with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():  # another rank may have built it while this one waited
-            _compile(kind, target)
+            _compile(kind, target, for_level)
     return target
 
 
-def find(kind: str, into: Path | None = None) -> Path | None:
-    """Path of the library if it is built, None otherwise."""
-    folders = [into] if into else [SHIPPED, cache()]
-    return next((folder / _name(kind) for folder in folders if (folder / _name(kind)).exists()), None)
+def find(kind: str) -> Path | None:
+    """Path of the library if it came with the package or was built here, None otherwise."""
+    from mmrl.kernels import prebuilt
+
+    shipped, _ = prebuilt.fitting(kind)
+    if shipped is not None or not _compiler(kind):
+        return shipped
+    built = cache() / _name(kind)
+    return built if built.exists() else None
 
 
 def cache() -> Path:
@@ -148,31 +172,57 @@ def _compiler(kind: str) -> str | None:
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
-def _flags(kind: str) -> list[str]:
-    if kind != "cuda":
-        level = LEVELS.get(torch.backends.cpu.get_cpu_capability())
-        return [*CPU_FLAGS, *DEFINES, *([f"-march={level}"] if level else [])]
-    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES]
-    last = CUDA_ARCHITECTURES[-1]
-    return [*CUDA_FLAGS, *DEFINES, *codes, f"-gencode=arch=compute_{last},code=compute_{last}"]
+def level() -> str:
+    """What this processor can, in torch's words; one of LEVELS."""
+    found = torch.backends.cpu.get_cpu_capability()
+    return found if found in LEVELS else "DEFAULT"
 
 
-def _name(kind: str) -> str:
-    digest = hashlib.sha256(" ".join(_flags(kind)).encode())
+def architectures() -> list[str]:
+    """Those of CUDA_ARCHITECTURES that nvcc knows; an older one lacks the newest."""
+    listed = subprocess.run([str(_compiler("cuda")), "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    return [a for a in CUDA_ARCHITECTURES if f"sm_{a}" in listed]
+
+
+def toolkit() -> str:
+    """The version of nvcc, such as 13.0."""
+    said = subprocess.run([str(_compiler("cuda")), "--version"], capture_output=True, text=True).stdout
+    return said.partition("release ")[2].partition(",")[0]
+
+
+def sources() -> str:
+    """A digest of what all libraries are made of."""
+    digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _flags(kind: str, for_level: str | None = None) -> list[str]:
+    if kind != "cuda":
+        march = LEVELS[for_level or level()] if platform.machine() == "x86_64" else ""
+        return [*CPU_FLAGS, *DEFINES, *([f"-march={march}"] if march else [])]
+    known = architectures()
+    if not known:
+        raise KernelError(f"nvcc knows none of sm_{', sm_'.join(CUDA_ARCHITECTURES)}")
+    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in known]
+    return [*CUDA_FLAGS, *DEFINES, *codes, f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}"]
+
+
+def _name(kind: str, for_level: str | None = None) -> str:
+    digest = hashlib.sha256(" ".join([*_flags(kind, for_level), sources()]).encode())
     return f"mmrl_{kind}-{platform.machine()}-{digest.hexdigest()[:16]}.so"
 
 
-def _compile(kind: str, target: Path) -> None:
+def _compile(kind: str, target: Path, for_level: str | None = None) -> None:
     root = Path(torch.__file__).parent
     libraries = [f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         out = Path(scratch) / target.name
-        command = [str(_compiler(kind)), *_flags(kind), "-isystem", str(root / "include")]
+        command = [str(_compiler(kind)), *_flags(kind, for_level), "-isystem", str(root / "include")]
         # The symbols of LibTorch are found through the libraries named here, which the process has loaded by then.
         command += [str(SOURCES / FILES[kind]), "-Xlinker", "--no-as-needed", *libraries, "-o", str(out)]
-        length = {"cuda": "a minute"}.get(kind, "10 seconds")
+        length = {"cuda": "two minutes"}.get(kind, "10 seconds")
         _log.warning("compiling the %s kernels, once, in about %s: %s", kind, length, target)
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

@@ -40,8 +40,8 @@ def _health(kind: compiled.Backend) -> Health:
         return Health(f"{kind}: not usable, the torch reference computes: {why}", mend)
     if wrong := [name for name, call in _calls(kind).items() if not _agree(kind, call)]:
         said = f"{kind}: {', '.join(wrong)} is wrong: differs from the torch reference; use kernels.backend=torch"
-        return Health(said, f"rm {compiled.library(kind)} && {BUILD}")
-    return Health(f"{kind}: built, loaded, numerically right ({compiled.library(kind)})")
+        return Health(said, f"rm {compiled.loaded[kind]} && {BUILD}")
+    return Health(f"{kind}: built, loaded, numerically right ({compiled.loaded[kind]})")
 
 
 def _without_gpu() -> str:

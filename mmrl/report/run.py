@@ -172,18 +172,14 @@ def replace(path: Path, data: bytes) -> None:
 def versions() -> dict[str, str]:
     """Of Python, of mmrl and of the packages that its numbers may depend on; the commit, where mmrl runs from a
     checkout, and the GPU."""
-    installed = {canonical(found.metadata["Name"]): found.version for found in importlib.metadata.distributions()}
-    packages = {name: installed[canonical(name)] for name in PACKAGES if canonical(name) in installed}
+    found = {name: next(iter(importlib.metadata.distributions(name=name)), None) for name in PACKAGES}
+    packages = {name: one.version for name, one in found.items() if one is not None}
     told = {"python": platform.python_version(), "machine": platform.machine(), "mmrl": VERSION}
     if (commit := commit_of(Path(__file__).resolve().parents[2])) is not None:
         told["commit"] = commit
     if torch.cuda.is_available():
         told |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
     return told | packages
-
-
-def canonical(package: str) -> str:
-    return package.lower().replace("_", "-")
 
 
 def commit_of(checkout: Path) -> str | None:

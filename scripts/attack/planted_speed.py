@@ -8,6 +8,8 @@ STEPS, PICTURES, CHAINS = ("joints/test_steps.py",), ("policies/diffusion/test_p
 SNAPSHOTS, DECODING = ("engine/test_snapshot.py",), ("generation/test_decoding.py",)
 TOKENS = ("policies/test_vlm.py",)
 PARTS = ("policies/diffusion/test_steps_at_once.py",)
+SHIPPED, LATER, JUDGES = ("kernels/test_prebuilt.py",), ("test_deferred.py",), ("tasks/test_image_digits.py",)
+B, L, C = "mmrl/kernels/prebuilt.py", "mmrl/deferred.py", "tasks/image_generation/classifiers.py"
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -73,4 +75,25 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "steps_at_once=config.engine.steps_at_once", "steps_at_once=None", PARTS),
     ("parts of a replay: finished pictures go at once", D, "self._joined(predict, len(rows)).float().view_as(x)",
      "predict(slice(None)).float().view_as(x)", PARTS),
+    ("shipped: of other sources", B, 'facts["sources"] != compiled.sources()', "False", SHIPPED),
+    ("shipped: exchanged", B, 'if _digest(path) == facts["sha256"] else', "if True else", SHIPPED),
+    ("shipped: of another processor", B, 'facts["level"] != compiled.level()', "False", SHIPPED),
+    ("shipped: of any CUDA", B, 'torch.version.cuda.split(".")[0] != major', "False", SHIPPED),
+    ("shipped: older GPUs too", B, "a[1] <= capability[1] for a", "True for a", SHIPPED),
+    ("shipped: GPUs between two", B, "any(a[0] == capability[0] and", "any(", SHIPPED),
+    ("shipped: never used", "mmrl/kernels/compiled.py", "if shipped is not None:\n        try:",
+     "if shipped is None:\n        try:", SHIPPED),
+    ("shipped: nothing is said", "mmrl/kernels/compiled.py", 'if why and os.environ.get("RANK", "0") == "0":',
+     "if False:", SHIPPED),
+    ("deferred: nothing", "mmrl/cli.py", "\ndefer_imports()\n", "\n", LATER),
+    ("deferred: everything is an instance", L, "return self._source in sys.modules and isinstance(thing, self._own())",
+     "return True", LATER),
+    ("deferred: what the compiler was told is forgotten", L, "module.allow_in_graph(function)", "pass", LATER),
+    ("deferred: functions are compiled", L, 'vars(run)["_torchdynamo_disable"] = True', "pass", LATER),
+    ("deferred: again and again", L, "if not any(isinstance(finder, Finder) for finder in sys.meta_path):", "if True:",
+     LATER),
+    ("classifiers: whatever the pictures", C, "for values in (pictures, labels):", "for values in (labels,):", JUDGES),
+    ("classifiers: whatever the labels", C, "for values in (pictures, labels):", "for values in (pictures,):", JUDGES),
+    ("classifiers: of any torch", C, "{torch.__version__} ", "", JUDGES),
+    ("classifiers: trained always", C, "if not _recall(network, file):", "if True:", JUDGES),
 ]

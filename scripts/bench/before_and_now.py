@@ -6,8 +6,9 @@ The earlier commit's files are taken out of git into a temporary folder and foun
 libraries are the same. Every measurement is processor time of a process of its own, with one thread.
 
 start       from the beginning of the process to the beginning of the first training step, of `mmrl train` with the
-            image quickstart and the quickstart of visual questions, from a base that each commit has made for itself;
-            without evaluation
+            image quickstart and the quickstart of visual questions, from a base that each commit has made for itself
+            (which has also left behind what later starts find); without evaluation. The image quickstart of a4b3f00
+            used a network of its own, which is image_digits_perceptron now, and no diffusers: both are measured
 generation  4 prompts of 40 tokens x 4 responses of --length tokens by a Qwen2.5-VL of width 256 and four layers, whose
             eight heads share four keys and values (`full`); and the same with an end token that is likely enough for
             responses of all lengths (`ending`). Both commits draw the same tokens
@@ -27,14 +28,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICKSTARTS = {
+QUICKSTARTS = {  # a recipe and its base
     "image_digits_flow": "image_digits_base",
     "visual_qa_digits": "visual_qa_digits_warm_start",
 }
+LIKE = {"image_digits_flow": ("image_digits_perceptron", "image_digits_perceptron_base")}  # what the former was before
 PROMPTS, GROUP, PROMPT_LENGTH = 4, 4, 40
 ENDS = {"full": 0, "ending": 2}  # ids that end a response, of about 350; 0: none
 
@@ -85,10 +90,12 @@ def prepare(options: argparse.Namespace, trees: dict[str, Path], folder: Path) -
     cases: dict[str, list[str]] = {}
     if "start" in options.parts:
         for name, base in QUICKSTARTS.items():
-            for tree, place in trees.items():
-                few = ["steps=1", "evaluation.prompts=4", f"run_dir={folder}/{tree}-{base}"]
-                run([sys.executable, "-m", "mmrl", "train", f"configs/{base}.yaml", *few], place)
-            cases[f"start of {name}"] = ["start", f"configs/{name}.yaml", f"{folder}/TREE-{base}/final"]
+            now = {"": (name, base)} | ({f" ({LIKE[name][0]} now)": LIKE[name]} if name in LIKE else {})
+            make_base(trees["before"], base, folder / f"before-{base}")
+            for words, (own, own_base) in now.items():
+                make_base(trees["now"], own_base, folder / f"now-{own_base}")
+                recipes = {"before": f"{name} {folder}/before-{base}", "now": f"{own} {folder}/now-{own_base}"}
+                cases[f"start of {name}{words}"] = ["start", "TREE", json.dumps(recipes)]
     if "generation" in options.parts:
         run([sys.executable, __file__, "--child", "model", f"{folder}/model"], ROOT)
         for ends in ENDS:
@@ -102,6 +109,11 @@ def prepare(options: argparse.Namespace, trees: dict[str, Path], folder: Path) -
     if "pushcube" in options.parts:
         cases["PushCube, 1,000 environment steps"] = ["pushcube"]
     return cases
+
+
+def make_base(place: Path, base: str, folder: Path) -> None:
+    few = ["steps=1", "evaluation.prompts=4", f"run_dir={folder}"]
+    run([sys.executable, "-m", "mmrl", "train", f"configs/{base}.yaml", *few], place)
 
 
 def run(command: list[str], place: Path) -> None:
@@ -130,15 +142,31 @@ def spread(values: list[float]) -> str:
 # --- the children, by the code of either commit ---
 
 
-def start(config: str, base: str, out: str) -> None:
-    import mmrl.trainer
-    from mmrl import cli
+def start(tree: str, recipes: str, out: str) -> None:
+    name, folder = json.loads(recipes)[tree].split(" ", 1)
+    config, base = f"configs/{name}.yaml", f"{folder}/final"
 
     def begin(_: Any) -> None:
         Path(out).write_text(json.dumps(time.process_time()))
         os._exit(0)
 
-    mmrl.trainer.Trainer.train = begin  # type: ignore[method-assign, assignment]
+    class Ending(SourceFileLoader):
+        """The trainer as it is, whose first step ends the process. It is loaded when the command line asks for it."""
+
+        def exec_module(self, module: ModuleType) -> None:
+            super().exec_module(module)
+            vars(module)["Trainer"].train = begin
+
+    class Finder(MetaPathFinder):
+        def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+            spec = PathFinder.find_spec(name, path, target) if name == "mmrl.trainer" else None
+            if spec is not None:
+                spec.loader = Ending(name, str(spec.origin))
+            return spec
+
+    sys.meta_path.insert(0, Finder())
+    from mmrl import cli
+
     run_dir = f"run_dir={Path(out).parent / 'run'}"
     cli.main(["train", config, "model.warm_start=null", f"model.path={base}", run_dir, "evaluation.before=false"])
     raise AssertionError("unreachable: the first step has ended the process")

@@ -15,15 +15,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from mmrl.tasks.handwritten import load_digits
+from mmrl.tasks.image_generation.classifiers import SIZE, trained
 from mmrl.tasks.image_generation.pictures import stack_pictures
 from torch import Tensor, nn
 
 from mmrl.rewards.types import score_finite
 from mmrl.rollouts import Prompt, Sample
 
-SIZE = 8  # pixels a side
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PHRASINGS = (
     "a handwritten {}",
@@ -131,44 +130,14 @@ def half(judge: Judge) -> np.ndarray:
 
 @lru_cache(maxsize=2)
 def classifier(judge: Judge) -> nn.Module:
-    """One of two classifiers of [image, 1, 8, 8] of 0 to 1, logits [image, 10], trained once a process.
+    """One of two classifiers of [image, 1, 8, 8] of 0 to 1, logits [image, 10], trained once on a machine.
 
     `reward` is a perceptron and saw one half of the training pictures, `second` a convolutional network that saw the
-    other, both with noise of a standard deviation up to 0.2, for what a generator draws is never clean.
+    other.
     """
     images, labels = _digits()
     mine = torch.from_numpy(half(judge))
-    pictures, targets = images[mine], torch.from_numpy(labels)[mine]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(JUDGES.index(judge))
-        network, rate = (_perceptron(), 1e-2) if judge == "reward" else (_convolutions(), 3e-3)
-        optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, _STEPS)
-        for _ in range(_STEPS):
-            batch = torch.randint(len(mine), (64,))
-            noise = 0.2 * torch.rand(len(batch), 1, 1, 1) * torch.randn(len(batch), 1, SIZE, SIZE)
-            loss = F.cross_entropy(network((pictures[batch] + noise).clamp(0, 1)), targets[batch])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    return network.eval().requires_grad_(False)
-
-
-_STEPS = 400
-
-
-def _perceptron() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(SIZE * SIZE, 512), nn.ReLU(), nn.Linear(512, 10))
-
-
-def _convolutions() -> nn.Module:
-    def block(before: int, after: int) -> list[nn.Module]:
-        return [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
-
-    return nn.Sequential(
-        *block(1, 16), *block(16, 32), nn.MaxPool2d(2), *block(32, 32), nn.Flatten(), nn.Linear(512, 10)
-    )
+    return trained(images[mine], torch.from_numpy(labels)[mine], convolutions=judge == "second")
 
 
 def reward_classifier() -> nn.Module:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mmrl.files import user_cache
+
 VERSION = 1  # of what is checked; a new number makes old verdicts void
 MOST_BAD = 10_000  # rows; a file with more is checked again
 log = logging.getLogger(__name__)
@@ -21,9 +23,7 @@ log = logging.getLogger(__name__)
 
 def folder() -> Path:
     """Where verdicts are kept: $MMRL_ROW_CACHE, or mmrl/rows in the user's cache folder."""
-    if "MMRL_ROW_CACHE" in os.environ:
-        return Path(os.environ["MMRL_ROW_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmrl" / "rows"
+    return user_cache("rows", "MMRL_ROW_CACHE")
 
 
 def stamp(path: Path) -> list[Any]:

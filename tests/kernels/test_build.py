@@ -20,6 +20,7 @@ TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 def nothing_built(tmp_path, monkeypatch):
     """As in a process that has loaded nothing yet, with an empty cache."""
     monkeypatch.setattr(compiled, "_state", {})
+    monkeypatch.setattr(compiled, "SHIPPED", tmp_path / "none")
     monkeypatch.setenv("MMRL_KERNEL_CACHE", str(tmp_path / "cache"))
 
 
@@ -65,14 +66,14 @@ def test_many_ranks_compile_once(nothing_built, monkeypatch, tmp_path):
 
 
 def test_a_library_is_named_by_what_it_was_made_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "_compile", lambda kind, target: target.write_bytes(b""))
+    monkeypatch.setattr(compiled, "_compile", lambda kind, target, level: target.write_bytes(b""))
     first = compiled.library("cpu", tmp_path)
     assert compiled.library("cpu", tmp_path) == first
     monkeypatch.setattr(compiled, "CPU_FLAGS", (*compiled.CPU_FLAGS, "-g"))
     assert compiled.library("cpu", tmp_path) != first
     sources = shutil.copytree(compiled.SOURCES, tmp_path / "sources")
     monkeypatch.undo()
-    monkeypatch.setattr(compiled, "_compile", lambda kind, target: target.write_bytes(b""))
+    monkeypatch.setattr(compiled, "_compile", lambda kind, target, level: target.write_bytes(b""))
     monkeypatch.setattr(compiled, "SOURCES", sources)
     assert compiled.library("cpu", tmp_path) == first
     (sources / "arithmetic.h").write_text("// changed")
@@ -101,7 +102,9 @@ def test_status_finds_wrong_numbers(monkeypatch):
 
 # ---- CUDA, compiled for real architectures; no GPU is needed ----------------------------------------------------
 
-REGISTERS = 80  # so that three blocks of 256 threads fit on a multiprocessor
+ARCHITECTURES = [f"sm_{a}" for a in compiled.architectures()] if compiled._compiler("cuda") else []
+REGISTERS = {"sm_80": 80, "sm_90": 80}  # so that three blocks of 256 threads fit on a multiprocessor
+TWO_BLOCKS = 96  # elsewhere: for these nvcc gives one of the kernels 87 and 90
 
 
 @pytest.fixture(scope="module")
@@ -130,15 +133,21 @@ def resources(cuda_library):
 
 
 def test_every_kernel_is_there_for_every_architecture_and_as_ptx(cuda_library, resources):
-    of = {a: {k for b, k in resources if a == b} for a in ("sm_80", "sm_90")}
-    assert of["sm_80"] == of["sm_90"] and len(of["sm_80"]) == 24  # 6 over 3 dtypes, and 6 others
-    assert "sm_90" in tool("cuobjdump", "-lptx", cuda_library)
+    of = {a: {k for b, k in resources if a == b} for a in ARCHITECTURES}
+    assert len(of["sm_80"]) == 24 and all(
+        kernels == of["sm_80"] for kernels in of.values()
+    )  # 6 over 3 dtypes, 6 others
+    assert f"sm_{compiled.architectures()[-1]}" in tool("cuobjdump", "-lptx", cuda_library)
 
 
 def test_no_spills_and_a_register_budget(resources):
     """A few bytes of stack belong to the functions of double precision that the small kernels call."""
-    assert len(resources) == 48
-    assert {key: use for key, use in resources.items() if use[0] > REGISTERS or use[1] > 16 or use[2]} == {}
+    assert len(resources) == 24 * len(ARCHITECTURES)
+
+    def limit(key):
+        return REGISTERS.get(key[0], TWO_BLOCKS)
+
+    assert {key: use for key, use in resources.items() if use[0] > limit(key) or use[1] > 16 or use[2]} == {}
 
 
 def test_wide_loads(cuda_library):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from mmrl.tasks.image_generation import digits
+from mmrl.tasks.image_generation import classifiers, digits
 from mmrl.tasks.image_generation.digits import DigitCorrect, DigitsSource, heldout_accuracy, split_indices, texts, words
 from mmrl.tasks.visual_qa.digits import split_indices as visual_qa_split
 
@@ -65,17 +65,49 @@ def test_classifiers_know_pictures_they_never_saw():
     assert heldout_accuracy("second") > 0.97
 
 
-def test_classifiers_differ_and_are_the_same_in_every_process():
+def test_classifiers_differ_and_are_the_same_in_every_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMRL_CLASSIFIER_CACHE", str(tmp_path / "one"))
+    digits.classifier.cache_clear()
     reward, second = digits.reward_classifier(), digits.second_classifier()
     noise = torch.rand(50, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert (reward(noise).argmax(-1) != second(noise).argmax(-1)).float().mean() > 0.2
     before = torch.random.get_rng_state()
     digits.classifier.cache_clear()
+    monkeypatch.setenv("MMRL_CLASSIFIER_CACHE", str(tmp_path / "two"))  # nothing is kept there
     torch.manual_seed(123)
     again = digits.reward_classifier()
     assert torch.initial_seed() == 123 and torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(123))
     torch.random.set_rng_state(before)
     assert torch.equal(reward(noise), again(noise))
+
+
+def test_a_classifier_is_trained_once_for_the_same_pictures(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMRL_CLASSIFIER_CACHE", str(tmp_path / "new" / "folder"))
+    lessons = []
+    train = classifiers._train
+    monkeypatch.setattr(classifiers, "STEPS", 2)
+    monkeypatch.setattr(classifiers, "_train", lambda *words, **named: (lessons.append(1), train(*words, **named)))
+    pictures = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(20) % 10
+
+    def weights(*, convolutions=False, pictures=pictures, labels=labels):
+        made = classifiers.trained(pictures, labels, convolutions=convolutions)
+        assert not made.training and not any(p.requires_grad for p in made.parameters())
+        return torch.cat([p.flatten() for p in made.parameters()])
+
+    first = weights()
+    assert len(lessons) == 1 and torch.equal(weights(), first) and len(lessons) == 1
+    (file,) = (tmp_path / "new" / "folder").iterdir()
+    file.write_bytes(b"no weights")
+    assert torch.equal(weights(), first) and len(lessons) == 2
+    weights(convolutions=True)
+    weights(labels=labels.flip(0))
+    weights(pictures=1 - pictures)
+    assert len(lessons) == 5
+    monkeypatch.setattr(classifiers.torch, "__version__", "0.0")
+    assert torch.equal(weights(), first) and len(lessons) == 6
+    monkeypatch.setenv("MMRL_CLASSIFIER_CACHE", str(file))  # a folder that can not be made
+    assert torch.equal(weights(), first) and torch.equal(weights(), first) and len(lessons) == 8
 
 
 def test_the_classifiers_share_no_picture():

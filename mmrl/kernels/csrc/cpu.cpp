@@ -347,7 +347,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantage(Tensor rewards, Tenso
   const float* reward = sums.empty() ? r : sums.data();
   // Calls look(eight rewards) from row `from` to row `to`; NaN, which is not scored, fills the last ones.
   const auto for_rewards = [=](int64_t from, int64_t to, auto look) INLINE {
-    for (int64_t i = from; i < to; i += 8) look(load_eight(reward + i, to - i, rows - i, NAN));
+    int64_t i = from;
+    for (; i + 8 <= to; i += 8) look(raw<Eight>(reward + i));
+    if (i < to) look(load_eight(reward + i, to - i, rows - i, NAN));
   };
   // Rows of one group mostly stand together; work(from, to, group) is called for each run of them.
   const std::vector<int64_t> ends = runs_of(g, rows);

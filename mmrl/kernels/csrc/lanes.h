@@ -80,7 +80,37 @@ inline float total(Lanes v) {
   return v[0];
 }
 
-inline double total(Wide v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+// The halves of a vector, in registers: taken one by one its lanes cost more than what is done with them.
+template <class H, class V>
+void halves(const V& v, H& first, H& second) {
+  static_assert(2 * sizeof(H) == sizeof(V));
+  memcpy(&first, &v, sizeof first);
+  memcpy(&second, reinterpret_cast<const char*>(&v) + sizeof first, sizeof second);
+}
+
+typedef double TwoWide __attribute__((vector_size(16)));
+typedef double FourWide __attribute__((vector_size(32)));
+typedef float Four __attribute__((vector_size(16)));
+
+// ((v0 + v4) + (v2 + v6)) + ((v1 + v5) + (v3 + v7))
+inline double total(Wide v) {
+  FourWide a, b;
+  halves(v, a, b);
+  TwoWide c, d;
+  halves(a + b, c, d);
+  c += d;
+  return c[0] + c[1];
+}
+
+// The least and the largest lane of a vector without NaN.
+inline float least(Eight v) {
+  Four a, b;
+  halves(v, a, b);
+  a = b < a ? b : a;
+  const float x = a[1] < a[0] ? a[1] : a[0], y = a[3] < a[2] ? a[3] : a[2];
+  return y < x ? y : x;
+}
+inline float largest(Eight v) { return -least(-v); }
 
 // v from lane BY on; the last lanes are `fill`.
 template <int BY>
@@ -111,12 +141,7 @@ inline DenoiseSums<double> total(const DenoiseSums<Lanes>& s) {
   return {total(s.square), total(s.ratio), total(s.distance)};
 }
 inline Spread total(const SpreadOf<Eight, Wide>& s) {
-  Spread whole{total(s.count), total(s.sum), total(s.squares)};
-  for (int i = 0; i < 8; ++i) {
-    whole.low = s.low[i] < whole.low ? s.low[i] : whole.low;
-    whole.high = s.high[i] > whole.high ? s.high[i] : whole.high;
-  }
-  return whole;
+  return {total(s.count), total(s.sum), total(s.squares), least(s.low), largest(s.high)};
 }
 inline SurrogateSums<double> total(const SurrogateSums<Lanes>& s) {
   return {total(s.value), total(s.ratio), total(s.low), total(s.high), total(s.count)};

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils.logging import disable_progress_bar
-from peft import LoraConfig
 from torch import nn
 
 from mmrl.errors import UserError
@@ -30,6 +29,9 @@ from mmrl.policies.diffusion.families.pictures import (
 from mmrl.policies.diffusion.settings import DiffusionModel
 from mmrl.policies.settings import LoRA
 from mmrl.quiet import bars_shown
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 CLASSES: dict[str, type[Pipeline]] = {
     "StableDiffusion3Pipeline": StableDiffusion3,
@@ -129,6 +131,8 @@ def _pipeline(path: str, base: str, dtype: str, *, encoders: bool = True) -> tup
 
 
 def add_lora(network: Any, lora: LoRA) -> None:
+    from peft import LoraConfig  # a second, which only a LoRA needs
+
     targets = lora.targets
     if targets == "all-linear":
         targets = [name for name, part in network.named_modules() if isinstance(part, nn.Linear)]

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from einops import rearrange
-from peft import get_peft_model_state_dict
 from torch import Tensor
 
 from mmrl.errors import UserError
@@ -278,6 +277,8 @@ class Pipeline(ABC):
         """With LoRA what `pipe.load_lora_weights(folder)` takes, and the name of the base beside it; else the whole
         pipeline, as `DiffusionPipeline.from_pretrained(folder)` takes it."""
         if self.lora:
+            from peft import get_peft_model_state_dict  # it is loaded already
+
             layers = get_peft_model_state_dict(self.module, state_dict=state)
             settings = self.module.peft_config["default"].to_dict()
             self.pipe.save_lora_weights(

@@ -1,0 +1,107 @@
+"""Libraries that a wheel carries, so that a machine without compilers has the kernels too.
+
+`python -m mmrl.kernels build --prebuilt` fills the package's folder `prebuilt`: the C++ kernels for each level of the
+processor, and one CUDA library for all architectures where there is nvcc. The manifest beside them says what each was
+made for and what it holds. A library that does not fit this machine, or is not what the manifest says, is not loaded,
+and a line says why; then the kernels are compiled here, as without a wheel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from mmrl.kernels import compiled
+
+MANIFEST = "manifest.json"
+OLDEST_TORCH = "2.11"  # whose stable ABI the libraries are made for: compiled.DEFINES
+
+
+def build(into: Path | None = None) -> tuple[list[Path], str]:
+    """Every library that this machine can build, in place of what lies in the folder, and a line about those that it
+    can not. Raises KernelError if a compiler fails, or if there is none."""
+    folder = into or compiled.SHIPPED
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in [*folder.glob("mmrl_*.so"), *folder.glob("mmrl_*.lock"), folder / MANIFEST]:
+        old.unlink(missing_ok=True)
+    told: dict[str, dict[str, Any]] = {}
+    for level in compiled.LEVELS:
+        path = compiled.made("cpu", folder, level)
+        told[path.name] = {"kind": "cpu", "level": level}
+    missing = "no nvcc here: only the C++ kernels were built"
+    if compiled._compiler("cuda"):
+        architectures = compiled.architectures()
+        path = compiled.made("cuda", folder)
+        told[path.name] = {"kind": "cuda", "cuda": compiled.toolkit(), "architectures": list(architectures)}
+        absent = [f"sm_{a}" for a in compiled.CUDA_ARCHITECTURES if a not in architectures]
+        missing = f"this nvcc does not know {', '.join(absent)}" if absent else ""
+    for lock in folder.glob("*.lock"):
+        lock.unlink()
+    for name, facts in told.items():
+        facts |= {"sha256": _digest(folder / name), "machine": platform.machine(), "sources": compiled.sources()}
+    (folder / MANIFEST).write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
+    return [folder / name for name in told], missing
+
+
+def fitting(kind: str) -> tuple[Path | None, str]:
+    """The shipped library for this machine; without one why none of those that are there can be used, "" where none
+    is there."""
+    folder = compiled.SHIPPED
+    if not (folder / MANIFEST).is_file():
+        return None, ""
+    try:
+        told = json.loads((folder / MANIFEST).read_text())
+        wanted = {name: facts for name, facts in told.items() if facts["kind"] == kind}
+        reasons = {name: _unfit(folder / name, facts) for name, facts in wanted.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return None, f"{folder / MANIFEST} can not be read: {error}"
+    good = [name for name, reason in reasons.items() if not reason]
+    if good:
+        return folder / good[0], ""
+    return None, next((reason for reason in reasons.values()), "")
+
+
+def _unfit(path: Path, facts: dict[str, Any]) -> str:
+    """Why a shipped library is not for this machine; "" where it is."""
+    if facts["machine"] != platform.machine():
+        return f"it is for {facts['machine']}, this is {platform.machine()}"
+    if facts["sources"] != compiled.sources():
+        return "it was made of other sources than these"
+    if Version(torch.__version__) < Version(OLDEST_TORCH):
+        return f"it needs torch {OLDEST_TORCH} or later, this is {torch.__version__}"
+    if facts["kind"] == "cpu" and facts["level"] != compiled.level():
+        return f"it is for processors with {facts['level']}, this one has {compiled.level()}"
+    if facts["kind"] == "cuda" and (reason := _other_cuda(facts)):
+        return reason
+    if not path.is_file():
+        return f"{path.name} is missing"
+    return "" if _digest(path) == facts["sha256"] else f"{path.name} is not what its manifest says"
+
+
+def _other_cuda(facts: dict[str, Any]) -> str:
+    """Why the CUDA library can not run with this torch or on this GPU."""
+    major = facts["cuda"].split(".")[0]
+    if torch.version.cuda is None or torch.version.cuda.split(".")[0] != major:
+        return f"it was made with CUDA {facts['cuda']}, this torch with {torch.version.cuda}"
+    if not torch.cuda.is_available():
+        return ""
+    return _other_gpu(torch.cuda.get_device_capability(), facts["architectures"])
+
+
+def _other_gpu(capability: tuple[int, int], architectures: list[str]) -> str:
+    """Code for a GPU of the same major and an older minor number runs; the newest is also there as PTX, for those that
+    come after it."""
+    known = [(int(a[:-1]), int(a[-1])) for a in architectures]
+    if capability >= max(known) or any(a[0] == capability[0] and a[1] <= capability[1] for a in known):
+        return ""
+    return f"it is for sm_{', sm_'.join(architectures)}, this GPU is an sm_{capability[0]}{capability[1]}"
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
