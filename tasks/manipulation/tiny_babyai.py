@@ -13,8 +13,9 @@ WORDS = (  # what the prompt and the grammar of instructions are made of
     *("red", "green", "blue", "purple", "yellow", "grey"),
 )
 BINS = 8  # seven intervals between them
+SQUARES = 7  # along each side of what the agent sees
 
 
 def build(path: str | Path, seed: int = 0) -> None:
-    """Writes a `SmallBackbone` that knows WORDS."""
-    small.create(path, small.SmallConfig(WORDS, bins=BINS), seed)
+    """Writes a `SmallBackbone` that knows WORDS and looks at the squares of a picture."""
+    small.create(path, small.SmallConfig(WORDS, bins=BINS, width=64, squares=SQUARES), seed)
