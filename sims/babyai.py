@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 
-LEVELS = ("GoToLocalS6N3", "PickupDist", "OpenDoorColor", "PutNextLocalS5N3")
+LEVELS = ("GoToLocalS8N7", "PickupDist", "OpenDoorColor", "PutNextLocalS5N3")
 COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
 THINGS = ("ball", "box", "key", "door")
 UNSEEN = frozenset({("red", "ball"), ("blue", "box"), ("yellow", "key"), ("green", "ball"), ("purple", "door")})
