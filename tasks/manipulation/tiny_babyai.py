@@ -6,8 +6,8 @@ from pathlib import Path
 
 from mmrl.policies.vla import small
 
-WORDS = (  # what the prompt and the grammar of instructions are made of
-    *("What", "action", "should", "the", "robot", "take", "to", "?", "a", "and", "then", "after", "you"),
+WORDS = (  # what the grammar of instructions is made of, and the end of a prompt
+    *("?", "the", "a", "to", "and", "then", "after", "you"),
     *("go", "pick", "up", "open", "put", "next", "object", "ball", "box", "key", "door"),
     *("in", "front", "of", "on", "your", "left", "right", "behind"),
     *("red", "green", "blue", "purple", "yellow", "grey"),
