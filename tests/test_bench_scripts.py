@@ -210,13 +210,26 @@ def test_every_recipe_for_robots_is_composed(composed, table, tmp_path):
     rows = table(manipulation, "--seeds", 1, "--runs", tmp_path, "--recipes", ",".join(manipulation.RECIPES), "steps=3")
     assert [row[0] for row in rows] == list(manipulation.RECIPES)
     assert {tuple(row[1:4]) for row in rows} == {("0", "0.250", "0.750")}
-    assert [row[5] for row in rows] == ["0.125"] * 9 + [""] * 2
+    assert [row[5] for row in rows] == ["0.125"] * 13 + [""] * 2
     assert not (tmp_path / "token-0" / "checkpoints").exists()
     assert {config.steps for config in composed.configs.values()} == {3}
     told = [config.task.instructions for run, config in composed.configs.items() if run.startswith("eval")]
-    assert told == ["shuffled"] * 9
+    assert told == ["shuffled"] * 13
     flow_base = composed.configs[str(tmp_path / "flow-0")].model.path
     assert flow_base == str(tmp_path / "base-flow-0" / "final")
+
+
+def test_gains_by_task_are_of_as_many_episodes_each():
+    seen = {"evaluation/n": 40.0, "evaluation/accuracy": 0.5}
+    both = {f"{manipulation.TASK}open": 0.25, f"{manipulation.TASK}go/unseen": 0.75}
+    steps = [seen | both, {"loss": 1.0}, seen | both | {f"{manipulation.TASK}open": 1.0}]
+    low, high = manipulation.difference(0.25, 1.0, 20)
+    assert manipulation.by_task(steps) == [
+        ["go/unseen", "0.750", "0.750", "+0.000 (-0.259 .. +0.259)"],  # Wilson: 0.5313 to 0.8882
+        ["open", "0.250", "1.000", f"+0.750 ({low:+.3f} .. {high:+.3f})"],
+    ]
+    assert low == pytest.approx(0.75 - (0.1611**2 + 0.2187**2) ** 0.5, abs=1e-3)  # Wilson's 0.8389, and 0.4687
+    assert manipulation.by_task([seen | {f"{manipulation.TASK}open": 0.25}, seen]) == []
 
 
 def test_recipes_over_turns_are_composed_with_their_controls(composed, table, tmp_path):

@@ -1,4 +1,4 @@
-"""Faults of the tabletop, of disturbed demonstrations, of what policies of states import, of flows and OpenVLA."""
+"""Faults of the tabletop, of disturbed demonstrations, of what small networks see and import, of flows and OpenVLA."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ T = "sims/mujoco/tasks.py"
 SMALL, LOOKS = "mmrl/policies/vla/small.py", ("policies/vla/test_small.py",)
 FLOWS, OPENVLA = "mmrl/policies/vla/flows.py", "mmrl/policies/vla/openvla.py"
 CONTRAST, PICTURES = ("policies/vla/test_contrast.py",), ("policies/vla/test_openvla.py",)
+WORLDS = ("sims/test_babyai.py",)
 CONTROLS, SHOWN = ("sims/test_tabletop.py",), ("tasks/test_manipulation.py",)
 
 # fmt: off
@@ -61,4 +62,23 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("openvla: patches of one camera are counted", OPENVLA, "len(ids) + cameras * vit", "len(ids) + vit", PICTURES),
     ("eval: a flow is played twice", "mmrl/cli.py", 'EpisodeEvaluation) else "sampled"',
      'EpisodeEvaluation) else "both"', ("test_evaluation_lines.py",)),
+    ("squares: column by column", SMALL, "-> n (y x) (c h w)", "-> n (x y) (c h w)", LOOKS),
+    ("squares: every pixel of another square", SMALL, "n c (y h) (x w) -> n", "n c (h y) (w x) -> n", LOOKS),
+    ("squares: without their places", SMALL, "**side)) + self.places", "**side))", LOOKS),
+    ("squares: blocks do not look at them", SMALL,
+     'h = block(h, self.before[-1], rearrange(self.mask, "n s -> n 1 1 s"))',
+     'h = block(h, h, rearrange(mask, "n s -> n 1 1 s"))', LOOKS),
+    ("squares: later tokens do not look at them", SMALL, "self.before.append(torch.cat([shown, h], 1))",
+     "self.before.append(torch.cat([shown * (not self.before), h], 1))", LOOKS),
+    ("squares: the last square is the last token", SMALL, "end = self.mask.long().cumsum(1).argmax(1)",
+     "end = mask.long().cumsum(1).argmax(1)", LOOKS),
+    ("squares: words have no order", SMALL, "said = words + self.order[: words.shape[1]]", "said = words", LOOKS),
+    ("squares: pictures of any size", SMALL, "if side and images.shape[1:3] != (side, side):", "if False:", LOOKS),
+    ("babyai: pictures are turned", "sims/babyai.py", "kind, colour, state = squares.transpose(2, 1, 0)",
+     "kind, colour, state = squares.transpose(2, 0, 1)", WORLDS),
+    ("babyai: tiles are cut the other way", "sims/babyai.py", ".transpose(0, 2, 1, 3, 4)", ".transpose(0, 3, 1, 2, 4)",
+     WORLDS),
+    ("babyai: tiles are never drawn", "sims/babyai.py", "~drawn[kind, colour, state].T", "drawn[kind, colour, state].T",
+     WORLDS),
+    ("babyai: a model of fewer squares", "tasks/manipulation/tiny_babyai.py", "SQUARES = 7", "SQUARES = 6", WORLDS),
 ]

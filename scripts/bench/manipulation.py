@@ -2,12 +2,13 @@
 
     .venv/bin/python scripts/bench/manipulation.py [--seeds 3] [--recipes token,ppo] [--runs FOLDER] [KEY=VALUE ...]
     .venv/bin/python scripts/bench/manipulation.py --recipes maniskill,maniskill_control --runs build/maniskill
+    .venv/bin/python scripts/bench/manipulation.py --recipes babyai --runs build/babyai threads=1
 
 KEY=VALUE: more overrides of every run, bases included. Runs that are already in --runs are not repeated. `minutes` are
 wall-clock: demonstrations, warm start and training with their evaluations. `shuffled` is the trained policy's success
 when every episode shows the instruction of another one; it is left out for ManiSkill's PushCube, which has one
-instruction and starts from random weights. Held-out start states, likeliest actions. Prints a Markdown table, and a
-JSON of the curves beside the runs.
+instruction and starts from random weights. Held-out start states, likeliest actions. Prints a Markdown table, a second
+one by task where a run has several, and a JSON of the curves beside the runs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ BASES = {
     "lift": "manipulation_tabletop_lift_warm_start",
     "place": "manipulation_tabletop_place_warm_start",
     "push": "manipulation_tabletop_push_warm_start",
+    "babyai": "manipulation_babyai_warm_start",
 }
 RECIPES = {  # base and configuration; without a base: from random weights
     "token": ("token", "manipulation_tabletop"),
@@ -44,20 +46,27 @@ RECIPES = {  # base and configuration; without a base: from random weights
     "place_control": ("place", "manipulation_tabletop_place_random_reward"),
     "push": ("push", "manipulation_tabletop_push"),
     "push_control": ("push", "manipulation_tabletop_push_random_reward"),
+    "babyai": ("babyai", "manipulation_babyai"),
+    "babyai_control": ("babyai", "manipulation_babyai_random_reward"),
     "maniskill": ("", "manipulation_maniskill_pushcube"),
     "maniskill_control": ("", "manipulation_maniskill_pushcube_random_reward"),
 }
+
+TASK = "evaluation/accuracy/"  # how the success of one task begins
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--recipes", default=",".join(name for name in RECIPES if "maniskill" not in name))
+    parser.add_argument(
+        "--recipes", default=",".join(name for name in RECIPES if not name.startswith(("maniskill", "babyai")))
+    )
     parser.add_argument("--runs", type=Path, default=ROOT / "build/tabletop")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     print("| recipe | seed | before | after | gain (95 %) | shuffled | minutes |\n|" + " --- |" * 7)
     curves: dict[str, Any] = {}
+    tasks: list[str] = []  # lines of the second table
     for seed in range(options.seeds):
         for recipe in options.recipes.split(","):
             head, config = RECIPES[recipe]
@@ -71,16 +80,30 @@ def main() -> None:
             curves[f"{recipe}-{seed}"] = curve
             (before, after), n = list(curve.values())[:: len(curve) - 1], int(rows(run)[0]["evaluation/n"])
             shuffled = f"{success(config, run, seed, *options.overrides):.3f}" if head else ""
-            low, high = difference(before, after, n)
-            cells = [
-                recipe,
-                seed,
-                f"{before:.3f}",
-                f"{after:.3f}",
-                f"{after - before:+.3f} ({low:+.3f} .. {high:+.3f})",
-            ]
-            print("| " + " | ".join(map(str, [*cells, shuffled, f"{seconds / 60:.1f}"])) + " |", flush=True)
+            print(line([recipe, seed, *gained(before, after, n), shuffled, f"{seconds / 60:.1f}"]), flush=True)
+            tasks += [line([recipe, seed, *cells]) for cells in by_task(rows(run))]
+    if tasks:
+        print("\n| recipe | seed | task | before | after | gain (95 %) |\n|" + " --- |" * 6, *tasks, sep="\n")
     (options.runs / "curves.json").write_text(json.dumps(curves, indent=2))
+
+
+def line(cells: list[Any]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def gained(before: float, after: float, n: int) -> list[str]:
+    """Two shares of n, and their difference with its interval."""
+    low, high = difference(before, after, n)
+    return [f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f} ({low:+.3f} .. {high:+.3f})"]
+
+
+def by_task(steps: list[dict[str, Any]]) -> list[list[str]]:
+    """The same of each task, its name first, where the evaluations of a run have several. A run's evaluations give
+    every task as many episodes."""
+    seen = [row for row in steps if "evaluation/accuracy" in row]
+    names = sorted(name for name in seen[0] if name.startswith(TASK))
+    n = int(seen[0]["evaluation/n"]) // max(1, len(names))
+    return [[name.removeprefix(TASK), *gained(seen[0][name], seen[-1][name], n)] for name in names if len(names) > 1]
 
 
 def train(config: str, run: Path, seed: int, *overrides: str) -> float:

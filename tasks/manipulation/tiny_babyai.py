@@ -6,15 +6,16 @@ from pathlib import Path
 
 from mmrl.policies.vla import small
 
-WORDS = (  # what the prompt and the grammar of instructions are made of
-    *("What", "action", "should", "the", "robot", "take", "to", "?", "a", "and", "then", "after", "you"),
+WORDS = (  # what the grammar of instructions is made of, and the end of a prompt
+    *("?", "the", "a", "to", "and", "then", "after", "you"),
     *("go", "pick", "up", "open", "put", "next", "object", "ball", "box", "key", "door"),
     *("in", "front", "of", "on", "your", "left", "right", "behind"),
     *("red", "green", "blue", "purple", "yellow", "grey"),
 )
 BINS = 8  # seven intervals between them
+SQUARES = 7  # along each side of what the agent sees
 
 
 def build(path: str | Path, seed: int = 0) -> None:
-    """Writes a `SmallBackbone` that knows WORDS."""
-    small.create(path, small.SmallConfig(WORDS, bins=BINS), seed)
+    """Writes a `SmallBackbone` that knows WORDS and looks at the squares of a picture."""
+    small.create(path, small.SmallConfig(WORDS, bins=BINS, width=64, squares=SQUARES), seed)

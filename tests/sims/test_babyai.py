@@ -8,13 +8,15 @@ from gymnasium import spaces
 from mmrl.sims import build
 from mmrl.sims.gymnasium import Choices
 from mmrl.tasks.manipulation.tiny_babyai import BINS, WORDS
+from mmrl.tasks.manipulation.tiny_babyai import build as build_model
 
 from mmrl.errors import UserError
+from mmrl.policies.vla import small
 from mmrl.policies.vla.codec import ActionCodec
 
 pytest.importorskip("minigrid")
 
-from mmrl.sims.babyai import LEVELS, UNSEEN, is_unseen  # noqa: E402
+from mmrl.sims.babyai import LEVELS, UNSEEN, is_unseen, picture  # noqa: E402
 
 
 class Counter(gymnasium.Env):
@@ -132,6 +134,22 @@ def test_the_parts_share_no_instruction_and_every_word_is_known():
     assert len(UNSEEN) == 5
 
 
+def test_the_tiny_model_looks_at_the_squares_that_are_drawn(tmp_path):
+    """Two of its tokens are alike, but for their places, where minigrid has the same in two squares."""
+    build_model(tmp_path)
+    backbone = small.load(tmp_path)
+    env = gymnasium.make("BabyAI-GoToLocalS8N7-v0")
+    codes = env.reset(seed=0)[0]["image"]
+    shown = torch.from_numpy(picture(codes, backbone.config.pixels)[None]).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        drawn = backbone.squares(shown)[0] - backbone.squares.places
+    squares = codes.transpose(1, 0, 2).reshape(49, 3)  # of x, y to one after the other, row by row
+    for a in range(49):
+        for b in range(a):
+            same = (squares[a] == squares[b]).all()
+            assert torch.allclose(drawn[a], drawn[b], atol=1e-5) == same
+
+
 def test_unknown_levels_are_named():
     with pytest.raises(UserError, match="no level 'GoToMoon'; known: .*GoToLocalS6N3"):
         build("babyai", 1, {"levels": ["GoToMoon"]})
@@ -158,7 +176,6 @@ def test_rows_that_ended_make_no_worlds(monkeypatch):
 
 def test_pictures_are_those_that_minigrid_draws_but_for_its_highlight():
     from minigrid.utils.rendering import highlight_img
-    from mmrl.sims.babyai import picture
 
     env = gymnasium.make("BabyAI-OpenDoorColor-v0")
     for seed in range(4):

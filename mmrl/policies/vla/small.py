@@ -1,4 +1,5 @@
-"""A small backbone for laptops and tests: convolutions that the instruction modulates, then a small transformer."""
+"""A small backbone for laptops and tests: convolutions that the instruction modulates, or squares that it looks at, and
+a small transformer."""
 
 from __future__ import annotations
 
@@ -31,6 +32,8 @@ class SmallConfig:
     heads: int = 4
     channels: tuple[int, ...] = (24, 48, 64)  # of the three convolutions; the first two halve the picture; (): blind
     normalise: bool = False  # every channel over its picture, before the prompt modulates it
+    squares: int = 0  # along each side of the picture, for the words to look at; 0: convolutions read it
+    pixels: int = 8  # along each side of a square
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,10 @@ class SmallBackbone(Backbone):
     (FiLM, arXiv 1709.07871); where each channel is strongest (spatial softmax, arXiv 1504.00702) is one token, which a
     transformer reads with the words. Without channels it reads words only, for simulators that show no pictures.
 
+    With squares, a picture is a board of tiles, each drawn into one square: words look at squares as well as at one
+    another (cross-attention). What a word looks for is then learned for any place, and every word looks for its own
+    thing, where convolutions are modulated by the sum of all words, which does not say what is to go next to what.
+
     Normalised (arXiv 1607.08022), it finds several things at once after fewer batches (`scripts/bench/robots.md`):
     otherwise the third convolution's outputs begin so small that no place stands out."""
 
@@ -55,7 +62,9 @@ class SmallBackbone(Backbone):
         self.width, self.vocabulary = config.width, len(config.words) + 1 + config.bins
         self.embeddings = nn.Embedding(self.vocabulary, config.width)
         nn.init.normal_(self.embeddings.weight, std=config.width**-0.5)
-        if config.channels:
+        if config.squares:
+            self.squares = Squares(config)
+        elif config.channels:
             self._see(*config.channels)
         self.order = nn.Parameter(torch.randn(MAX_WORDS, config.width) * 0.02)
         self.blocks = nn.ModuleList(SmallBlock(config.width, config.heads) for _ in range(config.layers))
@@ -81,8 +90,14 @@ class SmallBackbone(Backbone):
         self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[Glance]:
         """Unknown words become one word, and pictures stand side by side. Raises UserError where there are none for
-        convolutions."""
+        convolutions, and for another size than that of the squares."""
         images = pictures[0] if len(pictures) == 1 else np.concatenate(pictures, 2)
+        side = self.config.squares * self.config.pixels
+        if side and images.shape[1:3] != (side, side):
+            raise UserError(
+                f"this small network looks at pictures of {side} x {side} pixels, {self.config.squares} squares of "
+                f"{self.config.pixels} along each side, but the simulator shows {images.shape[1]} x {images.shape[2]}"
+            )
         if self.config.channels and not images.size:
             raise UserError("the simulator shows no pictures, but this small network looks at them; make a blind one")
         pixels = torch.from_numpy(rearrange(images, "n h w c -> n c h w").copy())
@@ -97,6 +112,8 @@ class SmallBackbone(Backbone):
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> SmallReading:
         words, known = self.embeddings(inputs["words"]), inputs["known"].bool()
         said = words + self.order[: words.shape[1]]
+        if self.config.squares:
+            return SmallReading(self, said, known, every_layer, self.squares(inputs["images"]))
         if not self.config.channels:
             return SmallReading(self, said, known, every_layer)
         # The picture comes first, so that the last token of a prompt is a word and has seen it.
@@ -129,19 +146,41 @@ class SmallBackbone(Backbone):
 MAX_WORDS = 24
 
 
+class Squares(nn.Module):
+    """Every square of a picture as a token: what is drawn in it, and where it is."""
+
+    def __init__(self, config: SmallConfig) -> None:
+        super().__init__()
+        self.pixels, width = config.pixels, config.width
+        self.drawn = nn.Sequential(nn.Linear(3 * config.pixels**2, width), nn.GELU(), nn.Linear(width, width))
+        self.places = nn.Parameter(torch.randn(config.squares**2, width) * 0.3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images [n, 3, height, width] uint8 -> [n, square, width], row by row"""
+        pixels = images.to(self.places) / 255 - 0.5
+        side = {"h": self.pixels, "w": self.pixels}
+        return self.drawn(rearrange(pixels, "n c (y h) (x w) -> n (y x) (c h w)", **side)) + self.places
+
+
 class SmallReading:
     """What a `SmallBackbone` made of n prompts, to be continued; see `mmrl.policies.vla.heads.Reading`."""
 
-    def __init__(self, backbone: SmallBackbone, tokens: Tensor, mask: Tensor, every_layer: bool) -> None:
-        self.backbone, self.mask, self.every_layer = backbone, mask, every_layer
+    def __init__(
+        self, backbone: SmallBackbone, tokens: Tensor, mask: Tensor, every_layer: bool, shown: Tensor | None = None
+    ) -> None:
+        """tokens [n, t, width], mask [n, t]; shown [n, s, width]: tokens before them that every block looks at and
+        leaves as they are."""
+        shown = tokens[:, :0] if shown is None else shown
+        self.backbone, self.every_layer = backbone, every_layer
+        self.mask = F.pad(mask, (shown.shape[1], 0), value=True)
         self.before: list[Tensor] = []  # what came into each block
         h = tokens
         for block in backbone.blocks:
-            self.before.append(h)
-            h = block(h, h, rearrange(mask, "n s -> n 1 1 s"))
-        self.hidden = backbone.norm(h)
+            self.before.append(torch.cat([shown, h], 1))
+            h = block(h, self.before[-1], rearrange(self.mask, "n s -> n 1 1 s"))
+        self.hidden = torch.cat([shown, backbone.norm(h)], 1)
         self.layers = (*self.before, self.hidden) if every_layer else (self.hidden,)
-        end = mask.long().cumsum(1).argmax(1)
+        end = self.mask.long().cumsum(1).argmax(1)
         self.last = self.hidden[torch.arange(len(h), device=h.device), end]
 
     def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Policies of every head over the small backbone and a tiny Qwen3-VL, acting on a line that can be checked by hand."""
+"""Policies of every head over the small backbone (with convolutions, and with squares) and a tiny Qwen3-VL, acting on a
+line that can be checked by hand."""
 
 import pytest
 from mmrl.sims import build
@@ -38,8 +39,10 @@ def starts(*seeds):
 
 @pytest.fixture(scope="session")
 def backbones(tmp_path_factory):
-    found = {name: tmp_path_factory.mktemp(name) for name in ("small", "qwen")}
-    small.create(found["small"], small.SmallConfig(("go", "from"), bins=8, width=32, channels=(4, 8, 8)), seed=0)
+    found = {name: tmp_path_factory.mktemp(name) for name in ("small", "squares", "qwen")}
+    words = ("go", "from")
+    small.create(found["small"], small.SmallConfig(words, bins=8, width=32, channels=(4, 8, 8)), seed=0)
+    small.create(found["squares"], small.SmallConfig(words, bins=8, width=32, squares=2, pixels=1), seed=0)
     tiny_model.build(found["qwen"], seed=0)
     return found
 

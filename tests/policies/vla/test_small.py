@@ -1,9 +1,10 @@
-"""The small backbone whose channels are normalised."""
+"""The small backbone: channels that are normalised, and squares that words look at."""
 
 import numpy as np
 import pytest
 import torch
 
+from mmrl.errors import UserError
 from mmrl.policies.vla import small
 from mmrl.policies.vla.small import SmallConfig
 
@@ -69,3 +70,101 @@ def test_a_description_from_before_there_was_a_choice_is_not_normalised(tmp_path
     description = tmp_path / small.CONFIG
     description.write_text(description.read_text().replace('"normalise": false', '"width": 32'))
     assert not small.load(tmp_path).config.normalise
+
+
+SIDE = 3  # squares along each side, of two pixels each
+
+
+def board(**more):
+    torch.manual_seed(0)
+    config = SmallConfig(("go", "from"), bins=8, width=32, squares=SIDE, pixels=2, **more)
+    return small.SmallBackbone(config).double()
+
+
+@pytest.fixture
+def tiles():
+    """Three pictures of random tiles."""
+    return np.random.default_rng(0).integers(0, 256, (3, 6, 6, 3), dtype=np.uint8)
+
+
+def exchanged(pictures, a, b):
+    """Pictures in which two squares, counted row by row, have changed places."""
+    places = [(slice(None), *(slice(2 * i, 2 * i + 2) for i in divmod(n, SIDE))) for n in (a, b)]
+    other = pictures.copy()
+    other[places[0]], other[places[1]] = pictures[places[1]], pictures[places[0]]
+    return other
+
+
+@torch.no_grad()
+def test_a_square_is_what_is_drawn_in_it_and_its_place(tiles):
+    backbone = board()
+    found = backbone.squares(torch.from_numpy(tiles).permute(0, 3, 1, 2))
+    assert found.shape == (3, 9, 32)
+    first, _, last = backbone.squares.drawn
+    pixels = torch.from_numpy(tiles[1, 2:4, 4:6]).double() / 255 - 0.5  # the second row's last square
+    flat = pixels.permute(2, 0, 1).reshape(-1)
+    by_hand = last(torch.nn.functional.gelu(first(flat))) + backbone.squares.places[5]
+    torch.testing.assert_close(found[1, 5], by_hand)
+
+
+def test_what_is_drawn_may_change_places_if_its_place_goes_with_it(tiles):
+    backbone = board()
+    before = read(backbone, tiles)
+    moved = read(backbone, exchanged(tiles, 1, 5))
+    assert not torch.allclose(moved, before, atol=1e-4)
+    with torch.no_grad():
+        places = backbone.squares.places
+        places[[1, 5]] = places[[5, 1]]
+    torch.testing.assert_close(read(backbone, exchanged(tiles, 1, 5)), before)
+
+
+def test_every_square_and_the_order_of_words_are_seen(tiles):
+    backbone = board()
+    before = read(backbone, tiles)
+    for square in range(SIDE**2):
+        row, column = divmod(square, SIDE)
+        other = tiles.copy()
+        other[:, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2] ^= 255
+        assert (read(backbone, other) - before).abs().amax(1).min() > 1e-5
+    with torch.no_grad():
+        said = [
+            backbone.read(
+                backbone.collate(backbone.prepare([tiles[:1]], [text], np.zeros((1, 0), np.float32)), "cpu"),
+                every_layer=False,
+            ).last
+            for text in ("go from from", "from go from")
+        ]
+    assert not torch.allclose(*said, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("every_layer", [False, True])
+def test_what_a_reading_of_squares_holds(tiles, every_layer):
+    """Squares stay as they are, before the words; padding changes nothing; tokens one by one are as all of them."""
+    backbone = board()
+    texts = ["go", "go from", "from"]
+    rows = backbone.prepare([tiles], texts, np.zeros((3, 0), np.float32))
+    inputs = backbone.collate(rows, torch.device("cpu"))
+    reading, again = (backbone.read(inputs, every_layer=every_layer) for _ in range(2))
+    shown = backbone.squares(inputs["images"])
+    assert reading.mask.sum(1).tolist() == [10, 11, 10] and len(reading.layers) == (3 if every_layer else 1)
+    assert all(layer.shape == (3, 11, 32) and torch.equal(layer[:, :9], shown) for layer in reading.layers)
+    torch.testing.assert_close(reading.last, torch.stack([reading.hidden[i, n] for i, n in enumerate([9, 10, 9])]))
+    alone = backbone.read(backbone.collate(rows[:1], torch.device("cpu")), every_layer=every_layer)
+    torch.testing.assert_close(alone.last[0], reading.last[0])
+    more, ones = torch.randn(3, 2, 32, dtype=torch.float64), torch.ones(3, 2)
+    together = reading.extend(more, ones)
+    apart = [again.extend(more[:, i : i + 1], ones[:, :1]) for i in range(2)]
+    torch.testing.assert_close(torch.cat(apart, 1), together)
+
+
+def test_squares_are_loaded_as_they_were_saved(tmp_path, tiles):
+    small.create(tmp_path, SmallConfig(("go", "from"), width=32, squares=SIDE, pixels=2), seed=3)
+    backbone = small.load(tmp_path)
+    backbone.save(tmp_path / "again", backbone.state_dict())
+    assert torch.equal(read(small.load(tmp_path / "again"), tiles), read(backbone, tiles))
+
+
+def test_a_picture_of_another_size_than_the_squares_is_named(seen):
+    with pytest.raises(UserError, match="pictures of 6 x 6 pixels, 3 squares of 2 .* but the simulator shows 32 x 32"):
+        read(board(), seen)
