@@ -47,6 +47,8 @@ class OGBench:
         of 0 x 0 pixels; "rgb" shows a picture from the front, and of the numbers the robot's own 19.
     image_size: height and width of the pictures, in pixels.
     max_steps: of an episode.
+    reward: "sparse" gives 1 for the step that solves the task; "shaped" adds how many decimetres a step has shortened
+        the way: the hand's to what is to be moved, and from there to where that belongs.
     """
 
     action_dim, tasks = ACTION_DIM, tuple(EXPERTS)
@@ -58,6 +60,7 @@ class OGBench:
         observation: Literal["state", "rgb"] = "state",
         image_size: int = 64,
         max_steps: int = 80,
+        reward: Literal["sparse", "shaped"] = "sparse",
     ) -> None:
         if observation not in ("state", "rgb"):
             near = nearest(observation, ("state", "rgb"))
@@ -66,6 +69,9 @@ class OGBench:
             raise UserError(
                 f"ogbench: image_size must be at least 8 and max_steps at least 1, not {image_size} and {max_steps}"
             )
+        if reward not in ("sparse", "shaped"):
+            raise UserError(f"ogbench: reward must be 'sparse' or 'shaped', not {reward!r}")
+        self._shaped = reward == "shaped"
         self._pictured, self._size, self._max_steps = observation == "rgb", image_size, max_steps
         self.count, self.state_dim = count, ROBOT_DIM if self._pictured else SCENE_DIM + PLACE_DIM
         self.image_shape = (image_size, image_size, 3) if self._pictured else (0, 0, 3)
@@ -108,9 +114,13 @@ class OGBench:
         self._rows, self._renderer = Rows(self.count), None
 
     def _play(self, playing: Row, actions: NDArray, out: Transition, i: int) -> None:
+        before = playing.way
         for c, action in enumerate(actions):
             success = playing.act(action)
             out.valid[i, c], out.success[i, c], out.reward[i, c] = True, success, float(success)
+            if self._shaped:
+                after = playing.way
+                out.reward[i, c], before = out.reward[i, c] + METRES * (before - after), after
             out.terminated[i, c] = success
             out.truncated[i, c] = not success and playing.steps >= self._max_steps
             if success or out.truncated[i, c]:
@@ -182,7 +192,24 @@ class Row:
             place = METRES * (self.info["privileged/target_block_pos"] - CENTRE)
         return np.concatenate([self.seen, place])
 
+    @property
+    def way(self) -> float:
+        """In metres: from the hand to what is to be moved, and from there to where it belongs."""
+        told, task = self.info, self.info["privileged/target_task"]
+        hand = told["proprio/effector_pos"]
+        if task == "button":
+            return distance(hand, told["privileged/target_button_top_pos"])
+        thing, goal = "block_0_pos", "target_block_pos"
+        if task != "cube":
+            thing, goal = f"{task}_handle_pos", f"target_{task}_handle_pos"
+        thing, goal = told[f"privileged/{thing}"], told[f"privileged/{goal}"]
+        return distance(hand, thing) + distance(thing, goal)
+
     def _locked(self, task: str) -> bool:
         """Whether what the task is about does not move until a button was pressed."""
         lock = {"drawer": 0, "window": 1}.get(task)
         return lock is not None and self.info[f"privileged/button_{lock}_state"] == 0
+
+
+def distance(a: NDArray, b: NDArray) -> float:
+    return float(np.linalg.norm(a - b))

@@ -1,7 +1,8 @@
-"""Faults of simulators that a package ships."""
+"""Faults of what a package ships: simulators, and words that a language half knows."""
 
 from __future__ import annotations
 
+WORDS, WORDY = "tasks/visual_qa/words.py", ("tasks/test_words.py",)
 SCENE, OGBENCH = "sims/ogbench.py", ("sims/test_ogbench.py",)
 
 # fmt: off
@@ -25,5 +26,20 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      OGBENCH),
     ("ogbench: pictures are not drawn again", SCENE, "if self._pictured:\n            model",
      "if self._pictured and not playing.steps:\n            model", OGBENCH),
+    ("ogbench: a shaped reward is for going away", SCENE, "(before - after), after",
+     "(after - before), after", OGBENCH),
+    ("ogbench: a shaped reward counts from the start", SCENE, "(before - after), after",
+     "(before - after), before", OGBENCH),
+    ("ogbench: where a thing belongs counts for nothing", SCENE, "distance(hand, thing) + distance(thing, goal)",
+     "distance(hand, thing)", OGBENCH),
+    ("words: yes and no are exchanged", WORDS, '("yes", "no")', '("no", "yes")', WORDY),
+    ("words: what is trained on has one answer", WORDS, "i // 2 % 2 == SPLITS", "i % 2 == SPLITS", WORDY),
+    ("words: splits are exchanged for one another", WORDS, "== SPLITS.index(split)", "!= SPLITS.index(split)", WORDY),
+    ("words: both splits are the same", WORDS, "SPLITS.index(split)]", "0]", WORDY),
+    ("words: teapots are eaten", WORDS, '("teapot",)', '("pot",)', WORDY),
+    ("words: mushrooms are animals", WORDS, '"mushroom", ', "", WORDY),
+    ("words: an becomes a", WORDS, "name[0] in 'aeiou'", "name[0] in 'eiou'", WORDY),
+    ("words: a thing is asked about twice", WORDS, "things[1::2][:few]", "things[::2][:few]", WORDY),
+    ("words: kinds are exchanged", WORDS, '("animal", animals[:few]', '("food", animals[:few]', WORDY),
 ]
 # fmt: on

@@ -43,6 +43,7 @@ class Questions(Choice):
         "clips": "mmrl.tasks.visual_qa.settings:ClipsData",
         "named_pictures": "mmrl.tasks.visual_qa.settings:NamedPicturesData",
         "charts": "mmrl.tasks.visual_qa.settings:ChartsData",
+        "words": "mmrl.tasks.visual_qa.settings:WordsData",
         "files": "mmrl.tasks.visual_qa.settings:FilesData",
         "huggingface": "mmrl.tasks.visual_qa.settings:HuggingFaceData",
         "conversations": "mmrl.tasks.visual_qa.settings:ConversationFilesData",
@@ -205,6 +206,18 @@ class ChartsData(Questions):
         return train, ChartsSource(
             "heldout", size=self.eval_size, seed=self.eval_seed, tables=self.eval_tables, **asked
         )
+
+
+class WordsData(Questions):
+    """Whether one can eat a thing, and whether something is an animal; held-out questions are about other words."""
+
+    test: ClassVar[str] = "tests/tasks/test_words.py"
+    type: str = "words"
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.visual_qa.words import WordsSource
+
+        return WordsSource("train"), WordsSource("heldout")
 
 
 class Rows(Questions):

@@ -12,6 +12,7 @@ pytest.importorskip("ogbench")
 
 from mmrl.sims.ogbench import Row  # noqa: E402
 
+CUBE = ("proprio/effector", "privileged/block_0", "privileged/target_block")
 TASKS = ["button", "drawer", "window", "cube"]
 
 
@@ -116,6 +117,7 @@ def test_pictures_are_seen_from_the_front():
     ("options", "message"),
     [
         ({"observation": "rbg"}, "unknown observation 'rbg' .did you mean 'rgb'?"),
+        ({"reward": "dense"}, "reward must be 'sparse' or 'shaped', not 'dense'"),
         ({"max_steps": 0}, "max_steps at least 1, not 64 and 0"),
         ({"image_size": 4}, "image_size must be at least 8"),
     ],
@@ -131,3 +133,36 @@ def test_the_tiny_model_tells_every_word_from_the_others(tmp_path):
     picture, state = [np.zeros((1, 0, 0, 3), np.uint8)], np.zeros((1, 43), np.float32)
     read = [backbone.prepare(picture, [word], state)[0].words.tolist() for word in (*tiny_ogbench.WORDS, "nonsense")]
     assert len({tuple(ids) for ids in read}) == len(tiny_ogbench.WORDS) + 1
+
+
+def test_the_shaped_reward_is_the_way_that_was_shortened_and_success():
+    """What an expert earns adds up to the whole way, in decimetres: the state shows places in them."""
+    with build("ogbench", 4, {"max_steps": 60, "reward": "shaped"}) as sim, build("ogbench", 4, {}) as plain:
+        sim.reset([7] * 4, TASKS)
+        plain.reset([7] * 4, TASKS)
+        worlds = sim.simulator
+        before = np.array([worlds._rows[i].way for i in range(4)])
+        for i, task in enumerate(TASKS):
+            told = worlds._rows[i].info
+            if task == "cube":
+                hand, cube, goal = (told[f"{name}_pos"] for name in CUBE)
+                assert before[i] == pytest.approx(np.linalg.norm(hand - cube) + np.linalg.norm(cube - goal))
+        earned, sparse = np.zeros(4), np.zeros(4)
+        while (active := sim.running).any():
+            wanted = sim.expert(active)
+            earned += sim.step(wanted).reward.sum(1)
+            sparse += plain.step(wanted).reward.sum(1)
+        after = np.array([worlds._rows[i].way for i in range(4)])
+        assert sparse.tolist() == [1.0] * 4
+        np.testing.assert_allclose(earned, sparse + 10 * (before - after), atol=1e-5)
+        assert (before - after > 0.03).all() and (after[1:] < before[1:] / 2).all()
+
+
+def test_each_action_of_a_chunk_earns_what_it_alone_has_shortened():
+    with build("ogbench", 1, {"reward": "shaped"}) as sim:
+        sim.reset([3], ["button"])
+        world = sim.simulator._rows[0]
+        before = world.way
+        moved = sim.step(np.tile([0.2, 0, -0.5, 0, 0], (1, 4, 1)))
+        assert not moved.success.any() and abs(before - world.way) > 0.02
+        assert moved.reward.sum() == pytest.approx(10 * (before - world.way), abs=1e-5)
