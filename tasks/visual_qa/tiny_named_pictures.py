@@ -2,8 +2,7 @@
 
 A picture of a row is one image token, and what that token holds depends on its picture alone: the vision half of a
 Qwen2.5-VL looks within windows of a picture's size, and knows places only as they lie to each other. So a name is known
-wherever its picture stands. The model that learns the names on pictures of their own otherwise, and looks across a row,
-has to learn them anew there.
+wherever its picture stands.
 """
 
 from __future__ import annotations
