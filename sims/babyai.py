@@ -148,8 +148,8 @@ def picture(squares: NDArray[np.uint8], tile: int) -> NDArray[np.uint8]:
     """
     tiles, drawn = _tiles(tile)
     kind, colour, state = squares.transpose(2, 1, 0)  # each [y, x]
-    for missing in {tuple(code) for code in squares[~drawn[kind, colour, state].T].tolist()}:
-        tiles[missing], drawn[missing] = _tile(*missing, tile), True
+    for a, b, c in {tuple(code) for code in squares[~drawn[kind, colour, state].T].tolist()}:
+        tiles[a, b, c], drawn[a, b, c] = _tile(a, b, c, tile), True
     rows = tiles[kind, colour, state].transpose(0, 2, 1, 3, 4)  # [y, down, x, across, colour]
     return rows.reshape(VIEW * tile, VIEW * tile, 3)
 

@@ -40,7 +40,7 @@ FLOORS = [
     ["mmrl.rewards", "mmrl.generation", "mmrl.engine", "mmrl.report", "mmrl.collection"],
     ["mmrl.sims"],  # above rewards: environments run in the same kind of process
     ["mmrl.tasks.settings", "mmrl.tasks.handwritten", "mmrl.tasks.moving", "mmrl.tasks.named_pictures"],
-    ["mmrl.policies", "mmrl.algorithms", "mmrl.balance", "mmrl.checkpoints", "mmrl.metrics"],
+    ["mmrl.policies", "mmrl.algorithms", "mmrl.balance", "mmrl.filtering", "mmrl.checkpoints", "mmrl.metrics"],
     ["mmrl.tasks", "mmrl.search"],
     ["mmrl.config"],
     [
