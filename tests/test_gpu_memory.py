@@ -33,6 +33,7 @@ TABLE = [
     ("visual_qa_geometry3k", QWEN3, 3.75),
     ("visual_qa_geometry3k", QWEN7, 8.29),
     ("visual_qa_mmk12", QWEN3, 3.75),
+    ("visual_qa_charts", QWEN3, 3.75),
     ("image_sd35_ocr", SD35, 2.24),
     ("image_detector", SD35, 2.24),
     ("image_janus", JANUS, 2.07),
