@@ -80,7 +80,7 @@ def kept():
     ranks = SimpleNamespace(rank=0, world=1, max=int)
     made = Batches(config, None, task, ranks, None)
     group = torch.arange(3).repeat_interleave(2)
-    made._round = lambda step: Rollouts(
+    made._round = lambda step, metrics: Rollouts(
         [Sample(None)] * 6, [None] * 6, group, torch.ones(6, 1, dtype=torch.bool), REWARDS, accuracy=REWARDS[:, 0]
     )
     batch = made.collect(0, Metrics(ranks))

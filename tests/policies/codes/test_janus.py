@@ -43,7 +43,7 @@ def test_pictures_become_codes_and_back(folder):
     assert again.shape == (1, 4) and (again >= made.writer.first).all()
     many = made.writer.first + torch.arange(24).repeat(3)[: 4 * 17].view(17, 4)  # more than are decoded at once
     apart = torch.cat([made.writer.pictures(made.module.model, row[None]) for row in many])
-    torch.testing.assert_close(made.writer.pictures(made.module.model, many), apart, rtol=0, atol=1e-5)
+    torch.testing.assert_close(made.writer.pictures(made.module.model, many), apart, rtol=0, atol=5e-5)
     with pytest.raises(UserError, match=r"pictures of \[3, 4, 4\] do not fit a model that draws \[3, 8, 8\]"):
         made.writer.tokens(made.module.model, torch.zeros(1, 3, 4, 4))
 
