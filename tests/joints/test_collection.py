@@ -227,10 +227,10 @@ class Held:
     """A generator with weights of its own, which it takes when it is synchronised."""
 
     def __init__(self):
-        self.policy, self.weights = None, None
+        self.policy, self.weights, self.given = None, None, 0  # given: how often it was synchronised
 
     def synchronise(self):
-        self.weights = self.policy.weights
+        self.weights, self.given = self.policy.weights, self.given + 1
         return {}
 
     @contextmanager
@@ -352,6 +352,18 @@ def test_every_round_ahead_of_time_is_a_new_one(given):
     made.trainer.batches.lend_generator()
     assert made.trainer.batches.drawn == 6
     assert [int(sample.response) // 2 for sample in made.next(1).samples[::2]] == [4, 5]
+
+
+def test_a_generator_that_comes_back_gets_the_weights_once(given):
+    made = two_ahead(
+        given, "rollout.dynamic_sampling={low: 0.99, max_rounds: 4}"
+    )  # of no group, so that all rounds come
+    batches, held = made.trainer.batches, made.trainer.policy.sampled_by
+    made.next()
+    before = held.given
+    batches.lend_generator()
+    made.next(1)  # two batches in the making and two further rounds, then the next batches
+    assert held.given == before + 2
 
 
 def test_rollouts_made_in_time_are_of_the_weights_of_now(given):

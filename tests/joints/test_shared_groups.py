@@ -92,3 +92,8 @@ def test_each_group_goes_to_one_rank(wanted):
     every = [position for own in dealt_out for _, position in own]
     assert len(set(every)) == 3 * wanted
     assert sorted(every) == sorted(sorted(range(18), key=lambda p: (p % 3 == 0, p // 6, p))[: 3 * wanted])
+
+
+def test_what_one_rank_has_to_spare_is_shared_out():
+    told = [candidates((1, 0, 0), (1, 0, 1), (1, 0, 2)), candidates((0, 0, 3)), candidates((0, 0, 4))]
+    assert places(told, 1) == [[(0, 0)], [(0, 1)], [(0, 2)]]
