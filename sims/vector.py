@@ -233,6 +233,7 @@ class VectorSim:
 
     def close(self) -> None:
         """Frees renderers, threads and processes; the simulator cannot be used afterwards."""
+        self._watch.close()
         self.simulator.close()
 
     def __enter__(self) -> VectorSim:

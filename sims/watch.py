@@ -29,6 +29,8 @@ class Watch:
         self._calls: set[Call] = set()
         self._books = threading.Lock()
         self._looks = False  # whether the thread runs
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
 
     @contextmanager
     def over(self, what: str) -> Iterator[None]:
@@ -41,19 +43,26 @@ class Watch:
             self._calls.add(call)
             begins, self._looks = not self._looks, True
         if begins:
-            threading.Thread(target=self._look, name="watch", daemon=True).start()
+            self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+            self._thread.start()
         try:
             yield
         finally:
             with self._books:
                 self._calls.discard(call)
 
+    def close(self) -> None:
+        """Ends the thread, which would sleep until the last call's time is up."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
     def _look(self) -> None:
         while True:
             now = time.monotonic()
             with self._books:
                 open_calls = [call for call in self._calls if not call.told]
-                if not open_calls:
+                if not open_calls or self._closed.is_set():
                     self._looks = False
                     return
                 late = [call for call in open_calls if call.deadline <= now]
@@ -61,7 +70,7 @@ class Watch:
                 call.told = True
                 self._tell(call.what)
             if not late:  # a call that begins meanwhile has more time than these
-                time.sleep(min(call.deadline for call in open_calls) - now)
+                self._closed.wait(min(call.deadline for call in open_calls) - now)
 
     def _tell(self, what: str) -> None:
         log.warning(

@@ -2,6 +2,7 @@
 
 import base64
 import io
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -256,7 +257,7 @@ def test_the_reference_routes_tokens_by_itself(load, rollouts, lora):
 def test_a_picture_that_keeps_ranks_in_step_has_no_record(policy, rollouts):
     text = with_records(rollouts, elsewhere).select(torch.tensor([1]))
     want = replay(policy, text).logp
-    policy.lockstep = vlm.Lockstep(lambda chunks: chunks)
+    policy.lockstep = vlm.Lockstep(lambda chunks: chunks, nullcontext)
     torch.testing.assert_close(replay(policy, text).logp, want, atol=1e-5, rtol=0)
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -172,7 +173,7 @@ def test_logits_of_a_batch_never_exist(shared, whole, monkeypatch):
     head = policy.module.model.get_output_embeddings()
     handle = head.register_forward_hook(lambda module, args, out: seen.append(out.shape))
     monkeypatch.setattr(ops, "_chunks", watched)
-    monkeypatch.setattr(policy, "lockstep", None if whole else vlm.Lockstep(lambda chunks: chunks))
+    monkeypatch.setattr(policy, "lockstep", None if whole else vlm.Lockstep(lambda chunks: chunks, nullcontext))
     kernels.use("cpu")
     got = replay(policy, rollouts)
     forward = len(seen)
@@ -367,7 +368,7 @@ def test_recomputed_activations_zero_3_and_sliding_windows_do_not_share(load):
     assert all((grads[n] - expected[n]).norm() <= 1e-5 * expected[n].norm() + 1e-6 for n in expected)
     policy = load("qwen2_5_vl")
     config = policy.module.model.config.get_text_config()
-    policy.lockstep = vlm.Lockstep(lambda chunks: chunks)
+    policy.lockstep = vlm.Lockstep(lambda chunks: chunks, nullcontext)
     assert not policy.shares_prompts(training=False) and gradients(policy, rollouts)[2] == 1
     policy.lockstep = None
     assert policy.shares_prompts(training=True)
@@ -677,7 +678,7 @@ def test_lockstep_adds_a_picture_and_changes_nothing(family, load):
     tower.register_forward_hook(lambda *_: calls.append(1))
     replay(policy, rollouts)
     assert not calls
-    policy.lockstep = vlm.Lockstep(lambda chunks: chunks + 9)
+    policy.lockstep = vlm.Lockstep(lambda chunks: chunks + 9, nullcontext)
     got = replay(policy, rollouts)
     assert calls
     close(got.logp, want.logp)

@@ -203,6 +203,14 @@ def test_one_thread_watches_over_all_calls_and_ends_after_them(caplog, monkeypat
     assert len(caplog.messages) == 3
 
 
+def test_the_thread_ends_when_its_simulator_closes():
+    watch, before = Watch("it", 1000.0), threading.active_count()
+    with watch.over("step"):
+        assert threading.active_count() == before + 1
+    watch.close()
+    assert threading.active_count() == before
+
+
 def test_experts_and_instructions_are_looked_at():
     with pytest.raises(UserError, match=r"expert must give numbers \[3, 2, 1\], not float32 \[1, 2, 1\]"):
         begun(kind="short expert").expert(length=2)

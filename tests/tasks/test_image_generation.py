@@ -101,7 +101,7 @@ def test_prompts_with_rewards_of_the_users_own(tmp_path):
         ({"data": {"type": "shapes", "colors": ["red"]}}, r"task\.data\.colors; did you mean task\.data\.colours"),
         (
             {"data": {"type": "shape"}},
-            r"task\.data\.type=shape is unknown .did you mean shapes.*; .* digits, shapes, edits, prompts,",
+            r"task\.data\.type=shape is unknown .did you mean shapes.*; .* digits, shapes, edits, named, prompts,",
         ),
         ({"data": {"type": "shapes", "colours": ["pink"]}}, r"data\.colours\.0: Input should be 'red'"),
         ({"data": {"type": "shapes", "scenes": []}}, r"^task\.data\.scenes: "),
