@@ -8,10 +8,29 @@ SMALL, LOOKS = "mmrl/policies/vla/small.py", ("policies/vla/test_small.py",)
 FLOWS, OPENVLA = "mmrl/policies/vla/flows.py", "mmrl/policies/vla/openvla.py"
 CONTRAST, PICTURES = ("policies/vla/test_contrast.py",), ("policies/vla/test_openvla.py",)
 WORLDS = ("sims/test_babyai.py",)
+J, JUDGED, PLAYED = "tasks/manipulation/judged.py", ("tasks/test_success_judge.py",), ("policies/vla/test_policy.py",)
 CONTROLS, SHOWN = ("sims/test_tabletop.py",), ("tasks/test_manipulation.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("judged success: the first picture alone", J, "np.array([len(frames) - 1])", "np.array([0])", JUDGED),
+    ("judged success: the end is not shown", J, "np.linspace(0, len(frames) - 1, count)",
+     "np.linspace(0, len(frames) - 2, count)", JUDGED),
+    ("judged success: no for yes", J, "(episode, yes / (yes + no)", "(episode, no / (yes + no)", JUDGED),
+    ("judged success: everything is asked twice", J, "if not e.lost and id(e) not in self._told}",
+     "if not e.lost}", JUDGED),
+    ("judged success: the prompt's text", J, '"{prompt}", episode.instruction',
+     '"{prompt}", "lift from seed 3"', JUDGED),
+    ("judged success: agreement for disagreement", "tasks/manipulation/task.py", "float(verdict != episode.success)",
+     "float(verdict == episode.success)", JUDGED),
+    ("judged success: the verdict at one half", J, "least = 0.5 if self.threshold is None else self.threshold",
+     "least = 0.5", JUDGED),
+    ("judged success: no pictures in training", "mmrl/policies/vla/policy.py",
+     "len(starts) if self.watched else self", "self", PLAYED),
+    ("judged success: no pictures in evaluation", "mmrl/policies/vla/policy.py", "self.action.film or self.watched",
+     "self.action.film", PLAYED),
+    ("judged success: the loader does not tell", "mmrl/policies/vla/loading.py", "watched=task.watched",
+     "watched=False", PLAYED),
     ("control: places are not clipped", C, "(np.clip(action[:3], -1, 1) + 1)", "(action[:3] + 1)", CONTROLS),
     ("control: places of another box", C, "+ 1) / 2 * (HIGH", "+ 1) * (HIGH", CONTROLS),
     ("control: a place is reached at once", C, "min(1.0, longest / max", "min(1.0, 1e9 / max", CONTROLS),

@@ -12,12 +12,14 @@ from mmrl.sims import Simulator, VectorSim
 from mmrl.sims import build as build_simulator
 from mmrl.sims.transitions import cameras_of
 from mmrl.tasks.manipulation.episodes import FIRST_TRAINING_SEED, EpisodeSource
+from mmrl.tasks.manipulation.judged import SuccessJudge
 from mmrl.tasks.manipulation.settings import ManipulationSettings
 from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.protocols import Source
 from mmrl.rewards import RewardSet, RewardSpec
+from mmrl.rewards.guarded import Guarded
 from mmrl.rollouts import Sample
 
 
@@ -32,6 +34,11 @@ class Manipulation:
         rewards = RewardSet(settings.rewards)
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
         self._rewards, self._success = rewards, RewardSet([RewardSpec(name="mmrl.tasks.manipulation.rewards:success")])
+        judges = [
+            (n, c.reward) for n, c in zip(rewards.names, rewards.components, strict=True) if isinstance(c, Guarded)
+        ]
+        self._judges = {name: judge for name, judge in judges if isinstance(judge, SuccessJudge)}
+        self.watched = bool(self._judges)
         self.seed = seed
         self.evaluation = EpisodeSource(settings.eval_tasks or settings.tasks, settings.eval_size, settings.eval_seed)
 
@@ -78,13 +85,31 @@ class Manipulation:
         return self._success.score(samples)[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: Tensor | None = None) -> dict[str, Tensor]:
-        """Of each episode [rollout]: executed actions, success when it ended, and whether the simulator lost it."""
+        """Of each episode [rollout]: executed actions, success when it ended, and whether the simulator lost it; of a
+        judge of success whether it sees one, and whether the simulator (at any time) does not agree."""
         episodes = [s.episode for s in samples if s.episode is not None]
-        return {
+        judged: dict[str, Tensor] = {}
+        for name, judge in self._judges.items():
+            judged |= judged_beside(name, judge, samples)
+        return judged | {
             "episode/length": torch.tensor([float(e.length) for e in episodes]),
             "episode/success_at_end": torch.tensor([float(e.success_at_end) for e in episodes]),
             "episode/lost": torch.tensor([float(e.lost) for e in episodes]),
         }
+
+
+def judged_beside(name: str, judge: SuccessJudge, samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """[sample], NaN where the judge says nothing, and for episodes that an evaluation which goes on has read from its
+    file: no pictures are kept there."""
+    seen = [
+        i for i, s in enumerate(samples) if s.episode is not None and (s.episode.lost or s.episode.frames is not None)
+    ]
+    success, apart = torch.full((2, len(samples)), torch.nan)
+    for i, verdict in zip(seen, judge.verdicts([samples[i] for i in seen]), strict=True):
+        episode = samples[i].episode
+        if verdict is not None and episode is not None:
+            success[i], apart[i] = float(verdict), float(verdict != episode.success)
+    return {f"episode/{name}_success": success, f"episode/{name}_disagreement": apart}
 
 
 class Shuffled:

@@ -48,6 +48,7 @@ class SimulatedTask(Protocol):
     """A task whose prompts are start states of episodes."""
 
     simulator_rows: int  # environments that may exist at once on a rank
+    watched: bool  # whether what is measured or earned depends on pictures of whole episodes
 
     def make_simulator(self, rows: int) -> VectorSim: ...
 
@@ -79,6 +80,7 @@ def load(config: Config, task: Any, path: str) -> VisionLanguageActionPolicy:
         ),
         looks_at_once=config.engine.looks_at_once if isinstance(config.engine, EpisodeEngine) else None,
         log=config.log,
+        watched=task.watched,
     )
 
 
@@ -95,6 +97,7 @@ def open_policy(
     evaluation_temperature: float,
     looks_at_once: int | None = None,
     log: Log | None = None,
+    watched: bool = False,
 ) -> VisionLanguageActionPolicy:
     """A policy from a folder that `save` wrote, or with a new head, drawn from `seed`, on any image-text model.
 
@@ -135,6 +138,7 @@ def open_policy(
         states=states,
         looks_at_once=looks_at_once,
         log=log,
+        watched=watched,
     )
 
 

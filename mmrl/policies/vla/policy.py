@@ -167,10 +167,13 @@ class VisionLanguageActionPolicy:
         states: StateStatistics | None = None,
         looks_at_once: int | None = None,
         log: Log | None = None,
+        watched: bool = False,
     ) -> None:
         """temperature: of rollouts, as it is when they are made; heads that have none do not look at it. looks_at_once:
-        see `replay`. log: which steps have tables, whose episodes are filmed where `action.film` is set."""
+        see `replay`. log: which steps have tables, whose episodes are filmed where `action.film` is set. watched: all
+        episodes are filmed, for the task looks at them."""
         self.module, self.action, self.sim = network, action, sim
+        self.watched = watched
         self.looks_at_once, self.log = looks_at_once, log or Log(samples_every=0)
         self.statistics, self.states = statistics, states
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
@@ -193,7 +196,7 @@ class VisionLanguageActionPolicy:
         window of its chains, comes from its first seed and training step `step`."""
         starts = [p for p in prompts for _ in range(group_size)]
         groups = [seed for seed in seeds[::group_size] for _ in range(group_size)]
-        film = self._filmed(step, group_size)
+        film = len(starts) if self.watched else self._filmed(step, group_size)
         how = PlayOptions(self.temperature.value, training=True, film=film, step=step)
         records = self._play(starts, seeds, groups, how)
         made = self._rollouts([r.sample for r in records], [r.looks for r in records])
@@ -205,7 +208,7 @@ class VisionLanguageActionPolicy:
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
         """One episode a prompt at the temperature of evaluation."""
-        film = len(prompts) if self.action.film else 0
+        film = len(prompts) if self.action.film or self.watched else 0
         how = PlayOptions(self.evaluation_temperature, training=False, film=film)
         return [record.sample for record in self._play(prompts, seeds, seeds, how)]
 

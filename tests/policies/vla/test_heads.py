@@ -340,6 +340,7 @@ class Line:
     """A task with a simulator."""
 
     simulator_rows = 8
+    watched = False
 
     def make_simulator(self, rows):
         return build("tests.sims.line_simulator:Line", rows)

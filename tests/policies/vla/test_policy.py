@@ -522,6 +522,7 @@ class Line:
     """A task that is nothing but its simulator."""
 
     simulator_rows = 4
+    watched = False
 
     def make_simulator(self, rows):
         return build("tests.sims.line_simulator:Line", rows, None)
@@ -565,6 +566,28 @@ def test_rollouts_that_a_table_shows_are_filmed_and_play_as_others_do(make):
     samples, looks = made[True, 3].samples, made[True, 3].inputs
     counts = [None if s.episode.frames is None else len(s.episode.frames) for s in samples]
     assert counts == [len(own) + 1 for own in looks[:4]] + [None, None]
+
+
+def test_pictures_of_every_episode_are_kept_for_a_task_that_looks_at_them(backbones):
+    """Of every look while training, of every action while evaluating; what happens in the episodes stays the same."""
+    tree = {
+        "run_dir": "unset",
+        "model": {"type": "vision_language_action"},
+        "task": {"type": "manipulation"},
+        "action": {"chunk": CHUNK, "prompt": "{instruction}", "head": {**KINDS["parallel"]}, "horizon": 12},
+    }
+    config, made = validate(tree, "test"), {}
+    for watched in (False, True):
+        task = Line()
+        task.watched = watched
+        policy = config.model.load(config, task, str(backbones["small"]))
+        played = policy.rollout(starts(0, 10, 20), 2, SEEDS[:6], step=1)
+        made[watched] = played, policy.respond(starts(0, 10, 20), SEEDS[:3])
+    (plain, unseen), (filmed, seen) = made[False], made[True]
+    assert [replace(s.episode, frames=None) for s in filmed.samples] == [s.episode for s in plain.samples]
+    assert [len(s.episode.frames) for s in filmed.samples] == [len(looks) + 1 for looks in filmed.inputs]
+    assert [len(s.episode.frames) for s in seen] == [s.episode.length + 1 for s in seen]
+    assert all(s.episode.frames is None for s in [*plain.samples, *unseen])
 
 
 def test_of_many_episodes_the_first_are_filmed_wherever_they_are_played(make):

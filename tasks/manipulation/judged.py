@@ -1,0 +1,94 @@
+"""Success as a vision-language model sees it, beside the simulator's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from mmrl.errors import UserError
+from mmrl.rewards.judges import Judged, Question
+from mmrl.rewards.types import Score
+from mmrl.rollouts import Episode, Sample
+
+WAS_IT_DONE = (
+    "These pictures show a robot at work, in order; the last one shows how it ended. "
+    'Was this done: "{prompt}"? Answer with one word, yes or no.'
+)
+
+
+class SuccessJudge(Judged):
+    """P(yes) / (P(yes) + P(no)) of a judge that is shown pictures of an episode and asked whether it did what it was
+    told; 0 to 1, None for an episode that the simulator lost and where the judge gives neither word any probability.
+
+    pictures: of each episode, evenly spaced from its start to its end; 1: its end alone. threshold: the reward is 1
+    from this probability on and 0 below it; None: the probability itself. {prompt} in `question` is the instruction.
+    The other options are those of `mmrl.rewards.judges.Judged`. Pictures are those that the policy sees; they are kept
+    of every look while training and of every action while evaluating.
+    """
+
+    scope: Literal["sample"] = "sample"
+
+    def __init__(
+        self,
+        *,
+        pictures: int = 2,
+        threshold: float | None = None,
+        question: str = WAS_IT_DONE,
+        answers: Sequence[str] = ("yes", "no"),
+        **judge: Any,
+    ):
+        if pictures < 1:
+            raise ValueError(f"pictures must be at least 1, not {pictures}")
+        if threshold is not None and not 0 < threshold <= 1:
+            raise ValueError(f"threshold must be above 0 and at most 1, not {threshold}")
+        super().__init__(question=question, answers=answers, **judge)
+        self.pictures, self.threshold = pictures, threshold
+        self._told: dict[int, tuple[Episode, Score]] = {}  # of the last episodes, for measures ask for them once more
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        probabilities = self.probabilities(samples)
+        if self.threshold is None:
+            return probabilities
+        return [None if p is None else float(p >= self.threshold) for p in probabilities]
+
+    def verdicts(self, samples: Sequence[Sample]) -> list[bool | None]:
+        """Whether each episode was a success, as the judge sees it."""
+        least = 0.5 if self.threshold is None else self.threshold
+        return [None if p is None else p >= least for p in self.probabilities(samples)]
+
+    def probabilities(self, samples: Sequence[Sample]) -> list[Score]:
+        episodes = [_episode(sample) for sample in samples]
+        new = {id(e): e for e in episodes if not e.lost and id(e) not in self._told}
+        answers = self.judge.ask([self._asked(e) for e in new.values()], self.words) if new else []
+        found = {
+            key: (episode, yes / (yes + no) if yes + no > 0 else None)
+            for (key, episode), (yes, no) in zip(new.items(), answers, strict=True)
+        }
+        known = self._told | found
+        self._told = {id(e): known[id(e)] for e in episodes if not e.lost}
+        return [None if e.lost else known[id(e)][1] for e in episodes]
+
+    def _asked(self, episode: Episode) -> Question:
+        assert episode.frames is not None
+        shown = evenly(episode.frames, self.pictures)
+        return Question(
+            tuple(Image.fromarray(one) for one in shown), self.question.replace("{prompt}", episode.instruction)
+        )
+
+
+def evenly(frames: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
+    """At most `count` of [frame, ...]: the last one, and others evenly from the first one on."""
+    places = np.linspace(0, len(frames) - 1, count).round().astype(int) if count > 1 else np.array([len(frames) - 1])
+    return frames[np.unique(places)]
+
+
+def _episode(sample: Sample) -> Episode:
+    if sample.episode is None:
+        raise UserError(f"the rollout of prompt {sample.prompt.id!r} is no episode of a simulator")
+    if sample.episode.frames is None and not sample.episode.lost:
+        raise UserError(f"the episode of prompt {sample.prompt.id!r} was played without keeping pictures")
+    return sample.episode
