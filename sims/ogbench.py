@@ -49,6 +49,8 @@ class OGBench:
     max_steps: of an episode.
     reward: "sparse" gives 1 for the step that solves the task; "shaped" adds how many decimetres a step has shortened
         the way: the hand's to what is to be moved, and from there to where that belongs.
+    sides: whether the words say "open" or "close" of a drawer or window. Without, they say "move": what is shut at the
+        start shall always be opened, and what is open shut, so that a policy of states alone can tell which is asked.
     """
 
     action_dim, tasks = ACTION_DIM, tuple(EXPERTS)
@@ -61,6 +63,7 @@ class OGBench:
         image_size: int = 64,
         max_steps: int = 80,
         reward: Literal["sparse", "shaped"] = "sparse",
+        sides: bool = True,
     ) -> None:
         if observation not in ("state", "rgb"):
             near = nearest(observation, ("state", "rgb"))
@@ -71,7 +74,7 @@ class OGBench:
             )
         if reward not in ("sparse", "shaped"):
             raise UserError(f"ogbench: reward must be 'sparse' or 'shaped', not {reward!r}")
-        self._shaped = reward == "shaped"
+        self._shaped, self._sides = reward == "shaped", sides
         self._pictured, self._size, self._max_steps = observation == "rgb", image_size, max_steps
         self.count, self.state_dim = count, ROBOT_DIM if self._pictured else SCENE_DIM + PLACE_DIM
         self.image_shape = (image_size, image_size, 3) if self._pictured else (0, 0, 3)
@@ -101,7 +104,7 @@ class OGBench:
         return self._rows.each(rows, out, move)
 
     def instruction(self, row: int) -> str:
-        return self._rows[row].instruction
+        return self._rows[row].instruction(self._sides)
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
         if length != 1:
@@ -173,14 +176,15 @@ class Row:
             np.random.set_state(before)
         return np.asarray(self._expert.select_action(self.seen, self.info), np.float32)
 
-    @property
-    def instruction(self) -> str:
-        """What the world asks for, in words."""
+    def instruction(self, sides: bool = True) -> str:
+        """What the world asks for, in words; `sides` as in `OGBench`."""
         told, task = self.info, self.info["privileged/target_task"]
         if task == "button":
             return f"press the {('left', 'right')[told['privileged/target_button']]} button"
         if task == "cube":
             return "move the cube to the mark"
+        if not sides:
+            return f"move the {task}"
         opened = told[f"privileged/target_{task}_pos"][0] != 0
         return f"{'open' if opened else 'close'} the {task}"
 

@@ -3,12 +3,13 @@
     .venv/bin/python scripts/bench/manipulation.py [--seeds 3] [--recipes token,ppo] [--runs FOLDER] [KEY=VALUE ...]
     .venv/bin/python scripts/bench/manipulation.py --recipes maniskill,maniskill_control --runs build/maniskill
     .venv/bin/python scripts/bench/manipulation.py --recipes babyai --runs build/babyai threads=1
+    .venv/bin/python scripts/bench/manipulation.py --recipes ogbench,ogbench_control --runs build/ogbench
 
 KEY=VALUE: more overrides of every run, bases included. Runs that are already in --runs are not repeated. `minutes` are
 wall-clock: demonstrations, warm start and training with their evaluations. `shuffled` is the trained policy's success
-when every episode shows the instruction of another one; it is left out for ManiSkill's PushCube, which has one
-instruction and starts from random weights. Held-out start states, likeliest actions. Prints a Markdown table, a second
-one by task where a run has several, and a JSON of the curves beside the runs.
+when every episode shows the instruction of another one; it is left out for ManiSkill's PushCube and OGBench's window,
+which have one instruction. PushCube starts from random weights. Held-out start states, likeliest actions. Prints a
+Markdown table, a second one by task where a run has several, and a JSON of the curves beside the runs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ BASES = {
     "place": "manipulation_tabletop_place_warm_start",
     "push": "manipulation_tabletop_push_warm_start",
     "babyai": "manipulation_babyai_warm_start",
+    "ogbench": "manipulation_ogbench_warm_start",
 }
 RECIPES = {  # base and configuration; without a base: from random weights
     "token": ("token", "manipulation_tabletop"),
@@ -48,9 +50,13 @@ RECIPES = {  # base and configuration; without a base: from random weights
     "push_control": ("push", "manipulation_tabletop_push_random_reward"),
     "babyai": ("babyai", "manipulation_babyai"),
     "babyai_control": ("babyai", "manipulation_babyai_random_reward"),
+    "ogbench": ("ogbench", "manipulation_ogbench"),
+    "ogbench_control": ("ogbench", "manipulation_ogbench_random_reward"),
     "maniskill": ("", "manipulation_maniskill_pushcube"),
     "maniskill_control": ("", "manipulation_maniskill_pushcube_random_reward"),
 }
+WORDLESS = ("", "ogbench")  # bases of recipes with one instruction: there is none to exchange it with
+OTHERS = ("maniskill", "babyai", "ogbench")  # need an extra, and so are run by name only
 
 TASK = "evaluation/accuracy/"  # how the success of one task begins
 
@@ -58,9 +64,7 @@ TASK = "evaluation/accuracy/"  # how the success of one task begins
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--recipes", default=",".join(name for name in RECIPES if not name.startswith(("maniskill", "babyai")))
-    )
+    parser.add_argument("--recipes", default=",".join(name for name in RECIPES if not name.startswith(OTHERS)))
     parser.add_argument("--runs", type=Path, default=ROOT / "build/tabletop")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
@@ -79,7 +83,7 @@ def main() -> None:
             curve = {row["step"]: row["evaluation/accuracy"] for row in rows(run) if "evaluation/accuracy" in row}
             curves[f"{recipe}-{seed}"] = curve
             (before, after), n = list(curve.values())[:: len(curve) - 1], int(rows(run)[0]["evaluation/n"])
-            shuffled = f"{success(config, run, seed, *options.overrides):.3f}" if head else ""
+            shuffled = f"{success(config, run, seed, *options.overrides):.3f}" if head not in WORDLESS else ""
             print(line([recipe, seed, *gained(before, after, n), shuffled, f"{seconds / 60:.1f}"]), flush=True)
             tasks += [line([recipe, seed, *cells]) for cells in by_task(rows(run))]
     if tasks:

@@ -50,26 +50,38 @@ def test_what_is_asked_for_is_what_the_world_wants(row):
     for seed in range(12):
         for task in TASKS:
             row.start(task, seed)
-            said.add(row.instruction)
+            said.add(row.instruction())
             told = row.info
             if task == "button":
                 place = told["privileged/target_button_top_pos"][1]  # y, to the right of who looks from the front
-                assert row.instruction == f"press the {'left' if place < 0 else 'right'} button"
+                assert row.instruction() == f"press the {'left' if place < 0 else 'right'} button"
                 number = told["privileged/target_button"]
                 assert told["privileged/target_button_state"] != told[f"privileged/button_{number}_state"]
             if task == "drawer":
                 assert told["privileged/button_0_state"] == 1
                 opens = abs(told["privileged/target_drawer_pos"][0] + 0.16) < 1e-6
-                assert row.instruction == f"{'open' if opens else 'close'} the drawer"
+                assert row.instruction() == f"{'open' if opens else 'close'} the drawer"
                 assert opens == (told["privileged/drawer_pos"][0] >= -0.08)
             if task == "window":
                 assert told["privileged/button_1_state"] == 1
                 opens = abs(told["privileged/target_window_pos"][0] - 0.2) < 1e-6
-                assert row.instruction == f"{'open' if opens else 'close'} the window"
+                assert row.instruction() == f"{'open' if opens else 'close'} the window"
+                assert opens == (told["privileged/window_pos"][0] <= 0.1)
             mark = row.state[-3:]
             wanted = 10 * (told["privileged/target_block_pos"] - [0.425, 0, 0]) if task == "cube" else np.zeros(3)
             np.testing.assert_allclose(mark, wanted)
     assert len(said) == 7 and {word for words in said for word in words.split()} == set(tiny_ogbench.WORDS)
+
+
+def test_without_sides_words_are_the_same_and_the_state_says_which_way():
+    """Of a state the 39th number is how far the window is open, in 15ths of a metre; at most 0.2 metres."""
+    with build("ogbench", 4, {"sides": False}) as sim:
+        seen = sim.reset([0, 1, 7, 7], ["window", "window", "drawer", "button"])
+        said = [sim.simulator._rows[i].instruction() for i in range(4)]
+    assert seen.instructions[:3] == ["move the window", "move the window", "move the drawer"]
+    assert seen.instructions[3] == said[3] and said[3].startswith("press the ")
+    assert said[:2] == ["close the window", "open the window"]
+    assert [place <= 15 * 0.1 for place in seen.state[:2, 38]] == [False, True]
 
 
 def test_success_ends_an_episode_and_time_cuts_it(row):
