@@ -44,18 +44,20 @@ class Levels(gymnasium.Env):
 
     A level has two tasks: NAME, whose instructions name nothing of UNSEEN, and NAME/unseen, whose instructions do. A
     world whose instruction is of the other part is skipped: the next has the seed STRIDE further on. Observations are
-    the picture of the 7 x 7 squares before the agent, with what it carries in its place, and the mission.
+    the picture of the 7 x 7 squares before the agent, or of `around` squares a side with the agent in the middle, with
+    what it carries in its place, and the mission.
 
     A reset without a seed makes no world: nobody looks at the row, and its steps change nothing until it gets a seed.
     """
 
-    def __init__(self, levels: Sequence[str], tile: int) -> None:
+    def __init__(self, levels: Sequence[str], tile: int, around: int = 0) -> None:
         self._worlds = {level: _world(level) for level in levels}
         self._now = self._worlds[levels[0]]
         self._idle = True
         self._last: dict[str, Any] = {}  # what was seen last
-        self._tile = tile
-        shown = gymnasium.spaces.Box(0, 255, (VIEW * tile, VIEW * tile, 3), np.uint8)
+        self._tile, self._around = tile, around
+        side = (around or VIEW) * tile
+        shown = gymnasium.spaces.Box(0, 255, (side, side, 3), np.uint8)
         self.observation_space = gymnasium.spaces.Dict(image=shown, mission=gymnasium.spaces.Text(200))
         self.action_space = self._now.action_space
 
@@ -90,7 +92,8 @@ class Levels(gymnasium.Env):
             world.close()
 
     def _shown(self, seen: dict[str, Any]) -> dict[str, Any]:
-        self._last = {"image": picture(seen["image"], self._tile), "mission": seen["mission"]}
+        squares = all_round(self._now.unwrapped, self._around) if self._around else seen["image"]
+        self._last = {"image": picture(squares, self._tile), "mission": seen["mission"]}
         return self._last
 
 
@@ -98,10 +101,17 @@ class BabyAI:
     """Levels of BabyAI with their scripted expert, the bot; the seven actions are the parts of [-1, 1] (`Choices`).
 
     levels: by name, without "BabyAI-" and "-v0"; each gives the tasks NAME and NAME/unseen, see `Levels`.
-    tile: pixels a side of a square, of which a picture shows 7 x 7. max_steps: of an episode.
+    tile: pixels a side of a square. max_steps: of an episode. around: 0 shows the 7 x 7 squares before the agent that
+    it can see; an odd number shows as many a side, with the agent in the middle and nothing hidden (`all_round`).
     """
 
-    def __init__(self, count: int, *, levels: Sequence[str] = LEVELS, tile: int = 8, max_steps: int = 32) -> None:
+    def __init__(
+        self, count: int, *, levels: Sequence[str] = LEVELS, tile: int = 8, max_steps: int = 32, around: int = 0
+    ) -> None:
+        if around and (around < 3 or around % 2 == 0):
+            raise UserError(
+                f"babyai: around is 0 or an odd number from 3 on, so that a square is the middle: {around=}"
+            )
         if not levels or tile < 1 or max_steps < 1:
             raise UserError(
                 f"babyai: levels, tile and max_steps from 1 on are needed, not {levels=}, {tile=}, {max_steps=}"
@@ -109,7 +119,9 @@ class BabyAI:
         tasks = [f"{level}{suffix}" for level in levels for suffix in ("", SUFFIX)]
         self._inner = GymnasiumSimulator(
             count,
-            env=lambda n: SyncVectorEnv([lambda: Levels(levels, tile)] * n, autoreset_mode=AutoresetMode.DISABLED),
+            env=lambda n: SyncVectorEnv(
+                [lambda: Levels(levels, tile, around)] * n, autoreset_mode=AutoresetMode.DISABLED
+            ),
             image="image",
             instruction=dict.fromkeys(tasks, ""),
             mission="mission",
@@ -141,8 +153,23 @@ def _bot(env: gymnasium.Env) -> Callable[[Any], Any]:
     return BabyAIBot(env.unwrapped).replan
 
 
+def all_round(world: Any, side: int) -> NDArray[np.uint8]:
+    """side x side squares [x, y, (object, colour, state)] about the agent of a minigrid world, which faces up.
+
+    Nothing is hidden, so that one look tells where everything is; beyond the world are walls. What the agent carries
+    lies in its place, as in minigrid's own view.
+    """
+    half = side // 2
+    x, y = world.agent_pos
+    cut = world.grid.slice(x - half, y - half, side, side)
+    cut.set(half, half, world.carrying)
+    turned = np.rot90(cut.encode().transpose(1, 0, 2), world.agent_dir + 1)  # [y, x]; direction 0 faces right, 3 up
+    return np.ascontiguousarray(turned.transpose(1, 0, 2))
+
+
 def picture(squares: NDArray[np.uint8], tile: int) -> NDArray[np.uint8]:
-    """squares [x, y, (object, colour, state)], minigrid's codes -> RGB [7 tile, 7 tile, 3]; what is not seen is black.
+    """squares [x, y, (object, colour, state)], n a side, minigrid's codes -> RGB [n tile, n tile, 3]; what is not seen
+    is black.
 
     minigrid draws the same, after it has worked out once more what can be seen: this takes a twentieth of the time.
     """
@@ -151,7 +178,7 @@ def picture(squares: NDArray[np.uint8], tile: int) -> NDArray[np.uint8]:
     for a, b, c in {tuple(code) for code in squares[~drawn[kind, colour, state].T].tolist()}:
         tiles[a, b, c], drawn[a, b, c] = _tile(a, b, c, tile), True
     rows = tiles[kind, colour, state].transpose(0, 2, 1, 3, 4)  # [y, down, x, across, colour]
-    return rows.reshape(VIEW * tile, VIEW * tile, 3)
+    return rows.reshape(len(squares) * tile, len(squares) * tile, 3)
 
 
 @lru_cache

@@ -16,7 +16,7 @@ from mmrl.policies.vla.codec import ActionCodec
 
 pytest.importorskip("minigrid")
 
-from mmrl.sims.babyai import LEVELS, UNSEEN, is_unseen, picture  # noqa: E402
+from mmrl.sims.babyai import LEVELS, UNSEEN, all_round, is_unseen, picture  # noqa: E402
 
 
 class Counter(gymnasium.Env):
@@ -139,15 +139,53 @@ def test_the_tiny_model_looks_at_the_squares_that_are_drawn(tmp_path):
     build_model(tmp_path)
     backbone = small.load(tmp_path)
     env = gymnasium.make("BabyAI-GoToLocalS8N7-v0")
-    codes = env.reset(seed=0)[0]["image"]
+    env.reset(seed=0)
+    codes, side = all_round(env.unwrapped, backbone.config.squares), backbone.config.squares
     shown = torch.from_numpy(picture(codes, backbone.config.pixels)[None]).permute(0, 3, 1, 2)
     with torch.no_grad():
         drawn = backbone.squares(shown)[0] - backbone.squares.places
-    squares = codes.transpose(1, 0, 2).reshape(49, 3)  # of x, y to one after the other, row by row
-    for a in range(49):
+    squares = codes.transpose(1, 0, 2).reshape(side**2, 3)  # of x, y to one after the other, row by row
+    for a in range(side**2):
         for b in range(a):
             same = (squares[a] == squares[b]).all()
             assert torch.allclose(drawn[a], drawn[b], atol=1e-5) == same
+
+
+@pytest.mark.parametrize(("direction", "ahead", "right"), [(0, 1, 2), (1, 2, 3), (2, 3, 0), (3, 0, 1)])
+def test_the_world_is_turned_about_the_agent_until_it_faces_up(direction, ahead, right):
+    """Balls of minigrid's colours 0, 1, 2 and 3 stand north, east, south and west of the agent, a key further east."""
+    from types import SimpleNamespace
+
+    from minigrid.core.grid import Grid
+    from minigrid.core.world_object import Ball, Key
+
+    grid = Grid(9, 9)
+    for (x, y), colour in zip([(4, 3), (5, 4), (4, 5), (3, 4)], ("red", "green", "blue", "purple"), strict=True):
+        grid.set(x, y, Ball(colour))
+    grid.set(7, 4, Key("yellow"))  # three squares to the east
+    world = SimpleNamespace(agent_pos=(4, 4), agent_dir=direction, grid=grid, carrying=Key("grey"))
+    seen = all_round(world, 7)
+    assert seen.shape == (7, 7, 3)
+    assert seen[3, 3, :2].tolist() == [5, 5]  # a grey key, which is carried
+    assert seen[3, 2, :2].tolist() == [6, ahead] and seen[4, 3, :2].tolist() == [6, right]
+    far = {0: (3, 0), 1: (0, 3), 2: (3, 6), 3: (6, 3)}[direction]
+    assert seen[far][:2].tolist() == [5, 4]
+    assert grid.get(4, 4) is None and (all_round(world, 11)[:, [0, 10], 0] == 2).all()  # walls beyond the world
+
+
+def test_a_view_all_round_shows_what_stands_behind_and_keeps_it_in_place():
+    options = {"levels": ["PickupDist"], "around": 11, "tile": 4, "max_steps": 8}
+    with build("babyai", 1, options) as sim:
+        first = sim.reset([3], ["PickupDist"]).images[0]
+        assert first.shape == (44, 44, 3)
+        turn = Choices(spaces.Discrete(7)).show(0)  # to the left: what was at the left is ahead, a quarter clockwise
+        squares = lambda image: image.reshape(11, 4, 11, 4, 3).any((1, 3, 4))  # noqa: E731
+        after = sim.step(np.full((1, 1, 1), turn)).observation.images[0]
+        assert np.array_equal(squares(after), np.rot90(squares(first), -1))
+        assert not np.array_equal(squares(after), squares(first))
+    for wrong in (1, 8, -3):
+        with pytest.raises(UserError, match="around is 0 or an odd number"):
+            build("babyai", 1, {"around": wrong})
 
 
 def test_unknown_levels_are_named():
