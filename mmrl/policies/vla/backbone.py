@@ -39,7 +39,6 @@ class Backbone(nn.Module):
     width: int
     vocabulary: int
     units: Units | None = None
-    most_cameras: int | None = None  # whose pictures it takes one by one; None: any number
 
     @property
     def frozen(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +35,12 @@ from mmrl.policies.vla.flows import FlowHead
 from mmrl.policies.vla.heads import Reading
 from mmrl.policies.vla.settings import Actions, FlowActions, TaughtFlow, VisionLanguageActionModel
 from mmrl.policies.vlm.loading import part_of
+from mmrl.sims.vector import nearest
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 BESIDE = (CONFIG, f"{PREPROCESSOR}*", f"{POSTPROCESSOR}*")  # what a saved policy takes along as it was
+EMPTY = ".empty_camera_"  # LeRobot's name for a place that it fills itself
 UNFIT = ("adapt_to_pi_aloha", "use_relative_actions", "compile_model", "use_peft")
 
 
@@ -47,7 +48,7 @@ UNFIT = ("adapt_to_pi_aloha", "use_relative_actions", "compile_model", "use_peft
 class Glance:
     """One observation, as it is kept."""
 
-    image: Tensor  # [3, height, width] uint8
+    images: Tensor  # [camera, 3, height, width] uint8
     state: Tensor  # [state], in the robot's units
     text: str
 
@@ -89,9 +90,8 @@ class LeRobotUnits:
 class LeRobotBackbone(Backbone):
     """A whole LeRobot policy, its action expert too. What is not the expert's makes the prefix."""
 
-    most_cameras = 1
-
-    def __init__(self, policy: Any, folder: Path) -> None:
+    def __init__(self, policy: Any, folder: Path, features: Sequence[str]) -> None:
+        """features: which of the checkpoint's pictures are shown, one for each of the policy's cameras."""
         super().__init__()
         self.policy, config = policy, policy.config
         self.beside = {file.name: file.read_bytes() for name in BESIDE for file in sorted(folder.glob(name))}
@@ -101,14 +101,7 @@ class LeRobotBackbone(Backbone):
         )
         self.units = LeRobotUnits(self.preprocessor, postprocessor)
         self.action_dim, self.state_dim = config.action_feature.shape[0], config.robot_state_feature.shape[0]
-        cameras = list(config.image_features)
-        self.camera = cameras[0]
-        if len(cameras) > 1:
-            warnings.warn(
-                f"{folder} was trained on {len(cameras)} cameras; the simulator's picture stands for {self.camera}, "
-                f"the others ({', '.join(cameras[1:])}) are missing",
-                stacklevel=2,
-            )
+        self.features = tuple(features)
 
     def ask(self, instruction: str) -> str:
         return instruction
@@ -116,19 +109,19 @@ class LeRobotBackbone(Backbone):
     def prepare(
         self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[Glance]:
-        (images,) = pictures
-        pixels = torch.from_numpy(rearrange(images, "n h w c -> n c h w").copy())
+        pixels = torch.from_numpy(rearrange(list(pictures), "camera n h w c -> n camera c h w").copy())
         given = zip(pixels, torch.from_numpy(state.copy()), texts, strict=True)
-        return [Glance(image, numbers, text) for image, numbers, text in given]
+        return [Glance(images, numbers, text) for images, numbers, text in given]
 
     def collate(self, rows: Sequence[Glance], device: torch.device) -> dict[str, Tensor]:
-        shown = {
-            self.camera: torch.stack([row.image for row in rows]).float() / 255,
+        images = torch.stack([row.images for row in rows], 1).float() / 255  # cameras first
+        shown: dict[str, Any] = {
+            **dict(zip(self.features, images, strict=True)),
             OBS_STATE: torch.stack([row.state for row in rows]),
             "task": [row.text for row in rows],
         }
         made = self.preprocessor(shown)
-        names = (self.camera, OBS_STATE, OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)
+        names = (*self.features, OBS_STATE, OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)
         return {name: made[name].to(device) for name in names}
 
     def keep(self, reading: Reading) -> list[dict[str, Tensor]]:
@@ -200,8 +193,8 @@ class LeRobotBackbone(Backbone):
 
 
 class SmolVLABackbone(LeRobotBackbone):
-    def __init__(self, policy: Any, folder: Path) -> None:
-        super().__init__(policy, folder)
+    def __init__(self, policy: Any, folder: Path, features: Sequence[str]) -> None:
+        super().__init__(policy, folder, features)
         self.width: int = policy.model.vlm_with_expert.config.text_config.hidden_size
 
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
@@ -229,8 +222,8 @@ class SmolVLABackbone(LeRobotBackbone):
 
 
 class Pi0Backbone(LeRobotBackbone):
-    def __init__(self, policy: Any, folder: Path) -> None:
-        super().__init__(policy, folder)
+    def __init__(self, policy: Any, folder: Path, features: Sequence[str]) -> None:
+        super().__init__(policy, folder, features)
         _tell_nothing_that_transformers_dropped()
         self.width: int = policy.model.paligemma_with_expert.paligemma.config.text_config.hidden_size
 
@@ -300,7 +293,30 @@ def _tell_nothing_that_transformers_dropped() -> None:
     pi_gemma.create_causal_mask = create_causal_mask
 
 
-def load(path: str, model: VisionLanguageActionModel) -> LeRobotBackbone:
+def shown_features(path: str, names: Sequence[str], action: Actions) -> list[str]:
+    """Which of the checkpoint's pictures `names` the policy's cameras stand for, in the order of `action.cameras`.
+    Without that option there is one picture. Raises UserError where a camera would have no place, or a place none."""
+    count = len(action.cameras or ("all",))
+    if action.camera_features is None:
+        if count != len(names):
+            raise UserError(
+                f"model.path={path} was trained on {len(names)} cameras ({', '.join(names)}), but action.cameras shows "
+                f"it {count}; name as many, or say in action.camera_features which of them are shown"
+            )
+        return list(names)
+    chosen = action.camera_features
+    if len(chosen) != count or len(set(chosen)) < count:
+        raise UserError(f"action.camera_features must be {count} different names, one for each camera, not {chosen}")
+    for name in chosen:
+        if name not in names:
+            raise UserError(
+                f"action.camera_features: model.path={path} has no {name!r}{nearest(name, names)}; it has "
+                f"{', '.join(names)}"
+            )
+    return chosen
+
+
+def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobotBackbone:
     """From a folder or a hub name. Raises UserError naming the file, tensor or option that does not fit."""
     for key in ("lora", "processor"):
         if vars(model)[key]:
@@ -318,13 +334,14 @@ def load(path: str, model: VisionLanguageActionModel) -> LeRobotBackbone:
         if told.get(option):
             raise UserError(f"model.path={path}: {CONFIG} has {option}=true, which can not be trained here")
     config = PreTrainedConfig.from_pretrained(folder)
+    features = shown_features(path, [name for name in config.image_features if EMPTY not in name], action)
     config.device = "cpu"  # the engine moves it
     if told["type"] == "smolvla":
         config.load_vlm_weights = False  # they are in the checkpoint
     made: Any = get_policy_class(told["type"])
     policy = made(config).float()
     _fill(policy, load_file(folder / WEIGHTS), path)
-    backbone = BACKBONES[told["type"]](policy, folder)
+    backbone = BACKBONES[told["type"]](policy, folder, features)
     backbone.freeze(model.freeze)
     return backbone
 

@@ -103,13 +103,13 @@ def open_policy(
 
     Raises UserError for a folder whose head is another one than `action` asks for.
     """
+    check_cameras(action, sim)
     backbone = load_backbone(path, model, action, max_prompt_length)
     if isinstance(backbone, states_only.StateBackbone):
         check_reads_state(path, action, sim.simulator.state_dim - action.privileged)
     if backbone.units is not None:
         _check_own_head(path, action)
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
-    check_cameras(path, action, sim, backbone)
     if action.privileged > state_dim:
         raise UserError(f"action.privileged={action.privileged}, but the simulator's state has {state_dim} numbers")
     with torch.random.fork_rng(devices=[]):
@@ -146,10 +146,12 @@ def load_backbone(path: str, model: VisionLanguageActionModel, action: Actions, 
     """By what the folder holds; else a transformers image-text model."""
     if (Path(path) / states_only.CONFIG).is_file():
         check_small(path, model)
+        _check_no_features(path, action)
         return states_only.StateBackbone()
     together = isinstance(action.head, TokenActions) and action.head.decoding == "bidirectional"
     if (Path(path) / small.CONFIG).is_file():
         _check_not_openvla(path, action, together)
+        _check_no_features(path, action)
         check_small(path, model)
         return small.load(Path(path))
     from mmrl.policies.vla import vision_language  # it takes seconds, which the small ones above do without
@@ -160,12 +162,14 @@ def load_backbone(path: str, model: VisionLanguageActionModel, action: Actions, 
             from mmrl.policies.vla import openvla
         except ModuleNotFoundError as error:
             raise UserError(f"OpenVLA: {error}; install it with: pip install -e '.[openvla]'") from error
+        _check_no_features(path, action)
         jpeg = action.resize == "openvla"
         return openvla.load(path, model, max_prompt_length, together=together, crop=action.center_crop, jpeg=jpeg)
     if lerobot_type := told.get("type") if "output_features" in told else None:
         _check_not_openvla(path, action, together=False)
-        return _load_lerobot(path, lerobot_type, model)
+        return _load_lerobot(path, lerobot_type, model, action)
     _check_not_openvla(path, action, together)
+    _check_no_features(path, action)
     return vision_language.load(path, model, max_prompt_length)
 
 
@@ -179,6 +183,12 @@ def _check_not_openvla(path: str, action: Actions, together: bool) -> None:
         )
     if together:
         raise UserError(f"action.head.decoding=bidirectional is for OpenVLA-OFT, which model.path={path} is not")
+
+
+def _check_no_features(path: str, action: Actions) -> None:
+    """Raises UserError for the option that only LeRobot's policies have."""
+    if action.camera_features is not None:
+        raise UserError(f"action.camera_features is for LeRobot's policies, which model.path={path} is not; remove it")
 
 
 def check_small(path: str, model: VisionLanguageActionModel) -> None:
@@ -202,21 +212,15 @@ def check_reads_state(path: str, action: Actions, state_dim: int) -> None:
         )
 
 
-def check_cameras(path: str, action: Actions, sim: VectorSim, backbone: Backbone) -> None:
-    """Raises UserError for cameras that the simulator does not have, and for more than the model takes."""
-    named = action.cameras or []
-    for camera in named:
+def check_cameras(action: Actions, sim: VectorSim) -> None:
+    """Raises UserError for cameras that the simulator does not have."""
+    for camera in action.cameras or []:
         if camera not in sim.cameras:
             near = nearest(camera, sim.cameras)
             raise UserError(f"action.cameras: no camera {camera!r}{near}; the simulator has {', '.join(sim.cameras)}")
-    if backbone.most_cameras is not None and len(named) > backbone.most_cameras:
-        raise UserError(
-            f"action.cameras names {len(named)} cameras, but model.path={path} takes {backbone.most_cameras}; name "
-            "fewer, or none to show all side by side in one picture"
-        )
 
 
-def _load_lerobot(path: str, kind: str, model: VisionLanguageActionModel) -> Backbone:
+def _load_lerobot(path: str, kind: str, model: VisionLanguageActionModel, action: Actions) -> Backbone:
     if kind not in LEROBOT:
         raise UserError(f"model.path={path} is a LeRobot policy of type {kind}; only {' and '.join(LEROBOT)} are known")
     try:
@@ -225,7 +229,7 @@ def _load_lerobot(path: str, kind: str, model: VisionLanguageActionModel) -> Bac
         raise UserError(
             f"model.path={path} is a LeRobot policy: {error}; install the extra lerobot as scripts/lerobot.txt says"
         ) from error
-    return lerobot.load(path, model)
+    return lerobot.load(path, model, action)
 
 
 def _check_own_head(path: str, action: Actions) -> None:

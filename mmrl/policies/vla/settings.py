@@ -335,6 +335,12 @@ class Actions(Section):
         "one picture",
         min_length=1,
     )
+    camera_features: list[str] | None = option(
+        None,
+        "of a LeRobot policy: its name (observation.images.NAME) for each of `cameras`, in their order, those left out "
+        "being empty; default: all of its pictures, in the checkpoint's order",
+        min_length=1,
+    )
     film: bool = option(
         False,
         "keep a picture of every action in evaluation, and of every look in the rollouts that tables of training show",

@@ -103,12 +103,12 @@ class TestPolicies:
         with pytest.raises(UserError, match="action.cameras: no camera 'wist' .did you mean 'wrist'.*has front, wrist"):
             make("regression", sim=two(), cameras=["wist"])
 
-    def test_more_than_the_model_takes_are_refused(self, make, monkeypatch):
-        from mmrl.policies.vla.small import SmallBackbone
-
-        monkeypatch.setattr(SmallBackbone, "most_cameras", 1)
-        with pytest.raises(UserError, match="names 2 cameras, but model.path=.* takes 1; name fewer, or none"):
-            make("regression", sim=two(), cameras=["wrist", "front"])
+    @pytest.mark.parametrize("backbone", ["small", "qwen"])
+    def test_features_are_for_lerobot(self, make, backbone):
+        with pytest.raises(
+            UserError, match="action.camera_features is for LeRobot's policies, which model.path=.* is not"
+        ):
+            make("regression", backbone, sim=two(), cameras=["wrist"], camera_features=["observation.images.top"])
 
     def test_demonstrations_keep_the_names(self, make):
         with two() as sim:

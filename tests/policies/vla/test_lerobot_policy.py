@@ -299,21 +299,6 @@ def test_a_run_trains_it_and_lerobot_loads_what_it_saved(checkpoint, tmp_path, a
 
 
 @lerobot
-def test_a_camera_that_the_simulator_lacks_is_told_and_seen_by_nobody(checkpoint, tmp_path):
-    folder = tmp_path / checkpoint.name
-    shutil.copytree(checkpoint, folder)
-    told = json.loads((folder / "config.json").read_text())
-    features = told["input_features"]
-    features["observation.images.wrist"] = features["observation.images.top"]
-    (folder / "config.json").write_text(json.dumps(told))
-    with pytest.warns(UserWarning, match=r"stands for observation.images.top, .*images.wrist\) are missing"):
-        two = load(folder)
-    found = [policy.rollout(STARTS, 1, SEEDS[:3]).inputs for policy in (two, load(checkpoint))]
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one[0].chosen["actions"], other[0].chosen["actions"], rtol=1e-4, atol=1e-5)
-
-
-@lerobot
 def test_what_does_not_fit_is_refused(checkpoint, tmp_path):
     for options, message in [
         ({"head": {"type": "token"}}, "action.head.type=token.*head.type=flow"),

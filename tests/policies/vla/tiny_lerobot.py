@@ -1,5 +1,6 @@
 """Tiny policies written by LeRobot itself: random weights, its own processors and statistics."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -90,9 +91,13 @@ def stir(module: torch.nn.Module) -> None:
             parameter += scale * torch.randn(parameter.shape, generator=generator)
 
 
-def write(folder: Path, kind: str) -> PreTrainedPolicy:
-    """A policy in `folder`, and what stands in for the hub's files beside it."""
+def write(folder: Path, kind: str, cameras: Sequence[str] = ("top",), *, empty: int = 0) -> PreTrainedPolicy:
+    """A policy in `folder`, and what stands in for the hub's files beside it. empty: places for pictures that LeRobot
+    fills itself."""
     config = {"smolvla": smolvla, "pi0": pi0}[kind](folder.parent)
+    eyes = {f"observation.images.{name}": FEATURES["input_features"]["observation.images.top"] for name in cameras}
+    config.input_features = {**eyes, "observation.state": FEATURES["input_features"]["observation.state"]}
+    config.empty_cameras = empty
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         policy = get_policy_class(kind)(config).float().eval()
