@@ -1,9 +1,12 @@
 """BabyAI and discrete actions by value: which part of [-1, 1] is which action, whose words are said, what bots do."""
 
+from pathlib import Path
+
 import gymnasium
 import numpy as np
 import pytest
 import torch
+import yaml
 from gymnasium import spaces
 from mmrl.sims import build
 from mmrl.sims.gymnasium import Choices
@@ -17,6 +20,8 @@ from mmrl.policies.vla.codec import ActionCodec
 pytest.importorskip("minigrid")
 
 from mmrl.sims.babyai import LEVELS, UNSEEN, all_round, is_unseen, picture  # noqa: E402
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 class Counter(gymnasium.Env):
@@ -138,6 +143,8 @@ def test_the_tiny_model_looks_at_the_squares_that_are_drawn(tmp_path):
     """Two of its tokens are alike, but for their places, where minigrid has the same in two squares."""
     build_model(tmp_path)
     backbone = small.load(tmp_path)
+    recipe = yaml.safe_load((CONFIGS / "manipulation_babyai.yaml").read_text())["task"]["options"]
+    assert (backbone.config.squares, backbone.config.pixels) == (recipe["around"], recipe["tile"])
     env = gymnasium.make("BabyAI-GoToLocalS8N7-v0")
     env.reset(seed=0)
     codes, side = all_round(env.unwrapped, backbone.config.squares), backbone.config.squares
