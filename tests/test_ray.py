@@ -317,7 +317,8 @@ class Ranks:
     """Two ranks as threads of this process; what one raises the other does not wait for."""
 
     def __init__(self):
-        self.barrier, self.values = threading.Barrier(2, timeout=3 * SOON), [None, None]
+        self.barrier = threading.Barrier(2, timeout=9 * SOON)  # several processes may have to begin on a busy machine
+        self.values = [None, None]
 
     def gather(self, rank, value):
         self.values[rank] = value
@@ -347,7 +348,7 @@ def stand_ins(nodes, monkeypatch, tmp_path):
         def build(rank):
             return engines.Servers(
                 tmp_path,
-                EngineOptions(context=16, settings=VLLMServer(servers=count, timeout=60, ray=address, in_flight=2)),
+                EngineOptions(context=16, settings=VLLMServer(servers=count, timeout=150, ray=address, in_flight=2)),
                 describe=lambda path: None,
                 gather=lambda value: ranks.gather(rank, value),
                 rank=rank,

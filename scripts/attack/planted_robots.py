@@ -13,12 +13,15 @@ CONTROLS, SHOWN = ("sims/test_tabletop.py",), ("tasks/test_manipulation.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("judged success: the first picture alone", J, "np.array([len(frames) - 1])", "np.array([0])", JUDGED),
-    ("judged success: the end is not shown", J, "np.linspace(0, len(frames) - 1, count)",
-     "np.linspace(0, len(frames) - 2, count)", JUDGED),
-    ("judged success: no for yes", J, "(episode, yes / (yes + no)", "(episode, no / (yes + no)", JUDGED),
-    ("judged success: everything is asked twice", J, "if not e.lost and id(e) not in self._told}",
-     "if not e.lost}", JUDGED),
+    ("judged success: the first picture alone", J, "np.linspace(len(frames) - 1, 0, count)",
+     "np.linspace(0, len(frames) - 1, count)", JUDGED),
+    ("judged success: the end is not shown", J, "np.linspace(len(frames) - 1, 0, count)",
+     "np.linspace(len(frames) - 2, 0, count)", JUDGED),
+    ("judged success: no for yes", J, "ref(episode), yes / (yes + no)", "ref(episode), no / (yes + no)",
+     JUDGED),
+    ("judged success: everything is asked twice", J, "if not e.lost and id(e) not in self._told]",
+     "if not e.lost]", JUDGED),
+    ("judged success: what is gone is remembered", J, "if told[0]() is not None}", "}", JUDGED),
     ("judged success: the prompt's text", J, '"{prompt}", episode.instruction',
      '"{prompt}", "lift from seed 3"', JUDGED),
     ("judged success: agreement for disagreement", "tasks/manipulation/task.py", "float(verdict != episode.success)",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Literal
+from weakref import ref
 
 import numpy as np
+from mmrl.tasks.manipulation.rewards import episode_of
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -47,7 +49,9 @@ class SuccessJudge(Judged):
             raise ValueError(f"threshold must be above 0 and at most 1, not {threshold}")
         super().__init__(question=question, answers=answers, **judge)
         self.pictures, self.threshold = pictures, threshold
-        self._told: dict[int, tuple[Episode, Score]] = {}  # of the last episodes, for measures ask for them once more
+        self._told: dict[
+            int, tuple[ref[Episode], Score]
+        ] = {}  # by id, while they live: measures ask for them once more
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         probabilities = self.probabilities(samples)
@@ -61,16 +65,13 @@ class SuccessJudge(Judged):
         return [None if p is None else p >= least for p in self.probabilities(samples)]
 
     def probabilities(self, samples: Sequence[Sample]) -> list[Score]:
-        episodes = [_episode(sample) for sample in samples]
-        new = {id(e): e for e in episodes if not e.lost and id(e) not in self._told}
-        answers = self.judge.ask([self._asked(e) for e in new.values()], self.words) if new else []
-        found = {
-            key: (episode, yes / (yes + no) if yes + no > 0 else None)
-            for (key, episode), (yes, no) in zip(new.items(), answers, strict=True)
-        }
-        known = self._told | found
-        self._told = {id(e): known[id(e)] for e in episodes if not e.lost}
-        return [None if e.lost else known[id(e)][1] for e in episodes]
+        episodes = [_seen(sample) for sample in samples]
+        self._told = {key: told for key, told in self._told.items() if told[0]() is not None}
+        new = [e for e in episodes if not e.lost and id(e) not in self._told]
+        answers = self.judge.ask([self._asked(e) for e in new], self.words) if new else []
+        for episode, (yes, no) in zip(new, answers, strict=True):
+            self._told[id(episode)] = ref(episode), yes / (yes + no) if yes + no > 0 else None
+        return [None if e.lost else self._told[id(e)][1] for e in episodes]
 
     def _asked(self, episode: Episode) -> Question:
         assert episode.frames is not None
@@ -82,13 +83,11 @@ class SuccessJudge(Judged):
 
 def evenly(frames: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
     """At most `count` of [frame, ...]: the last one, and others evenly from the first one on."""
-    places = np.linspace(0, len(frames) - 1, count).round().astype(int) if count > 1 else np.array([len(frames) - 1])
-    return frames[np.unique(places)]
+    return frames[np.unique(np.linspace(len(frames) - 1, 0, count).round().astype(int))]
 
 
-def _episode(sample: Sample) -> Episode:
-    if sample.episode is None:
-        raise UserError(f"the rollout of prompt {sample.prompt.id!r} is no episode of a simulator")
-    if sample.episode.frames is None and not sample.episode.lost:
+def _seen(sample: Sample) -> Episode:
+    episode = episode_of(sample)
+    if episode.frames is None and not episode.lost:
         raise UserError(f"the episode of prompt {sample.prompt.id!r} was played without keeping pictures")
-    return sample.episode
+    return episode

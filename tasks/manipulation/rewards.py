@@ -8,23 +8,24 @@ from mmrl.rollouts import Episode, Sample
 
 def success(sample: Sample) -> float | None:
     """1 where the task was solved at any time."""
-    episode = _episode(sample)
+    episode = episode_of(sample)
     return None if episode.lost else float(episode.success)
 
 
 def success_at_end(sample: Sample) -> float | None:
     """1 where the task was solved when the episode ended."""
-    episode = _episode(sample)
+    episode = episode_of(sample)
     return None if episode.lost else float(episode.success_at_end)
 
 
 def simulator(sample: Sample) -> float | None:
     """The simulator's own rewards, summed over the episode."""
-    episode = _episode(sample)
+    episode = episode_of(sample)
     return None if episode.lost else episode.reward
 
 
-def _episode(sample: Sample) -> Episode:
+def episode_of(sample: Sample) -> Episode:
+    """Raises UserError where the rollout is none."""
     if sample.episode is None:
         raise UserError(f"the rollout of prompt {sample.prompt.id!r} is no episode of a simulator")
     return sample.episode

@@ -71,6 +71,19 @@ def test_a_threshold_makes_it_a_verdict():
         assert task.measures(SAMPLES)["episode/judge_disagreement"].tolist()[:4] == [0, 1, 0, 0]
 
 
+def test_parts_of_a_batch_are_asked_about_once_and_episodes_that_are_gone_are_forgotten():
+    """A reward of a batch size, or one that failed, scores a batch in parts; what is measured is the whole."""
+    with scripted(likes_how_it_ended) as server:
+        task = watched(server)
+        (judge,) = task._judges.values()
+        own = [sample(episode(0, level, success=True)) for level in (10, 20, 30)]
+        task.score(own[:2]), task.score(own[2:]), task.measures(own)
+        assert len(server.requests) == 3 and len(judge._told) == 3
+        del own
+        task.score(SAMPLES[:1])
+        assert len(judge._told) == 1
+
+
 def test_another_episode_is_asked_about_anew():
     with scripted(likes_how_it_ended) as server:
         task = watched(server)

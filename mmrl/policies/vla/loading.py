@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
@@ -31,6 +31,7 @@ from mmrl.policies.vla.settings import (
     VisionLanguageActionModel,
 )
 from mmrl.policies.vla.states import StateStatistics, measure
+from mmrl.protocols import SimulatedTask
 from mmrl.sections import Log
 from mmrl.settings import plain
 from mmrl.sims import VectorSim
@@ -41,16 +42,6 @@ if TYPE_CHECKING:
 
 LEROBOT = ("smolvla", "pi0")  # types of policies that can be trained
 SHAPING = ("chunk", "proprioception")  # keys of `action` that the saved weights depend on, whatever the head
-
-
-@runtime_checkable
-class SimulatedTask(Protocol):
-    """A task whose prompts are start states of episodes."""
-
-    simulator_rows: int  # environments that may exist at once on a rank
-    watched: bool  # whether what is measured or earned depends on pictures of whole episodes
-
-    def make_simulator(self, rows: int) -> VectorSim: ...
 
 
 def load(config: Config, task: Any, path: str) -> VisionLanguageActionPolicy:

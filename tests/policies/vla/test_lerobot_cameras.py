@@ -6,16 +6,11 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.samplers.chain import INITIAL, gaussian, mixed
-from tests.policies.vla.test_cameras import TwoCameras
 from tests.policies.vla.test_lerobot_policy import CHUNK, SEEDS, STARTS, lerobot, load, starts
 
-SIM = "tests.policies.vla.test_lerobot_cameras:Seen"
+SIM = "tests.policies.vla.test_cameras:TwoCameras"
 TOP, SIDE = "observation.images.top", "observation.images.side"
 FRONT, WRIST = 10, 200  # what the simulator's two cameras show
-
-
-class Seen(TwoCameras):
-    """One that remembers what it was told, as all of `Line` do."""
 
 
 @pytest.fixture(scope="module", params=["smolvla", "pi0"])

@@ -518,6 +518,14 @@ def test_looks_in_parts_change_memory_only(played, kind):
         assert kept[size] < 0.5 * kept[None], kept  # what goes in and comes out
 
 
+TREE = {
+    "run_dir": "unset",
+    "model": {"type": "vision_language_action"},
+    "task": {"type": "manipulation"},
+    "action": {"chunk": CHUNK, "prompt": "{instruction}", "head": {**KINDS["parallel"]}, "horizon": 12},
+}
+
+
 class Line:
     """A task that is nothing but its simulator."""
 
@@ -529,14 +537,8 @@ class Line:
 
 
 def test_the_key_of_a_configuration_says_how_many_looks_are_replayed_at_once(backbones):
-    tree = {
-        "run_dir": "unset",
-        "model": {"type": "vision_language_action"},
-        "task": {"type": "manipulation"},
-        "action": {"chunk": CHUNK, "prompt": "{instruction}", "head": {**KINDS["parallel"]}, "horizon": 12},
-    }
     for keys, parts in (({}, [4]), ({"looks_at_once": 3}, [3, 1])):
-        config = validate({**tree, "engine": {"micro_batch": 2, **keys}}, "test")
+        config = validate({**TREE, "engine": {"micro_batch": 2, **keys}}, "test")
         policy = config.model.load(config, Line(), str(backbones["small"]))
         rollouts, sizes = policy.rollout(starts(0, 10, 20), 1, SEEDS[:3]), []
         looks = sum(map(len, rollouts.inputs))
@@ -570,13 +572,7 @@ def test_rollouts_that_a_table_shows_are_filmed_and_play_as_others_do(make):
 
 def test_pictures_of_every_episode_are_kept_for_a_task_that_looks_at_them(backbones):
     """Of every look while training, of every action while evaluating; what happens in the episodes stays the same."""
-    tree = {
-        "run_dir": "unset",
-        "model": {"type": "vision_language_action"},
-        "task": {"type": "manipulation"},
-        "action": {"chunk": CHUNK, "prompt": "{instruction}", "head": {**KINDS["parallel"]}, "horizon": 12},
-    }
-    config, made = validate(tree, "test"), {}
+    config, made = validate(TREE, "test"), {}
     for watched in (False, True):
         task = Line()
         task.watched = watched
@@ -585,6 +581,9 @@ def test_pictures_of_every_episode_are_kept_for_a_task_that_looks_at_them(backbo
         made[watched] = played, policy.respond(starts(0, 10, 20), SEEDS[:3])
     (plain, unseen), (filmed, seen) = made[False], made[True]
     assert [replace(s.episode, frames=None) for s in filmed.samples] == [s.episode for s in plain.samples]
+    for one, other in zip(seen, unseen, strict=True):  # rewards are summed in another order
+        assert replace(one.episode, frames=None, reward=0) == replace(other.episode, reward=0)
+        assert one.episode.reward == pytest.approx(other.episode.reward)
     assert [len(s.episode.frames) for s in filmed.samples] == [len(looks) + 1 for looks in filmed.inputs]
     assert [len(s.episode.frames) for s in seen] == [s.episode.length + 1 for s in seen]
     assert all(s.episode.frames is None for s in [*plain.samples, *unseen])
