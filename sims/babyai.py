@@ -30,6 +30,8 @@ UNSEEN = frozenset({("red", "ball"), ("blue", "box"), ("yellow", "key"), ("green
 SUFFIX = "/unseen"
 TRIES = 1000  # worlds that are made in search of an instruction
 VIEW = 7  # squares along each side of what the agent sees
+EMPTY = (OBJECT_TO_IDX["empty"], 0, 0)
+WALL = (OBJECT_TO_IDX["wall"], COLOR_TO_IDX["grey"], 0)
 STRIDE = 1 << 40  # between the seeds of those worlds, so that no episode's worlds are those of its neighbour
 
 
@@ -56,7 +58,11 @@ class Levels(gymnasium.Env):
         self._idle = True
         self._last: dict[str, Any] = {}  # what was seen last
         self._tile, self._around = tile, around
-        side = (around or VIEW) * tile
+        self._codes = np.zeros((0, 0, 3), np.uint8)  # of the world's squares [x, y, (object, colour, state)]
+        if around:  # half of a step's time would go into what can be seen of 7 x 7 squares, which nobody looks at
+            for world in self._worlds.values():
+                _look_away(world.unwrapped)
+        side = (around or VIEW) * (tile or 1)
         shown = gymnasium.spaces.Box(0, 255, (side, side, 3), np.uint8)
         self.observation_space = gymnasium.spaces.Dict(image=shown, mission=gymnasium.spaces.Text(200))
         self.action_space = self._now.action_space
@@ -77,13 +83,20 @@ class Levels(gymnasium.Env):
                 seen, info = self._now.reset(seed=(seed or 0) + number * STRIDE)
             if is_unseen(seen["mission"]) == task.endswith(SUFFIX):
                 self._idle = False
+                if self._around:
+                    self._codes = self._now.unwrapped.grid.encode()
                 return self._shown(seen), info
         raise UserError(f"babyai: {level} has no instruction for task {task!r}: {TRIES} worlds were tried")
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self._idle:
             return self._last, 0.0, False, False, {"solved": False}
+        world = self._now.unwrapped
+        ahead = tuple(world.front_pos)
         seen, reward, terminated, truncated, info = self._now.step(int(action))
+        if self._around:  # an action changes no other square
+            thing = world.grid.get(*ahead)
+            self._codes[ahead] = EMPTY if thing is None else thing.encode()
         solved = bool(terminated and float(reward) > 0)
         return self._shown(seen), float(reward), terminated, truncated, {"solved": solved}
 
@@ -92,8 +105,9 @@ class Levels(gymnasium.Env):
             world.close()
 
     def _shown(self, seen: dict[str, Any]) -> dict[str, Any]:
-        squares = all_round(self._now.unwrapped, self._around) if self._around else seen["image"]
-        self._last = {"image": picture(squares, self._tile), "mission": seen["mission"]}
+        squares = all_round(self._now.unwrapped, self._codes, self._around) if self._around else seen["image"]
+        shown = picture(squares, self._tile) if self._tile else np.ascontiguousarray(squares.transpose(1, 0, 2))
+        self._last = {"image": shown, "mission": seen["mission"]}
         return self._last
 
 
@@ -101,8 +115,10 @@ class BabyAI:
     """Levels of BabyAI with their scripted expert, the bot; the seven actions are the parts of [-1, 1] (`Choices`).
 
     levels: by name, without "BabyAI-" and "-v0"; each gives the tasks NAME and NAME/unseen, see `Levels`.
-    tile: pixels a side of a square. max_steps: of an episode. around: 0 shows the 7 x 7 squares before the agent that
-    it can see; an odd number shows as many a side, with the agent in the middle and nothing hidden (`all_round`).
+    tile: pixels a side of a square; 0 draws nothing and shows minigrid's codes of object, colour and state in place of
+    red, green and blue, one pixel a square. max_steps: of an episode. around: 0 shows the 7 x 7 squares before the
+    agent that it can see; an odd number shows as many a side, with the agent in the middle and nothing hidden
+    (`all_round`).
     """
 
     def __init__(
@@ -112,9 +128,9 @@ class BabyAI:
             raise UserError(
                 f"babyai: around is 0 or an odd number from 3 on, so that a square is the middle: {around=}"
             )
-        if not levels or tile < 1 or max_steps < 1:
+        if not levels or tile < 0 or max_steps < 1:
             raise UserError(
-                f"babyai: levels, tile and max_steps from 1 on are needed, not {levels=}, {tile=}, {max_steps=}"
+                f"babyai: levels, tile from 0 and max_steps from 1 on are needed, not {levels=}, {tile=}, {max_steps=}"
             )
         tasks = [f"{level}{suffix}" for level in levels for suffix in ("", SUFFIX)]
         self._inner = GymnasiumSimulator(
@@ -153,18 +169,21 @@ def _bot(env: gymnasium.Env) -> Callable[[Any], Any]:
     return BabyAIBot(env.unwrapped).replan
 
 
-def all_round(world: Any, side: int) -> NDArray[np.uint8]:
+def all_round(world: Any, codes: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
     """side x side squares [x, y, (object, colour, state)] about the agent of a minigrid world, which faces up.
 
-    Nothing is hidden, so that one look tells where everything is; beyond the world are walls. What the agent carries
-    lies in its place, as in minigrid's own view.
+    codes: of the world's grid, likewise. Nothing is hidden, so that one look tells where everything is; beyond the
+    world are walls. What the agent carries lies in its place, as in minigrid's own view.
     """
     half = side // 2
     x, y = world.agent_pos
-    cut = world.grid.slice(x - half, y - half, side, side)
-    cut.set(half, half, world.carrying)
-    turned = np.rot90(cut.encode().transpose(1, 0, 2), world.agent_dir + 1)  # [y, x]; direction 0 faces right, 3 up
-    return np.ascontiguousarray(turned.transpose(1, 0, 2))
+    cut = np.full((side, side, 3), WALL, np.uint8)
+    left, top = max(0, half - x), max(0, half - y)
+    inside = codes[max(0, x - half) : x + half + 1, max(0, y - half) : y + half + 1]
+    cut[left : left + inside.shape[0], top : top + inside.shape[1]] = inside
+    cut[half, half] = EMPTY if world.carrying is None else world.carrying.encode()
+    turned = np.rot90(cut.transpose(1, 0, 2), world.agent_dir + 1)  # [y, x]; direction 0 faces right, 3 up
+    return turned.transpose(1, 0, 2)
 
 
 def picture(squares: NDArray[np.uint8], tile: int) -> NDArray[np.uint8]:
@@ -192,6 +211,11 @@ def _tile(kind: int, colour: int, state: int, side: int) -> NDArray[np.uint8]:
     if kind == OBJECT_TO_IDX["unseen"]:
         return np.zeros((side, side, 3), np.uint8)
     return np.asarray(Grid.render_tile(WorldObj.decode(kind, colour, state), tile_size=side), np.uint8)
+
+
+def _look_away(world: Any) -> None:
+    """Steps and resets of a minigrid world observe its mission alone. Its bot looks by another method."""
+    world.gen_obs = lambda: {"mission": world.mission}
 
 
 def _world(level: str) -> gymnasium.Env:

@@ -13,10 +13,10 @@ WORDS = (  # what the grammar of instructions is made of, and the end of a promp
     *("red", "green", "blue", "purple", "yellow", "grey"),
 )
 BINS = 8  # seven intervals between them
-SQUARES = 11  # along each side of what the agent sees: the recipe's option `around`
-PIXELS = 4  # along each side of a square: its option `tile`
+SQUARES = 11  # along each side of what the agent sees: the recipe's option `around`; its `tile` is 0
+CODES = (11, 6, 3)  # objects, colours and states of minigrid
 
 
 def build(path: str | Path, seed: int = 0) -> None:
-    """Writes a `SmallBackbone` that knows WORDS and looks at the squares of a picture."""
-    small.create(path, small.SmallConfig(WORDS, bins=BINS, width=64, squares=SQUARES, pixels=PIXELS), seed)
+    """Writes a `SmallBackbone` that knows WORDS and reads minigrid's codes."""
+    small.create(path, small.SmallConfig(WORDS, bins=BINS, width=128, layers=1, squares=SQUARES, codes=CODES), seed)

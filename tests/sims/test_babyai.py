@@ -19,7 +19,9 @@ from mmrl.policies.vla.codec import ActionCodec
 
 pytest.importorskip("minigrid")
 
-from mmrl.sims.babyai import LEVELS, UNSEEN, all_round, is_unseen, picture  # noqa: E402
+from minigrid.core.constants import COLOR_TO_IDX, OBJECT_TO_IDX, STATE_TO_IDX  # noqa: E402
+from minigrid.utils.baby_ai_bot import BabyAIBot  # noqa: E402
+from mmrl.sims.babyai import LEVELS, UNSEEN, Levels, all_round, is_unseen, picture  # noqa: E402
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -139,23 +141,46 @@ def test_the_parts_share_no_instruction_and_every_word_is_known():
     assert len(UNSEEN) == 5
 
 
-def test_the_tiny_model_looks_at_the_squares_that_are_drawn(tmp_path):
-    """Two of its tokens are alike, but for their places, where minigrid has the same in two squares."""
+def test_the_tiny_model_reads_what_the_recipe_shows(tmp_path):
+    """Every code of minigrid has an embedding, and the instruction's words are known."""
     build_model(tmp_path)
     backbone = small.load(tmp_path)
-    recipe = yaml.safe_load((CONFIGS / "manipulation_babyai.yaml").read_text())["task"]["options"]
-    assert (backbone.config.squares, backbone.config.pixels) == (recipe["around"], recipe["tile"])
-    env = gymnasium.make("BabyAI-GoToLocalS8N7-v0")
-    env.reset(seed=0)
-    codes, side = all_round(env.unwrapped, backbone.config.squares), backbone.config.squares
-    shown = torch.from_numpy(picture(codes, backbone.config.pixels)[None]).permute(0, 3, 1, 2)
-    with torch.no_grad():
-        drawn = backbone.squares(shown)[0] - backbone.squares.places
-    squares = codes.transpose(1, 0, 2).reshape(side**2, 3)  # of x, y to one after the other, row by row
-    for a in range(side**2):
-        for b in range(a):
-            same = (squares[a] == squares[b]).all()
-            assert torch.allclose(drawn[a], drawn[b], atol=1e-5) == same
+    recipe = yaml.safe_load((CONFIGS / "manipulation_babyai.yaml").read_text())["task"]
+    assert (backbone.config.squares, recipe["options"]["tile"]) == (recipe["options"]["around"], 0)
+    codes = OBJECT_TO_IDX, COLOR_TO_IDX, STATE_TO_IDX
+    assert backbone.config.codes == tuple(max(each.values()) + 1 for each in codes)
+    tasks = [*recipe["tasks"], *recipe["eval_tasks"]]
+    with build("babyai", len(tasks), recipe["options"]) as sim:
+        seen = sim.reset([3] * len(tasks), tasks)
+        looks = backbone.prepare([seen.images], [f"{words} ?" for words in seen.instructions], seen.state)
+        assert all(look.words.min() > 0 for look in looks)
+        assert backbone.read(backbone.collate(looks, torch.device("cpu")), every_layer=False).last.isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["PickupDist", "ActionObjDoor", "OpenDoorColor", "PutNextLocalS5N3"])
+def test_codes_all_round_follow_the_world_while_things_are_moved(level):
+    """After every step they are what minigrid's own cutting and turning of the whole grid gives."""
+    env, around, moved = Levels([level], 0, 9), 9, set()
+    rng = np.random.default_rng(0)
+    for seed in range(6):
+        shown, _ = env.reset(seed=seed, options={"task": level})
+        bot, last = BabyAIBot(env.unwrapped), None
+        for _ in range(40):
+            world = env.unwrapped
+            x, y = world.agent_pos
+            cut = world.grid.slice(x - around // 2, y - around // 2, around, around)
+            for _ in range(world.agent_dir + 1):
+                cut = cut.rotate_left()
+            cut.set(around // 2, around // 2, world.carrying)
+            assert np.array_equal(shown["image"], cut.encode().transpose(1, 0, 2))
+            before = world.grid.encode()
+            last = bot.replan(last) if seed % 2 else rng.choice(6, p=[0.1, 0.1, 0.3, 0.2, 0.1, 0.2])
+            shown, _, done, _, _ = env.step(last)
+            if not np.array_equal(before, world.grid.encode()):
+                moved.add(int(last))
+            if done:
+                break
+    assert moved >= {"PickupDist": {3}, "PutNextLocalS5N3": {3, 4}}.get(level, {5})
 
 
 @pytest.mark.parametrize(("direction", "ahead", "right"), [(0, 1, 2), (1, 2, 3), (2, 3, 0), (3, 0, 1)])
@@ -171,13 +196,15 @@ def test_the_world_is_turned_about_the_agent_until_it_faces_up(direction, ahead,
         grid.set(x, y, Ball(colour))
     grid.set(7, 4, Key("yellow"))  # three squares to the east
     world = SimpleNamespace(agent_pos=(4, 4), agent_dir=direction, grid=grid, carrying=Key("grey"))
-    seen = all_round(world, 7)
+    seen = all_round(world, grid.encode(), 7)
     assert seen.shape == (7, 7, 3)
     assert seen[3, 3, :2].tolist() == [5, 5]  # a grey key, which is carried
     assert seen[3, 2, :2].tolist() == [6, ahead] and seen[4, 3, :2].tolist() == [6, right]
     far = {0: (3, 0), 1: (0, 3), 2: (3, 6), 3: (6, 3)}[direction]
     assert seen[far][:2].tolist() == [5, 4]
-    assert grid.get(4, 4) is None and (all_round(world, 11)[:, [0, 10], 0] == 2).all()  # walls beyond the world
+    assert (
+        grid.get(4, 4) is None and (all_round(world, grid.encode(), 11)[:, [0, 10], 0] == 2).all()
+    )  # walls beyond the world
 
 
 def test_a_view_all_round_shows_what_stands_behind_and_keeps_it_in_place():

@@ -34,6 +34,7 @@ class SmallConfig:
     normalise: bool = False  # every channel over its picture, before the prompt modulates it
     squares: int = 0  # along each side of the picture, for the words to look at; 0: convolutions read it
     pixels: int = 8  # along each side of a square
+    codes: tuple[int, ...] = ()  # how many values each channel of a picture has, one pixel a square; (): it is drawn
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class SmallBackbone(Backbone):
     another (cross-attention). What a word looks for is then learned for any place, and every word looks for its own
     thing, where convolutions are modulated by the sum of all words, which does not say what is to go next to what.
 
+    With codes, a picture has one pixel a square, whose channels say what is there; see `Board`. The transformer then
+    gets one token, the board as the words see it.
+
     Normalised (arXiv 1607.08022), it finds several things at once after fewer batches (`scripts/bench/robots.md`):
     otherwise the third convolution's outputs begin so small that no place stands out."""
 
@@ -62,7 +66,9 @@ class SmallBackbone(Backbone):
         self.width, self.vocabulary = config.width, len(config.words) + 1 + config.bins
         self.embeddings = nn.Embedding(self.vocabulary, config.width)
         nn.init.normal_(self.embeddings.weight, std=config.width**-0.5)
-        if config.squares:
+        if config.codes:
+            self.board = Board(config)
+        elif config.squares:
             self.squares = Squares(config)
         elif config.channels:
             self._see(*config.channels)
@@ -90,15 +96,22 @@ class SmallBackbone(Backbone):
         self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[Glance]:
         """Unknown words become one word, and pictures stand side by side. Raises UserError where there are none for
-        convolutions, and for another size than that of the squares."""
+        convolutions, for another size than that of the squares, and for codes that are not known."""
         images = pictures[0] if len(pictures) == 1 else np.concatenate(pictures, 2)
-        side = self.config.squares * self.config.pixels
+        each = 1 if self.config.codes else self.config.pixels
+        side = self.config.squares * each
         if side and images.shape[1:3] != (side, side):
             raise UserError(
                 f"this small network looks at pictures of {side} x {side} pixels, {self.config.squares} squares of "
-                f"{self.config.pixels} along each side, but the simulator shows {images.shape[1]} x {images.shape[2]}"
+                f"{each} along each side, but the simulator shows {images.shape[1]} x {images.shape[2]}"
             )
-        if self.config.channels and not images.size:
+        for channel, count in enumerate(self.config.codes):
+            if (most := int(images[..., channel].max())) >= count:
+                raise UserError(
+                    f"this small network knows codes below {count} in channel {channel} of a picture, but the "
+                    f"simulator shows {most}, as if it were drawn"
+                )
+        if self.config.channels and not self.config.codes and not images.size:
             raise UserError("the simulator shows no pictures, but this small network looks at them; make a blind one")
         pixels = torch.from_numpy(rearrange(images, "n h w c -> n c h w").copy())
         return [Glance(image, self._ids(text)) for image, text in zip(pixels, texts, strict=True)]
@@ -111,6 +124,9 @@ class SmallBackbone(Backbone):
 
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> SmallReading:
         words, known = self.embeddings(inputs["words"]), inputs["known"].bool()
+        if self.config.codes:
+            board = self.board(inputs["images"], words * known[..., None])[:, None]
+            return SmallReading(self, board, torch.ones_like(known[:, :1]), every_layer)
         said = words + self.order[: words.shape[1]]
         if self.config.squares:
             return SmallReading(self, said, known, every_layer, self.squares(inputs["images"]))
@@ -160,6 +176,55 @@ class Squares(nn.Module):
         pixels = images.to(self.places) / 255 - 0.5
         side = {"h": self.pixels, "w": self.pixels}
         return self.drawn(rearrange(pixels, "n c (y h) (x w) -> n (y x) (c h w)", **side)) + self.places
+
+
+class Board(nn.Module):
+    """What stands where, as the words see it: MAPS maps of what the words look for, as many of what is there whatever
+    they say, and as many numbers of what they say, which a perceptron reads. They are few, so that what is never asked
+    for is hardly told from what is.
+
+    A square is the sum of an embedding for each of its codes, and what is looked for is linear in sums of the words:
+    map_m = softmax over squares of q_m . e(square) / sqrt(THING). So a colour and a kind are found together which were
+    never named together: what fits best is found, however well it fits. In each of SUMS sums words weigh by their
+    place, so that the first thing that is named is told from the second.
+    """
+
+    def __init__(self, config: SmallConfig) -> None:
+        super().__init__()
+        self.codes = config.codes
+        width, size = config.width, MAPS * config.squares**2
+        self.things = nn.ModuleList(nn.Embedding(n, THING) for n in config.codes)
+        self.weights = nn.Parameter(1 + torch.randn(SUMS, MAX_WORDS) / 2)
+        self.sought = nn.Linear(SUMS * width, MAPS * THING)
+        self.there = nn.Linear(THING, MAPS)
+        self.heard = nn.Linear(SUMS * width, MAPS)
+        self.layers = nn.Sequential(nn.Linear(2 * size + MAPS, width), nn.ReLU(), nn.Linear(width, width))
+
+    def forward(self, codes: Tensor, words: Tensor) -> Tensor:
+        """codes [n, channel, height, width] of whole numbers, words [n, word, width] -> [n, width]"""
+        told = torch.einsum("sp,npw->nsw", self.weights[:, : words.shape[1]], words).flatten(1)
+        table = sum_of_codes([thing.weight for thing in self.things])
+        index = torch.zeros_like(codes[:, 0], dtype=torch.long)
+        for channel, count in enumerate(self.codes):
+            index = index * count + codes[:, channel].long()
+        index = index.flatten(1)  # [n, square]
+        sought = rearrange(self.sought(told), "n (m e) -> n m e", m=MAPS)
+        found = torch.einsum("nme,ke->nkm", sought, table) * THING**-0.5  # of every combination
+        there = self.there(table).expand(len(codes), -1, -1)
+        maps = torch.cat([found, there], 2).gather(1, index[..., None].expand(-1, -1, 2 * MAPS))
+        maps = torch.cat([maps[..., :MAPS].softmax(1), F.relu(maps[..., MAPS:])], 2)  # [n, square, map]
+        return self.layers(torch.cat([maps.flatten(1), self.heard(told)], 1))
+
+
+MAPS, THING, SUMS = 4, 32, 2  # maps of a board, of either kind; numbers of a thing; sums of words
+
+
+def sum_of_codes(weights: Sequence[Tensor]) -> Tensor:
+    """One embedding [count, e] for each channel -> their sums [product of counts, e], the last channel the fastest."""
+    table = weights[0]
+    for more in weights[1:]:
+        table = (table[:, None] + more[None]).flatten(0, 1)
+    return table
 
 
 class SmallReading:

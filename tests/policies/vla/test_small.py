@@ -1,4 +1,4 @@
-"""The small backbone: channels that are normalised, and squares that words look at."""
+"""The small backbone: channels that are normalised, squares that words look at, and boards of codes."""
 
 import numpy as np
 import pytest
@@ -168,3 +168,77 @@ def test_squares_are_loaded_as_they_were_saved(tmp_path, tiles):
 def test_a_picture_of_another_size_than_the_squares_is_named(seen):
     with pytest.raises(UserError, match="pictures of 6 x 6 pixels, 3 squares of 2 .* but the simulator shows 32 x 32"):
         read(board(), seen)
+
+
+CODES = (4, 3)  # kinds and colours, in the first two channels of a picture
+
+
+@pytest.fixture
+def codes():
+    """Three boards of random codes; the third channel is not read."""
+    rng = np.random.default_rng(0)
+    return np.stack([rng.integers(0, n, (3, SIDE, SIDE)) for n in (*CODES, 9)], -1).astype(np.uint8)
+
+
+def coded(**more):
+    torch.manual_seed(0)
+    config = SmallConfig(("go", "from"), bins=8, width=32, layers=1, squares=SIDE, codes=CODES, **more)
+    return small.SmallBackbone(config).double()
+
+
+@torch.no_grad()
+def test_what_the_words_look_for_by_hand(codes):
+    """Before the last layers: map m is a softmax over squares of q_m . (e_kind + e_colour) / sqrt(32), q linear in sums
+    of the words that weigh by their place; the maps behind them do not ask for the words, of which numbers follow."""
+    backbone = coded()
+    net, heard = backbone.board, {}
+    net.layers.register_forward_pre_hook(lambda _, given: heard.update(flat=given[0]))
+    read(backbone, codes)
+    words = backbone.embeddings.weight[[2, 1]]  # "from go", the second board's words
+    told = torch.cat([weights[0] * words[0] + weights[1] * words[1] for weights in net.weights])
+    sought = net.sought(told).view(small.MAPS, small.THING)
+    things = [net.things[0].weight[kind] + net.things[1].weight[colour] for kind, colour, _ in codes[1].reshape(-1, 3)]
+    fits = torch.stack([(sought @ thing / small.THING**0.5).exp() for thing in things])  # row by row
+    for square, thing in enumerate(things):
+        maps = torch.cat([fits[square] / fits.sum(0), net.there(thing).relu()])
+        start = 2 * small.MAPS * square
+        torch.testing.assert_close(heard["flat"][1, start : start + 2 * small.MAPS], maps)
+    torch.testing.assert_close(heard["flat"][1, 2 * small.MAPS * SIDE**2 :], net.heard(told))
+
+
+def test_every_square_every_code_and_the_words_are_seen(codes):
+    backbone = coded()
+    before = read(backbone, codes)
+    for row in range(SIDE):
+        for column in range(SIDE):
+            for channel, count in enumerate(CODES):
+                other = codes.copy()
+                other[:, row, column, channel] = (other[:, row, column, channel] + 1) % count
+                assert (read(backbone, other) - before).abs().amax(1).min() > 1e-6
+    assert torch.equal(read(backbone, codes ^ np.array([0, 0, 1], np.uint8)), before)  # no embedding, not read
+    assert (read(backbone, codes[[0, 0, 0]]).std(0)).max() > 1e-3  # three prompts
+
+
+@torch.no_grad()
+def test_a_reading_of_a_board_is_one_token_and_padding_changes_nothing(codes):
+    backbone = coded()
+    rows = backbone.prepare([codes], ["go from", "from go from", "from go"], np.zeros((3, 0), np.float32))
+    reading = backbone.read(backbone.collate(rows, torch.device("cpu")), every_layer=False)
+    same_words = backbone.prepare([codes[:1]], ["from go"], np.zeros((1, 0), np.float32))
+    turned = backbone.read(backbone.collate(same_words, torch.device("cpu")), every_layer=False)
+    assert not torch.allclose(turned.last[0], reading.last[0], atol=1e-4)
+    assert reading.hidden.shape == (3, 1, 32) and torch.equal(reading.hidden[:, 0], reading.last)
+    alone = backbone.read(backbone.collate(rows[:1], torch.device("cpu")), every_layer=False)
+    torch.testing.assert_close(alone.last[0], reading.last[0])
+
+
+def test_boards_are_loaded_as_they_were_saved_and_have_one_size(tmp_path, codes, seen):
+    small.create(tmp_path, SmallConfig(("go", "from"), width=32, squares=SIDE, codes=CODES), seed=3)
+    backbone = small.load(tmp_path)
+    backbone.save(tmp_path / "again", backbone.state_dict())
+    assert torch.equal(read(small.load(tmp_path / "again"), codes), read(backbone, codes))
+    with pytest.raises(UserError, match="pictures of 3 x 3 pixels, 3 squares of 1 .* but the simulator shows 32 x 32"):
+        read(backbone, seen)
+    codes[2, 1, 0, 1] = 3
+    with pytest.raises(UserError, match="codes below 3 in channel 1 of a picture, but the simulator shows 3"):
+        read(backbone, codes)
