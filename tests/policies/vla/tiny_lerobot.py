@@ -1,8 +1,10 @@
 """Tiny policies written by LeRobot itself: random weights, its own processors and statistics."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
@@ -106,6 +108,16 @@ def write(folder: Path, kind: str, cameras: Sequence[str] = ("top",), *, empty: 
     for processor in make_pre_post_processors(config, dataset_stats=STATISTICS):
         processor.save_pretrained(folder)
     return policy
+
+
+@contextmanager
+def written(folder: Path, kind: str) -> Iterator[Path]:
+    """`folder` with such a policy, while LeRobot's own code has tiny sizes too."""
+    with pytest.MonkeyPatch.context() as changed:
+        if kind != "smolvla":
+            shrink(changed, folder.parent)
+        write(folder, kind)
+        yield folder
 
 
 SIZES = {**FEATURES, "device": "cpu", "chunk_size": CHUNK, "n_action_steps": CHUNK, "push_to_hub": False}
