@@ -18,6 +18,7 @@ import huggingface_hub
 import numpy as np
 import peft
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies import pi_gemma
@@ -344,8 +345,6 @@ def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobo
     naming the file, tensor or option that does not fit."""
     if model.processor:
         raise UserError("model.processor is not for LeRobot policies; remove it")
-    if model.dtype != "float32":
-        raise UserError(f"model.dtype={model.dtype}, but LeRobot policies are trained in float32 here")
     folder = _folder(path)
     adapted = (folder / ADAPTERS[0]).is_file()
     base = loading.base_of(str(folder)) if adapted else path
@@ -367,12 +366,37 @@ def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobo
     kind, policy = BACKBONES[told["type"]], made(config).float()
     _fill(policy, load_file(weights), str(weights.parent))
     kind.freeze(policy, model.freeze)
+    if model.dtype == "bfloat16":
+        compute_precisely(policy)
     if adapted:
         policy = peft.PeftModel.from_pretrained(policy, folder, is_trainable=True)
         kind.freeze(policy, model.freeze)  # adapters too
     elif model.lora is not None:
         policy = with_lora(policy, base, model.lora)
+    for parameter in policy.parameters():  # not buffers: those of rotary embeddings are angles
+        parameter.data = parameter.data.to(getattr(torch, model.dtype))
     return kind(policy, folder, features)
+
+
+class PreciseLinear(nn.Linear):
+    """A linear layer that computes in fp32, whatever its weights are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(x.float(), self.weight.float(), bias)
+
+
+def compute_precisely(policy: Any) -> None:
+    """Has layers that take in states, noisy actions and noise levels, and the one that gives velocities, compute in
+    fp32: eight bits of an action are coarser than what a step of the chain changes. LeRobot keeps these layers in fp32;
+    attention, norms and rotary embeddings compute in fp32 by its own code."""
+    parts = [policy.model, *(module for module in policy.modules() if isinstance(module, pi_gemma.PiGemmaRMSNorm))]
+    for part in parts:
+        for name, linear in list(part.named_children()):
+            if isinstance(linear, nn.Linear):
+                made = PreciseLinear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+                made.weight, made.bias = linear.weight, linear.bias
+                setattr(part, name, made)
 
 
 def with_lora(policy: Any, base: str, lora: LoRA) -> Any:

@@ -302,7 +302,6 @@ def test_what_does_not_fit_is_refused(checkpoint, tmp_path):
         ({"head": {**FLOW, "likelihood": "learned"}}, "likelihood.type=learned is not for this policy"),
         ({"action": {"statistics": "x.json"}}, "action.statistics"),
         ({"simulator": "tabletop"}, "policy's action has 1 numbers, the simulator's"),
-        ({"dtype": "bfloat16"}, "model.dtype=bfloat16"),
         ({"lora": {"rank": 1, "targets": ["nothing"]}}, r"model.lora.targets=\['nothing'\] names no linear layer"),
     ]:
         with pytest.raises(UserError, match=message):
