@@ -1,4 +1,5 @@
-"""LeRobot's flow policies, SmolVLA (arXiv 2506.01844) and pi0 (arXiv 2410.24164), from the folders that LeRobot writes.
+"""LeRobot's flow policies, SmolVLA (arXiv 2506.01844), pi0 (arXiv 2410.24164) and pi0.5 (arXiv 2504.16054), from the
+folders that LeRobot writes.
 
 Networks, normalisation and tokens are LeRobot's own code. Its time is our sigma: 1 is noise, 0 the actions, and its
 velocity is noise - actions. What is read once is the prefix (pictures, words and SmolVLA's state): keys and values of
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,7 +265,12 @@ class Pi0Backbone(LeRobotBackbone):
             inputs_embeds=[embeddings, None],
             use_cache=True,
         )
-        return made_prefix(cache, mask, self.core.prepare_state(inputs), hidden)
+        return made_prefix(cache, mask, self._state(inputs), hidden)
+
+    def _state(self, inputs: dict[str, Tensor]) -> Tensor:
+        """What the expert is told of the state, normalised: [n, largest state]."""
+        state: Tensor = self.core.prepare_state(inputs)
+        return state
 
     def velocity(self, prefix: Prefix, x: Tensor, sigma: Tensor) -> Tensor:
         model: Any = self.core.model
@@ -272,6 +279,17 @@ class Pi0Backbone(LeRobotBackbone):
     @classmethod
     def _part(cls, name: str) -> str:
         return loading.part_of(name) if ".paligemma." in name else "expert"
+
+
+class Pi05Backbone(Pi0Backbone):
+    """It reads the state among its words, as LeRobot's own processor writes it there."""
+
+    def velocity(self, prefix: Prefix, x: Tensor, sigma: Tensor) -> Tensor:
+        model: Any = self.core.model
+        return model.denoise_step(prefix.mask, prefix.cache(), x, sigma)
+
+    def _state(self, inputs: dict[str, Tensor]) -> Tensor:
+        return inputs[OBS_STATE]
 
 
 class LeRobotHead(FlowHead):
@@ -294,7 +312,7 @@ class LeRobotHead(FlowHead):
         return self._backbone[0].velocity(cast(Prefix, reading).select(rows), x, sigma).float()
 
 
-BACKBONES: dict[str, type[LeRobotBackbone]] = {"smolvla": SmolVLABackbone, "pi0": Pi0Backbone}
+BACKBONES: dict[str, type[LeRobotBackbone]] = {"smolvla": SmolVLABackbone, "pi0": Pi0Backbone, "pi05": Pi05Backbone}
 
 
 def made_prefix(cache: Any, mask: Tensor, state: Tensor, hidden: Tensor) -> Reading:
@@ -306,7 +324,7 @@ def made_prefix(cache: Any, mask: Tensor, state: Tensor, hidden: Tensor) -> Read
 
 def _tell_nothing_that_transformers_dropped() -> None:
     """LeRobot 0.6 gives `create_causal_mask` the cache's position, which transformers 5.16 does not take any more; pi0
-    brings a mask of its own, for which it never mattered."""
+    and pi0.5 bring masks of their own, for which it never mattered."""
     usual = masking_utils.create_causal_mask
     if "cache_position" in inspect.signature(usual).parameters:
         return
@@ -365,6 +383,7 @@ def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobo
     made: Any = get_policy_class(told["type"])
     kind, policy = BACKBONES[told["type"]], made(config).float()
     _fill(policy, load_file(weights), str(weights.parent))
+    freeze_unread(policy)
     kind.freeze(policy, model.freeze)
     if model.dtype == "bfloat16":
         compute_precisely(policy)
@@ -376,6 +395,15 @@ def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobo
     for parameter in policy.parameters():  # not buffers: those of rotary embeddings are angles
         parameter.data = parameter.data.to(getattr(torch, model.dtype))
     return kind(policy, folder, features)
+
+
+def freeze_unread(policy: nn.Module) -> None:
+    """Heads for words, which no action depends on; but not where they are the embeddings of words too."""
+    named = list(policy.named_parameters(remove_duplicate=False))
+    places = Counter(id(parameter) for _, parameter in named)
+    for name, parameter in named:
+        if "lm_head." in name and places[id(parameter)] == 1:
+            parameter.requires_grad_(False)
 
 
 class PreciseLinear(nn.Linear):
@@ -404,8 +432,7 @@ def with_lora(policy: Any, base: str, lora: LoRA) -> Any:
     UserError where there are none."""
     told = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, init_lora_weights=lora.peft_init)
     told.target_modules = None if lora.targets == "all-linear" else lora.targets
-    trained = [n for n, m in policy.named_modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
-    names = [n for n in trained if not n.endswith("lm_head")]  # no word is ever written
+    names = [n for n, m in policy.named_modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
     if told.target_modules is not None:
         names = [n for n in names if check_target_module_exists(told, n)]
     if not names:

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.policies.vla.test_lerobot_lora import LORA, PARTS, assert_equal_actions, moved
-from tests.policies.vla.test_lerobot_policy import LIKELIHOODS, SEEDS, STARTS, lerobot, load
+from tests.policies.vla.test_lerobot_policy import KINDS, LIKELIHOODS, SEEDS, STARTS, lerobot, load
 
 
-@pytest.fixture(scope="module", params=["smolvla", "pi0"])
+@pytest.fixture(scope="module", params=KINDS)
 def checkpoint(request, tmp_path_factory):
     from tests.policies.vla import tiny_lerobot
 

@@ -9,14 +9,14 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.samplers.chain import INITIAL, gaussian, mixed
-from tests.policies.vla.test_lerobot_policy import CHUNK, SEEDS, STARTS, lerobot, load, shown, starts
+from tests.policies.vla.test_lerobot_policy import CHUNK, KINDS, SEEDS, STARTS, lerobot, load, shown, starts
 
 LORA = {"rank": 2, "alpha": 8.0}
 PARTS = ["vision", "connector", "language"]
-EXPERT = {"smolvla": ".lm_expert.", "pi0": ".gemma_expert."}
+EXPERT = {"smolvla": ".lm_expert.", "pi0": ".gemma_expert.", "pi05": ".gemma_expert."}
 
 
-@pytest.fixture(scope="module", params=["smolvla", "pi0"])
+@pytest.fixture(scope="module", params=KINDS)
 def checkpoint(request, tmp_path_factory):
     from tests.policies.vla import tiny_lerobot
 
@@ -74,11 +74,12 @@ def test_adapters_alone_learn_and_change_nothing_at_first(checkpoint):
     base, policy = load(checkpoint), load(checkpoint, lora=LORA)
     trained = adapters(policy)
     assert trained and all("lora_" in name for name in trained) and not any("lm_head" in name for name in trained)
-    for part in (EXPERT[checkpoint.name], ".action_in_proj.", ".action_out_proj.", ".state_proj."):
+    for part in (EXPERT[checkpoint.name], ".action_in_proj.", ".action_out_proj."):
         assert any(part in name for name in trained), part
+    assert any(".state_proj." in name for name in trained) == (checkpoint.name != "pi05")  # which has it in words
     own = {".vision_tower.": True, ".multi_modal_projector.": True, ".language_model.": True, ".vlm.": False}
     for part, there in own.items():  # a SmolVLA trains its expert only, as its config.json says
-        assert any(part in name for name in trained) == (there and checkpoint.name == "pi0"), part
+        assert any(part in name for name in trained) == (there and checkpoint.name != "smolvla"), part
     rollouts = base.rollout(STARTS, 2, SEEDS)
     with torch.no_grad():
         old = base.replay(rollouts, base.module)
@@ -107,6 +108,20 @@ def test_frozen_parts_have_no_adapters_and_are_read_once(checkpoint):
 
 
 @lerobot
+def test_a_new_one_has_its_rank_and_scale(checkpoint, tmp_path):
+    policy = load(checkpoint, lora={"rank": 4, "alpha": 6.0})
+    layer = policy.module.backbone.core.model.action_out_proj
+    assert layer.lora_A["default"].weight.shape[0] == 4 and layer.scaling["default"] == 6 / 4
+    x = torch.ones(1, layer.in_features)
+    with torch.no_grad():
+        before = layer(x)
+        moved(policy.module)
+        added = layer(x) - before
+    first, second = (part["default"].weight for part in (layer.lora_A, layer.lora_B))
+    torch.testing.assert_close(added, 1.5 * x @ first.T @ second.T)
+
+
+@lerobot
 @pytest.mark.parametrize("parts", [[], PARTS], ids=["whole", "expert"])
 def test_what_is_saved_acts_the_same_in_lerobot(checkpoint, tmp_path, parts):
     policy = load(checkpoint, lora=LORA, freeze=parts)
@@ -131,9 +146,19 @@ def test_what_is_saved_acts_the_same_in_lerobot(checkpoint, tmp_path, parts):
     assert adapters(again) == adapters(policy) and again.keeps_readings == policy.keeps_readings
     with torch.no_grad():
         assert torch.equal(again.replay(rollouts, again.module).logp, old.logp)
+    frozen = load(tmp_path, freeze=PARTS)
+    assert frozen.keeps_readings and adapters(frozen)
+    assert adapters(frozen) == {n for n in adapters(policy) if ".vlm." not in n and ".paligemma." not in n} - {
+        n for n in adapters(policy) if ".state_proj." in n and checkpoint.name == "smolvla"
+    }
     again.save(tmp_path / "again", again.module.state_dict())
-    for name in ("config.json", "adapter_config.json", "adapter_model.safetensors"):
+    for name in ("config.json", "adapter_model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes(), name
+    one, other = (json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path, tmp_path / "again"))
+    assert {**one, "target_modules": set(one["target_modules"])} == {
+        **other,
+        "target_modules": set(other["target_modules"]),  # peft writes a set
+    }
 
 
 @lerobot
