@@ -95,9 +95,11 @@ def write(root, version, dtype="video", cameras=(FRONT,), **info):
         file = root / files["data_path"].format(**place)
         file.parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(pa.concat_tables(pa.table(rows(e, dtype, cameras)) for e in part), file)
-        for name in cameras if dtype == "video" else ():
+        for number, name in enumerate(
+            cameras if dtype == "video" else ()
+        ):  # of each camera in a file of another number
             video(
-                root / files["video_path"].format(**place, video_key=name),
+                root / files["video_path"].format(chunk_index=0, file_index=f + number, video_key=name),
                 [p for e in part for p in pictures(e, name)],
             )
         start = 0
@@ -105,7 +107,9 @@ def write(root, version, dtype="video", cameras=(FRONT,), **info):
             episodes[e] |= {"data/chunk_index": 0, "data/file_index": f, "dataset_from_index": sum(LENGTHS[:e])}
             if dtype == "video":
                 where = {**place, "from_timestamp": start / FPS}
-                episodes[e] |= {f"videos/{c}/{key}": value for c in cameras for key, value in where.items()}
+                for number, name in enumerate(cameras):
+                    places = {**where, "file_index": f + number}
+                    episodes[e] |= {f"videos/{name}/{key}": value for key, value in places.items()}
             start += LENGTHS[e]
     (root / "meta/episodes/chunk-000").mkdir(parents=True)
     parquet.write_table(pa.Table.from_pylist(episodes), root / "meta/episodes/chunk-000/file-000.parquet")
