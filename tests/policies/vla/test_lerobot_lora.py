@@ -25,11 +25,11 @@ def checkpoint(request, tmp_path_factory):
 
 
 def moved(policy):
-    """The policy with second factors that are not 0, by name, so that equal adapters of two policies are equal."""
+    """The policy with adapters that do something, drawn by their order, so that those of two policies are equal."""
     with torch.no_grad():
         for i, (name, parameter) in enumerate(sorted(policy.named_parameters())):
-            if "lora_B" in name:
-                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(i))
+            if "lora_" in name:
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(i))
     return policy
 
 
@@ -62,10 +62,10 @@ def assert_equal_actions(ours, theirs):
         expected = after(policy.predict_action_chunk(before(shown(observation, [0, 1, 2])), noise=noise))
     ours.sim.simulator.received.clear()
     ours.respond(starts(0, 10, 30), [5, 6, 7])
-    for row in range(3):
-        found = torch.tensor([action for r, action in ours.sim.simulator.received if r == row][:CHUNK])
-        assert len(found) > 1 and expected[row].std() > 0.01
-        torch.testing.assert_close(found.float(), expected[row, : len(found), 0], rtol=1e-4, atol=1e-5)
+    moves = [[action for r, action in ours.sim.simulator.received if r == row][:CHUNK] for row in range(3)]
+    assert all(moves) and sum(map(len, moves)) > 4 and expected.std() > 0.01
+    for row, found in enumerate(moves):  # an episode may end inside its chunk
+        torch.testing.assert_close(torch.tensor(found).float(), expected[row, : len(found), 0], rtol=1e-4, atol=1e-5)
     return expected
 
 
