@@ -46,7 +46,8 @@ TABLE = [
     ("manipulation_maniskill_pickcube", QWEN3, 3.75),
     ("manipulation_libero_spatial", "openvla/openvla-7b", 7.54),
     ("manipulation_libero_smolvla", "lerobot/smolvla_base", 0.45),
-    ("manipulation_libero_smolvla", "lerobot/pi0", 3.24),
+    ("manipulation_libero_smolvla", "lerobot/pi0", 4.03),
+    ("manipulation_libero_smolvla", "lerobot/pi05_base", 4.14),
 ]
 
 
@@ -356,8 +357,8 @@ def test_the_command_line_prints_parts_and_what_fits(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert ended.value.code == 0 and lines[0] == "memory of each of 8 ranks, computed without weights:"
     table = {line[:28].strip(): line.split()[-2:] for line in lines[2:-3]}
-    assert table["weights"] == ["1.68", "1.68"] and table["sum"] == ["12.83", "6.62"]
-    assert lines[-2].startswith("80 GiB: fits (12.8 of 72.0 GiB") and lines[-1].startswith("rtx4090: fits")
+    assert table["weights"] == ["0.84", "0.84"] and table["sum"] == ["8.78", "5.37"]
+    assert lines[-2].startswith("80 GiB: fits (8.8 of 72.0 GiB") and lines[-1].startswith("rtx4090: fits")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+DATA, READ = "tasks/manipulation/lerobot.py", ("tasks/test_lerobot.py",)
 C, D = "sims/mujoco/control.py", "tasks/manipulation/episodes.py"
 T = "sims/mujoco/tasks.py"
 SMALL, LOOKS = "mmrl/policies/vla/small.py", ("policies/vla/test_small.py",)
@@ -139,4 +140,16 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "return turned[:, ::-1].transpose(1, 0, 2)", WORLDS),
     ("babyai: all round is never shown", "sims/babyai.py", "if self._around else", "if False else", WORLDS),
     ("babyai: a view without a middle", "sims/babyai.py", "or around % 2 == 0", "", WORLDS),
+    ("demonstrations: cameras in another order", DATA, "for camera in self.shown]\n\n        def decode",
+     "for camera in reversed(self.shown)]\n\n        def decode", READ),
+    ("demonstrations: one camera above another", DATA, "part in parts], 2)", "part in parts], 1)", READ),
+    ("demonstrations: a whole picture has cameras", DATA, "len(self.shown) == len(cameras) else (\"camera\",)",
+     "True else (\"camera\",)", READ),
+    ("demonstrations: one camera has no name", DATA, "len(self.shown) == len(cameras) else (\"camera\",)",
+     "len(self.shown) == len(cameras) > 1 else (\"camera\",)", READ),
+    ("demonstrations: another camera's video", DATA, 'episode["episode_index"], f"videos/{camera}/"',
+     'episode["episode_index"], f"videos/{self.shown[0]}/"', READ),
+    ("demonstrations: a picture as wide as all", DATA, "(height, width // len(self.shown)))", "(height, width))", READ),
+    ("demonstrations: any two features", DATA, "or len(set(named)) < cameras", "", READ),
+    ("demonstrations: any sides", DATA, "if h * width != w * height:", "if False:", READ),
 ]

@@ -311,6 +311,7 @@ def lerobot(folder: Path) -> Cases:
         ("folder that is not there", _demonstrations(Path("/nope")), "/nope"),
         ("folder that is no data set", _demonstrations(folder / "empty"), "empty"),
         ("camera that is not there", _demonstrations(good, "camera: wrist"), "wrist"),
+        ("more cameras than the simulator has", _demonstrations(good, "camera: [a, b]"), "must be 1 different names"),
         ("state that is not there", _demonstrations(good, "state: qpos"), "qpos"),
         ("option of the expert", _demonstrations(good, "noise: 0.1"), "unknown key task.demonstrations.noise"),
         ("more episodes than there are", _demonstrations(good, "episodes: 99"), TAKEN),

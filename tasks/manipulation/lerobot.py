@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,13 @@ from PIL import Image
 from mmrl.errors import UserError
 
 GIBIBYTE = 1 << 30
+Decoder = Callable[[int, int], NDArray[np.uint8]]  # first frame and how many -> [frame, height, width, 3]
 
 
 class Frames:
     """The pictures of one episode: slices are decoded when asked for, and the whole episode is then kept if `keep`."""
 
-    def __init__(self, length: int, decode: Callable[[int, int], NDArray[np.uint8]], keep: bool) -> None:
+    def __init__(self, length: int, decode: Decoder, keep: bool) -> None:
         self.length, self.decode, self.keep = length, decode, keep
         self.kept: NDArray[np.uint8] | None = None
 
@@ -53,9 +54,10 @@ class Frames:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which features are what."""
+    """Which features are what. camera: one for the simulator's whole picture, or one for each of its cameras, in their
+    order; None: the only one."""
 
-    camera: str | None = None  # None: the only one
+    camera: str | Sequence[str] | None = None
     state: str = "observation.state"
     action: str = "action"
 
@@ -69,14 +71,16 @@ def load(
     action_dim: int,
     state_dim: int,
     image_shape: tuple[int, int, int],
+    cameras: tuple[str, ...],
 ) -> list[Recorded]:
     """The first `episodes` of the data set (None: all). States and actions are held in memory; so are pictures once
-    they were seen, if all of them, resized to `image_shape`, take at most `memory` GiB.
+    they were seen, if all of them, resized to `image_shape`, take at most `memory` GiB. cameras: the simulator's, whose
+    pictures lie side by side in one of `image_shape`.
 
     Raises UserError naming the file where something is missing or does not fit the simulator's dimensions.
     """
     try:
-        dataset = _Dataset(Path(folder), columns)
+        dataset = _Dataset(Path(folder), columns, cameras)
     except (KeyError, TypeError, AttributeError) as error:  # a feature or an episode that lacks something
         raise UserError(f"{folder}/meta: not a data set in LeRobot's format: {type(error).__name__} {error}") from None
     if not dataset.episodes:
@@ -89,7 +93,7 @@ def load(
 
 
 class _Dataset:
-    def __init__(self, root: Path, columns: Columns) -> None:
+    def __init__(self, root: Path, columns: Columns, cameras: tuple[str, ...]) -> None:
         self.root, self.state, self.action = root, columns.state, columns.action
         path = _existing(root / "meta/info.json")
         info = _parsed(path, path.read_text())
@@ -104,12 +108,8 @@ class _Dataset:
         self.data_path = info["data_path"]
         self.video_path: Any = info.get("video_path")
         self.chunk = info.get("chunks_size", 1000)
-        cameras = [name for name, feature in self.features.items() if feature["dtype"] in ("video", "image")]
-        if columns.camera is None and len(cameras) != 1:
-            raise UserError(f"{root} has the cameras {cameras}; choose one with task.demonstrations.camera")
-        self.camera = cameras[0] if columns.camera is None else columns.camera
-        if self.camera not in cameras:
-            raise UserError(f"task.demonstrations.camera={self.camera} is not in {root}; it has {cameras}")
+        self.shown = self._shown(columns.camera, len(cameras))  # features, from left to right
+        self.cameras = cameras if len(self.shown) == len(cameras) else ("camera",)
         self.episodes = sorted(self._episodes(), key=lambda episode: episode["episode_index"])
         self._rows: tuple[Path, Mapping[str, NDArray]] | None = None  # of the file that was read last
 
@@ -120,13 +120,35 @@ class _Dataset:
                 raise UserError(f"{info} has no feature {name!r}; it has {list(self.features)}")
             if (found := int(np.prod(self.features[name]["shape"]))) != size:
                 raise UserError(f"{info}: {name} has {found} numbers, but the simulator {what} {size}")
-        shape = self.features[self.camera]["shape"]
-        height, width = shape[1:] if shape[0] == 3 else shape[:2]
-        if height * image_shape[1] != width * image_shape[0]:
-            raise UserError(
-                f"{info}: {self.camera} has pictures of {height} x {width}, but the simulator's are "
-                f"{image_shape[0]} x {image_shape[1]}; their sides must have the same ratio"
-            )
+        height, width = image_shape[0], image_shape[1] // len(self.shown)
+        for camera in self.shown:
+            shape = self.features[camera]["shape"]
+            h, w = shape[1:] if shape[0] == 3 else shape[:2]
+            if h * width != w * height:
+                raise UserError(
+                    f"{info}: {camera} has pictures of {h} x {w}, but the simulator's are {height} x {width}; their "
+                    "sides must have the same ratio"
+                )
+
+    def _shown(self, chosen: str | Sequence[str] | None, cameras: int) -> list[str]:
+        """Raises UserError for features that are not there, or not as many as the simulator has cameras."""
+        there = [name for name, feature in self.features.items() if feature["dtype"] in ("video", "image")]
+        if chosen is None and len(there) != 1:
+            several = "" if cameras == 1 else f", or {cameras}, one for each of the simulator's cameras,"
+            raise UserError(f"{self.root} has the cameras {there}; choose one{several} with task.demonstrations.camera")
+        if chosen is None or isinstance(chosen, str):
+            named = there if chosen is None else [chosen]
+        else:
+            named = list(chosen)
+            if len(named) != cameras or len(set(named)) < cameras:
+                raise UserError(
+                    f"task.demonstrations.camera must be {cameras} different names, one for each of the simulator's "
+                    f"cameras, not {named}"
+                )
+        for name in named:
+            if name not in there:
+                raise UserError(f"task.demonstrations.camera={name} is not in {self.root}; it has {there}")
+        return named
 
     def recorded(self, episode: dict[str, Any], size: tuple[int, int], keep: bool) -> Recorded:
         number, length = episode["episode_index"], episode["length"]
@@ -138,27 +160,31 @@ class _Dataset:
             raise UserError(f"{file}: episode {number} has {len(rows[self.action])} rows, its index says {length}")
         if np.abs(rows["timestamp"] - np.arange(length) / self.fps).max() > 0.5 / self.fps:
             raise UserError(f"{file}: the timestamps of episode {number} are not those of {self.fps} frames a second")
-        if self.features[self.camera]["dtype"] == "video":
-            video, start = self._video(episode)
+        height, width = size
+        parts = [self._decoder(camera, episode, file, (height, width // len(self.shown))) for camera in self.shown]
 
-            def decode(first: int, count: int) -> NDArray[np.uint8]:
-                return _resized(read_video(video, start + first, count, self.fps), size)
-        else:
-
-            def decode(first: int, count: int) -> NDArray[np.uint8]:
-                return _resized(self._pictures(file, number)[first : first + count], size)
+        def decode(first: int, count: int) -> NDArray[np.uint8]:
+            return np.concatenate([part(first, count) for part in parts], 2)
 
         images: Any = Frames(length, decode, keep)
         name = f"{self.root.name}-{number}"
-        return Recorded(name, episode["tasks"][0], images, rows[self.state], rows[self.action])
+        return Recorded(name, episode["tasks"][0], images, rows[self.state], rows[self.action], self.cameras)
+
+    def _decoder(self, camera: str, episode: dict[str, Any], file: Path, size: tuple[int, int]) -> Decoder:
+        """Of one camera's pictures in one episode."""
+        if self.features[camera]["dtype"] == "video":
+            video, start = self._video(camera, episode)
+            return lambda first, count: _resized(read_video(video, start + first, count, self.fps), size)
+        number = episode["episode_index"]
+        return lambda first, count: _resized(self._pictures(camera, file, number)[first : first + count], size)
 
     def _episodes(self) -> list[dict[str, Any]]:
         if not self.shared:
             path = _existing(self.root / "meta/episodes.jsonl")
             return [_parsed(path, line) for line in path.read_text().splitlines() if line.strip()]
-        where = [f"videos/{self.camera}/{key}" for key in ("chunk_index", "file_index", "from_timestamp")]
-        if self.features[self.camera]["dtype"] != "video":
-            where = []
+        keys = ("chunk_index", "file_index", "from_timestamp")
+        videos = [camera for camera in self.shown if self.features[camera]["dtype"] == "video"]
+        where = [f"videos/{camera}/{key}" for camera in videos for key in keys]
         names = ["episode_index", "tasks", "length", "data/chunk_index", "data/file_index", *where]
         files = sorted((self.root / "meta/episodes").glob("*/*.parquet"))
         if not files:
@@ -173,15 +199,15 @@ class _Dataset:
             place = {"episode_chunk": number // self.chunk, "episode_index": number}
         return _existing(self.root / self.data_path.format(**place))
 
-    def _video(self, episode: dict[str, Any]) -> tuple[Path, int]:
+    def _video(self, camera: str, episode: dict[str, Any]) -> tuple[Path, int]:
         """File, and the number of the episode's first frame in it."""
-        number, key = episode["episode_index"], f"videos/{self.camera}/"
+        number, key = episode["episode_index"], f"videos/{camera}/"
         if self.shared:
             place = {"chunk_index": episode[key + "chunk_index"], "file_index": episode[key + "file_index"]}
             start = round(episode[key + "from_timestamp"] * self.fps)
         else:
             place, start = {"episode_chunk": number // self.chunk, "episode_index": number}, 0
-        return _existing(self.root / self.video_path.format(video_key=self.camera, **place)), start
+        return _existing(self.root / self.video_path.format(video_key=camera, **place)), start
 
     def _episode_rows(self, file: Path, number: int) -> Mapping[str, NDArray]:
         """State and action [frame, number] and timestamp [frame]."""
@@ -194,8 +220,8 @@ class _Dataset:
         mine = self._rows[1]["episode_index"] == number
         return {name: values[mine] for name, values in self._rows[1].items()}
 
-    def _pictures(self, file: Path, number: int) -> list[NDArray[np.uint8]]:
-        column = _table(file, [self.camera], filters=[("episode_index", "=", number)])[self.camera].to_pylist()
+    def _pictures(self, camera: str, file: Path, number: int) -> list[NDArray[np.uint8]]:
+        column = _table(file, [camera], filters=[("episode_index", "=", number)])[camera].to_pylist()
         encoded = [cell["bytes"] or _existing(self.root / cell["path"]).read_bytes() for cell in column]
         return [np.asarray(Image.open(io.BytesIO(content)).convert("RGB")) for content in encoded]
 

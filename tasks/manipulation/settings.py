@@ -70,7 +70,10 @@ class LeRobotDemonstrations(Demonstrations):
     type: str = "lerobot"
     path: str = option(description="folder of the data set")
     episodes: int | None = option(None, "the first N; default: all", ge=1)
-    camera: str | None = option(None, "feature of the pictures; default: the only camera")
+    camera: str | list[str] | None = option(
+        None,
+        "feature of the pictures, or one for each of the simulator's cameras, in their order; default: the only one",
+    )
     state: str = option("observation.state", "feature of the state")
     action: str = option("action", "feature of the actions")
     memory: float = option(4.0, "if its pictures need more, they are decoded each time they are seen", unit="GiB", ge=0)
@@ -85,7 +88,7 @@ class LeRobotDemonstrations(Demonstrations):
         except ModuleNotFoundError as error:
             raise UserError(f"task.demonstrations.type=lerobot: {error}; pip install -e '.[mujoco]'") from error
         with task.make_simulator(1) as sim:
-            like = sim.simulator
+            like, cameras = sim.simulator, sim.cameras
         return DemonstrationSource(
             lerobot.load(
                 self.path,
@@ -95,6 +98,7 @@ class LeRobotDemonstrations(Demonstrations):
                 action_dim=like.action_dim,
                 state_dim=like.state_dim,
                 image_shape=like.image_shape,
+                cameras=cameras,
             )
         )
 

@@ -24,8 +24,10 @@ def grey(episode, t):
     return 20 + 18 * (sum(LENGTHS[:episode]) + t)
 
 
-def pictures(episode):
-    return [np.full((SIZE, SIZE, 3), grey(episode, t), np.uint8) for t in range(LENGTHS[episode])]
+def pictures(episode, camera=FRONT):
+    """Those of another camera are the negatives of the front's."""
+    shades = [grey(episode, t) for t in range(LENGTHS[episode])]
+    return [np.full((SIZE, SIZE, 3), s if camera == FRONT else 255 - s, np.uint8) for s in shades]
 
 
 def video(path, frames):
@@ -41,7 +43,7 @@ def png(frame):
     return {"bytes": content.getvalue(), "path": None}
 
 
-def rows(episode, dtype):
+def rows(episode, dtype, cameras):
     n, first = LENGTHS[episode], sum(LENGTHS[:episode])
     columns = {
         "observation.state": [[episode + t / 10] for t in range(n)],
@@ -52,10 +54,11 @@ def rows(episode, dtype):
         "index": range(first, first + n),
         "task_index": [TASKS.index(SHOWN[episode])] * n,
     }
-    return columns | ({FRONT: [png(frame) for frame in pictures(episode)]} if dtype == "image" else {})
+    shown = {camera: [png(frame) for frame in pictures(episode, camera)] for camera in cameras}
+    return columns | (shown if dtype == "image" else {})
 
 
-def write(root, version, dtype="video", **info):
+def write(root, version, dtype="video", cameras=(FRONT,), **info):
     shared = version == "v3.0"
     one = {"dtype": "float32", "shape": [1], "names": None}
     camera = {"dtype": dtype, "shape": [SIZE, SIZE, 3], "names": ["height", "width", "channels"]}
@@ -67,7 +70,7 @@ def write(root, version, dtype="video", **info):
         else f"videos/chunk-{{episode_chunk:03d}}/{{video_key}}/{tail}.mp4",
     }
     told = {"codebase_version": version, "fps": FPS, "chunks_size": 2, "total_episodes": 3, "total_frames": 12, **files}
-    told["features"] = {"observation.state": one, "action": one, FRONT: camera}
+    told["features"] = {"observation.state": one, "action": one, **dict.fromkeys(cameras, camera)}
     (root / "meta").mkdir(parents=True)
     (root / "meta/info.json").write_text(json.dumps(told | info))
     episodes = [{"episode_index": e, "tasks": [SHOWN[e]], "length": n} for e, n in enumerate(LENGTHS)]
@@ -79,11 +82,11 @@ def write(root, version, dtype="video", **info):
         for e in range(3):
             file = root / files["data_path"].format(episode_chunk=e // 2, episode_index=e)
             file.parent.mkdir(parents=True, exist_ok=True)
-            parquet.write_table(pa.table(rows(e, dtype)), file)
-            if dtype == "video":
+            parquet.write_table(pa.table(rows(e, dtype, cameras)), file)
+            for name in cameras if dtype == "video" else ():
                 video(
-                    root / files["video_path"].format(episode_chunk=e // 2, episode_index=e, video_key=FRONT),
-                    pictures(e),
+                    root / files["video_path"].format(episode_chunk=e // 2, episode_index=e, video_key=name),
+                    pictures(e, name),
                 )
         return root
     parts = [[0, 1], [2]]  # two episodes share a file
@@ -91,18 +94,22 @@ def write(root, version, dtype="video", **info):
         place = {"chunk_index": 0, "file_index": f}
         file = root / files["data_path"].format(**place)
         file.parent.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(pa.concat_tables(pa.table(rows(e, dtype)) for e in part), file)
-        if dtype == "video":
+        parquet.write_table(pa.concat_tables(pa.table(rows(e, dtype, cameras)) for e in part), file)
+        for number, name in enumerate(
+            cameras if dtype == "video" else ()
+        ):  # of each camera in a file of another number
             video(
-                root / files["video_path"].format(chunk_index=0, file_index=f, video_key=FRONT),
-                [p for e in part for p in pictures(e)],
+                root / files["video_path"].format(chunk_index=0, file_index=f + number, video_key=name),
+                [p for e in part for p in pictures(e, name)],
             )
         start = 0
         for e in part:
             episodes[e] |= {"data/chunk_index": 0, "data/file_index": f, "dataset_from_index": sum(LENGTHS[:e])}
             if dtype == "video":
                 where = {**place, "from_timestamp": start / FPS}
-                episodes[e] |= {f"videos/{FRONT}/{key}": value for key, value in where.items()}
+                for number, name in enumerate(cameras):
+                    places = {**where, "file_index": f + number}
+                    episodes[e] |= {f"videos/{name}/{key}": value for key, value in places.items()}
             start += LENGTHS[e]
     (root / "meta/episodes/chunk-000").mkdir(parents=True)
     parquet.write_table(pa.Table.from_pylist(episodes), root / "meta/episodes/chunk-000/file-000.parquet")
@@ -114,8 +121,10 @@ class Table:
 
     action_dim, state_dim, tasks = 1, 1, ("go",)
 
-    def __init__(self, count, *, size=(SIZE, SIZE), action_dim=1):
-        self.count, self.image_shape, self.action_dim = count, (*size, 3), action_dim
+    def __init__(self, count, *, size=(SIZE, SIZE), action_dim=1, cameras=("front",)):
+        """size: of one camera's picture."""
+        self.count, self.cameras, self.action_dim = count, tuple(cameras), action_dim
+        self.image_shape = (size[0], size[1] * len(cameras), 3)
 
     def close(self):
         pass
@@ -177,6 +186,49 @@ def test_pictures_are_resized_to_the_simulators(dataset):
 
 def test_the_first_episodes(dataset):
     assert len(source(dataset("v3.0"), episodes=2)) == 8
+
+
+@pytest.mark.parametrize(("version", "dtype"), LAYOUTS)
+def test_several_cameras_lie_side_by_side_under_the_simulators_names(tmp_path, version, dtype):
+    root, off = write(tmp_path / "two", version, dtype, (FRONT, SIDE)), 0 if dtype == "image" else 6
+    size = [SIZE // 2, SIZE // 2]
+    for order in ((FRONT, SIDE), (SIDE, FRONT)):
+        found = source(root, {"cameras": ["wrist", "above"], "size": size}, camera=list(order))
+        for index, (e, t) in ((7, (1, 2)), (0, (0, 0)), (11, (2, 3))):
+            seen = found[index].metadata["observation"]
+            assert seen.images.shape == (1, SIZE // 2, SIZE, 3) and seen.cameras == ("wrist", "above")
+            for name, feature in zip(("wrist", "above"), order, strict=True):
+                shade = grey(e, t) if feature == FRONT else 255 - grey(e, t)
+                picture = seen.picture(name)
+                assert picture.shape == (1, *size, 3) and np.abs(picture.astype(int) - shade).max() <= off
+
+
+def test_one_camera_has_the_simulators_name_and_a_whole_picture_none(tmp_path, dataset):
+    one = source(dataset(), {"cameras": ["above"]})[0].metadata["observation"]
+    assert one.cameras == ("above",) and (one.picture("above") == one.images).all()
+    whole = source(dataset(), {"cameras": ["wrist", "above"], "size": [SIZE, SIZE // 2]}, camera=FRONT)
+    seen = whole[0].metadata["observation"]
+    assert seen.images.shape == (1, SIZE, SIZE, 3)
+    with pytest.raises(UserError, match="no camera 'wrist'"):
+        seen.picture("wrist")
+
+
+@pytest.mark.parametrize(
+    ("cameras", "chosen", "message"),
+    [
+        (["a", "b"], None, r"has the cameras .*; choose one, or 2, one for each of the simulator's cameras, with "),
+        (["a"], None, r"has the cameras .*; choose one with task.demonstrations.camera"),
+        (["a", "b"], [FRONT], "must be 2 different names, one for each of the simulator's cameras, not "),
+        (["a", "b"], [FRONT, FRONT], "must be 2 different names"),
+        (["a"], [FRONT, SIDE], "must be 1 different names"),
+        (["a", "b"], [FRONT, "top"], "task.demonstrations.camera=top is not in "),
+        (["a", "b"], FRONT, "front has pictures of 32 x 32, but the simulator's are 32 x 64"),
+    ],
+)
+def test_cameras_that_do_not_fit_are_refused(tmp_path, cameras, chosen, message):
+    root = write(tmp_path / "two", "v2.1", "image", (FRONT, SIDE))
+    with pytest.raises(UserError, match=message):
+        source(root, {"cameras": cameras}, camera=chosen)
 
 
 def test_what_does_not_fit_is_named(dataset, tmp_path):

@@ -37,8 +37,18 @@ OPENVLA: dict[str, Any] = {
     "timm_override_act_layers": [None, None],
     "image_sizes": [224, 224],
 }
-# LeRobot's policies by their published sizes: weights of all, what reads pictures and words as (layers, width of keys
-# and values, tokens), the expert's transformer, and what it denoises. SmolVLA: arXiv 2506.01844, pi0: 2410.24164.
+GEMMA_300M = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+}
+# LeRobot's policies by their published sizes: weights of all (of pi0 and pi0.5 as LeRobot 0.6.1 holds them, with two
+# heads for words that nothing reads), what reads pictures and words as (layers, width of keys and values, tokens), the
+# expert's transformer, how many of its norms a noise level modulates, and what it denoises. SmolVLA: arXiv 2506.01844,
+# pi0: 2410.24164, pi0.5: 2504.16054.
 LEROBOT: dict[str, dict[str, Any]] = {
     "lerobot/smolvla_base": {
         "weights": 450e6,
@@ -51,19 +61,21 @@ LEROBOT: dict[str, dict[str, Any]] = {
             "num_key_value_heads": 5,
             "head_dim": 64,
         },
+        "modulated": 0,
         "chunk": 50,
     },
     "lerobot/pi0": {
-        "weights": 3238e6,
+        "weights": 4028e6,
         "keys": (18, 256, 816),
-        "expert": {
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_hidden_layers": 18,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 1,
-            "head_dim": 256,
-        },
+        "expert": GEMMA_300M,
+        "modulated": 0,
+        "chunk": 50,
+    },
+    "lerobot/pi05_base": {
+        "weights": 4143e6,
+        "keys": (18, 256, 968),
+        "expert": GEMMA_300M,
+        "modulated": 37,
         "chunk": 50,
     },
 }
@@ -82,7 +94,7 @@ def blueprint(settings: VisionLanguageActionModel, config: Config, path: str) ->
         return openvla(settings, config, told)
     if "output_features" in told:
         raise UserError(
-            f"model.path={path}: of LeRobot's policies the sizes of {' and '.join(LEROBOT)} are known; give one of "
+            f"model.path={path}: of LeRobot's policies the sizes of {', '.join(LEROBOT)} are known; give one of "
             "these names to estimate its memory"
         )
     return with_head(settings, config, path)
@@ -204,20 +216,23 @@ def lerobot(settings: VisionLanguageActionModel, config: Config, path: str) -> B
         raise UserError("memory of a LeRobot policy is known with model.freeze=[vision, connector, language]")
     told = LEROBOT[path]
     layers, keys, tokens = told["keys"]
+    width, dtype = told["expert"]["hidden_size"], getattr(torch, settings.dtype)
     with on_meta(settings.dtype):
-        expert = LlamaModel(LlamaConfig(**told["expert"], vocab_size=3))
-        other = int(told["weights"]) - sum(p.numel() for p in expert.parameters())
-        rest = nn.Linear(other, 1, bias=False)
+        expert: Any = LlamaModel(LlamaConfig(**told["expert"], vocab_size=3))
+        modulation = nn.Linear(width, 3 * width * told["modulated"]) if told["modulated"] else nn.Identity()
+        own = sum(p.numel() for part in (expert, modulation) for p in part.parameters())
+        rest = nn.Linear(int(told["weights"]) - own, 1, bias=False)
+        modulation.requires_grad_(settings.lora is None)
+        expert = loading.adapt(expert, "", freeze=(), lora=settings.lora)
     rest.requires_grad_(False)
-    module = nn.ModuleDict({"expert": expert, "rest": rest})
-    dtype = getattr(torch, settings.dtype)
+    module = nn.ModuleDict({"expert": expert, "modulation": modulation, "rest": rest}).to(dtype)
     action = config.section("action")
     points = 1 if not isinstance(action.head, FlowActions) else _points(action.head)
 
     def score(looks: int) -> Tensor:
         rows = looks * points
         kept = torch.empty(rows, layers * 2 * keys, tokens, device="meta", dtype=dtype)  # laid out by row anew
-        noisy = torch.empty(rows, told["chunk"], told["expert"]["hidden_size"], device="meta", dtype=dtype)
+        noisy = torch.empty(rows, told["chunk"], width, device="meta", dtype=dtype)
         noisy.requires_grad_(True)
         mask = everything_seen(rows, told["chunk"])
         out: Tensor = expert(inputs_embeds=noisy, attention_mask=mask, use_cache=False).last_hidden_state

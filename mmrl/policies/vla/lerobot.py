@@ -1,4 +1,5 @@
-"""LeRobot's flow policies, SmolVLA (arXiv 2506.01844) and pi0 (arXiv 2410.24164), from the folders that LeRobot writes.
+"""LeRobot's flow policies, SmolVLA (arXiv 2506.01844), pi0 (arXiv 2410.24164) and pi0.5 (arXiv 2504.16054), from the
+folders that LeRobot writes.
 
 Networks, normalisation and tokens are LeRobot's own code. Its time is our sigma: 1 is noise, 0 the actions, and its
 velocity is noise - actions. What is read once is the prefix (pictures, words and SmolVLA's state): keys and values of
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,32 +18,38 @@ from typing import Any, cast
 
 import huggingface_hub
 import numpy as np
+import peft
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies import pi_gemma
 from lerobot.policies.common.vla_utils import make_att_2d_masks, prepare_attention_masks_4d
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.processor import NormalizerProcessorStep, PolicyProcessorPipeline, TransitionKey
 from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS, OBS_STATE
 from numpy.typing import NDArray
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import DynamicCache, masking_utils
 
 from mmrl.errors import UserError
+from mmrl.policies.settings import LoRA
 from mmrl.policies.vla.backbone import Backbone
 from mmrl.policies.vla.flows import FlowHead
 from mmrl.policies.vla.heads import Reading
 from mmrl.policies.vla.settings import Actions, FlowActions, TaughtFlow, VisionLanguageActionModel
-from mmrl.policies.vlm.loading import part_of
+from mmrl.policies.vlm import loading
 from mmrl.sims.vector import nearest
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 BESIDE = (CONFIG, f"{PREPROCESSOR}*", f"{POSTPROCESSOR}*")  # what a saved policy takes along as it was
 EMPTY = ".empty_camera_"  # LeRobot's name for a place that it fills itself
-UNFIT = ("adapt_to_pi_aloha", "use_relative_actions", "compile_model", "use_peft")
+UNFIT = ("adapt_to_pi_aloha", "use_relative_actions", "compile_model")
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")  # a LoRA in peft's format, as LeRobot keeps it
 
 
 @dataclass(frozen=True)
@@ -91,9 +99,11 @@ class LeRobotBackbone(Backbone):
     """A whole LeRobot policy, its action expert too. What is not the expert's makes the prefix."""
 
     def __init__(self, policy: Any, folder: Path, features: Sequence[str]) -> None:
-        """features: which of the checkpoint's pictures are shown, one for each of the policy's cameras."""
+        """policy: LeRobot's, or peft's model around it. features: which of the checkpoint's pictures are shown, one for
+        each of the policy's cameras."""
         super().__init__()
-        self.policy, config = policy, policy.config
+        self.policy = policy
+        config = self.core.config
         self.beside = {file.name: file.read_bytes() for name in BESIDE for file in sorted(folder.glob(name))}
         overrides = {"device_processor": {"device": "cpu"}}
         self.preprocessor, postprocessor = make_pre_post_processors(
@@ -102,6 +112,11 @@ class LeRobotBackbone(Backbone):
         self.units = LeRobotUnits(self.preprocessor, postprocessor)
         self.action_dim, self.state_dim = config.action_feature.shape[0], config.robot_state_feature.shape[0]
         self.features = tuple(features)
+
+    @property
+    def core(self) -> Any:
+        """LeRobot's policy itself, out of its LoRA if it has one."""
+        return self.policy if isinstance(self.policy, PreTrainedPolicy) else self.policy.get_base_model()
 
     def ask(self, instruction: str) -> str:
         return instruction
@@ -153,7 +168,7 @@ class LeRobotBackbone(Backbone):
     def flow_head(
         self, settings: FlowActions | TaughtFlow, action: Actions, action_dim: int, state_dim: int
     ) -> FlowHead:
-        config = self.policy.config
+        config = self.core.config
         for name, own, robot in (("action", self.action_dim, action_dim), ("state", self.state_dim, state_dim)):
             if own != robot:
                 raise UserError(f"the LeRobot policy's {name} has {own} numbers, the simulator's {robot}")
@@ -163,6 +178,7 @@ class LeRobotBackbone(Backbone):
         return LeRobotHead(settings, action, action_dim, state_dim, latent, self)
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """A whole policy, or a LoRA as LeRobot keeps one: peft's files beside a config.json that says so."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.beside.items():
             (folder / name).write_bytes(content)
@@ -172,12 +188,18 @@ class LeRobotBackbone(Backbone):
             again = value.data_ptr() in places  # tied; a file holds no memory twice
             weights[name.removeprefix("policy.")] = value.clone() if again else value.contiguous()
             places.add(value.data_ptr())
-        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+        if self.policy is self.core:
+            save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+            return
+        told = json.loads(self.beside[CONFIG])
+        (folder / CONFIG).write_text(json.dumps({**told, "use_peft": True}, indent=4))
+        self.policy.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
 
-    def freeze(self, parts: Sequence[str]) -> None:
+    @classmethod
+    def freeze(cls, policy: nn.Module, parts: Sequence[str]) -> None:
         """Vision, connector (of pictures and of the state) and language; never the action expert."""
-        for name, parameter in self.policy.named_parameters():
-            if self._part(name) in parts:
+        for name, parameter in policy.named_parameters():
+            if cls._part(name) in parts:
                 parameter.requires_grad_(False)
 
     @property
@@ -188,19 +210,21 @@ class LeRobotBackbone(Backbone):
         """x [n, latent chunk, latent action], sigma [n] -> like x"""
         raise NotImplementedError
 
-    def _part(self, name: str) -> str:
+    @classmethod
+    def _part(cls, name: str) -> str:
+        """Of a parameter: vision, connector, language or expert."""
         raise NotImplementedError
 
 
 class SmolVLABackbone(LeRobotBackbone):
     def __init__(self, policy: Any, folder: Path, features: Sequence[str]) -> None:
         super().__init__(policy, folder, features)
-        self.width: int = policy.model.vlm_with_expert.config.text_config.hidden_size
+        self.width: int = self.core.model.vlm_with_expert.config.text_config.hidden_size
 
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
-        model: Any = self.policy.model
-        images, there = self.policy.prepare_images(inputs)
-        state = self.policy.prepare_state(inputs)
+        model: Any = self.core.model
+        images, there = self.core.prepare_images(inputs)
+        state = self.core.prepare_state(inputs)
         words = inputs[OBS_LANGUAGE_TOKENS], inputs[OBS_LANGUAGE_ATTENTION_MASK]
         embeddings, mask, blocks = model.embed_prefix(images, there, *words, state=state)
         (hidden, _), cache = model.vlm_with_expert(
@@ -212,25 +236,26 @@ class SmolVLABackbone(LeRobotBackbone):
         return made_prefix(cache, mask, state, hidden)
 
     def velocity(self, prefix: Prefix, x: Tensor, sigma: Tensor) -> Tensor:
-        model: Any = self.policy.model
+        model: Any = self.core.model
         return model.denoise_step(prefix.mask, prefix.cache(), x, sigma)
 
-    def _part(self, name: str) -> str:
+    @classmethod
+    def _part(cls, name: str) -> str:
         if ".state_proj." in name:
             return "connector"
-        return part_of(name) if ".vlm." in name else "expert"
+        return loading.part_of(name) if ".vlm." in name else "expert"
 
 
 class Pi0Backbone(LeRobotBackbone):
     def __init__(self, policy: Any, folder: Path, features: Sequence[str]) -> None:
         super().__init__(policy, folder, features)
         _tell_nothing_that_transformers_dropped()
-        self.width: int = policy.model.paligemma_with_expert.paligemma.config.text_config.hidden_size
+        self.width: int = self.core.model.paligemma_with_expert.paligemma.config.text_config.hidden_size
 
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
-        model: Any = self.policy.model
+        model: Any = self.core.model
         both = model.paligemma_with_expert
-        images, there = self.policy._preprocess_images(inputs)
+        images, there = self.core._preprocess_images(inputs)
         words = inputs[OBS_LANGUAGE_TOKENS], inputs[OBS_LANGUAGE_ATTENTION_MASK]
         embeddings, mask, blocks = model.embed_prefix(images, there, *words)
         both.paligemma.model.language_model.config._attn_implementation = "eager"  # as LeRobot samples
@@ -240,14 +265,31 @@ class Pi0Backbone(LeRobotBackbone):
             inputs_embeds=[embeddings, None],
             use_cache=True,
         )
-        return made_prefix(cache, mask, self.policy.prepare_state(inputs), hidden)
+        return made_prefix(cache, mask, self._state(inputs), hidden)
+
+    def _state(self, inputs: dict[str, Tensor]) -> Tensor:
+        """What the expert is told of the state, normalised: [n, largest state]."""
+        state: Tensor = self.core.prepare_state(inputs)
+        return state
 
     def velocity(self, prefix: Prefix, x: Tensor, sigma: Tensor) -> Tensor:
-        model: Any = self.policy.model
+        model: Any = self.core.model
         return model.denoise_step(prefix.state, prefix.mask, prefix.cache(), x, sigma)
 
-    def _part(self, name: str) -> str:
-        return part_of(name) if ".paligemma." in name else "expert"
+    @classmethod
+    def _part(cls, name: str) -> str:
+        return loading.part_of(name) if ".paligemma." in name else "expert"
+
+
+class Pi05Backbone(Pi0Backbone):
+    """It reads the state among its words, as LeRobot's own processor writes it there."""
+
+    def velocity(self, prefix: Prefix, x: Tensor, sigma: Tensor) -> Tensor:
+        model: Any = self.core.model
+        return model.denoise_step(prefix.mask, prefix.cache(), x, sigma)
+
+    def _state(self, inputs: dict[str, Tensor]) -> Tensor:
+        return inputs[OBS_STATE]
 
 
 class LeRobotHead(FlowHead):
@@ -270,7 +312,7 @@ class LeRobotHead(FlowHead):
         return self._backbone[0].velocity(cast(Prefix, reading).select(rows), x, sigma).float()
 
 
-BACKBONES: dict[str, type[LeRobotBackbone]] = {"smolvla": SmolVLABackbone, "pi0": Pi0Backbone}
+BACKBONES: dict[str, type[LeRobotBackbone]] = {"smolvla": SmolVLABackbone, "pi0": Pi0Backbone, "pi05": Pi05Backbone}
 
 
 def made_prefix(cache: Any, mask: Tensor, state: Tensor, hidden: Tensor) -> Reading:
@@ -282,7 +324,7 @@ def made_prefix(cache: Any, mask: Tensor, state: Tensor, hidden: Tensor) -> Read
 
 def _tell_nothing_that_transformers_dropped() -> None:
     """LeRobot 0.6 gives `create_causal_mask` the cache's position, which transformers 5.16 does not take any more; pi0
-    brings a mask of its own, for which it never mattered."""
+    and pi0.5 bring masks of their own, for which it never mattered."""
     usual = masking_utils.create_causal_mask
     if "cache_position" in inspect.signature(usual).parameters:
         return
@@ -317,33 +359,103 @@ def shown_features(path: str, names: Sequence[str], action: Actions) -> list[str
 
 
 def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobotBackbone:
-    """From a folder or a hub name. Raises UserError naming the file, tensor or option that does not fit."""
-    for key in ("lora", "processor"):
-        if vars(model)[key]:
-            raise UserError(f"model.{key} is not for LeRobot policies; remove it")
-    if model.dtype != "float32":
-        raise UserError(f"model.dtype={model.dtype}, but LeRobot policies are trained in float32 here")
-    folder = Path(path)
-    if not folder.is_dir():
-        folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=[WEIGHTS, *BESIDE]))
-    for name in (WEIGHTS, f"{PREPROCESSOR}.json", f"{POSTPROCESSOR}.json"):
-        if not (folder / name).is_file():
-            raise UserError(f"model.path={path} is a LeRobot policy without {name}; save it with LeRobot 0.5 or later")
-    told = json.loads((folder / CONFIG).read_text())
+    """From a folder or a hub name, with its LoRA if it is one or a new one if `model` asks for one. Raises UserError
+    naming the file, tensor or option that does not fit."""
+    if model.processor:
+        raise UserError("model.processor is not for LeRobot policies; remove it")
+    folder = _folder(path)
+    adapted = (folder / ADAPTERS[0]).is_file()
+    base = loading.base_of(str(folder)) if adapted else path
+    told = json.loads(_existing(path, folder / CONFIG).read_text())
     for option in UNFIT:
         if told.get(option):
             raise UserError(f"model.path={path}: {CONFIG} has {option}=true, which can not be trained here")
+    if told.get("use_peft") and not adapted:
+        raise UserError(f"model.path={path}: {CONFIG} has use_peft=true, but {ADAPTERS[0]} is missing")
+    weights = _existing(path, (_folder(base) if adapted else folder) / WEIGHTS)
+    for name in (PREPROCESSOR, POSTPROCESSOR):
+        _existing(path, folder / f"{name}.json")
     config = PreTrainedConfig.from_pretrained(folder)
     features = shown_features(path, [name for name in config.image_features if EMPTY not in name], action)
     config.device = "cpu"  # the engine moves it
     if told["type"] == "smolvla":
         config.load_vlm_weights = False  # they are in the checkpoint
     made: Any = get_policy_class(told["type"])
-    policy = made(config).float()
-    _fill(policy, load_file(folder / WEIGHTS), path)
-    backbone = BACKBONES[told["type"]](policy, folder, features)
-    backbone.freeze(model.freeze)
-    return backbone
+    kind, policy = BACKBONES[told["type"]], made(config).float()
+    _fill(policy, load_file(weights), str(weights.parent))
+    freeze_unread(policy)
+    kind.freeze(policy, model.freeze)
+    if model.dtype == "bfloat16":
+        compute_precisely(policy)
+    if adapted:
+        policy = peft.PeftModel.from_pretrained(policy, folder, is_trainable=True)
+        kind.freeze(policy, model.freeze)  # adapters too
+    elif model.lora is not None:
+        policy = with_lora(policy, base, model.lora)
+    for parameter in policy.parameters():  # not buffers: those of rotary embeddings are angles
+        parameter.data = parameter.data.to(getattr(torch, model.dtype))
+    return kind(policy, folder, features)
+
+
+def freeze_unread(policy: nn.Module) -> None:
+    """Heads for words, which no action depends on; but not where they are the embeddings of words too."""
+    named = list(policy.named_parameters(remove_duplicate=False))
+    places = Counter(id(parameter) for _, parameter in named)
+    for name, parameter in named:
+        if "lm_head." in name and places[id(parameter)] == 1:
+            parameter.requires_grad_(False)
+
+
+class PreciseLinear(nn.Linear):
+    """A linear layer that computes in fp32, whatever its weights are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(x.float(), self.weight.float(), bias)
+
+
+def compute_precisely(policy: Any) -> None:
+    """Has layers that take in states, noisy actions and noise levels, and the one that gives velocities, compute in
+    fp32: eight bits of an action are coarser than what a step of the chain changes. LeRobot keeps these layers in fp32;
+    attention, norms and rotary embeddings compute in fp32 by its own code."""
+    parts = [policy.model, *(module for module in policy.modules() if isinstance(module, pi_gemma.PiGemmaRMSNorm))]
+    for part in parts:
+        for name, linear in list(part.named_children()):
+            if isinstance(linear, nn.Linear):
+                made = PreciseLinear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+                made.weight, made.bias = linear.weight, linear.bias
+                setattr(part, name, made)
+
+
+def with_lora(policy: Any, base: str, lora: LoRA) -> Any:
+    """`policy`, whose files are at `base`, with adapters for linear layers that would be trained otherwise. Raises
+    UserError where there are none."""
+    told = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, init_lora_weights=lora.peft_init)
+    told.target_modules = None if lora.targets == "all-linear" else lora.targets
+    names = [n for n, m in policy.named_modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
+    if told.target_modules is not None:
+        names = [n for n in names if check_target_module_exists(told, n)]
+    if not names:
+        raise UserError(
+            f"model.lora.targets={lora.targets} names no linear layer that would be trained: see model.freeze and "
+            f"{base}'s {CONFIG}"
+        )
+    told.target_modules = set(names)
+    policy.name_or_path = base  # which peft writes down
+    return peft.get_peft_model(policy, told)
+
+
+def _existing(path: str, file: Path) -> Path:
+    if not file.is_file():
+        raise UserError(f"model.path={path} is a LeRobot policy without {file}; save it with LeRobot 0.5 or later")
+    return file
+
+
+def _folder(path: str) -> Path:
+    """The folder itself, or that into which the hub's files were fetched."""
+    if Path(path).is_dir():
+        return Path(path)
+    return Path(huggingface_hub.snapshot_download(path, allow_patterns=[WEIGHTS, *BESIDE, *ADAPTERS]))
 
 
 def _fill(policy: nn.Module, found: dict[str, Tensor], path: str) -> None:

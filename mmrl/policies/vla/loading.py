@@ -40,7 +40,7 @@ from mmrl.sims.vector import nearest
 if TYPE_CHECKING:
     from mmrl.config import Config
 
-LEROBOT = ("smolvla", "pi0")  # types of policies that can be trained
+LEROBOT = ("smolvla", "pi0", "pi05")  # types of policies that can be trained
 SHAPING = ("chunk", "proprioception")  # keys of `action` that the saved weights depend on, whatever the head
 
 
@@ -213,7 +213,8 @@ def check_cameras(action: Actions, sim: VectorSim) -> None:
 
 def _load_lerobot(path: str, kind: str, model: VisionLanguageActionModel, action: Actions) -> Backbone:
     if kind not in LEROBOT:
-        raise UserError(f"model.path={path} is a LeRobot policy of type {kind}; only {' and '.join(LEROBOT)} are known")
+        known = f"{', '.join(LEROBOT[:-1])} and {LEROBOT[-1]}"
+        raise UserError(f"model.path={path} is a LeRobot policy of type {kind}; only {known} are known")
     try:
         from mmrl.policies.vla import lerobot
     except ModuleNotFoundError as error:

@@ -151,7 +151,7 @@ class LearnedNoise(ActionLikelihood):
 
 
 class ActionFlow(ActionHead):
-    """An expert denoises the chunk; LeRobot's SmolVLA and pi0 bring their own."""
+    """An expert denoises the chunk; LeRobot's SmolVLA, pi0 and pi0.5 bring their own."""
 
     source: ClassVar[str] = "pi0, arXiv 2410.24164"
     type: str = "flow"

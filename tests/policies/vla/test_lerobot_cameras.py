@@ -6,21 +6,23 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.samplers.chain import INITIAL, gaussian, mixed
-from tests.policies.vla.test_lerobot_policy import CHUNK, SEEDS, STARTS, lerobot, load, starts
+from tests.policies.vla.test_lerobot_policy import CHUNK, KINDS, SEEDS, STARTS, lerobot, lerobots_error, load, starts
+from tests.tasks import test_lerobot as data
+from tests.tasks.choosing import build
 
 SIM = "tests.policies.vla.test_cameras:TwoCameras"
 TOP, SIDE = "observation.images.top", "observation.images.side"
 FRONT, WRIST = 10, 200  # what the simulator's two cameras show
 
 
-@pytest.fixture(scope="module", params=["smolvla", "pi0"])
+@pytest.fixture(scope="module", params=KINDS)
 def checkpoints(request, tmp_path_factory):
     """Of one kind: with the cameras top and side, and with a place beside them that LeRobot fills."""
     from tests.policies.vla import tiny_lerobot
 
     beside = tmp_path_factory.mktemp("cameras")
     with pytest.MonkeyPatch.context() as changed:
-        if request.param == "pi0":
+        if request.param != "smolvla":
             tiny_lerobot.shrink(changed, beside)
         for name, empty in (("two", 0), ("more", 1)):
             tiny_lerobot.write(beside / name, request.param, ("top", "side"), empty=empty)
@@ -66,6 +68,44 @@ def test_it_acts_as_lerobot_does_on_these_pictures(checkpoints, name, action, sh
     for one, other in zip(found, theirs, strict=True):
         assert len(one) > 1
         torch.testing.assert_close(one, other[: len(one)], rtol=1e-5, atol=1e-6)
+
+
+@lerobot
+@pytest.mark.parametrize(
+    ("cameras", "features", "top"),
+    [
+        (["front", "wrist"], [TOP, SIDE], data.SIDE),
+        (["wrist", "front"], [TOP, SIDE], data.FRONT),
+        (["wrist", "front"], [SIDE, TOP], data.SIDE),
+        (["wrist", "front"], None, data.FRONT),
+    ],
+)
+def test_demonstrations_of_two_cameras_have_lerobots_loss(checkpoints, tmp_path, cameras, features, top):
+    """A data set whose side stands for the simulator's front, its front for the wrist: from Parquet to the loss of
+    a look, whose pictures are LeRobot's by `top`, the feature that the policy's first picture must show."""
+    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+    kind, beside = checkpoints
+    told = {"type": "lerobot", "path": str(data.write(tmp_path / "data", "v2.1", "image", (data.FRONT, data.SIDE)))}
+    demonstrations = {**told, "camera": [data.SIDE, data.FRONT]}
+    task = build("manipulation", {"simulator": SIM, "tasks": ["go"], "demonstrations": demonstrations}, seed=0)
+    ours = load(
+        beside / "two", simulator=SIM, supervised=True, action={"cameras": cameras, "camera_features": features}
+    )
+    shows = ours.demonstrate([task.train[1]], [1])  # of five frames the second: all four actions of a chunk
+    with torch.no_grad():
+        found = -ours.replay(shows, ours.module).logp.item()
+    policy = get_policy_class(kind).from_pretrained(beside / "two")
+    before, _ = make_pre_post_processors(policy.config, str(beside / "two"))
+    grey = data.grey(0, 1)
+    shades = {TOP: grey, SIDE: 255 - grey} if top == data.FRONT else {TOP: 255 - grey, SIDE: grey}
+    batch = {name: torch.full((1, 3, 8, 8), shade / 255) for name, shade in shades.items()}
+    batch |= {"observation.state": torch.tensor([[0.1]]), "task": [data.SHOWN[0]]}
+    batch["action"] = torch.tensor([[[-0.1], [0.1], [-0.1], [0.1], [0.1], [0.1]]])
+    expected = lerobots_error(policy, before, batch, shows.inputs[0][0].chosen)
+    assert found == pytest.approx(expected, rel=1e-4)
+    exchanged = lerobots_error(policy, before, {**batch, TOP: batch[SIDE], SIDE: batch[TOP]}, shows.inputs[0][0].chosen)
+    assert abs(exchanged - expected) > 1e-3 * expected
 
 
 @lerobot

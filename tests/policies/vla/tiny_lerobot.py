@@ -1,13 +1,17 @@
 """Tiny policies written by LeRobot itself: random weights, its own processors and statistics."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from lerobot.policies.pi0 import modeling_pi0
 from lerobot.policies.pi0.configuration_pi0 import PI0Config
+from lerobot.policies.pi05 import modeling_pi05
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -21,11 +25,14 @@ from transformers import (
 )
 
 SPECIAL = ("<pad>", "</s>", "<unk>", "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
-WORDS = [*SPECIAL, "go", "from", "0.00", "0.30", "0.70"]
+PLACES = ("0.00", "0.10", "0.30", "0.70")
+WORDS = [*SPECIAL, "go", "from", *PLACES]
+WORDS += ["Task:", "go,", *(f"{place}," for place in PLACES), "State:", *(f"{i};" for i in range(-1, 256)), "Action:"]
 CHUNK, PADDED = 6, 8  # actions a plan, numbers an action
+NAMES = ("mean", "std", "q01", "q99")  # pi0.5 is normalised by quantiles
 STATISTICS = {
-    "observation.state": {"mean": torch.tensor([0.4]), "std": torch.tensor([0.5])},
-    "action": {"mean": torch.tensor([0.1]), "std": torch.tensor([0.2])},
+    "observation.state": dict(zip(NAMES, torch.tensor([[0.4], [0.5], [-0.3], [1.0]]), strict=True)),
+    "action": dict(zip(NAMES, torch.tensor([[0.1], [0.2], [-0.12], [0.24]]), strict=True)),
 }
 FEATURES = {
     "input_features": {
@@ -94,7 +101,7 @@ def stir(module: torch.nn.Module) -> None:
 def write(folder: Path, kind: str, cameras: Sequence[str] = ("top",), *, empty: int = 0) -> PreTrainedPolicy:
     """A policy in `folder`, and what stands in for the hub's files beside it. empty: places for pictures that LeRobot
     fills itself."""
-    config = {"smolvla": smolvla, "pi0": pi0}[kind](folder.parent)
+    config = {"smolvla": smolvla, "pi0": pi0, "pi05": pi05}[kind](folder.parent)
     eyes = {f"observation.images.{name}": FEATURES["input_features"]["observation.images.top"] for name in cameras}
     config.input_features = {**eyes, "observation.state": FEATURES["input_features"]["observation.state"]}
     config.empty_cameras = empty
@@ -106,6 +113,16 @@ def write(folder: Path, kind: str, cameras: Sequence[str] = ("top",), *, empty: 
     for processor in make_pre_post_processors(config, dataset_stats=STATISTICS):
         processor.save_pretrained(folder)
     return policy
+
+
+@contextmanager
+def written(folder: Path, kind: str) -> Iterator[Path]:
+    """`folder` with such a policy, while LeRobot's own code has tiny sizes too."""
+    with pytest.MonkeyPatch.context() as changed:
+        if kind != "smolvla":
+            shrink(changed, folder.parent)
+        write(folder, kind)
+        yield folder
 
 
 SIZES = {**FEATURES, "device": "cpu", "chunk_size": CHUNK, "n_action_steps": CHUNK, "push_to_hub": False}
@@ -123,8 +140,12 @@ def pi0(beside: Path) -> PI0Config:
     return PI0Config(**SIZES, image_resolution=(16, 16), num_inference_steps=5, dtype="float32")
 
 
+def pi05(beside: Path) -> PI05Config:
+    return PI05Config(**SIZES, image_resolution=(16, 16), num_inference_steps=5, dtype="float32")
+
+
 def shrink(monkeypatch, beside: Path):
-    """LeRobot has pi0's three billion parameters in its code, and its tokenizer on the hub."""
+    """LeRobot has three billion parameters of pi0 and pi0.5 in its code, and their tokenizer on the hub."""
     widths = {"gemma_2b": 32, "gemma_300m": 24}
     eyes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     eyes |= {"patch_size": 4, "projection_dim": 32}
@@ -146,7 +167,12 @@ def shrink(monkeypatch, beside: Path):
 
     tokenizer().save_pretrained(beside / "words")
     usual = AutoTokenizer.from_pretrained
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: usual(str(beside / "words")))
-    monkeypatch.setattr(modeling_pi0, "get_gemma_config", sizes)
-    for name in ("PaliGemmaForConditionalGenerationWithPiGemma", "PiGemmaForCausalLM"):
-        monkeypatch.setattr(modeling_pi0, name, smaller(getattr(modeling_pi0, name)))
+
+    def read(name, **options):
+        return usual(str(beside / "words")) if str(name).startswith("google/paligemma") else usual(name, **options)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", read)
+    for module in (modeling_pi0, modeling_pi05):
+        monkeypatch.setattr(module, "get_gemma_config", sizes)
+        for name in ("PaliGemmaForConditionalGenerationWithPiGemma", "PiGemmaForCausalLM"):
+            monkeypatch.setattr(module, name, smaller(getattr(module, name)))
