@@ -113,9 +113,15 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("name", help="of the class, such as MyAlgorithm")
     new.add_argument("--folder", type=Path, default=Path(), help="where its files go; default: here")
     new.set_defaults(run=run_new)
-    conversion = commands.add_parser("convert", help="a recipe of SimpleVLA-RL or cosmos-rl as a configuration of ours")
-    conversion.add_argument("recipe", type=Path, help="a script with SimpleVLA-RL's command, or cosmos-rl's TOML")
-    conversion.add_argument("--out", type=Path, help="where the YAML goes; default: to the terminal")
+    conversion = commands.add_parser(
+        "convert",
+        help="a recipe of SimpleVLA-RL or cosmos-rl as a configuration of ours; OpenVLA-OFT's pickles as safetensors",
+    )
+    words = "a script with SimpleVLA-RL's command, cosmos-rl's TOML, or the folder of an OpenVLA-OFT checkpoint"
+    conversion.add_argument("source", type=Path, help=words)
+    conversion.add_argument("--out", type=Path, help="of a recipe: where the YAML goes; default: to the terminal")
+    words = "of a checkpoint: actions that its head makes at once; default: as sizes of action and state say"
+    conversion.add_argument("--chunk", type=at_least_one, help=words)
     conversion.set_defaults(run=run_convert)
     doctor = commands.add_parser("doctor", help="say what is installed, what is missing, and how to mend it")
     words = (
@@ -406,15 +412,32 @@ def run_new(options: argparse.Namespace) -> int:
 
 
 def run_convert(options: argparse.Namespace) -> int:
+    if options.source.is_dir():
+        return run_unpickling(options)
     from mmrl.conversion import convert
 
-    found = convert(options.recipe)
-    text = found.text(str(options.recipe))
+    if options.chunk is not None:
+        raise UserError(f"--chunk is for the folder of a checkpoint, which {options.source} is not")
+    found = convert(options.source)
+    text = found.text(str(options.source))
     if options.out is None:
         print(text, end="")
     else:
         options.out.write_text(text)
         print(f"written to {options.out}; {len(found.without)} keys have no counterpart, see its first lines")
+    return 0
+
+
+def run_unpickling(options: argparse.Namespace) -> int:
+    from mmrl.policies.vla.unpickling import convert
+
+    if options.out is not None:
+        raise UserError(f"--out is for recipes; what is made of a checkpoint is written into {options.source}")
+    found = convert(options.source, options.chunk)
+    for file in found.files:
+        print(f"written {file}")
+    if found.robot is not None:
+        print(f"its chunk is taken to be {found.chunk} actions, as {found.robot}'s; --chunk says another")
     return 0
 
 

@@ -45,6 +45,7 @@ TABLE = [
     ("video_wan21", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 1.42),
     ("manipulation_maniskill_pickcube", QWEN3, 3.75),
     ("manipulation_libero_spatial", "openvla/openvla-7b", 7.54),
+    ("manipulation_libero_oft", "openvla/openvla-7b", 7.71),
     ("manipulation_libero_smolvla", "lerobot/smolvla_base", 0.45),
     ("manipulation_libero_smolvla", "lerobot/pi0", 4.03),
     ("manipulation_libero_smolvla", "lerobot/pi05_base", 4.14),

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from mmrl.policies.vla.codec import Units
 from mmrl.policies.vla.flows import ExpertHead, FlowHead
-from mmrl.policies.vla.heads import Reading
-from mmrl.policies.vla.settings import PROMPT, Actions, FlowActions, TaughtFlow
+from mmrl.policies.vla.heads import Head, Reading
+from mmrl.policies.vla.settings import PROMPT, Actions, FlowActions, L1Actions, TaughtFlow
 
 
 class CachedReading:
@@ -34,11 +34,13 @@ class CachedReading:
 
 class Backbone(nn.Module):
     """Reads observations. `width` of its hidden states; `vocabulary`: ids below it may be action tokens; `units` of the
-    actions that its own action head makes, if it has one."""
+    actions that its own action head makes, if it has one; `reads_state`: whether it takes the robot's state itself, so
+    that a head of ours need not."""
 
     width: int
     vocabulary: int
     units: Units | None = None
+    reads_state: bool = False
 
     @property
     def frozen(self) -> bool:
@@ -89,6 +91,10 @@ class Backbone(nn.Module):
     ) -> FlowHead:
         """Raises UserError for a window that can not be, and where the backbone's own expert does not fit."""
         return ExpertHead(settings, action, action_dim, state_dim, self.width)
+
+    def l1_head(self, settings: L1Actions, action: Actions, action_dim: int) -> Head:
+        """OpenVLA-OFT's, with its weights; no other backbone has one."""
+        raise NotImplementedError
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Into `folder`, in the format it was loaded from. state: of this module."""

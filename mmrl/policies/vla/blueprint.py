@@ -16,7 +16,7 @@ from mmrl.errors import UserError
 from mmrl.policies.vla import small, states_only
 from mmrl.policies.vla.backbone import CachedReading
 from mmrl.policies.vla.flows import ExpertHead
-from mmrl.policies.vla.settings import Actions, EpisodePrompts, FlowActions, TokenActions, VisionLanguageActionModel
+from mmrl.policies.vla.settings import Actions, EpisodePrompts, FlowActions, L1Actions, VisionLanguageActionModel
 from mmrl.policies.vlm import blueprint as vlm
 from mmrl.policies.vlm import loading
 
@@ -135,6 +135,7 @@ def said(config: Config) -> list[str]:
 
 def openvla(settings: VisionLanguageActionModel, config: Config, told: dict[str, Any]) -> Blueprint:
     try:
+        from mmrl.policies.vla import oft
         from mmrl.policies.vla.openvla import OpenVLAConfig, OpenVLAForActionPrediction, Together
     except ModuleNotFoundError as error:
         raise UserError(f"OpenVLA: {error}; install it with: pip install -e '.[openvla]'") from error
@@ -147,16 +148,22 @@ def openvla(settings: VisionLanguageActionModel, config: Config, told: dict[str,
     model.to(getattr(torch, settings.dtype))
     action, width, dtype = config.section("action"), made.text_config.hidden_size, getattr(torch, settings.dtype)
     size = made.image_sizes[0]
-    together = isinstance(action.head, TokenActions) and action.head.decoding == "bidirectional"
+    module, own = nn.ModuleDict({"model": model}), isinstance(action.head, L1Actions)
+    with on_meta(settings.dtype):
+        if own:
+            module["head"] = oft.ActionNetwork(width, ACTION)
+        if own and action.proprioception:
+            module["proprio"] = oft.ProprioProjector(width, STATE)
 
     def score(looks: int) -> Tensor:
         ids = torch.zeros(looks, WORDS, dtype=torch.long, device="meta")
         shown = torch.empty(looks, len(action.cameras or [1]), 3, size, size, device="meta", dtype=dtype)
         given = core.embed(ids, torch.ones_like(ids), [shown] * len(made.timm_model_ids))
         tokens = torch.empty(looks, action.chunk * ACTION, width, device="meta", dtype=dtype)
-        if together:
+        if action.head.together:
             end = torch.empty(1, width, device="meta", dtype=dtype)
-            return Together(core.language_model, given, end).together(tokens)
+            read = Together(core.language_model, given, end).together(tokens)
+            return module["head"](read[:, :-1].unflatten(1, (action.chunk, ACTION)).flatten(2)) if own else read
         behind = torch.cat([given["inputs_embeds"], tokens], 1)
         mask = everything_seen(looks, behind.shape[1])
         found = core.language_model.base_model(inputs_embeds=behind, attention_mask=mask, use_cache=False)
@@ -164,7 +171,7 @@ def openvla(settings: VisionLanguageActionModel, config: Config, told: dict[str,
         return out
 
     return Blueprint(
-        model,
+        module,
         lambda rows: in_parts(score, rows, config),
         sample=lambda: score(_played(config)),
         words=said(config),

@@ -61,15 +61,16 @@ class Units(Protocol):
 @dataclass(frozen=True)
 class ActionStatistics:
     """The 1 % and 99 % quantiles of a data set's actions, [action] each; where `mask` is False a number passes as it
-    is (grippers)."""
+    is (grippers). bounded: what a policy makes is clamped to [-1, 1]."""
 
     q01: NDArray[np.float64]
     q99: NDArray[np.float64]
     mask: NDArray[np.bool_]
+    bounded: bool = True
 
     def to_robot(self, actions: NDArray) -> NDArray[np.float64]:
-        """[..., action], clamped to [-1, 1] -> the robot's units: (a + 1) / 2 (q99 - q01) + q01."""
-        actions = actions.clip(-1, 1)
+        """[..., action] -> the robot's units: (a + 1) / 2 (q99 - q01) + q01."""
+        actions = actions.clip(-1, 1) if self.bounded else actions
         return np.where(self.mask, 0.5 * (actions + 1) * (self.q99 - self.q01) + self.q01, actions)
 
     def from_robot(self, actions: NDArray) -> NDArray[np.float64]:
@@ -79,12 +80,62 @@ class ActionStatistics:
         return np.where(self.mask, np.where(span == 0, 0, scaled).clip(-1, 1), actions)
 
 
-def load_statistics(path: str, key: str | None, action_dim: int) -> ActionStatistics:
+@dataclass(frozen=True)
+class StateQuantiles:
+    """The 1 % and 99 % quantiles of a data set's states, [state] each, as OpenVLA-OFT scales them."""
+
+    q01: NDArray[np.float64]
+    q99: NDArray[np.float64]
+    mask: NDArray[np.bool_]
+
+    def scaled(self, state: NDArray) -> NDArray[np.float32]:
+        """[..., state] -> within [-1, 1]; one that never moved in the data is at an end."""
+        state = state.astype(np.float64)
+        within = 2 * (state - self.q01) / (self.q99 - self.q01 + 1e-8) - 1
+        return np.where(self.mask, within, state).clip(-1, 1).astype(np.float32)
+
+
+def load_statistics(path: str, key: str | None, action_dim: int, *, bounded: bool = True) -> ActionStatistics:
     """Read OpenVLA's statistics: {data set: {"action": {"q01": [...], "q99": [...], "mask": [...]}}}, as a file of its
     own or under "norm_stats" of a model's config.json. Without a mask every number is scaled.
 
     Raises UserError naming the file and the key that is missing, unknown or of another length than `action_dim`.
     """
+    return ActionStatistics(*_quantiles(path, key, "action", action_dim, "the robot takes"), bounded)
+
+
+def load_state_quantiles(path: str, key: str | None, state_dim: int) -> StateQuantiles:
+    """Of the same file, beside "action": "proprio". Raises UserError as `load_statistics`."""
+    return StateQuantiles(*_quantiles(path, key, "proprio", state_dim, "the simulator's state has"))
+
+
+def _quantiles(
+    path: str, key: str | None, kind: str, size: int, whose: str
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
+    """Of one kind of number, [size] each: 1 %, 99 %, and which are scaled by them."""
+    key, held = _data_set(path, key)
+    told = held.get(kind, {})
+    for needed in ("q01", "q99"):
+        if needed not in told:
+            raise UserError(f"action.statistics={path}: {key}.{kind}.{needed} is missing")
+    mask = told.get("mask", [True] * len(told["q01"]))
+    for name, values in (("q01", told["q01"]), ("q99", told["q99"]), ("mask", mask)):
+        if len(values) != size:
+            raise UserError(f"action.statistics={path}: {key}.{kind}.{name} has {len(values)} numbers, {whose} {size}")
+    try:
+        low, high = np.array(told["q01"], float), np.array(told["q99"], float)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"action.statistics={path}: {key}.{kind} must hold numbers: {error}") from None
+    scaled = np.array(mask, bool)
+    if not (np.isfinite(low) & np.isfinite(high) & (low <= high))[scaled].all():
+        raise UserError(
+            f"action.statistics={path}: {key}.{kind}.q01 must be finite and at most q99, got {low} and {high}"
+        )
+    return low, high, scaled
+
+
+def _data_set(path: str, key: str | None) -> tuple[str, dict[str, Any]]:
+    """Which data set's statistics are meant, and these."""
     file = Path(path)
     if file.is_dir():
         file = next((file / n for n in ("dataset_statistics.json", "config.json") if (file / n).is_file()), file)
@@ -101,23 +152,4 @@ def load_statistics(path: str, key: str | None, action_dim: int) -> ActionStatis
     key = key or next(iter(found))
     if key not in found:
         raise UserError(f"action.statistics_key={key} is not in {path}; it holds {names}")
-    action = found[key].get("action", {})
-    for needed in ("q01", "q99"):
-        if needed not in action:
-            raise UserError(f"action.statistics={path}: {key}.action.{needed} is missing")
-    mask = action.get("mask", [True] * len(action["q01"]))
-    for name, values in (("q01", action["q01"]), ("q99", action["q99"]), ("mask", mask)):
-        if len(values) != action_dim:
-            raise UserError(
-                f"action.statistics={path}: {key}.action.{name} has {len(values)} numbers, the robot takes {action_dim}"
-            )
-    try:
-        low, high = np.array(action["q01"], float), np.array(action["q99"], float)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"action.statistics={path}: {key}.action must hold numbers: {error}") from None
-    scaled = np.array(mask, bool)
-    if not (np.isfinite(low) & np.isfinite(high) & (low <= high))[scaled].all():
-        raise UserError(
-            f"action.statistics={path}: {key}.action.q01 must be finite and at most q99, got {low} and {high}"
-        )
-    return ActionStatistics(low, high, scaled)
+    return key, found[key]

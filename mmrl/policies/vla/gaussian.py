@@ -1,4 +1,4 @@
-"""A head whose actions are Gaussian, with a mean from a perceptron and a learned spread."""
+"""Heads whose actions are Gaussian, with a spread that is one number for each number of a chunk."""
 
 from __future__ import annotations
 
@@ -9,27 +9,22 @@ from torch import Tensor, nn
 
 from mmrl.policies.vla.heads import ActionSampling, Chosen, LevelledHead, Reading
 from mmrl.policies.vla.perceptron import perceptron
-from mmrl.policies.vla.settings import Actions, GaussianActions
+from mmrl.policies.vla.settings import Actions, GaussianActions, NormalActions
 
 
-class GaussianHead(LevelledHead):
-    """A perceptron makes the mean of the prompt's last token and the robot's state; the spread is one learned number
-    for each number of the chunk, which the temperature multiplies."""
+class NormalHead(LevelledHead):
+    """Actions around a mean; the spread is one number for each number of the chunk, learned or fixed, which the
+    temperature multiplies."""
 
-    context_only = True
-
-    def __init__(self, settings: GaussianActions, action: Actions, action_dim: int, state_dim: int, width: int) -> None:
-        """width: of the backbone, 0 where it reads nothing."""
+    def __init__(self, settings: NormalActions, action: Actions, action_dim: int, state_dim: int) -> None:
         super().__init__(settings.level, action, action_dim, state_dim)
-        self.log_std = nn.Parameter(torch.full(self.shape, math.log(settings.std)))
+        spread = torch.full(self.shape, math.log(settings.std))
+        self.log_std = nn.Parameter(spread, requires_grad=not settings.fixed)
         self.least = math.log(settings.least_std) if settings.least_std else -math.inf
-        sizes = [width + self.state_dim, *[settings.width] * settings.layers]
-        self.layers = perceptron(sizes, math.prod(self.shape), last_gain=settings.last_gain)
 
     def mean(self, reading: Reading, state: Tensor) -> Tensor:
-        """[n, chunk, action]"""
-        given = reading.last if self.state_dim == 0 else torch.cat([reading.last, state.to(reading.last)], 1)
-        return self.layers(given).float().view(-1, *self.shape)
+        """[n, chunk, action] fp32"""
+        raise NotImplementedError
 
     def spread(self) -> Tensor:
         """Logarithm of the standard deviation, [chunk, action] fp32."""
@@ -65,6 +60,22 @@ class GaussianHead(LevelledHead):
             if other is not None:
                 found[name] = self._by_level(gaussian_divergence(other.view(now.shape), now), valid)
         return found
+
+
+class GaussianHead(NormalHead):
+    """A perceptron makes the mean of the prompt's last token and the robot's state."""
+
+    context_only = True
+
+    def __init__(self, settings: GaussianActions, action: Actions, action_dim: int, state_dim: int, width: int) -> None:
+        """width: of the backbone, 0 where it reads nothing."""
+        super().__init__(settings, action, action_dim, state_dim)
+        sizes = [width + self.state_dim, *[settings.width] * settings.layers]
+        self.layers = perceptron(sizes, math.prod(self.shape), last_gain=settings.last_gain)
+
+    def mean(self, reading: Reading, state: Tensor) -> Tensor:
+        given = reading.last if self.state_dim == 0 else torch.cat([reading.last, state.to(reading.last)], 1)
+        return self.layers(given).float().view(-1, *self.shape)
 
 
 def gaussian_divergence(a: Tensor, b: Tensor) -> Tensor:

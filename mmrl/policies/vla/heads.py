@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, cast
 
 import torch
@@ -74,7 +75,8 @@ class Head(nn.Module):
 
     `every_layer`: whether it needs all layers of the backbone. `context_only`: whether it needs nothing but the
     prompt's last layer, so that a frozen backbone is asked once for an observation. `new_parts`: beginnings of names of
-    parameters that a saved head may lack, because training goes on with more than it began with.
+    parameters that a saved head may lack, because training goes on with more than it began with, or because they lie in
+    files of their own.
     """
 
     every_layer = False
@@ -113,6 +115,10 @@ class Head(nn.Module):
     def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
         """actions [n, chunk, action] in [-1, 1]; what is random in learning them comes from each one's seed."""
         return {"actions": actions}
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Writes what has a file of its own in a published format, and returns the rest. state: of this module."""
+        return state
 
     def decided(self, valid: Tensor) -> Tensor:
         """[n, decisions] bool: which decisions count."""

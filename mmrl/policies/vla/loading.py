@@ -16,7 +16,7 @@ from mmrl.generation.settings import WorkerSampling
 from mmrl.policies.vla import critic as critics
 from mmrl.policies.vla import small, states_only
 from mmrl.policies.vla.backbone import Backbone
-from mmrl.policies.vla.codec import load_statistics
+from mmrl.policies.vla.codec import ActionStatistics, load_statistics
 from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy
 from mmrl.policies.vla.settings import (
     ActionFlow,
@@ -95,26 +95,22 @@ def open_policy(
     Raises UserError for a folder whose head is another one than `action` asks for.
     """
     check_cameras(action, sim)
-    backbone = load_backbone(path, model, action, max_prompt_length)
-    if isinstance(backbone, states_only.StateBackbone):
-        check_reads_state(path, action, sim.simulator.state_dim - action.privileged)
-    if backbone.units is not None:
-        _check_own_head(path, action)
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
     if action.privileged > state_dim:
         raise UserError(f"action.privileged={action.privileged}, but the simulator's state has {state_dim} numbers")
+    scales = _scales(action, action_dim)
+    sizes = (action_dim, state_dim - action.privileged)
+    backbone = load_backbone(path, model, action, max_prompt_length, sizes)
+    if isinstance(backbone, states_only.StateBackbone):
+        check_reads_state(path, action, sizes[1])
+    if backbone.units is not None:
+        _check_own_head(path, action)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = action.head.build(action, backbone, action_dim, state_dim - action.privileged)
+        head = action.head.build(action, backbone, action_dim, 0 if backbone.reads_state else sizes[1])
         judge = None if critic is None else critics.build(critic, backbone.width, state_dim)
         network = Network(backbone, head, judge, action.privileged)
-    statistics, states = backbone.units, None
-    if action.statistics is None and action.statistics_key is not None:
-        raise UserError(
-            f"action.statistics_key={action.statistics_key} chooses from action.statistics, which is not set"
-        )
-    if action.statistics is not None:
-        statistics = load_statistics(action.statistics, action.statistics_key, action_dim)
+    statistics, states = backbone.units if scales is None else scales, None
     if (Path(path) / DESCRIPTION).is_file():
         states = _restore(Path(path), network, action, state_dim)
     elif action.standardise:
@@ -133,15 +129,28 @@ def open_policy(
     )
 
 
-def load_backbone(path: str, model: VisionLanguageActionModel, action: Actions, max_prompt_length: int) -> Backbone:
-    """By what the folder holds; else a transformers image-text model."""
+def _scales(action: Actions, action_dim: int) -> ActionStatistics | None:
+    """What actions are scaled by, where there are statistics. Raises UserError where they do not fit the robot."""
+    if action.statistics is not None:
+        return load_statistics(action.statistics, action.statistics_key, action_dim, bounded=action.head.bounded)
+    if action.statistics_key is not None:
+        raise UserError(
+            f"action.statistics_key={action.statistics_key} chooses from action.statistics, which is not set"
+        )
+    return None
+
+
+def load_backbone(
+    path: str, model: VisionLanguageActionModel, action: Actions, max_prompt_length: int, sizes: tuple[int, int]
+) -> Backbone:
+    """By what the folder holds; else a transformers image-text model. sizes: numbers of an action, and of the state
+    that the policy may read."""
     if (Path(path) / states_only.CONFIG).is_file():
         check_small(path, model)
         _check_no_features(path, action)
         return states_only.StateBackbone()
-    together = isinstance(action.head, TokenActions) and action.head.decoding == "bidirectional"
     if (Path(path) / small.CONFIG).is_file():
-        _check_not_openvla(path, action, together)
+        _check_not_openvla(path, action)
         _check_no_features(path, action)
         check_small(path, model)
         return small.load(Path(path))
@@ -154,17 +163,16 @@ def load_backbone(path: str, model: VisionLanguageActionModel, action: Actions, 
         except ModuleNotFoundError as error:
             raise UserError(f"OpenVLA: {error}; install it with: pip install -e '.[openvla]'") from error
         _check_no_features(path, action)
-        jpeg = action.resize == "openvla"
-        return openvla.load(path, model, max_prompt_length, together=together, crop=action.center_crop, jpeg=jpeg)
+        return openvla.load(path, model, action, max_prompt_length, sizes)
     if lerobot_type := told.get("type") if "output_features" in told else None:
-        _check_not_openvla(path, action, together=False)
+        _check_not_openvla(path, action)
         return _load_lerobot(path, lerobot_type, model, action)
-    _check_not_openvla(path, action, together)
+    _check_not_openvla(path, action)
     _check_no_features(path, action)
     return vision_language.load(path, model, max_prompt_length)
 
 
-def _check_not_openvla(path: str, action: Actions, together: bool) -> None:
+def _check_not_openvla(path: str, action: Actions) -> None:
     """Raises UserError for options that only OpenVLA has."""
     if action.resize != "model":
         raise UserError(f"action.resize={action.resize} is for OpenVLA, which model.path={path} is not; remove it")
@@ -172,8 +180,9 @@ def _check_not_openvla(path: str, action: Actions, together: bool) -> None:
         raise UserError(
             f"action.center_crop={action.center_crop} is for OpenVLA, which model.path={path} is not; remove it"
         )
-    if together:
-        raise UserError(f"action.head.decoding=bidirectional is for OpenVLA-OFT, which model.path={path} is not")
+    if action.head.together:
+        key = "decoding=bidirectional" if isinstance(action.head, TokenActions) else f"type={action.head.type}"
+        raise UserError(f"action.head.{key} is for OpenVLA-OFT, which model.path={path} is not")
 
 
 def _check_no_features(path: str, action: Actions) -> None:

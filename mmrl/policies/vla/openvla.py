@@ -1,7 +1,7 @@
 """OpenVLA (arXiv 2406.09246) and OpenVLA-OFT (arXiv 2502.19645), from folders or hub names as they are published.
 
 Files and names of parameters are those of the published checkpoints, so what is saved here can be read there. No code
-of a checkpoint is run, and nothing is unpickled.
+of a checkpoint is run, and nothing is unpickled: see `mmrl.policies.vla.unpickling` for what is published as pickles.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTra
 
 from mmrl.errors import UserError
 from mmrl.generation.transformers import Prefix, positions
+from mmrl.policies.vla import oft
 from mmrl.policies.vla.backbone import Backbone
-from mmrl.policies.vla.heads import Reading
-from mmrl.policies.vla.settings import VisionLanguageActionModel
+from mmrl.policies.vla.codec import StateQuantiles, load_state_quantiles
+from mmrl.policies.vla.heads import Head, Reading
+from mmrl.policies.vla.settings import Actions, L1Actions, VisionLanguageActionModel
 from mmrl.policies.vlm import loading
 from mmrl.policies.vlm import policy as vlm
 
@@ -41,8 +43,6 @@ BESIDE = (  # files that a saved model takes along
     *(PREPROCESSOR, TOKENIZER, "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "dataset_statistics.json"),
 )
-# What OpenVLA-OFT keeps beside a model whose actions are not tokens, or that sees more than one picture and the words.
-PICKLED = ("action_head--*.pt", "proprio_projector--*.pt", "noisy_action_projector--*.pt", "vision_backbone--*.pt")
 PROMPT = "In: What action should the robot take to {}?\nOut:"
 BEFORE_ACTIONS = 29871  # Llama's token of a lone space, which follows the prompt in training
 
@@ -153,9 +153,13 @@ class OpenVLAForActionPrediction(PreTrainedModel):
     def get_output_embeddings(self) -> nn.Module:
         return self.language_model.get_output_embeddings()
 
-    def embed(self, ids: Tensor, mask: Tensor, pictures: Sequence[Tensor]) -> dict[str, Tensor]:
-        """ids and mask [n, token], pictures as `VisionBackbone` takes them -> what the Llama reads."""
+    def embed(
+        self, ids: Tensor, mask: Tensor, pictures: Sequence[Tensor], state: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """ids and mask [n, token], pictures as `VisionBackbone` takes them, state [n, 1, width] behind the patches ->
+        what the Llama reads."""
         patches = self.projector(self.vision_backbone(pictures))
+        patches = patches if state is None else torch.cat([patches, state.to(patches.dtype)], 1)
         words = self.get_input_embeddings()(ids)
         there = mask.new_ones(patches.shape[:2])
         return {
@@ -170,10 +174,22 @@ class Glance:
 
     pictures: Tensor  # [camera, 3, size, size] uint8
     ids: Tensor  # [token] int64
+    state: Tensor  # [state] as the projector takes it; [0] where there is none
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How observations are read. together: as OpenVLA-OFT, see `Together`. crop: area of pictures that is kept. jpeg:
+    they come to their size by `as_in_training`. states: what the robot's state is scaled by, where it is read."""
+
+    together: bool
+    crop: float = 1.0
+    jpeg: bool = False
+    states: StateQuantiles | None = None
 
 
 class OpenVLABackbone(Backbone):
-    """Reads as OpenVLA does; with `together` as OpenVLA-OFT, see `Together`."""
+    """Reads as OpenVLA or OpenVLA-OFT does."""
 
     mean: Tensor
     std: Tensor
@@ -184,13 +200,13 @@ class OpenVLABackbone(Backbone):
         tokenizer: Tokenizer,
         beside: dict[str, bytes],
         max_prompt_length: int,
-        together: bool,
-        crop: float,
-        jpeg: bool,
+        manner: Manner,
+        parts: oft.Parts,
     ) -> None:
+        """parts: whose shapes fit; the projector is read at once."""
         super().__init__()
         self.model, self.tokenizer, self.beside = model, tokenizer, beside
-        self.max_prompt_length, self.together, self.crop, self.jpeg = max_prompt_length, together, crop, jpeg
+        self.max_prompt_length, self.manner, self.head_file = max_prompt_length, manner, parts.head
         config = self.core.config
         assert isinstance(config.text_config, LlamaConfig)
         self.width: int = config.text_config.hidden_size
@@ -207,6 +223,12 @@ class OpenVLABackbone(Backbone):
         self.size, self.resampling = told["input_sizes"][0][1:], Image.Resampling[told["interpolations"][0].upper()]
         for name in ("mean", "std"):  # [transformer, 3]
             self.register_buffer(name, torch.tensor(told[name + "s"], dtype=torch.float32), persistent=False)
+        self.proprio: oft.ProprioProjector | None = None
+        if parts.projector is not None:
+            assert manner.states is not None
+            self.proprio = oft.ProprioProjector(self.width, len(manner.states.q01))
+            oft.read_into(self.proprio, parts.projector)
+        self.reads_state = self.proprio is not None
 
     @property
     def core(self) -> OpenVLAForActionPrediction:
@@ -229,9 +251,11 @@ class OpenVLABackbone(Backbone):
         self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[Glance]:
         """Raises UserError for a prompt that is too long."""
+        scales = self.manner.states
+        numbers = torch.from_numpy(state[:, :0].copy() if scales is None else scales.scaled(state))
         return [
-            Glance(torch.stack([self._fit(image) for image in shown]), self._ids(text, len(shown)))
-            for *shown, text in zip(*pictures, texts, strict=True)
+            Glance(torch.stack([self._fit(image) for image in shown]), self._ids(text, len(shown)), own)
+            for *shown, text, own in zip(*pictures, texts, numbers, strict=True)
         ]
 
     def collate(self, rows: Sequence[Glance], device: torch.device) -> dict[str, Tensor]:
@@ -240,6 +264,7 @@ class OpenVLABackbone(Backbone):
             "ids": nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.pad),
             "mask": nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True),
             "pictures": torch.stack([row.pictures for row in rows]),
+            "state": torch.stack([row.state for row in rows]),
         }
         return {name: value.to(device) for name, value in given.items()}
 
@@ -248,32 +273,41 @@ class OpenVLABackbone(Backbone):
         seen = inputs["pictures"].float() / 255
         mean, std = (part[:, None, None, :, None, None].float() for part in (self.mean, self.std))
         pictures = ((seen - mean) / std).to(core.dtype).unbind(0)  # [n, camera, 3, size, size] of each transformer
-        given = core.embed(inputs["ids"], inputs["mask"], pictures)
-        if self.together:
+        state = None if self.proprio is None else self.proprio(inputs["state"])
+        given = core.embed(inputs["ids"], inputs["mask"], pictures, state)
+        if self.manner.together:
             end = self.input_embeddings(torch.tensor([self.end], device=core.device))
             return cast(Reading, Together(core.language_model, given, end))
         return Prefix(core.language_model, given, every_layer=every_layer)
 
+    def l1_head(self, settings: L1Actions, action: Actions, action_dim: int) -> Head:
+        assert self.head_file is not None
+        head = oft.L1Head(settings, action, action_dim, self.width)
+        oft.read_into(head, self.head_file)
+        return head
+
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        weights = {name.removeprefix("model."): value for name, value in state.items()}
+        weights = {n.removeprefix("model."): value for n, value in state.items() if n.startswith("model.")}
         model: Any = self.model
         model.save_pretrained(folder, state_dict=weights)
         for name, content in self.beside.items():
             (folder / name).write_bytes(content)
+        if projector := {n.removeprefix("proprio."): t for n, t in state.items() if n.startswith("proprio.")}:
+            oft.write("proprio_projector", folder, projector, {})
 
     def _fit(self, image: NDArray[np.uint8]) -> Tensor:
         height, width = self.size
-        if self.jpeg:
+        if self.manner.jpeg:
             fitted = as_in_training(image, height, width)
         else:
             fitted = np.asarray(Image.fromarray(image).resize((width, height), self.resampling))
-        return torch.from_numpy(middle(fitted, self.crop).transpose(2, 0, 1).copy())
+        return torch.from_numpy(middle(fitted, self.manner.crop).transpose(2, 0, 1).copy())
 
     def _ids(self, text: str, cameras: int) -> Tensor:
         ids = self.tokenizer.encode(text).ids
         ids += [BEFORE_ACTIONS] * (ids[-1] != BEFORE_ACTIONS)
         vit: Any = self.core.vision_backbone.get_submodule("featurizer")
-        if (length := len(ids) + cameras * vit.patch_embed.num_patches) > self.max_prompt_length:
+        if (length := len(ids) + cameras * vit.patch_embed.num_patches + self.reads_state) > self.max_prompt_length:
             shown = "its picture" if cameras == 1 else f"its {cameras} pictures"
             raise UserError(
                 f"the prompt {text!r} and {shown} have {length} tokens, more than rollout.max_prompt_length="
@@ -333,29 +367,36 @@ class Together:
 
 
 def load(
-    path: str,
-    settings: VisionLanguageActionModel,
-    max_prompt_length: int,
-    *,
-    together: bool,
-    crop: float,
-    jpeg: bool = False,
+    path: str, settings: VisionLanguageActionModel, action: Actions, max_prompt_length: int, sizes: tuple[int, int]
 ) -> OpenVLABackbone:
-    """From a folder or a hub name, with its LoRA if it is one. jpeg: pictures come to its size by `as_in_training`.
-    Raises UserError naming the file, tensor or option that does not fit."""
+    """From a folder or a hub name, with its LoRA if it is one. sizes: numbers of an action, and of the state that the
+    policy may read. Raises UserError naming the file, tensor or option that does not fit, before weights are read where
+    that can be known."""
     if settings.processor:
         raise UserError(f"model.processor.{next(iter(settings.processor))} is not for OpenVLA; remove it")
-    if together and settings.attention == "flash_attention_2":
-        raise UserError("action.head.decoding=bidirectional needs model.attention=sdpa or eager")
+    if action.head.together and settings.attention == "flash_attention_2":
+        key = "type=l1" if isinstance(action.head, L1Actions) else "decoding=bidirectional"
+        raise UserError(f"action.head.{key} needs model.attention=sdpa or eager")
     folder = _folder(loading.base_of(path))
     beside = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
     missing = next((name for name in (PREPROCESSOR, TOKENIZER) if name not in beside), None)
     if missing is not None:
         raise UserError(f"model.path={path}: {folder / missing} is missing")
+    parts = oft.find([Path(path), folder])
+    config: Any = OpenVLAConfig.from_pretrained(folder)
+    parts.check(path, action, (config.text_config.hidden_size, *sizes))
+    states = None
+    if parts.projector is not None:
+        assert action.statistics is not None
+        states = load_state_quantiles(action.statistics, action.statistics_key, sizes[1])
+    manner = Manner(action.head.together, action.center_crop, action.resize == "openvla", states)
     model: Any = _model(folder, settings.dtype, settings.attention)
     model = loading.adapt(model, path, freeze=settings.freeze, lora=settings.lora)
     tokenizer = Tokenizer.from_str(beside[TOKENIZER].decode())
-    return OpenVLABackbone(model, tokenizer, beside, max_prompt_length, together, crop, jpeg)
+    made = OpenVLABackbone(model, tokenizer, beside, max_prompt_length, manner, parts)
+    if made.proprio is not None and "connector" in settings.freeze:
+        made.proprio.requires_grad_(False)
+    return made
 
 
 def as_in_training(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
@@ -395,13 +436,8 @@ def _folder(path: str) -> Path:
     else:
         names = huggingface_hub.list_repo_files(path)
         folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=["config.json", WEIGHTS, *BESIDE]))
-    pickled = [name for pattern in PICKLED for name in fnmatch.filter(names, pattern)]
-    if pickled:
-        raise UserError(
-            f"model.path={path} holds {pickled[0]}, a pickle that is never opened: its actions come from that part, "
-            "not from tokens; take a checkpoint with token actions, or remove the file to train a new head instead"
-        )
-    if not fnmatch.filter(names, WEIGHTS):
+    oft.check_readable(path, names)
+    if not set(fnmatch.filter(names, WEIGHTS)) - set(oft.FILES.values()):
         raise UserError(f"model.path={path} holds no {WEIGHTS}; convert its weights, pickles are never opened")
     return folder
 

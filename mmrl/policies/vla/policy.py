@@ -469,9 +469,14 @@ def save(
 ) -> None:
     """state: of `network`."""
     own = {name: value.contiguous() for name, value in state.items() if not name.startswith("backbone.")}
-    backbone = {n.removeprefix("backbone."): value for n, value in state.items() if n.startswith("backbone.")}
-    network.backbone.save(folder, backbone)
-    save_file(own, folder / WEIGHTS)
+    network.backbone.save(folder, below("backbone.", state))
+    rest = network.head.save(folder, below("head.", own))
+    others = {name: value for name, value in own.items() if not name.startswith("head.")}
+    save_file({**others, **{f"head.{name}": value for name, value in rest.items()}}, folder / WEIGHTS)
     told = plain(action) | ({} if states is None else {"states": states.to_json()})
     (folder / DESCRIPTION).write_text(json.dumps(told, indent=2))
     share(folder)
+
+
+def below(part: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(part): value for name, value in state.items() if name.startswith(part)}

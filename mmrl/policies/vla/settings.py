@@ -36,12 +36,19 @@ class ActionHead(Choice):
         "regression": "mmrl.policies.vla.settings:RegressionActions",
         "bridge": "mmrl.policies.vla.settings:BridgeActions",
         "gaussian": "mmrl.policies.vla.settings:GaussianActions",
+        "l1": "mmrl.policies.vla.settings:L1Actions",
         "invertible": "mmrl.policies.vla.settings:InvertibleActions",
     }
     test: ClassVar[str] = "tests/policies/vla/test_policy.py"
     type: str = "token"
     has_temperature: ClassVar[bool] = True  # whether rollout.temperature and evaluation.temperature mean something
     shaping: ClassVar[tuple[str, ...]] = ()  # options that the saved weights depend on
+    bounded: ClassVar[bool] = True  # whether what it makes is clipped to [-1, 1] before it is scaled for the robot
+
+    @property
+    def together(self) -> bool:
+        """Whether it reads a prompt at once with what follows it, which OpenVLA-OFT alone can."""
+        return False
 
     @abstractmethod
     def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
@@ -71,6 +78,10 @@ class TokenActions(ActionHead):
         "places in a sequence that sees itself whole (bidirectional)",
     )
     bins: int = option(256, "values of one number; the last ids of the vocabulary", ge=3)
+
+    @property
+    def together(self) -> bool:
+        return self.decoding == "bidirectional"
 
     def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
         from mmrl.policies.vla.heads import TokenHead
@@ -236,24 +247,35 @@ class BridgeActions(LaplaceActions):
         return BridgeHead(self, action, action_dim, state_dim, backbone.width)
 
 
-class GaussianActions(ActionHead):
-    """The chunk's mean, by a perceptron, and a learned spread. It is the only head that needs no backbone: it may read
-    nothing but the robot's state."""
+class NormalActions(ActionHead):
+    """Actions around a mean, with a spread of their own."""
 
     equation: ClassVar[str] = (
         "log p(a) = -(a - mean)^2 / (2 std^2) - log(std sqrt(2 pi)); sampled and scored at temperature x std"
     )
-    source: ClassVar[str] = "ManiSkill's PPO, arXiv 2410.00425, after CleanRL"
-    type: str = "gaussian"
-    shaping: ClassVar[tuple[str, ...]] = ("width", "layers")
     level: Level = option("action", "what one decision is: one number of one action, an action, or the chunk")
     std: float = option(0.6, "standard deviation, before training", gt=0)
+    fixed: bool = option(False, "the standard deviation is not trained")
     least_std: float = option(
         0.0,
         "a learned standard deviation that is less counts as this: what demonstrations hardly vary would otherwise "
         "weigh most in every ratio",
         ge=0,
     )
+
+    @property
+    def offers(self) -> frozenset[str]:
+        offered = frozenset({"divergence", "single_sample_kl"})
+        return offered if self.fixed else offered | {"entropy"}
+
+
+class GaussianActions(NormalActions):
+    """The chunk's mean, by a perceptron, and a learned spread. It is the only head that needs no backbone: it may read
+    nothing but the robot's state."""
+
+    source: ClassVar[str] = "ManiSkill's PPO, arXiv 2410.00425, after CleanRL"
+    type: str = "gaussian"
+    shaping: ClassVar[tuple[str, ...]] = ("width", "layers")
     width: int = option(256, "of the perceptron's hidden layers", ge=1)
     layers: int = option(3, "hidden layers of the perceptron; 0: the mean is linear", ge=0)
     last_gain: float = option(0.01, "size of the last layer's weights, before training", gt=0)
@@ -263,9 +285,23 @@ class GaussianActions(ActionHead):
 
         return GaussianHead(self, action, action_dim, state_dim, backbone.width)
 
+
+class L1Actions(NormalActions):
+    """OpenVLA-OFT's own L1 regression head, from a converted checkpoint: evaluated at temperature 0 it makes the
+    published actions, and rollouts are drawn around them."""
+
+    source: ClassVar[str] = "OpenVLA-OFT, arXiv 2502.19645; the spread around its actions is ours"
+    test: ClassVar[str] = "tests/policies/vla/test_oft.py"
+    type: str = "l1"
+    bounded: ClassVar[bool] = False
+    std: float = option(0.1, "standard deviation, before training", gt=0)
+
     @property
-    def offers(self) -> frozenset[str]:
-        return frozenset({"entropy", "divergence", "single_sample_kl"})
+    def together(self) -> bool:
+        return True
+
+    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
+        return backbone.l1_head(self, action, action_dim)
 
 
 class InvertibleActions(ActionHead):
