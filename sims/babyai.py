@@ -68,7 +68,7 @@ class Levels(gymnasium.Env):
         self.action_space = self._now.action_space
 
     @property
-    def unwrapped(self) -> gymnasium.Env:
+    def unwrapped(self) -> Any:  # minigrid's, whose attributes gymnasium's type does not know
         return self._now.unwrapped
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -84,14 +84,14 @@ class Levels(gymnasium.Env):
             if is_unseen(seen["mission"]) == task.endswith(SUFFIX):
                 self._idle = False
                 if self._around:
-                    self._codes = self._now.unwrapped.grid.encode()
+                    self._codes = self.unwrapped.grid.encode()
                 return self._shown(seen), info
         raise UserError(f"babyai: {level} has no instruction for task {task!r}: {TRIES} worlds were tried")
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self._idle:
             return self._last, 0.0, False, False, {"solved": False}
-        world = self._now.unwrapped
+        world = self.unwrapped
         ahead = tuple(world.front_pos)
         seen, reward, terminated, truncated, info = self._now.step(int(action))
         if self._around:  # an action changes no other square
@@ -105,7 +105,7 @@ class Levels(gymnasium.Env):
             world.close()
 
     def _shown(self, seen: dict[str, Any]) -> dict[str, Any]:
-        squares = all_round(self._now.unwrapped, self._codes, self._around) if self._around else seen["image"]
+        squares = all_round(self.unwrapped, self._codes, self._around) if self._around else seen["image"]
         shown = picture(squares, self._tile) if self._tile else np.ascontiguousarray(squares.transpose(1, 0, 2))
         self._last = {"image": shown, "mission": seen["mission"]}
         return self._last

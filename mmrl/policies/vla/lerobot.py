@@ -430,7 +430,11 @@ def compute_precisely(policy: Any) -> None:
 def with_lora(policy: Any, base: str, lora: LoRA) -> Any:
     """`policy`, whose files are at `base`, with adapters for linear layers that would be trained otherwise. Raises
     UserError where there are none."""
-    told = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, init_lora_weights=lora.peft_init)
+    told = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        init_lora_weights=lora.peft_init,
+    )
     told.target_modules = None if lora.targets == "all-linear" else lora.targets
     names = [n for n, m in policy.named_modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
     if told.target_modules is not None:
@@ -440,7 +444,7 @@ def with_lora(policy: Any, base: str, lora: LoRA) -> Any:
             f"model.lora.targets={lora.targets} names no linear layer that would be trained: see model.freeze and "
             f"{base}'s {CONFIG}"
         )
-    told.target_modules = set(names)
+    told.target_modules = set(names)  # type: ignore[assignment]  # as peft itself makes of a list
     policy.name_or_path = base  # which peft writes down
     return peft.get_peft_model(policy, told)
 

@@ -203,7 +203,7 @@ class Board(nn.Module):
     def forward(self, codes: Tensor, words: Tensor) -> Tensor:
         """codes [n, channel, height, width] of whole numbers, words [n, word, width] -> [n, width]"""
         told = torch.einsum("sp,npw->nsw", self.weights[:, : words.shape[1]], words).flatten(1)
-        table = sum_of_codes([thing.weight for thing in self.things])
+        table = sum_of_codes([thing.get_parameter("weight") for thing in self.things])
         index = torch.zeros_like(codes[:, 0], dtype=torch.long)
         for channel, count in enumerate(self.codes):
             index = index * count + codes[:, channel].long()
