@@ -8,6 +8,7 @@ RUNS = ("engine/test_balance.py",)
 PARTITION, CUTS = "mmrl/core/partition.py", ("core/test_partition.py",)
 CORE, B, P = "mmrl/core/balance.py", "mmrl/balance.py", "mmrl/preparation.py"
 F, SHARED = "mmrl/filtering.py", ("joints/test_shared_groups.py",)
+HEAD = ("engine/test_fused_head.py",)
 PLAN = ("test_gpu_memory.py::test_a_bound_on_tokens_is_a_bound_on_long_responses",)
 
 # fmt: off
@@ -29,6 +30,13 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("dynamic sampling: a rank takes more than its share", F, "if len(share[rank]) < wanted else spare",
      "if True else spare", SHARED),
     ("dynamic sampling: what is spare goes to several ranks", F, "        spare = spare[room:]\n", "", SHARED),
+    ("fused head: ZeRO-3 does not learn whose matrix it has", "mmrl/policies/vlm/policy.py",
+     "engine.lend(self.module.fused, self.module.fused.weight)", "pass", HEAD),
+    ("fused head: the matrix is taken without a gradient", "mmrl/policies/vlm/scorer.py",
+     "hidden_logprob(hidden, self.weight, targets", "hidden_logprob(hidden, self.weight.detach(), targets",
+     (*HEAD, "policies/test_vlm.py")),
+    ("fused head: another place for the temperature", "mmrl/policies/vlm/scorer.py",
+     "(hidden / temperature[:, None])", "(hidden * temperature[:, None])", ("policies/test_vlm.py",)),
     ("balance: groups of any size change places", CORE,
      "larger = larger.where(size[held[here]][:, None] == size[held[there]], top).flatten()",
      "larger = larger.flatten()", SWAPS),

@@ -17,6 +17,7 @@ import traceback
 import zlib
 from dataclasses import replace
 from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ import torch
 from mmrl.tasks.settings import TaskSettings
 from mmrl.tasks.visual_qa import tiny_model
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import mmrl.policies.vlm.policy  # noqa: F401  (imported once, in the server that workers are forked from)
 from mmrl import build, cli
@@ -55,6 +56,19 @@ def model_folder() -> str:
 
 def build_model(folder: str, seed: int) -> None:
     shutil.copytree(model_folder(), folder, dirs_exist_ok=True)
+
+
+def build_untied(folder: str, seed: int) -> None:
+    """A model whose output matrix is not that of its words."""
+    shutil.copytree(model_folder(), folder, dirs_exist_ok=True)
+    weights, told = Path(folder, "model.safetensors"), Path(folder, "config.json")
+    config, state = json.loads(told.read_text()), load_file(weights)
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = False
+    told.write_text(json.dumps(config))
+    words = next(value for name, value in state.items() if name.endswith("embed_tokens.weight"))
+    drawn = torch.randn(words.shape, generator=torch.Generator().manual_seed(seed))
+    # By hand: where there are several ranks, transformers writes on the first only.
+    save_file(state | {"lm_head.weight": 0.02 * drawn}, weights, metadata={"format": "pt"})
 
 
 def build_robot(folder: str, seed: int) -> None:
@@ -262,12 +276,19 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 # --- processes ---
 
 
+def server() -> multiprocessing.context.ForkServerContext:
+    """The server that processes are forked from, with what they need imported; begun by whoever asks first."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "tests.engine.workers"])
+    forkserver.ensure_running()
+    return context
+
+
 def start(target, *arguments, log: Path, ranks: int = 1) -> list[multiprocessing.Process]:
     """New processes, one a rank, that run target(*arguments); what they print goes to `log`."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     model_folder()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "tests.engine.workers"])
+    context = server()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

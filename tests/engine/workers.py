@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import load_file, save_file
 
+from mmrl import kernels
 from mmrl.batches import Batches
 from mmrl.core.reduce import MODES
-from mmrl.engine import Shadow
+from mmrl.engine import Engine, Shadow
+from mmrl.kernels import ops
 from mmrl.metrics import Metrics
 from mmrl.trainer import Trainer
 from tests.engine.parts import IMAGES, ROBOTS, distance, make, release, train
@@ -56,13 +60,16 @@ def splits(folder: Path) -> None:
 
 
 def gradient(trainer: Trainer, parts: list) -> dict[str, torch.Tensor]:
-    """What the optimizer would step with, after all sums over ranks (ZeRO 0), and the loss."""
+    """What the optimizer would step with, after all sums over ranks (ZeRO 0 and 3), and the loss."""
     grads: dict[str, torch.Tensor] = {}
     module, optimizer = trainer.policy.module, trainer.engine._engine.optimizer
 
     def look(closure=None):
         optimizer._global_grad_norm = 0.0
-        grads.update({n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None})
+        for name, parameter in module.named_parameters():
+            whole = parameter.grad if trainer.engine.zero_stage == 0 else safe_get_full_grad(parameter)
+            if whole is not None:
+                grads[name] = whole.clone()
 
     optimizer.step = look
     metrics = Metrics(trainer.engine)
@@ -103,6 +110,72 @@ def generated(folder: Path) -> None:
         release(trainer)
         found[name] = {"fetched": len(fetched), "responses": told}
     (folder / f"generated-{trainer.engine.rank}.json").write_text(json.dumps(found))
+
+
+def fused_head(folder: Path) -> None:
+    """Loss and gradient of one batch under ZeRO 0, under ZeRO-3 through the output layer, and there with the fused
+    head; with an output matrix that is the words' own, and with another. Rank 1 has a micro-batch without decisions."""
+    found, usual = {}, Engine._deepspeed_config
+
+    def split(self: Engine, *arguments: object) -> dict:
+        """However small a parameter is, it does not stay whole."""
+        config = usual(self, *arguments)
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return config
+
+    Engine._deepspeed_config = split
+    kernels.use("cpu")
+    terms = ["algorithm.terms=[{type: entropy, coefficient: 0.1}]", "engine.logp_chunk=4"]
+    for build in ("build_model", "build_untied"):
+        for name, stage in (("plain", 0), ("layer", 3), ("fused", 3)):
+            options = [f"model.build=tests.engine.parts:{build}", f"engine.zero_stage={stage}", *terms]
+            trainer = make(folder / f"{build} {name}", *options)
+            batch = trainer.policy.rollout([trainer.task.train[i] for i in range(4)], 4, list(range(16)))
+            drawn = torch.randn(16, generator=torch.Generator().manual_seed(0))
+            batch.advantages = drawn[:, None].expand(batch.mask.shape)
+            batch.mask[12:] = False
+            for row in range(12, 16):
+                silent = torch.zeros_like(batch.inputs[row].response, dtype=torch.bool)
+                batch.inputs[row] = replace(batch.inputs[row], decided=silent)
+            if name == "layer":
+                trainer.policy.module.fused = None
+            rows = torch.arange(16).view(2, 2, 4)[trainer.engine.rank]
+            found[f"{build} {name}"] = observed(trainer, [batch.select(part) for part in rows])
+            release(trainer)
+    Engine._deepspeed_config = usual
+    (folder / f"fused-{trainer.engine.rank}.json").write_text(json.dumps({n: seen for n, (_, seen) in found.items()}))
+    if trainer.engine.rank == 0:
+        torch.save({name: gradients for name, (gradients, _) in found.items()}, folder / "fused.pt")
+
+
+def observed(trainer: Trainer, parts: list) -> tuple[dict[str, torch.Tensor], dict[str, list[int]]]:
+    """The loss and gradient of one step, and what was seen of it: rows of the logits that were made at once, and for
+    which modules the output matrix was gathered; whether it is whole between forward and backward passes."""
+    module, made, fetch = trainer.policy.module, ops._chunks, PartitionedParameterCoordinator.fetch_sub_module
+    layer = module.model.get_output_embeddings()
+    seen: dict[str, list[int]] = {"rows": [], "through the layer": [], "passes": [], "whole": []}
+
+    def chunks(*arguments):
+        for part, logits in made(*arguments):
+            seen["rows"].append(len(logits))
+            yield part, logits
+
+    def fetched(coordinator, visited, *arguments, **options):
+        if visited is layer or visited is module.fused:
+            seen["passes"].append(1)
+        return fetch(coordinator, visited, *arguments, **options)
+
+    def backward(loss):
+        seen["whole"].append(layer.weight.numel())
+        type(trainer.engine).backward(trainer.engine, loss)
+
+    hook = layer.register_forward_hook(lambda _, arguments, out: seen["through the layer"].append(len(out)))
+    ops._chunks, PartitionedParameterCoordinator.fetch_sub_module = chunks, fetched
+    trainer.engine.backward = backward
+    found = gradient(trainer, parts)
+    ops._chunks, PartitionedParameterCoordinator.fetch_sub_module = made, fetch
+    hook.remove()
+    return found, seen
 
 
 def one_bad_loss(folder: Path) -> None:

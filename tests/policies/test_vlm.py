@@ -160,8 +160,9 @@ def test_pictures_matter(shared):
             assert change > 1e-3
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["the matrix itself", "through the layer"])
-def test_logits_of_a_batch_never_exist(shared, whole, monkeypatch):
+@pytest.mark.parametrize("lockstep", [False, True], ids=["alone", "in step"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "through the layer"])
+def test_logits_of_a_batch_never_exist(shared, fused, lockstep, monkeypatch):
     policy, rollouts = shared
     seen, made = [], ops._chunks
 
@@ -171,9 +172,18 @@ def test_logits_of_a_batch_never_exist(shared, whole, monkeypatch):
             yield part, logits
 
     head = policy.module.model.get_output_embeddings()
-    handle = head.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    through = []
+
+    def watch(module, arguments, out):
+        through.append(True)
+        seen.append(out.shape)
+
+    handle = head.register_forward_hook(watch)
     monkeypatch.setattr(ops, "_chunks", watched)
-    monkeypatch.setattr(policy, "lockstep", None if whole else vlm.Lockstep(lambda chunks: chunks, nullcontext))
+    if lockstep:
+        monkeypatch.setattr(policy, "lockstep", vlm.Lockstep(lambda chunks: chunks, nullcontext))
+    if not fused:
+        monkeypatch.setitem(policy.module._modules, "fused", None)
     kernels.use("cpu")
     got = replay(policy, rollouts)
     forward = len(seen)
@@ -181,6 +191,7 @@ def test_logits_of_a_batch_never_exist(shared, whole, monkeypatch):
     policy.module.zero_grad()
     kernels.use("auto")
     policy.lockstep = None
+    assert bool(through) == (not fused)
     seen_by_replay, seen[:] = list(seen), []
     policy.rollout(PROMPTS, 1, [1, 2, 3])
     handle.remove()

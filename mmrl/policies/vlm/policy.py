@@ -125,6 +125,8 @@ class VisionLanguagePolicy:
         """Under ZeRO-3 ranks have to make the same number of passes as those of `engine`."""
         if engine.zero_stage == 3:
             self.lockstep = Lockstep(engine.max, engine.whole)
+            if self.module.fused is not None:
+                engine.lend(self.module.fused, self.module.fused.weight)
 
     @contextmanager
     def own_weights(self) -> Iterator[None]:
@@ -461,7 +463,8 @@ class VisionLanguagePolicy:
             length = inputs["input_ids"].shape[1]
             first = [length - len(t.response) if padding_side == "left" else len(t.prompt) for t in rows]
             column = torch.tensor(first, device=self.device)[row] + decision - 1
-        chunks = None if self.lockstep is None else self.lockstep.max(-(-len(targets) // self.module.chunk))
+        each = self.lockstep is not None and self.module.fused is None  # ranks gather the output layer for each chunk
+        chunks = self.lockstep.max(-(-len(targets) // self.module.chunk)) if self.lockstep and each else None
         heats = [tokens.temperature for tokens in rows]
         heat: float | Tensor = heats[0] if len(set(heats)) == 1 else torch.tensor(heats, device=self.device)[row]
         with nullcontext() if self.routing is None else self.routing.replayed(routes):

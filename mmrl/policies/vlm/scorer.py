@@ -27,6 +27,35 @@ class Continuations:
     mask: Tensor
 
 
+class FusedHead(nn.Module):
+    """Likelihoods of chosen tokens by the output matrix of another module, whose logits exist a chunk at a time.
+
+    A module of its own: under ZeRO-3 its hooks gather the matrix (see `Engine.lend`) once for its forward and once for
+    its backward pass, however many chunks there are. The matrix keeps the one name that it has.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self._layer = (layer,)  # in a tuple, by which it is no part of this module
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """[token, hidden], the output matrix."""
+        return self._layer[0].weight
+
+    def forward(
+        self, hidden: Tensor, targets: Tensor, temperature: float | Tensor, excluded: Tensor | None, chunk: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden: [decision, hidden], targets: [decision]. Returns logp, entropy and square sum, [decision] fp32."""
+        if len(targets) == 0:  # the gradient is 0, but other ranks wait for this one to take part
+            nothing = (hidden @ self.weight.t()).float().sum(1)
+            return nothing, nothing.clone(), nothing.clone()
+        if isinstance(temperature, Tensor):  # (h / t) W = (h W) / t
+            hidden, temperature = (hidden / temperature[:, None]).to(hidden.dtype), 1.0
+        found = hidden_logprob(hidden, self.weight, targets, temperature=temperature, excluded=excluded, chunk=chunk)
+        return found.logp, found.entropy, found.square_sum
+
+
 class TokenScorer(nn.Module):
     """Log-probability and entropy of chosen tokens; this is the module the engine wraps.
 
@@ -41,6 +70,9 @@ class TokenScorer(nn.Module):
         self.chunk = chunk
         self.critic: TokenCritic | None = None  # whoever sets it does so before the engine wraps this
         self.register_buffer("suppressed", torch.tensor(sampling.suppressed, dtype=torch.int64), persistent=False)
+        layer, truncated = transformers_model(model).get_output_embeddings(), sampling.top_k > 0 or sampling.top_p < 1
+        fuses = type(layer) is nn.Linear and layer.bias is None and not truncated
+        self.fused = FusedHead(layer) if fuses else None
 
     def forward(
         self,
@@ -58,8 +90,8 @@ class TokenScorer(nn.Module):
         decision: [decision] fp32.
 
         With `continuations` the inputs are prompts; rows are then responses, and columns count from a prompt's end.
-        `chunks` is the number of passes through the output layer, which under ZeRO-3 must be the same on every rank;
-        None: the whole layer is here.
+        `chunks` is the number of passes through an output layer that can not be fused, which under ZeRO-3 must be the
+        same on every rank; None: as many as this rank needs.
         """
         core = transformers_model(self.model)
         if continuations is None:
@@ -74,21 +106,10 @@ class TokenScorer(nn.Module):
         self, core: PreTrainedModel, hidden: Tensor, targets: Tensor, chunks: int | None, temperature: float | Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """hidden: [decision, hidden], of the tokens before. Else as `forward`."""
+        if self.fused is not None:
+            excluded = self.suppressed if len(self.suppressed) else None
+            return self.fused(hidden, targets, temperature, excluded, self.chunk)
         head = core.get_output_embeddings()
-        truncated = self.sampling.top_k > 0 or self.sampling.top_p < 1
-        silent = len(targets) == 0  # conversations that were all lost, or a pass that only keeps step with other ranks
-        if chunks is None and type(head) is nn.Linear and head.bias is None and not (truncated or silent):
-            if isinstance(temperature, Tensor):  # (h / t) W = (h W) / t
-                hidden, temperature = (hidden / temperature[:, None]).to(hidden.dtype), 1.0
-            found = hidden_logprob(
-                hidden,
-                head.weight,
-                targets,
-                temperature=temperature,
-                excluded=self.suppressed if len(self.suppressed) else None,
-                chunk=self.chunk,
-            )
-            return found.logp, found.entropy, found.square_sum
         chunks = max(1, -(-len(targets) // self.chunk)) if chunks is None else chunks
         heat = torch.as_tensor(temperature, device=hidden.device).expand(len(targets))
         pieces = (values.tensor_split(chunks) for values in (hidden, targets, heat))
