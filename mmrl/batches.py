@@ -25,7 +25,18 @@ from mmrl.filtering import Rounds
 from mmrl.metrics import Metrics
 from mmrl.pool import Pool
 from mmrl.prompt_samplers import Outcome
-from mmrl.protocols import Completing, Continuing, Policy, Sampling, SyncedGenerator, Task
+from mmrl.protocols import (
+    Completing,
+    Continuing,
+    Encoding,
+    Policy,
+    ReadableSource,
+    Sampling,
+    Source,
+    SyncedGenerator,
+    Task,
+)
+from mmrl.reading import ReadAhead
 from mmrl.rewards.twins import twin_of
 from mmrl.rollouts import FRESH, Column, DecisionColumn, Rollouts, Texts, alike
 from mmrl.seeds import rollout_seeds
@@ -41,7 +52,9 @@ class Batches:
         assert task.train is not None
         self.config, self.policy, self.task, self.ranks, self.generator = config, policy, task, ranks, generator
         self.sampling = sampled_by(policy, generator)
-        self.source, self.rollout = task.train, config.rollout
+        self.rollout = config.rollout
+        self.reader = reader_of(task.train, policy)
+        self.source: Source = task.train if self.reader is None else self.reader
         self.share = config.rollout.prompts // ranks.world  # prompts of a rank in a step
         # Copies, for a default is shared by all configurations of the process.
         self.sampler = config.rollout.sampler.model_copy(deep=True)
@@ -88,6 +101,11 @@ class Batches:
         )
         for extra in self.extras:
             extra.observe(batch)
+
+    def close(self) -> None:
+        """Ends what reads ahead."""
+        if self.reader is not None:
+            self.reader.close()
 
     def lend_generator(self) -> None:
         """For something else than training, such as evaluation, which gives it other weights. Waits until what it makes
@@ -151,10 +169,10 @@ class Batches:
             return
         self._give_weights(version, metrics)
         thread = one_thread("rollouts")
-        for step in steps:
-            before = self._state()
-            drawn = None if self.pool is not None else self._draw(self.share)
-            self.pending.append(PendingBatch(before, thread.submit(self.sample_round, step, drawn)))
+        drawn = [(self._state(), None if self.pool is not None else self._draw(self.share)) for _ in steps]
+        self._foresee(*(draw for _, draw in drawn))
+        for step, (before, draw) in zip(steps, drawn, strict=True):
+            self.pending.append(PendingBatch(before, thread.submit(self.sample_round, step, draw)))
         thread.shutdown(wait=False)
 
     def _give_weights(self, version: int, metrics: Metrics) -> None:
@@ -205,6 +223,8 @@ class Batches:
             return self._drawn_from_pool(self.pool, step, self.share)
         positions, indices = self._draw(self.share) if drawn is None else drawn
         prompts = [self.source[i] for i in indices]
+        if drawn is None:
+            self._foresee()
         size = self.config.group_size
         seeds = rollout_seeds(self.config.seed, positions, size)
         group = torch.tensor(positions).repeat_interleave(size)
@@ -242,8 +262,20 @@ class Batches:
         first, count = self.drawn, share * self.ranks.world
         indices = self.sampler.draw(count)
         self.drawn += count
-        own = slice(self.ranks.rank * share, (self.ranks.rank + 1) * share)
-        return list(range(first, first + count))[own], indices[own]
+        return self._own(range(first, first + count)), self._own(indices)
+
+    def _own(self, drawn: Sequence[int]) -> list[int]:
+        """This rank's share of a draw, or of several draws after another."""
+        share = len(drawn) // self.ranks.world
+        return list(drawn[self.ranks.rank * share : (self.ranks.rank + 1) * share])
+
+    def _foresee(self, *known: Drawn | None) -> None:
+        """Has prompts read that were drawn, and those that would be drawn next. A sampler may change its mind in
+        between, by what it observes; then those are read for nothing."""
+        if self.reader is not None:
+            drawn = [index for draw in known if draw is not None for index in draw[1]]
+            sampler = self.sampler.model_copy(deep=True)
+            self.reader.expect([*drawn, *self._own(sampler.draw(self.share * self.ranks.world))])
 
     def _drawn_from_pool(self, pool: Pool, step: int, share: int) -> Rollouts:
         """`sample_round` of what is finished first. Every rank has as many groups in the making; towards the end of
@@ -251,6 +283,8 @@ class Batches:
         extra = self.oversample // self.ranks.world
         room = max(share, min(share + extra, share * (self.config.steps - step)))
         pool.add(*self._draw(max(0, room - len(pool.groups))))
+        if not self.steps_ahead:
+            self._foresee()
         batch = pool.take(share, step, self.version)
         batch.rewards = self.task.score(batch.samples, batch.group)
         batch.accuracy = self.task.accuracy(batch.samples)
@@ -336,6 +370,16 @@ def awake(generator: SyncedGenerator | None) -> AbstractContextManager[dict[str,
 def sampled_by(policy: Policy, generator: SyncedGenerator | None) -> Sampling:
     """Who is asked for rollouts and answers: the policy, which may have tokens from engines, or workers for it."""
     return generator if isinstance(generator, Sampling) else policy
+
+
+def reader_of(source: Source, policy: Policy) -> ReadAhead | None:
+    """What reads ahead where the source asks for that; the policy learns of it."""
+    if not isinstance(source, ReadableSource) or source.readers == 0:
+        return None
+    if not isinstance(policy, Encoding):
+        return ReadAhead(source, None)
+    policy.reader = found = ReadAhead(source, policy.encoder())
+    return found
 
 
 def one_thread(name: str) -> ThreadPoolExecutor:

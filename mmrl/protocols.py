@@ -20,6 +20,22 @@ class Source(Protocol):
     def __getitem__(self, index: int, /) -> Prompt: ...
 
 
+@runtime_checkable
+class ExactSource(Source, Protocol):
+    """A source that may give another prompt in the place of one that can not be used."""
+
+    def read(self, index: int) -> Prompt:
+        """`self[index]`, or any error where that is not the prompt of this very place."""
+
+
+@runtime_checkable
+class ReadableSource(ExactSource, Protocol):
+    """A source that other processes can read as well, to which it is pickled. readers: how many of them read ahead."""
+
+    @property
+    def readers(self) -> int: ...
+
+
 class Responding(Protocol):
     """What answers prompts."""
 
@@ -96,6 +112,23 @@ class Task(Protocol):
     def accuracy(self, samples: Sequence[Sample]) -> Tensor: ...
 
     def measures(self, samples: Sequence[Sample], group: Tensor) -> dict[str, Tensor]: ...
+
+
+class PromptReader(Protocol):
+    """What may have encoded prompts already."""
+
+    def encoded(self, prompt: Prompt) -> Any | None:
+        """What an `Encoding` policy's encoder made of this very prompt, once; None: nobody has."""
+
+
+@runtime_checkable
+class Encoding(Protocol):
+    """A policy that makes something of a prompt before it answers it, which can be done in another process."""
+
+    reader: PromptReader | None
+
+    def encoder(self) -> Callable[[Prompt], Any] | None:
+        """Can be pickled. None: what it would make is of no use here."""
 
 
 @runtime_checkable

@@ -75,6 +75,7 @@ class Trainer:
                 self.loop()
             finally:
                 self.batches.give_up()
+                self.batches.close()
 
     def loop(self) -> None:
         """Rollouts, advantages, epochs of minibatches, log, evaluate, save."""

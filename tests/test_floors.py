@@ -52,6 +52,7 @@ FLOORS = [
         "mmrl.memory_plan",
         "mmrl.pool",
         "mmrl.preparation",
+        "mmrl.reading",
         "mmrl.reference",
         "mmrl.skeleton",
     ],

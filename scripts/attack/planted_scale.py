@@ -8,7 +8,7 @@ RUNS = ("engine/test_balance.py",)
 PARTITION, CUTS = "mmrl/core/partition.py", ("core/test_partition.py",)
 CORE, B, P = "mmrl/core/balance.py", "mmrl/balance.py", "mmrl/preparation.py"
 F, SHARED = "mmrl/filtering.py", ("joints/test_shared_groups.py",)
-HEAD = ("engine/test_fused_head.py",)
+HEAD, AHEAD = ("engine/test_fused_head.py",), ("test_reading.py",)
 PLAN = ("test_gpu_memory.py::test_a_bound_on_tokens_is_a_bound_on_long_responses",)
 
 # fmt: off
@@ -37,6 +37,21 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      (*HEAD, "policies/test_vlm.py")),
     ("fused head: another place for the temperature", "mmrl/policies/vlm/scorer.py",
      "(hidden / temperature[:, None])", "(hidden * temperature[:, None])", ("policies/test_vlm.py",)),
+    ("reading ahead: a row of which nothing came is skipped", "mmrl/reading.py",
+     "prompt = self.source[index]", "prompt = self.source[(index + 1) % len(self)]", AHEAD),
+    ("reading ahead: a bad row's place has the next one's prompt", "tasks/visual_qa/rows.py",
+     "return self._prompt(self._good[index])", "return self[index]", AHEAD),
+    ("reading ahead: without the instruction", "tasks/visual_qa/task.py", "return self._asked(self.source.read(index))",
+     "return self.source.read(index)", AHEAD),
+    ("reading ahead: what was made of a prompt is given twice", "mmrl/reading.py",
+     "self._encoded.pop(id(prompt), (None, None))", "self._encoded.get(id(prompt), (None, None))", AHEAD),
+    ("reading ahead: what is not expected stays", "mmrl/reading.py",
+     "            self._coming.pop(index).cancel()\n", "            self._coming[index].cancel()\n", AHEAD),
+    ("reading ahead: foreseen prompts are drawn", "mmrl/batches.py", "sampler = self.sampler.model_copy(deep=True)",
+     "sampler = self.sampler", AHEAD),
+    ("reading ahead: processes outlive the trainer", "mmrl/reading.py", "    os._exit(0)\n", "    pass\n", AHEAD),
+    ("reading ahead: processes stay when training ends", "mmrl/trainer.py", "                self.batches.close()\n",
+     "", AHEAD),
     ("balance: groups of any size change places", CORE,
      "larger = larger.where(size[held[here]][:, None] == size[held[there]], top).flatten()",
      "larger = larger.flatten()", SWAPS),

@@ -137,6 +137,15 @@ class _Parquet:
             )
         self._advise([group.total_byte_size for group in groups])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process that reads the same file: it opens it anew and keeps row groups of its own."""
+        kept = ("_path", "_keep", "_starts", "_refused")
+        return {name: vars(self)[name] for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _file=pq.ParquetFile(state["_path"]), _kept=OrderedDict(), _sizes={})
+        self._reading = threading.Lock()
+
     def __len__(self) -> int:
         return self._starts[-1]
 

@@ -217,10 +217,17 @@ class RowSource:
             if row in self._reasons:
                 continue
             try:
-                return self._fields.prompt(self._rows[row], f"{self._prefix}:{self._rows.number(row)}")
+                return self._prompt(row)
             except RowError as error:
                 self._lose(row, str(error))
         raise UserError(f"{self.name}: no row of it can be used; the first: {self._line(min(self._reasons))}")
+
+    def read(self, index: int) -> Prompt:
+        """The prompt of the row of this place, and not of the next one where it can not be used. Raises RowError."""
+        return self._prompt(self._good[index])
+
+    def _prompt(self, row: int) -> Prompt:
+        return self._fields.prompt(self._rows[row], f"{self._prefix}:{self._rows.number(row)}")
 
     def _lose(self, row: int, reason: str) -> None:
         self._reasons[row] = reason

@@ -52,6 +52,11 @@ class Questions(Choice):
     test: ClassVar[str] = "tests/tasks/test_sources.py"
     recorded: ClassVar[bool] = False  # whether prompts hold what is answered to their responses
 
+    @property
+    def processes(self) -> int:
+        """That read ahead for each rank, of data for which that is an option."""
+        return 0
+
     @abstractmethod
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         """Questions to train on (None: the task can only be evaluated), and held-out ones."""
@@ -239,6 +244,18 @@ class Rows(Questions):
     )
     max_bad_share: float = option(0.01, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
     check_rows: bool = option(True, "look at every row once before the run")
+    readers: int = option(
+        0,
+        "processes of each rank that read the next step's rows and pictures, and encode them where the model reads "
+        "prompts, while this step goes on; each keeps a core busy, and the next step's pictures are held beside this "
+        "one's; 0: rows are read when a step begins",
+        ge=0,
+        le=64,
+    )
+
+    @property
+    def processes(self) -> int:
+        return self.readers
 
     @property
     def _reading(self) -> dict[str, Any]:
@@ -314,6 +331,18 @@ class ConversationRows(Questions):
     )
     max_bad_share: float = option(0.01, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
     check_rows: bool = option(True, "look at every row once before the run")
+    readers: int = option(
+        0,
+        "processes of each rank that read the next step's rows and pictures, and encode them where the model reads "
+        "prompts, while this step goes on; each keeps a core busy, and the next step's pictures are held beside this "
+        "one's; 0: rows are read when a step begins",
+        ge=0,
+        le=64,
+    )
+
+    @property
+    def processes(self) -> int:
+        return self.readers
 
     def _fields(self, root: Path | None, *, absolute: bool = False) -> Any:
         from mmrl.tasks.visual_qa.conversations import Conversations

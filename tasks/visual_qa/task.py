@@ -9,7 +9,7 @@ import torch
 from mmrl.sims.turns.settings import EnvironmentSettings
 from mmrl.tasks.visual_qa.settings import VisualQASettings
 
-from mmrl.protocols import Source
+from mmrl.protocols import ExactSource, Source
 from mmrl.rewards import RewardSet
 from mmrl.rewards.turns import conversation_measures
 from mmrl.rollouts import Prompt, Sample
@@ -38,7 +38,8 @@ class VisualQA:
         Raises ValueError as the sources and rewards do.
         """
         train, evaluation = settings.data.sources(seed)
-        asked = None if train is None else InstructedSource(train, settings.instruction, settings.system)
+        readers = settings.data.processes
+        asked = None if train is None else InstructedSource(train, settings.instruction, settings.system, readers)
         held_out = InstructedSource(evaluation, settings.instruction, settings.system)
         rewards, accuracy = RewardSet(settings.rewards), RewardSet([settings.accuracy])
         return VisualQA(asked, held_out, rewards, accuracy, settings.environment)
@@ -62,15 +63,23 @@ class VisualQA:
 
 
 class InstructedSource:
-    """A source whose problems are followed by an instruction and preceded by a system message, where given."""
+    """A source whose problems are followed by an instruction and preceded by a system message, where given. readers:
+    processes that read ahead, to which the source must be able to go; 0: none."""
 
-    def __init__(self, source: Source, instruction: str | None, system: str | None):
-        self.source, self.instruction, self.system = source, instruction, system
+    def __init__(self, source: Source, instruction: str | None, system: str | None, readers: int = 0):
+        self.source, self.instruction, self.system, self.readers = source, instruction, system, readers
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Prompt:
-        prompt = self.source[index]
+        return self._asked(self.source[index])
+
+    def read(self, index: int) -> Prompt:
+        """See `ReadableSource`."""
+        assert isinstance(self.source, ExactSource), "only sources of rows have readers"
+        return self._asked(self.source.read(index))
+
+    def _asked(self, prompt: Prompt) -> Prompt:
         text = f"{prompt.text}\n{self.instruction}" if self.instruction else prompt.text
         return replace(prompt, text=text, system=self.system)

@@ -29,10 +29,20 @@ from mmrl.generation.transformers import generate, generate_groups
 from mmrl.generation.vllm import Answering, Request
 from mmrl.policies.vlm.critic import critic_of, write_critic
 from mmrl.policies.vlm.drafts import Draft
-from mmrl.policies.vlm.prompts import Tokens, chat_texts, clips_of, collate, encode, pictures_of, save_processor
+from mmrl.policies.vlm.prompts import (
+    Encoder,
+    Tokens,
+    chat_texts,
+    clips_of,
+    collate,
+    encode,
+    pictures_of,
+    save_processor,
+)
 from mmrl.policies.vlm.routing import Routing, collate_routes
 from mmrl.policies.vlm.scorer import Continuations, TokenScorer, transformers_model
 from mmrl.policies.vlm.turns import Conversations, conversing, demonstrated
+from mmrl.protocols import PromptReader
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 from mmrl.sims.turns.settings import EnvironmentSettings
 
@@ -101,6 +111,7 @@ class VisionLanguagePolicy:
         self.engine: Answering | None = None
         self.routing: Routing | None = None
         self.conversations: Conversations | None = None  # where an environment answers its responses
+        self.reader: PromptReader | None = None
 
     def judge(self, settings: CriticSettings, folder: Path) -> None:
         """From now on replay gives the value of what came before each decision. folder: where a critic may lie, which
@@ -183,7 +194,14 @@ class VisionLanguagePolicy:
 
     def encode(self, prompts: Sequence[Prompt]) -> list[Tokens]:
         """The prompts with empty responses; see `mmrl.policies.vlm.prompts.encode`."""
-        return encode(self.processor, prompts, self.max_prompt_length)
+        made = [None if self.reader is None else self.reader.encoded(prompt) for prompt in prompts]
+        rest = [prompt for prompt, known in zip(prompts, made, strict=True) if known is None]
+        encoded = iter(encode(self.processor, rest, self.max_prompt_length))
+        return [next(encoded) if known is None else known for known in made]
+
+    def encoder(self) -> Encoder | None:
+        """None where environments make other prompts of those of a source."""
+        return None if self.conversations is not None else Encoder(self.processor, self.max_prompt_length)
 
     def rollout(
         self,

@@ -116,6 +116,17 @@ def encode(processor: Any, prompts: Sequence[Prompt], max_length: int) -> list[T
     return found
 
 
+@dataclass(frozen=True)
+class Encoder:
+    """`encode` of one prompt, for another process."""
+
+    processor: Any
+    max_length: int
+
+    def __call__(self, prompt: Prompt) -> Tokens:
+        return encode(self.processor, [prompt], self.max_length)[0]
+
+
 def read(
     processor: Any,
     texts: Sequence[str],
