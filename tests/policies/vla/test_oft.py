@@ -381,7 +381,9 @@ def test_saved_as_published(oft, tmp_path):
     state = policy.module.state_dict()
     for part, beginning in (("action_head", "head."), ("proprio_projector", "backbone.proprio.")):
         (file,) = [f for f in (tmp_path / "s").iterdir() if part in f.name and "checkpoint" in f.name]
-        found = {name.removeprefix("module."): t for name, t in torch.load(file, weights_only=True).items()}
+        written = torch.load(file, weights_only=True)
+        assert all(name.startswith("module.") for name in written)
+        found = {name.removeprefix("module."): t for name, t in written.items()}
         assert found.keys() == reference.parts()[{"action_head": reference.HEAD}.get(part, reference.PROJECTOR)].keys()
         assert all(torch.equal(t, state[beginning + name]) for name, t in found.items())
     bare = tmp_path / "bare"
