@@ -225,20 +225,9 @@ class WordsData(Questions):
         return WordsSource("train"), WordsSource("heldout")
 
 
-class Rows(Questions):
-    """Rows of the user's."""
+class RowReading(Questions):
+    """How rows of the user's are read, whatever they hold."""
 
-    image_field: str | list[str] = option("images", "column of the pictures, or columns of one picture each")
-    options_field: str | None = option(
-        None, "column of a question's options: a list, a mapping by letter, or the text of a list; they are appended"
-    )
-    problem_field: str = option("problem", "column of the question")
-    answer_field: str = option("answer", "column of the answer")
-    video_field: str = option("videos", "column of the clips")
-    max_frames: int = option(MAX_FRAMES, "of a clip that are kept, evenly spaced", ge=1)
-    image_root: Path | None = option(
-        None, "folder that relative paths of pictures and clips start from; default: the file's"
-    )
     max_pixels: int = option(
         MAX_PIXELS, "width x height of the largest picture that is opened", unit="pixels", ge=1, le=PILLOWS_LIMIT
     )
@@ -256,6 +245,22 @@ class Rows(Questions):
     @property
     def processes(self) -> int:
         return self.readers
+
+
+class Rows(RowReading):
+    """Rows of the user's."""
+
+    image_field: str | list[str] = option("images", "column of the pictures, or columns of one picture each")
+    options_field: str | None = option(
+        None, "column of a question's options: a list, a mapping by letter, or the text of a list; they are appended"
+    )
+    problem_field: str = option("problem", "column of the question")
+    answer_field: str = option("answer", "column of the answer")
+    video_field: str = option("videos", "column of the clips")
+    max_frames: int = option(MAX_FRAMES, "of a clip that are kept, evenly spaced", ge=1)
+    image_root: Path | None = option(
+        None, "folder that relative paths of pictures and clips start from; default: the file's"
+    )
 
     @property
     def _reading(self) -> dict[str, Any]:
@@ -309,7 +314,7 @@ class HuggingFaceData(Rows):
         return None if self.train_split is None else split(self.train_split), split(self.eval_split)
 
 
-class ConversationRows(Questions):
+class ConversationRows(RowReading):
     """Rows that are demonstrated conversations: what assistants say is learned from with algorithm.type=supervised,
     every turn of it, and all else is read. With task.environment the beginnings are prompts for RL."""
 
@@ -326,23 +331,6 @@ class ConversationRows(Questions):
         "tool", "role in which results of tools are shown; task.environment.type=tools shows them as the user's"
     )
     image_root: Path | None = option(None, "folder that relative paths of pictures start from; default: the file's")
-    max_pixels: int = option(
-        MAX_PIXELS, "width x height of the largest picture that is opened", unit="pixels", ge=1, le=PILLOWS_LIMIT
-    )
-    max_bad_share: float = option(0.01, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
-    check_rows: bool = option(True, "look at every row once before the run")
-    readers: int = option(
-        0,
-        "processes of each rank that read the next step's rows and pictures, and encode them where the model reads "
-        "prompts, while this step goes on; each keeps a core busy, and the next step's pictures are held beside this "
-        "one's; 0: rows are read when a step begins",
-        ge=0,
-        le=64,
-    )
-
-    @property
-    def processes(self) -> int:
-        return self.readers
 
     def _fields(self, root: Path | None, *, absolute: bool = False) -> Any:
         from mmrl.tasks.visual_qa.conversations import Conversations

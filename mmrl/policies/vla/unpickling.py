@@ -20,7 +20,6 @@ from mmrl.policies.vla import oft
 CHUNKS = {(7, 8): ("LIBERO", 8), (7, 7): ("BridgeData", 5)}
 ALOHA = 14  # numbers of its actions
 
-
 # What torch.load raises for what is not tensors, and for files that were cut or changed at random places.
 DAMAGED = (UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, AssertionError, struct.error, OSError)
 
@@ -72,9 +71,7 @@ def tensors(file: Path) -> dict[str, Tensor]:
     """By name, without the beginning that distributed training gave them. Raises UserError for a file that holds more,
     before a line of it runs."""
     try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # that torch may not know the protocol; what it does not is below
+        with warnings.catch_warnings(action="ignore"):  # of a pickle's protocol, which says nothing to who converts
             found: Any = torch.load(file, map_location="cpu", weights_only=True)
     except DAMAGED as error:
         raise UserError(f"{file} is no pickle of tensors alone and was not opened: {told(error)}") from None
