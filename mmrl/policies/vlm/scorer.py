@@ -39,7 +39,7 @@ class FusedHead(nn.Module):
         self._layer = (layer,)  # in a tuple, by which it is no part of this module
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> Tensor:
         """[token, hidden], the output matrix."""
         return self._layer[0].weight
 
@@ -62,6 +62,8 @@ class TokenScorer(nn.Module):
     The vocabulary is only ever looked at in chunks of `chunk` decisions, recomputed in the backward pass, so the
     logits of a whole batch never exist.
     """
+
+    suppressed: Tensor
 
     def __init__(self, model: nn.Module, sampling: Sampling, chunk: int) -> None:
         super().__init__()
