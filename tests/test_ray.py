@@ -212,12 +212,15 @@ def test_workers_on_other_hosts_change_nothing(nodes, behind):
 
 
 def test_a_lost_host_costs_the_episodes_it_was_playing(nodes, behind):
-    for _ in range(5):  # Ray spreads as well as it can; a host that has just joined is not always known yet
+    for _ in range(20):  # Ray spreads as well as it can; a host that has just joined is not always known yet
         sim = behind(TROUBLE, 4, 2)
         healthy, sick = sim.simulator.pids
         if nodes.of(healthy) is not nodes.of(sick):
             break
         sim.close()
+        time.sleep(1)
+    else:
+        pytest.fail("Ray put both workers on one host, twenty times")
     sim.reset(range(4), ["go"] * 4)
     staying = nodes.of(healthy)
     nodes.lose(nodes.of(sick))
