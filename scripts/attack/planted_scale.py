@@ -36,7 +36,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "hidden_logprob(hidden, self.weight, targets", "hidden_logprob(hidden, self.weight.detach(), targets",
      (*HEAD, "policies/test_vlm.py")),
     ("fused head: another place for the temperature", "mmrl/policies/vlm/scorer.py",
-     "(hidden / temperature[:, None])", "(hidden * temperature[:, None])", ("policies/test_vlm.py",)),
+     "(hidden / temperature[:, None])", "(hidden * temperature[:, None])", HEAD),
     ("reading ahead: a row of which nothing came is skipped", "mmrl/reading.py",
      "prompt = self.source[index]", "prompt = self.source[(index + 1) % len(self)]", AHEAD),
     ("reading ahead: a bad row's place has the next one's prompt", "tasks/visual_qa/rows.py",

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from mmrl.policies.vlm.scorer import FusedHead
 from tests.engine import workers
 from tests.engine.parts import call, distance
 
@@ -39,3 +40,18 @@ def test_logits_are_made_a_chunk_at_a_time_and_the_matrix_is_not_gathered_for_ea
     assert layer["through the layer"] == [4] * 12 if rank == 0 else [4] * 6 + [0] * 6
     assert (len(fused["passes"]), len(layer["passes"])) == (2 * 3, 2 * 9)
     assert fused["whole"][0] == 0  # what ranks have apart between the passes; DeepSpeed may keep what it uses soon
+
+
+def test_every_decision_has_its_own_temperature_and_gradient():
+    torch.manual_seed(0)
+    layer, hidden = torch.nn.Linear(6, 9, bias=False), torch.randn(5, 6, requires_grad=True)
+    targets, heat = torch.tensor([0, 8, 3, 3, 5]), torch.tensor([0.5, 1.0, 2.0, 0.7, 1.3])
+    logp, entropy, square_sum = FusedHead(layer)(hidden, targets, heat, None, 2)
+    expected = (layer(hidden).double() / heat[:, None]).log_softmax(-1)
+    torch.testing.assert_close(logp.double(), expected.gather(1, targets[:, None])[:, 0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), -(expected.exp() * expected).sum(1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(square_sum.double(), expected.exp().square().sum(1), rtol=1e-5, atol=1e-6)
+    found = torch.autograd.grad(logp.sum(), (hidden, layer.weight))
+    wanted = torch.autograd.grad(expected.gather(1, targets[:, None]).sum(), (hidden, layer.weight))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
