@@ -18,7 +18,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("lerobot: a saved adapter trains in frozen parts", L, "kind.freeze(policy, model.freeze)  # adapters too", "pass",
      SAVED),
     ("lerobot: a saved adapter does not train", L, "is_trainable=True", "is_trainable=False", SAVED),
-    ("lerobot: alpha is the default", L, "lora_alpha=lora.alpha, ", "",
+    ("lerobot: alpha is the default", L, "lora_alpha=lora.alpha,  # type: ignore[arg-type]", "",
      (LORA + "a_new_one_has_its_rank_and_scale",)),
     ("lerobot: noisy actions in bf16", L, "F.linear(x.float(), self.weight.float(), bias)",
      "F.linear(x.to(self.weight.dtype), self.weight, self.bias)", ACTS),

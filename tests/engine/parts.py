@@ -340,3 +340,18 @@ def _run(target, arguments, env, log):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def ratio_gaps(trainer):
+    """Largest gaps of the ratio from 1 by step and update, two updates a step; they are filled in while it trains."""
+    usual, gaps = trainer.losses, {}
+
+    def losses(micro, totals):
+        parts, stats = usual(micro, totals)
+        gap = float(stats["surrogate/ratio_gap"][micro.mask].max()) if micro.mask.any() else 0.0
+        update = trainer.step, trainer.engine.updates % 2
+        gaps[update] = max(gap, gaps.get(update, 0.0))
+        return parts, stats
+
+    trainer.losses = losses
+    return gaps

@@ -24,6 +24,7 @@ from tests.engine.parts import (
     final,
     make,
     metrics,
+    ratio_gaps,
     release,
     timeless,
     train,
@@ -257,16 +258,7 @@ def test_every_head_trains(tmp_path, head):
     options += [f"engine.zero_stage={STAGES[head]}"]
     options += [] if "flow" in HEADS[head] else ["rollout.temperature=0.7"]
     trainer = make(tmp_path, *options, f"action.head={HEADS[head]}", base=ROBOTS)
-    usual, gaps = trainer.losses, {}
-
-    def losses(micro, totals):
-        parts, stats = usual(micro, totals)
-        gap = float(stats["surrogate/ratio_gap"][micro.mask].max())
-        update = trainer.step, trainer.engine.updates % 2
-        gaps[update] = max(gap, gaps.get(update, 0.0))
-        return parts, stats
-
-    trainer.losses = losses
+    gaps = ratio_gaps(trainer)
     before = {n: p.detach().clone() for n, p in trainer.policy.module.named_parameters()}
     trainer.train()
     release(trainer)

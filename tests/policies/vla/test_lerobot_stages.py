@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from tests.engine.parts import ROBOTS, call, make, metrics, release
+from tests.engine.parts import ROBOTS, call, make, metrics, ratio_gaps, release
 from tests.policies.vla.test_lerobot_lora import assert_equal_actions, lerobots
 from tests.policies.vla.test_lerobot_policy import KINDS, lerobot, load
 
@@ -42,16 +42,7 @@ def checkpoints(tmp_path_factory):
 def trained(folder, checkpoint, *options):
     """The largest gaps of the ratio from 1, by step and update, and the names of parameters that have changed."""
     trainer = make(folder, *RUN, f"model.path={checkpoint}", *options, base=ROBOTS)
-    usual, gaps = trainer.losses, {}
-
-    def losses(micro, totals):
-        parts, stats = usual(micro, totals)
-        gap = float(stats["surrogate/ratio_gap"][micro.mask].max()) if micro.mask.any() else 0.0
-        update = trainer.step, trainer.engine.updates % 2
-        gaps[update] = max(gap, gaps.get(update, 0.0))
-        return parts, stats
-
-    trainer.losses = losses
+    gaps = ratio_gaps(trainer)
     before = {n: p.detach().clone() for n, p in trainer.policy.module.named_parameters()}
     trainer.train()
     release(trainer)

@@ -322,16 +322,7 @@ def test_it_trains_and_plays_on_from_what_is_saved(checkpoints, tmp_path, stage,
         *(f"engine.zero_stage={stage}", "task.rewards=[{name: random}]", "rollout.max_prompt_length=64", *more),
     ]
     trainer = engine.make(tmp_path / "run", *options, base=engine.ROBOTS)
-    usual, gaps = trainer.losses, {}
-
-    def losses(micro, totals):
-        found, stats = usual(micro, totals)
-        update = trainer.step, trainer.engine.updates % 2
-        gap = float(stats["surrogate/ratio_gap"][micro.mask].max())
-        gaps[update] = max(gap, gaps.get(update, 0.0))
-        return found, stats
-
-    trainer.losses = losses
+    gaps = engine.ratio_gaps(trainer)
     before = {name: p.detach().clone() for name, p in trainer.policy.module.named_parameters()}
     trainer.train()
     assert gaps[0, 0] == gaps[1, 0] == 0 < min(gaps[0, 1], gaps[1, 1])
