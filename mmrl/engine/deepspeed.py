@@ -326,12 +326,6 @@ class Engine(Ranks):
         with unwrap_model_for_generation(self._engine) if self.zero_stage == 3 else nullcontext():
             yield
 
-    def lend(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """From now on passes of this part of the network have a parameter of another one too: ZeRO-3 gathers what a
-        part computes with, and takes that for its own parameters."""
-        if self.zero_stage == 3:
-            deepspeed.zero.register_external_parameter(module, parameter)
-
     # --- files ---
 
     def state(self) -> dict[str, Tensor]:

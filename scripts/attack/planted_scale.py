@@ -30,8 +30,6 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("dynamic sampling: a rank takes more than its share", F, "if len(share[rank]) < wanted else spare",
      "if True else spare", SHARED),
     ("dynamic sampling: what is spare goes to several ranks", F, "        spare = spare[room:]\n", "", SHARED),
-    ("fused head: ZeRO-3 does not learn whose matrix it has", "mmrl/policies/vlm/policy.py",
-     "engine.lend(self.module.fused, self.module.fused.weight)", "pass", HEAD),
     ("fused head: the matrix is taken without a gradient", "mmrl/policies/vlm/scorer.py",
      "hidden_logprob(hidden, self.weight, targets", "hidden_logprob(hidden, self.weight.detach(), targets",
      (*HEAD, "policies/test_vlm.py")),

@@ -136,8 +136,6 @@ class VisionLanguagePolicy:
         """Under ZeRO-3 ranks have to make the same number of passes as those of `engine`."""
         if engine.zero_stage == 3:
             self.lockstep = Lockstep(engine.max, engine.whole)
-            if self.module.fused is not None:
-                engine.lend(self.module.fused, self.module.fused.weight)
 
     @contextmanager
     def own_weights(self) -> Iterator[None]:

@@ -30,8 +30,8 @@ class Continuations:
 class FusedHead(nn.Module):
     """Likelihoods of chosen tokens by the output matrix of another module, whose logits exist a chunk at a time.
 
-    A module of its own: under ZeRO-3 its hooks gather the matrix (see `Engine.lend`) once for its forward and once for
-    its backward pass, however many chunks there are. The matrix keeps the one name that it has.
+    A module of its own: ZeRO-3 notices whose matrix it reads and gathers it once for its forward and once for its
+    backward pass, however many chunks there are. The matrix keeps the one name that it has.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
