@@ -1,6 +1,6 @@
 """Time, peak memory and bandwidth of every fused operator, of eager PyTorch and of torch.compile, side by side.
 
-    .venv/bin/python scripts/bench/kernels.py [--threads 1,2] [--rounds 5] [--scale 1] [--only token] [--no-compile]
+    .venv/bin/python scripts/bench/kernels.py [--threads 1,2] [--rounds 5] [--scale 1] [--only token] [--block 0.01]
 
 Runs on the GPU if there is one, else on the CPU, once for each number of threads. Arms take turns within a round; the
 time is the best of the rounds, forward and backward together unless the name says forward. Extra memory is the peak
@@ -15,6 +15,7 @@ returns the mean loss alone.
 
 import argparse
 import importlib.util
+import math
 import os
 import threading
 import time
@@ -203,12 +204,14 @@ def back(outputs: Sequence[Tensor | None], *leaves: Tensor) -> tuple[Tensor, ...
 clock = time.perf_counter
 
 
-def timed(call: Callable[[], object], device: str) -> float:
+def timed(call: Callable[[], object], device: str, times: int = 1) -> float:
+    """Seconds of a call, of so many one after the other."""
     start = clock()
-    call()
+    for _ in range(times):
+        call()
     if device == "cuda":
         torch.cuda.synchronize()
-    return clock() - start
+    return (clock() - start) / times
 
 
 def extra_memory(call: Callable[[], object], device: str) -> int:
@@ -259,6 +262,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="rows, relative to the default's")
     parser.add_argument("--only", default="", help="part of an operator's name")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--block", type=float, default=0, help="seconds of one measurement: short calls are repeated")
     parser.add_argument("--cpu-time", action="store_true", help="processor time: for one thread on a busy machine")
     options = parser.parse_args()
     if options.cpu_time:
@@ -293,17 +297,18 @@ def table(device: str, threads: int, options: argparse.Namespace) -> None:
         arms |= case.others
         for arm in arms.values():
             arm()
+        times = {name: max(1, math.ceil(options.block / timed(arm, device))) for name, arm in arms.items()}
         best = dict.fromkeys(arms, float("inf"))
         for _ in range(options.rounds):
             for name, arm in arms.items():
-                best[name] = min(best[name], timed(arm, device))
+                best[name] = min(best[name], timed(arm, device, times[name]))
         extra = {name: extra_memory(arm, device) / 2**20 for name, arm in arms.items()}
         shown = ("kernel", "eager", "compiled")
         memory = [f"{extra[name]:.1f}" if name in arms else "-" for name in shown]
-        times = [f"{1000 * best[name]:.2f}" if name in arms else "-" for name in shown]
+        spent = [f"{1000 * best[name]:.2f}" if name in arms else "-" for name in shown]
         ratios = [f"{best[name] / best['kernel']:.1f}x" if name in arms else "-" for name in shown[1:]]
         share = f"{case.moved / best['kernel'] / copy:.0%}" if case.moved else "-"
-        print("| " + " | ".join([case.name, *times, *ratios, ", ".join(memory), share]) + " |", flush=True)
+        print("| " + " | ".join([case.name, *spent, *ratios, ", ".join(memory), share]) + " |", flush=True)
         for name in case.others:
             cells = [f"{1000 * best[name]:.2f}", "-", f"{best[name] / best['kernel']:.1f}x", "-", f"{extra[name]:.1f}"]
             print("| " + " | ".join([f"{case.name}, {name}", "-", *cells, "-"]) + " |", flush=True)

@@ -1,5 +1,5 @@
-"""A small backbone for laptops and tests: convolutions that the instruction modulates, or squares that it looks at, and
-a small transformer."""
+"""A small backbone for laptops and tests: convolutions that the instruction modulates, or a board that words look at,
+and a small transformer."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ class SmallConfig:
     heads: int = 4
     channels: tuple[int, ...] = (24, 48, 64)  # of the three convolutions; the first two halve the picture; (): blind
     normalise: bool = False  # every channel over its picture, before the prompt modulates it
-    squares: int = 0  # along each side of the picture, for the words to look at; 0: convolutions read it
-    pixels: int = 8  # along each side of a square
     codes: tuple[int, ...] = ()  # how many values each channel of a picture has, one pixel a square; (): it is drawn
+    squares: int = 0  # along each side of a picture of codes
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,6 @@ class SmallBackbone(Backbone):
     (FiLM, arXiv 1709.07871); where each channel is strongest (spatial softmax, arXiv 1504.00702) is one token, which a
     transformer reads with the words. Without channels it reads words only, for simulators that show no pictures.
 
-    With squares, a picture is a board of tiles, each drawn into one square: words look at squares as well as at one
-    another (cross-attention). What a word looks for is then learned for any place, and every word looks for its own
-    thing, where convolutions are modulated by the sum of all words, which does not say what is to go next to what.
-
     With codes, a picture has one pixel a square, whose channels say what is there; see `Board`. The transformer then
     gets one token, the board as the words see it.
 
@@ -68,8 +63,6 @@ class SmallBackbone(Backbone):
         nn.init.normal_(self.embeddings.weight, std=config.width**-0.5)
         if config.codes:
             self.board = Board(config)
-        elif config.squares:
-            self.squares = Squares(config)
         elif config.channels:
             self._see(*config.channels)
         self.order = nn.Parameter(torch.randn(MAX_WORDS, config.width) * 0.02)
@@ -96,14 +89,13 @@ class SmallBackbone(Backbone):
         self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[Glance]:
         """Unknown words become one word, and pictures stand side by side. Raises UserError where there are none for
-        convolutions, for another size than that of the squares, and for codes that are not known."""
+        convolutions, for another size than that of the board, and for codes that are not known."""
         images = pictures[0] if len(pictures) == 1 else np.concatenate(pictures, 2)
-        each = 1 if self.config.codes else self.config.pixels
-        side = self.config.squares * each
-        if side and images.shape[1:3] != (side, side):
+        side = self.config.squares
+        if self.config.codes and images.shape[1:3] != (side, side):
             raise UserError(
-                f"this small network looks at pictures of {side} x {side} pixels, {self.config.squares} squares of "
-                f"{each} along each side, but the simulator shows {images.shape[1]} x {images.shape[2]}"
+                f"this small network looks at boards of {side} x {side} squares, but the simulator shows "
+                f"{images.shape[1]} x {images.shape[2]}"
             )
         for channel, count in enumerate(self.config.codes):
             if (most := int(images[..., channel].max())) >= count:
@@ -128,8 +120,6 @@ class SmallBackbone(Backbone):
             board = self.board(inputs["images"], words * known[..., None])[:, None]
             return SmallReading(self, board, torch.ones_like(known[:, :1]), every_layer)
         said = words + self.order[: words.shape[1]]
-        if self.config.squares:
-            return SmallReading(self, said, known, every_layer, self.squares(inputs["images"]))
         if not self.config.channels:
             return SmallReading(self, said, known, every_layer)
         # The picture comes first, so that the last token of a prompt is a word and has seen it.
@@ -160,22 +150,6 @@ class SmallBackbone(Backbone):
 
 
 MAX_WORDS = 24
-
-
-class Squares(nn.Module):
-    """Every square of a picture as a token: what is drawn in it, and where it is."""
-
-    def __init__(self, config: SmallConfig) -> None:
-        super().__init__()
-        self.pixels, width = config.pixels, config.width
-        self.drawn = nn.Sequential(nn.Linear(3 * config.pixels**2, width), nn.GELU(), nn.Linear(width, width))
-        self.places = nn.Parameter(torch.randn(config.squares**2, width) * 0.3)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """images [n, 3, height, width] uint8 -> [n, square, width], row by row"""
-        pixels = images.to(self.places) / 255 - 0.5
-        side = {"h": self.pixels, "w": self.pixels}
-        return self.drawn(rearrange(pixels, "n c (y h) (x w) -> n (y x) (c h w)", **side)) + self.places
 
 
 class Board(nn.Module):
@@ -230,20 +204,15 @@ def sum_of_codes(weights: Sequence[Tensor]) -> Tensor:
 class SmallReading:
     """What a `SmallBackbone` made of n prompts, to be continued; see `mmrl.policies.vla.heads.Reading`."""
 
-    def __init__(
-        self, backbone: SmallBackbone, tokens: Tensor, mask: Tensor, every_layer: bool, shown: Tensor | None = None
-    ) -> None:
-        """tokens [n, t, width], mask [n, t]; shown [n, s, width]: tokens before them that every block looks at and
-        leaves as they are."""
-        shown = tokens[:, :0] if shown is None else shown
-        self.backbone, self.every_layer = backbone, every_layer
-        self.mask = F.pad(mask, (shown.shape[1], 0), value=True)
+    def __init__(self, backbone: SmallBackbone, tokens: Tensor, mask: Tensor, every_layer: bool) -> None:
+        """tokens [n, t, width], mask [n, t]"""
+        self.backbone, self.every_layer, self.mask = backbone, every_layer, mask
         self.before: list[Tensor] = []  # what came into each block
         h = tokens
         for block in backbone.blocks:
-            self.before.append(torch.cat([shown, h], 1))
-            h = block(h, self.before[-1], rearrange(self.mask, "n s -> n 1 1 s"))
-        self.hidden = torch.cat([shown, backbone.norm(h)], 1)
+            self.before.append(h)
+            h = block(h, h, rearrange(mask, "n s -> n 1 1 s"))
+        self.hidden = backbone.norm(h)
         self.layers = (*self.before, self.hidden) if every_layer else (self.hidden,)
         end = self.mask.long().cumsum(1).argmax(1)
         self.last = self.hidden[torch.arange(len(h), device=h.device), end]

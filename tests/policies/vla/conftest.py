@@ -39,10 +39,9 @@ def starts(*seeds):
 
 @pytest.fixture(scope="session")
 def backbones(tmp_path_factory):
-    found = {name: tmp_path_factory.mktemp(name) for name in ("small", "squares", "qwen")}
+    found = {name: tmp_path_factory.mktemp(name) for name in ("small", "qwen")}
     words = ("go", "from")
     small.create(found["small"], small.SmallConfig(words, bins=8, width=32, channels=(4, 8, 8)), seed=0)
-    small.create(found["squares"], small.SmallConfig(words, bins=8, width=32, squares=2, pixels=1), seed=0)
     tiny_model.build(found["qwen"], seed=0)
     return found
 

@@ -1,4 +1,4 @@
-"""The small backbone: channels that are normalised, squares that words look at, and boards of codes."""
+"""The small backbone: channels that are normalised, and boards of codes."""
 
 import numpy as np
 import pytest
@@ -72,84 +72,16 @@ def test_a_description_from_before_there_was_a_choice_is_not_normalised(tmp_path
     assert not small.load(tmp_path).config.normalise
 
 
-SIDE = 3  # squares along each side, of two pixels each
-
-
-def board(**more):
-    torch.manual_seed(0)
-    config = SmallConfig(("go", "from"), bins=8, width=32, squares=SIDE, pixels=2, **more)
-    return small.SmallBackbone(config).double()
-
-
-@pytest.fixture
-def tiles():
-    """Three pictures of random tiles."""
-    return np.random.default_rng(0).integers(0, 256, (3, 6, 6, 3), dtype=np.uint8)
-
-
-def exchanged(pictures, a, b):
-    """Pictures in which two squares, counted row by row, have changed places."""
-    places = [(slice(None), *(slice(2 * i, 2 * i + 2) for i in divmod(n, SIDE))) for n in (a, b)]
-    other = pictures.copy()
-    other[places[0]], other[places[1]] = pictures[places[1]], pictures[places[0]]
-    return other
-
-
-@torch.no_grad()
-def test_a_square_is_what_is_drawn_in_it_and_its_place(tiles):
-    backbone = board()
-    found = backbone.squares(torch.from_numpy(tiles).permute(0, 3, 1, 2))
-    assert found.shape == (3, 9, 32)
-    first, _, last = backbone.squares.drawn
-    pixels = torch.from_numpy(tiles[1, 2:4, 4:6]).double() / 255 - 0.5  # the second row's last square
-    flat = pixels.permute(2, 0, 1).reshape(-1)
-    by_hand = last(torch.nn.functional.gelu(first(flat))) + backbone.squares.places[5]
-    torch.testing.assert_close(found[1, 5], by_hand)
-
-
-def test_what_is_drawn_may_change_places_if_its_place_goes_with_it(tiles):
-    backbone = board()
-    before = read(backbone, tiles)
-    moved = read(backbone, exchanged(tiles, 1, 5))
-    assert not torch.allclose(moved, before, atol=1e-4)
-    with torch.no_grad():
-        places = backbone.squares.places
-        places[[1, 5]] = places[[5, 1]]
-    torch.testing.assert_close(read(backbone, exchanged(tiles, 1, 5)), before)
-
-
-def test_every_square_and_the_order_of_words_are_seen(tiles):
-    backbone = board()
-    before = read(backbone, tiles)
-    for square in range(SIDE**2):
-        row, column = divmod(square, SIDE)
-        other = tiles.copy()
-        other[:, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2] ^= 255
-        assert (read(backbone, other) - before).abs().amax(1).min() > 1e-5
-    with torch.no_grad():
-        said = [
-            backbone.read(
-                backbone.collate(backbone.prepare([tiles[:1]], [text], np.zeros((1, 0), np.float32)), "cpu"),
-                every_layer=False,
-            ).last
-            for text in ("go from from", "from go from")
-        ]
-    assert not torch.allclose(*said, atol=1e-4)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("every_layer", [False, True])
-def test_what_a_reading_of_squares_holds(tiles, every_layer):
-    """Squares stay as they are, before the words; padding changes nothing; tokens one by one are as all of them."""
-    backbone = board()
-    texts = ["go", "go from", "from"]
-    rows = backbone.prepare([tiles], texts, np.zeros((3, 0), np.float32))
+def test_what_a_reading_holds(seen, every_layer):
+    """The picture comes before the words; padding changes nothing; tokens one by one are as all of them."""
+    backbone = made(True)
+    rows = backbone.prepare([seen], ["go", "go from", "from"], np.zeros((3, 0), np.float32))
     inputs = backbone.collate(rows, torch.device("cpu"))
     reading, again = (backbone.read(inputs, every_layer=every_layer) for _ in range(2))
-    shown = backbone.squares(inputs["images"])
-    assert reading.mask.sum(1).tolist() == [10, 11, 10] and len(reading.layers) == (3 if every_layer else 1)
-    assert all(layer.shape == (3, 11, 32) and torch.equal(layer[:, :9], shown) for layer in reading.layers)
-    torch.testing.assert_close(reading.last, torch.stack([reading.hidden[i, n] for i, n in enumerate([9, 10, 9])]))
+    assert reading.mask.sum(1).tolist() == [2, 3, 2] and len(reading.layers) == (3 if every_layer else 1)
+    torch.testing.assert_close(reading.last, torch.stack([reading.hidden[i, n] for i, n in enumerate([1, 2, 1])]))
     alone = backbone.read(backbone.collate(rows[:1], torch.device("cpu")), every_layer=every_layer)
     torch.testing.assert_close(alone.last[0], reading.last[0])
     more, ones = torch.randn(3, 2, 32, dtype=torch.float64), torch.ones(3, 2)
@@ -158,18 +90,15 @@ def test_what_a_reading_of_squares_holds(tiles, every_layer):
     torch.testing.assert_close(torch.cat(apart, 1), together)
 
 
-def test_squares_are_loaded_as_they_were_saved(tmp_path, tiles):
-    small.create(tmp_path, SmallConfig(("go", "from"), width=32, squares=SIDE, pixels=2), seed=3)
-    backbone = small.load(tmp_path)
-    backbone.save(tmp_path / "again", backbone.state_dict())
-    assert torch.equal(read(small.load(tmp_path / "again"), tiles), read(backbone, tiles))
+@torch.no_grad()
+def test_the_order_of_words_is_seen(seen):
+    backbone = made(True)
+    rows = backbone.prepare([seen[[0, 0]]], ["go from from", "from go from"], np.zeros((2, 0), np.float32))
+    one, other = backbone.read(backbone.collate(rows, torch.device("cpu")), every_layer=False).last
+    assert not torch.allclose(one, other, atol=1e-4)
 
 
-def test_a_picture_of_another_size_than_the_squares_is_named(seen):
-    with pytest.raises(UserError, match="pictures of 6 x 6 pixels, 3 squares of 2 .* but the simulator shows 32 x 32"):
-        read(board(), seen)
-
-
+SIDE = 3  # squares along each side
 CODES = (4, 3)  # kinds and colours, in the first two channels of a picture
 
 
@@ -237,7 +166,7 @@ def test_boards_are_loaded_as_they_were_saved_and_have_one_size(tmp_path, codes,
     backbone = small.load(tmp_path)
     backbone.save(tmp_path / "again", backbone.state_dict())
     assert torch.equal(read(small.load(tmp_path / "again"), codes), read(backbone, codes))
-    with pytest.raises(UserError, match="pictures of 3 x 3 pixels, 3 squares of 1 .* but the simulator shows 32 x 32"):
+    with pytest.raises(UserError, match="boards of 3 x 3 squares, but the simulator shows 32 x 32"):
         read(backbone, seen)
     codes[2, 1, 0, 1] = 3
     with pytest.raises(UserError, match="codes below 3 in channel 1 of a picture, but the simulator shows 3"):
