@@ -52,7 +52,7 @@ class SmallBackbone(Backbone):
     With codes, a picture has one pixel a square, whose channels say what is there; see `Board`. The transformer then
     gets one token, the board as the words see it.
 
-    Normalised (arXiv 1607.08022), it finds several things at once after fewer batches (`scripts/bench/robots.md`):
+    Normalised (arXiv 1607.08022), it finds several things at once after fewer batches (`scripts/bench/tabletop.md`):
     otherwise the third convolution's outputs begin so small that no place stands out."""
 
     def __init__(self, config: SmallConfig) -> None:

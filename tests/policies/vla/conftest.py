@@ -1,5 +1,4 @@
-"""Policies of every head over the small backbone (with convolutions, and with squares) and a tiny Qwen3-VL, acting on a
-line that can be checked by hand."""
+"""Policies of every head over the small backbone and a tiny Qwen3-VL, acting on a line that can be checked by hand."""
 
 import pytest
 from mmrl.sims import build
