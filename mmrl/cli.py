@@ -162,7 +162,10 @@ def run_train(options: argparse.Namespace) -> int:
         raise UserError(
             "--ranks belongs to --gpu, such as --gpu 80 --ranks 8; for a step of several ranks use torchrun"
         )
+    from mmrl.job import before_warm_start
+
     tell_memory(options)
+    config = before_warm_start(config)
     with tempfile.TemporaryDirectory(prefix="mmrl-dry-run-") as folder:
         return train(one_step(config, folder), dry=True)
 

@@ -244,6 +244,22 @@ def warm_started(config: Config) -> Config:
     return after_warm_start(config)
 
 
+def before_warm_start(config: Config) -> Config:
+    """The configuration with the model that its warm start begins with, where that has not been run; as it is, where
+    there is none or it has ended. A dry run asks for no more, for the shapes are the same. Raises UserError for a warm
+    start that ended with another configuration."""
+    path = config.model.warm_start
+    if path is None:
+        return config
+    first = load(path)
+    if check_warm_start(Path(first.run_dir) / "final", plain(after_warm_start(first)), path):
+        return config
+    begun = before_warm_start(first).model
+    print(f"model.warm_start={path} has not been run: this step begins with what it begins with", flush=True)
+    origin = {"path": begun.path, "build": begun.build, "warm_start": begun.warm_start}
+    return config.model_copy(update={"model": config.model.model_copy(update=origin)})
+
+
 def after_warm_start(config: Config) -> Config:
     """The configuration with model.path set to where its warm start leaves its weights."""
     if config.model.warm_start is None:

@@ -128,6 +128,21 @@ def test_dry_run_prints_the_arithmetic_and_keeps_nothing(tmp_path):
     assert not (tmp_path / "run").exists() and list(scratch.iterdir()) == []
 
 
+def test_a_dry_run_does_not_run_a_warm_start(tmp_path):
+    """Nor the warm start's own, whose beginning is where the weights come from here."""
+    files = {
+        "first": f"extends: {WARM_START}",
+        "second": "extends: first.yaml\nmodel: {build: null, warm_start: first.yaml}",
+    }
+    files["last"] = "extends: second.yaml\nmodel: {warm_start: second.yaml}"
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").write_text(f"{text}\nrun_dir: {tmp_path / name}\n")
+    result = mmrl(tmp_path, "train", tmp_path / "last.yaml", *TINY, *GRPO, "--dry-run")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.count("has not been run") == 2 and "dry run: one step done" in result.out
+    assert not any((tmp_path / name).exists() for name in files)
+
+
 def test_print_config_is_complete_and_stops(tmp_path):
     result = mmrl(tmp_path, "train", WARM_START, "optim.lr=3e-5", f"run_dir={tmp_path / 'run'}", "--print-config")
     assert (result.code, result.err) == (0, "")
