@@ -58,8 +58,18 @@ def test_rotation_keeps_the_newest_and_the_best_besides(tmp_path):
     assert not any(torch.equal(value, weights[4]) for value in best.values())
 
 
-@pytest.mark.parametrize("background", [True, False])
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
+FULL, FAILED = OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")
+
+
+@pytest.mark.parametrize(
+    ("error", "background"),
+    [
+        (FULL, True),
+        (FAILED, False),
+        pytest.param(FULL, False, marks=pytest.mark.slow),
+        pytest.param(FAILED, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_full_disk_is_one_line_and_costs_nothing_saved(tmp_path, error, background, monkeypatch):
     trainer = make(tmp_path, "steps=2", "checkpoint.every=1", f"checkpoint.background={background}".lower())
     usual = torch.save

@@ -91,8 +91,19 @@ def test_one_bit_anywhere_in_any_file_is_noticed(run):
     assert files.damage(checkpoint) is None
 
 
-@pytest.mark.parametrize("name", ["engine/mp_rank_00_model_states.pt", "rank-0.pt", "trainer.json", "manifest.json"])
-@pytest.mark.parametrize("kind", ["flipped", "deleted", "emptied", "halved", "zeros", "folder"])
+NAMES = ["engine/mp_rank_00_model_states.pt", "rank-0.pt", "trainer.json", "manifest.json"]
+DAMAGES = ["flipped", "deleted", "emptied", "halved", "zeros", "folder"]
+# Each file once or twice, each kind at least once.
+QUICK = [*zip(NAMES, DAMAGES, strict=False), ("trainer.json", "zeros"), ("manifest.json", "folder")]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
+        for case in ((name, kind) for name in NAMES for kind in DAMAGES)
+    ],
+)
 def test_a_damaged_file_falls_back_to_the_older_checkpoint(run, name, kind):
     path = newest(run) / name
     size = path.stat().st_size
@@ -202,7 +213,7 @@ class Hostile:
         return os.system, (f"touch {self.path}",)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_pickle_in_a_checkpoint_does_not_run(tmp_path, zero_stage):
     run, ran = tmp_path / "run", tmp_path / "ran"
     stage = f"engine.zero_stage={zero_stage}"
@@ -229,7 +240,7 @@ def test_a_pickle_in_a_checkpoint_does_not_run(tmp_path, zero_stage):
 # --- weights that are not finite ---
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
 def test_weights_that_are_not_finite_replace_nothing(tmp_path, value):
     trainer = make(tmp_path, *RUN, "checkpoint.keep=1", "steps=2", "evaluation.every=1", "checkpoint.best=true")
     trainer.train()
@@ -249,7 +260,7 @@ def test_weights_that_are_not_finite_replace_nothing(tmp_path, value):
 # --- adapters ---
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2])
+@pytest.mark.parametrize("zero_stage", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_of_adapters_only_what_is_trained_is_kept(tmp_path, zero_stage):
     settings = [*RUN, "steps=2", "model.lora={rank: 2}", f"engine.zero_stage={zero_stage}"]
     whole = train(tmp_path / "whole", *settings)

@@ -10,6 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # A second or more: scikit-learn and what it brings, and the compiler of torch.
 UNUSED = {"sklearn", "scipy.stats", "scipy.optimize", "pandas", "torch._dynamo"}
+PERCEPTRON = UNUSED | {"peft", "diffusers", "transformers.models"}
+SMALL = ["rollout.prompts=4", "engine.micro_batch=4"]
 LORA = "model.lora={rank: 2, alpha: 4}"
 RUN = """if True:
     import json, sys
@@ -31,10 +33,10 @@ def in_process(code, *words):
 @pytest.mark.parametrize(
     ("recipe", "overrides", "absent"),
     [
-        ("image_digits_base", ["rollout.prompts=4", "engine.micro_batch=4"], UNUSED | {"peft"}),
-        ("image_digits_base", ["rollout.prompts=4", "engine.micro_batch=4", LORA], {"sklearn", "torch._dynamo"}),
-        ("visual_qa_digits_warm_start", ["rollout.prompts=4", "engine.micro_batch=4"], UNUSED | {"peft", "diffusers"}),
-        ("image_digits_perceptron_base", ["rollout.prompts=4"], UNUSED | {"peft", "diffusers", "transformers.models"}),
+        ("image_digits_base", [*SMALL, LORA], {"sklearn", "torch._dynamo"}),
+        ("visual_qa_digits_warm_start", SMALL, UNUSED | {"peft", "diffusers"}),
+        pytest.param("image_digits_base", SMALL, UNUSED | {"peft"}, marks=pytest.mark.slow),
+        pytest.param("image_digits_perceptron_base", SMALL[:1], PERCEPTRON, marks=pytest.mark.slow),
     ],
 )
 def test_a_training_step_does_without(recipe, overrides, absent):

@@ -147,10 +147,9 @@ def run(folder, *overrides, base=DIGITS):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def weak(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    small = ["steps=200", "evaluation.before=false", "evaluation.prompts=100", "checkpoint.every=0"]
+def based(folder, steps):
+    """Weights of so many steps of supervised learning."""
+    small = [f"steps={steps}", "evaluation.before=false", "evaluation.prompts=100", "checkpoint.every=0"]
     run(folder, *small, base=ROOT / "configs" / "image_digits_perceptron_base.yaml")
     return folder / "final"
 
@@ -166,10 +165,11 @@ HACKED = [
 ]
 
 
-def test_a_reward_that_can_be_hacked_ruins_pictures_unless_a_guard_acts(weak, tmp_path):
+@pytest.mark.slow
+def test_a_reward_that_can_be_hacked_ruins_pictures_unless_a_guard_acts(tmp_path):
     """Brightness is paid for. Without a guard digits drown in white; where a KL coefficient rises as soon as a second
     scorer finds them unlikely, and what it finds worst is dropped, pictures grow brighter and stay digits."""
-    path = [f"model.path={weak}", *HACKED]
+    path = [f"model.path={based(tmp_path / 'base', 200)}", *HACKED]
     plain = run(tmp_path / "plain", *path)
     coefficient = "{type: band, start: 0.0005, most: 100, metric: reward/looks, low: -0.5, factor: 2}"
     guarded = run(
@@ -194,11 +194,11 @@ def test_a_reward_that_can_be_hacked_ruins_pictures_unless_a_guard_acts(weak, tm
     assert max(row.get("control/algorithm.terms.0.coefficient", 0) for row in guarded) > 0.0005
 
 
-def test_a_run_goes_back_to_the_last_good_checkpoint_with_half_the_rate(weak, tmp_path):
+def test_a_run_goes_back_to_the_last_good_checkpoint_with_half_the_rate(tmp_path):
     """From step 3 on the guard is outside: no checkpoint is written any more, and the weights of step 2 come back."""
     trainer = start(
         tmp_path,
-        f"model.path={weak}",
+        f"model.path={based(tmp_path / 'base', 1)}",
         *HACKED,
         "steps=3",
         "checkpoint.every=1",

@@ -3,6 +3,7 @@ own on a masked picture, an advantage shaper and a sampler of prompts, from a fo
 
 import os
 import shutil
+from functools import cache
 
 import pytest
 
@@ -123,15 +124,27 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_they_train_on_two_ranks_and_go_on_exactly(folder, stage):
-    whole, cut = folder / f"whole-{stage}", folder / f"cut-{stage}"
-    settings = [f"engine.zero_stage={stage}"]
-    call(train_in, folder, f"run_dir={whole}", *settings, log=folder / f"whole-{stage}.log", ranks=2)
+@pytest.fixture(scope="module")
+def trained(folder):
+    """Makes a run of two ranks under a ZeRO stage, once."""
+
+    @cache
+    def make(stage):
+        run = folder / f"whole-{stage}"
+        options = [f"run_dir={run}", f"engine.zero_stage={stage}"]
+        call(train_in, folder, *options, log=folder / f"whole-{stage}.log", ranks=2)
+        return run
+
+    return make
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2))])
+def test_they_train_on_two_ranks_and_go_on_exactly(folder, trained, stage):
+    whole, cut = trained(stage), folder / f"cut-{stage}"
     cut.mkdir()
     shutil.copytree(whole / "checkpoints" / "step-000002", cut / "checkpoints" / "step-000002")
     shutil.copy(whole / "metrics.jsonl", cut)
-    resumed = [f"run_dir={cut}", "checkpoint.resume=true", *settings]
+    resumed = [f"run_dir={cut}", "checkpoint.resume=true", f"engine.zero_stage={stage}"]
     call(train_in, folder, *resumed, log=folder / f"cut-{stage}.log", ranks=2)
     assert distance(final(whole), final(cut)) == 0
     steps = [row for row in timeless(metrics(whole)) if "loss" in row]
@@ -143,8 +156,9 @@ def test_they_train_on_two_ranks_and_go_on_exactly(folder, stage):
     assert [row["control/algorithm.terms.0.coefficient"] for row in steps] == pytest.approx([0.2, 0.15, 0.1, 0.05])
 
 
-def test_zero_stages_agree(folder):
-    one, other, third = (folder / f"whole-{stage}" for stage in (0, 2, 3))
+@pytest.mark.slow
+def test_zero_stages_agree(trained):
+    one, other, third = map(trained, (0, 2, 3))
     assert distance(final(one), final(other)) < 1e-5
     assert distance(final(one), final(third)) < 1e-5
 

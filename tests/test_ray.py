@@ -145,7 +145,7 @@ def test_what_a_process_started_ends_with_it(nodes, tmp_path):
         assert placed.wait(SOON) == (-signal.SIGKILL if end else 0) and gone([int(file.read_text())])
 
 
-@pytest.mark.parametrize("what", ["actor", "node"])
+@pytest.mark.parametrize("what", ["actor", pytest.param("node", marks=pytest.mark.slow)])
 def test_a_lost_actor_ends_its_process_and_what_that_started(nodes, what, tmp_path):
     placed, file = Cluster("auto", "ray").place(), tmp_path / "pid"
     words = "threading.Thread(target=end_with_parent, daemon=True).start()\nimport subprocess\n"
@@ -235,6 +235,7 @@ def test_a_lost_host_costs_the_episodes_it_was_playing(nodes, behind):
     assert nodes.of(sim.simulator.pids[1]) is staying
 
 
+@pytest.mark.slow
 def test_trouble_is_told_from_other_hosts_too(behind):
     sim = behind(TROUBLE, 2, 2, deadline_s=2)
     for trouble, says in ((DIE, "its process ended with 3"), (HANG, "no answer in 2 s")):
@@ -264,7 +265,13 @@ def test_only_the_worker_itself_may_call():
             waiting.accept(process, SOON)
 
 
-@pytest.mark.parametrize(("how", "then"), [(signal.SIGKILL, "sim.step(actions)"), (signal.SIGINT, "time.sleep(1000)")])
+@pytest.mark.parametrize(
+    ("how", "then"),
+    [
+        (signal.SIGKILL, "sim.step(actions)"),
+        pytest.param(signal.SIGINT, "time.sleep(1000)", marks=pytest.mark.slow),
+    ],
+)
 def test_nobody_is_left_behind(nodes, how, then):
     words = f"""
 import signal, time, numpy as np
@@ -292,6 +299,7 @@ print(*family(*sim.simulator.pids), flush=True)
 # --- policies that sample ---
 
 
+@pytest.mark.slow
 def test_rollout_workers_on_another_host_make_what_training_would(nodes, tmp_path, monkeypatch):
     """Its host is lost in the second step, and it goes on on another one."""
     asked, ask = [], Handle.ask
@@ -375,7 +383,7 @@ def ask(server, count=40):
 WHOLE = [[i, 2 * i + k] for i in range(40) for k in range(2)]
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_when_a_host_is_lost_the_engine_comes_up_on_another_one_and_every_rank_finds_it(nodes, stand_ins, count):
     (first, second), ranks = stand_ins(count)
     before = [server.address for server in first.servers]
@@ -404,6 +412,7 @@ def test_when_a_host_is_lost_the_engine_comes_up_on_another_one_and_every_rank_f
     assert gone([*pids, *last])
 
 
+@pytest.mark.slow
 def test_engines_that_have_nowhere_to_go_end_the_run_with_the_reason(nodes, stand_ins, monkeypatch):
     with pytest.raises(UserError, match="rollout.generator.ray=127.0.0.1:9: this process is in"):
         stand_ins(1, "127.0.0.1:9")

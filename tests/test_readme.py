@@ -6,14 +6,16 @@ import re
 import shlex
 import sys
 import tomllib
+from functools import cache
 
 import pytest
 
 from mmrl import skeleton
 from mmrl.cli import parser
-from mmrl.config import load
+from mmrl.config import configure, laid_over, load
 from mmrl.errors import UserError
 from mmrl.reference import _collected, describe_keys, describe_methods
+from mmrl.tree import read_override, read_yaml
 from tests.readme import PAGES, ROOT, SECTIONS, files, filled, named, overrides, printed, programs, prose, run, write
 
 KEY = re.compile(rf"(?<![\w.-])(?:{'|'.join(SECTIONS)})\.[a-z_]+(?:\.[a-z_0-9]+)*(?==|`)(?<!\.py)")
@@ -42,14 +44,21 @@ def there(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+@cache
+def trees():
+    """The recipes, read once: hundreds of overrides are laid over them."""
+    return [laid_over(*read_yaml(recipe), *map(read_override, more)) for recipe, more in BASES]
+
+
 def composes(given):
     """Whether one of the recipes takes these overrides."""
-    for recipe, more in BASES:
+    for place, tree in enumerate(trees()):
         try:
-            load(recipe, [*more, *given])
-            return True
+            configure(tree, given)
         except UserError:
             continue
+        trees().insert(0, trees().pop(place))  # a page stays with one kind of job for a while
+        return True
     return False
 
 

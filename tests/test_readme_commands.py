@@ -1,4 +1,5 @@
-"""Commands of the pages, run as they are printed, in a copy of the recipes that trains two steps of a few rollouts."""
+"""Commands of the pages, run as they are printed, in a copy of the recipes that trains two steps of a few rollouts. Two
+of them on every run, all with `-m slow`."""
 
 import json
 import subprocess
@@ -25,7 +26,8 @@ RUN = {
     "mmrl new reward MyReward": "my_reward.py",
     "mmrl train my_reward.yaml": "runs/my_reward/final",
 }
-SLOW = "mmrl train configs/visual_qa_digits_random_reward.yaml"  # as long as the first, and little else
+# A recipe that makes its base first, and a skeleton; neither builds on another command.
+QUICK = ("mmrl train configs/image_digits_flow.yaml", "mmrl new reward MyReward")
 OWN = "task.data.type=files task.data.train=train.jsonl task.data.eval=eval.jsonl"
 
 
@@ -43,13 +45,14 @@ def run(shop, command):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] * (c == SLOW)) for c in RUN])
+@pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in RUN])
 def test_a_command_runs_as_printed(shop, command):
     done = run(shop, command)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert (shop[0] / RUN[command]).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_own_questions_train_from_a_recipe(shop):
     """The page gives this command, and nothing else."""

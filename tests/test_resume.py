@@ -21,21 +21,20 @@ EPOCH = [
     "engine.micro_batch=16",
 ]
 KINDS = {
-    "1": ["engine.zero_stage=1"],
-    "3": ["engine.zero_stage=3"],
     "3-frozen": ["engine.zero_stage=3", "model.freeze=[vision]", "algorithm.minibatches=2"],
     "1-bfloat16": ["engine.zero_stage=1", "model.dtype=bfloat16"],
 }
+FURTHER = {"1": ["engine.zero_stage=1"], "3": ["engine.zero_stage=3"]}
 
 
-def ten(folder):
-    for name, options in KINDS.items():
+def ten(folder, kinds):
+    for name, options in kinds.items():
         train(folder / f"ten-{name}", *EPOCH, *options)
 
 
-def five(folder):
+def five(folder, kinds):
     """Saves after five steps, where the epoch of 20 prompts ends, and does nothing after that."""
-    for name, options in KINDS.items():
+    for name, options in kinds.items():
         trainer = make(folder / f"five-{name}", *EPOCH, *options, "checkpoint.every=5")
         save = trainer.save
 
@@ -52,32 +51,49 @@ def five(folder):
         release(trainer)
 
 
-def five_more(folder):
-    for name, options in KINDS.items():
+def five_more(folder, kinds):
+    for name, options in kinds.items():
         torch.rand(7)  # the random state comes from the checkpoint
         train(folder / f"five-{name}", *EPOCH, *options, resume=True)
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
-    path = tmp_path_factory.mktemp("stopped")
-    first = [start(target, path, log=path / f"{target.__name__}.log") for target in (ten, five)]
+def stopped(path, kinds):
+    first = [start(target, path, kinds, log=path / f"{target.__name__}.log") for target in (ten, five)]
     for processes, name in zip(first, ("ten", "five"), strict=True):
         log = path / f"{name}.log"
         assert wait(processes, log) == [0], log.read_text()[-3000:]
-    assert not (path / "five-1" / "final").exists()
-    call(five_more, path, log=path / "more.log")
+    assert not list(path.glob("five-*/final"))
+    call(five_more, path, kinds, log=path / "more.log")
     return path
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_ten_steps_equal_five_and_five(stopped, kind):
-    whole, halves = stopped / f"ten-{kind}", stopped / f"five-{kind}"
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return stopped(tmp_path_factory.mktemp("runs"), KINDS)
+
+
+@pytest.fixture(scope="module")
+def further(tmp_path_factory):
+    return stopped(tmp_path_factory.mktemp("further"), FURTHER)
+
+
+def are_equal(whole, halves):
     a, b = final(whole), final(halves)
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     rows = timeless(metrics(whole))
     assert rows == timeless(metrics(halves))
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 10]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ten_steps_equal_five_and_five(runs, kind):
+    are_equal(runs / f"ten-{kind}", runs / f"five-{kind}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FURTHER)
+def test_ten_steps_of_further_kinds_equal_five_and_five(further, kind):
+    are_equal(further / f"ten-{kind}", further / f"five-{kind}")
 
 
 RUN = ["train", str(TINY), "steps=40", "checkpoint.every=1", "task.data.train_size=20"]
@@ -99,7 +115,10 @@ def pending(folder):
     return list((folder / "checkpoints").glob("step-*.pending"))
 
 
-@pytest.mark.parametrize("moment", ["created", "weights", "optimizer", "state", "training"])
+MOMENTS = ["weights", "training", *(pytest.param(m, marks=pytest.mark.slow) for m in ("created", "optimizer", "state"))]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_killed_run_goes_on_from_its_newest_finished_checkpoint(tmp_path, moment):
     run = tmp_path / "run"
     log = run.with_suffix(".log")
@@ -160,7 +179,9 @@ def small_files(limited, *arguments):
     command(*arguments)
 
 
-@pytest.mark.parametrize(("ranks", "limited"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "limited"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0), (2, 0)))]
+)
 def test_a_disk_that_is_full_ends_the_run_with_one_line(tmp_path, ranks, limited):
     run = tmp_path / "run"
     log = run.with_suffix(".log")

@@ -63,6 +63,14 @@ def whole(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A run that has ended and left no checkpoint."""
+    folder = tmp_path_factory.mktemp("bare") / "run"
+    ends(folder, "checkpoint.every=0")
+    return folder
+
+
 def same(one, other):
     a, b = final(one), final(other)
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
@@ -101,19 +109,18 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path, whole):
 
 
 @pytest.mark.parametrize(
-    ("before", "change", "told"),
+    ("left", "change", "told"),
     [
-        (["checkpoint.every=2"], "seed=3", "seed is 3 but .*step-000006 was trained with 0"),
-        (["checkpoint.every=0"], "seed=3", "holds a run that ended at step 6 and left no checkpoint"),
-        (["checkpoint.every=0"], "steps=9", "holds a run that ended at step 6 and left no checkpoint"),
-        (["checkpoint.every=2"], "checkpoint.resume=false", "already holds a run; set checkpoint.resume=auto"),
+        ("whole", ["seed=3"], "seed is 3 but .*step-000006 was trained with 0"),
+        ("bare", ["checkpoint.every=0", "seed=3"], "holds a run that ended at step 6 and left no checkpoint"),
+        ("bare", ["checkpoint.every=0", "steps=9"], "holds a run that ended at step 6 and left no checkpoint"),
+        ("whole", ["checkpoint.resume=false"], "already holds a run; set checkpoint.resume=auto"),
     ],
 )
-def test_another_run_is_not_overwritten(tmp_path, before, change, told):
-    run = tmp_path / "run"
-    ends(run, *before)
+def test_another_run_is_not_overwritten(request, left, change, told):
+    run = request.getfixturevalue(left)
     files = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-    said = ends(run, *before, change, code=2)
+    said = ends(run, *change, code=2)
     assert len(said.splitlines()) == 1 and re.search(told, said), said
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == files
 

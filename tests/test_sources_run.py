@@ -1,4 +1,5 @@
-"""Rollouts of mixed origin on the real model and engine: replays and demonstrations go on exactly, on two ranks."""
+"""Rollouts of mixed origin on the real model and engine: replays and demonstrations go on exactly, on one rank and on
+two."""
 
 import shutil
 
@@ -31,14 +32,21 @@ def rest(folder, kind):
     train(folder, *KINDS[kind], "checkpoint.every=2", resume=True)
 
 
-@pytest.mark.parametrize("kind", ["replayed", pytest.param("asked again", marks=pytest.mark.slow)])
-def test_they_go_on_exactly_on_two_ranks(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("replayed", 1),
+        pytest.param("replayed", 2, marks=pytest.mark.slow),
+        pytest.param("asked again", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_they_go_on_exactly(tmp_path, kind, ranks):
     one, other = tmp_path / "whole", tmp_path / "cut"
-    call(whole, one, kind, log=tmp_path / "whole.log", ranks=2)
+    call(whole, one, kind, log=tmp_path / "whole.log", ranks=ranks)
     other.mkdir()
     shutil.copytree(one / "checkpoints" / "step-000002", other / "checkpoints" / "step-000002")
     shutil.copy(one / "metrics.jsonl", other)
-    call(rest, other, kind, log=tmp_path / "cut.log", ranks=2)
+    call(rest, other, kind, log=tmp_path / "cut.log", ranks=ranks)
     assert distance(final(one), final(other)) == 0
     rows = [row for row in timeless(metrics(one)) if "loss" in row]
     assert [row for row in timeless(metrics(other)) if "loss" in row] == rows and len(rows) == 4

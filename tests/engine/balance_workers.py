@@ -46,10 +46,9 @@ def trained(folder: Path, stage: int, *settings: str) -> None:
 
 
 def two_ranks(folder: Path) -> None:
-    trained(folder, 0)
-    trained(folder, 3, "steps=1")
-    train(folder / "stopped", *UNEVEN, "steps=1")
-    train(folder / "stopped", *UNEVEN, resume=True)
+    trained(folder, 3)
+    train(folder / "stopped", *UNEVEN, "engine.zero_stage=3", "steps=1")
+    train(folder / "stopped", *UNEVEN, "engine.zero_stage=3", resume=True)
     selective(folder, "selective-2")
     parcels(folder)
 
@@ -70,10 +69,6 @@ def selective(folder: Path, name: str) -> None:
     trainer.train()
     release(trainer)
     (folder / f"{name}-rank{trainer.engine.rank}.json").write_text(json.dumps(seen))
-
-
-def four_ranks(folder: Path) -> None:
-    trained(folder, 2, "steps=1")
 
 
 def parcels(folder: Path) -> None:

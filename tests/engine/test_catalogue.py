@@ -1,4 +1,5 @@
-"""Methods of the catalogue on a real model under DeepSpeed: they train, and what they remember is in checkpoints."""
+"""Methods of the catalogue on a real model under DeepSpeed: they train, and what they remember is in checkpoints. Those
+that remember most on every run, all with `-m slow`."""
 
 import math
 
@@ -18,6 +19,8 @@ KINDS = {
         "surrogate/variance, target: 1.0e-6, k_i: 100}}, epochs: 2}",
         "rollout.sampler=volatility",
     ],
+}
+FURTHER = {
     "looks": [
         "algorithm={baseline: greedy, scale: none, shaping: [{type: view_information, view: blank}, set_diversity, "
         "entropy_modulation], masks: [{type: token_budget, budget: 20}], terms: [{type: double_entropy, view: blank}, "
@@ -38,14 +41,14 @@ KINDS = {
 }
 
 
-def whole(folder):
-    for name, options in KINDS.items():
+def whole(folder, kinds):
+    for name, options in kinds.items():
         train(folder / f"whole-{name}", *BASE, *options)
 
 
-def halves(folder):
+def halves(folder, kinds):
     """Stopped after two of four steps, and gone on with."""
-    for name, options in KINDS.items():
+    for name, options in kinds.items():
         trainer = make(folder / f"halves-{name}", *BASE, *options)
         save = trainer.save
 
@@ -59,21 +62,28 @@ def halves(folder):
         except KeyboardInterrupt:
             assert trainer.step == 2
         release(trainer)
-    for name, options in KINDS.items():
+    for name, options in kinds.items():
         torch.rand(7)
         train(folder / f"halves-{name}", *BASE, *options, resume=True)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    path = tmp_path_factory.mktemp("catalogue")
+def run_all(path, kinds):
     for target in (whole, halves):
-        call(target, path, log=path / f"{target.__name__}.log", timeout=240)
+        call(target, path, kinds, log=path / f"{target.__name__}.log", timeout=240)
     return path
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_run_that_is_stopped_goes_on_exactly(runs, name):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return run_all(tmp_path_factory.mktemp("catalogue"), KINDS)
+
+
+@pytest.fixture(scope="module")
+def further(tmp_path_factory):
+    return run_all(tmp_path_factory.mktemp("further"), FURTHER)
+
+
+def goes_on_exactly(runs, name):
     a, b = final(runs / f"whole-{name}"), final(runs / f"halves-{name}")
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     rows = timeless(metrics(runs / f"whole-{name}"))
@@ -84,9 +94,21 @@ def test_a_run_that_is_stopped_goes_on_exactly(runs, name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_first_ratio_is_exactly_one(runs, name):
+def test_a_run_that_is_stopped_goes_on_exactly(runs, name):
+    goes_on_exactly(runs, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FURTHER)
+def test_a_run_of_further_methods_goes_on_exactly(further, name):
+    goes_on_exactly(further, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FURTHER)
+def test_the_first_ratio_is_exactly_one(further, name):
     """Where nothing was updated before: rollouts are on policy, whatever passes were made besides."""
-    rows = [row for row in metrics(runs / f"whole-{name}") if "loss" in row]
+    rows = [row for row in metrics(further / f"whole-{name}") if "loss" in row]
     gaps = [row["surrogate/ratio_gap_max"] for row in rows if "surrogate/ratio_gap_max" in row]
     if name == "groups":
         assert gaps == [0.0] * 4

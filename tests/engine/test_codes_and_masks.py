@@ -1,5 +1,5 @@
 """The ways to generate beside chains: two ranks under ZeRO 3 train as one without, and what is resumed goes on exactly.
-The first of them on every run, all with `-m slow`."""
+One that fills masks in, and one that writes and then draws, on every run; the others with `-m slow`."""
 
 import pytest
 import torch
@@ -30,6 +30,15 @@ JOBS = {
         "unmasking": {"likelihood": {"type": "elbo", "draws": 2}},
         "algorithm": {"level": "sequence", "terms": [{"type": "kl", "coefficient": 0.1}]},
     },
+    "rewritten": {
+        "model": {"type": "rewritten_diffusion", "writer": {"template": "{}", "originals": 1}},
+        "task": {"type": "tests.engine.parts:Pictures"},
+        "rollout": {"max_response_length": 5},
+        "denoising": {"steps": 3, "evaluation_steps": 3},
+        "algorithm": {"surrogate": {"type": "by_part", "picture": {"type": "clip", "low": 1e-3, "high": 1e-3}}},
+    },
+}
+FURTHER = {
     "codes": {
         "model": {"type": "picture_codes"},
         "task": {"type": "tests.engine.parts:Pictures"},
@@ -47,15 +56,6 @@ JOBS = {
         "denoising": {"steps": 3, "evaluation_steps": 3},
         "algorithm": {"shaping": [{"type": "step_gains"}], "surrogate": {"low": 1e-3, "high": 1e-3}},
     },
-    "rewritten": {
-        "model": {"type": "rewritten_diffusion", "writer": {"template": "{}", "originals": 1}},
-        "task": {"type": "tests.engine.parts:Pictures"},
-        "rollout": {"max_response_length": 5},
-        "denoising": {"steps": 3, "evaluation_steps": 3},
-        "algorithm": {"surrogate": {"type": "by_part", "picture": {"type": "clip", "low": 1e-3, "high": 1e-3}}},
-    },
-}
-FURTHER = {
     "few_step": {
         "model": {"type": "few_step_diffusion", "sampler": {"steps": 2, "share": 0.5}},
         "task": {"type": "tests.engine.parts:Pictures"},

@@ -16,8 +16,14 @@ def run(folder, kind, *arguments, **options):
     return [row for row in metrics(folder) if "loss" in row]
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
-@pytest.mark.parametrize(("kind", "at"), [("raise", "reset"), ("raise", "step"), ("nan state", "step")])
+KINDS = [("raise", "reset"), ("raise", "step"), ("nan state", "step")]
+QUICK = [("grpo", "nan state", "step"), ("ppo", "raise", "reset")]
+CASES = [(method, *kind) for method in ("grpo", "ppo") for kind in KINDS]
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "at"), [c if c in QUICK else pytest.param(*c, marks=pytest.mark.slow) for c in CASES]
+)
 def test_a_step_that_loses_all_its_episodes_is_counted_and_the_run_goes_on(tmp_path, method, kind, at):
     rows = run(tmp_path, kind, f"algorithm.type={method}", "steps=3", at=at, after=1 if at == "reset" else 0, times=1)
     lost = [row["simulator/dropped"] for row in rows]
@@ -25,7 +31,13 @@ def test_a_step_that_loses_all_its_episodes_is_counted_and_the_run_goes_on(tmp_p
     assert all(row["updates_skipped"] == 0 for row in rows)
 
 
-@pytest.mark.parametrize("kind", ["raise", "stands still", "never ends", "infinite reward"])
+LASTING = [
+    "raise",
+    *(pytest.param(k, marks=pytest.mark.slow) for k in ("stands still", "never ends", "infinite reward")),
+]
+
+
+@pytest.mark.parametrize("kind", LASTING)
 def test_a_simulator_that_fails_for_ever_ends_the_run_by_name(tmp_path, kind):
     with pytest.raises(UserError, match=r"no rollout could be scored in 3 steps in a row \(unscored by reward: .*100%"):
         run(tmp_path, kind, "steps=9")

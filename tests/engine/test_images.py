@@ -60,10 +60,13 @@ def test_two_ranks_train_as_one(ranks):
 @pytest.mark.parametrize(
     "options",
     [
-        ["optim.ema=0.9", "algorithm.epochs=2", "algorithm.minibatches=2"],
-        ["denoising.likelihood={type: contrast}", "algorithm={type: contrast, sampling_policy: {slope: 0.2}}"],
+        pytest.param(["optim.ema=0.9", "algorithm.epochs=2", "algorithm.minibatches=2"], id="ema"),
+        pytest.param(
+            ["denoising.likelihood={type: contrast}", "algorithm={type: contrast, sampling_policy: {slope: 0.2}}"],
+            id="sampling policy",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["ema", "sampling policy"],
 )
 def test_four_steps_equal_two_and_two(tmp_path, options):
     train(tmp_path / "whole", *options, base=IMAGES)

@@ -42,10 +42,8 @@ def finished(process, seconds=250):
     return process.returncode, said
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [pytest.param(TORCHRUN, id="torchrun"), pytest.param(DEEPSPEED, id="deepspeed", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # the next one starts two ranks too
+@pytest.mark.parametrize("launcher", [TORCHRUN, DEEPSPEED], ids=["torchrun", "deepspeed"])
 def test_a_launcher_starts_two_ranks(tmp_path, launcher):
     code, said = finished(launch(launcher, tmp_path, "steps=1", "checkpoint.every=1"))
     assert code == 0, said[-3000:]
@@ -62,6 +60,7 @@ def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on(tmp_path):
     assert code == 0, said[-3000:]
     assert (tmp_path / "died").exists() and "resumed from" in said
     assert [r["step"] for r in metrics(tmp_path / "run") if "loss" in r] == [1, 2, 3, 4]
+    assert len(list((tmp_path / "run" / "checkpoints" / "step-000004").glob("rank-*.pt"))) == 2
     unbroken = [f"run_dir={tmp_path / 'other'}", "task.type=tests.engine.parts:Steady"]
     call(mmrl, "train", str(TINY), *unbroken, log=tmp_path / "log", ranks=2)
     one, other = final(tmp_path / "run"), final(tmp_path / "other")

@@ -55,6 +55,7 @@ def test_the_recipe_from_random_weights_trains(tmp_path):
     release(again)
 
 
+@pytest.mark.slow
 def test_the_recipe_trains_from_its_base(tmp_path):
     """The scripted arm is watched, then success alone counts, with the base's statistics."""
     configs = HERE.parent.parent / "configs"

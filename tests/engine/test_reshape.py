@@ -17,7 +17,10 @@ def go(folder, ranks, *settings):
     return log.read_text()
 
 
-@pytest.mark.parametrize("optimizer", [(), ("optim={type: sgd, lr: 1, momentum: 0.5}",), ("optim={type: sgd, lr: 1}",)])
+SGD = [("optim={type: sgd, lr: 1, momentum: 0.5}",), ("optim={type: sgd, lr: 1}",)]
+
+
+@pytest.mark.parametrize("optimizer", [(), *(pytest.param(sgd, marks=pytest.mark.slow) for sgd in SGD)])
 def test_two_ranks_then_one_then_two_and_all_zero_stages(tmp_path, optimizer):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     go(whole, 1, "steps=8", *optimizer)

@@ -39,18 +39,21 @@ def weights(folder):
     return {**final(folder), **load_file(folder / "final" / WEIGHTS)}
 
 
-def test_two_ranks_train_as_one(tmp_path):
-    call(workers.robots, tmp_path, "one", log=tmp_path / "one.log")
-    call(workers.robots, tmp_path, "two", log=tmp_path / "two.log", ranks=2)
-    for method in ("grpo", "ppo"):
-        one, two = (tmp_path / f"{name}-{method}" for name in ("one", "two"))
-        assert distance(weights(one), weights(two)) < 1e-5
-        for name in ("loss", "grad_norm", "accuracy", "episode/length"):
-            alone, shared = ([row[name] for row in metrics(run) if "loss" in row] for run in (one, two))
-            assert alone == pytest.approx(shared, rel=1e-3, abs=1e-5), name
+METHODS = ["ppo", pytest.param("grpo", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.parametrize("method", METHODS)
+def test_two_ranks_train_as_one(tmp_path, method):
+    one, two = tmp_path / "one", tmp_path / "two"
+    call(workers.robots, one, method, log=tmp_path / "one.log")
+    call(workers.robots, two, method, log=tmp_path / "two.log", ranks=2)
+    assert distance(weights(one), weights(two)) < 1e-5
+    for name in ("loss", "grad_norm", "accuracy", "episode/length"):
+        alone, shared = ([row[name] for row in metrics(run) if "loss" in row] for run in (one, two))
+        assert alone == pytest.approx(shared, rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_four_steps_equal_two_and_two(tmp_path, method):
     options = [f"algorithm={{type: {method}, epochs: 2, minibatches: 2}}"]
     train(tmp_path / "whole", *options, base=ROBOTS)
@@ -248,9 +251,10 @@ HEADS = {
     "invertible": "{type: invertible, width: 16, layers: 1, last_gain: 0.1}",
 }
 STAGES = {head: place % 3 for place, head in enumerate(HEADS)}
+QUICK = ("token", "chain", "matching", "bridge")
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", [h if h in QUICK else pytest.param(h, marks=pytest.mark.slow) for h in HEADS])
 def test_every_head_trains(tmp_path, head):
     """Two updates a step: before the first one the ratio to what the policy said when it was asked is exactly 1, also
     at a temperature, where the head has one."""

@@ -117,6 +117,7 @@ def test_responses_that_take_several_steps(adapters):
 # --- a mixture of experts ---
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's vLLM tells its routing, and keeps experts unpacked")
 def test_the_experts_of_a_mixture_arrive(tmp_path):
     call(vllm_workers.experts, tmp_path, log=tmp_path / "log", timeout=280)

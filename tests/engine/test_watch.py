@@ -44,7 +44,7 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_with_its_phase(tmp_path):
     assert [row["step"] for row in metrics(run)] == [1]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_stopped_is_named(tmp_path, rank):
     run, log = tmp_path / "run", tmp_path / "run.log"
     processes = launch(run)

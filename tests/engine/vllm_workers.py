@@ -202,30 +202,42 @@ SERVER = ["rollout.generator=vllm_server", *VLLM[1:]]
 SERVERS = [*SERVER, "rollout.generator.servers=2", "rollout.generator.in_flight=2"]
 
 
-def servers(folder: Path) -> None:
-    """Two engines in processes of their own: asked, killed, forgotten, held up, and then trained with."""
-    trainer = make(
-        *[
-            folder / "run",
-            *SERVERS,
-            "optim.lr=3e-4",
-            "steps=4",
-            "rollout.generator.async_steps=1",
-            "checkpoint.every=2",
-            "checkpoint.keep=2",
-        ],
-        task=Fixed(spread),
-    )
+def server(folder: Path) -> None:
+    """One engine in a process of its own: asked twice, by strangers too, and then trained with, a batch ahead."""
+    ahead = ["steps=3", "rollout.generator.async_steps=1", "checkpoint.every=2", "checkpoint.keep=2", "optim.lr=3e-4"]
+    trainer = make(folder / "run", *SERVERS, "rollout.generator.servers=1", *ahead, task=Fixed(spread))
     policy, generator, engine = trainer.policy, trainer.generator, trainer.generator.engine
     found: dict = {"prompts": trainer.config.rollout.prompts}
+    prompts = [trainer.task.train[i] for i in range(8)]
+    try:
+        generator.synchronise()
+        found |= asked(policy, prompts)
+        found["again"] = responses(policy.rollout(prompts, 8, range(8 * len(prompts))))
+        paths = ["weight_info", "v1/models", "docs", "pause", "collective_rpc", "inference/v1/generate", "health"]
+        found["strangers"] = [requests.get(f"{engine.servers[0].address}/{p}", timeout=60).status_code for p in paths]
+        trainer.train()
+    finally:
+        release(trainer)
+    found["left"] = [path.name for path in (folder / "run/engines").iterdir() if path.is_dir()]
+    (folder / "server.json").write_text(json.dumps(found))
+
+
+def asked(policy, prompts) -> dict:
+    """Eight responses to each prompt, and how far their likelihoods are from the model's own."""
+    made = policy.rollout(prompts, 8, range(8 * len(prompts)))
+    with torch.no_grad():
+        gap = (policy.replay(made, policy.module).logp - made.behaviour_logp)[made.mask].abs().max()
+    return {"first": responses(made), "gap": float(gap)}
+
+
+def servers(folder: Path) -> None:
+    """Two engines in processes of their own: asked, killed, forgotten and held up."""
+    trainer = make(folder / "run", *SERVERS, "rollout.generator.async_steps=1", task=Fixed(spread))
+    policy, generator, engine = trainer.policy, trainer.generator, trainer.generator.engine
     prompts = [trainer.task.train[i] for i in range(16)]
     try:
         generator.synchronise()
-        first = policy.rollout(prompts, 8, range(128))
-        with torch.no_grad():
-            gap = (policy.replay(first, policy.module).logp - first.behaviour_logp)[first.mask].abs().max()
-        found |= {"first": responses(first), "gap": float(gap), "answered": list(engine.answered)}
-        found["again"] = responses(policy.rollout(prompts, 8, range(128)))
+        found = asked(policy, prompts) | {"answered": list(engine.answered)}
 
         threading.Thread(target=kill_at, args=(engine, sum(engine.answered) + 32)).start()
         found["killed"] = responses(policy.rollout(prompts, 8, range(128)))
@@ -234,16 +246,11 @@ def servers(folder: Path) -> None:
         policy.rollout(prompts, 8, range(128))
         found["answered_after"] = engine.answered
 
-        paths = ["weight_info", "v1/models", "docs", "pause", "collective_rpc", "inference/v1/generate", "health"]
-        found["strangers"] = [requests.get(f"{engine.servers[0].address}/{p}", timeout=60).status_code for p in paths]
         found["stale"] = forgotten(generator, policy)
         generator.synchronise()
         found |= slow_second(engine, policy, prompts)
-
-        trainer.train()
     finally:
         release(trainer)
-    found["left"] = [path.name for path in (folder / "run/engines").iterdir() if path.is_dir()]
     (folder / "servers.json").write_text(json.dumps(found))
 
 

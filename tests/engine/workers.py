@@ -25,6 +25,8 @@ from tests.engine.parts import IMAGES, ROBOTS, distance, make, release, train
 ROWS = 24
 MICRO = (1, 3, 8)
 METHODS = {"grpo": [], "ppo": ["algorithm={type: ppo}"]}
+BAD = [(0, "float32"), (1, "bfloat16"), (3, "float32")]
+FURTHER_BAD = [(1, "float32"), (2, "float32")]
 GRPO = ["steps=4", "engine.micro_batch=6", "optim.schedule=linear", "optim.warmup_steps=2"]
 
 
@@ -178,10 +180,9 @@ def observed(trainer: Trainer, parts: list) -> tuple[dict[str, torch.Tensor], di
     return found, seen
 
 
-def one_bad_loss(folder: Path) -> None:
-    """The last rank's loss is NaN or infinite in the second of three steps."""
-    found = {}
-    for stage, dtype in [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16")]:
+def one_bad_loss(folder: Path, kinds: list[tuple[int, str]]) -> None:
+    """The last rank's loss is NaN or infinite in the second of three steps; by ZeRO stage and type of the weights."""
+    for stage, dtype in kinds:
         name = f"{stage}-{dtype}"
         options = [f"engine.zero_stage={stage}", f"model.dtype={dtype}", "steps=3", "optim.lr=1e-2"]
         trainer = make(folder / f"bad-{name}", *options)
@@ -201,10 +202,10 @@ def one_bad_loss(folder: Path) -> None:
         trainer.losses, trainer.update = losses, update
         trainer.train()
         same = [all(torch.equal(a[k], b[k]) for k in a) for a, b in zip(seen, seen[1:], strict=False)]
-        found[name] = {"same": same, "updates": engine.updates, "bad_steps": trainer.bad_steps}
         release(trainer)
-    if engine.rank == 0:
-        (folder / f"bad-{engine.world}.json").write_text(json.dumps(found))
+        if engine.rank == 0:
+            found = {"same": same, "updates": engine.updates, "bad_steps": trainer.bad_steps}
+            (folder / f"bad-{name}.json").write_text(json.dumps(found))
 
 
 def one_rank(folder: Path) -> None:
@@ -214,10 +215,15 @@ def one_rank(folder: Path) -> None:
 
 def two_ranks(folder: Path) -> None:
     splits(folder)
-    trained(folder, "two", [0, 1, 2, 3])
+    trained(folder, "two", [3])
     generated(folder)
-    one_bad_loss(folder)
+    one_bad_loss(folder, BAD)
     no_picture_on_a_rank(folder)
+
+
+def further_stages(folder: Path) -> None:
+    trained(folder, "two", [0, 1, 2])
+    one_bad_loss(folder, FURTHER_BAD)
 
 
 def kernels_and_reference(folder: Path) -> None:
@@ -238,10 +244,9 @@ def images(folder: Path, name: str) -> None:
     release(trainer)
 
 
-def robots(folder: Path, name: str) -> None:
-    """Runs of the robot recipe with groups and with a critic."""
-    for method in ("grpo", "ppo"):
-        train(folder / f"{name}-{method}", *METHODS[method], base=ROBOTS)
+def robots(folder: Path, method: str) -> None:
+    """A run of the robot recipe, with groups or with a critic."""
+    train(folder, *METHODS[method], base=ROBOTS)
 
 
 def averages(folder: Path) -> None:

@@ -9,7 +9,7 @@ from tests.engine.parts import call
 from tests.engine.vllm_workers import needs_vllm
 from tests.faults import vllm_faults
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

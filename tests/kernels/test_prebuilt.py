@@ -89,13 +89,15 @@ def test_an_older_torch_is_told(shipped, monkeypatch):
     assert prebuilt.fitting("cpu") == (None, "it needs torch 2.11 or later, this is 2.10.1+cpu")
 
 
-def test_one_that_can_not_be_loaded_is_told_and_compiled_here(shipped, caplog, monkeypatch):
+def test_one_that_can_not_be_loaded_is_told_and_compiled_here(built, shipped, caplog, monkeypatch):
+    """The same sources give the same bytes."""
     (path,) = shipped.glob("*.so")
     path.write_bytes(b"no library")
     change(shipped, sha256=prebuilt._digest(path))
     monkeypatch.delenv("CXX")
     assert kernels.status()[0].startswith("cpu: built, loaded, numerically right")
     assert compiled.loaded["cpu"].parent == shipped / "cache"
+    assert compiled.loaded["cpu"].read_bytes() == (built / path.name).read_bytes()
     assert "are not used: " in caplog.records[0].message and "compiling the cpu kernels" in caplog.records[1].message
 
 
@@ -131,11 +133,6 @@ def test_which_gpus_it_is_for(capability, runs):
     assert (reason == "") == runs
     if not runs:
         assert reason == f"it is for sm_80, sm_90, sm_100, sm_120, this GPU is an sm_{capability[0]}{capability[1]}"
-
-
-def test_the_same_sources_give_the_same_bytes(built, tmp_path):
-    (path,) = built.glob("*.so")
-    assert compiled.made("cpu", tmp_path, compiled.level()).read_bytes() == path.read_bytes()
 
 
 def test_the_command_is_documented():

@@ -94,8 +94,20 @@ def faces():
     }
 
 
+INDUCTOR = [n if n == "denoise_logprob" else pytest.param(n, marks=pytest.mark.slow) for n in faces()]
+
+
 @pytest.mark.parametrize("name", faces())
+def test_traced_equals_eager(name):
+    equals_eager(name, "aot_eager")
+
+
+@pytest.mark.parametrize("name", INDUCTOR)
 def test_compiled_equals_eager(name):
+    equals_eager(name, "inductor")
+
+
+def equals_eager(name, backend):
     kernels.use("cpu")
     torch.compiler.reset()
     face, leaf = faces()[name], torch.randn(3, 5, 8)
@@ -107,7 +119,7 @@ def test_compiled_equals_eager(name):
             sum(t.square().sum() for t in out).backward()
         return [t.detach() for t in out], u.grad
 
-    torch.testing.assert_close(run(torch.compile(face, fullgraph=True)), run(face))
+    torch.testing.assert_close(run(torch.compile(face, fullgraph=True, backend=backend)), run(face))
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ def test_kernels_and_reference_train_alike(tmp_path, name):
     assert distance(final(tmp_path / "torch"), final(tmp_path / "cpu")) < 2e-5
 
 
+@pytest.mark.slow
 def test_on_two_ranks_too(tmp_path):
     call(workers.kernels_and_reference, tmp_path, log=tmp_path / "log", ranks=2, timeout=200)
     torch_rows, cpu_rows = ([r for r in metrics(tmp_path / name) if "loss" in r] for name in ("torch", "cpu"))

@@ -537,6 +537,9 @@ def test_frozen_parts_get_no_gradient_and_the_others_do(family, load, freeze):
 
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": "all-linear"}
+FULL_FIRST = pytest.mark.parametrize(
+    "lora", [pytest.param(None, id="full"), pytest.param(LORA, id="lora", marks=pytest.mark.slow)]
+)
 ORTHOGONAL = LORA | {"init": "orthogonal"}
 
 
@@ -633,7 +636,7 @@ def test_saved_policy_loads_the_same(family, load, tmp_path, lora):
         assert {n for n, p in again.module.named_parameters() if p.requires_grad} == trained
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@FULL_FIRST
 def test_activation_checkpointing_changes_memory_only(family, load, lora):
     torch.manual_seed(0)
     plain = load(family, lora=lora)
@@ -662,7 +665,7 @@ def test_activation_checkpointing_changes_memory_only(family, load, lora):
         torch.testing.assert_close(grads[1][name], want, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@FULL_FIRST
 def test_frozen_parts_run_no_backward(family, load, lora):
     """Also where layers recompute their activations: of a frozen tower nothing asks for a gradient or runs again."""
     policy = load(family, freeze=["vision", "connector"], activation_checkpointing=True, lora=lora)

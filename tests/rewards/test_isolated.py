@@ -170,7 +170,7 @@ def test_a_timeout_may_count_as_the_lowest_score():
     assert build_reward(RewardSpec(name="box_giou", isolated=True, on_timeout="lowest")).failures.late == -1
 
 
-@pytest.mark.parametrize(("option", "late"), [("unscored", None), ("lowest", 0.0)])
+@pytest.mark.parametrize(("option", "late"), [("lowest", 0.0), pytest.param("unscored", None, marks=pytest.mark.slow)])
 def test_a_batch_that_hangs_costs_a_few_deadlines(option, late, caplog):
     """256 answers that hang, two workers, half a second each: 64 s if every one is tried, 2 s if seven are."""
     own = {"name": f"{__name__}:obey", "label": "own", "isolated": True, "deadline_s": 0.5}
@@ -244,6 +244,7 @@ ask(reward, "crowd hang")
     assert gone(everyone)
 
 
+@pytest.mark.slow
 def test_all_end_with_a_trainer_that_is_killed_while_the_reward_is_built(tmp_path):
     """A reward that hangs then does not listen to anybody."""
     script = f"""

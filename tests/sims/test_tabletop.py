@@ -99,7 +99,9 @@ def test_the_expert_solves_its_task(tabletop, task):
     assert sim.counters["dropped_episodes"] == 0
 
 
-@pytest.mark.parametrize("task", list(TASKS))
+@pytest.mark.parametrize(
+    "task", [t if t in ("push", "lift") else pytest.param(t, marks=pytest.mark.slow) for t in TASKS]
+)
 def test_the_expert_names_places_too(tabletop, task):
     """It does the same with both controls, up to rounding: what contacts make of it may differ a little."""
     sim = tabletop(6, control="position")

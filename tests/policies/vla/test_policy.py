@@ -61,7 +61,13 @@ def at(level):
 CASES = [(kind, backbone, level) for kind in KINDS for backbone in ("small", "qwen") for level in levels(kind)]
 
 
-@pytest.mark.parametrize(("kind", "backbone", "level"), CASES)
+# What a level adds up does not depend on who reads.
+QUICK = [case for case in CASES if case[1] != "qwen" or case[2] == levels(case[0])[0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "backbone", "level"), [c if c in QUICK else pytest.param(*c, marks=pytest.mark.slow) for c in CASES]
+)
 def test_on_policy_ratio_is_exactly_one(played, kind, backbone, level):
     policy, rollouts = played(kind, backbone, **at(level))
     with torch.no_grad():
