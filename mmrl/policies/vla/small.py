@@ -270,6 +270,9 @@ def create(folder: str | Path, config: SmallConfig, seed: int) -> None:
 def load(folder: Path) -> SmallBackbone:
     """Raises UserError for a description that is not one of `SmallConfig`."""
     told: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    told.pop("pixels", None)  # earlier versions wrote it beside every network, and one kind, which is gone, read it
+    if told.get("squares") and not told.get("codes"):
+        raise UserError(f"{folder}: networks that look at squares of a drawn picture are gone; make the base again")
     try:
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told.items()}
         config = SmallConfig(**given)

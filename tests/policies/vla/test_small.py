@@ -98,6 +98,17 @@ def test_the_order_of_words_is_seen(seen):
     assert not torch.allclose(one, other, atol=1e-4)
 
 
+def test_what_earlier_versions_wrote_is_read_or_named(tmp_path, seen):
+    small.create(tmp_path, SmallConfig(("go", "from"), width=32, channels=(4, 8, 8)), seed=0)
+    description, before = tmp_path / small.CONFIG, read(small.load(tmp_path), seen)
+    text = description.read_text()
+    description.write_text(text.replace('"squares": 0', '"squares": 0, "pixels": 8'))
+    assert torch.equal(read(small.load(tmp_path), seen), before)
+    description.write_text(text.replace('"squares": 0', '"squares": 3, "pixels": 8'))
+    with pytest.raises(UserError, match="squares of a drawn picture are gone; make the base again"):
+        small.load(tmp_path)
+
+
 SIDE = 3  # squares along each side
 CODES = (4, 3)  # kinds and colours, in the first two channels of a picture
 
