@@ -115,6 +115,7 @@ class Episode:
     reward: float  # the simulator's own, summed
     lost: bool = False  # the simulator failed; nothing of this episode counts
     frames: NDArray[np.uint8] | None = None  # [frame, height, width, 3], where they were asked for
+    reasoning: float | None = None  # latents that were drawn before a chunk, on average; None: by a head that has none
 
 
 @dataclass(frozen=True)

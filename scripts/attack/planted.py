@@ -151,7 +151,7 @@ FAULTS = [
     Fault("tabletop: pads share colours with cubes", "sims/mujoco/tasks.py",
           "names = pick_colours(rng, colours, cubes + PADS)",
           "names = pick_colours(rng, colours, cubes) + pick_colours(rng, colours, PADS)", TABLETOP),
-    Fault("gaussian: half of the exponent", "mmrl/policies/vla/gaussian.py", "-0.5 * ((chosen", "-1.0 * ((chosen",
+    Fault("gaussian: half of the exponent", "mmrl/policies/vla/gaussian.py", "-0.5 * ((x - mean", "-1.0 * ((x - mean",
           CRITICS),
     Fault("gaussian: the divergence the other way round", "mmrl/policies/vla/gaussian.py",
           "gaussian_divergence(other.view(now.shape), now)", "gaussian_divergence(now, other.view(now.shape))",

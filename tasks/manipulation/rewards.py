@@ -24,6 +24,18 @@ def simulator(sample: Sample) -> float | None:
     return None if episode.lost else episode.reward
 
 
+def reasoning(sample: Sample) -> float | None:
+    """Latents that were drawn before a chunk, on average (action.head=latent); with a negative weight, their cost.
+
+    Raises UserError for a head that draws none."""
+    episode = episode_of(sample)
+    if episode.reasoning is None:
+        raise UserError(
+            "the reward `reasoning` counts latents before a chunk, which only action.head.type=latent draws"
+        )
+    return None if episode.lost else episode.reasoning
+
+
 def episode_of(sample: Sample) -> Episode:
     """Raises UserError where the rollout is none."""
     if sample.episode is None:

@@ -86,11 +86,15 @@ class Manipulation:
 
     def measures(self, samples: Sequence[Sample], group: Tensor | None = None) -> dict[str, Tensor]:
         """Of each episode [rollout]: executed actions, success when it ended, and whether the simulator lost it; of a
-        judge of success whether it sees one, and whether the simulator (at any time) does not agree."""
+        judge of success whether it sees one, and whether the simulator (at any time) does not agree; of a head that
+        reasons, how many latents it drew before a chunk, NaN where it drew none."""
         episodes = [s.episode for s in samples if s.episode is not None]
         judged: dict[str, Tensor] = {}
         for name, judge in self._judges.items():
             judged |= judged_beside(name, judge, samples)
+        reasoned = [e.reasoning for e in episodes if e.reasoning is not None]  # of all, or of none
+        if reasoned:
+            judged["episode/reasoning"] = torch.tensor(reasoned)
         return judged | {
             "episode/length": torch.tensor([float(e.length) for e in episodes]),
             "episode/success_at_end": torch.tensor([float(e.success_at_end) for e in episodes]),

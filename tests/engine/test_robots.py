@@ -249,6 +249,8 @@ HEADS = {
     "bridge": "{type: bridge, width: 32, depth: 2, queries: 4}",
     "gaussian": "{type: gaussian, width: 16, layers: 1}",
     "invertible": "{type: invertible, width: 16, layers: 1, last_gain: 0.1}",
+    "latent": "{type: latent, width: 16, layers: 1, latent: 3}",
+    "latent, by chunk": "{type: latent, width: 16, layers: 1, latent: 3, early_exit: false, level: chunk, fixed: true}",
 }
 STAGES = {head: place % 3 for place, head in enumerate(HEADS)}
 QUICK = ("token", "chain", "matching", "bridge")

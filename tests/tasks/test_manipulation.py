@@ -1,5 +1,6 @@
 """The manipulation task: start states, demonstrations, rewards, and whom instructions belong to."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from mmrl.tasks.manipulation.episodes import (
     record_expert,
 )
 
+from mmrl.core.advantages import combined_reward
 from mmrl.errors import UserError
 from mmrl.rollouts import Episode, Prompt, Sample
 from tests.tasks.choosing import build
@@ -169,8 +171,26 @@ def test_what_an_episode_earns():
     assert task.accuracy(samples).isnan().tolist() == [False, True]
     measured = task.measures(samples)
     assert measured["episode/length"].tolist() == [3, 3] and measured["episode/lost"].tolist() == [0, 1]
+    assert "episode/reasoning" not in measured
     with pytest.raises(UserError, match="'c' is no episode"):
         task.score([Sample(Prompt("c", "go"))])
+
+
+def test_what_latents_before_a_chunk_cost():
+    """Half a point for each, of which an episode drew 2.5 on average; one that was lost at once drew none."""
+    earned = [{"name": "mmrl.tasks.manipulation.rewards:success"}]
+    cost = [{"name": "mmrl.tasks.manipulation.rewards:reasoning", "label": "effort", "weight": -0.5}]
+    task = build("manipulation", {**LINE, "rewards": earned + cost}, 0)
+    samples = [
+        Sample(Prompt("a", "go"), episode=replace(EPISODE, reasoning=2.5)),
+        Sample(Prompt("b", "go"), episode=replace(EPISODE, lost=True, reasoning=math.nan)),
+    ]
+    scored = task.score(samples)
+    assert scored[0].tolist() == [1.0, 2.5] and scored[1].isnan().all()
+    total = combined_reward(scored, torch.tensor(task.reward_weights))
+    assert total[0] == -0.25 and total[1].isnan()
+    reasoning = task.measures(samples)["episode/reasoning"]
+    assert reasoning[0] == 2.5 and reasoning[1].isnan()
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from mmrl.policies.vla.perceptron import perceptron
 from mmrl.policies.vla.settings import Actions, GaussianActions, NormalActions
 
 
-class NormalHead(LevelledHead):
-    """Actions around a mean; the spread is one number for each number of the chunk, learned or fixed, which the
-    temperature multiplies."""
+class SpreadHead(LevelledHead):
+    """The spread of actions is one number for each number of the chunk, learned or fixed, which the temperature
+    multiplies."""
 
     def __init__(self, settings: NormalActions, action: Actions, action_dim: int, state_dim: int) -> None:
         super().__init__(settings.level, action, action_dim, state_dim)
@@ -22,13 +22,17 @@ class NormalHead(LevelledHead):
         self.log_std = nn.Parameter(spread, requires_grad=not settings.fixed)
         self.least = math.log(settings.least_std) if settings.least_std else -math.inf
 
-    def mean(self, reading: Reading, state: Tensor) -> Tensor:
-        """[n, chunk, action] fp32"""
-        raise NotImplementedError
-
     def spread(self) -> Tensor:
         """Logarithm of the standard deviation, [chunk, action] fp32."""
         return self.log_std.float().clamp(min=self.least)
+
+
+class NormalHead(SpreadHead):
+    """Actions around a mean that follows from what was read."""
+
+    def mean(self, reading: Reading, state: Tensor) -> Tensor:
+        """[n, chunk, action] fp32"""
+        raise NotImplementedError
 
     def act(self, reading: Reading, state: Tensor, how: ActionSampling) -> Chosen:
         mean = self.mean(reading, state)
@@ -48,8 +52,8 @@ class NormalHead(LevelledHead):
     ) -> dict[str, Tensor]:
         mean = self.mean(reading, state)
         log_std = self.spread() + chosen["temperature"].log().float()[:, None, None]
-        logp = -0.5 * ((chosen["actions"] - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)
-        entropy = (0.5 + 0.5 * math.log(2 * math.pi) + log_std).expand_as(logp)
+        logp = gaussian_logp(chosen["actions"], mean, log_std)
+        entropy = gaussian_entropy(log_std).expand_as(logp)
         now = torch.stack([mean, log_std.expand_as(mean)], -1)
         found = {
             "logp": self._by_level(logp, valid),
@@ -76,6 +80,15 @@ class GaussianHead(NormalHead):
     def mean(self, reading: Reading, state: Tensor) -> Tensor:
         given = reading.last if self.state_dim == 0 else torch.cat([reading.last, state.to(reading.last)], 1)
         return self.layers(given).float().view(-1, *self.shape)
+
+
+def gaussian_logp(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """Of every number, [...]."""
+    return -0.5 * ((x - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)
+
+
+def gaussian_entropy(log_std: Tensor) -> Tensor:
+    return 0.5 + 0.5 * math.log(2 * math.pi) + log_std
 
 
 def gaussian_divergence(a: Tensor, b: Tensor) -> Tensor:

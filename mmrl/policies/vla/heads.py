@@ -74,13 +74,14 @@ class Head(nn.Module):
     """Turns readings into chunks of `shape` [chunk, action].
 
     `every_layer`: whether it needs all layers of the backbone. `context_only`: whether it needs nothing but the
-    prompt's last layer, so that a frozen backbone is asked once for an observation. `new_parts`: beginnings of names of
-    parameters that a saved head may lack, because training goes on with more than it began with, or because they lie in
-    files of their own.
+    prompt's last layer, so that a frozen backbone is asked once for an observation. `reasons`: whether it draws latents
+    before a chunk, which `reasoning_steps` counts. `new_parts`: beginnings of names of parameters that a saved head may
+    lack, because training goes on with more than it began with, or because they lie in files of their own.
     """
 
     every_layer = False
     context_only = False
+    reasons = False
     new_parts: tuple[str, ...] = ()
 
     def __init__(self, action: Actions, action_dim: int, state_dim: int) -> None:
@@ -120,9 +121,13 @@ class Head(nn.Module):
         """Writes what has a file of its own in a published format, and returns the rest. state: of this module."""
         return state
 
-    def decided(self, valid: Tensor) -> Tensor:
-        """[n, decisions] bool: which decisions count."""
+    def decided(self, valid: Tensor, chosen: Chosen) -> Tensor:
+        """[n, decisions] bool: which decisions count. valid [n, chunk] bool: which actions were executed."""
         return repeat(valid.any(1), "n -> n d", d=self.decisions)
+
+    def reasoning_steps(self, chosen: Chosen) -> Tensor:
+        """[n] int64: how many latents were drawn before each chunk, of heads that reason."""
+        raise NotImplementedError
 
 
 class LevelledHead(Head):
@@ -141,9 +146,9 @@ class LevelledHead(Head):
     def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
         return {"actions": actions, "temperature": torch.ones(len(actions), dtype=torch.float64)}
 
-    def decided(self, valid: Tensor) -> Tensor:
+    def decided(self, valid: Tensor, chosen: Chosen) -> Tensor:
         if self.level == "chunk":
-            return super().decided(valid)
+            return valid.any(1, keepdim=True)
         return repeat(valid, "n c -> n (c k)", k=self.shape[1] if self.level == "token" else 1)
 
     def _temperature(self, how: ActionSampling) -> Tensor:

@@ -25,8 +25,6 @@ from mmrl.policies.vla.settings import (
     EpisodeEvaluation,
     EpisodePrompts,
     EpisodeSampling,
-    GaussianActions,
-    InvertibleActions,
     TokenActions,
     VisionLanguageActionModel,
 )
@@ -200,10 +198,10 @@ def check_small(path: str, model: VisionLanguageActionModel) -> None:
 
 def check_reads_state(path: str, action: Actions, state_dim: int) -> None:
     """Raises UserError where a policy without a backbone would be left with nothing to read."""
-    if not isinstance(action.head, GaussianActions | InvertibleActions):
+    if not action.head.states_suffice:
         raise UserError(
             f"action.head.type={action.head.type} reads what a backbone made of pictures and words, but "
-            f"model.path={path} reads only the robot's state; use action.head.type=gaussian or invertible"
+            f"model.path={path} reads only the robot's state; use action.head.type=gaussian, invertible or latent"
         )
     if not action.proprioception or state_dim == 0:
         raise UserError(

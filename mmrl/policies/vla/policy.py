@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -57,8 +58,12 @@ class Episodes(list[list[Look]]):
         self.row, self.step = torch.tensor(places, device=device).unbind(1)
         self.state = torch.stack([look.state for look in self.flat]).to(device)
         self.valid = torch.stack([look.valid for look in self.flat]).to(device)
-        names = self.flat[0].chosen
-        self.chosen = {name: torch.stack([look.chosen[name] for look in self.flat]).to(device) for name in names}
+        self.chosen = {name: values.to(device) for name, values in chosen_of(self.flat).items()}
+
+
+def chosen_of(looks: Sequence[Look]) -> Chosen:
+    """What was chosen in at least one look, stacked."""
+    return {name: torch.stack([look.chosen[name] for look in looks]) for name in looks[0].chosen}
 
 
 @dataclass(frozen=True)
@@ -105,12 +110,14 @@ class Network(nn.Module):
 class EpisodeRecord:
     """An episode, filled in while it is played."""
 
-    def __init__(self, prompt: Prompt, instruction: str, lost: bool) -> None:
-        self.prompt, self.instruction, self.lost = prompt, instruction, lost
+    def __init__(self, prompt: Prompt, instruction: str, lost: bool, *, reasons: bool) -> None:
+        """reasons: whether the head draws latents before a chunk."""
+        self.prompt, self.instruction, self.lost, self.reasons = prompt, instruction, lost, reasons
         self.success = self.success_at_end = self.terminated = False
         self.length, self.bootstrap = 0, 0.0
         self.looks: list[Look] = []
         self.values: list[float] = []  # by look
+        self.reasoning: list[int] = []  # by look, how many latents were drawn
         self.rewards: list[float] = []  # by step of the simulator
         self.frames: list[NDArray[np.uint8]] = []
 
@@ -128,11 +135,21 @@ class EpisodeRecord:
 
     @property
     def sample(self) -> Sample:
-        frames = np.stack(self.frames) if self.frames else None
         episode = Episode(
-            self.instruction, self.success, self.success_at_end, self.length, sum(self.rewards), self.lost, frames
+            self.instruction,
+            self.success,
+            self.success_at_end,
+            self.length,
+            sum(self.rewards),
+            self.lost,
+            np.stack(self.frames) if self.frames else None,
+            mean_or_nan(self.reasoning) if self.reasons else None,
         )
         return Sample(self.prompt, response="success" if self.success else "failure", episode=episode)
+
+
+def mean_or_nan(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers) if numbers else math.nan
 
 
 @dataclass(frozen=True)
@@ -348,7 +365,10 @@ class VisionLanguageActionPolicy:
         sim, head, critic = self.sim, self.module.head, self.module.critic
         observation = sim.reset([p.metadata["seed"] for p in starts], [p.metadata["task"] for p in starts])
         running = sim.running
-        records = [EpisodeRecord(p, observation.instructions[i], not running[i]) for i, p in enumerate(starts)]
+        records = [
+            EpisodeRecord(p, observation.instructions[i], not running[i], reasons=head.reasons)
+            for i, p in enumerate(starts)
+        ]
         for i, record in enumerate(records[: how.film]):
             record.frames.append(observation.images[i])
         looks = Counter[int]()
@@ -373,8 +393,11 @@ class VisionLanguageActionPolicy:
             for step in steps:
                 for row in rows:
                     records[row].moved(step, row, row < how.film)
+            seen, state, chosen, values = kept
+            if head.reasons:
+                for row, count in zip(rows, head.reasoning_steps(chosen).tolist(), strict=True):
+                    records[row].reasoning.append(count)
             if how.training:
-                seen, state, chosen, values = kept
                 valid = torch.from_numpy(steps[-1].valid[rows])
                 picked = zip(*(column.unbind() for column in chosen.values()), strict=True)
                 looks_now = zip(rows, seen, state.unbind(), picked, valid.unbind(), values, strict=True)
@@ -437,7 +460,7 @@ class VisionLanguageActionPolicy:
         for b, episode in enumerate(looks):
             if not episode:  # lost at once: a look of zeros, of which nothing counts
                 continue
-            counted = head.decided(torch.stack([look.valid for look in episode]))
+            counted = head.decided(torch.stack([look.valid for look in episode]), chosen_of(episode))
             mask[b, : len(episode)] = counted
         return Rollouts(samples=samples, inputs=looks, group=torch.arange(len(looks)), mask=mask.flatten(1))
 

@@ -38,11 +38,13 @@ class ActionHead(Choice):
         "gaussian": "mmrl.policies.vla.settings:GaussianActions",
         "l1": "mmrl.policies.vla.settings:L1Actions",
         "invertible": "mmrl.policies.vla.settings:InvertibleActions",
+        "latent": "mmrl.policies.vla.settings:LatentActions",
     }
     test: ClassVar[str] = "tests/policies/vla/test_policy.py"
     type: str = "token"
     has_temperature: ClassVar[bool] = True  # whether rollout.temperature and evaluation.temperature mean something
     shaping: ClassVar[tuple[str, ...]] = ()  # options that the saved weights depend on
+    states_suffice: ClassVar[bool] = False  # whether it needs no backbone, for it may read the robot's state alone
     bounded: ClassVar[bool] = True  # whether what it makes is clipped to [-1, 1] before it is scaled for the robot
 
     @property
@@ -270,11 +272,12 @@ class NormalActions(ActionHead):
 
 
 class GaussianActions(NormalActions):
-    """The chunk's mean, by a perceptron, and a learned spread. It is the only head that needs no backbone: it may read
-    nothing but the robot's state."""
+    """The chunk's mean, by a perceptron, and a learned spread. It needs no backbone: it may read nothing but the
+    robot's state."""
 
     source: ClassVar[str] = "ManiSkill's PPO, arXiv 2410.00425, after CleanRL"
     type: str = "gaussian"
+    states_suffice: ClassVar[bool] = True
     shaping: ClassVar[tuple[str, ...]] = ("width", "layers")
     width: int = option(256, "of the perceptron's hidden layers", ge=1)
     layers: int = option(3, "hidden layers of the perceptron; 0: the mean is linear", ge=0)
@@ -315,6 +318,7 @@ class InvertibleActions(ActionHead):
     source: ClassVar[str] = "after GenPO, arXiv 2505.18763; reconstructed from its abstract and equations"
     test: ClassVar[str] = "tests/policies/vla/test_invertible.py"
     type: str = "invertible"
+    states_suffice: ClassVar[bool] = True
     shaping: ClassVar[tuple[str, ...]] = ("width", "layers", "steps", "mix", "scale")
     steps: int = option(5, "of the flow", unit="steps", ge=1)
     mix: float = option(0.9, "p: how much of a copy stays itself at each step", gt=0.5, lt=1)
@@ -332,6 +336,41 @@ class InvertibleActions(ActionHead):
     @property
     def offers(self) -> frozenset[str]:
         return frozenset({"single_sample_kl"})
+
+
+class LatentActions(NormalActions):
+    """Before a chunk the policy draws latents one after the other, and decides after each whether that is enough; the
+    chunk's mean reads them. Latents and exits are decisions beside the actions. As `gaussian` it may read nothing but
+    the robot's state."""
+
+    equation: ClassVar[str] = (
+        "z_k ~ N(mu(h, z_<k), (temperature x latent_std)^2); after it reasoning ends with chance "
+        "sigmoid(exit(h, z_<=k) / temperature), and after `steps` latents anyway; "
+        "a ~ N(mean(h, z), (temperature x std)^2). Demonstrations: log p(a | h, z), with z drawn from the policy, "
+        "through which the gradient goes"
+    )
+    source: ClassVar[str] = "after AVA-VLA; reconstructed from a description of it"
+    test: ClassVar[str] = "tests/policies/vla/test_latent.py"
+    type: str = "latent"
+    states_suffice: ClassVar[bool] = True
+    shaping: ClassVar[tuple[str, ...]] = ("width", "layers", "steps", "latent", "latent_std", "early_exit")
+    steps: int = option(4, "latents before a chunk, at most", ge=1)
+    latent: int = option(8, "numbers of a latent", ge=1)
+    latent_std: float = option(
+        0.3, "standard deviation of a latent; it is not learned: noise in latents only disturbs what is shown", gt=0
+    )
+    early_exit: bool = option(True, "reasoning may end before `steps` latents; else it never does")
+    exit_chance: float = option(0.2, "that it ends after a latent, before training", gt=0, lt=1)
+    width: int = option(256, "of the perceptrons' hidden layers", ge=1)
+    layers: int = option(2, "hidden layers of each perceptron", ge=1)
+    last_gain: float = option(
+        0.01, "size of the last layers' weights, before training; of the one that makes latents it is 1", gt=0
+    )
+
+    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
+        from mmrl.policies.vla.latent import LatentHead
+
+        return LatentHead(self, action, action_dim, state_dim, backbone.width)
 
 
 class Actions(Section):

@@ -22,6 +22,15 @@ KINDS = {
     "gaussian": {"type": "gaussian", "width": 16, "layers": 1},
     "bridge": {"type": "bridge", "width": 32, "depth": 2, "queries": 3},
     "invertible": {"type": "invertible", "width": 16, "layers": 1, "last_gain": 0.1, "scale": 0.2},
+    "latent": {
+        "type": "latent",
+        "width": 16,
+        "layers": 1,
+        "steps": 3,
+        "latent": 2,
+        "last_gain": 0.1,
+        "exit_chance": 0.4,
+    },
     "flow": {**SMALL_FLOW, "likelihood": {"type": "chain", "window": {"type": "random", "size": 1}}},
     "flow, all steps": {**SMALL_FLOW, "likelihood": {"type": "chain", "transition": {"type": "cps", "noise": 0.7}}},
     "flow, learned": {**SMALL_FLOW, "likelihood": "learned"},
@@ -46,8 +55,9 @@ def backbones(tmp_path_factory):
 
 
 def taught(head):
-    """The head of a supervised job."""
-    return {name: value for name, value in head.items() if name not in ("steps", "likelihood")}
+    """The head of a supervised job: a flow has other options there."""
+    left_out = ("steps", "likelihood") if head["type"] == "flow" else ()
+    return {name: value for name, value in head.items() if name not in left_out}
 
 
 @pytest.fixture(scope="session")
