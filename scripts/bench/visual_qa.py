@@ -272,6 +272,7 @@ def train_mmrl(options: argparse.Namespace) -> Outcome:
         "rollout.prompts": options.prompts,
         "rollout.group_size": options.group,
         "rollout.max_response_length": options.length,
+        "rollout.max_idle_steps": options.steps + 1,  # a model of random weights earns nothing
         "optim.lr": options.lr,
         "optim.warmup_steps": 0,
         "optim.schedule": "constant",
