@@ -343,6 +343,7 @@ class Replay:
     std: Tensor | None = None  # of a Gaussian step
     weight: Tensor | None = None  # detached, of the decision in the loss; None: all alike
     segments: Tensor | None = None  # int64, the unit of level "segment" that a decision belongs to
+    looks: Tensor | None = None  # int64, at which look of its episode a decision was made; None: a rollout is one
     pictures: Tensor | None = None  # [rollout, channel, height, width] with their gradient, 0 to 1 in gamut
     matching: Matching | None = None  # of a policy whose decisions compare final samples
     value: Tensor | None = None  # [rollout, step], of a policy with a critic

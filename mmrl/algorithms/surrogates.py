@@ -39,6 +39,7 @@ class Surrogate(Choice):
         "query_trust_region": "mmrl.algorithms.trust:QueryTrustRegion",
         "sequence_mask": "mmrl.algorithms.trust:SequenceMask",
         "group_expectation": "mmrl.algorithms.trust:GroupExpectation",
+        "trajectory_trust_region": "mmrl.algorithms.trajectories:TrajectoryTrustRegion",
         "mirror_descent": "mmrl.algorithms.mirror:MirrorDescent",
         "by_part": "mmrl.algorithms.by_part:ByPart",
         "guided": "mmrl.algorithms.guided:Guided",

@@ -54,12 +54,18 @@ def normalised(log_ratio: Tensor, divergence: Tensor, std: Tensor) -> Tensor:
     return (log_ratio + divergence) * std
 
 
-def _segment_mean(values: Tensor, counted: Tensor, segments: Tensor) -> Tensor:
-    """[B, T] -> [B, T]; a segment never spans two rollouts, so the unit is (row, id)."""
-    unique, ids = torch.unique(segments, return_inverse=True)
+def unit_sum(values: Tensor, units: Tensor | None) -> Tensor:
+    """[B, T]: the sum of values [B, T] over the decisions with the same id in `units` [B, T], given to each of them. A
+    unit never spans two rollouts: it is (row, id). Without units a rollout is one."""
+    if units is None:
+        return values.sum(1, keepdim=True).expand_as(values)
+    unique, ids = torch.unique(units, return_inverse=True)
     rows = torch.arange(len(values), device=values.device)[:, None]
     index = (rows * len(unique) + ids).flatten()
-    empty = values.new_zeros(len(values) * len(unique))
-    total = empty.index_add(0, index, values.flatten())
-    count = empty.index_add(0, index, counted.to(values.dtype).flatten())
-    return (total / count.clamp(min=1))[index].view_as(values)
+    total = values.new_zeros(len(values) * len(unique)).index_add(0, index, values.flatten())
+    return total[index].view_as(values)
+
+
+def _segment_mean(values: Tensor, counted: Tensor, segments: Tensor) -> Tensor:
+    """[B, T] -> [B, T]"""
+    return unit_sum(values, segments) / unit_sum(counted.to(values.dtype), segments).clamp(min=1)

@@ -240,7 +240,7 @@ class GivenPolicy:
             found.old_cross_entropy = given["old_cross_entropy"] + moved["entropy"]
         if "log_ratio" in given:
             found.log_ratio = given["log_ratio"] + moved["logp"]
-        for name in ("square_sum", "std", "segments"):
+        for name in ("square_sum", "std", "segments", "looks"):
             if name in given:
                 vars(found)[name] = given[name]
         if "prediction" in given:  # as a denoiser: mean and distance to others are those of the prediction

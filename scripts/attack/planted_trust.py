@@ -1,0 +1,48 @@
+"""Faults of trust regions over whole chains. A name, a file, a text that it holds once, what takes its place, and the
+tests that could notice."""
+
+from __future__ import annotations
+
+J, K, V = "mmrl/algorithms/trajectories.py", "mmrl/kernels/reference.py", "mmrl/policies/vla/"
+CHAINS = ("joints/test_trajectories.py",)
+ROBOT = ("joints/test_trajectories.py::test_two_looks_of_a_robot_by_hand",)
+PICTURE = ("joints/test_trajectories.py::test_a_picture_by_hand",)
+GAUSSIAN = ("joints/test_trajectories.py::test_a_gaussian_chunk_is_compared_as_a_whole",)
+REFUSED = ("joints/test_trajectories.py::test_decisions_without_an_exact_divergence_are_refused",)
+NOTHING = ("joints/test_trajectories.py::test_what_bounds_nothing_is_refused",)
+SUM, COST, BEYOND = "unit_sum(each.detach(), replay.looks)", "self.price.value * each", "whole > self.bound"
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("chains: summed over the rollout", J, SUM, "unit_sum(each.detach(), None)", CHAINS),
+    ("chains: a mean", J, SUM, f"{SUM} / unit_sum(each.detach() * 0 + 1, replay.looks)", CHAINS),
+    ("chains: single steps are bounded", J, BEYOND, "each > self.bound", CHAINS),
+    ("chains: the wrong side of the bound", J, BEYOND, "whole < self.bound", CHAINS),
+    ("chains: sign of the price", J, COST, f"-{COST}", CHAINS),
+    ("chains: the price is what it is at its least", J, COST, "self.price.extremes[0] * each", CHAINS),
+    ("chains: the price has no gradient", J, COST, f"{COST}.detach()", CHAINS),
+    ("chains: every step costs the whole", J, COST, "self.price.value * whole", CHAINS),
+    ("chains: what is left out costs nothing", J, COST, f"{COST}.where(~beyond, 0)", CHAINS),
+    ("chains: what does not count is summed too", J, ".where(micro.mask.to(log_ratio.device), 0)", "", CHAINS),
+    ("chains: old and new are exchanged", J, "ratio = log_ratio.exp()", "ratio = (-log_ratio).exp()", CHAINS),
+    ("chains: sign of the advantage", J, "(-ratio * advantages)", "(ratio * advantages)", CHAINS),
+    ("chains: divergences are weighed", J, "over((gain if replay.weight is None else gain * replay.weight) + cost)",
+     "over((gain + cost) if replay.weight is None else (gain + cost) * replay.weight)", CHAINS),
+    ("chains: gains are not weighed", J, "gain if replay.weight is None else gain * replay.weight", "gain", CHAINS),
+    ("chains: any decisions will do", J, 'offers=frozenset({"divergence"})', "", REFUSED),
+    ("chains: a price that may grow is none", J, "self.price.extremes[1] == 0", "self.price.extremes[0] == 0", NOTHING),
+    ("chains: no half", K, "kl = apart.square().sum(1) * factor / (2 * variance)",
+     "kl = apart.square().sum(1) * factor / variance", (*ROBOT, *PICTURE)),
+    ("chains: half of what it is from a Gaussian", V + "gaussian.py", "apart - 1)", "apart / 2 - 1)", GAUSSIAN),
+    ("chains: old and new Gaussians are exchanged", V + "gaussian.py",
+     "gaussian_divergence(other.view(now.shape), now)", "gaussian_divergence(now, other.view(now.shape))", GAUSSIAN),
+    ("chains: steps of the first window", V + "flows.py", "self.sampler.drawn(points),",
+     "self.sampler.drawn(torch.arange(points.shape[1]).expand(points.shape)),", ROBOT),
+    ("looks: of other steps", V + "policy.py", ".repeat_interleave(decisions).expand", ".repeat(decisions).expand",
+     ROBOT),
+    ("looks: two are one", V + "policy.py", "torch.arange(shape[1], device=self.device).repeat_interleave",
+     "(torch.arange(shape[1], device=self.device) // 2).repeat_interleave", ROBOT),
+    ("looks: a robot does not say which", V + "policy.py", "looks=looks, value", "value", ROBOT),
+    ("units: rollouts share theirs", "mmrl/core/ratios.py", "index = (rows * len(unique) + ids)",
+     "index = (rows * 0 + ids)", CHAINS),
+]
