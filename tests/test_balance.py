@@ -1,9 +1,14 @@
 """Which groups change ranks, worked out by hand."""
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from mmrl.balance import Move, Piece, heaviest, pieces, planned
+from mmrl.balance import Move, Piece, balanced, heaviest, pieces, planned
+from mmrl.rollouts import Prompt, Rollouts, Sample
+from tests.threads import together
 
 GROUP = torch.tensor([4, 4, 6, 6, 5, 5])
 COST = torch.tensor([1, 2, 10, 20, 100, 200])
@@ -51,6 +56,37 @@ def test_moves_in_a_ring():
         held[move.target][move.place] = told[move.source][move.number].cost
     assert sorted(map(sum, held)) == [12, 14, 16]
     assert sorted((m.source, m.number) for m in moves) == sorted((m.target, m.place) for m in moves)
+
+
+def test_what_comes_from_two_ranks_takes_the_places_that_it_was_given():
+    # 17, 2 and 17 of three ranks become 12, 10 and 14: the first gets the 2 in its first place and a 10 in its second.
+    costs, barrier, seen = [[10, 7], [2, 0], [10, 7]], threading.Barrier(3, timeout=30), [None] * 3
+    moves = planned([[Piece(0, 1, cost) for cost in own] for own in costs])
+    assert [move for move in moves if move.target == 0] == [Move(1, 0, 0, 0), Move(2, 0, 0, 1)]
+
+    def work(rank):
+        def gather(value):
+            seen[rank] = value
+            barrier.wait()
+            found = list(seen)
+            barrier.wait()
+            return found
+
+        def exchange(parcels, instead):
+            return [told[rank] for told in gather(parcels)]
+
+        own = Rollouts(
+            [Sample(Prompt("p", "p"))] * 2,
+            [f"{rank}-{number}" for number in range(2)],
+            torch.tensor([2 * rank, 2 * rank + 1]),
+            torch.ones(2, 1, dtype=torch.bool),
+            torch.zeros(2, 1),
+        )
+        ranks = SimpleNamespace(rank=rank, world=3, gather=gather, exchange=exchange)
+        nowhere = torch.zeros(2, dtype=torch.bool)
+        return balanced(own, [[torch.tensor([0, 1])]], torch.tensor(costs[rank]), nowhere, ranks)[0].inputs
+
+    assert together(work, range(3), barrier) == [["1-0", "2-0"], ["0-0", "1-1"], ["0-1", "2-1"]]
 
 
 def test_the_heaviest_rank_is_waited_for_in_every_minibatch():

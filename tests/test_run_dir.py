@@ -141,7 +141,9 @@ def test_a_learning_rate_that_was_too_high_can_be_lowered(tmp_path):
     assert [r["lr"] for r in metrics(run) if "loss" in r] == [1e-3] * 2 + [1e-4] * 4
 
 
-@pytest.mark.parametrize("kind", ["zeros", "halved", "deleted"])
+@pytest.mark.parametrize(
+    "kind", ["halved", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("zeros", "deleted"))]
+)
 def test_damage_of_what_is_read_first_stops_nothing(tmp_path, whole, kind):
     """What decides whether to start, to go on or to do nothing is read before checksums of large files are."""
     run = tmp_path / "run"

@@ -124,6 +124,7 @@ class Trial:
             import pytest
 
             arguments = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
+            arguments += ["-m", ""] * any("::" in test for test in tests)  # one that is named runs, slow or not
             code = int(pytest.main([*arguments, *(f"tests/{test}" for test in tests)]))
             sys.stdout.flush()
             os._exit(code)

@@ -68,7 +68,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("balance: what arrives takes the wrong rows", B, "rows[move.place] for move in moves if",
      "rows[move.number] for move in moves if", JOINTS),
     ("balance: parcels are taken in another order than places", B, "key=lambda move: (move.source, move.target)",
-     "key=lambda move: (-move.source, move.target)", RUNS),
+     "key=lambda move: (-move.source, move.target)", PLANS),
     ("balance: none balances too", P, ' and engine.balance == "lengths"', "", JOINTS),
     ("balance: similar lengths are not replayed together", P, "[longest_first(part, rollouts.group, lengths) for part "
      "in parts]", "parts", JOINTS),
