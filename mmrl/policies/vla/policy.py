@@ -329,8 +329,8 @@ class VisionLanguageActionPolicy:
             fields["matching"] = matching_of(fields)
         if "std" in fields:
             fields["std"] = fields["std"].where(fields["std"] > 0, 1)  # of looks that do not exist
-        looks = torch.arange(shape[1], device=self.device).repeat_interleave(decisions).expand(shape[0], -1)
-        return Replay(**fields, looks=looks, value=None if value is None else spread(value))
+        numbers = torch.arange(shape[1], device=self.device).repeat_interleave(decisions).expand(shape[0], -1)
+        return Replay(**fields, looks=numbers, value=None if value is None else spread(value))
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
         """[rollout] int64: looks."""
