@@ -38,6 +38,7 @@ class ActionHead(Choice):
         "gaussian": "mmrl.policies.vla.settings:GaussianActions",
         "l1": "mmrl.policies.vla.settings:L1Actions",
         "invertible": "mmrl.policies.vla.settings:InvertibleActions",
+        "residual": "mmrl.policies.vla.mixture_settings:ResidualActions",
     }
     test: ClassVar[str] = "tests/policies/vla/test_policy.py"
     type: str = "token"
@@ -49,6 +50,11 @@ class ActionHead(Choice):
     def together(self) -> bool:
         """Whether it reads a prompt at once with what follows it, which OpenVLA-OFT alone can."""
         return False
+
+    @property
+    def core(self) -> ActionHead:
+        """The head that a checkpoint brings: of one that is built around another, the other."""
+        return self
 
     @abstractmethod
     def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
@@ -473,6 +479,11 @@ class VisionLanguageActionModel(ModelSettings):
             temperature = rollout.temperature if isinstance(rollout, EpisodeSampling) else None
             rollout.workers.check(config.needs, action.head.offers, temperature)
         assert isinstance(action, Actions)
+        if self.lora is not None and action.head.core is not action.head:
+            raise ValueError(
+                f"model.lora trains the backbone, which action.head.type={action.head.type} holds still with its base; "
+                "remove it"
+            )
         contrasts = isinstance(action.head, FlowActions) and isinstance(action.head.likelihood, ActionContrast)
         if contrasts and "contrast" not in config.needs.offers:
             raise ValueError(
