@@ -1,11 +1,12 @@
-"""Faults of heads that mix: residuals around a head that is held still. A name, a file, a text that it holds once, what
-takes its place, and the tests that could notice."""
+"""Faults of heads that mix: residuals around a head that is held still, and horizons. A name, a file, a text that
+it holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations
 
 R, S, L = (f"mmrl/policies/vla/{name}.py" for name in ("residual", "mixture_settings", "loading"))
 TERM = "mmrl/terms/head_cost.py"
-RESIDUAL = ("policies/vla/test_residual.py",)
+H = "mmrl/policies/vla/horizons.py"
+RESIDUAL, HORIZONS = ("policies/vla/test_residual.py",), ("policies/vla/test_horizons.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -43,4 +44,19 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "if False and any(not name.startswith(known)", RESIDUAL),
     ("residual: a missing base is seen late", L, "    _check_base_is_known(Path(path), action.head)\n", "", RESIDUAL),
     ("residual: any noise will do for what was trained", S, '"noise", "reach"', '"reach"', RESIDUAL),
+    ("horizons: one too far", H, "torch.arange(chunk) < horizons", "torch.arange(chunk) <= horizons", HORIZONS),
+    ("horizons: those that do not reach count", H, ".masked_fill(~self.reached, -torch.inf)", "", HORIZONS),
+    ("horizons: the least scored counts most", H, "scores.softmax(1)", "(-scores).softmax(1)", HORIZONS),
+    ("horizons: gates add up over actions", H, "scores.softmax(1)", "scores.softmax(2)", HORIZONS),
+    ("horizons: a horizon is not told which it is", H, "own = torch.eye(len(self.reached), device=state.device)",
+     "own = torch.zeros(2 * [len(self.reached)], device=state.device)", HORIZONS),
+    ("horizons: the first number is the score", H, "made[..., :-1], scores", "made[..., 1:], scores", HORIZONS),
+    ("horizons: loads count the horizons that reach", H, "gates * self.reached.sum(0)", "gates", HORIZONS),
+    ("horizons: a load over the whole chunk", H, "/ self.reached.sum(1)", "/ self.shape[0]", HORIZONS),
+    ("horizons: loads are drawn to nothing", H, "(load - 1).square()", "load.square()", HORIZONS),
+    ("horizons: the chunk may be longer", S, "if lengths[-1] != chunk:", "if lengths[-1] > chunk:", HORIZONS),
+    ("horizons: they may stand still", S, "any(a >= b for", "any(a > b for", HORIZONS),
+    ("horizons: the power of two that is the chunk comes twice", S, "if 2**i < chunk)", "if 2**i <= chunk)", HORIZONS),
+    ("horizons: any will do for what was trained", S, '("horizons", "width", "layers")', '("width", "layers")',
+     HORIZONS),
 ]

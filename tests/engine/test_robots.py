@@ -247,6 +247,7 @@ HEADS = {
     "bridge": "{type: bridge, width: 32, depth: 2, queries: 4}",
     "gaussian": "{type: gaussian, width: 16, layers: 1}",
     "invertible": "{type: invertible, width: 16, layers: 1, last_gain: 0.1}",
+    "horizons": "{type: horizons, width: 16, layers: 1}",
     "residual": f"{{type: residual, experts: 2, width: 16, base: {BASE}}}",
 }
 STAGES = {head: place % 3 for place, head in enumerate(HEADS)}

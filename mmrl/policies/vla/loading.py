@@ -18,6 +18,7 @@ from mmrl.policies.vla import small, states_only
 from mmrl.policies.vla.backbone import Backbone
 from mmrl.policies.vla.codec import ActionStatistics, load_statistics
 from mmrl.policies.vla.heads import Head
+from mmrl.policies.vla.mixture_settings import HorizonActions
 from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy
 from mmrl.policies.vla.settings import (
     ActionFlow,
@@ -236,10 +237,10 @@ def check_small(path: str, model: VisionLanguageActionModel) -> None:
 
 def check_reads_state(path: str, action: Actions, state_dim: int) -> None:
     """Raises UserError where a policy without a backbone would be left with nothing to read."""
-    if not isinstance(action.head.core, GaussianActions | InvertibleActions):
+    if not isinstance(action.head.core, GaussianActions | InvertibleActions | HorizonActions):
         raise UserError(
             f"{_where(action.head)}.type={action.head.core.type} reads what a backbone made of pictures and words, but "
-            f"model.path={path} reads only the robot's state; use action.head.type=gaussian or invertible"
+            f"model.path={path} reads only the robot's state; use action.head.type=gaussian, horizons or invertible"
         )
     if not action.proprioception or state_dim == 0:
         raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import model_validator
@@ -32,7 +33,11 @@ class ResidualActions(NormalActions):
     test: ClassVar[str] = "tests/policies/vla/test_residual.py"
     type: str = "residual"
     shaping: ClassVar[tuple[str, ...]] = ("experts", "code", "noise", "reach", "width", "layers")
-    base: ActionHead = option(TokenActions(), "the head of the checkpoint that training starts from")
+    base: ActionHead = option(
+        TokenActions(),
+        "the head of the checkpoint that training starts from",
+        kinds={name: where for name, where in ActionHead.kinds.items() if name != "residual"},
+    )
     experts: int = option(4, "M: how many add to the base's actions", ge=1)
     code: int = option(4, "numbers that the gate is told of the prompt", ge=1)
     noise: float = option(
@@ -52,6 +57,9 @@ class ResidualActions(NormalActions):
             raise ValueError(f"base.type={self.base.type} is itself built around a head; name that one")
         return self
 
+    def check_chunk(self, chunk: int) -> None:
+        self.base.check_chunk(chunk)
+
     @property
     def core(self) -> ActionHead:
         return self.base.core
@@ -70,3 +78,53 @@ class ResidualActions(NormalActions):
         backbone.requires_grad_(False)  # else what the base proposes would change
         base = self.base.build(action, backbone, action_dim, state_dim)
         return ResidualHead(self, base, action, action_dim, state_dim, backbone.width)
+
+
+class HorizonActions(NormalActions):
+    """A chunk that is made at several horizons and fused action by action, by a light gate. As `gaussian` it may read
+    nothing but the robot's state.
+
+    The whole chunk is executed, also where horizons disagree: to cut it where they do would let the weights decide what
+    is executed without a likelihood of having done so."""
+
+    equation: ClassVar[str] = (
+        "log p(a_k) = log N(a_k; sum_{h > k} g_kh a_kh, (temperature x std)^2), g_k = softmax_{h > k}(s_kh)"
+    )
+    source: ClassVar[str] = (
+        "MoH, arXiv 2511.19433, with one perceptron in place of an action transformer, and without executing only the "
+        "prefix on which horizons agree"
+    )
+    test: ClassVar[str] = "tests/policies/vla/test_horizons.py"
+    type: str = "horizons"
+    shaping: ClassVar[tuple[str, ...]] = ("horizons", "width", "layers")
+    horizons: list[int] | None = option(
+        None,
+        "how many actions each of them makes, rising to action.chunk; default: 1, 2, 4 and so on, and the chunk",
+        unit="actions",
+        min_length=1,
+    )
+    width: int = option(256, "of the perceptron's hidden layers", ge=1)
+    layers: int = option(3, "hidden layers of the perceptron; 0: actions and scores are linear", ge=0)
+    last_gain: float = option(0.01, "size of the last layer's weights, before training", gt=0)
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return super().offers | {"imbalance"}
+
+    def lengths(self, chunk: int) -> list[int]:
+        """The horizons of a chunk."""
+        if self.horizons is not None:
+            return self.horizons
+        return [*(2**i for i in range(chunk.bit_length()) if 2**i < chunk), chunk]
+
+    def check_chunk(self, chunk: int) -> None:
+        lengths = self.lengths(chunk)
+        if lengths[0] < 1 or any(a >= b for a, b in pairwise(lengths)):
+            raise ValueError(f"head.horizons must rise from 1 or more, got {lengths}")
+        if lengths[-1] != chunk:
+            raise ValueError(f"head.horizons must end with action.chunk={chunk}, but it ends with {lengths[-1]}")
+
+    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
+        from mmrl.policies.vla.horizons import HorizonHead
+
+        return HorizonHead(self, action, action_dim, state_dim, backbone.width)

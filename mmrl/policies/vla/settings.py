@@ -39,6 +39,7 @@ class ActionHead(Choice):
         "l1": "mmrl.policies.vla.settings:L1Actions",
         "invertible": "mmrl.policies.vla.settings:InvertibleActions",
         "residual": "mmrl.policies.vla.mixture_settings:ResidualActions",
+        "horizons": "mmrl.policies.vla.mixture_settings:HorizonActions",
     }
     test: ClassVar[str] = "tests/policies/vla/test_policy.py"
     type: str = "token"
@@ -55,6 +56,9 @@ class ActionHead(Choice):
     def core(self) -> ActionHead:
         """The head that a checkpoint brings: of one that is built around another, the other."""
         return self
+
+    def check_chunk(self, chunk: int) -> None:  # noqa: B027  (most heads make any)
+        """Raises ValueError in one line for a chunk that it can not make."""
 
     @abstractmethod
     def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
@@ -387,6 +391,11 @@ class Actions(Section):
         False,
         "keep a picture of every action in evaluation, and of every look in the rollouts that tables of training show",
     )
+
+    @model_validator(mode="after")
+    def _head_makes_the_chunk(self) -> Actions:
+        self.head.check_chunk(self.chunk)
+        return self
 
     @model_validator(mode="after")
     def _prompt_has_an_instruction(self) -> Actions:

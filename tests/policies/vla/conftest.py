@@ -28,6 +28,7 @@ KINDS = {
     "gaussian": {"type": "gaussian", "width": 16, "layers": 1},
     "bridge": {"type": "bridge", "width": 32, "depth": 2, "queries": 3},
     "invertible": {"type": "invertible", "width": 16, "layers": 1, "last_gain": 0.1, "scale": 0.2},
+    "horizons": {"type": "horizons", "width": 16, "layers": 1},
     "residual": {"type": "residual", "experts": 3, "width": 16, "base": {"type": "token", "bins": 8}},
     "residual, flow": {"type": "residual", "experts": 2, "width": 16, "noise": 0.0, "base": SMALL_FLOW},
     "flow": {**SMALL_FLOW, "likelihood": {"type": "chain", "window": {"type": "random", "size": 1}}},

@@ -20,6 +20,7 @@ from tests.policies.vla.conftest import KINDS, SMALL_FLOW
 from tests.policies.vla.test_critics import quiet
 from tests.policies.vla.test_policy import SEEDS, STARTS, stir
 
+OWN = "mmrl.policies.vla.mixture_settings:ResidualActions"
 LINEAR = {"type": "gaussian", "layers": 0}
 BASES = {
     "token": {"type": "token", "bins": 8},
@@ -295,7 +296,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("head", "model", "message"),
         [
-            ({"base": {"type": "residual"}}, {}, "action.head: base.type=residual is itself built around a head"),
+            ({"base": {"type": "residual"}}, {}, "action.head.base.type=residual is unknown"),
+            ({"base": {"type": OWN}}, {}, f"action.head: base.type={OWN} is itself built around a head"),
             ({}, {"lora": {"rank": 2}}, "model.lora trains the backbone, which action.head.type=residual holds still"),
             ({"experts": 0}, {}, "action.head.experts"),
             ({"noise": -0.1}, {}, "action.head.noise"),
