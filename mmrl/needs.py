@@ -51,6 +51,8 @@ OFFERS = {
     "inverse": "pictures that it can read again (model.type=picture_codes)",
     "latents": "latents before each of its decisions (denoising.likelihood.type=chain)",
     "reference_rollouts": "responses of the reference policy (rollout.generator=transformers)",
+    "information": "a code that tells a gate of the prompt (action.head.type=residual with noise above 0)",
+    "imbalance": "horizons that share the work (action.head.type=horizons)",
     "nodes": "rollouts that share decisions, as leaves of a tree",
 }
 

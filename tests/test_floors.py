@@ -83,6 +83,7 @@ LIGHT = tuple(
         "guidance",
         "lazy",
         "needs",
+        "policies.vla.mixture_settings",
         "prompt_samplers",
         "replays",
         "retries",

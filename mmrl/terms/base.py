@@ -35,6 +35,7 @@ class Term(Choice):
         "sampler_distillation": "mmrl.terms.sampler_distillation:SamplerDistillation",
         "region": "mmrl.terms.region:Region",
         "likelihood_drop": "mmrl.terms.likelihood_drop:LikelihoodDrop",
+        "head_cost": "mmrl.terms.head_cost:HeadCost",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
 

@@ -42,7 +42,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      ROBOT),
     ("looks: two are one", V + "policy.py", "torch.arange(shape[1], device=self.device).repeat_interleave",
      "(torch.arange(shape[1], device=self.device) // 2).repeat_interleave", ROBOT),
-    ("looks: a robot does not say which", V + "policy.py", "looks=numbers, value", "value", ROBOT),
+    ("looks: a robot does not say which", V + "policy.py", "looks=numbers,\n", "", ROBOT),
     ("units: rollouts share theirs", "mmrl/core/ratios.py", "index = (rows * len(unique) + ids)",
      "index = (rows * 0 + ids)", CHAINS),
 ]

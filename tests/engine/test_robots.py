@@ -238,6 +238,7 @@ def test_ppo_is_refused_where_there_is_no_critic():
         load(IMAGES, ["run_dir=r", "algorithm={type: ppo}"])
 
 
+BASE = "{type: gaussian, width: 16, layers: 1}"
 HEADS = {
     "token": "{type: token, bins: 8}",
     "autoregressive": "{type: token, bins: 8, decoding: autoregressive, level: chunk}",
@@ -251,9 +252,19 @@ HEADS = {
     "invertible": "{type: invertible, width: 16, layers: 1, last_gain: 0.1}",
     "latent": "{type: latent, width: 16, layers: 1, latent: 3}",
     "latent, by chunk": "{type: latent, width: 16, layers: 1, latent: 3, early_exit: false, level: chunk, fixed: true}",
+    "horizons": "{type: horizons, width: 16, layers: 1}",
+    "residual": f"{{type: residual, experts: 2, width: 16, base: {BASE}}}",
 }
 STAGES = {head: place % 3 for place, head in enumerate(HEADS)}
 QUICK = ("token", "chain", "matching", "bridge")
+
+
+def with_head(folder, head):
+    """A model with a head that could have been trained."""
+    trainer = make(folder, f"action.head={head}", base=ROBOTS)
+    trainer.policy.save(folder / "final", trainer.policy.module.state_dict())
+    release(trainer)
+    return folder / "final"
 
 
 @pytest.mark.parametrize("head", [h if h in QUICK else pytest.param(h, marks=pytest.mark.slow) for h in HEADS])
@@ -263,6 +274,8 @@ def test_every_head_trains(tmp_path, head):
     options = ["steps=2", "algorithm.minibatches=2", "task.rewards=[{name: random}]"]
     options += [f"engine.zero_stage={STAGES[head]}"]
     options += [] if "flow" in HEADS[head] else ["rollout.temperature=0.7"]
+    if "base" in HEADS[head]:
+        options += ["model.build=null", f"model.path={with_head(tmp_path / 'base', BASE)}"]
     trainer = make(tmp_path, *options, f"action.head={HEADS[head]}", base=ROBOTS)
     gaps = ratio_gaps(trainer)
     before = {n: p.detach().clone() for n, p in trainer.policy.module.named_parameters()}
@@ -272,8 +285,12 @@ def test_every_head_trains(tmp_path, head):
     rows = [row for row in metrics(tmp_path) if "loss" in row]
     assert len(rows) == 2 and all(row["grad_norm"] > 0 and row["updates_skipped"] == 0 for row in rows)
     after = dict(trainer.policy.module.named_parameters())
-    still = {n.split(".")[0] for n in after} - {n.split(".")[0] for n in after if not torch.equal(before[n], after[n])}
-    assert not still, f"nothing of {still} has learned"
+    moved = {n for n in after if not torch.equal(before[n], after[n])}
+    still = {n.split(".")[0] for n in after} - {n.split(".")[0] for n in moved}
+    assert still == ({"backbone"} if "base" in HEADS[head] else set()), f"nothing of {still} has learned"
+    assert not any(n.startswith("head.base.") for n in moved)
+    parts = {n.split(".")[1] for n in after if n.startswith("head.")} - {"base"}
+    assert {n.split(".")[1] for n in moved if n.startswith("head.")} == parts
 
 
 def test_evaluation_counts_each_start_once(trainer):

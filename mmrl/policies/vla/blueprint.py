@@ -148,12 +148,14 @@ def openvla(settings: VisionLanguageActionModel, config: Config, told: dict[str,
     model.to(getattr(torch, settings.dtype))
     action, width, dtype = config.section("action"), made.text_config.hidden_size, getattr(torch, settings.dtype)
     size = made.image_sizes[0]
-    module, own = nn.ModuleDict({"model": model}), isinstance(action.head, L1Actions)
+    module, own = nn.ModuleDict({"model": model}), isinstance(action.head.core, L1Actions)
     with on_meta(settings.dtype):
         if own:
             module["head"] = oft.ActionNetwork(width, ACTION)
         if own and action.proprioception:
             module["proprio"] = oft.ProprioProjector(width, STATE)
+    if action.head.core is not action.head:  # it holds still what it is built around
+        module.requires_grad_(False)
 
     def score(looks: int) -> Tensor:
         ids = torch.zeros(looks, WORDS, dtype=torch.long, device="meta")
@@ -186,6 +188,8 @@ def with_head(settings: VisionLanguageActionModel, config: Config, path: str) ->
     width = vlm.decoder(model).get_input_embeddings().embedding_dim
     assert isinstance(config.rollout, EpisodePrompts)
     length, dtype = config.rollout.max_prompt_length, getattr(torch, settings.dtype)
+    if action.head.core is not action.head:  # it holds still what it is built around
+        model.requires_grad_(False)
     frozen = not any(p.requires_grad for p in model.parameters())
     module = nn.ModuleDict({"backbone": model})
     words = [*said(config), f"of prompts of up to rollout.max_prompt_length={length} tokens"]

@@ -35,7 +35,9 @@ class NormalHead(SpreadHead):
         raise NotImplementedError
 
     def act(self, reading: Reading, state: Tensor, how: ActionSampling) -> Chosen:
-        mean = self.mean(reading, state)
+        return self.drawn(self.mean(reading, state), how)
+
+    def drawn(self, mean: Tensor, how: ActionSampling) -> Chosen:
         own = torch.Generator()
         noise = torch.stack([torch.randn(self.shape, generator=own.manual_seed(seed)) for seed in how.seeds])
         actions = mean + how.temperature * self.spread().exp() * noise.to(mean.device)
@@ -50,7 +52,12 @@ class NormalHead(SpreadHead):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        mean = self.mean(reading, state)
+        return self.scored(self.mean(reading, state), chosen, valid, old, reference)
+
+    def scored(
+        self, mean: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None, reference: Tensor | None
+    ) -> dict[str, Tensor]:
+        """As `score`, around `mean` [n, chunk, action]."""
         log_std = self.spread() + chosen["temperature"].log().float()[:, None, None]
         logp = gaussian_logp(chosen["actions"], mean, log_std)
         entropy = gaussian_entropy(log_std).expand_as(logp)

@@ -27,6 +27,7 @@ from mmrl.policies.vla.settings import Actions, BridgeActions, LaplaceActions, L
 
 Chosen = dict[str, Tensor]
 CLIP = 1e-6
+EXTRA = "extras."  # begins the names of what only some heads know of decisions; see `Replay.extras`
 
 
 class Reading(Protocol):
@@ -76,7 +77,8 @@ class Head(nn.Module):
     `every_layer`: whether it needs all layers of the backbone. `context_only`: whether it needs nothing but the
     prompt's last layer, so that a frozen backbone is asked once for an observation. `reasons`: whether it draws latents
     before a chunk, which `reasoning_steps` counts. `new_parts`: beginnings of names of parameters that a saved head may
-    lack, because training goes on with more than it began with, or because they lie in files of their own.
+    lack, because training goes on with more than it began with, or because they lie in files of their own. `base`: the
+    head that it is built around and that is not trained, if it is one.
     """
 
     every_layer = False
@@ -87,6 +89,7 @@ class Head(nn.Module):
     def __init__(self, action: Actions, action_dim: int, state_dim: int) -> None:
         """state_dim: numbers of the robot's state; `self.state_dim` is 0 where it is not an input."""
         super().__init__()
+        self.base: Head | None = None
         self.shape = (action.chunk, action_dim)
         self.state_dim = state_dim if action.proprioception else 0
 
@@ -108,9 +111,9 @@ class Head(nn.Module):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Fields of `mmrl.rollouts.Replay`, each [n, decisions, ...]. valid [n, chunk] bool: which actions were
-        executed; the others count for nothing. old, reference: what "prediction" was under the policy that made the
-        rollouts, and under the reference policy."""
+        """Fields of `mmrl.rollouts.Replay`, each [n, decisions, ...], and those of its extras behind EXTRA. valid
+        [n, chunk] bool: which actions were executed; the others count for nothing. old, reference: what "prediction"
+        was under the policy that made the rollouts, and under the reference policy."""
         raise NotImplementedError
 
     def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:

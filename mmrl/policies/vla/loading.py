@@ -17,14 +17,17 @@ from mmrl.policies.vla import critic as critics
 from mmrl.policies.vla import small, states_only
 from mmrl.policies.vla.backbone import Backbone
 from mmrl.policies.vla.codec import ActionStatistics, load_statistics
+from mmrl.policies.vla.heads import Head
 from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy
 from mmrl.policies.vla.settings import (
     ActionFlow,
+    ActionHead,
     Actions,
     EpisodeEngine,
     EpisodeEvaluation,
     EpisodePrompts,
     EpisodeSampling,
+    L1Actions,
     TokenActions,
     VisionLanguageActionModel,
 )
@@ -96,6 +99,7 @@ def open_policy(
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
     if action.privileged > state_dim:
         raise UserError(f"action.privileged={action.privileged}, but the simulator's state has {state_dim} numbers")
+    _check_base_is_known(Path(path), action.head)
     scales = _scales(action, action_dim)
     sizes = (action_dim, state_dim - action.privileged)
     backbone = load_backbone(path, model, action, max_prompt_length, sizes)
@@ -113,6 +117,8 @@ def open_policy(
         states = _restore(Path(path), network, action, state_dim)
     elif action.standardise:
         states = measure(sim, statistics)
+    if network.head.base is not None and not (Path(path) / DESCRIPTION).is_file():
+        _check_base_is_loaded(path, action, network.head.base)
     return VisionLanguageActionPolicy(
         network,
         action,
@@ -130,7 +136,7 @@ def open_policy(
 def _scales(action: Actions, action_dim: int) -> ActionStatistics | None:
     """What actions are scaled by, where there are statistics. Raises UserError where they do not fit the robot."""
     if action.statistics is not None:
-        return load_statistics(action.statistics, action.statistics_key, action_dim, bounded=action.head.bounded)
+        return load_statistics(action.statistics, action.statistics_key, action_dim, bounded=action.head.core.bounded)
     if action.statistics_key is not None:
         raise UserError(
             f"action.statistics_key={action.statistics_key} chooses from action.statistics, which is not set"
@@ -179,8 +185,38 @@ def _check_not_openvla(path: str, action: Actions) -> None:
             f"action.center_crop={action.center_crop} is for OpenVLA, which model.path={path} is not; remove it"
         )
     if action.head.together:
-        key = "decoding=bidirectional" if isinstance(action.head, TokenActions) else f"type={action.head.type}"
-        raise UserError(f"action.head.{key} is for OpenVLA-OFT, which model.path={path} is not")
+        core, where = action.head.core, _where(action.head)
+        key = "decoding=bidirectional" if isinstance(core, TokenActions) else f"type={core.type}"
+        raise UserError(f"{where}.{key} is for OpenVLA-OFT, which model.path={path} is not")
+
+
+def _where(head: ActionHead) -> str:
+    """The key of the head that a checkpoint brings."""
+    return "action.head" if head.core is head else "action.head.base"
+
+
+def _check_base_is_known(folder: Path, head: ActionHead) -> None:
+    """Raises UserError, before weights are read, for a head around another one that `folder` does not hold."""
+    comes_along = isinstance(head.core, L1Actions) or (
+        isinstance(head.core, TokenActions) and head.core.decoding != "parallel"
+    )
+    if head.core is not head and folder.is_dir() and not (folder / DESCRIPTION).is_file() and not comes_along:
+        raise UserError(_no_base(str(folder), head))
+
+
+def _check_base_is_loaded(path: str, action: Actions, base: Head) -> None:
+    """Raises UserError for a base with weights that were drawn just now; how wide it draws does not matter."""
+    known = (*base.new_parts, "log_std", "log_scale")
+    if any(not name.startswith(known) for name, _ in base.named_parameters()):
+        raise UserError(_no_base(path, action.head))
+
+
+def _no_base(path: str, head: ActionHead) -> str:
+    return (
+        f"action.head.type={head.type} adds to the actions of a trained head of type {head.core.type}, but "
+        f"model.path={path} holds none; train one with action.head.type={head.core.type}, and name its run's final "
+        "folder or use model.warm_start"
+    )
 
 
 def _check_no_features(path: str, action: Actions) -> None:
@@ -198,10 +234,11 @@ def check_small(path: str, model: VisionLanguageActionModel) -> None:
 
 def check_reads_state(path: str, action: Actions, state_dim: int) -> None:
     """Raises UserError where a policy without a backbone would be left with nothing to read."""
-    if not action.head.states_suffice:
+    if not action.head.core.states_suffice:
         raise UserError(
-            f"action.head.type={action.head.type} reads what a backbone made of pictures and words, but "
-            f"model.path={path} reads only the robot's state; use action.head.type=gaussian, invertible or latent"
+            f"{_where(action.head)}.type={action.head.core.type} reads what a backbone made of pictures and words, but "
+            f"model.path={path} reads only the robot's state; use action.head.type=gaussian, horizons, invertible or "
+            "latent"
         )
     if not action.proprioception or state_dim == 0:
         raise UserError(
@@ -245,14 +282,19 @@ def _check_own_head(path: str, action: Actions) -> None:
 
 def _restore(folder: Path, network: Network, action: Actions, state_dim: int) -> StateStatistics | None:
     """Head and critic, and what states are standardised by; a critic that is not there starts anew, and so do
-    `Head.new_parts`."""
+    `Head.new_parts`. A head around another one begins with the one in `folder` as its base, or goes on."""
     then = described(folder)
+    becomes_base = network.head.base is not None and then["head"]["type"] != action.head.type
     if network.backbone.units is None:
-        _check_shape(folder, then, plain(action), action.head.shaping)
+        _check_shape(folder, then, action, becomes_base)
     found = load_file(folder / WEIGHTS)
     wanted = {n for n in network.state_dict() if not n.startswith("backbone.")}
+    if becomes_base:
+        found = {n.replace("head.", "head.base.", 1) if n.startswith("head.") else n: v for n, v in found.items()}
     anew = ("critic.", *(f"head.{part}" for part in network.head.new_parts))
     missing = [n for n in sorted(wanted - set(found)) if not n.startswith(anew)]
+    if becomes_base:  # all else that the head has begins now
+        missing = [n for n in missing if n.startswith("head.base.")]
     if missing:
         raise UserError(f"{folder / WEIGHTS} lacks {missing[0]}")
     shapes = {n: value.shape for n, value in network.state_dict().items()}
@@ -276,11 +318,20 @@ def described(folder: Path) -> dict[str, Any]:
     return then | {"head": {**then, "type": then["head"]}} if isinstance(then["head"], str) else then
 
 
-def _check_shape(folder: Path, then: dict[str, Any], now: dict[str, Any], shaping: tuple[str, ...]) -> None:
-    """Raises UserError for the first key that the weights depend on and that is another one now."""
-    pairs = [(f"action.{name}", then[name], now[name]) for name in SHAPING]
-    for name in ("type", *shaping):
-        pairs.append((f"action.head.{name}", then["head"].get(name), now["head"][name]))
+def _check_shape(folder: Path, then: dict[str, Any], action: Actions, becomes_base: bool) -> None:
+    """Raises UserError for the first key that the weights depend on and that is another one now. becomes_base: the head
+    in `folder` is the base of what `action` asks for."""
+    pairs = [(f"action.{name}", then[name], vars(action)[name]) for name in SHAPING]
+    if becomes_base:
+        pairs += _shapes("action.head.base", then["head"], action.head.core)
+    else:
+        pairs += _shapes("action.head", then["head"], action.head)
     for key, before, value in pairs:
         if before != value:
             raise UserError(f"{key}={value}, but {folder} was trained with {before}")
+
+
+def _shapes(key: str, then: dict[str, Any], now: ActionHead) -> list[tuple[str, Any, Any]]:
+    """Keys that a head's weights depend on, with their values then and now; those of its base behind them."""
+    found = [(f"{key}.{name}", then.get(name), plain(now)[name]) for name in ("type", *now.shaping)]
+    return found if now.core is now else [*found, *_shapes(f"{key}.base", then.get("base", {}), now.core)]

@@ -134,7 +134,7 @@ class Parts:
         """Raises UserError where these are not the parts that `action` asks for. Reads no weights. path: of the model;
         sizes: the model's width, the numbers of an action, and of the robot's state that the policy may read."""
         width, action_dim, state_dim = sizes
-        own = isinstance(action.head, L1Actions)
+        own = isinstance(action.head.core, L1Actions)
         if own and self.head is None:
             raise UserError(
                 f"action.head.type=l1, but model.path={path} holds no {FILES['action_head']}, which mmrl convert makes "

@@ -375,7 +375,7 @@ def load(
     if settings.processor:
         raise UserError(f"model.processor.{next(iter(settings.processor))} is not for OpenVLA; remove it")
     if action.head.together and settings.attention == "flash_attention_2":
-        key = "type=l1" if isinstance(action.head, L1Actions) else "decoding=bidirectional"
+        key = "type=l1" if isinstance(action.head.core, L1Actions) else "decoding=bidirectional"
         raise UserError(f"action.head.{key} needs model.attention=sdpa or eager")
     folder = _folder(loading.base_of(path))
     beside = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}

@@ -24,7 +24,7 @@ from mmrl.policies.parts import by_parts
 from mmrl.policies.vla.backbone import Backbone
 from mmrl.policies.vla.codec import Units
 from mmrl.policies.vla.critic import Critic
-from mmrl.policies.vla.heads import ActionSampling, Chosen, Head, Reading
+from mmrl.policies.vla.heads import EXTRA, ActionSampling, Chosen, Head, Reading
 from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
 from mmrl.rollouts import Episode, Matching, Prompt, Replay, Rollouts, Sample, Steps
@@ -327,10 +327,16 @@ class VisionLanguageActionPolicy:
         fields: dict[str, Any] = {n: rearrange(spread(v), "b s d ... -> b (s d) ...") for n, v in scored.items()}
         if "noisy" in fields:
             fields["matching"] = matching_of(fields)
+        extras = {n: fields.pop(n) for n in list(fields) if n.startswith(EXTRA)}
         if "std" in fields:
             fields["std"] = fields["std"].where(fields["std"] > 0, 1)  # of looks that do not exist
         numbers = torch.arange(shape[1], device=self.device).repeat_interleave(decisions).expand(shape[0], -1)
-        return Replay(**fields, looks=numbers, value=None if value is None else spread(value))
+        return Replay(
+            **fields,
+            looks=numbers,
+            value=None if value is None else spread(value),
+            extras={name.removeprefix(EXTRA): known for name, known in extras.items()},
+        )
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
         """[rollout] int64: looks."""

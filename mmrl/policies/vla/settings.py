@@ -39,6 +39,8 @@ class ActionHead(Choice):
         "l1": "mmrl.policies.vla.settings:L1Actions",
         "invertible": "mmrl.policies.vla.settings:InvertibleActions",
         "latent": "mmrl.policies.vla.settings:LatentActions",
+        "residual": "mmrl.policies.vla.mixture_settings:ResidualActions",
+        "horizons": "mmrl.policies.vla.mixture_settings:HorizonActions",
     }
     test: ClassVar[str] = "tests/policies/vla/test_policy.py"
     type: str = "token"
@@ -51,6 +53,14 @@ class ActionHead(Choice):
     def together(self) -> bool:
         """Whether it reads a prompt at once with what follows it, which OpenVLA-OFT alone can."""
         return False
+
+    @property
+    def core(self) -> ActionHead:
+        """The head that a checkpoint brings: of one that is built around another, the other."""
+        return self
+
+    def check_chunk(self, chunk: int) -> None:  # noqa: B027  (most heads make any)
+        """Raises ValueError in one line for a chunk that it can not make."""
 
     @abstractmethod
     def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
@@ -422,6 +432,11 @@ class Actions(Section):
     )
 
     @model_validator(mode="after")
+    def _head_makes_the_chunk(self) -> Actions:
+        self.head.check_chunk(self.chunk)
+        return self
+
+    @model_validator(mode="after")
     def _prompt_has_an_instruction(self) -> Actions:
         if self.prompt is not None and "{instruction}" not in self.prompt:
             raise ValueError(f"prompt must hold {{instruction}}, got {self.prompt!r}")
@@ -512,6 +527,11 @@ class VisionLanguageActionModel(ModelSettings):
             temperature = rollout.temperature if isinstance(rollout, EpisodeSampling) else None
             rollout.workers.check(config.needs, action.head.offers, temperature)
         assert isinstance(action, Actions)
+        if self.lora is not None and action.head.core is not action.head:
+            raise ValueError(
+                f"model.lora trains the backbone, which action.head.type={action.head.type} holds still with its base; "
+                "remove it"
+            )
         contrasts = isinstance(action.head, FlowActions) and isinstance(action.head.likelihood, ActionContrast)
         if contrasts and "contrast" not in config.needs.offers:
             raise ValueError(

@@ -1,6 +1,10 @@
 """Policies of every head over the small backbone and a tiny Qwen3-VL, acting on a line that can be checked by hand."""
 
+import json
+from pathlib import Path
+
 import pytest
+import torch
 from mmrl.sims import build
 from mmrl.tasks.manipulation import tiny_model
 
@@ -8,6 +12,7 @@ from mmrl.controls import constant
 from mmrl.critics import CriticSettings
 from mmrl.policies.vla import small
 from mmrl.policies.vla.loading import open_policy
+from mmrl.policies.vla.policy import DESCRIPTION
 from mmrl.policies.vla.settings import Actions, TaughtActions, VisionLanguageActionModel
 from mmrl.rollouts import Prompt
 from mmrl.settings import choose
@@ -31,6 +36,9 @@ KINDS = {
         "last_gain": 0.1,
         "exit_chance": 0.4,
     },
+    "horizons": {"type": "horizons", "width": 16, "layers": 1},
+    "residual": {"type": "residual", "experts": 3, "width": 16, "base": {"type": "token", "bins": 8}},
+    "residual, flow": {"type": "residual", "experts": 2, "width": 16, "noise": 0.0, "base": SMALL_FLOW},
     "flow": {**SMALL_FLOW, "likelihood": {"type": "chain", "window": {"type": "random", "size": 1}}},
     "flow, all steps": {**SMALL_FLOW, "likelihood": {"type": "chain", "transition": {"type": "cps", "noise": 0.7}}},
     "flow, learned": {**SMALL_FLOW, "likelihood": "learned"},
@@ -61,7 +69,24 @@ def taught(head):
 
 
 @pytest.fixture(scope="session")
-def make(backbones):
+def make(backbones, tmp_path_factory):
+    bases = {}
+
+    def based(head, backbone, sim, **action):
+        """A folder with `head` over `backbone`, for a head that is built around it; its weights are stirred, as if it
+        had learned something. A folder that has a head already stays what it is."""
+        if (Path(backbones.get(backbone, backbone)) / DESCRIPTION).is_file():
+            return backbone
+        key = json.dumps([head, str(backbone), action, str(sim)], sort_keys=True)
+        if key not in bases:
+            policy, bases[key] = made(head, backbone, sim=sim, **action), tmp_path_factory.mktemp("base")
+            generator = torch.Generator().manual_seed(3)
+            with torch.no_grad():
+                for parameter in policy.module.head.parameters():
+                    parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+            policy.save(bases[key], policy.module.state_dict())
+        return str(bases[key])
+
     def made(kind="parallel", backbone="small", *, rows=4, sim=None, simulator=None, supervised=False, **options):
         """kind: one of KINDS, or a head's section. `options` are of the section `action`, of its head, of the model,
         and of `open_policy`."""
@@ -78,6 +103,8 @@ def make(backbones):
         section = TaughtActions if supervised else Actions
         settings = made_section(section, {"chunk": CHUNK, "prompt": "{instruction}", "head": head, **action})
         line = sim or build("tests.sims.line_simulator:Line", rows, simulator)
+        if "base" in head:
+            backbone = based(head["base"], backbone, sim, **action)
         path = str(backbones.get(backbone, backbone))
         return open_policy(path, made_section(VisionLanguageActionModel, model), settings, line, **opened)
 

@@ -120,7 +120,7 @@ def test_garbage_after_the_end_changes_nothing(played, kind, level):
                 chosen["columns"].view(CHUNK, -1)[over] = 7 - chosen["columns"].view(CHUNK, -1)[over]
             if "x_next" in chosen:
                 chosen["x_next"][:, over] = 99.0
-            if kind in ("regression", "bridge", "gaussian", "latent"):
+            if kind.startswith(("regression", "bridge", "gaussian", "latent", "residual", "horizons")):
                 chosen["actions"][over] = 99.0
             if kind == "latent":
                 chosen["latents"][int(chosen["count"]) :] = 99.0
