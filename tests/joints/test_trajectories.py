@@ -149,21 +149,25 @@ def test_the_price_follows_the_divergence(given):
     price = "{type: multiplier, metric: surrogate/trajectory_kl, target: 0.01, k_i: 2, start: 0.5}"
     surrogate = f"algorithm.surrogate={{type: trajectory_trust_region, price: {price}}}"
     made = given(table(), *ONE, surrogate, "steps=2")
-    usual = made.trainer.update
+    usual, updates = made.trainer.update, []
 
     def update(minibatch, metrics):
-        """Before the second update of the first step the means are moved, as an update would that had them."""
-        if made.trainer.step == 0 and made.trainer.engine.losses:
-            made.move(prediction=MOVED)
+        """Between the two updates of a step the means are moved."""
+        if len(updates) % 2:
+            with torch.no_grad():
+                made.module.prediction[:2, :4] = updates[-1] + torch.tensor(padded(MOVED))
+        updates.append(made.module.prediction[:2, :4].clone())
         return usual(minibatch, metrics)
 
     made.trainer.update = update
     made.trainer.train()
-    first, second = made.trainer.run.rows
     mean = sum(map(sum, SUMS)) / 6 / 2  # over two updates
-    close(first["surrogate/trajectory_kl"], mean)
-    close(first["control/algorithm.surrogate.price"], 0.5)
-    close(second["control/algorithm.surrogate.price"], 0.5 + 2 * (mean - 0.01))
+    prices = [0.5, 0.5 + 2 * (mean - 0.01)]
+    for step, (row, price) in enumerate(zip(made.trainer.run.rows, prices, strict=True)):
+        close(row["surrogate/trajectory_kl"], mean)
+        close(row["control/algorithm.surrogate.price"], price)
+        _, _, slopes = by_hand([[1] * 4, [1] * 2], price)
+        close(made.gradient("prediction", update=2 * step + 1) * 6, padded(slopes))
 
 
 # --- refused ---
