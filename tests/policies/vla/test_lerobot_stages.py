@@ -16,15 +16,13 @@ RUN = ["steps=2", "algorithm.minibatches=2", "task.rewards=[{name: random}]", "t
 RUN += ["model.build=null", "action.chunk=4", f"action.head={FLOW}", "optim.lr=1e-2"]
 LORA, HALF = "model.lora={rank: 2, alpha: 8}", "model.dtype=bfloat16"
 MODES = {"whole": [], "lora": [LORA], "bf16": [HALF], "bf16 lora": [LORA, HALF]}
-QUICK = {("smolvla", 1, "bf16 lora"), ("pi0", 2, "lora"), ("pi05", 1, "bf16")}
 
 
 def cases():
     for kind in KINDS:
         for mode, options in MODES.items():
             for stage in (1, 2) if HALF in options else (0, 1, 2):  # bf16 needs an optimizer with weights of its own
-                marks = [] if (kind, stage, mode) in QUICK else [pytest.mark.slow]
-                yield pytest.param(kind, stage, options, id=f"{kind}-{stage}-{mode}", marks=marks)
+                yield pytest.param(kind, stage, options, id=f"{kind}-{stage}-{mode}")
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +79,7 @@ def on_a_rank(folder, kind, options):
 
 @lerobot
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "stage", "mode"), [("smolvla", 2, "bf16"), ("pi0", 1, "bf16 lora"), ("pi05", 2, "lora")]
 )
