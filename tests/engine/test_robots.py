@@ -24,7 +24,6 @@ from tests.engine.parts import (
     final,
     make,
     metrics,
-    ratio_gaps,
     release,
     timeless,
     train,
@@ -250,24 +249,36 @@ HEADS = {
 STAGES = {head: place % 3 for place, head in enumerate(HEADS)}
 
 
+def of_head(head, stage):
+    """Options of its run, at a temperature where the head has one."""
+    options = [f"action.head={HEADS[head]}", f"engine.zero_stage={stage}"]
+    return options if "flow" in HEADS[head] else [*options, "rollout.temperature=0.7"]
+
+
+def assert_trained(found, folder):
+    """Before the first of two updates the ratio to what the policy said when it was asked is exactly 1."""
+    assert found["first"] == [0, 0] and min(found["second"]) > 0
+    assert not found["still"], f"nothing of {found['still']} has learned"
+    rows = [row for row in metrics(folder) if "loss" in row]
+    assert len(rows) == 2 and all(row["grad_norm"] > 0 and row["updates_skipped"] == 0 for row in rows)
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_every_head_trains(tmp_path, head):
-    """Two updates a step: before the first one the ratio to what the policy said when it was asked is exactly 1, also
-    at a temperature, where the head has one."""
-    options = ["steps=2", "algorithm.minibatches=2", "task.rewards=[{name: random}]"]
-    options += [f"engine.zero_stage={STAGES[head]}"]
-    options += [] if "flow" in HEADS[head] else ["rollout.temperature=0.7"]
-    trainer = make(tmp_path, *options, f"action.head={HEADS[head]}", base=ROBOTS)
-    gaps = ratio_gaps(trainer)
-    before = {n: p.detach().clone() for n, p in trainer.policy.module.named_parameters()}
-    trainer.train()
-    release(trainer)
-    assert gaps[0, 0] == gaps[1, 0] == 0 < min(gaps[0, 1], gaps[1, 1])
-    rows = [row for row in metrics(tmp_path) if "loss" in row]
-    assert len(rows) == 2 and all(row["grad_norm"] > 0 and row["updates_skipped"] == 0 for row in rows)
-    after = dict(trainer.policy.module.named_parameters())
-    still = {n.split(".")[0] for n in after} - {n.split(".")[0] for n in after if not torch.equal(before[n], after[n])}
-    assert not still, f"nothing of {still} has learned"
+    assert_trained(workers.head(tmp_path, *of_head(head, STAGES[head])), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_other_heads_train_at_each_stage_on_two_ranks(tmp_path, stage):
+    options = {head: of_head(head, stage) for head in HEADS if STAGES[head] != stage}
+    call(workers.heads, tmp_path, options, log=tmp_path / "log", ranks=2, timeout=500)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found.keys() == options.keys()
+        for head in options:
+            assert_trained(found[head], tmp_path / head)
 
 
 def test_evaluation_counts_each_start_once(trainer):
