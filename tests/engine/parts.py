@@ -343,10 +343,15 @@ def _run(target, arguments, env, log):
 
 
 def ratio_gaps(trainer):
-    """Largest gaps of the ratio from 1 by step and update, two updates a step; they are filled in while it trains."""
+    """Largest gaps of the ratio from 1 by step and update, two updates a step; they are filled in while it trains.
+
+    They say something of a step's first update only where there are two epochs (algorithm.epochs=2): in a single epoch
+    the first minibatch needs no pass of its own, and is compared with itself.
+    """
     usual, gaps = trainer.losses, {}
 
     def losses(micro, totals):
+        assert micro.old_logp is not None, "the ratio would be 1 whatever the policy said when it was asked"
         parts, stats = usual(micro, totals)
         gap = float(stats["surrogate/ratio_gap"][micro.mask].max()) if micro.mask.any() else 0.0
         update = trainer.step, trainer.engine.updates % 2

@@ -24,7 +24,6 @@ from tests.engine.parts import (
     final,
     make,
     metrics,
-    ratio_gaps,
     release,
     timeless,
     train,
@@ -259,38 +258,46 @@ STAGES = {head: place % 3 for place, head in enumerate(HEADS)}
 QUICK = ("token", "chain", "matching", "bridge")
 
 
-def with_head(folder, head):
-    """A model with a head that could have been trained."""
-    trainer = make(folder, f"action.head={head}", base=ROBOTS)
+def of_head(head, stage, folder):
+    """Options of its run, at a temperature where the head has one. Of a head around another one, that one, which could
+    have been trained, is made in `folder`."""
+    options = [f"action.head={HEADS[head]}", f"engine.zero_stage={stage}"]
+    options += [] if "flow" in HEADS[head] else ["rollout.temperature=0.7"]
+    if "base" not in HEADS[head]:
+        return options
+    trainer = make(folder, f"action.head={BASE}", base=ROBOTS)
     trainer.policy.save(folder / "final", trainer.policy.module.state_dict())
     release(trainer)
-    return folder / "final"
+    return [*options, "model.build=null", f"model.path={folder / 'final'}"]
+
+
+def assert_trained(found, folder, head):
+    """Before the first of two updates the ratio to what the policy said when it was asked is exactly 1."""
+    assert found["first"] == [0, 0] and min(found["second"]) > 0
+    held = {"backbone", "head.base"} if "base" in HEADS[head] else set()
+    held |= {"head.log_std"} if "fixed: true" in HEADS[head] else set()
+    assert found["still"] == sorted(held), f"of {found['still']} nothing has learned"
+    rows = [row for row in metrics(folder) if "loss" in row]
+    assert len(rows) == 2 and all(row["grad_norm"] > 0 and row["updates_skipped"] == 0 for row in rows)
 
 
 @pytest.mark.parametrize("head", [h if h in QUICK else pytest.param(h, marks=pytest.mark.slow) for h in HEADS])
 def test_every_head_trains(tmp_path, head):
-    """Two updates a step: before the first one the ratio to what the policy said when it was asked is exactly 1, also
-    at a temperature, where the head has one."""
-    options = ["steps=2", "algorithm.minibatches=2", "task.rewards=[{name: random}]"]
-    options += [f"engine.zero_stage={STAGES[head]}"]
-    options += [] if "flow" in HEADS[head] else ["rollout.temperature=0.7"]
-    if "base" in HEADS[head]:
-        options += ["model.build=null", f"model.path={with_head(tmp_path / 'base', BASE)}"]
-    trainer = make(tmp_path, *options, f"action.head={HEADS[head]}", base=ROBOTS)
-    gaps = ratio_gaps(trainer)
-    before = {n: p.detach().clone() for n, p in trainer.policy.module.named_parameters()}
-    trainer.train()
-    release(trainer)
-    assert gaps[0, 0] == gaps[1, 0] == 0 < min(gaps[0, 1], gaps[1, 1])
-    rows = [row for row in metrics(tmp_path) if "loss" in row]
-    assert len(rows) == 2 and all(row["grad_norm"] > 0 and row["updates_skipped"] == 0 for row in rows)
-    after = dict(trainer.policy.module.named_parameters())
-    moved = {n for n in after if not torch.equal(before[n], after[n])}
-    still = {n.split(".")[0] for n in after} - {n.split(".")[0] for n in moved}
-    assert still == ({"backbone"} if "base" in HEADS[head] else set()), f"nothing of {still} has learned"
-    assert not any(n.startswith("head.base.") for n in moved)
-    parts = {n.split(".")[1] for n in after if n.startswith("head.")} - {"base"}
-    assert {n.split(".")[1] for n in moved if n.startswith("head.")} == parts
+    options = of_head(head, STAGES[head], tmp_path / "base")
+    assert_trained(workers.head(tmp_path, *options), tmp_path, head)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_other_heads_train_at_each_stage_on_two_ranks(tmp_path, stage):
+    options = {h: of_head(h, stage, tmp_path / f"base-{h}") for h in HEADS if STAGES[h] != stage}
+    call(workers.heads, tmp_path, options, log=tmp_path / "log", ranks=2, timeout=500)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found.keys() == options.keys()
+        for head in options:
+            assert_trained(found[head], tmp_path / head, head)
 
 
 def test_evaluation_counts_each_start_once(trainer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from mmrl.engine import Engine, Shadow
 from mmrl.kernels import ops
 from mmrl.metrics import Metrics
 from mmrl.trainer import Trainer
-from tests.engine.parts import IMAGES, ROBOTS, distance, make, release, train
+from tests.engine.parts import IMAGES, ROBOTS, distance, make, ratio_gaps, release, train
 
 ROWS = 24
 MICRO = (1, 3, 8)
@@ -247,6 +248,32 @@ def images(folder: Path, name: str) -> None:
 def robots(folder: Path, method: str) -> None:
     """A run of the robot recipe, with groups or with a critic."""
     train(folder, *METHODS[method], base=ROBOTS)
+
+
+def head(folder: Path, *options: str) -> dict[str, list]:
+    """A robot policy trains, two steps of two updates. Returns the largest gaps of the ratio from 1 in the first
+    updates, those in the second ones, and the parts of the policy of which nothing has learned."""
+    two = ["steps=2", "algorithm.epochs=2", "task.rewards=[{name: random}]"]
+    trainer = make(folder, *two, *options, base=ROBOTS)
+    gaps = ratio_gaps(trainer)
+    before = {n: p.detach().clone() for n, p in trainer.policy.module.named_parameters()}
+    trainer.train()
+    release(trainer)
+    after = dict(trainer.policy.module.named_parameters())
+    learned = {part(n) for n in after if not torch.equal(before[n], after[n])}
+    first, second = ([gaps[step, update] for step in (0, 1)] for update in (0, 1))
+    return {"first": first, "second": second, "still": sorted({part(n) for n in after} - learned)}
+
+
+def part(name: str) -> str:
+    """That a parameter of a robot policy belongs to: backbone or critic, or a part of the head."""
+    return ".".join(name.split(".")[: 2 if name.startswith("head.") else 1])
+
+
+def heads(folder: Path, options: dict[str, list[str]]) -> None:
+    """What `head` finds on this rank for the options of each name."""
+    found = {name: head(folder / name, *own) for name, own in options.items()}
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 def averages(folder: Path) -> None:

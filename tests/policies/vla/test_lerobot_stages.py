@@ -12,7 +12,7 @@ from tests.policies.vla.test_lerobot_lora import assert_equal_actions, lerobots
 from tests.policies.vla.test_lerobot_policy import KINDS, lerobot, load
 
 FLOW = "{type: flow, steps: 3, evaluation_steps: 3, likelihood: {window: {type: random, size: 1}}}"
-RUN = ["steps=2", "algorithm.minibatches=2", "task.rewards=[{name: random}]", "task.train_size=30"]
+RUN = ["steps=2", "algorithm.epochs=2", "task.rewards=[{name: random}]", "task.train_size=30"]
 RUN += ["model.build=null", "action.chunk=4", f"action.head={FLOW}", "optim.lr=1e-2"]
 LORA, HALF = "model.lora={rank: 2, alpha: 8}", "model.dtype=bfloat16"
 MODES = {"whole": [], "lora": [LORA], "bf16": [HALF], "bf16 lora": [LORA, HALF]}

@@ -309,7 +309,7 @@ def test_what_a_frozen_connector_holds(oft):
     [
         pytest.param(0, [], marks=pytest.mark.slow),
         (1, ["model.dtype=bfloat16", "model.lora={rank: 2, alpha: 4}"]),
-        pytest.param(2, ["algorithm={type: ppo, minibatches: 2}"], marks=pytest.mark.slow),
+        pytest.param(2, ["algorithm={type: ppo, epochs: 2}"], marks=pytest.mark.slow),
     ],
 )
 def test_it_trains_and_plays_on_from_what_is_saved(checkpoints, tmp_path, stage, more):
@@ -318,7 +318,7 @@ def test_it_trains_and_plays_on_from_what_is_saved(checkpoints, tmp_path, stage,
     options = [
         *("model.build=null", f"model.path={folder}", f"action.statistics={folder}", "action.prompt=null"),
         *("task.simulator=tests.policies.vla.tiny_oft:Arm", "action.cameras=[front, wrist]", "action.head=null"),
-        *("action.head={type: l1}", "rollout.temperature=0.7", "steps=2", "algorithm.minibatches=2", "optim.lr=1e-2"),
+        *("action.head={type: l1}", "rollout.temperature=0.7", "steps=2", "algorithm.epochs=2", "optim.lr=1e-2"),
         *(f"engine.zero_stage={stage}", "task.rewards=[{name: random}]", "rollout.max_prompt_length=64", *more),
     ]
     trainer = engine.make(tmp_path / "run", *options, base=engine.ROBOTS)

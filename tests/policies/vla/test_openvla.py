@@ -17,6 +17,7 @@ from mmrl.policies.vla.codec import load_statistics
 from mmrl.policies.vla.heads import ActionSampling
 from mmrl.policies.vla.openvla import OpenVLAConfig, OpenVLAForActionPrediction, as_in_training, middle
 from mmrl.policies.vlm import loading
+from tests.engine import workers
 from tests.policies.vla import tiny_openvla as reference
 from tests.policies.vla.conftest import starts
 
@@ -260,6 +261,19 @@ def test_on_policy_ratio_is_exactly_one(openvla, decoding):
     # The last block of a vision transformer and what pools its patches are in the file, but nothing comes of them.
     still = [n for n, p in policy.module.named_parameters() if p.grad is None and "critic" not in n]
     assert all("blocks.2." in n or "blocks.3." in n or "featurizer.norm" in n or "attn_pool" in n for n in still)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
+def test_what_sees_both_ways_trains_at_a_temperature(checkpoint, tmp_path, stage):
+    """Decoding from left to right is trained over the small backbone, in tests/engine/test_robots.py."""
+    options = [
+        *("model.build=null", f"model.path={checkpoint[0]}", "action.prompt=null", "action.proprioception=false"),
+        *("action.head={type: token, decoding: bidirectional, level: action}", "rollout.temperature=0.7"),
+        *("rollout.max_prompt_length=64", f"engine.zero_stage={stage}"),
+    ]
+    found = workers.head(tmp_path, *options)
+    assert found["first"] == [0, 0] and min(found["second"]) > 0 and not found["still"]
 
 
 @pytest.mark.parametrize("decoding", DECODINGS)
