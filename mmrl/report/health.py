@@ -145,7 +145,7 @@ def ratio_gap(run: RunRecord) -> Iterator[Finding]:
     yield judged(
         "On-policy gap",
         most > limit,
-        f"With one update a step the ratio is 1 to rounding: the largest gap is {most:.3g}.",
+        "With one update a step the ratio is 1 by definition: nothing is compared.",
         f"With one update a step the ratio should be 1, but it is off by up to {most:.3g}: rollouts and replay do not "
         "compute the same likelihoods.",
         "If the policy is your own, its `rollout` and `replay` must run the same code on the same inputs. Otherwise "
