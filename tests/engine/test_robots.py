@@ -258,17 +258,20 @@ STAGES = {head: place % 3 for place, head in enumerate(HEADS)}
 QUICK = ("token", "chain", "matching", "bridge")
 
 
-def of_head(head, stage, folder):
-    """Options of its run, at a temperature where the head has one. Of a head around another one, that one, which could
-    have been trained, is made in `folder`."""
-    options = [f"action.head={HEADS[head]}", f"engine.zero_stage={stage}"]
-    options += [] if "flow" in HEADS[head] else ["rollout.temperature=0.7"]
-    if "base" not in HEADS[head]:
-        return options
-    trainer = make(folder, f"action.head={BASE}", base=ROBOTS)
+def with_head(folder, head):
+    """A model with a head that could have been trained."""
+    trainer = make(folder, f"action.head={head}", base=ROBOTS)
     trainer.policy.save(folder / "final", trainer.policy.module.state_dict())
     release(trainer)
-    return [*options, "model.build=null", f"model.path={folder / 'final'}"]
+    return folder / "final"
+
+
+def of_head(head, stage, folder):
+    """Options of its run, at a temperature where the head has one. Of a head around another one, that one is made in
+    `folder`."""
+    options = [f"action.head={HEADS[head]}", f"engine.zero_stage={stage}"]
+    options += [] if "flow" in HEADS[head] else ["rollout.temperature=0.7"]
+    return [*options, "model.build=null", f"model.path={with_head(folder, BASE)}"] if "base" in HEADS[head] else options
 
 
 def assert_trained(found, folder, head):

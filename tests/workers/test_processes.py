@@ -17,6 +17,15 @@ from tests.workers.runs import COOLING, GUIDED, ONE, PPO, alike, run
 pytestmark = pytest.mark.usefixtures("alone")
 
 
+def test_pictures_of_a_process_are_those_of_the_trainer(tmp_path):
+    """Sampled predictions, guidance, groups that are replaced, and an average that is evaluated: all to the bit."""
+    plain = run(tmp_path / "plain", *GUIDED, base=IMAGES)
+    apart = run(tmp_path / "apart", *GUIDED, ONE, base=IMAGES)
+    alike(plain, apart)
+    assert distance(final(tmp_path / "plain"), final(tmp_path / "apart")) == 0
+    assert len({row["reward/mark"] for row in apart if "loss" in row}) == 4
+
+
 def test_episodes_of_a_process_are_those_of_the_trainer(tmp_path):
     """With a critic that spoke while they were played, a temperature that falls, and episodes that break."""
     plain = run(tmp_path / "plain", *PPO, COOLING, base=ROBOTS)
@@ -45,15 +54,10 @@ def killed_while_asked(monkeypatch, what):
     return pids
 
 
-def test_pictures_of_a_process_are_those_of_the_trainer_also_where_it_is_killed(tmp_path, monkeypatch, capfd):
-    """Sampled predictions, guidance, groups that are replaced, and an average that is evaluated: all to the bit, by a
-    worker that is started again in the middle."""
-    plain = run(tmp_path / "plain", *GUIDED, base=IMAGES)
+def test_a_worker_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path, monkeypatch, capfd):
+    plain = run(tmp_path / "plain", "steps=3", base=IMAGES)
     pids = killed_while_asked(monkeypatch, "rollout")
-    apart = run(tmp_path / "apart", *GUIDED, ONE, base=IMAGES)
-    alike(plain, apart)
-    assert distance(final(tmp_path / "plain"), final(tmp_path / "apart")) == 0
-    assert len({row["reward/mark"] for row in apart if "loss" in row}) == 4
+    alike(plain, run(tmp_path / "apart", "steps=3", ONE, base=IMAGES))
     rows = [row for row in metrics(tmp_path / "apart") if "generation/restarts" in row]
     assert sum(row["generation/restarts"] for row in rows) == sum(row["generation/asked_again"] for row in rows) == 1
     assert "rollout worker 0: it ended" in capfd.readouterr().out

@@ -58,8 +58,8 @@ def test_one_pass_asks_the_mask_tokens_beside_the_response(folder):
     told = policy.replay(given(policy, [RESPONSE] * 2, [STEPS, [0, 0, 1]]), policy.module)
     assert told.moment.tolist() == [STEPS, [0, 0, 1]]
     same = policy.replay(given(policy, [[9, 13, 11]], [STEPS]), policy.module)
-    assert same.value[0, 1] == told.value[0, 1]  # the first place to be filled saw nothing
-    assert same.value[0, 2] == told.value[0, 2] and same.value[0, 0] != told.value[0, 0]
+    torch.testing.assert_close(same.value[0, 1:], told.value[0, 1:])  # the first place to be filled saw nothing
+    assert abs(same.value[0, 0] - told.value[0, 0]) > 1e-4
 
 
 @pytest.mark.parametrize("detach", [False, True])
