@@ -223,10 +223,10 @@ class Trainer:
         self.batches.lend_generator()
         self.engine.mark("evaluation")
         started = time.perf_counter()
-        with applied(self.ema), awake(self.generator):
+        with applied(self.ema), awake(self.generator) as measured:
             count = self.config.evaluation.prompts
             result, samples, marks = evaluate(self.batches.sampling, self.task, self.engine, count, self.config)
-        result["time/evaluation"] = time.perf_counter() - started
+        result |= {"time/evaluation": time.perf_counter() - started, **measured}
         self.run.log(self.step, result)
         self.run.samples("evaluation", self.step, samples[: self.config.log.samples], {"accuracy": marks})
         self.run.line(evaluation_line(self.step, result))

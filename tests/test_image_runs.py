@@ -7,6 +7,7 @@ import yaml
 from PIL import Image
 
 from mmrl.config import load
+from mmrl.job import before_warm_start
 from tests.command_line import ROOT, mmrl
 
 RECIPES = sorted(path.name for path in (ROOT / "configs").glob("image_*.yaml"))
@@ -46,6 +47,17 @@ def test_the_warm_start_is_run_first_and_started_from(folder, trained):
     assert metrics(folder / "base")[-1]["step"] == 3
     config = load(folder / "flow" / "config.yaml")
     assert config.model.path == str(folder / "base" / "final") and config.model.warm_start is None
+
+
+def test_a_dry_run_begins_with_a_warm_start_that_has_ended(folder, trained):
+    """And writes nothing: what the run left stays as it is."""
+    left = (folder / "flow" / "metrics.jsonl").read_text()
+    result = mmrl(folder, "train", folder / "flow.yaml", *TINY, "--dry-run")
+    assert (result.code, result.err) == (0, "") and "dry run: one step done" in result.out
+    assert "has not been run" not in result.out and "warm start: mmrl train" not in result.out
+    assert (folder / "flow" / "metrics.jsonl").read_text() == left
+    config = load(folder / "flow.yaml")
+    assert before_warm_start(config) == config  # it names the warm start, whose end `warm_started` finds
 
 
 def test_the_metrics_hold_reward_guards_and_an_exact_first_ratio(folder, trained):

@@ -34,6 +34,7 @@ LONGEST_PUSH = 0.22
 SLANT = 0.03  # how far a push may miss the middle of the pad
 PUSH_STEP = 0.016  # metres in one control step; faster, the cube tumbles
 PUSH_SHORT = 0.022  # metres before the middle of the pad at which closed fingers stop; the cube goes a little past it
+PUSH_DEPTH = 0.02  # height of the fingertips that push
 PUSH_HOVER = 0.07  # height of closed fingertips on their way over cubes
 PUSH_LOW, PUSH_ASIDE = 0.04, 0.02  # below, and nearer than this to the line of the push, they push
 AREA_LOW, AREA_HIGH = LOW[:2] + MARGIN, HIGH[:2] - MARGIN
@@ -197,7 +198,9 @@ def reach_progress(view: View) -> float:
 
 
 def push_progress(view: View) -> float:
-    return 0.3 * near(float(np.linalg.norm(view.tip - view.cubes[0]))) + 0.7 * near(flat(view.cubes[0], view.goal))
+    """The fingertips belong behind cube 0: in front of it they are as near, but of no use."""
+    behind = over(view.cubes[0][:2] - push_axis(view) * BEHIND, PUSH_DEPTH)
+    return 0.3 * near(float(np.linalg.norm(view.tip - behind))) + 0.7 * near(flat(view.cubes[0], view.goal))
 
 
 def lift_progress(view: View) -> float:
@@ -285,14 +288,19 @@ def push_expert(view: View) -> NDArray:
     """Goes behind cube 0 with closed fingers and pushes against the middle of a face, along the axis of the table on
     which the cube is further from its goal. While it pushes it names one place, before the pad: an aim a step ahead of
     the fingers would be no further off than what a policy errs by."""
-    cube, way = view.cubes[0][:2], (view.goal - view.cubes[0])[:2]
-    ahead = np.where(np.abs(way) == np.abs(way).max(), np.sign(way), 0.0)
+    cube, ahead = view.cubes[0][:2], push_axis(view)
     from_cube = view.tip[:2] - cube
     along = float(from_cube @ ahead)
     aside = from_cube - along * ahead
     if view.tip[2] < PUSH_LOW and along < 0 and float(np.linalg.norm(aside)) < PUSH_ASIDE:
-        return aim(over(view.goal[:2] - ahead * PUSH_SHORT, 0.02), 1.0)
-    return funnel(view, over(cube - ahead * BEHIND, 0.02), PUSH_HOVER, 1.0)
+        return aim(over(view.goal[:2] - ahead * PUSH_SHORT, PUSH_DEPTH), 1.0)
+    return funnel(view, over(cube - ahead * BEHIND, PUSH_DEPTH), PUSH_HOVER, 1.0)
+
+
+def push_axis(view: View) -> NDArray:
+    """[2]: along the axis of the table on which cube 0 is further from its goal, towards it."""
+    way = (view.goal - view.cubes[0])[:2]
+    return np.where(np.abs(way) == np.abs(way).max(), np.sign(way), 0.0)
 
 
 TASKS = {

@@ -21,7 +21,7 @@ from mmrl.sims.mujoco.control import CONTROLS  # noqa: E402
 from mmrl.sims.mujoco.gl import choose_backend  # noqa: E402
 from mmrl.sims.mujoco.scene import CUBE, compile_model  # noqa: E402
 from mmrl.sims.mujoco.tabletop import privileged_state  # noqa: E402
-from mmrl.sims.mujoco.tasks import COLOURS, View, placed, push_expert, pushed, reached, stacked  # noqa: E402
+from mmrl.sims.mujoco.tasks import COLOURS, View, placed, push_expert, push_progress, pushed, reached, stacked  # noqa: E402
 
 try:
     choose_backend()
@@ -265,6 +265,17 @@ def test_success_by_hand():
     assert not stacked(looking(cube=(0.305, 0.1, 3 * CUBE), goal=top, closing=True, opening=0.55))
     assert not stacked(looking(cube=(0.325, 0.1, 3 * CUBE), goal=top))
     assert not stacked(looking(cube=(0.3, 0.1, CUBE), goal=top))
+
+
+def test_the_progress_of_pushing_knows_the_side_of_the_cube():
+    """1 - tanh(0.8) = 0.335963 at a decimetre: 0.7 of it for the cube that far from its goal, 0.3 for fingertips in
+    front of it; behind it they have all of the 0.3."""
+    for goal, behind, front in (
+        ((0.5, 0.0, CUBE), (0.35, 0.0, 0.02), (0.45, 0.0, 0.02)),
+        ((0.4, -0.1, CUBE), (0.4, 0.05, 0.02), (0.4, -0.05, 0.02)),
+    ):
+        assert push_progress(looking(tip=behind, goal=goal)) == pytest.approx(0.535174, abs=1e-6)
+        assert push_progress(looking(tip=front, goal=goal)) == pytest.approx(0.335963, abs=1e-6)
 
 
 def test_the_shaped_reward_adds_up_to_the_progress_made(tabletop):

@@ -3,6 +3,7 @@ are threads here; `test_processes.py` has processes."""
 
 import sys
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -107,8 +108,17 @@ def test_likelihoods_that_come_along_are_those_of_the_weights_that_drew(tmp_path
 # --- what goes wrong ---
 
 
-def test_a_worker_that_is_lost_later_goes_on_with_the_weights_of_then(tmp_path, threads, monkeypatch):
-    plain = run(tmp_path / "plain", "steps=3", base=IMAGES)
+@pytest.mark.parametrize(
+    ("evaluations", "counts"),
+    [
+        ([], {1: 0, 2: 0, 3: 1}),
+        (["evaluation.every=2"], {1: 0, 2: 1, 3: 0}),  # the row of the evaluation behind the second step tells it
+    ],
+)
+def test_a_worker_that_is_lost_later_goes_on_with_the_weights_of_then(
+    tmp_path, threads, monkeypatch, evaluations, counts
+):
+    plain = run(tmp_path / "plain", "steps=3", *evaluations, base=IMAGES)
     asked, ask = [], Handle.ask
 
     def losing(handle, message, seconds):
@@ -118,9 +128,12 @@ def test_a_worker_that_is_lost_later_goes_on_with_the_weights_of_then(tmp_path, 
         return ask(handle, message, seconds)
 
     monkeypatch.setattr(Handle, "ask", losing)
-    alike(plain, run(tmp_path / "apart", "steps=3", ONE, base=IMAGES))
-    told = [row for row in metrics(tmp_path / "apart") if "generation/restarts" in row]
-    assert [row["generation/restarts"] for row in told] == [row["generation/asked_again"] for row in told] == [0, 0, 1]
+    alike(plain, run(tmp_path / "apart", "steps=3", *evaluations, ONE, base=IMAGES))
+    for name in ("generation/restarts", "generation/asked_again"):
+        told = Counter()
+        for row in metrics(tmp_path / "apart"):
+            told[row["step"]] += row.get(name, 0)
+        assert told == counts, name
     assert set(threads[0].links) == {"0-1", "0-2"}
 
 
