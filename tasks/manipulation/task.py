@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -85,9 +86,9 @@ class Manipulation:
         return self._success.score(samples)[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: Tensor | None = None) -> dict[str, Tensor]:
-        """Of each episode [rollout]: executed actions, success when it ended, and whether the simulator lost it; of a
-        judge of success whether it sees one, and whether the simulator (at any time) does not agree; of a head that
-        reasons, how many latents it drew before a chunk, NaN where it drew none."""
+        """Of each episode [rollout]: whether the simulator lost it, and, NaN where it did, executed actions and success
+        when it ended; of a judge of success whether it sees one, and whether the simulator (at any time) does not
+        agree; of a head that reasons, how many latents it drew before a chunk, NaN where it drew none."""
         episodes = [s.episode for s in samples if s.episode is not None]
         judged: dict[str, Tensor] = {}
         for name, judge in self._judges.items():
@@ -96,8 +97,8 @@ class Manipulation:
         if reasoned:
             judged["episode/reasoning"] = torch.tensor(reasoned)
         return judged | {
-            "episode/length": torch.tensor([float(e.length) for e in episodes]),
-            "episode/success_at_end": torch.tensor([float(e.success_at_end) for e in episodes]),
+            "episode/length": torch.tensor([math.nan if e.lost else float(e.length) for e in episodes]),
+            "episode/success_at_end": torch.tensor([math.nan if e.lost else float(e.success_at_end) for e in episodes]),
             "episode/lost": torch.tensor([float(e.lost) for e in episodes]),
         }
 

@@ -170,7 +170,9 @@ def test_what_an_episode_earns():
     assert scored[0].tolist() == [1.0, 0.0, 1.5] and scored[1].isnan().all()
     assert task.accuracy(samples).isnan().tolist() == [False, True]
     measured = task.measures(samples)
-    assert measured["episode/length"].tolist() == [3, 3] and measured["episode/lost"].tolist() == [0, 1]
+    assert measured["episode/lost"].tolist() == [0, 1]
+    for name, value in (("episode/length", 3), ("episode/success_at_end", 0)):
+        assert measured[name][0] == value and measured[name][1].isnan()  # an average leaves out what was lost
     assert "episode/reasoning" not in measured
     with pytest.raises(UserError, match="'c' is no episode"):
         task.score([Sample(Prompt("c", "go"))])
