@@ -210,11 +210,11 @@ def test_every_recipe_for_robots_is_composed(composed, table, tmp_path):
     rows = table(manipulation, "--seeds", 1, "--runs", tmp_path, "--recipes", ",".join(manipulation.RECIPES), "steps=3")
     assert [row[0] for row in rows] == list(manipulation.RECIPES)
     assert {tuple(row[1:4]) for row in rows} == {("0", "0.250", "0.750")}
-    assert [row[5] for row in rows] == ["0.125"] * 13 + [""] * 4
+    assert [row[5] for row in rows] == ["0.125"] * 15 + [""] * 4
     assert not (tmp_path / "token-0" / "checkpoints").exists()
     assert {config.steps for config in composed.configs.values()} == {3}
     told = [config.task.instructions for run, config in composed.configs.items() if run.startswith("eval")]
-    assert told == ["shuffled"] * 13
+    assert told == ["shuffled"] * 15
     flow_base = composed.configs[str(tmp_path / "flow-0")].model.path
     assert flow_base == str(tmp_path / "base-flow-0" / "final")
 
