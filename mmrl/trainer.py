@@ -226,7 +226,8 @@ class Trainer:
         with applied(self.ema), awake(self.generator) as measured:
             count = self.config.evaluation.prompts
             result, samples, marks = evaluate(self.batches.sampling, self.task, self.engine, count, self.config)
-        result |= {"time/evaluation": time.perf_counter() - started, **measured}
+        result["time/evaluation"] = time.perf_counter() - started
+        result |= {f"evaluation/{name}": value for name, value in measured.items() if not name.startswith("time/")}
         self.run.log(self.step, result)
         self.run.samples("evaluation", self.step, samples[: self.config.log.samples], {"accuracy": marks})
         self.run.line(evaluation_line(self.step, result))

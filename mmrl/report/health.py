@@ -462,7 +462,7 @@ COUNTED = {
 
 def mishaps(run: RunRecord) -> Iterator[Finding]:
     for name, (title, advice) in COUNTED.items():
-        values = run.series(name).finite
+        values = [*run.series(name).finite, *run.series(f"evaluation/{name}").finite]
         if values:
             yield judged(
                 title, sum(values) > 0, "None.", f"{name} adds up to {sum(values):.4g} over the run.", advice, name

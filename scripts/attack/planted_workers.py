@@ -32,8 +32,11 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("workers: any class is made of a message", "mmrl/workers/wire.py", "isinstance(kind, type) and is_dataclass(kind)",
      "isinstance(kind, type)", WIRE),
     ("workers: every run has the same key", D, "self.key = secrets.token_hex(32)", 'self.key = "another key"', WIRE),
-    ("workers: an evaluation hides a restart", "mmrl/trainer.py", "time.perf_counter() - started, **measured}",
-     "time.perf_counter() - started}", POOL),
+    ("workers: an evaluation hides a restart", "mmrl/trainer.py", "in measured.items() if not name",
+     "in {}.items() if not name", POOL),
+    ("report: what evaluations lost is not counted", "mmrl/report/health.py",
+     'values = [*run.series(name).finite, *run.series(f"evaluation/{name}").finite]',
+     "values = run.series(name).finite", ("report/test_report.py",)),
     ("workers: the log of a host that was lost", "mmrl/workers/handles.py", "if not self.log.exists():", "if False:",
      ("test_ray.py::test_rollout_workers_on_another_host_make_what_training_would",)),
 ]

@@ -174,6 +174,13 @@ def test_an_injected_fault_is_named_and_nothing_else(tmp_path, rows, metric, wor
     assert f'<div class="finding {verdict}">' in page and found[0].name in page
 
 
+def test_what_evaluations_noticed_is_counted_with_the_rest(tmp_path):
+    held_out = evaluations((0, 0.2), (40, 0.6))
+    held_out[1]["evaluation/generation/restarts"] = 2.0
+    (found,) = wrong(tmp_path, changed(generation__restarts=lambda s: float(s == 7)), held_out)
+    assert found.metrics[0] == "generation/restarts" and "adds up to 3" in found.sentence
+
+
 @pytest.mark.parametrize("steps", [40, 400])
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize(

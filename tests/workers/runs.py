@@ -17,7 +17,10 @@ COOLING = "rollout.temperature={type: linear, start: 2.0, end: 0.5, steps: 2}"
 def run(folder, *options, base):
     """Its metrics. Workers have as many threads as this process: sums of other parts are rounded otherwise."""
     train(folder, *options, f"threads={torch.get_num_threads()}", base=base)
-    return [{k: v for k, v in row.items() if not k.startswith("generation/")} for row in timeless(metrics(folder))]
+    rows = timeless(metrics(folder))
+    return [
+        {k: v for k, v in row.items() if not k.removeprefix("evaluation/").startswith("generation/")} for row in rows
+    ]
 
 
 def alike(one, other, rel=0.0):
