@@ -10,6 +10,8 @@ FLOWS, OPENVLA = "mmrl/policies/vla/flows.py", "mmrl/policies/vla/openvla.py"
 CONTRAST, PICTURES = ("policies/vla/test_contrast.py",), ("policies/vla/test_openvla.py",)
 WORLDS = ("sims/test_babyai.py",)
 J, JUDGED, PLAYED = "tasks/manipulation/judged.py", ("tasks/test_success_judge.py",), ("policies/vla/test_policy.py",)
+POLICY = "mmrl/policies/vla/policy.py"
+LOST = ("engine/test_robots.py::test_a_lost_episode_alone_in_its_micro_batch_changes_nothing",)
 CONTROLS, SHOWN = ("sims/test_tabletop.py",), ("tasks/test_manipulation.py",)
 
 # fmt: off
@@ -160,6 +162,13 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "math.nan if e.lost else float(e.length)", "float(e.length)", SHOWN),
     ("episodes: one that was lost ended without success", "tasks/manipulation/task.py",
      "math.nan if e.lost else float(e.success_at_end)", "float(e.success_at_end)", SHOWN),
+    ("episodes: what all have lost is not scored", POLICY, "if not any(rollouts.inputs):",
+     "if not any(rollouts.inputs):\n            return Replay(logp=next(self.module.parameters()).sum() * 0 "
+     "+ torch.zeros(rollouts.mask.shape))\n        if not any(rollouts.inputs):", LOST),
+    ("episodes: none at all has a row", POLICY, "values)[: len(rollouts)]", "values)", PLAYED),
+    ("robots: the reference is told what the old policy predicted", POLICY,
+     "old = None if reference else at_looks(rollouts.old_prediction)", "old = at_looks(rollouts.old_prediction)",
+     ("engine/test_robots.py::test_the_reference_is_asked_where_the_old_policy_is_known_of_half_the_episodes_only",)),
     ("dry run: a warm start that has ended is passed over", "mmrl/job.py",
      "plain(after_warm_start(first)), path):\n        return config",
      "plain(after_warm_start(first)), path):\n        pass",

@@ -34,6 +34,25 @@ pytestmark = pytest.mark.usefixtures("alone")
 PPO = "algorithm={type: ppo, simulator_reward: 0.5, gamma: 0.9, lam: 0.8}"
 
 
+BASE = "{type: gaussian, width: 16, layers: 1}"
+HEADS = {
+    "token": "{type: token, bins: 8}",
+    "autoregressive": "{type: token, bins: 8, decoding: autoregressive, level: chunk}",
+    "chain": "{type: flow, width: 32, depth: 1, steps: 4, evaluation_steps: 4}",
+    "window": "{type: flow, width: 32, depth: 1, steps: 4, likelihood: {window: {type: random, size: 1}}}",
+    "matching": "{type: flow, width: 32, depth: 1, steps: 4, likelihood: {type: matching, draws: 2}}",
+    "learned": "{type: flow, width: 32, depth: 1, steps: 4, likelihood: {type: learned}}",
+    "regression": "{type: regression, level: action}",
+    "bridge": "{type: bridge, width: 32, depth: 2, queries: 4}",
+    "gaussian": "{type: gaussian, width: 16, layers: 1}",
+    "invertible": "{type: invertible, width: 16, layers: 1, last_gain: 0.1}",
+    "latent": "{type: latent, width: 16, layers: 1, latent: 3}",
+    "latent, by chunk": "{type: latent, width: 16, layers: 1, latent: 3, early_exit: false, level: chunk, fixed: true}",
+    "horizons": "{type: horizons, width: 16, layers: 1}",
+    "residual": f"{{type: residual, experts: 2, width: 16, base: {BASE}}}",
+}
+
+
 def weights(folder):
     return {**final(folder), **load_file(folder / "final" / WEIGHTS)}
 
@@ -166,6 +185,43 @@ def test_lost_episodes_are_counted_and_the_run_goes_on(tmp_path):
         assert max(row.get("unscored", 0) for row in rows) > 0
 
 
+ALONE = {
+    "token": ["algorithm.terms=[{type: entropy, coefficient: 0.01}]"],
+    "gaussian": ["algorithm={surrogate: {type: trajectory_trust_region}, terms: [{type: kl}]}"],
+    "chain": ["algorithm.terms=[{type: kl, coefficient: 0.1}]"],
+    "horizons": ["algorithm.terms=[{type: head_cost, of: imbalance, coefficient: 0.1}]"],
+    "invertible": ["algorithm={type: ppo, minibatches: 2, shuffle: steps}"],
+    "matching": ["algorithm.terms=[{type: kl, coefficient: 0.1, estimator: velocity}]"],
+    "latent": ["algorithm={type: ppo, minibatches: 2, critic: separate}"],
+}
+
+
+@pytest.mark.parametrize(
+    "head", [h if h in ("token", "gaussian", "horizons") else pytest.param(h, marks=pytest.mark.slow) for h in ALONE]
+)
+def test_a_lost_episode_alone_in_its_micro_batch_changes_nothing(tmp_path, head):
+    """Large policies learn from one episode at a time."""
+    broken = f"task.options={{unstartable: [{(1 << 32) + 1}, {(1 << 32) + 2}]}}"
+    for size in (1, 16):
+        options = [f"action.head={HEADS[head]}", "algorithm.minibatches=2", *ALONE[head], f"engine.micro_batch={size}"]
+        with pytest.warns(RuntimeWarning, match="lost its episode"):
+            train(tmp_path / f"{size}", *options, "task.train_size=6", broken, "steps=2", base=ROBOTS)
+    alone, together = ([row for row in metrics(tmp_path / f"{size}") if "loss" in row] for size in (1, 16))
+    assert max(row["episode/lost"] for row in alone) > 0 and min(row["grad_norm"] for row in alone) > 0
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in alone] == pytest.approx([row[name] for row in together], rel=1e-4, abs=1e-6), name
+    assert distance(weights(tmp_path / "1"), weights(tmp_path / "16")) < 1e-5
+
+
+def test_the_reference_is_asked_where_the_old_policy_is_known_of_half_the_episodes_only(tmp_path):
+    """Of two minibatches the first is not asked for its old likelihoods. Chunks are cut short by ends of episodes."""
+    options = ["algorithm={minibatches: 2, terms: [{type: kl, coefficient: 0.1}]}", "optim.lr=1e-12", "steps=2"]
+    train(tmp_path, f"action.head={HEADS['chain']}", *options, "task.train_size=6", base=ROBOTS)
+    rows = [row for row in metrics(tmp_path) if "loss" in row]
+    assert [row["updates_skipped"] for row in rows] == [0, 0] and min(row["grad_norm"] for row in rows) > 0
+    assert [row["kl"] for row in rows] == pytest.approx([0, 0], abs=1e-6)
+
+
 def test_workers_change_nothing_and_a_dead_one_costs_its_episodes(tmp_path):
     train(tmp_path / "here", "steps=2", base=ROBOTS)
     train(tmp_path / "workers", "steps=2", "task.workers=2", base=ROBOTS)
@@ -237,23 +293,6 @@ def test_ppo_is_refused_where_there_is_no_critic():
         load(IMAGES, ["run_dir=r", "algorithm={type: ppo}"])
 
 
-BASE = "{type: gaussian, width: 16, layers: 1}"
-HEADS = {
-    "token": "{type: token, bins: 8}",
-    "autoregressive": "{type: token, bins: 8, decoding: autoregressive, level: chunk}",
-    "chain": "{type: flow, width: 32, depth: 1, steps: 4, evaluation_steps: 4}",
-    "window": "{type: flow, width: 32, depth: 1, steps: 4, likelihood: {window: {type: random, size: 1}}}",
-    "matching": "{type: flow, width: 32, depth: 1, steps: 4, likelihood: {type: matching, draws: 2}}",
-    "learned": "{type: flow, width: 32, depth: 1, steps: 4, likelihood: {type: learned}}",
-    "regression": "{type: regression, level: action}",
-    "bridge": "{type: bridge, width: 32, depth: 2, queries: 4}",
-    "gaussian": "{type: gaussian, width: 16, layers: 1}",
-    "invertible": "{type: invertible, width: 16, layers: 1, last_gain: 0.1}",
-    "latent": "{type: latent, width: 16, layers: 1, latent: 3}",
-    "latent, by chunk": "{type: latent, width: 16, layers: 1, latent: 3, early_exit: false, level: chunk, fixed: true}",
-    "horizons": "{type: horizons, width: 16, layers: 1}",
-    "residual": f"{{type: residual, experts: 2, width: 16, base: {BASE}}}",
-}
 STAGES = {head: place % 3 for place, head in enumerate(HEADS)}
 QUICK = ("token", "chain", "matching", "bridge")
 

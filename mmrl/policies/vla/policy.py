@@ -289,23 +289,24 @@ class VisionLanguageActionPolicy:
         """What `model` (`self.module` or the engine around it) says of every decision. What does not count holds 0.
 
         Takes the looks of all episodes in one batch, or `looks_at_once` of them at a time, which a backward pass then
-        computes again."""
-        if not any(rollouts.inputs):  # the simulator lost them all before the first look
-            nothing = next(self.module.parameters()).sum() * 0
-            looks = rollouts.mask.shape[1] // self.module.head.decisions
-            return Replay(logp=nothing.expand(rollouts.mask.shape), value=nothing.expand(len(rollouts), looks))
-        if not isinstance(rollouts.inputs, Episodes):
-            rollouts.inputs = Episodes(rollouts.inputs, self.device)
-        episodes: Episodes = rollouts.inputs
+        computes again. Where the simulator lost all of them before their first look, a blank picture is scored in their
+        place: what is said of them then has the fields and shapes that other batches have."""
+        if not any(rollouts.inputs):
+            episodes = Episodes([[self._blank_look()], *([] for _ in rollouts.inputs[1:])], self.device)
+        elif isinstance(rollouts.inputs, Episodes):
+            episodes = rollouts.inputs
+        else:
+            episodes = rollouts.inputs = Episodes(rollouts.inputs, self.device)
         decisions = self.module.head.decisions
         shape = (len(episodes), rollouts.mask.shape[1] // decisions)
-        dense = len(episodes.flat) == shape[0] * shape[1]  # no look is missing, as where each is a rollout of its own
+        # No look is missing, as where each is a rollout of its own.
+        dense = len(episodes.flat) == len(rollouts) * shape[1]
 
         def spread(values: Tensor) -> Tensor:
             if dense:
                 return values.unflatten(0, shape)
             blank = values.new_zeros(*shape, *values.shape[1:])
-            return blank.index_put((episodes.row, episodes.step), values)
+            return blank.index_put((episodes.row, episodes.step), values)[: len(rollouts)]
 
         def at_looks(values: Tensor | None) -> Tensor | None:
             if values is None:
@@ -313,7 +314,9 @@ class VisionLanguageActionPolicy:
             by_look = rearrange(values.to(self.device), "b (s d) ... -> b s d ...", d=decisions)
             return by_look.flatten(0, 1) if dense else by_look[episodes.row, episodes.step]
 
-        old, before = at_looks(rollouts.old_prediction), at_looks(rollouts.ref_prediction)
+        # The reference is asked for itself; what the old policy predicted may be known of some of the rollouts only.
+        old = None if reference else at_looks(rollouts.old_prediction)
+        before = at_looks(rollouts.ref_prediction)
         size = self.looks_at_once or len(episodes.flat)
         parts = []
         for first in range(0, len(episodes.flat), size):
@@ -330,7 +333,7 @@ class VisionLanguageActionPolicy:
         extras = {n: fields.pop(n) for n in list(fields) if n.startswith(EXTRA)}
         if "std" in fields:
             fields["std"] = fields["std"].where(fields["std"] > 0, 1)  # of looks that do not exist
-        numbers = torch.arange(shape[1], device=self.device).repeat_interleave(decisions).expand(shape[0], -1)
+        numbers = torch.arange(shape[1], device=self.device).repeat_interleave(decisions).expand(len(rollouts), -1)
         return Replay(
             **fields,
             looks=numbers,
@@ -427,6 +430,19 @@ class VisionLanguageActionPolicy:
         values = self.module.critic(reading, self._state(shown).to(self.device))
         for row, value in zip(ended, values.tolist(), strict=True):
             records[row].bootstrap = value
+
+    @torch.no_grad()
+    def _blank_look(self) -> Look:
+        """A look at a black picture, of which nothing counts."""
+        simulator = self.sim.simulator
+        images = np.zeros((1, *simulator.image_shape), np.uint8)
+        state = np.zeros((1, simulator.state_dim), np.float32)
+        shown = Observation(images, state, ["nothing"], self.sim.cameras)
+        seen, numbers = self._look(shown), self._state(shown).to(self.device)
+        how = ActionSampling([0], self.temperature.value, groups=[0])
+        chosen = self.module.head.act(self.module.read(self._collate(seen)), self.module.own(numbers), how)
+        executed = torch.zeros(self.action.chunk, dtype=torch.bool)
+        return Look(seen[0], numbers[0].cpu(), {name: value[0].cpu() for name, value in chosen.items()}, executed)
 
     def _state(self, observation: Observation) -> Tensor:
         """[row, state], standardised where the policy does that."""

@@ -364,7 +364,14 @@ def test_a_lost_episode_does_not_count(make):
     assert not rollouts.mask[lost].any() and rollouts.mask[~lost].any(1).all()
     only = policy.replay(rollouts.select(lost), policy.module)
     assert only.logp.shape == rollouts.mask[lost].shape
+    others = policy.replay(rollouts.select(~lost), policy.module)
+    assert [name for name, value in vars(only).items() if value is None] == [
+        name for name, value in vars(others).items() if value is None
+    ]
     only.logp.sum().backward()
+    none = policy.by_step(rollouts.select(lost))
+    said = policy.replay(none, policy.module)
+    assert len(none) == 0 and said.logp.shape == said.looks.shape == none.mask.shape
     parts = Rollouts.concat([rollouts.select(lost), rollouts.select(~lost)])
     assert len(parts) == 6
 
