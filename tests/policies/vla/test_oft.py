@@ -303,6 +303,16 @@ def test_what_a_frozen_connector_holds(oft):
     assert all(p.requires_grad for p in policy.module.head.parameters())
 
 
+def of_run(folder, head):
+    """Options of a run from a checkpoint, with two updates a step at a temperature."""
+    return [
+        *("model.build=null", f"model.path={folder}", f"action.statistics={folder}", "action.prompt=null"),
+        *("task.simulator=tests.policies.vla.tiny_oft:Arm", "action.cameras=[front, wrist]", "action.head=null"),
+        *(f"action.head={head}", "rollout.temperature=0.7", "steps=2", "algorithm.epochs=2", "optim.lr=1e-2"),
+        *("task.rewards=[{name: random}]", "rollout.max_prompt_length=64"),
+    ]
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("stage", "more"),
@@ -315,12 +325,7 @@ def test_what_a_frozen_connector_holds(oft):
 def test_it_trains_and_plays_on_from_what_is_saved(checkpoints, tmp_path, stage, more):
     """Two updates a step: before the first one the ratio is exactly 1, at a temperature too."""
     folder = checkpoints[True][0]
-    options = [
-        *("model.build=null", f"model.path={folder}", f"action.statistics={folder}", "action.prompt=null"),
-        *("task.simulator=tests.policies.vla.tiny_oft:Arm", "action.cameras=[front, wrist]", "action.head=null"),
-        *("action.head={type: l1}", "rollout.temperature=0.7", "steps=2", "algorithm.epochs=2", "optim.lr=1e-2"),
-        *(f"engine.zero_stage={stage}", "task.rewards=[{name: random}]", "rollout.max_prompt_length=64", *more),
-    ]
+    options = [*of_run(folder, "{type: l1}"), f"engine.zero_stage={stage}", *more]
     trainer = engine.make(tmp_path / "run", *options, base=engine.ROBOTS)
     gaps = engine.ratio_gaps(trainer)
     before = {name: p.detach().clone() for name, p in trainer.policy.module.named_parameters()}
@@ -336,6 +341,33 @@ def test_it_trains_and_plays_on_from_what_is_saved(checkpoints, tmp_path, stage,
     again = engine.make(tmp_path / "again", *options, f"model.path={tmp_path / 'run' / 'final'}", base=engine.ROBOTS)
     found = again.policy.module.state_dict()
     assert all(torch.equal(found[name], value) for name, value in known.items())
+    engine.release(again)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_residual_head_learns_around_the_published_one(checkpoints, tmp_path):
+    """It adds nothing at first, and what it adds is all that learns; the published head goes back into its own file."""
+    folder = checkpoints[True][0]
+    options = of_run(folder, "{type: residual, base: {type: l1}, experts: 2, width: 16}")
+    published = engine.make(tmp_path / "l1", *of_run(folder, "{type: l1}"), base=engine.ROBOTS)
+    trainer = engine.make(tmp_path / "run", *options, base=engine.ROBOTS)
+    assert trainer.policy.statistics.bounded is False
+    alone, seen = (run.policy.sim.reset([0, 30], ["go", "go"]) for run in (published, trainer))
+    assert torch.equal(mean(trainer.policy, seen), mean(published.policy, alone))
+    engine.release(published)
+    before = {name: p.detach().clone() for name, p in trainer.policy.module.named_parameters()}
+    gaps = engine.ratio_gaps(trainer)
+    trainer.train()
+    assert gaps[0, 0] == gaps[1, 0] == 0 < min(gaps[0, 1], gaps[1, 1])
+    known = trainer.policy.module.state_dict()
+    moved = {name for name, values in before.items() if not torch.equal(values, known[name])}
+    assert {"head.log_std", "head.encode.weight", "head.experts.0.2.weight"} <= moved
+    assert not any(name.startswith(("head.base.", "backbone.")) for name in moved)
+    engine.release(trainer)
+    final = tmp_path / "run" / "final"
+    assert all(torch.equal(t, load_file(folder / FILES[0])[n]) for n, t in load_file(final / FILES[0]).items())
+    again = engine.make(tmp_path / "again", *options, f"model.path={final}", base=engine.ROBOTS)
+    assert all(torch.equal(again.policy.module.state_dict()[name], value) for name, value in known.items())
     engine.release(again)
 
 
