@@ -7,7 +7,7 @@ Importing the package costs nothing: a name is fetched when it is first asked fo
 
 from typing import TYPE_CHECKING
 
-from mmrl.lazy import attributes
+from mmrl.runtime.lazy_attributes import attributes
 from mmrl.version import VERSION
 
 if TYPE_CHECKING:

@@ -6,14 +6,15 @@ import shutil
 import tempfile
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from mmrl import kernels
-from mmrl.config import Config
-from mmrl.engine import Engine, Ranks
+from mmrl.config import Config, configure
+from mmrl.engine import Engine, Ranks, take_device
 from mmrl.errors import UserError, told
 from mmrl.generation.settings import RolloutWorkers, VLLMGenerator
-from mmrl.protocols import ConversationTask, Policy, SyncedGenerator, Task
+from mmrl.protocols.parts import ConversationTask, Policy, SyncedGenerator, Task
 from mmrl.settings import SettingsError, locate
 
 
@@ -96,10 +97,20 @@ def build_generator(config: Config, policy: Any, task: Task, ranks: Ranks) -> Sy
     if isinstance(settings, RolloutWorkers):
         from mmrl.workers.pool import WorkerPool
 
-        return WorkerPool(config, settings, policy, ranks)
+        return WorkerPool(config, settings, policy, ranks, builder=f"{__name__}:worker_parts")
     if not isinstance(settings, VLLMGenerator):
         return None
     from mmrl.policies.vlm.engines import synced
 
     source = task.evaluation if task.train is None else task.train
     return synced(config, settings, policy, source, ranks)
+
+
+def worker_parts(tree: dict[str, Any]) -> tuple[Config, Policy]:
+    """Configuration and policy of a worker from a configuration's tree. Raises UserError as `mmrl train` does."""
+    config = configure(tree)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    take_device()
+    return config, build_policy(config, build_task(config))

@@ -16,23 +16,25 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import create_model
 
-from mmrl import layers
-from mmrl.algorithms.base import Algorithm
+from mmrl.algorithms.algorithm import Algorithm
 from mmrl.algorithms.grpo import GRPO
-from mmrl.collection import Demonstrations, Groups
-from mmrl.engine.settings import AdamW, EngineSettings, Optim
+from mmrl.checkpoints.settings import Checkpoint
+from mmrl.collection.settings import Demonstrations, Groups
+from mmrl.engine.settings import AdamW, EngineSettings, Kernels, Optim
 from mmrl.errors import UserError
+from mmrl.evaluation.search import SampleSettings
+from mmrl.evaluation.settings import Evaluation
 from mmrl.generation.settings import Correction, GeneratorSettings, RolloutWorkers, VLLMGenerator
-from mmrl.guards import Guard
-from mmrl.needs import Needs, check, together
+from mmrl.monitors.guards import Guard
 from mmrl.policies.settings import ModelSettings
 from mmrl.policies.vlm.settings import VisionLanguageModel
-from mmrl.search import Sampling
-from mmrl.sections import Checkpoint, Evaluation, Kernels, Log
+from mmrl.protocols.requirements import Needs, check, together
+from mmrl.report.settings import Log
 from mmrl.settings import Section, SettingsError, kind_of, make, option, plain
+from mmrl.settings import overrides as layering
+from mmrl.settings.tree import TreeError, read_override, read_yaml
 from mmrl.tasks.settings import TaskSettings
 from mmrl.tasks.visual_qa.settings import VisualQASettings
-from mmrl.tree import TreeError, read_override, read_yaml
 
 
 class Config(Section):
@@ -51,7 +53,7 @@ class Config(Section):
     evaluation: Evaluation = option(Evaluation(), "measuring on held-out prompts")
     checkpoint: Checkpoint = option(Checkpoint(), "saving and going on")
     log: Log = option(Log(), "what is written about the run")
-    sample: Sampling = option(Sampling(), "looking for answers after training")
+    sample: SampleSettings = option(SampleSettings(), "looking for answers after training")
     guards: list[Guard] = option([], "bands that metrics shall stay in, and what happens when they do not")
     kernels: Kernels = option(Kernels(), "who computes fused operators")
 
@@ -176,8 +178,9 @@ def configure(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Co
 
 
 def laid_over(*trees: dict[str, Any]) -> dict[str, Any]:
-    """One tree of several, each laid over those before it, see `layers.laid_over`. Raises TreeError."""
-    return layers.laid_over(job, *trees)
+    """One tree of several, each laid over those before it, see `mmrl.settings.overrides.laid_over`. Raises
+    TreeError."""
+    return layering.laid_over(job, *trees)
 
 
 def validate(tree: dict[str, Any], origin: str) -> Config:

@@ -16,24 +16,24 @@ from types import TracebackType
 import torch
 
 from mmrl import trainer
-from mmrl.batches import awake, check_batch, sampled_by
 from mmrl.build import build_engine, build_generator, build_policy, build_task
 from mmrl.checkpoints import check_run_dir, check_warm_start
 from mmrl.checkpoints.starting import read_origin
+from mmrl.collection.collector import awake, check_batch, sampled_by
 from mmrl.config import Config, configure, load, to_yaml
 from mmrl.engine import Engine, Ranks, applied, end_with_launcher, take_device
 from mmrl.errors import UserError, told
-from mmrl.evaluation import Journal, evaluate
-from mmrl.progress import weights_read
-from mmrl.protocols import Responding
-from mmrl.quiet import quieten_environment
+from mmrl.evaluation.evaluate import Journal, evaluate
+from mmrl.evaluation.search import SearchingPolicy
+from mmrl.protocols.parts import Responding
 from mmrl.report.lock import check_free
 from mmrl.report.records import RunRecord, read_run
 from mmrl.report.run import Run
 from mmrl.rollouts import Sample
-from mmrl.search import SearchingPolicy
+from mmrl.runtime.logging import quieten_environment
+from mmrl.runtime.progress import weights_read
 from mmrl.settings import plain
-from mmrl.workers import without_workers
+from mmrl.workers.local import without_workers
 
 EachStep = Callable[[int, Mapping[str, float]], None]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Clip:
+class Video:
     """A moving picture: `frames` of one size, in order, `fps` of them a second."""
 
     frames: tuple[Image.Image, ...]
@@ -38,15 +38,15 @@ class Message:
     """What one side of a conversation says: texts, pictures and clips, in order."""
 
     role: str  # system, user, assistant or tool
-    parts: tuple[str | Image.Image | Clip, ...]
+    parts: tuple[str | Image.Image | Video, ...]
 
     @property
     def images(self) -> tuple[Image.Image, ...]:
         return tuple(part for part in self.parts if isinstance(part, Image.Image))
 
     @property
-    def videos(self) -> tuple[Clip, ...]:
-        return tuple(part for part in self.parts if isinstance(part, Clip))
+    def videos(self) -> tuple[Video, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Video))
 
     @property
     def text(self) -> str:
@@ -72,7 +72,7 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
-    videos: tuple[Clip, ...] = ()
+    videos: tuple[Video, ...] = ()
 
     def redrawn(self, change: Callable[[Image.Image], Image.Image]) -> Prompt:
         """With every picture and every frame changed, one after the other."""
@@ -312,7 +312,7 @@ class Turns(Record):
 
 
 @dataclass
-class Matching:
+class MatchingTargets:
     """What final samples are compared with at a noise level, [rollout, decision, ...] each; see
     `core.surrogates.contrast`."""
 
@@ -345,7 +345,7 @@ class Replay:
     segments: Tensor | None = None  # int64, the unit of level "segment" that a decision belongs to
     looks: Tensor | None = None  # int64, at which look of its episode a decision was made; None: a rollout is one
     pictures: Tensor | None = None  # [rollout, channel, height, width] with their gradient, 0 to 1 in gamut
-    matching: Matching | None = None  # of a policy whose decisions compare final samples
+    matching: MatchingTargets | None = None  # of a policy whose decisions compare final samples
     value: Tensor | None = None  # [rollout, step], of a policy with a critic
     moment: Tensor | None = None  # int64, when a decision was made, where the critic is asked about several at once
     # Fraction of the recorded experts that the trainer's router would not have picked for the previous token; NaN where

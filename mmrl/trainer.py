@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 
 from mmrl import checkpoints
-from mmrl.algorithms.base import Reduction
-from mmrl.batches import Batches, awake, check_batch
+from mmrl.algorithms.algorithm import Reduction
+from mmrl.collection.collector import Batches, awake, check_batch
 from mmrl.config import Config
-from mmrl.controls import Controls
 from mmrl.core.correction import correction_weight, effective_sample_size
 from mmrl.core.filters import whole_groups
 from mmrl.engine import Engine, Interruption, Shadow, applied, ramp, warmed_up
 from mmrl.engine.snapshot import Snapshot, start_of
 from mmrl.errors import UserError
-from mmrl.evaluation import evaluate, worth
-from mmrl.guards import Guards
-from mmrl.metrics import Metrics, Silence, Standstill, evaluation_line, step_line
-from mmrl.preparation import Minibatch, Preparation, check_shape
-from mmrl.progress import Interval, Work, display
-from mmrl.protocols import Policy, SyncedGenerator, Task
+from mmrl.evaluation.evaluate import evaluate, worth
+from mmrl.monitors.guards import Guards
+from mmrl.protocols.parts import Policy, SyncedGenerator, Task
 from mmrl.report.run import Run
 from mmrl.rollouts import Replay, Rollouts
+from mmrl.runtime.progress import Interval, Work, display
+from mmrl.schedules.schedule import Schedules
 from mmrl.settings import plain
+from mmrl.training.metrics import Metrics, Silence, Standstill, evaluation_line, step_line
+from mmrl.training.preparation import Minibatch, Preparation, check_shape
 
 
 class Trainer:
@@ -45,7 +45,7 @@ class Trainer:
         check_batch(config, engine.world)
         self.config, self.policy, self.task, self.engine, self.run = config, policy, task, engine, run
         self.generator = generator
-        self.algorithm, self.needs, self.controls = config.algorithm, config.needs, Controls(config)
+        self.algorithm, self.needs, self.controls = config.algorithm, config.needs, Schedules(config)
         self.batches = Batches(config, policy, task, engine, generator)
         self.ema = None if config.optim.ema is None else Shadow(policy.module, warmed_up(config.optim.ema))
         slow = self.algorithm.slow_sampling

@@ -7,7 +7,7 @@ Needs the packages `onnx` and `onnxruntime` (extra `detector`). The npm package 
 github RangiLyu/nanodet (Apache-2.0), those of CenterNet from github 610265158/mobilenetv3_centernet, whose licence the
 package does not state: read it before use. Nothing of either is shipped with mmrl.
 
-What a file has to be is said in mmrl/rewards/detectors.py, so that any other detector can be made into one.
+What a file has to be is said in mmrl/rewards/visual/detectors.py, so that any other detector can be made into one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from graph_model import GraphModel
 from torch import Tensor, nn
 
-from mmrl.rewards.detectors import COCO
+from mmrl.rewards.visual.detectors import COCO
 
 MEAN, STD = (103.53, 116.28, 123.675), (57.375, 57.12, 58.395)  # of NanoDet, for blue, green and red
 

@@ -1,4 +1,5 @@
-"""Draw tasks/named_pictures/*.png anew: each name once in each shipped style, from icon packages of the npm registry.
+"""Draw tasks/data/named_images/*.png anew: each name once in each shipped style, from icon packages of the npm
+registry.
 
 The icons are SVG; `rsvg-convert` (Debian: librsvg2-bin) draws them. PACKAGES is a folder with the unpacked packages
 `@iconify-json/noto` 1.2.9 (Apache-2.0) and `@iconify-json/fluent-emoji` 1.2.7 (MIT), each in a folder of its last name:
@@ -16,8 +17,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from mmrl.tasks.named_pictures.pictures import COLUMNS, FOLDER, SIDE, names
 from PIL import Image
+
+from mmrl.tasks.data.named_images.images import COLUMNS, FOLDER, SIDE, names
 
 PACKAGES = {"noto": "noto", "fluent": "fluent-emoji"}  # the package of each style
 

@@ -17,7 +17,7 @@ from convert_detectors import NanoDet
 from PIL import Image
 from torch import Tensor
 
-from mmrl.rewards.detectors import COCO, detector
+from mmrl.rewards.visual.detectors import COCO, detector
 
 CLASSES = ("dog", "zebra", "banana", "bus", "clock")
 

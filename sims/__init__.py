@@ -3,12 +3,12 @@ built."""
 
 from typing import TYPE_CHECKING
 
-from mmrl import lazy
+from mmrl.runtime import lazy_attributes
 
 if TYPE_CHECKING:
-    from mmrl.sims.episodes import play, run_episodes
     from mmrl.sims.registry import SIMULATORS, build, renderers
-    from mmrl.sims.vector import Observation, Simulator, Step, Transition, VectorSim
+    from mmrl.sims.vector.episodes import play, run_episodes
+    from mmrl.sims.vector.simulator import Observation, Simulator, Step, Transition, VectorSim
 
 __all__ = [
     "SIMULATORS",
@@ -23,10 +23,10 @@ __all__ = [
     "run_episodes",
 ]
 WHERE = {
-    "episodes": ("play", "run_episodes"),
     "registry": ("SIMULATORS", "build", "renderers"),
-    "vector": ("Observation", "Simulator", "Step", "Transition", "VectorSim"),
+    "vector.episodes": ("play", "run_episodes"),
+    "vector.simulator": ("Observation", "Simulator", "Step", "Transition", "VectorSim"),
 }
-__getattr__ = lazy.attributes(
+__getattr__ = lazy_attributes.attributes(
     __name__, {name: f"mmrl.sims.{module}" for module, names in WHERE.items() for name in names}
 )

@@ -17,11 +17,11 @@ from minigrid.core.constants import COLOR_TO_IDX, OBJECT_TO_IDX, STATE_TO_IDX
 from minigrid.core.grid import Grid
 from minigrid.core.world_object import WorldObj
 from minigrid.utils.baby_ai_bot import BabyAIBot
-from mmrl.sims.gymnasium import GymnasiumSimulator
-from mmrl.sims.vector import Transition
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
+from mmrl.sims.gymnasium import GymnasiumSimulator
+from mmrl.sims.vector.simulator import Transition
 
 LEVELS = ("GoToLocalS8N7", "PickupDist", "OpenDoorColor", "PutNextLocalS5N3")
 COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")

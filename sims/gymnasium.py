@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
-from mmrl.sims.vector import Transition
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
+from mmrl.sims.vector.simulator import Transition
 
 _log = logging.getLogger(__name__)
 RENDER = "render"

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-from mmrl.sims.mujoco.gl import Renderer, choose_backend
-from mmrl.sims.rows import Rows
-from mmrl.sims.vector import Transition, nearest
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
+from mmrl.sims.mujoco.gl import Renderer, choose_backend
+from mmrl.sims.vector.rows import EnvironmentRows
+from mmrl.sims.vector.simulator import Transition, nearest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that there is no display
@@ -78,7 +78,7 @@ class OGBench:
         self._pictured, self._size, self._max_steps = observation == "rgb", image_size, max_steps
         self.count, self.state_dim = count, ROBOT_DIM if self._pictured else SCENE_DIM + PLACE_DIM
         self.image_shape = (image_size, image_size, 3) if self._pictured else (0, 0, 3)
-        self._rows = Rows[Row](count)
+        self._rows = EnvironmentRows[OGBenchRow](count)
         self._worlds: dict[tuple[str, int], int] = {}  # task and seed: the seed of the world that has the task
         self._renderer: Renderer | None = None  # one for all: their models have the same meshes
 
@@ -86,7 +86,7 @@ class OGBench:
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
 
         def start(i: int, row: int) -> None:
-            playing = self._rows.get(row) or Row()
+            playing = self._rows.get(row) or OGBenchRow()
             self._rows[row] = playing
             key = (tasks[i], seeds[i])
             self._worlds[key] = playing.start(tasks[i], self._worlds.get(key, seeds[i]))
@@ -114,9 +114,9 @@ class OGBench:
     def close(self) -> None:
         if self._renderer is not None:
             self._renderer.close()
-        self._rows, self._renderer = Rows(self.count), None
+        self._rows, self._renderer = EnvironmentRows(self.count), None
 
-    def _play(self, playing: Row, actions: NDArray, out: Transition, i: int) -> None:
+    def _play(self, playing: OGBenchRow, actions: NDArray, out: Transition, i: int) -> None:
         before = playing.way
         for c, action in enumerate(actions):
             success = playing.act(action)
@@ -129,7 +129,7 @@ class OGBench:
             if success or out.truncated[i, c]:
                 break
 
-    def _show(self, playing: Row, out: Transition, i: int) -> None:
+    def _show(self, playing: OGBenchRow, out: Transition, i: int) -> None:
         out.state[i] = playing.state[: self.state_dim]
         if self._pictured:
             model = playing.env.model
@@ -138,7 +138,7 @@ class OGBench:
             self._renderer.render(model, playing.env.data, out.images[i], model.camera("front_pixels").id)
 
 
-class Row:
+class OGBenchRow:
     """An environment and its episode."""
 
     def __init__(self) -> None:

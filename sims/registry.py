@@ -7,10 +7,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from mmrl.sims.vector import EndOfEpisode, Simulator, VectorSim, nearest
-from mmrl.sims.workers import Workers
-
 from mmrl.errors import UserError, told
+from mmrl.sims.vector.simulator import EndOfEpisode, Simulator, VectorSim, nearest
+from mmrl.sims.vector.workers import Workers
 
 SIMULATORS = {
     "tabletop": "mmrl.sims.mujoco:Tabletop",
@@ -107,14 +106,14 @@ def resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return defaults | dict(options)
 
 
-class Renderer(NamedTuple):
+class RendererStatus(NamedTuple):
     """What a simulator renders with, or why it cannot, and then the command that mends it."""
 
     said: str
     mend: str = ""
 
 
-def renderers() -> dict[str, Renderer]:
+def renderers() -> dict[str, RendererStatus]:
     """Of each simulator that is installed and renders on its own; for `mmrl doctor`."""
     found = {}
     for name, package, chooser in RENDERING:
@@ -122,9 +121,9 @@ def renderers() -> dict[str, Renderer]:
             module, _, function = chooser.partition(":")
             part = importlib.import_module(module)
             try:
-                found[name] = Renderer(vars(part)[function]())
+                found[name] = RendererStatus(vars(part)[function]())
             except UserError as error:
-                found[name] = Renderer(str(error), part.COMMAND)
+                found[name] = RendererStatus(str(error), part.COMMAND)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from mmrl.settings import Choice
 
 if TYPE_CHECKING:
-    from mmrl.protocols import Task
+    from mmrl.protocols.parts import Task
 
 
 class TaskSettings(Choice):

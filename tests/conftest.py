@@ -31,7 +31,7 @@ def alone():
     import deepspeed  # here, so that tests that need neither start at once
     import torch.distributed as dist
 
-    from tests.engine.parts import model_folder
+    from tests.whole_runs.parts import model_folder
 
     model_folder()
     before = dict(os.environ)
@@ -52,27 +52,25 @@ FAST = (
     "rewards/test_verifiers.py",
     "tasks/test_digits.py",
     "tasks/test_visual_qa.py",
+    "house/test_floors.py",
+    "prompts/test_sampler.py",
+    "protocols/test_batch.py",
+    "schedules/test_schedule.py",
+    "settings/",
     "test_config.py",
-    "test_controls.py",
-    "test_facts.py",
-    "test_floors.py",
-    "test_prompt_samplers.py",
     "test_rollouts.py",
-    "test_settings.py",
 )
 # Half a minute to a minute each: they are begun first, so that of two processes neither is left with one at the end.
 LONG = (
-    "test_ray.py",
-    "engine/test_vllm_servers.py",
-    "engine/test_vllm.py",
+    "runtime/test_ray.py",
+    "whole_runs/test_vllm_servers.py",
+    "whole_runs/test_vllm.py",
+    "whole_runs/",
     "engine/",
-    "test_run_dir.py",
     "workers/test_processes.py",
     "rewards/test_isolated.py",
-    "test_resume.py",
     "policies/test_vlm.py",
-    "test_deferred.py",
-    "test_image_runs.py",
+    "runtime/test_lazy_imports.py",
     "sims/test_maniskill.py",
 )
 # Hundreds of combinations; a browser; learning to a fixed point.

@@ -4,7 +4,7 @@ import pytest
 
 from mmrl.config import load, to_yaml, validate
 from mmrl.errors import UserError
-from tests.command_line import ROOT
+from tests.helpers.command_line import ROOT
 
 CONFIGS = sorted((ROOT / "configs").glob("**/*.yaml"))
 

@@ -9,7 +9,7 @@ import pytest
 
 import mmrl
 from mmrl import Job, UserError, configure, load, read_run
-from tests.readme import ROOT, files
+from tests.helpers.pages import ROOT, files
 
 PAGE = ROOT / "mmrl" / "library.md"
 
@@ -97,7 +97,7 @@ def test_cells_of_a_notebook(shop):
                     job.train()
                 except Exception as error:
                     assert "can not train" in str(error)
-            tree = {"run_dir": "runs/more", "threads": 1, "model": {"build": "mmrl.tasks.visual_qa.tiny_model:build"},
+            tree = {"run_dir": "runs/more", "threads": 1, "model": {"build": "mmrl.tasks.visual_qa.tiny.model:build"},
                     "task": {"data": {"type": "digits", "cells": 2, "train_size": 100}}, "steps": 1,
                     "rollout": {"prompts": 4, "group_size": 4, "max_response_length": 4},
                     "evaluation": {"before": False, "prompts": 4}}

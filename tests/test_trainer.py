@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmrl.algorithms.surrogates import Surrogate
+from mmrl.algorithms.surrogates.surrogate import Surrogate
+from mmrl.checkpoints.settings import Checkpoint
 from mmrl.config import load
 from mmrl.engine.deepspeed import learning_rate
 from mmrl.errors import UserError
-from mmrl.evaluation import worth
-from mmrl.metrics import Metrics, Standstill
-from mmrl.prompt_samplers import Permutation
-from mmrl.sections import Checkpoint
-from tests.engine import parts
-from tests.engine.parts import TINY, Fixed, distance, final, make, metrics, release, spread, train, under
+from mmrl.evaluation.evaluate import worth
+from mmrl.prompts.sampler import Permutation
+from mmrl.training.metrics import Metrics, Standstill
+from tests.whole_runs import parts
+from tests.whole_runs.parts import TINY, Fixed, distance, final, make, metrics, release, spread, train, under
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -115,7 +115,7 @@ def test_terms_add_up(trainer, batch):
 
 def test_every_surrogate_has_a_gradient_of_its_own_off_policy(trainer, batch):
     options = {"divergence_mask": "{type: divergence_mask, bound: 0.05}", "dual_clip": "{type: dual_clip, cap: 1.05}"}
-    kinds = [k for k, place in Surrogate.kinds.items() if place.startswith("mmrl.algorithms.surrogates:")]
+    kinds = [k for k, place in Surrogate.kinds.items() if place.startswith("mmrl.algorithms.surrogates.surrogate:")]
     assert len(kinds) == 7
     found = {k: gradient(trainer, batch, f"algorithm.surrogate={options.get(k, k)}") for k in kinds}
     for i, a in enumerate(kinds):

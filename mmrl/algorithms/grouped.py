@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmrl.algorithms.base import RewardedAlgorithm
-from mmrl.algorithms.baselines import Baseline, Mean
-from mmrl.algorithms.transforms import Transform
-from mmrl.needs import Capabilities, Needs
+from mmrl.algorithms.algorithm import RewardedAlgorithm
+from mmrl.algorithms.baselines.baseline import Baseline, Mean
+from mmrl.algorithms.reward_transforms.transform import Transform
+from mmrl.protocols.requirements import Capabilities, Needs
 from mmrl.settings import Choice, option
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmrl.config import Config
-    from mmrl.facts import Batch
+    from mmrl.protocols.batch import Batch
+    from mmrl.protocols.job import JobConfig
     from mmrl.rollouts import Rollouts
 
 
@@ -30,7 +30,7 @@ class Scale(Choice):
         "group_std": "mmrl.algorithms.grouped:GroupStd",
         "batch_std": "mmrl.algorithms.grouped:BatchStd",
         "bucket_std": "mmrl.algorithms.grouped:BucketStd",
-        "quantile_bucket_std": "mmrl.algorithms.quantile_buckets:QuantileBucketStd",
+        "quantile_bucket_std": "mmrl.algorithms.scales.quantile_buckets:QuantileBucketStd",
         "none": "mmrl.algorithms.grouped:NoScale",
     }
     test: ClassVar[str] = "tests/joints/test_advantages.py"
@@ -70,7 +70,7 @@ class BucketStd(Scale):
     source: ClassVar[str] = "Durian, arXiv 2602.21743"
     known: ClassVar[str] = "bucket_std"
     type: str = "bucket_std"
-    by: str = option(description="the fact: a key of the prompts' metadata, or another of `mmrl.facts`")
+    by: str = option(description="the fact: a key of the prompts' metadata, or another of `mmrl.protocols.batch`")
 
     def buckets(self, batch: Batch) -> Tensor | None:
         return batch.fact(self.by)
@@ -94,8 +94,8 @@ class Components(Choice):
         "sum": "mmrl.algorithms.grouped:SumOfComponents",
         "normalise_each": "mmrl.algorithms.grouped:NormaliseEach",
         "gated": "mmrl.algorithms.grouped:Gated",
-        "constrained": "mmrl.algorithms.constrained:Constrained",
-        "projected": "mmrl.algorithms.projected:Projected",
+        "constrained": "mmrl.algorithms.scales.constrained:Constrained",
+        "projected": "mmrl.algorithms.scales.projected:Projected",
     }
     test: ClassVar[str] = "tests/core/test_advantages.py"
     known: ClassVar[str] = "sum"
@@ -168,7 +168,7 @@ class GroupedAlgorithm(RewardedAlgorithm):
         for i, transform in enumerate(self.transforms):
             yield f"algorithm.transforms.{i} ({transform.type})", transform.needs
 
-    def check(self, config: Config, offered: Capabilities) -> None:
+    def check(self, config: JobConfig, offered: Capabilities) -> None:
         compared = next((t.type for t in self.transforms), f"algorithm.baseline={self.baseline.type}")
         if (self.baseline.compares or self.transforms) and config.group_size < 2:
             raise ValueError(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mmrl.algorithms.base import Reduction
+from mmrl.algorithms.algorithm import Reduction
 from mmrl.algorithms.ratio import RatioAlgorithm
-from mmrl.collection import CollectionSettings, Independent
-from mmrl.critics import CriticSettings, SharedCritic
-from mmrl.needs import Capabilities, Needs
+from mmrl.collection.settings import CollectionSettings, Independent
+from mmrl.protocols.critic import CriticSettings, SharedCritic
+from mmrl.protocols.requirements import Capabilities, Needs
 from mmrl.settings import option
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from mmrl.config import Config
-    from mmrl.facts import Batch
+    from mmrl.protocols.batch import Batch
+    from mmrl.protocols.job import JobConfig
     from mmrl.rollouts import Replay, Rollouts, Steps
 
 
@@ -73,7 +73,7 @@ class PPO(RatioAlgorithm):
     def by_step(self) -> bool:
         return self.shuffle == "steps"
 
-    def check(self, config: Config, offered: Capabilities) -> None:
+    def check(self, config: JobConfig, offered: Capabilities) -> None:
         super().check(config, offered)
         if not self.by_step:
             return

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from mmrl.algorithms.base import Reduction, RewardedAlgorithm
-from mmrl.algorithms.surrogates import Clip, Surrogate
-from mmrl.needs import Needs
+from mmrl.algorithms.algorithm import Reduction, RewardedAlgorithm
+from mmrl.algorithms.surrogates.surrogate import Clip, Surrogate
+from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmrl.facts import Batch
+    from mmrl.protocols.batch import Batch
     from mmrl.rollouts import Replay, Rollouts
 
 

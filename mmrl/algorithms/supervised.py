@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mmrl.algorithms.base import Algorithm
-from mmrl.collection import CollectionSettings, Demonstrations
+from mmrl.algorithms.algorithm import Algorithm
+from mmrl.collection.settings import CollectionSettings, Demonstrations
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmrl.facts import Batch
+    from mmrl.protocols.batch import Batch
     from mmrl.rollouts import Replay, Rollouts
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 
 from mmrl.checkpoints import store
+from mmrl.checkpoints.settings import Checkpoint
 from mmrl.checkpoints.store import Pending
-from mmrl.devices import local_ranks
 from mmrl.engine import Engine
-from mmrl.sections import Checkpoint
+from mmrl.runtime.devices import local_ranks
 
 
 class Saver:

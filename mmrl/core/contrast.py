@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class MatchedSamples(Protocol):
-    """Noisy samples with what is predicted of them; see `mmrl.rollouts.Matching`."""
+    """Noisy samples with what is predicted of them; see `mmrl.rollouts.MatchingTargets`."""
 
     noisy: Tensor
     prediction: Tensor

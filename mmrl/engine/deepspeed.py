@@ -31,10 +31,10 @@ import deepspeed  # noqa: E402  (reads DS_ACCELERATOR when imported)
 from deepspeed.runtime.zero import unwrap_model_for_generation  # noqa: E402
 
 from mmrl.engine import files, reshape  # noqa: E402
+from mmrl.engine.ema import reshaped, share  # noqa: E402
+from mmrl.engine.heartbeat import Heartbeat  # noqa: E402
 from mmrl.engine.launcher import ANY_PORT, MEETING, end_with_launcher, take_device  # noqa: E402
-from mmrl.engine.parcels import packed  # noqa: E402
-from mmrl.engine.shadow import reshaped, share  # noqa: E402
-from mmrl.engine.watch import Watch  # noqa: E402
+from mmrl.engine.packing import packed  # noqa: E402
 
 LATER = 60.0  # seconds that a collective waits on, so that ranks that watch each other name the missing one before
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of so many bytes
@@ -45,7 +45,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distribu
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-class Guarded(torch.optim.Optimizer):
+class GuardedOptimizer(torch.optim.Optimizer):
     """Before an optimizer of torch's: it clips, and leaves weights alone when the gradient's norm is not finite.
 
     ZeRO's optimizers do both around the optimizer they wrap; without ZeRO (`clip_grad_norm` given) nobody does. The
@@ -74,8 +74,8 @@ class Guarded(torch.optim.Optimizer):
 
 
 def guarded(kind: type[torch.optim.Optimizer]) -> Any:
-    """A class of optimizers of this kind that are `Guarded`."""
-    return type(f"Guarded{kind.__name__}", (Guarded, kind), {})
+    """A class of optimizers of this kind that are `GuardedOptimizer`."""
+    return type(f"Guarded{kind.__name__}", (GuardedOptimizer, kind), {})
 
 
 def learning_rate(step: int, *, lr: float, warmup: int, schedule: str, total: int, hold: int = 0) -> float:
@@ -137,7 +137,7 @@ class Ranks:
         self._objects = objects_group(timeout)
         self.timeout = timeout
         self.waited = 0.0  # seconds in collectives that are asked for here
-        self._watch: Watch | None = None
+        self._watch: Heartbeat | None = None
 
     @property
     def rank(self) -> int:
@@ -155,9 +155,9 @@ class Ranks:
         )
 
     def watch(self, folder: Path) -> None:
-        """From now on ranks watch each other through the run directory `folder`; see `mmrl.engine.watch`."""
+        """From now on ranks watch each other through the run directory `folder`; see `mmrl.engine.heartbeat`."""
         if self.world > 1:
-            self._watch = Watch(folder, self.rank, self.world, self.timeout)
+            self._watch = Heartbeat(folder, self.rank, self.world, self.timeout)
 
     def mark(self, phase: str | None = None) -> None:
         """Tells the other ranks that this one has begun a phase, or a collective. All ranks do so alike."""

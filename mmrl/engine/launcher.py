@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmrl import devices
+from mmrl.runtime import devices
 
 STARTED_BY = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")  # what torchrun and DeepSpeed's launcher tell their ranks
 ANY_PORT = "0"  # the system gives a free one when it is opened, so that no other process can take it in between

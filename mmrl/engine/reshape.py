@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.engine.shadow import gather_again, take
+from mmrl.engine.ema import gather_again, take
 
 MASTER = "fp32"  # the weights that the optimizer steps; beside them its moments
 STEP = "step"  # how many it has taken, where it counts them

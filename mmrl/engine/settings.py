@@ -162,3 +162,11 @@ class UnevenEngine(Section):
         "rounding, but for masks that are drawn at random. none: a rank learns from what it sampled, as it does with "
         "algorithm.shuffle=steps",
     )
+
+
+class Kernels(Section):
+    """Who computes the fused operators (mmrl.kernels). The choices agree to rounding."""
+
+    backend: Literal["auto", "cuda", "cpu", "torch"] = option(
+        "auto", "auto: the compiled kernels of each tensor's device, where they can be built; torch: plain PyTorch"
+    )

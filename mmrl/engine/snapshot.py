@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.engine.shadow import gather_again, share
+from mmrl.engine.ema import gather_again, share
 
 
 class Snapshot:

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
-from mmrl.controls import Constant, Control
-from mmrl.needs import Needs
+from mmrl.protocols.requirements import Needs
+from mmrl.schedules.schedule import Constant, Schedule
 from mmrl.settings import Choice, Section, option
 
 Level = Literal["token", "sequence", "geometric"]
@@ -135,14 +135,14 @@ class VLLMColocated(VLLMGenerator):
     the weights all the time."""
 
     type: str = "vllm_colocated"
-    test: ClassVar[str] = "tests/engine/test_vllm.py"
+    test: ClassVar[str] = "tests/whole_runs/test_vllm.py"
 
 
 class VLLMServer(VLLMGenerator):
     """vLLM engines in processes of their own."""
 
     type: str = "vllm_server"
-    test: ClassVar[str] = "tests/engine/test_vllm_servers.py"
+    test: ClassVar[str] = "tests/whole_runs/test_vllm_servers.py"
     servers: int = option(1, "engines that are started, each a replica", ge=1)
     tensor_parallel: int = option(1, "GPUs of each", ge=1)
     first_device: int = option(0, "the first of their GPUs; those before it are for training", ge=0)
@@ -219,7 +219,7 @@ class RolloutWorkers(Section):
     )
     correction: Correction = option(Correction(), "for weights that are some steps old")
 
-    def check(self, needs: Needs, offers: frozenset[str], temperature: Control | None = None) -> None:
+    def check(self, needs: Needs, offers: frozenset[str], temperature: Schedule | None = None) -> None:
         """What a batch that is made ahead of training does not go with. offers: of the policy's decisions.
 
         Raises ValueError in one line that names the key."""

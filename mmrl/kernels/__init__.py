@@ -1,6 +1,6 @@
 """Fused operators for likelihoods, advantages and surrogates: one face each, computed by CUDA, C++ or plain torch."""
 
-from mmrl.kernels.compiled import KernelError, build, use
+from mmrl.kernels.compiled import use
 from mmrl.kernels.operators import (
     clipped_surrogate,
     denoise_logprob,
@@ -11,6 +11,7 @@ from mmrl.kernels.operators import (
     token_logprob,
 )
 from mmrl.kernels.status import health, status
+from mmrl.kernels.toolchain import KernelError, build
 
 __all__ = [
     "KernelError",

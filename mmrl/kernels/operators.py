@@ -25,7 +25,7 @@ MODES = ("token_mean", "sequence_mean", "sequence_sum", "constant")
 ROWS_AT_ONCE = {"cpu": 256, "cuda": 2048}  # of logits made from hidden states; more cost memory, fewer cost time
 
 
-class Step(NamedTuple):
+class DenoisingStep(NamedTuple):
     """x' [N, ...], its logp [N] and, on request, the mean of the transition [N, ...]."""
 
     x_next: Tensor
@@ -33,7 +33,7 @@ class Step(NamedTuple):
     mean: Tensor | None
 
 
-class Likelihood(NamedTuple):
+class StepLikelihood(NamedTuple):
     """Each [N]: logp of x', log-ratio to the old policy, exact KL to the reference; None where not asked for."""
 
     logp: Tensor
@@ -41,7 +41,7 @@ class Likelihood(NamedTuple):
     kl: Tensor | None
 
 
-class Tokens(NamedTuple):
+class TokenStatistics(NamedTuple):
     """Each of the targets' shape: log-probability, entropy and the sum of squared probabilities."""
 
     logp: Tensor
@@ -70,7 +70,7 @@ def denoise_step(
     *,
     reduction: str = "mean",
     keep_mean: bool = False,
-) -> Step:
+) -> DenoisingStep:
     """One step of any sampler that is linear in (x, v), and its likelihood in the same pass; without gradient.
 
         mean = a_x x + a_v v        x' = mean + std noise        logp = mean (or sum) of log Normal(x'; mean, std)
@@ -85,7 +85,7 @@ def denoise_step(
         x_next, logp, mean = torch.ops.mmrl.denoise_step(*args, keep_mean)
     else:
         x_next, logp, mean = reference.denoise_step(*args)
-    return Step(x_next.view(shape), logp, mean.view(shape) if keep_mean else None)
+    return DenoisingStep(x_next.view(shape), logp, mean.view(shape) if keep_mean else None)
 
 
 def denoise_logprob(
@@ -100,7 +100,7 @@ def denoise_logprob(
     v_old: Tensor | None = None,
     v_ref: Tensor | None = None,
     reduction: str = "mean",
-) -> Likelihood:
+) -> StepLikelihood:
     """Likelihood of x' under Normal(mean, std), mean = a_x x + a_v v, against an old policy and a reference.
 
         logp      = mean (or sum) over elements of log Normal(x'; mean, std)
@@ -133,12 +133,12 @@ def denoise_logprob(
         torch.ops.mmrl.denoise_logprob(*args) if chosen(x, v, x_next) else reference.denoise_logprob(*args)
     )
     asked = mean_old is not None or v_old is not None
-    return Likelihood(logp, ratio if asked else None, None if v_ref is None else kl)
+    return StepLikelihood(logp, ratio if asked else None, None if v_ref is None else kl)
 
 
 def token_logprob(
     logits: Tensor, targets: Tensor, *, temperature: float = 1.0, columns: tuple[int, int] | None = None
-) -> Tokens:
+) -> TokenStatistics:
     """logp, entropy and sum of squared probabilities of softmax(logits / temperature), in one pass over the columns.
 
     logits: [..., V], a slice or a view is fine; targets: [...] int64 ids in the whole vocabulary. `columns` (start,
@@ -152,11 +152,11 @@ def token_logprob(
     scale = _inverse(temperature)
     logits, targets = _columns(logits, -1, targets, columns)
     if not chosen(logits):
-        return Tokens(*reference.token_logprob(logits, targets, scale))
+        return TokenStatistics(*reference.token_logprob(logits, targets, scale))
     flat = logits if logits.dim() in (2, 3) else logits.reshape(-1, logits.shape[-1])
     flat = flat if flat.stride(-1) == 1 else flat.contiguous()
     rows = torch.ops.mmrl.token_logprob(flat, targets.reshape(-1).contiguous(), scale)
-    return Tokens(*(r.view(targets.shape) for r in rows[:3]))
+    return TokenStatistics(*(r.view(targets.shape) for r in rows[:3]))
 
 
 def hidden_logprob(
@@ -168,7 +168,7 @@ def hidden_logprob(
     columns: tuple[int, int] | None = None,
     excluded: Tensor | None = None,
     chunk: int | None = None,
-) -> Tokens:
+) -> TokenStatistics:
     """`token_logprob` of logits = hidden @ weight.T, `chunk` rows at a time: the logits of a batch are never stored.
 
     hidden: [..., H]; weight: [V, H], the output matrix, of the same dtype, in which the logits of a chunk are made;
@@ -192,7 +192,7 @@ def hidden_logprob(
         rows = torch.ops.mmrl.hidden_logprob(flat, weight, ids, excluded, scale, size)[:3]
     else:
         rows = reference.hidden_logprob(flat, weight, ids, excluded, scale, size)
-    return Tokens(*(r.view(targets.shape) for r in rows))
+    return TokenStatistics(*(r.view(targets.shape) for r in rows))
 
 
 @torch.no_grad()

@@ -17,34 +17,34 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from mmrl.kernels import compiled
+from mmrl.kernels import toolchain
 
 MANIFEST = "manifest.json"
-OLDEST_TORCH = "2.11"  # whose stable ABI the libraries are made for: compiled.DEFINES
+OLDEST_TORCH = "2.11"  # whose stable ABI the libraries are made for: toolchain.DEFINES
 
 
 def build(into: Path | None = None) -> tuple[list[Path], str]:
     """Every library that this machine can build, in place of what lies in the folder, and a line about those that it
     can not. Raises KernelError if a compiler fails, or if there is none."""
-    folder = into or compiled.SHIPPED
+    folder = into or toolchain.SHIPPED
     folder.mkdir(parents=True, exist_ok=True)
     for old in [*folder.glob("mmrl_*.so"), *folder.glob("mmrl_*.lock"), folder / MANIFEST]:
         old.unlink(missing_ok=True)
     told: dict[str, dict[str, Any]] = {}
-    for level in compiled.LEVELS:
-        path = compiled.made("cpu", folder, level)
+    for level in toolchain.LEVELS:
+        path = toolchain.made("cpu", folder, level)
         told[path.name] = {"kind": "cpu", "level": level}
     missing = "no nvcc here: only the C++ kernels were built"
-    if compiled._compiler("cuda"):
-        architectures = compiled.architectures()
-        path = compiled.made("cuda", folder)
-        told[path.name] = {"kind": "cuda", "cuda": compiled.toolkit(), "architectures": list(architectures)}
-        absent = [f"sm_{a}" for a in compiled.CUDA_ARCHITECTURES if a not in architectures]
+    if toolchain._compiler("cuda"):
+        architectures = toolchain.architectures()
+        path = toolchain.made("cuda", folder)
+        told[path.name] = {"kind": "cuda", "cuda": toolchain.toolkit(), "architectures": list(architectures)}
+        absent = [f"sm_{a}" for a in toolchain.CUDA_ARCHITECTURES if a not in architectures]
         missing = f"this nvcc does not know {', '.join(absent)}" if absent else ""
     for lock in folder.glob("*.lock"):
         lock.unlink()
     for name, facts in told.items():
-        facts |= {"sha256": _digest(folder / name), "machine": platform.machine(), "sources": compiled.sources()}
+        facts |= {"sha256": _digest(folder / name), "machine": platform.machine(), "sources": toolchain.sources()}
     (folder / MANIFEST).write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
     return [folder / name for name in told], missing
 
@@ -52,7 +52,7 @@ def build(into: Path | None = None) -> tuple[list[Path], str]:
 def fitting(kind: str) -> tuple[Path | None, str]:
     """The shipped library for this machine; without one why none of those that are there can be used, "" where none
     is there."""
-    folder = compiled.SHIPPED
+    folder = toolchain.SHIPPED
     if not (folder / MANIFEST).is_file():
         return None, ""
     try:
@@ -71,12 +71,12 @@ def _unfit(path: Path, facts: dict[str, Any]) -> str:
     """Why a shipped library is not for this machine; "" where it is."""
     if facts["machine"] != platform.machine():
         return f"it is for {facts['machine']}, this is {platform.machine()}"
-    if facts["sources"] != compiled.sources():
+    if facts["sources"] != toolchain.sources():
         return "it was made of other sources than these"
     if Version(torch.__version__) < Version(OLDEST_TORCH):
         return f"it needs torch {OLDEST_TORCH} or later, this is {torch.__version__}"
-    if facts["kind"] == "cpu" and facts["level"] != compiled.level():
-        return f"it is for processors with {facts['level']}, this one has {compiled.level()}"
+    if facts["kind"] == "cpu" and facts["level"] != toolchain.level():
+        return f"it is for processors with {facts['level']}, this one has {toolchain.level()}"
     if facts["kind"] == "cuda" and (reason := _other_cuda(facts)):
         return reason
     if not path.is_file():

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from mmrl.needs import Capabilities
+from mmrl.protocols.requirements import Capabilities
 from mmrl.settings import Choice, Section, option
 
 if TYPE_CHECKING:
-    from mmrl.config import Config
     from mmrl.engine.memory import Blueprint
-    from mmrl.protocols import Policy
+    from mmrl.protocols.job import JobConfig
+    from mmrl.protocols.parts import Policy
 
 Collects = Literal["groups", "rollouts", "demonstrations"]
 Sections = dict[str, type[Section]]  # by their names; a name of its own, for inside a choice `type` is a key
@@ -60,11 +60,11 @@ class ModelSettings(Choice):
         "vision_language": "mmrl.policies.vlm.settings:VisionLanguageModel",
         "diffusion": "mmrl.policies.diffusion.settings:DiffusionModel",
         "vision_language_action": "mmrl.policies.vla.settings:VisionLanguageActionModel",
-        "few_step_diffusion": "mmrl.policies.few_step.settings:FewStepModel",
-        "rewritten_diffusion": "mmrl.policies.rewritten.settings:RewrittenModel",
-        "picture_codes": "mmrl.policies.codes.settings:CodeModel",
-        "masked_diffusion": "mmrl.policies.masked.settings:MaskedModel",
-        "uniform_diffusion": "mmrl.policies.masked.uniform_settings:UniformModel",
+        "few_step_diffusion": "mmrl.policies.few_step_diffusion.settings:FewStepModel",
+        "rewritten_diffusion": "mmrl.policies.prompt_rewriting.settings:RewrittenModel",
+        "picture_codes": "mmrl.policies.autoregressive_image.settings:CodeModel",
+        "masked_diffusion": "mmrl.policies.discrete_diffusion.settings:MaskedModel",
+        "uniform_diffusion": "mmrl.policies.discrete_diffusion.uniform_settings:UniformModel",
     }
     type: str = "vision_language"
     path: str | None = option(None, "a folder or a hub name; or `build`, or `warm_start`")
@@ -91,18 +91,18 @@ class ModelSettings(Choice):
         the algorithm learns from."""
 
     @abstractmethod
-    def capabilities(self, config: Config) -> Capabilities:
+    def capabilities(self, config: JobConfig) -> Capabilities:
         """What decisions of this job support."""
 
     @abstractmethod
-    def load(self, config: Config, task: Any, path: str) -> Policy:
+    def load(self, config: JobConfig, task: Any, path: str) -> Policy:
         """The policy whose weights are at `path`. Raises UserError, OSError, ImportError or ValueError if it can not be
         loaded."""
 
-    def blueprint(self, config: Config, path: str) -> Blueprint | None:
+    def blueprint(self, config: JobConfig, path: str) -> Blueprint | None:
         """The network at `path` and what this job computes with it, without weights, for an estimate of memory; None
         for networks so small that nobody asks. Raises UserError where only the weights would tell."""
         return None
 
-    def check(self, config: Config) -> None:
+    def check(self, config: JobConfig) -> None:
         """Raises ValueError in one line for settings of other sections that do not fit."""

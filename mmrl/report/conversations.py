@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from mmrl.rollouts import Clip, Conversation, Message
+from mmrl.rollouts import Conversation, Message, Video
 
 ROLE = '<b class="role">{}</b>'
 
@@ -37,7 +37,7 @@ def _said(message: Message, boxes: dict[int, list[list[float]]], number: Iterato
     for part in message.parts:
         if isinstance(part, str):
             shown.append(f"<pre>{html.escape(part)}</pre>")
-        elif isinstance(part, Clip):
+        elif isinstance(part, Video):
             shown.append(f'<img src="{film_url(part.frames, round(1000 / part.fps))}">')
         else:
             shown.append(f'<img src="{data_url(with_boxes(part, boxes.get(next(number), [])))}">')

@@ -38,14 +38,14 @@ TOGETHER = {"accuracy", "evaluation/accuracy", "evaluation/standard_error", "eva
 
 
 @dataclass(frozen=True)
-class Group:
+class FigureGroup:
     """A heading, and the figures below it."""
 
     title: str
     figures: list[dict[str, Any]]
 
 
-def groups(runs: Sequence[RunRecord]) -> list[Group]:
+def groups(runs: Sequence[RunRecord]) -> list[FigureGroup]:
     """All metrics of the runs, each in one figure under the first heading that has a beginning of its name."""
     named: dict[str, list[str]] = {title: [] for title in HEADINGS}
     for name in dict.fromkeys(name for run in runs for name in run.names):
@@ -56,7 +56,7 @@ def groups(runs: Sequence[RunRecord]) -> list[Group]:
     found = {title: [curve(runs, name) for name in names] for title, names in named.items()}
     found[LEARNING][:0] = accuracy(runs)
     found[TIMES][:0] = phases(runs)
-    return [Group(title, figures) for title, figures in found.items() if figures]
+    return [FigureGroup(title, figures) for title, figures in found.items() if figures]
 
 
 def beside(names: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ FAR = 0.1  # of an engine's log-probabilities from the trained model's, in nats 
 
 
 @dataclass(frozen=True)
-class Finding:
+class HealthFinding:
     """One check. verdict: good, warning or bad; advice is empty where the verdict is good."""
 
     name: str
@@ -31,23 +31,25 @@ class Finding:
     metrics: tuple[str, ...] = ()
 
 
-Check = Callable[[RunRecord], Iterator[Finding]]
+Check = Callable[[RunRecord], Iterator[HealthFinding]]
 
 
-def examine(run: RunRecord) -> list[Finding]:
+def examine(run: RunRecord) -> list[HealthFinding]:
     """All checks whose metrics the run has, the bad ones first."""
     found = [finding for check in CHECKS for finding in check(run)]
     return sorted(found, key=lambda finding: (BAD, WARNING, GOOD).index(finding.verdict))
 
 
-def judged(name: str, wrong: bool, good: str, bad: str, advice: str, *metrics: str, verdict: str = WARNING) -> Finding:
-    return Finding(name, verdict, bad, advice, metrics) if wrong else Finding(name, GOOD, good, "", metrics)
+def judged(
+    name: str, wrong: bool, good: str, bad: str, advice: str, *metrics: str, verdict: str = WARNING
+) -> HealthFinding:
+    return HealthFinding(name, verdict, bad, advice, metrics) if wrong else HealthFinding(name, GOOD, good, "", metrics)
 
 
 # --- can anything be learned? ---
 
 
-def rewards(run: RunRecord) -> Iterator[Finding]:
+def rewards(run: RunRecord) -> Iterator[HealthFinding]:
     for name in (n for n in run.names if n.startswith("reward/")):
         values = run.series(name).finite
         if len(values) < FEW:
@@ -59,15 +61,15 @@ def rewards(run: RunRecord) -> Iterator[Finding]:
                 "Look at the answers in the galleries. If none is right, begin with easier prompts, a warm start or "
                 "partial credit; if some are right, the reward is wrong."
             )
-            yield Finding(f"Reward {name[7:]}", BAD, sentence, advice, (name,))
+            yield HealthFinding(f"Reward {name[7:]}", BAD, sentence, advice, (name,))
         elif low == high:
             sentence = f"{name} is {low:.4g} in all {len(values)} steps: it does not tell rollouts apart."
-            yield Finding(
+            yield HealthFinding(
                 f"Reward {name[7:]}", BAD, sentence, "Try harder prompts, or a reward with more levels.", (name,)
             )
         else:
             early, late = mean(run.series(name).early), mean(run.series(name).late)
-            yield Finding(
+            yield HealthFinding(
                 f"Reward {name[7:]}",
                 GOOD,
                 f"{name} moves: {early:.4g} in the first quarter of the steps, {late:.4g} in the last.",
@@ -76,7 +78,7 @@ def rewards(run: RunRecord) -> Iterator[Finding]:
             )
 
 
-def signal(run: RunRecord) -> Iterator[Finding]:
+def signal(run: RunRecord) -> Iterator[HealthFinding]:
     flat = run.series("advantages/zero_variance_groups")
     if flat.finite:
         share = mean(flat.late)
@@ -104,7 +106,7 @@ def signal(run: RunRecord) -> Iterator[Finding]:
         )
 
 
-def unscored(run: RunRecord) -> Iterator[Finding]:
+def unscored(run: RunRecord) -> Iterator[HealthFinding]:
     lost = run.series("unscored")
     if not lost.finite:
         return
@@ -125,7 +127,7 @@ def unscored(run: RunRecord) -> Iterator[Finding]:
 # --- is it on-policy? ---
 
 
-def ratio_gap(run: RunRecord) -> Iterator[Finding]:
+def ratio_gap(run: RunRecord) -> Iterator[HealthFinding]:
     gap = run.series("surrogate/ratio_gap_max")
     if not gap.finite:
         return
@@ -155,7 +157,7 @@ def ratio_gap(run: RunRecord) -> Iterator[Finding]:
     )
 
 
-def clipped(run: RunRecord) -> Iterator[Finding]:
+def clipped(run: RunRecord) -> Iterator[HealthFinding]:
     low, high = run.series("surrogate/clip_low"), run.series("surrogate/clip_high")
     if not low.finite or not high.finite:
         return
@@ -171,7 +173,7 @@ def clipped(run: RunRecord) -> Iterator[Finding]:
     )
 
 
-def stale_engine(run: RunRecord) -> Iterator[Finding]:
+def stale_engine(run: RunRecord) -> Iterator[HealthFinding]:
     gap = run.series("correction/logp_gap")
     if len(gap.finite) >= FEW:
         early, late, change = median(gap.early), median(gap.late), turn(gap, factors=True)
@@ -218,7 +220,7 @@ def stale_engine(run: RunRecord) -> Iterator[Finding]:
         )
 
 
-def staleness(run: RunRecord) -> Iterator[Finding]:
+def staleness(run: RunRecord) -> Iterator[HealthFinding]:
     behind = run.series("generation/staleness_max")
     behind = behind if behind.finite else run.series("generation/staleness")
     if not behind.finite:
@@ -239,7 +241,7 @@ def staleness(run: RunRecord) -> Iterator[Finding]:
 # --- does it hold? ---
 
 
-def gradient(run: RunRecord) -> Iterator[Finding]:
+def gradient(run: RunRecord) -> Iterator[HealthFinding]:
     norm = run.series("grad_norm")
     known = [value for value in norm.finite if value > 0]
     if len(known) < FEW:
@@ -256,7 +258,7 @@ def gradient(run: RunRecord) -> Iterator[Finding]:
             course = f"its norm was {median(early):.3g} in the first quarter, and {median(late):.3g} in the last"
         else:
             course = f"its norm is {usual:.3g} as a rule, and it jumped to {max(known):.3g} at step {peaks[0]}"
-        yield Finding(
+        yield HealthFinding(
             "Gradient",
             BAD if grown else WARNING,
             f"The gradient explodes: {course}.",
@@ -265,12 +267,12 @@ def gradient(run: RunRecord) -> Iterator[Finding]:
             (norm.name,),
         )
     else:
-        yield Finding(
+        yield HealthFinding(
             "Gradient", GOOD, f"Its norm is {usual:.3g} as a rule, and {max(known):.3g} at most.", "", (norm.name,)
         )
 
 
-def skipped(run: RunRecord) -> Iterator[Finding]:
+def skipped(run: RunRecord) -> Iterator[HealthFinding]:
     share = run.series("updates_skipped")
     wrong = [step for step, value in zip(share.steps, share.values, strict=True) if value > 0]
     odd = sorted({n for n in run.names for v in run.series(n).values if not math.isfinite(v)})
@@ -286,7 +288,7 @@ def skipped(run: RunRecord) -> Iterator[Finding]:
             verdict=BAD,
         )
     if odd:
-        yield Finding(
+        yield HealthFinding(
             "Values that are not finite",
             WARNING,
             f"{', '.join(odd[:5])} {'is' if len(odd) == 1 else 'are'} not finite in some steps; curves have gaps.",
@@ -295,7 +297,7 @@ def skipped(run: RunRecord) -> Iterator[Finding]:
         )
 
 
-def entropy(run: RunRecord) -> Iterator[Finding]:
+def entropy(run: RunRecord) -> Iterator[HealthFinding]:
     course = run.series("entropy")
     if len(course.finite) < FEW:
         return
@@ -310,7 +312,7 @@ def entropy(run: RunRecord) -> Iterator[Finding]:
     )
 
 
-def responses(run: RunRecord) -> Iterator[Finding]:
+def responses(run: RunRecord) -> Iterator[HealthFinding]:
     cut = run.series("response/truncated")
     if cut.finite:
         share = mean(cut.late)
@@ -335,7 +337,7 @@ def risen(series: Series) -> bool:
     return mean(series.late) > mean(series.early) + max(spread, 1e-9)
 
 
-def guards(run: RunRecord) -> Iterator[Finding]:
+def guards(run: RunRecord) -> Iterator[HealthFinding]:
     up = [name for name in run.names if name.startswith("reward/") and risen(run.series(name))]
     gamut = run.series("guard/out_of_gamut")
     if len(gamut.finite) >= FEW:
@@ -406,7 +408,7 @@ def standard_error(run: RunRecord) -> float:
     return math.hypot(errors[0], errors[-1]) if errors else 0.0
 
 
-def gain(run: RunRecord) -> Iterator[Finding]:
+def gain(run: RunRecord) -> Iterator[HealthFinding]:
     accuracy = run.series("evaluation/accuracy")
     if len(accuracy.finite) < 2:
         return
@@ -426,7 +428,7 @@ def gain(run: RunRecord) -> Iterator[Finding]:
 # --- does it run well? ---
 
 
-def stragglers(run: RunRecord) -> Iterator[Finding]:
+def stragglers(run: RunRecord) -> Iterator[HealthFinding]:
     for phase in ("rollout", "update"):
         most, usual = run.series(f"time/{phase}_max"), run.series(f"time/{phase}_median")
         if len(most.finite) < FEW or not usual.finite:
@@ -460,7 +462,7 @@ COUNTED = {
 }
 
 
-def mishaps(run: RunRecord) -> Iterator[Finding]:
+def mishaps(run: RunRecord) -> Iterator[HealthFinding]:
     for name, (title, advice) in COUNTED.items():
         values = [*run.series(name).finite, *run.series(f"evaluation/{name}").finite]
         if values:

@@ -10,11 +10,11 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from mmrl.progress import told_time
-from mmrl.report.figures import COLOURS, Group, groups
+from mmrl.report.figures import COLOURS, FigureGroup, groups
 from mmrl.report.galleries import BUDGET, Gallery, galleries
-from mmrl.report.health import BAD, WARNING, Finding, examine, standard_error
+from mmrl.report.health import BAD, WARNING, HealthFinding, examine, standard_error
 from mmrl.report.records import RunRecord, flattened
+from mmrl.runtime.progress import told_time
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Chapter:
     run: RunRecord
     colour: str
     paragraph: str
-    findings: list[Finding]
+    findings: list[HealthFinding]
     galleries: list[Gallery]
 
 
@@ -71,7 +71,7 @@ def environment() -> Environment:
     return made
 
 
-def embedded(curves: Sequence[Group]) -> str:
+def embedded(curves: Sequence[FigureGroup]) -> str:
     """All figures as JSON that can stand inside a script element."""
     figures = [figure for group in curves for figure in group.figures]
     return json.dumps(figures, allow_nan=False).replace("<", "\\u003c")

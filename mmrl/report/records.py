@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from mmrl.errors import UserError
-from mmrl.progress import told_time
 from mmrl.report import lock
+from mmrl.runtime.progress import told_time
 
 Row = dict[str, float]
 END = "end.json"  # how a run ended, in its own words

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from mmrl.progress import display
 from mmrl.report.conversations import conversation_html, data_url, film_url, save_film
 from mmrl.report.lock import RunLock
 from mmrl.report.records import END, flattened, parsed
 from mmrl.rollouts import Episode, Prompt, Sample
+from mmrl.runtime.progress import display
 from mmrl.version import VERSION
 
 # What a run's numbers may depend on; of those that are there the versions are kept.

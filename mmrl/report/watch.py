@@ -13,9 +13,9 @@ from rich.progress import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mmrl.progress import told_time
 from mmrl.report.health import BAD, GOOD, examine
 from mmrl.report.records import RunRecord, Series, read_run
+from mmrl.runtime.progress import told_time
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SHOWN = ("accuracy", "reward/", "guard/", "entropy", "loss", "grad_norm", "advantages/zero_variance_groups", "unscored")

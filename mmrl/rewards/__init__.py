@@ -6,8 +6,8 @@ reward raises, ends its process or takes too long gets one too: faults of a rewa
 
 from typing import TYPE_CHECKING
 
-from mmrl import lazy
 from mmrl.rewards.settings import RewardSpec
+from mmrl.runtime import lazy_attributes
 
 if TYPE_CHECKING:
     from mmrl.rewards.compose import RewardSet
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["REWARDS", "BatchReward", "Reward", "RewardSet", "RewardSpec", "build", "extract_answer"]
 
-__getattr__ = lazy.attributes(
+__getattr__ = lazy_attributes.attributes(
     __name__,
     {
         "REWARDS": "mmrl.rewards.registry",

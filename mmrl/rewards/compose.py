@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.rewards.failures import Failures
-from mmrl.rewards.guarded import Guarded
-from mmrl.rewards.isolated import IsolatedReward
+from mmrl.rewards.guarded import GuardedReward
 from mmrl.rewards.registry import LOWEST, build, is_own
+from mmrl.rewards.services.failures import Failures
+from mmrl.rewards.services.isolated import IsolatedReward
 from mmrl.rewards.settings import RewardSpec
 from mmrl.rewards.turns import is_lost
 from mmrl.rewards.types import BatchReward, Reward, Score
@@ -23,7 +23,7 @@ SAMPLE_S, BATCH_S = 60.0, 600.0  # that a reward of one's own may take in this p
 MOST_LATE, MOST_LATE_HERE = 32, 4  # calls of a batch that may take too long: in processes of their own, and in this one
 
 
-def build_reward(spec: RewardSpec) -> Guarded | IsolatedReward:
+def build_reward(spec: RewardSpec) -> GuardedReward | IsolatedReward:
     """The reward itself, behind what keeps its faults from the run; ValueError as `mmrl.rewards.build`, for a
     deadline where nothing could keep it, and for a batch size where there are no batches."""
     late = LOWEST.get(spec.name, 0.0) if spec.on_timeout == "lowest" else None
@@ -44,7 +44,7 @@ def build_reward(spec: RewardSpec) -> Guarded | IsolatedReward:
         return reward
     failures.most_late = spec.max_timeouts or MOST_LATE_HERE
     patience = BATCH_S if isinstance(reward, BatchReward) else SAMPLE_S
-    return Guarded(reward, failures, (spec.deadline_s or patience) if is_own(spec.name) else None)
+    return GuardedReward(reward, failures, (spec.deadline_s or patience) if is_own(spec.name) else None)
 
 
 def _check_deadline(spec: RewardSpec, reward: Reward | BatchReward) -> None:
@@ -116,7 +116,7 @@ def _applies(spec: RewardSpec, sample: Sample) -> bool:
 
 
 def _calls(
-    reward: Guarded | IsolatedReward, batch_size: int | None, rows: list[int], group: Tensor | None
+    reward: GuardedReward | IsolatedReward, batch_size: int | None, rows: list[int], group: Tensor | None
 ) -> list[list[int]]:
     """Which of the samples `rows` go into each call of the reward."""
     if reward.scope == "sample":

@@ -11,14 +11,14 @@ from typing import Any, Literal
 import torch
 
 from mmrl.errors import UserError, told
-from mmrl.rewards.failures import Failure, Failures
+from mmrl.rewards.services.failures import Failure, Failures
 from mmrl.rewards.types import BatchReward, Reward, Score, numbers
 from mmrl.rollouts import Sample
 
 MOST_STUCK = 8  # threads that run on after their deadline, before the run ends
 
 
-class Guarded:
+class GuardedReward:
     """A reward of any kind as a batched one: samples on which it raises, or that take longer than `deadline_s` seconds,
     are counted in `failures`.
 

@@ -8,30 +8,14 @@ from functools import partial
 from typing import Any
 
 from mmrl.errors import told
-from mmrl.rewards import (
-    boxes,
-    clip,
-    credit,
-    findings,
-    framewise,
-    geneval,
-    guards,
-    http,
-    images,
-    intervals,
-    judges,
-    pointing,
-    sets,
-    text_judges,
-    turns,
-    twins,
-    verifiers,
-    viewing,
-)
-from mmrl.rewards.failures import Failures
-from mmrl.rewards.isolated import WORKERS, IsolatedReward
-from mmrl.rewards.limits import Limits
+from mmrl.rewards import credit, guards, intervals, turns, twins, verifiers
+from mmrl.rewards.judges import text, visual
+from mmrl.rewards.services import http
+from mmrl.rewards.services.failures import Failures
+from mmrl.rewards.services.isolated import WORKERS, IsolatedReward
+from mmrl.rewards.services.limits import Limits
 from mmrl.rewards.types import BatchReward, Reward, load_object, nearest
+from mmrl.rewards.visual import boxes, clip, findings, framewise, geneval, images, pointing, sets, viewing
 
 REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "exact_match": verifiers.exact_match,
@@ -73,14 +57,14 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "aesthetic": clip.Aesthetic,
     "pickscore": clip.pickscore,
     "hpsv2": clip.hpsv2,
-    "vlm_judge": judges.VlmJudge,
-    "vlm_preference": judges.VlmPreference,
-    "vlm_reference": text_judges.ReferenceJudge,
-    "answer_judge": text_judges.AnswerJudge,
-    "rubric_judge": text_judges.RubricJudge,
-    "consistency_judge": text_judges.ConsistencyJudge,
-    "caption_judge": text_judges.CaptionJudge,
-    "evidence_judge": text_judges.EvidenceJudge,
+    "vlm_judge": visual.VlmJudge,
+    "vlm_preference": visual.VlmPreference,
+    "vlm_reference": text.ReferenceJudge,
+    "answer_judge": text.AnswerJudge,
+    "rubric_judge": text.RubricJudge,
+    "consistency_judge": text.ConsistencyJudge,
+    "caption_judge": text.CaptionJudge,
+    "evidence_judge": text.EvidenceJudge,
     "http": http.HttpReward,
     "guard": guards.GuardReward,
     "twin_margin": twins.TwinMargin,

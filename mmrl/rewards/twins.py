@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from mmrl.errors import UserError
-from mmrl.rewards.types import BatchReward, Score, numbers
+from mmrl.rewards.types import BatchReward, Reward, Score, load_object, numbers
 from mmrl.rollouts import Prompt, Sample
 
 
@@ -35,9 +35,7 @@ class TwinMargin:
     scope: Literal["sample"] = "sample"
 
     def __init__(self, *, reward: str, options: dict[str, Any] | None = None):
-        from mmrl.rewards.registry import build
-
-        self.reward = build(reward, options)
+        self.reward: Reward | BatchReward = load_object("mmrl.rewards.registry:build")(reward, options)
         if isinstance(self.reward, BatchReward) and self.reward.scope != "sample":
             raise ValueError(f"twin_margin can not be of {reward}, which compares samples with one another")
 

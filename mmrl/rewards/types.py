@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmrl.devices import named
 from mmrl.errors import UserError, told
 from mmrl.rollouts import Prompt, Sample
+from mmrl.runtime.devices import named
 
 Score = float | None  # None: could not be scored
 Reward = Callable[[Sample], Score]

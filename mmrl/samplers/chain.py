@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mmrl.samplers.settings import DPM, Euler, Space, Tail, Transition
+from mmrl.samplers.settings import DPM, DenoisingTransition, Euler, Space, Tail
 from mmrl.samplers.sigmas import Grid
 from mmrl.samplers.transitions import Coefficients, coefficients, gaussian_step
 
@@ -26,7 +26,7 @@ class Sampler:
     """
 
     grid: Grid
-    transition: Transition | None = None
+    transition: DenoisingTransition | None = None
     tail: Tail = field(default_factory=Euler)
     space: Space = "velocity"
 

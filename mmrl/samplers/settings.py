@@ -20,7 +20,7 @@ Space = Literal["velocity", "noise"]  # what a network predicts
 StepWeight = Literal["none", "std", "inverse_dt"]
 
 
-class Transition(Choice):
+class DenoisingTransition(Choice):
     """The Gaussian step of a chain from one noise level to the next."""
 
     title: ClassVar[str] = "transition"
@@ -38,7 +38,7 @@ class Transition(Choice):
         """The step from noise levels `sigma` to `sigma_next`, both [row]; sigma_second: the grid's second level."""
 
 
-class FlowSDE(Transition):
+class FlowSDE(DenoisingTransition):
     """Flow-GRPO's stochastic step: noise that grows with the noise level."""
 
     equation: ClassVar[str] = "g = noise sqrt(s / (1 - s)); mean = x + (v + g^2 (x + (1 - s) v) / (2 s)) dt"
@@ -52,7 +52,7 @@ class FlowSDE(Transition):
         return coefficients("flow_sde", sigma, sigma_next, noise=self.noise, sigma_second=sigma_second)
 
 
-class DanceSDE(Transition):
+class DanceSDE(DenoisingTransition):
     """DanceGRPO's stochastic step: the same noise at every level."""
 
     equation: ClassVar[str] = "g = noise; mean = x + (v + g^2 (x + (1 - s) v) / (2 s)) dt"
@@ -66,7 +66,7 @@ class DanceSDE(Transition):
         return coefficients("dance_sde", sigma, sigma_next, noise=self.noise)
 
 
-class CPS(Transition):
+class CPS(DenoisingTransition):
     """Coefficient-preserving sampling: the noise level of the next latent is exactly what the grid says."""
 
     equation: ClassVar[str] = (
@@ -82,7 +82,7 @@ class CPS(Transition):
         return coefficients("cps", sigma, sigma_next, noise=self.noise)
 
 
-class DDIM(Transition):
+class DDIM(DenoisingTransition):
     """The stochastic step of models that predict noise, such as Stable Diffusion 1.5."""
 
     equation: ClassVar[str] = "std = noise sqrt((1 - ab') / (1 - ab) (1 - ab / ab')), ab = 1 - s^2"
@@ -229,7 +229,7 @@ class ChainLikelihood(Likelihood):
     source: ClassVar[str] = "Flow-GRPO, arXiv 2505.05470; DDPO, arXiv 2305.13301"
     test: ClassVar[str] = "tests/policies/diffusion/test_policy.py"
     type: str = "chain"
-    transition: Transition = option(FlowSDE(), "the Gaussian step inside the window")
+    transition: DenoisingTransition = option(FlowSDE(), "the Gaussian step inside the window")
     window: Window = option(AllSteps(), "which steps are stochastic and trained")
     step_weight: StepWeight = option(
         "none", "weight of a step in the loss: std (TempFlow-GRPO), inverse_dt (GRPO-Guard), of mean 1 over the window"

@@ -14,9 +14,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
-from mmrl import devices
-from mmrl.placement import Cluster, Placed
-from mmrl.workers.door import KEY, Door
+from mmrl.runtime import devices
+from mmrl.runtime.ray import Cluster, RayProcess
+from mmrl.workers.rendezvous import KEY, Door
 
 LOOK = 0.5  # seconds between two looks at whether a process is still there
 TAIL = 1 << 14  # bytes of a log
@@ -31,7 +31,7 @@ class Launch(Protocol):
 
     def __call__(
         self, arguments: list[str], environment: dict[str, str], log: Path
-    ) -> subprocess.Popen[bytes] | Placed: ...
+    ) -> subprocess.Popen[bytes] | RayProcess: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class OnCluster:
     gpus: int
     patience: float
 
-    def __call__(self, arguments: list[str], environment: dict[str, str], log: Path) -> Placed:
+    def __call__(self, arguments: list[str], environment: dict[str, str], log: Path) -> RayProcess:
         """Raises UserError if there is no room, ConnectionError if the host is lost."""
         placed = self.cluster.place(gpus=self.gpus, log=log)
         placed.room(self.patience)
@@ -79,7 +79,7 @@ class Handle:
         self.number, self.log, self.launch = number, log, launch
         self.weights = 0
         self.starts = 0
-        self._running: subprocess.Popen[bytes] | Placed | None = None
+        self._running: subprocess.Popen[bytes] | RayProcess | None = None
         self._link: Connection | None = None
 
     @property
@@ -93,7 +93,7 @@ class Handle:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         host, port = door.address
         try:
-            self._running = self.launch(["-m", "mmrl.worker", host, str(port), name], {KEY: door.key}, self.log)
+            self._running = self.launch(["-m", "mmrl.workers.worker", host, str(port), name], {KEY: door.key}, self.log)
         except ConnectionError as error:
             raise Lost(str(error)) from None
         end = time.monotonic() + seconds
@@ -119,7 +119,7 @@ class Handle:
         """Ends it with all that it started."""
         if self._link is not None:
             self._link.close()
-        if isinstance(self._running, Placed):
+        if isinstance(self._running, RayProcess):
             self._running.kill()
         elif self._running is not None:
             with suppress(ProcessLookupError):  # all have ended

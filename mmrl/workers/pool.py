@@ -17,28 +17,28 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from mmrl import devices
 from mmrl.config import Config
-from mmrl.controls import Controls
 from mmrl.engine import Ranks, gathered
 from mmrl.errors import UserError
-from mmrl.generation.checksums import Checksum, Ledger, absent, checksum, differing
-from mmrl.generation.exchange import Exchange, remove_abandoned, write_weights
 from mmrl.generation.settings import RolloutWorkers
-from mmrl.placement import Cluster
-from mmrl.protocols import Policy
+from mmrl.generation.weight_sync.checksums import Checksum, Ledger, absent, checksum, differing
+from mmrl.generation.weight_sync.folders import Exchange, remove_abandoned, write_weights
+from mmrl.protocols.parts import Policy
 from mmrl.rollouts import Prompt, Rollouts, Sample
+from mmrl.runtime import devices
+from mmrl.runtime.ray import Cluster
+from mmrl.schedules.schedule import Schedules
 from mmrl.settings import plain
-from mmrl.workers import without_workers
-from mmrl.workers.door import Door
 from mmrl.workers.handles import Handle, Here, Launch, Lost, OnCluster
-from mmrl.workers.wire import decode, encode, objects_of
+from mmrl.workers.local import without_workers
+from mmrl.workers.rendezvous import Door
+from mmrl.workers.serialization import decode, encode, objects_of
 
 ATTEMPTS = 3  # starts of a worker for one request
 
 
 @dataclass(frozen=True)
-class Weights:
+class WorkerWeights:
     """What workers have, or are about to get. number: from 1. given: checksums of what is in the folder."""
 
     number: int
@@ -56,8 +56,9 @@ class WorkerPool:
     time; `synchronise` is a collective.
     """
 
-    def __init__(self, config: Config, settings: RolloutWorkers, policy: Policy, ranks: Ranks) -> None:
-        """Starts nothing yet. Raises UserError where there are too few GPUs, or no such cluster."""
+    def __init__(self, config: Config, settings: RolloutWorkers, policy: Policy, ranks: Ranks, *, builder: str) -> None:
+        """Starts nothing yet. builder: "package.module:function" that makes configuration and policy of a job's tree,
+        in a worker. Raises UserError where there are too few GPUs, or no such cluster."""
         self.config, self.settings, self.policy, self.ranks = config, settings, policy, ranks
         self.folder = Path(settings.exchange or Path(config.run_dir) / "workers").absolute()
         logs = Path(config.run_dir) / "workers"
@@ -68,11 +69,11 @@ class WorkerPool:
         ]
         self.door = Door(host)
         self.exchange = Exchange(self.folder, ranks.gather(uuid4().hex[:8])[0])
-        self.current: Weights | None = None
+        self.current: WorkerWeights | None = None
         self.frozen: dict[str, Checksum] = {}
         self.restarts = self.asked_again = 0
-        self._controls = Controls(config)
-        self._order = encode({"config": plain(without_workers(config)), "folder": str(Path.cwd())})
+        self._controls = Schedules(config)
+        self._order = encode({"config": plain(without_workers(config)), "folder": str(Path.cwd()), "builder": builder})
         self._counted: dict[str, float] = {}
         self._books = threading.Lock()  # on all that is counted
 
@@ -117,7 +118,7 @@ class WorkerPool:
                 problem = f"{folder} can not be written ({error}); rollout.workers.exchange names another folder"
         for _ in given:  # parts may have to be gathered from all ranks
             pass
-        self.current = Weights(number, folder, ledger.sent, self._controls.state())
+        self.current = WorkerWeights(number, folder, ledger.sent, self._controls.state())
         return problem
 
     def _claim(self) -> None:

@@ -28,12 +28,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from mmrl.tasks.image_generation import prompts
-from mmrl.tasks.visual_qa.files import FileSource
 from PIL import Image
 from table import Table
 
 from mmrl.errors import UserError
+from mmrl.tasks.image_generation.data import prompts
+from mmrl.tasks.visual_qa.data.files import FileSource
 
 READ = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 OTHERS = ("EPS", "PDF", "PPM", "ICO", "TGA", "PCX", "SGI", "IM", "DDS", "ICNS", "JPEG2000", "SPIDER", "MSP", "XBM")
@@ -243,7 +243,7 @@ def bombs(table: Table, root: Path) -> None:
         for column in (good, many):
             writer.write_table(pa.table({"problem": column, "answer": column}), row_group_size=1_000_000)
     script = (
-        "import resource, sys; from mmrl.tasks.visual_qa.files import FileSource; s = FileSource(sys.argv[1], "
+        "import resource, sys; from mmrl.tasks.visual_qa.data.files import FileSource; s = FileSource(sys.argv[1], "
         "validate=False); s._rows[0]; s._rows._table(1)"
     )
 

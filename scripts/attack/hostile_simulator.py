@@ -11,6 +11,7 @@ import threading
 import time
 
 import numpy as np
+
 from mmrl.sims import Transition
 
 

@@ -34,7 +34,7 @@ PRELOADED = (  # before processes are forked, so that each starts at once
     "mmrl.tasks.visual_qa.task",
     "mmrl.tasks.image_generation.task",
     "mmrl.tasks.manipulation.task",
-    "mmrl.cli",
+    "mmrl.cli.main",
     "transformers",
     "diffusers",
     "deepspeed",
@@ -109,7 +109,7 @@ def prepare(folder: Path) -> None:
     """Files, models, and a run of each kind: one that has ended, and one that has not."""
     import wrong_files
 
-    from mmrl.cli import main as mmrl
+    from mmrl.cli.main import main as mmrl
 
     found = wrong_files.make(folder)
     wrong_files.models(folder)
@@ -360,7 +360,7 @@ def start(one: Try, log: Path) -> int:
         os.chdir(HERE)
         os.environ |= one.environment
         sys.path.append(str(HERE))
-        from mmrl.cli import main as mmrl
+        from mmrl.cli.main import main as mmrl
 
         mmrl(one.arguments)
         code = 0

@@ -7,9 +7,9 @@ import time
 import gymnasium
 import numpy as np
 import torch
-from mmrl.sims.vector import Transition
 
-from mmrl.algorithms.base import Algorithm
+from mmrl.algorithms.algorithm import Algorithm
+from mmrl.sims.vector.simulator import Transition
 
 NUMBER = 3
 

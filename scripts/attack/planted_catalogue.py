@@ -9,14 +9,14 @@ COLUMNS = ("tasks/test_sources.py",)
 FINDINGS = ("rewards/test_findings.py",)
 GAMES, REPORT = ("sims/test_games.py",), ("report/test_report.py",)
 WIRE = ("rewards/test_http.py",)
-JUDGES, J = ("rewards/test_text_judges.py",), "mmrl/rewards/text_judges.py"
+JUDGES, J = ("rewards/test_text_judges.py",), "mmrl/rewards/judges/text.py"
 MOMENTUM = ("joints/test_advantage_momentum.py",)
-C, F = "tasks/visual_qa/choices.py", "mmrl/rewards/findings.py"
+C, F = "tasks/visual_qa/data/columns.py", "mmrl/rewards/visual/findings.py"
 E, R, M, P = (
     "mmrl/engine/settings.py",
     "mmrl/engine/reshape.py",
-    "mmrl/terms/advantage_momentum.py",
-    "mmrl/preparation.py",
+    "mmrl/terms/shapers/groups.py",
+    "mmrl/training/preparation.py",
 )
 
 # fmt: off
@@ -40,7 +40,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("advantage_momentum: the present policy answers", P,
      "        with self.reference.applied():\n            seeds", "        if self.reference:\n            seeds",
      MOMENTUM),
-    ("advantage_momentum: it answers with the seeds of rollouts", "mmrl/seeds.py",
+    ("advantage_momentum: it answers with the seeds of rollouts", "mmrl/runtime/seeds.py",
      "SeedSequence([seed, position, 0, REFERENCE])", "SeedSequence([seed, position, 0])", MOMENTUM),
     ("advantage_momentum: every rollout has the first group's", P, "return earned[member]", "return earned[0 * member]",
      MOMENTUM),
@@ -77,18 +77,18 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("report: a run that breaks off is whole", "mmrl/report/records.py", "rows and last < steps", "rows and last < 0",
      REPORT),
     ("checkpoints: runs older than the choice of optimizers are refused", "mmrl/checkpoints/training.py",
-     "BEFORE | dict(leaves(before))", "dict(leaves(before))", ("test_checkpoints.py",)),
+     "BEFORE | dict(leaves(before))", "dict(leaves(before))", ("checkpoints/test_checkpoints.py",)),
     ("judges: clips are not shown", J, "for clip in prompt.videos)", "for clip in prompt.videos[:0])", JUDGES),
     ("judges: the last frame is missing", J, "round(place * (len(frames) - 1) / (count - 1))",
      "round(place * (len(frames) - 1) / count)", JUDGES),
     ("judges: clips before pictures", J, "(*prompt.images, *(frame for clip in clips for frame in clip))",
      "(*(frame for clip in clips for frame in clip), *prompt.images)", JUDGES),
     ("judges: the mark of a clip is read out", J, '.replace("<video>", "")', "", JUDGES),
-    ("servers: clips of prompts stay behind", "mmrl/rewards/http.py", "if sample.prompt.videos:", "if False:", WIRE),
-    ("servers: made clips stay behind", "mmrl/rewards/http.py", 'f"frames_{number}": sample.frames}',
+    ("servers: clips of prompts stay behind", "mmrl/rewards/services/http.py", "if sample.prompt.videos:", "if False:", WIRE),
+    ("servers: made clips stay behind", "mmrl/rewards/services/http.py", 'f"frames_{number}": sample.frames}',
      'f"frames_{number}": None}', WIRE),
-    ("servers: made clips stay behind as JSON", "mmrl/rewards/http.py",
+    ("servers: made clips stay behind as JSON", "mmrl/rewards/services/http.py",
      'if sample.frames is not None and format == "json":', "if False:", WIRE),
-    ("servers: clips lose their time", "mmrl/rewards/http.py", 'for text in clip["frames"]), clip["fps"])',
+    ("servers: clips lose their time", "mmrl/rewards/services/http.py", 'for text in clip["frames"]), clip["fps"])',
      'for text in clip["frames"]))', WIRE),
 ]

@@ -3,10 +3,10 @@ tests that could notice. `faults.py` plants them with those of `planted.py`."""
 
 from __future__ import annotations
 
-M, P, B = "mmrl/engine/memory.py", "mmrl/memory_plan.py", "mmrl/policies/"
+M, P, B = "mmrl/engine/memory.py", "mmrl/doctor/memory_plan.py", "mmrl/policies/"
 D = "mmrl/doctor/"
-DOCTOR = ("test_doctor_gpu.py",)
-MEMORY = ("test_gpu_memory.py",)
+DOCTOR = ("doctor/test_doctor_gpu.py",)
+MEMORY = ("doctor/test_gpu_memory.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -31,15 +31,15 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("plan: a peak of other settings is taken", P, 'key = f"{trains} {told}"', 'key = f"{trains}"', MEMORY),
     ("plan: suggestions do not add up", P, "chosen, config, best = tried, candidate, found",
      "chosen, config, best = [move], candidate, found", MEMORY),
-    ("blueprint: the window is not counted", B + "diffusion/blueprint.py", "predict(min(rows * steps, at_most))",
+    ("blueprint: the window is not counted", "mmrl/policies/diffusion/memory_estimate.py", "predict(min(rows * steps, at_most))",
      "predict(rows)", MEMORY),
-    ("blueprint: parts of a replay are not counted", B + "diffusion/blueprint.py",
+    ("blueprint: parts of a replay are not counted", "mmrl/policies/diffusion/memory_estimate.py",
      "predict(min(rows * steps, at_most))", "predict(rows * steps)", MEMORY),
-    ("blueprint: responses without their prompts", B + "vlm/blueprint.py",
+    ("blueprint: responses without their prompts", "mmrl/policies/vlm/memory_estimate.py",
      "length = rollout.max_prompt_length + response", "length = response", MEMORY),
-    ("blueprint: half of keys and values", B + "vlm/blueprint.py", "made.cache = 2 * width", "made.cache = width",
+    ("blueprint: half of keys and values", "mmrl/policies/vlm/memory_estimate.py", "made.cache = 2 * width", "made.cache = width",
      MEMORY),
-    ("blueprint: all looks at once", B + "vla/blueprint.py", "    if every <= at_once:", "    if True:", MEMORY),
+    ("blueprint: all looks at once", "mmrl/policies/vla/memory_estimate.py", "    if every <= at_once:", "    if True:", MEMORY),
     # --- mmrl doctor --gpu ---
     ("doctor: what failed is not looked at again", D + "run.py",
      'if all(finding.status != "fails" for finding in before):',
@@ -64,9 +64,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("doctor: the report says nothing of what to do", D + "run.py", "for f in found if f.advice]",
      "for f in []]", DOCTOR),
     # --- prompts of many ---
-    ("success_weighted: what is known is not spread out", "mmrl/curricula.py",
+    ("success_weighted: what is known is not spread out", "mmrl/prompts/curriculum.py",
      "rates = spread_out(self._rates, self._size, self.prior)", "rates = spread_out({}, self._size, self.prior)",
-     ("test_curricula.py",)),
-    ("volatility: the least come first", "mmrl/curricula.py", "self._size), -score)", "self._size), score)",
-     ("test_curricula.py",)),
+     ("prompts/test_curriculum.py",)),
+    ("volatility: the least come first", "mmrl/prompts/curriculum.py", "self._size), -score)", "self._size), score)",
+     ("prompts/test_curriculum.py",)),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-L, LATENT = "mmrl/policies/vla/latent.py", ("policies/vla/test_latent.py",)
+L, LATENT = "mmrl/policies/vla/heads/latent.py", ("policies/vla/test_latent.py",)
 COSTS = ("tasks/test_manipulation.py::test_what_latents_before_a_chunk_cost",)
 
 # fmt: off

@@ -3,7 +3,7 @@ them out where it is not installed."""
 
 from __future__ import annotations
 
-L = "mmrl/policies/vla/lerobot.py"
+L = "mmrl/policies/vla/backbones/lerobot.py"
 LORA, HALF = "policies/vla/test_lerobot_lora.py::test_", "policies/vla/test_lerobot_bfloat16.py::test_"
 SAVED = (LORA + "what_is_saved_acts_the_same_in_lerobot",)
 ACTS = (HALF + "it_acts_as_lerobots_code_with_transformers_in_bf16_and_the_rest_in_fp32",)

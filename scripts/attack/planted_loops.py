@@ -4,7 +4,7 @@ from __future__ import annotations
 
 A, S, P = "sims/maniskill/alone.py", "sims/maniskill/simulator.py", "mmrl/policies/vla/policy.py"
 LONE, LOOKS, WATCHED = ("sims/test_maniskill_alone.py",), ("policies/vla/test_critics.py",), ("sims/test_checks.py",)
-MEANS, STEPS = ("test_metrics.py",), ("joints/test_optimizer.py",)
+MEANS, STEPS = ("training/test_metrics.py",), ("joints/test_optimizer.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -28,16 +28,16 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "return values.flip(0).unflatten(0, shape)", LOOKS),
     ("played looks: executed actions of another row", P, "torch.from_numpy(steps[-1].valid[rows])",
      "torch.from_numpy(steps[-1].valid[rows[::-1]])", LOOKS),
-    ("statistics: NaN is 0", "mmrl/metrics.py", "if sums else ~values.isnan()", "if sums or True else values", MEANS),
-    ("statistics: one maximum for all names", "mmrl/metrics.py", "found.amax(1) if",
+    ("statistics: NaN is 0", "mmrl/training/metrics.py", "if sums else ~values.isnan()", "if sums or True else values", MEANS),
+    ("statistics: one maximum for all names", "mmrl/training/metrics.py", "found.amax(1) if",
      "found.amax().expand(len(found)) if", MEANS),
-    ("statistics: a total is a mean", "mmrl/metrics.py", "            self._totals.update(columns)", "            pass",
+    ("statistics: a total is a mean", "mmrl/training/metrics.py", "            self._totals.update(columns)", "            pass",
      MEANS),
     ("lone rank: no gradient, no momentum", "mmrl/engine/deepspeed.py", "                if parameter.grad is None:",
      "                if False:", STEPS),
-    ("watch: a thread a call", "sims/watch.py", "begins, self._looks = not self._looks, True", "begins = True",
+    ("watch: a thread a call", "sims/vector/watch.py", "begins, self._looks = not self._looks, True", "begins = True",
      WATCHED),
-    ("watch: it ends and nobody knows", "sims/watch.py", "                    self._looks = False\n",
+    ("watch: it ends and nobody knows", "sims/vector/watch.py", "                    self._looks = False\n",
      "", WATCHED),
-    ("watch: a call is told of again and again", "sims/watch.py", "                call.told = True\n", "", WATCHED),
+    ("watch: a call is told of again and again", "sims/vector/watch.py", "                call.told = True\n", "", WATCHED),
 ]

@@ -3,9 +3,9 @@ it holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations
 
-R, S, L = (f"mmrl/policies/vla/{name}.py" for name in ("residual", "mixture_settings", "loading"))
-TERM = "mmrl/terms/head_cost.py"
-H = "mmrl/policies/vla/horizons.py"
+R, S, L = (f"mmrl/policies/vla/{name}.py" for name in ("heads/residual", "heads/mixture_settings", "loading"))
+TERM = "mmrl/terms/losses/head_cost.py"
+H = "mmrl/policies/vla/heads/horizons.py"
 RESIDUAL, HORIZONS = ("policies/vla/test_residual.py",), ("policies/vla/test_horizons.py",)
 
 # fmt: off

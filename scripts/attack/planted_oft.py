@@ -3,8 +3,8 @@ that it holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations
 
-HEAD, U, V = (f"mmrl/policies/vla/{name}.py" for name in ("oft", "unpickling", "openvla"))
-CODEC, NORMAL, POLICY = (f"mmrl/policies/vla/{name}.py" for name in ("codec", "gaussian", "policy"))
+HEAD, U, V = (f"mmrl/policies/vla/backbones/{name}.py" for name in ("oft", "checkpoint_conversion", "openvla"))
+CODEC, NORMAL, POLICY = (f"mmrl/policies/vla/{name}.py" for name in ("heads/codec", "heads/gaussian", "policy"))
 WHOLE = ("policies/vla/test_oft.py",)
 F = f"{WHOLE[0]}::test_"
 ACTIONS = (f"{F}the_arm_gets_the_actions_of_the_architecture",)

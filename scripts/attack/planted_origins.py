@@ -4,15 +4,19 @@ from __future__ import annotations
 
 REPLAYS, GUIDANCE = ("joints/test_replays.py",), ("joints/test_guidance.py",)
 RETRIES, SEGMENTS = ("joints/test_retries.py",), ("joints/test_segments.py",)
-X, C, W = "mmrl/retries.py", "mmrl/core/credit.py", "mmrl/continuations.py"
+X, C, W = "mmrl/collection/resampling.py", "mmrl/core/credit.py", "mmrl/collection/segment_values.py"
 CLIPS, TURNS = ("joints/test_clips.py",), ("joints/test_milestones.py",)
-CO, CORRECTIONS, RUN = "mmrl/corrections.py", ("joints/test_corrections.py",), ("test_sources_run.py",)
-CT, MS = "mmrl/core/turns.py", "mmrl/terms/milestones.py"
+CO, CORRECTIONS, RUN = (
+    "mmrl/collection/self_correction.py",
+    ("joints/test_corrections.py",),
+    ("whole_runs/test_extra_sources.py",),
+)
+CT, MS = "mmrl/core/turns.py", "mmrl/terms/shapers/turns.py"
 AGREEMENT, RULES = ("joints/test_view_contrast.py",), ("rewards/test_rules.py",)
-AG = "mmrl/algorithms/view_agreement.py"
+AG = "mmrl/algorithms/reward_transforms/view_agreement.py"
 PPO, CRITIC = ("joints/test_ppo.py",), ("policies/test_vlm_critic.py",)
-S, A = "mmrl/replays.py", "mmrl/algorithms/"
-B, G, V = "mmrl/batches.py", "mmrl/guidance.py", "mmrl/policies/vlm/"
+S, A = "mmrl/collection/replay_buffer.py", "mmrl/algorithms/"
+B, G, V = "mmrl/collection/collector.py", "mmrl/collection/guided_groups.py", "mmrl/policies/vlm/"
 
 # Name, file, a text that it holds once, what takes its place, tests. `planted.Fault` says what these are.
 # fmt: off
@@ -51,7 +55,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "own = slice(0, self.count)", REPLAYS),
     ("imitation: with rewards", S, "made.rewards = torch.full_like(made.rewards, torch.nan)",
      "made.rewards = made.rewards", REPLAYS),
-    ("likelihood: replayed means demonstrations", "mmrl/terms/likelihood.py",
+    ("likelihood: replayed means demonstrations", "mmrl/terms/losses/likelihood.py",
      'REPLAYED if self.of == "replayed" else DEMONSTRATION', "DEMONSTRATION", REPLAYS),
     # --- guidance ---
     ("guided groups: always all", G, 'if self.groups == "all" or not bool', "if True or not bool", GUIDANCE),
@@ -100,29 +104,29 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "earned.view(-1, asked.count)[:, 0]", SEGMENTS),
     ("segments: rewards without weights", W, "torch.tensor(task.reward_weights)",
      "torch.ones(len(task.reward_weights))", SEGMENTS),
-    ("segments: one seed for all", "mmrl/seeds.py", "([seed, position, member, cut, i] for",
+    ("segments: one seed for all", "mmrl/runtime/seeds.py", "([seed, position, member, cut, i] for",
      "([seed, position, 0, 1, 0] for", SEGMENTS),
-    ("segments: what joined has no advantage", "mmrl/terms/segment_values.py",
+    ("segments: what joined has no advantage", "mmrl/terms/shapers/segments.py",
      "gains if origin is None else gains.where((origin == FRESH)[:, None], advantages)", "gains", SEGMENTS),
-    ("guided: sign", A + "guided.py", "(-advantages * shaped)", "(advantages * shaped)", GUIDANCE),
-    ("guided: gamma is hard-coded", A + "guided.py", "(p + self.gamma.value)", "(p + 0.1)", GUIDANCE),
-    ("guided: the ratio in place of the probability", A + "guided.py", "p = replay.logp.exp()", "p = log_ratio.exp()",
+    ("guided: sign", "mmrl/algorithms/surrogates/guided.py", "(-advantages * shaped)", "(advantages * shaped)", GUIDANCE),
+    ("guided: gamma is hard-coded", "mmrl/algorithms/surrogates/guided.py", "(p + self.gamma.value)", "(p + 0.1)", GUIDANCE),
+    ("guided: the ratio in place of the probability", "mmrl/algorithms/surrogates/guided.py", "p = replay.logp.exp()", "p = log_ratio.exp()",
      GUIDANCE),
-    ("guided: fresh rollouts are shaped", A + "guided.py", "(origin == DEMONSTRATION)", "(origin != DEMONSTRATION)",
+    ("guided: fresh rollouts are shaped", "mmrl/algorithms/surrogates/guided.py", "(origin == DEMONSTRATION)", "(origin != DEMONSTRATION)",
      GUIDANCE),
-    ("guided: bounds are hard-coded", A + "guided.py", 'kind="clip", **self.bounds', 'kind="clip"', GUIDANCE),
-    ("entropy_likelihood: sign of the term", "mmrl/terms/entropy_likelihood.py", "return -weight", "return weight",
+    ("guided: bounds are hard-coded", "mmrl/algorithms/surrogates/guided.py", 'kind="clip", **self.bounds', 'kind="clip"', GUIDANCE),
+    ("entropy_likelihood: sign of the term", "mmrl/terms/losses/likelihood.py", "return -weight", "return weight",
      GUIDANCE),
-    ("entropy_likelihood: sign of the entropy", "mmrl/terms/entropy_likelihood.py", "(-entropy).exp() * shown",
+    ("entropy_likelihood: sign of the entropy", "mmrl/terms/losses/likelihood.py", "(-entropy).exp() * shown",
      "entropy.exp() * shown", GUIDANCE),
-    ("entropy_likelihood: weights swapped", "mmrl/terms/entropy_likelihood.py", "self.positive.value * entropy",
+    ("entropy_likelihood: weights swapped", "mmrl/terms/losses/likelihood.py", "self.positive.value * entropy",
      "self.demonstrations.value * entropy", GUIDANCE),
-    ("entropy_likelihood: gradient of the entropy", "mmrl/terms/entropy_likelihood.py", "replay.entropy.detach()",
+    ("entropy_likelihood: gradient of the entropy", "mmrl/terms/losses/likelihood.py", "replay.entropy.detach()",
      "replay.entropy", GUIDANCE),
-    ("entropy_likelihood: demonstrations are good rollouts too", "mmrl/terms/entropy_likelihood.py", " & ~shown\n",
+    ("entropy_likelihood: demonstrations are good rollouts too", "mmrl/terms/losses/likelihood.py", " & ~shown\n",
      "\n", GUIDANCE),
-    ("sources: what fills up counts", "mmrl/sources.py", "blank.mask = torch.zeros_like(blank.mask)", "pass", GUIDANCE),
-    ("sources: ranks fill up nothing", "mmrl/sources.py", "missing = context.most(sum(map(len, parts)))",
+    ("sources: what fills up counts", "mmrl/collection/extra_sources.py", "blank.mask = torch.zeros_like(blank.mask)", "pass", GUIDANCE),
+    ("sources: ranks fill up nothing", "mmrl/collection/extra_sources.py", "missing = context.most(sum(map(len, parts)))",
      "missing = sum(map(len, parts))", GUIDANCE),
     ("batches: joined groups stay flat", B, "filler=fresh.filler & ~torch.isin(fresh.group, joined)",
      "filler=fresh.filler", GUIDANCE),
@@ -132,11 +136,11 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      REPLAYS),
     ("batches: room for the fresh ones alone", B, "sum(extra.in_group for extra in rollout.extra_sources)", "0",
      GUIDANCE),
-    ("metrics of all origins", "mmrl/metrics.py", "rollouts.select(rollouts.origin == FRESH)", "rollouts", GUIDANCE),
-    ("mirror_descent: sign of the advantage", A + "mirror.py", "return pull - advantages", "return pull + advantages",
+    ("metrics of all origins", "mmrl/training/metrics.py", "rollouts.select(rollouts.origin == FRESH)", "rollouts", GUIDANCE),
+    ("mirror_descent: sign of the advantage", "mmrl/algorithms/surrogates/mirror.py", "return pull - advantages", "return pull + advantages",
      CLIPS),
-    ("mirror_descent: tau is hard-coded", A + "mirror.py", "self.tau.value / 2", "0.05", CLIPS),
-    ("mirror_descent: half is forgotten", A + "mirror.py", "self.tau.value / 2", "self.tau.value", CLIPS),
+    ("mirror_descent: tau is hard-coded", "mmrl/algorithms/surrogates/mirror.py", "self.tau.value / 2", "0.05", CLIPS),
+    ("mirror_descent: half is forgotten", "mmrl/algorithms/surrogates/mirror.py", "self.tau.value / 2", "self.tau.value", CLIPS),
     ("view_agreement: sign", AG, "rewards + self.bonus * matched", "rewards - self.bonus * matched", AGREEMENT),
     ("view_agreement: any answer that is given again", AG, "min(given[own[row]], again[own[row]]) / given[own[row]]",
      "float(again[own[row]] > 0)", AGREEMENT),
@@ -148,8 +152,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("view_agreement: bonus is hard-coded", AG, "self.bonus * matched", "1.0 * matched", AGREEMENT),
     ("batches: what was said under a view is the next group's", B, "[said[g] for g in member.tolist()]",
      "[said[g - 1] for g in member.tolist()]", AGREEMENT),
-    ("mirrored: upside down", "mmrl/counterfactuals.py", "ImageOps.mirror", "ImageOps.flip",
-     ("test_counterfactuals.py",)),
+    ("mirrored: upside down", "mmrl/prompts/counterfactual_views.py", "ImageOps.mirror", "ImageOps.flip",
+     ("prompts/test_counterfactual_views.py",)),
     ("interval_iou: over the longer one", "mmrl/rewards/intervals.py", "+ gold[1] - gold[0] - shared", "", RULES),
     ("interval_iou: the first numbers", "mmrl/rewards/intervals.py", "[-2:]", "[:2]", RULES),
     ("interval_iou: least is ignored", "mmrl/rewards/intervals.py", "if found >= least", "if found >= 0", RULES),
@@ -160,9 +164,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("milestones: turns behind the end are of segments", CT, " * mask[..., None]  # [rollout", "  # [rollout", TURNS),
     ("milestones: any segment is worth something", CT, ".to(rewards) * ended", ".to(rewards)", TURNS),
     ("milestones: discounted once more", CT, "(length - 1).clamp(min=0)", "length", TURNS),
-    ("milestones: the outcome is dropped", MS, "self.outcome * advantages + self.weight", "self.weight", TURNS),
-    ("milestones: weight is hard-coded", MS, "+ self.weight * found", "+ found", TURNS),
-    ("milestones: scale is hard-coded", MS, "scale=self.scale", 'scale="group_std"', TURNS),
+    ("milestones: the outcome is dropped", MS, "self.outcome * advantages + self.weight * found.gather(1, number", "self.weight * found.gather(1, number", TURNS),
+    ("milestones: weight is hard-coded", MS, "+ self.weight * found.gather(1, number", "+ found.gather(1, number", TURNS),
+    ("milestones: scale is hard-coded", MS, "there & batch.kept[:, None], batch.rollouts.group, scale=self.scale", 'there & batch.kept[:, None], batch.rollouts.group, scale="group_std"', TURNS),
     ("corrections: right ones are mended", CO, "(rows[known >= self.accuracy].tolist(), rows[known < self.accuracy]",
      "(rows[known < self.accuracy].tolist(), rows[known >= self.accuracy]", CORRECTIONS),
     ("corrections: all are mended", CO, "-(-self.count // 2) if len(wrong) > 1 else self.count", "self.count",

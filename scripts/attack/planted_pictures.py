@@ -3,8 +3,11 @@ holds once, what takes its place, and the tests that could notice. `faults.py` p
 
 from __future__ import annotations
 
-C = "mmrl/policies/codes/"
-REASONING, JANUS = ("policies/codes/test_reasoning.py",), ("policies/codes/test_janus.py",)
+C = "mmrl/policies/autoregressive_image/"
+REASONING, JANUS = (
+    ("policies/autoregressive_image/test_reasoning.py",),
+    ("policies/autoregressive_image/test_janus.py",),
+)
 CANDIDATES, VALUES = ("joints/test_candidates.py",), ("joints/test_latent_values.py",)
 PARTS = ("joints/test_parts.py",)
 TWINS = ("joints/test_twins.py",)
@@ -13,62 +16,62 @@ INVERSE = ("joints/test_inverse.py",)
 SETS = ("rewards/test_sets.py",)
 CLIPS = ("tasks/test_video_generation.py",)
 CHARTS, ROWS = ("tasks/test_charts.py",), ("tasks/test_named_pictures.py",)
-D, Q = "tasks/visual_qa/charts.py", "tasks/visual_qa/named_pictures.py"
+D, Q = "tasks/visual_qa/data/charts.py", "tasks/visual_qa/data/named_images.py"
 SENTENCES = ("policies/diffusion/test_sentences.py",)
 VIEWING = ("rewards/test_viewing.py",)
-NAMED, OF_NAMED = "tasks/image_generation/named.py", ("tasks/test_image_named.py",)
+NAMED, OF_NAMED = "tasks/image_generation/data/named_images.py", ("tasks/test_image_named.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("codes: words are scored one place late", C + "policy.py", "torch.arange(self.reasoning_length) - 1)",
+    ("codes: words are scored one place late", "mmrl/policies/autoregressive_image/policy.py", "torch.arange(self.reasoning_length) - 1)",
      "torch.arange(self.reasoning_length))", REASONING),
-    ("codes: padding of texts counts", C + "policy.py", "(place < lengths[:, None])",
+    ("codes: padding of texts counts", "mmrl/policies/autoregressive_image/policy.py", "(place < lengths[:, None])",
      "(place < lengths[:, None] + 1)", REASONING),
-    ("codes: text may hold any token", C + "policy.py", ".masked_fill(~self.allowed, -torch.inf)",
+    ("codes: text may hold any token", "mmrl/policies/autoregressive_image/policy.py", ".masked_fill(~self.allowed, -torch.inf)",
      ".masked_fill(~self.allowed, -1.0)", REASONING),
-    ("codes: a picture is drawn without its text", C + "policy.py",
+    ("codes: a picture is drawn without its text", "mmrl/policies/autoregressive_image/policy.py",
      "self._collate(self._guided(self._before(told, texts), guidance))",
      "self._collate(self._guided(self._before(told, [NOTHING] * len(told)), guidance))", REASONING),
-    ("codes: texts of neighbours change the noise", C + "policy.py",
+    ("codes: texts of neighbours change the noise", "mmrl/policies/autoregressive_image/policy.py",
      "generators = [torch.Generator(self.device).manual_seed(mixed(int(seed), TEXTS) % 2**63) for seed in seeds]",
      "generators = [torch.Generator(self.device).manual_seed(i) for i, seed in enumerate(seeds)]", REASONING),
-    ("codes: guidance the other way", C + "policy.py", "untold + guidance * (told - untold)",
+    ("codes: guidance the other way", "mmrl/policies/autoregressive_image/policy.py", "untold + guidance * (told - untold)",
      "told + guidance * (untold - told)", REASONING),
-    ("codes: activations are never recomputed", C + "policy.py", "                layer.training = on",
+    ("codes: activations are never recomputed", "mmrl/policies/autoregressive_image/policy.py", "                layer.training = on",
      "                layer.training = False", REASONING),
-    ("janus: the unconditional half has no beginning", C + "writers.py",
+    ("janus: the unconditional half has no beginning", "mmrl/policies/autoregressive_image/writers.py",
      "(told == tokenizer.bos_token_id) | (told == self.between[0])", "told == tokenizer.bos_token_id", JANUS),
-    ("janus: the decoder is trained", C + "writers.py", '{"vision_model", "aligner", "vqmodel"}',
+    ("janus: the decoder is trained", "mmrl/policies/autoregressive_image/writers.py", '{"vision_model", "aligner", "vqmodel"}',
      '{"vision_model", "aligner"}', JANUS),
-    ("janus: pictures of -1 to 1", C + "writers.py", "(torch.cat(parts) + 1) / 2", "torch.cat(parts)", JANUS),
-    ("by_part: one surrogate for both", "mmrl/algorithms/by_part.py", '("picture", PICTURE, self.picture)',
+    ("janus: pictures of -1 to 1", "mmrl/policies/autoregressive_image/writers.py", "(torch.cat(parts) + 1) / 2", "torch.cat(parts)", JANUS),
+    ("by_part: one surrogate for both", "mmrl/algorithms/surrogates/by_part.py", '("picture", PICTURE, self.picture)',
      '("picture", PICTURE, self.text)', PARTS),
-    ("of_part: the other part", "mmrl/terms/of_part.py", 'TEXT if self.part == "text" else PICTURE',
+    ("of_part: the other part", "mmrl/terms/losses/of_part.py", 'TEXT if self.part == "text" else PICTURE',
      'PICTURE if self.part == "text" else TEXT', PARTS),
-    ("of_part: statistics of both parts", "mmrl/terms/of_part.py", "value.where(mine, torch.nan)",
+    ("of_part: statistics of both parts", "mmrl/terms/losses/of_part.py", "value.where(mine, torch.nan)",
      "value.where(mine, 0.0)", PARTS),
-    ("part_credit: rewards without their weights", "mmrl/terms/part_credit.py", "weights=batch.reward_weights[columns]",
+    ("part_credit: rewards without their weights", "mmrl/terms/shapers/segments.py", "weights=batch.reward_weights[columns]",
      "weights=None", PARTS),
     # --- sets ---
-    ("sets: FID without its covariances", "mmrl/core/sets.py", "+ spread.trace() + wanted.trace() - 2 * shared", "",
+    ("sets: FID without its covariances", "mmrl/core/distances.py", "+ spread.trace() + wanted.trace() - 2 * shared", "",
      SETS),
-    ("sets: FID without the shared root", "mmrl/core/sets.py", " - 2 * shared", "", SETS),
-    ("sets: KID counts a picture with itself", "mmrl/core/sets.py", "(found.sum() - found.diagonal().sum())",
+    ("sets: FID without the shared root", "mmrl/core/distances.py", " - 2 * shared", "", SETS),
+    ("sets: KID counts a picture with itself", "mmrl/core/distances.py", "(found.sum() - found.diagonal().sum())",
      "(found.sum())", SETS),
-    ("sets: what is nearer earns less", "mmrl/core/sets.py", "whole - torch.stack(changed).mean()",
+    ("sets: what is nearer earns less", "mmrl/core/distances.py", "whole - torch.stack(changed).mean()",
      "torch.stack(changed).mean() - whole", SETS),
-    ("sets: a subset takes its own place", "mmrl/core/sets.py", "features[member != j], own])",
+    ("sets: a subset takes its own place", "mmrl/core/distances.py", "features[member != j], own])",
      "features[member != i], own])", SETS),
-    ("sets: subsets are prompts", "mmrl/rewards/sets.py", "found.append(seen.get(sample.prompt.id, 0))",
+    ("sets: subsets are prompts", "mmrl/rewards/visual/sets.py", "found.append(seen.get(sample.prompt.id, 0))",
      "found.append(len(seen))", SETS),
     ("sets: every group is a batch", "mmrl/rewards/compose.py", 'if reward.scope == "batch":',
      'if reward.scope == "bath":', SETS),
     # --- steps ---
-    ("candidates: the worst is preferred", "mmrl/algorithms/candidates.py", "found[rows[own.argmax()], t] = 1.0",
+    ("candidates: the worst is preferred", "mmrl/algorithms/preference/candidates.py", "found[rows[own.argmax()], t] = 1.0",
      "found[rows[own.argmin()], t] = 1.0", CANDIDATES),
-    ("candidates: a mean over groups", "mmrl/algorithms/candidates.py", "torch.tensor(len(pairs(micro)[0]))",
+    ("candidates: a mean over groups", "mmrl/algorithms/preference/candidates.py", "torch.tensor(len(pairs(micro)[0]))",
      "torch.tensor(len(micro.group.unique()))", CANDIDATES),
-    ("candidates: worth what their common state is", "mmrl/batches.py", "complete_steps(batch, ends=True)",
+    ("candidates: worth what their common state is", "mmrl/collection/collector.py", "complete_steps(batch, ends=True)",
      "complete_steps(batch, ends=False)", CANDIDATES),
     ("candidates: completed from the step before", "mmrl/policies/diffusion/policy.py", "[point + ends for",
      "[point for", CANDIDATES),
@@ -76,25 +79,25 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "apart = x.repeat_interleave(size, 0)", "apart = x.repeat_interleave(size, 0) if k == 0 else after[-1]",
      CANDIDATES),
     ("values: the mean whatever eta", "mmrl/core/values.py", "if eta == 0:", "if eta >= 0:", VALUES),
-    ("values: segments lose what they add", "mmrl/terms/latent_values.py", "clamp(max=count)] - value[:, first]",
+    ("values: segments lose what they add", "mmrl/terms/shapers/denoising_steps.py", "clamp(max=count)] - value[:, first]",
      "clamp(max=count)] * -1 + value[:, first]", VALUES),
-    ("values: segments of one step", "mmrl/terms/latent_values.py", "torch.arange(count) // every * every",
+    ("values: segments of one step", "mmrl/terms/shapers/denoising_steps.py", "torch.arange(count) // every * every",
      "torch.arange(count)", VALUES),
-    ("values: rewards are seen before they are judged", "mmrl/terms/latent_values.py",
+    ("values: rewards are seen before they are judged", "mmrl/terms/shapers/denoising_steps.py",
      "        network = Values(x.shape[-1], self.width, 0, memory[\"network\"])\n",
      "        network = Values(x.shape[-1], self.width, 0, memory[\"network\"])\n"
      "        self._learn(network, x, batch.combined(), batch)\n", VALUES),
-    ("values: nothing is remembered", "mmrl/terms/latent_values.py", '"network": network.state}', '"network": None}',
+    ("values: nothing is remembered", "mmrl/terms/shapers/denoising_steps.py", '"network": network.state}', '"network": None}',
      VALUES),
-    ("values: no warm-up", "mmrl/terms/latent_values.py", 'memory["calls"] <= self.warm_up', 'memory["calls"] <= 0',
+    ("values: no warm-up", "mmrl/terms/shapers/denoising_steps.py", 'memory["calls"] <= self.warm_up', 'memory["calls"] <= 0',
      VALUES),
     # --- twins ---
-    ("twins: all of a group answer both", "mmrl/batches.py", "twin_of(prompt))], size // 2", "twin_of(prompt))], size",
+    ("twins: all of a group answer both", "mmrl/collection/collector.py", "twin_of(prompt))], size // 2", "twin_of(prompt))], size",
      TWINS),
-    ("twins: the prompt is its own twin", "mmrl/batches.py", "for one in (prompt, twin_of(prompt))]",
+    ("twins: the prompt is its own twin", "mmrl/collection/collector.py", "for one in (prompt, twin_of(prompt))]",
      "for one in (prompt, prompt)]", TWINS),
     ("twins: the margin is turned round", "mmrl/rewards/twins.py", "else a - b for", "else b - a for", TWINS),
-    ("twins: digits ask for the same digit", "tasks/image_generation/digits.py",
+    ("twins: digits ask for the same digit", "tasks/image_generation/data/digits.py",
      "            other = (digit + int(rng.integers(1, 10))) % 10\n            words",
      "            other = digit\n            words", TWINS),
     # --- prompts written anew ---
@@ -108,25 +111,25 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("rewriter: reasoning is drawn too", "tasks/image_generation/rewriting.py", 'found[-1].strip() if found else ""',
      "response", REWRITER),
     # --- the inverse task ---
-    ("inverse: what can not be told earns more", "mmrl/algorithms/inverse.py", "rewards + self.weight.value * found",
+    ("inverse: what can not be told earns more", "mmrl/algorithms/reward_transforms/inverse.py", "rewards + self.weight.value * found",
      "rewards - self.weight.value * found", INVERSE),
-    ("inverse: words are read one place late", C + "policy.py", "hidden[i, -len(told) - 1 : -1]",
+    ("inverse: words are read one place late", "mmrl/policies/autoregressive_image/policy.py", "hidden[i, -len(told) - 1 : -1]",
      "hidden[i, -len(told) :]", INVERSE),
-    ("inverse: a sum over words", C + "policy.py", "told.to(self.device)[:, None]).mean())",
+    ("inverse: a sum over words", "mmrl/policies/autoregressive_image/policy.py", "told.to(self.device)[:, None]).mean())",
      "told.to(self.device)[:, None]).sum())", INVERSE),
-    ("inverse: rows in the order of micro-batches", "mmrl/preparation.py", "Column(told[torch.cat(every).argsort()])",
+    ("inverse: rows in the order of micro-batches", "mmrl/training/preparation.py", "Column(told[torch.cat(every).argsort()])",
      "Column(told)", INVERSE),
-    ("inverse: pixels of 0 to 1", C + "writers.py", ".clamp(0, 1) * 2 - 1, **cache", ".clamp(0, 1), **cache", INVERSE),
+    ("inverse: pixels of 0 to 1", "mmrl/policies/autoregressive_image/writers.py", ".clamp(0, 1) * 2 - 1, **cache", ".clamp(0, 1), **cache", INVERSE),
     # --- moving shapes ---
     ("clips: quick ones are slow to the tracker", "tasks/video_generation/tracking.py", "STILL, FAST = 0.25, 0.65",
      "STILL, FAST = 0.25, 0.75", CLIPS),
     ("clips: slow ones are quick to the tracker", "tasks/video_generation/tracking.py", "STILL, FAST = 0.25, 0.65",
      "STILL, FAST = 0.25, 0.45", CLIPS),
-    ("clips: objects start where they leave the picture", "tasks/moving.py", "range(travel, room) if way < 0",
+    ("clips: objects start where they leave the picture", "tasks/data/moving_shapes.py", "range(travel, room) if way < 0",
      "range(room) if way < 0", CLIPS),
-    ("clips: the last place of a side is never used", "tasks/moving.py", "self.grid - OBJECT + 1",
+    ("clips: the last place of a side is never used", "tasks/data/moving_shapes.py", "self.grid - OBJECT + 1",
      "self.grid - OBJECT", CLIPS),
-    ("clips: what is down goes up", "tasks/moving.py", "top + down * step", "top - down * step", CLIPS),
+    ("clips: what is down goes up", "tasks/data/moving_shapes.py", "top + down * step", "top - down * step", CLIPS),
     # --- charts ---
     ("charts: values are not rounded", D, "round(float(value), column.decimals)", "float(value)", CHARTS),
     ("charts: bars do not start from 0", D, "axes.set_ylim(0, ", "axes.set_ylim(0.5 * min(series.values), ", CHARTS),
@@ -161,9 +164,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      '{"reward": "noto", "second": "noto"}', OF_NAMED),
     ("named: nothing is mirrored", NAMED, "thing = thing.flip(-1)", "pass", OF_NAMED),
     # --- quality and safety ---
-    ("brisque: what is worse earns more", "mmrl/rewards/viewing.py", "1 - float(measured", "float(measured", VIEWING),
-    ("brisque: a flat picture is judged", "mmrl/rewards/viewing.py", "if (pixels == pixels[0, 0]).all():", "if False:",
+    ("brisque: what is worse earns more", "mmrl/rewards/visual/viewing.py", "1 - float(measured", "float(measured", VIEWING),
+    ("brisque: a flat picture is judged", "mmrl/rewards/visual/viewing.py", "if (pixels == pixels[0, 0]).all():", "if False:",
      VIEWING),
-    ("safe_for_work: what is not earns more", "mmrl/rewards/viewing.py", "1 - float(classifier", "float(classifier",
+    ("safe_for_work: what is not earns more", "mmrl/rewards/visual/viewing.py", "1 - float(classifier", "float(classifier",
      VIEWING),
 ]

@@ -5,13 +5,13 @@ from __future__ import annotations
 DATA, READ = "tasks/manipulation/lerobot.py", ("tasks/test_lerobot.py",)
 C, D = "sims/mujoco/control.py", "tasks/manipulation/episodes.py"
 T = "sims/mujoco/tasks.py"
-SMALL, LOOKS = "mmrl/policies/vla/small.py", ("policies/vla/test_small.py",)
-FLOWS, OPENVLA = "mmrl/policies/vla/flows.py", "mmrl/policies/vla/openvla.py"
+SMALL, LOOKS = "mmrl/policies/vla/backbones/small.py", ("policies/vla/test_small.py",)
+FLOWS, OPENVLA = "mmrl/policies/vla/heads/flow.py", "mmrl/policies/vla/backbones/openvla.py"
 CONTRAST, PICTURES = ("policies/vla/test_contrast.py",), ("policies/vla/test_openvla.py",)
 WORLDS = ("sims/test_babyai.py",)
 J, JUDGED, PLAYED = "tasks/manipulation/judged.py", ("tasks/test_success_judge.py",), ("policies/vla/test_policy.py",)
 POLICY = "mmrl/policies/vla/policy.py"
-LOST = ("engine/test_robots.py::test_a_lost_episode_alone_in_its_micro_batch_changes_nothing",)
+LOST = ("whole_runs/test_robots.py::test_a_lost_episode_alone_in_its_micro_batch_changes_nothing",)
 CONTROLS, SHOWN = ("sims/test_tabletop.py",), ("tasks/test_manipulation.py",)
 
 # fmt: off
@@ -37,9 +37,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "self.action.film", PLAYED),
     ("judged success: the loader does not tell", "mmrl/policies/vla/loading.py", "watched=task.watched",
      "watched=False", PLAYED),
-    ("heads: learned from at another temperature than it was asked at", "mmrl/policies/vla/heads.py",
+    ("heads: learned from at another temperature than it was asked at", "mmrl/policies/vla/heads/head.py",
      'chosen["temperature"].log().float()[:', 'chosen["temperature"].log().float().mul(not median.requires_grad)[:',
-     ("engine/test_robots.py::test_every_head_trains",)),
+     ("whole_runs/test_robots.py::test_every_head_trains",)),
     ("control: places are not clipped", C, "(np.clip(action[:3], -1, 1) + 1)", "(action[:3] + 1)", CONTROLS),
     ("control: places of another box", C, "+ 1) / 2 * (HIGH", "+ 1) * (HIGH", CONTROLS),
     ("control: a place is reached at once", C, "min(1.0, longest / max", "min(1.0, 1e9 / max", CONTROLS),
@@ -88,8 +88,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("openvla: a coarser JPEG", OPENVLA, "quality=95", "quality=75", PICTURES),
     ("openvla: cameras of other rows", OPENVLA, '"(n c) p w -> n (c p) w"', '"(c n) p w -> n (c p) w"', PICTURES),
     ("openvla: patches of one camera are counted", OPENVLA, "len(ids) + cameras * vit", "len(ids) + vit", PICTURES),
-    ("eval: a flow is played twice", "mmrl/cli.py", 'EpisodeEvaluation) else "sampled"',
-     'EpisodeEvaluation) else "both"', ("test_evaluation_lines.py",)),
+    ("eval: a flow is played twice", "mmrl/cli/main.py", 'EpisodeEvaluation) else "sampled"',
+     'EpisodeEvaluation) else "both"', ("evaluation/test_evaluation_lines.py",)),
     ("backbone: blocks do not look at later tokens' past", SMALL, "self.before[i] = torch.cat([self.before[i], h], 1)",
      "self.before[i] = self.before[i] if h.shape[1] == 1 else torch.cat([self.before[i], h], 1)", LOOKS),
     ("backbone: the first token is the last token", SMALL, "end = self.mask.long().cumsum(1).argmax(1)",
@@ -168,9 +168,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("episodes: none at all has a row", POLICY, "values)[: len(rollouts)]", "values)", PLAYED),
     ("robots: the reference is told what the old policy predicted", POLICY,
      "old = None if reference else at_looks(rollouts.old_prediction)", "old = at_looks(rollouts.old_prediction)",
-     ("engine/test_robots.py::test_the_reference_is_asked_where_the_old_policy_is_known_of_half_the_episodes_only",)),
+     ("whole_runs/test_robots.py::test_the_reference_is_asked_where_the_old_policy_is_known_of_half_the_episodes_only",)),
     ("dry run: a warm start that has ended is passed over", "mmrl/job.py",
      "plain(after_warm_start(first)), path):\n        return config",
      "plain(after_warm_start(first)), path):\n        pass",
-     ("test_image_runs.py::test_a_dry_run_begins_with_a_warm_start_that_has_ended",)),
+     ("whole_runs/test_image_runs.py::test_a_dry_run_begins_with_a_warm_start_that_has_ended",)),
 ]

@@ -3,13 +3,13 @@ it holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations
 
-SWAPS, PLANS, JOINTS = ("core/test_balance.py",), ("test_balance.py",), ("joints/test_balance.py",)
-RUNS = ("engine/test_balance.py",)
+SWAPS, PLANS, JOINTS = ("core/test_sharing_out.py",), ("training/test_balancing.py",), ("joints/test_balance.py",)
+RUNS = ("whole_runs/test_balance.py",)
 PARTITION, CUTS = "mmrl/core/partition.py", ("core/test_partition.py",)
-CORE, B, P = "mmrl/core/balance.py", "mmrl/balance.py", "mmrl/preparation.py"
-F, SHARED = "mmrl/filtering.py", ("joints/test_shared_groups.py",)
-HEAD, AHEAD = ("engine/test_fused_head.py",), ("test_reading.py",)
-PLAN = ("test_gpu_memory.py::test_a_bound_on_tokens_is_a_bound_on_long_responses",)
+CORE, B, P = "mmrl/core/partition.py", "mmrl/training/balancing.py", "mmrl/training/preparation.py"
+F, SHARED = "mmrl/collection/dynamic_sampling.py", ("joints/test_shared_groups.py",)
+HEAD, AHEAD = ("engine/test_fused_head.py",), ("collection/test_prefetch.py",)
+PLAN = ("doctor/test_gpu_memory.py::test_a_bound_on_tokens_is_a_bound_on_long_responses",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -35,19 +35,19 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      (*HEAD, "policies/test_vlm.py")),
     ("fused head: another place for the temperature", "mmrl/policies/vlm/scorer.py",
      "(hidden / temperature[:, None])", "(hidden * temperature[:, None])", HEAD),
-    ("reading ahead: a row of which nothing came is skipped", "mmrl/reading.py",
+    ("reading ahead: a row of which nothing came is skipped", "mmrl/collection/prefetch.py",
      "prompt = self.source[index]", "prompt = self.source[(index + 1) % len(self)]", AHEAD),
-    ("reading ahead: a bad row's place has the next one's prompt", "tasks/visual_qa/rows.py",
+    ("reading ahead: a bad row's place has the next one's prompt", "tasks/visual_qa/data/rows.py",
      "return self._prompt(self._good[index])", "return self[index]", AHEAD),
     ("reading ahead: without the instruction", "tasks/visual_qa/task.py", "return self._asked(self.source.read(index))",
      "return self.source.read(index)", AHEAD),
-    ("reading ahead: what was made of a prompt is given twice", "mmrl/reading.py",
+    ("reading ahead: what was made of a prompt is given twice", "mmrl/collection/prefetch.py",
      "self._encoded.pop(id(prompt), (None, None))", "self._encoded.get(id(prompt), (None, None))", AHEAD),
-    ("reading ahead: what is not expected stays", "mmrl/reading.py",
+    ("reading ahead: what is not expected stays", "mmrl/collection/prefetch.py",
      "            self._coming.pop(index).cancel()\n", "            self._coming[index].cancel()\n", AHEAD),
-    ("reading ahead: foreseen prompts are drawn", "mmrl/batches.py", "sampler = self.sampler.model_copy(deep=True)",
+    ("reading ahead: foreseen prompts are drawn", "mmrl/collection/collector.py", "sampler = self.sampler.model_copy(deep=True)",
      "sampler = self.sampler", AHEAD),
-    ("reading ahead: processes outlive the trainer", "mmrl/reading.py", "    os._exit(0)\n", "    pass\n", AHEAD),
+    ("reading ahead: processes outlive the trainer", "mmrl/collection/prefetch.py", "    os._exit(0)\n", "    pass\n", AHEAD),
     ("reading ahead: processes stay when training ends", "mmrl/trainer.py", "                self.batches.close()\n",
      "", AHEAD),
     ("balance: groups of any size change places", CORE,
@@ -87,21 +87,21 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "len(part) if", CUTS),
     ("micro_tokens: only where ranks balance", P, "if not self.balances and tokens is None:", "if not self.balances:",
      JOINTS),
-    ("micro_tokens: cuts groups that are needed whole", "mmrl/batches.py",
+    ("micro_tokens: cuts groups that are needed whole", "mmrl/collection/collector.py",
      'if config.needs.whole_groups and vars(config.engine).get("micro_tokens") is not None:', "if False:", JOINTS),
-    ("parcels: a part is sent with the whole", "mmrl/engine/parcels.py", "> obj.numel() * obj.element_size()",
+    ("parcels: a part is sent with the whole", "mmrl/engine/packing.py", "> obj.numel() * obj.element_size()",
      "> 1e12", RUNS),
     ("parcels: as many bytes come as go", "mmrl/engine/deepspeed.py", "coming.tolist(), sizes, group",
      "sizes, sizes, group", RUNS),
     ("background: the renaming waits for the disk", "mmrl/checkpoints/writing.py", "            files.sync(path)",
-     "            #", ("test_checkpoints.py",)),
+     "            #", ("checkpoints/test_checkpoints.py",)),
     ("plan: a bound on tokens counts for nothing", "mmrl/policies/vlm/settings.py",
      "return rows if self.micro_tokens is None else", "return rows if True else", PLAN),
-    ("plan: activations of all rollouts", "mmrl/policies/vlm/blueprint.py",
+    ("plan: activations of all rollouts", "mmrl/policies/vlm/memory_estimate.py",
      "read(model, engine.longest_at_once(rows, length)",
      "read(model, rows", PLAN),
-    ("plan: fewer tokens are not offered", "mmrl/memory_plan.py", "micro_tokens={engine['micro_tokens'] // 2}",
+    ("plan: fewer tokens are not offered", "mmrl/doctor/memory_plan.py", "micro_tokens={engine['micro_tokens'] // 2}",
      "micro_tokens={engine['micro_tokens']}", PLAN),
-    ("plan: the dry run hides the bound", "mmrl/cli.py", '"" if tokens is None else', '"" if True else',
-     ("test_cli.py",)),
+    ("plan: the dry run hides the bound", "mmrl/cli/main.py", '"" if tokens is None else', '"" if True else',
+     ("cli/test_cli.py",)),
 ]

@@ -3,13 +3,17 @@ stay. A name, a file, a text that it holds once, what takes its place, and the t
 
 from __future__ import annotations
 
-P, D, G = "mmrl/preparation.py", "mmrl/policies/diffusion/policy.py", "mmrl/generation/"
+P, D, G = "mmrl/training/preparation.py", "mmrl/policies/diffusion/policy.py", "mmrl/generation/"
 STEPS, PICTURES, CHAINS = ("joints/test_steps.py",), ("policies/diffusion/test_policy.py",), ("samplers/test_chain.py",)
 SNAPSHOTS, DECODING = ("engine/test_snapshot.py",), ("generation/test_decoding.py",)
 TOKENS = ("policies/test_vlm.py",)
 PARTS = ("policies/diffusion/test_steps_at_once.py",)
-SHIPPED, LATER, JUDGES = ("kernels/test_prebuilt.py",), ("test_deferred.py",), ("tasks/test_image_digits.py",)
-B, L, C = "mmrl/kernels/prebuilt.py", "mmrl/deferred.py", "tasks/image_generation/classifiers.py"
+SHIPPED, LATER, JUDGES = (
+    ("kernels/test_prebuilt.py",),
+    ("runtime/test_lazy_imports.py",),
+    ("tasks/test_image_digits.py",),
+)
+B, L, C = "mmrl/kernels/prebuilt.py", "mmrl/runtime/lazy_imports.py", "tasks/image_generation/rewards/classifiers.py"
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -32,8 +36,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      PICTURES),
     ("pictures: half of guidance is saved in another policy's pass", D,
      "rollouts.old_prediction is None and torch.is_grad_enabled()", "rollouts.old_prediction is None", PICTURES),
-    ("pictures: a view keeps what was said of its prompt", D, "replace(record, asked=Asked.of(p), prediction=None)",
-     "replace(record, asked=Asked.of(p))", PICTURES),
+    ("pictures: a view keeps what was said of its prompt", D, "replace(record, asked=ConditionInputs.of(p), prediction=None)",
+     "replace(record, asked=ConditionInputs.of(p))", PICTURES),
     ("guidance: the conditional half moves it once", "mmrl/samplers/guidance.py",
      "known + rows * (conditional - conditional.detach())", "known + (conditional - conditional.detach())", PICTURES),
     ("reference: adapters stay on", "mmrl/engine/snapshot.py", "self._switch(True)", "self._switch(False)", SNAPSHOTS),
@@ -75,9 +79,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "steps_at_once=config.engine.steps_at_once", "steps_at_once=None", PARTS),
     ("parts of a replay: finished pictures go at once", D, "self._joined(predict, len(rows)).float().view_as(x)",
      "predict(slice(None)).float().view_as(x)", PARTS),
-    ("shipped: of other sources", B, 'facts["sources"] != compiled.sources()', "False", SHIPPED),
+    ("shipped: of other sources", B, 'facts["sources"] != toolchain.sources()', "False", SHIPPED),
     ("shipped: exchanged", B, 'if _digest(path) == facts["sha256"] else', "if True else", SHIPPED),
-    ("shipped: of another processor", B, 'facts["level"] != compiled.level()', "False", SHIPPED),
+    ("shipped: of another processor", B, 'facts["level"] != toolchain.level()', "False", SHIPPED),
     ("shipped: of any CUDA", B, 'torch.version.cuda.split(".")[0] != major', "False", SHIPPED),
     ("shipped: older GPUs too", B, "a[1] <= capability[1] for a", "True for a", SHIPPED),
     ("shipped: GPUs between two", B, "any(a[0] == capability[0] and", "any(", SHIPPED),
@@ -85,7 +89,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "if shipped is None:\n        try:", SHIPPED),
     ("shipped: nothing is said", "mmrl/kernels/compiled.py", 'if why and os.environ.get("RANK", "0") == "0":',
      "if False:", SHIPPED),
-    ("deferred: nothing", "mmrl/cli.py", "\ndefer_imports()\n", "\n", LATER),
+    ("deferred: nothing", "mmrl/cli/main.py", "\ndefer_imports()\n", "\n", LATER),
     ("deferred: everything is an instance", L, "return self._source in sys.modules and isinstance(thing, self._own())",
      "return True", LATER),
     ("deferred: what the compiler was told is forgotten", L, "module.allow_in_graph(function)", "pass", LATER),

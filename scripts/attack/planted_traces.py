@@ -3,13 +3,13 @@ responses. A name, a file, a text that it holds once, what takes its place, and 
 
 from __future__ import annotations
 
-M = "mmrl/policies/masked/"
-BRANCH, CANDIDATES = "mmrl/terms/branch_credit.py", "mmrl/policies/diffusion/candidates.py"
+M = "mmrl/policies/discrete_diffusion/"
+BRANCH, CANDIDATES = "mmrl/terms/shapers/denoising_steps.py", "mmrl/policies/diffusion/candidates.py"
 BRANCHES = ("joints/test_branch_credit.py",)
-PARTS = ("policies/masked/test_parts.py",)
-STAIRS = ("policies/masked/test_staircase.py",)
+PARTS = ("policies/discrete_diffusion/test_parts.py",)
+STAIRS = ("policies/discrete_diffusion/test_staircase.py",)
 REGION = ("policies/diffusion/test_region.py",)
-TRACE, CRITIC = ("joints/test_trace_ppo.py",), ("policies/masked/test_critic.py",)
+TRACE, CRITIC = ("joints/test_trace_ppo.py",), ("policies/discrete_diffusion/test_critic.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -26,17 +26,17 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "last = torch.arange(steps.mask.shape[1]) == steps.mask.sum(1, keepdim=True) - 1", TRACE),
     ("trace_ppo: gaps in time stay", "mmrl/core/credit.py", "moment[row, mask[row]].unique(return_inverse=True)",
      "(0, moment[row, mask[row]])", TRACE),
-    ("trace_ppo: what the policy says of time is lost", "mmrl/preparation.py", 'value.cpu(), old.column("moment")',
+    ("trace_ppo: what the policy says of time is lost", "mmrl/training/preparation.py", 'value.cpu(), old.column("moment")',
      "value.cpu()", TRACE),
-    ("masked critic: the value of the next state", M + "likelihoods.py",
+    ("masked critic: the value of the next state", "mmrl/policies/discrete_diffusion/likelihoods.py",
      "return states.weight.argmax(0) if states.order", "return states.weight.argmax(0) + 1 if states.order", CRITIC),
-    ("masked critic: values are added up with the likelihood's weights", M + "policy.py", "scored[-1] * (w / total)",
+    ("masked critic: values are added up with the likelihood's weights", "mmrl/policies/discrete_diffusion/policy.py", "scored[-1] * (w / total)",
      "scored[-1] * (2 * w)", CRITIC),
-    ("masked critic: it reads an inner layer", M + "policy.py", "found.hidden_states[-1][place]",
+    ("masked critic: it reads an inner layer", "mmrl/policies/discrete_diffusion/policy.py", "found.hidden_states[-1][place]",
      "found.hidden_states[-2][place]", CRITIC),
-    ("masked critic: it is not saved", M + "policy.py",
+    ("masked critic: it is not saved", "mmrl/policies/discrete_diffusion/policy.py",
      "        if self.module.critic is not None:\n            write_critic(folder, state)\n", "", CRITIC),
-    ("masked critic: any likelihood will do", M + "settings.py", "if not likelihood.of_trace:", "if False:",
+    ("masked critic: any likelihood will do", "mmrl/policies/discrete_diffusion/settings.py", "if not likelihood.of_trace:", "if False:",
      CRITIC),
     # --- branches ---
     ("branch_credit: the trunk is drawn, too", CANDIDATES,
@@ -44,20 +44,20 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("branch_credit: a candidate goes on", CANDIDATES, 'if trunk == "ode":', "if False:", BRANCHES),
     ("branch_credit: the trunk of the settings is not looked at", "mmrl/policies/diffusion/policy.py",
      "group_size, last, likelihood.trunk)", "group_size, last)", BRANCHES),
-    ("branch_credit: good steps become unlikely", BRANCH, "+ self.weight * own", "- self.weight * own", BRANCHES),
+    ("branch_credit: good steps become unlikely", BRANCH, "own = turn_advantages(worth.nan_to_num(0.0), known, batch.rollouts.group, scale=self.scale)\n        return self.outcome * advantages + self.weight * own", "own = turn_advantages(worth.nan_to_num(0.0), known, batch.rollouts.group, scale=self.scale)\n        return self.outcome * advantages - self.weight * own", BRANCHES),
     ("branch_credit: what was not scored takes part", BRANCH, "known = ~worth.isnan() & batch", "known = batch",
      BRANCHES),
-    ("branch_credit: scale is hard-coded", BRANCH, "scale=self.scale", 'scale="none"', BRANCHES),
-    ("branch_credit: the whole rollout's advantage is lost", BRANCH, "self.outcome * advantages", "0 * advantages",
+    ("branch_credit: scale is hard-coded", BRANCH, "own = turn_advantages(worth.nan_to_num(0.0), known, batch.rollouts.group, scale=self.scale)\n", 'own = turn_advantages(worth.nan_to_num(0.0), known, batch.rollouts.group, scale="none")\n', BRANCHES),
+    ("branch_credit: the whole rollout's advantage is lost", BRANCH, "own = turn_advantages(worth.nan_to_num(0.0), known, batch.rollouts.group, scale=self.scale)\n        return self.outcome * advantages + self.weight * own", "own = turn_advantages(worth.nan_to_num(0.0), known, batch.rollouts.group, scale=self.scale)\n        return 0 * advantages + self.weight * own",
      BRANCHES),
     # --- regions ---
-    ("region: bad edits keep what should stay", "mmrl/terms/region.py", "self.keep.value * good * kept",
+    ("region: bad edits keep what should stay", "mmrl/terms/losses/region.py", "self.keep.value * good * kept",
      "self.keep.value * (1 - good) * kept", REGION),
-    ("region: edits are driven to the source", "mmrl/terms/region.py", "(self.far - changed)", "(changed - self.far)",
+    ("region: edits are driven to the source", "mmrl/terms/losses/region.py", "(self.far - changed)", "(changed - self.far)",
      REGION),
-    ("region: what should change stays", "mmrl/terms/region.py", "masked_distance(data, source, 1 - changes)",
+    ("region: what should change stays", "mmrl/terms/losses/region.py", "masked_distance(data, source, 1 - changes)",
      "masked_distance(data, source, changes)", REGION),
-    ("region: one pixel in four is enough to stay", "mmrl/terms/region.py", "F.adaptive_max_pool2d",
+    ("region: one pixel in four is enough to stay", "mmrl/terms/losses/region.py", "F.adaptive_max_pool2d",
      "F.adaptive_avg_pool2d", REGION),
     ("region: distances are sums", "mmrl/core/regularizers.py", "added / weight.flatten(2).sum(2).clamp(min=1)",
      "added", REGION),
@@ -65,40 +65,40 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "estimate / signal if matching.noise_space else estimate", "estimate", REGION),
     ("region: all pictures have the first one's source", "mmrl/policies/diffusion/policy.py",
      '[condition["source"] for condition in told]', '[told[0]["source"] for condition in told]', REGION),
-    ("region: the whole picture may change", "tasks/image_generation/edits.py", "(before != wanted).any(0)",
+    ("region: the whole picture may change", "tasks/image_generation/data/edits.py", "(before != wanted).any(0)",
      "(before != wanted).any(0) | True", REGION),
     # --- text and pictures of one masked model ---
-    ("masked parts: codes may stand in text", M + "policy.py", ".where(codes[:, None], logits)", "", PARTS),
-    ("masked parts: what stands behind the text's end counts", M + "policy.py", "ends.cumsum(1) - ends == 0", "True",
+    ("masked parts: codes may stand in text", "mmrl/policies/discrete_diffusion/policy.py", ".where(codes[:, None], logits)", "", PARTS),
+    ("masked parts: what stands behind the text's end counts", "mmrl/policies/discrete_diffusion/policy.py", "ends.cumsum(1) - ends == 0", "True",
      PARTS),
-    ("masked parts: as much text as there are codes", M + "policy.py",
+    ("masked parts: as much text as there are codes", "mmrl/policies/discrete_diffusion/policy.py",
      "DecisionColumn(text_and_picture(len(records), self.text_length, self.length))",
      "DecisionColumn(text_and_picture(len(records), self.length - self.text_length, self.length))", PARTS),
-    ("masked parts: codes are written beside the text", M + "schedule.py", "Step(text + step.start,",
-     "Step(step.start,", PARTS),
-    ("masked parts: texts of demonstrations have no end", M + "policy.py",
+    ("masked parts: codes are written beside the text", "mmrl/policies/discrete_diffusion/schedule.py", "UnmaskingStep(text + step.start,",
+     "UnmaskingStep(step.start,", PARTS),
+    ("masked parts: texts of demonstrations have no end", "mmrl/policies/discrete_diffusion/policy.py",
      "ids + [end] * (self.text_length - len(ids))", "ids + [ids[-1]] * (self.text_length - len(ids))", PARTS),
-    ("staircase: a copy sees its own block finished", M + "likelihoods.py",
+    ("staircase: a copy sees its own block finished", "mmrl/policies/discrete_diffusion/likelihoods.py",
      "seen[prompt + n : whole, response] = blocks[:, None] > blocks",
      "seen[prompt + n : whole, response] = blocks[:, None] >= blocks", STAIRS),
-    ("staircase: a response sees what stands behind", M + "likelihoods.py",
+    ("staircase: a response sees what stands behind", "mmrl/policies/discrete_diffusion/likelihoods.py",
      "seen[response, response] = blocks[:, None] >= blocks", "seen[response, response] = True", STAIRS),
-    ("staircase: a copy sees other blocks of the copy", M + "likelihoods.py", "= blocks[:, None] == blocks",
+    ("staircase: a copy sees other blocks of the copy", "mmrl/policies/discrete_diffusion/likelihoods.py", "= blocks[:, None] == blocks",
      "= blocks[:, None] >= blocks", STAIRS),
-    ("staircase: the copy stands behind the response", M + "likelihoods.py",
+    ("staircase: the copy stands behind the response", "mmrl/policies/discrete_diffusion/likelihoods.py",
      "torch.cat([torch.arange(prompt), *[places] * (1 + noised)])", "torch.arange(whole)", STAIRS),
-    ("staircase: all blocks weigh alike", M + "likelihoods.py", "(len(places) / (count * draws)).float()",
+    ("staircase: all blocks weigh alike", "mmrl/policies/discrete_diffusion/likelihoods.py", "(len(places) / (count * draws)).float()",
      "(1 / (count * draws)).float()", STAIRS),
-    ("staircase: rollouts see all of their response", M + "policy.py", "if not self.unmasking.causal_blocks:",
+    ("staircase: rollouts see all of their response", "mmrl/policies/discrete_diffusion/policy.py", "if not self.unmasking.causal_blocks:",
      "if True:", STAIRS),
-    ("staircase: what is asked about is the response", M + "policy.py",
+    ("staircase: what is asked about is the response", "mmrl/policies/discrete_diffusion/policy.py",
      'self._in_blocks(records, found)\n            first = first + self.length',
      'self._in_blocks(records, found)', STAIRS),
-    ("spread: all states are of one density", M + "likelihoods.py", "torch.arange(draws) / draws) % 1",
+    ("spread: all states are of one density", "mmrl/policies/discrete_diffusion/likelihoods.py", "torch.arange(draws) / draws) % 1",
      "torch.zeros(draws)) % 1", PARTS),
-    ("spread: nothing is asked about", M + "likelihoods.py", " | (chance == chance.amin(1, keepdim=True))", "", PARTS),
-    ("spread: densities beyond 1", M + "likelihoods.py", "torch.arange(draws) / draws) % 1",
+    ("spread: nothing is asked about", "mmrl/policies/discrete_diffusion/likelihoods.py", " | (chance == chance.amin(1, keepdim=True))", "", PARTS),
+    ("spread: densities beyond 1", "mmrl/policies/discrete_diffusion/likelihoods.py", "torch.arange(draws) / draws) % 1",
      "torch.arange(draws) / draws)", PARTS),
-    ("spread: places count by how often they are empty", M + "likelihoods.py", "empty / empty.sum(0).clamp(min=1)",
+    ("spread: places count by how often they are empty", "mmrl/policies/discrete_diffusion/likelihoods.py", "empty / empty.sum(0).clamp(min=1)",
      "empty / draws", PARTS),
 ]

@@ -3,7 +3,10 @@ place, and the tests that could notice."""
 
 from __future__ import annotations
 
-B, T, S, P = (f"mmrl/generation/{name}.py" for name in ("buckets", "transfer", "servers", "processes"))
+B, T, S, P = (
+    f"mmrl/generation/{name}.py"
+    for name in ("weight_sync/buckets", "weight_sync/transfer", "vllm/servers", "vllm/processes")
+)
 F = "generation/test_transfer.py::test_"
 PACKED = (f"{F}what_comes_out_of_buckets_is_what_went_in",)
 SHARED = (f"{F}small_tensors_share_a_bucket_and_a_large_one_has_its_own",)
@@ -37,7 +40,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("broadcast: the first server is always the silent one", T, "key=lambda i: (receiving[i].done(), firsts[i] not in "
      "absent, places[i])", "key=lambda i: i", SILENT),
     ("broadcast: workers have ranks of others", T, "initial=1))[:-1]", "initial=0))[:-1]", VERSIONS),
-    ("broadcast: announcements stay", T, "        broadcast.forget(group, base, sent)\n", "", VERSIONS),
+    ("broadcast: announcements stay", T, "        nccl.forget(group, base, sent)\n", "", VERSIONS),
     ("broadcast: the meeting place is the first server's", T,
      " if not ipaddress.ip_address(address).is_loopback), ", "), ", MEETING),
     ("broadcast: the key is not heard", S, 'settings.transfer == "broadcast"', 'settings.transfer == "broadcasts"',

@@ -3,7 +3,7 @@ tests that could notice."""
 
 from __future__ import annotations
 
-J, K, V = "mmrl/algorithms/trajectories.py", "mmrl/kernels/reference.py", "mmrl/policies/vla/"
+J, K, V = "mmrl/algorithms/surrogates/trajectories.py", "mmrl/kernels/reference.py", "mmrl/policies/vla/"
 CHAINS = ("joints/test_trajectories.py",)
 ROBOT = ("joints/test_trajectories.py::test_two_looks_of_a_robot_by_hand",)
 PICTURE = ("joints/test_trajectories.py::test_a_picture_by_hand",)
@@ -33,10 +33,10 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("chains: a price that may grow is none", J, "self.price.extremes[1] == 0", "self.price.extremes[0] == 0", NOTHING),
     ("chains: no half", K, "kl = apart.square().sum(1) * factor / (2 * variance)",
      "kl = apart.square().sum(1) * factor / variance", (*ROBOT, *PICTURE)),
-    ("chains: half of what it is from a Gaussian", V + "gaussian.py", "apart - 1)", "apart / 2 - 1)", GAUSSIAN),
-    ("chains: old and new Gaussians are exchanged", V + "gaussian.py",
+    ("chains: half of what it is from a Gaussian", "mmrl/policies/vla/heads/gaussian.py", "apart - 1)", "apart / 2 - 1)", GAUSSIAN),
+    ("chains: old and new Gaussians are exchanged", "mmrl/policies/vla/heads/gaussian.py",
      "gaussian_divergence(other.view(now.shape), now)", "gaussian_divergence(now, other.view(now.shape))", GAUSSIAN),
-    ("chains: steps of the first window", V + "flows.py", "self.sampler.drawn(points),",
+    ("chains: steps of the first window", "mmrl/policies/vla/heads/flow.py", "self.sampler.drawn(points),",
      "self.sampler.drawn(torch.arange(points.shape[1]).expand(points.shape)),", ROBOT),
     ("looks: of other steps", V + "policy.py", ".repeat_interleave(decisions).expand", ".repeat(decisions).expand",
      ROBOT),

@@ -6,7 +6,7 @@ from __future__ import annotations
 TOOLS = ("sims/test_tools.py",)
 TALKS = ("tasks/test_conversations.py",)
 OTHERS = ("sims/test_other_environments.py",)
-C, E = "tasks/visual_qa/conversations.py", "sims/turns/openenv.py"
+C, E = "tasks/visual_qa/data/conversations.py", "sims/turns/openenv.py"
 P, S = "sims/turns/pictures.py", "sims/turns/settings.py"
 
 # fmt: off
@@ -39,7 +39,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("games: the expert names the other rule", "sims/turns/cards.py", "if rule == 'count' else colour}",
      "if rule == 'colour' else colour}", ("sims/test_games.py",)),
     ("learning: the best without a tool is not the best", "scripts/bench/turns_learning.py",
-     "        return max(share for", "        return min(share for", ("test_bench_scripts.py",)),
+     "        return max(share for", "        return min(share for", ("scripts/test_bench_scripts.py",)),
     ("ocr tool: its engine is missed late", S, "            try:\n                tool.check()",
      "            try:\n                tool.check  # noqa: B018", TOOLS),
 ]

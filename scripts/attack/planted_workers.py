@@ -3,8 +3,8 @@ place, and the tests that could notice."""
 
 from __future__ import annotations
 
-P, W, D, H = "mmrl/workers/pool.py", "mmrl/worker.py", "mmrl/workers/door.py", "mmrl/workers/handles.py"
-POOL, WIRE = ("workers/test_pool.py",), ("workers/test_wire.py",)
+P, W, D, H = "mmrl/workers/pool.py", "mmrl/workers/worker.py", "mmrl/workers/rendezvous.py", "mmrl/workers/handles.py"
+POOL, WIRE = ("workers/test_pool.py",), ("workers/test_serialization.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -27,9 +27,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "        self.weights = 0", "self._link = self._running = None", POOL),
     ("workers: predictions of older weights pass for those of now", "mmrl/policies/diffusion/settings.py",
      "of_use and not ahead and isinstance", "of_use and isinstance", POOL),
-    ("workers: more of them than prompts", "mmrl/batches.py", "(most := prompts_at_once(config, world))",
+    ("workers: more of them than prompts", "mmrl/collection/collector.py", "(most := prompts_at_once(config, world))",
      "(most := prompts_at_once(config, 1))", POOL),
-    ("workers: any class is made of a message", "mmrl/workers/wire.py", "isinstance(kind, type) and is_dataclass(kind)",
+    ("workers: any class is made of a message", "mmrl/workers/serialization.py", "isinstance(kind, type) and is_dataclass(kind)",
      "isinstance(kind, type)", WIRE),
     ("workers: every run has the same key", D, "self.key = secrets.token_hex(32)", 'self.key = "another key"', WIRE),
     ("workers: an evaluation hides a restart", "mmrl/trainer.py", "in measured.items() if not name",
@@ -38,5 +38,5 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      'values = [*run.series(name).finite, *run.series(f"evaluation/{name}").finite]',
      "values = run.series(name).finite", ("report/test_report.py",)),
     ("workers: the log of a host that was lost", "mmrl/workers/handles.py", "if not self.log.exists():", "if False:",
-     ("test_ray.py::test_rollout_workers_on_another_host_make_what_training_would",)),
+     ("runtime/test_ray.py::test_rollout_workers_on_another_host_make_what_training_would",)),
 ]

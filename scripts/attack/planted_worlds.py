@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-WORDS, WORDY = "tasks/visual_qa/words.py", ("tasks/test_words.py",)
+WORDS, WORDY = "tasks/visual_qa/data/words.py", ("tasks/test_words.py",)
 SCENE, OGBENCH = "sims/ogbench.py", ("sims/test_ogbench.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("rows: what failed plays on", "sims/rows.py", "self._playing[row], out.errors[i] = None, error",
+    ("rows: what failed plays on", "sims/vector/rows.py", "self._playing[row], out.errors[i] = None, error",
      "out.errors[i] = error", ("sims/test_rows.py",)),
-    ("rows: errors by row, not by place", "sims/rows.py", "out.errors[i] = None, error",
+    ("rows: errors by row, not by place", "sims/vector/rows.py", "out.errors[i] = None, error",
      "out.errors[row - 1] = None, error", ("sims/test_rows.py",)),
     ("ogbench: left and right are exchanged", SCENE, "('left', 'right')", "('right', 'left')", OGBENCH),
     ("ogbench: open and close are exchanged", SCENE, "[0] != 0\n", "[0] == 0\n", OGBENCH),

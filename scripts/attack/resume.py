@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from mmrl.checkpoints import files  # noqa: E402
-from tests.engine.parts import IMAGES, ROBOTS, TINY, command, distance, final, metrics, start, timeless  # noqa: E402
-from tests.engine.test_launchers import TORCHRUN, finished, launch  # noqa: E402
+from tests.whole_runs.parts import IMAGES, ROBOTS, TINY, command, distance, final, metrics, start, timeless  # noqa: E402
+from tests.whole_runs.test_launchers import TORCHRUN, finished, launch  # noqa: E402
 
 KINDS = {"visual QA": TINY, "images": IMAGES, "robots": ROBOTS}
 RUN = ["steps=6", "checkpoint.every=1", "optim.ema=0.5", "evaluation.every=2", "checkpoint.best=true"]
@@ -203,7 +203,7 @@ def two_runs(attack: Attack) -> None:
 def restarts(attack: Attack) -> None:
     """A rank under torchrun is killed, and torchrun starts all again with the same arguments."""
     run = attack.new()
-    dies = ["task.type=tests.engine.parts:DiesOnce", "checkpoint.every=1", "steps=4"]
+    dies = ["task.type=tests.whole_runs.parts:DiesOnce", "checkpoint.every=1", "steps=4"]
     dies.append("checkpoint.background=false")  # a checkpoint is there before the rank dies
     arguments = [*TORCHRUN, "--max-restarts", "1"]
     code, said = finished(launch(arguments, run, *dies, MMRL_TESTS_DIED=str(run.with_suffix(".died"))))

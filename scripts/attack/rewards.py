@@ -27,7 +27,7 @@ from table import Table
 
 from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec, build
-from mmrl.rewards.limits import Limits
+from mmrl.rewards.services.limits import Limits
 from mmrl.rollouts import Prompt, Sample
 
 SECONDS = 0.2  # of CPU time that a verifier may take for a response

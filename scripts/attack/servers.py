@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 
-from tests.engine.bad_servers import Outcome, tried
-from tests.engine.stand_in_server import FIRST_TABLE, KINDS, ON_THE_WIRE
+from tests.whole_runs.bad_servers import Outcome, tried
+from tests.whole_runs.stand_in_server import FIRST_TABLE, KINDS, ON_THE_WIRE
 
 GOOD = {"named", "corrected"}
 

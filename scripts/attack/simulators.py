@@ -13,13 +13,13 @@ import sys
 import time
 import warnings
 
-import mmrl.sims.workers
 import numpy as np
 from hostile_simulator import DEATHS, KINDS, NUMBERS, OBSERVATIONS, RAISES, SHAPES, STEPS
-from mmrl.sims import build, play
 from table import Table
 
+import mmrl.sims.vector.workers
 from mmrl.errors import UserError
+from mmrl.sims import build, play
 
 ROWS, LOOKS, ROUNDS = 4, 10, 4
 DEADLINE_S, SILENT_S = 2.0, 3.0
@@ -35,7 +35,7 @@ def main() -> int:
     warnings.simplefilter("ignore")  # a line for each lost episode
     logging.getLogger("mmrl").addHandler(logging.NullHandler())
     logging.getLogger("mmrl").propagate = False
-    mmrl.sims.workers.SILENT_S = SILENT_S
+    mmrl.sims.vector.workers.SILENT_S = SILENT_S
     table = Table("simulators")
     for workers in (0, 2):
         shapes(table, workers, 4 if part and workers else 1)

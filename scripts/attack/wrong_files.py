@@ -16,11 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import torch
 import yaml
-from mmrl.tasks.image_generation import tiny_model as pictures
-from mmrl.tasks.visual_qa import tiny_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from wrong_inputs import TAKEN, Cases
+
+from mmrl.tasks.image_generation.tiny import model as pictures
+from mmrl.tasks.visual_qa.tiny import model as tiny_model
 
 SHARED: dict[str, Any] = {
     "steps": 1,
@@ -51,12 +52,12 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
     dot = {"env": "odd_parts:Dot-v0", "image": "pixels", "state": "agent_pos", "instruction": "reach for the red cube"}
     own = {
         "visual_qa": {
-            "model": {"build": "mmrl.tasks.visual_qa.tiny_model:build"},
+            "model": {"build": "mmrl.tasks.visual_qa.tiny.model:build"},
             "task": {"type": "visual_qa", "data": questions, "rewards": [{"name": "odd_parts:one"}]},
             "rollout": {"max_response_length": 4},
         },
         "images": {
-            "model": {"type": "diffusion", "build": "mmrl.tasks.image_generation.tiny_model:build_digits"},
+            "model": {"type": "diffusion", "build": "mmrl.tasks.image_generation.tiny.model:build_digits"},
             "task": {"type": "image_generation", "data": prompts, "rewards": [bright], "accuracy": bright},
             "denoising": {"steps": 2, "evaluation_steps": 2},
         },

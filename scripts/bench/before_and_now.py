@@ -165,7 +165,7 @@ def start(tree: str, recipes: str, out: str) -> None:
             return spec
 
     sys.meta_path.insert(0, Finder())
-    from mmrl import cli
+    from mmrl.cli import main as cli
 
     run_dir = f"run_dir={Path(out).parent / 'run'}"
     cli.main(["train", config, "model.warm_start=null", f"model.path={base}", run_dir, "evaluation.before=false"])
@@ -176,7 +176,7 @@ def pushcube(out: str) -> None:
     import torch
 
     import mmrl.trainer
-    from mmrl import cli
+    from mmrl.cli import main as cli
 
     torch.set_num_threads(1)
     told = mmrl.trainer.Trainer.log
@@ -199,9 +199,8 @@ def pushcube(out: str) -> None:
 
 
 def model(folder: str) -> None:
-    from mmrl.tasks.visual_qa.tiny_model import build_tokenizer
-
     from mmrl.policies.vlm.tiny_qwen import Sizes, write
+    from mmrl.tasks.visual_qa.tiny.model import build_tokenizer
 
     write(folder, build_tokenizer(), Sizes(width=256, layers=4), seed=0)
 

@@ -38,9 +38,9 @@ def waited(folder: Path, millions: float, steps: int, background: bool) -> tuple
     import torch
 
     from mmrl.checkpoints import Saver
+    from mmrl.checkpoints.settings import Checkpoint
     from mmrl.engine import Engine
     from mmrl.engine.settings import AdamW, EngineSettings
-    from mmrl.sections import Checkpoint
 
     width = 1000
     layers = [torch.nn.Linear(width, width, bias=False) for _ in range(max(1, round(millions * 1e6 / width**2)))]

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmrl.rewards.detectors import COCO, Detector, detector
-from mmrl.rewards.geneval import checks
+from mmrl.rewards.visual.detectors import COCO, Detector, detector
+from mmrl.rewards.visual.geneval import checks
 
 SIDE = 416  # pixels of a scene
 LARGEST = 180  # pixels of an object

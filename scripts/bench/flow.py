@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mmrl.tasks.image_generation import tiny_model
 
 from mmrl.core.contrast import contrast, implicit_errors
 from mmrl.core.surrogates import surrogate
@@ -52,6 +51,7 @@ from mmrl.policies.diffusion.settings import (
 )
 from mmrl.rollouts import Prompt, Rollouts
 from mmrl.samplers.settings import RandomStart
+from mmrl.tasks.image_generation.tiny import model as tiny_model
 
 WINDOW = PictureChain(window=RandomStart(size=2, last=6))
 ARMS = {

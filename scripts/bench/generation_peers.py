@@ -147,7 +147,7 @@ def child(options: argparse.Namespace) -> None:
 
 
 def build(folder: Path) -> None:
-    from mmrl.tasks.image_generation.tiny_pipeline import stable_diffusion_3
+    from mmrl.tasks.image_generation.tiny.pipeline import stable_diffusion_3
 
     words = sorted({word for prompt in PROMPTS for word in prompt.split()})
     sizes = {"channels": 3, "size": SIZE, "patch": PATCH, "width": WIDTH, "depth": DEPTH}
@@ -209,7 +209,8 @@ def memory(name: str) -> float:
 
 
 def train_mmrl(folder: Path, options: argparse.Namespace, meter: Meter) -> None:
-    from mmrl import cli, config, trainer
+    from mmrl import config, trainer
+    from mmrl.cli import main as cli
 
     class Timed(trainer.Trainer):
         def loop(self) -> None:
@@ -276,7 +277,7 @@ def train_flow_grpo(folder: Path, options: argparse.Namespace, meter: Meter) -> 
     from diffusers import StableDiffusion3Pipeline
     from peft import LoraConfig, get_peft_model
 
-    from mmrl.rewards.images import jpeg_compressibility
+    from mmrl.rewards.visual.images import jpeg_compressibility
 
     torch.manual_seed(0)
     absent = dict.fromkeys(("text_encoder_3", "tokenizer_3", "feature_extractor", "image_encoder"))

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mmrl import build
 from mmrl.config import load
-from mmrl.policies.masked.policy import MaskedPolicy
-from mmrl.policies.masked.settings import MaskedLikelihood
+from mmrl.policies.discrete_diffusion.policy import MaskedPolicy
+from mmrl.policies.discrete_diffusion.settings import MaskedLikelihood
 from mmrl.rollouts import Rollouts
 from mmrl.settings import choose
 

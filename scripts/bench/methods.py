@@ -31,11 +31,11 @@ from pathlib import Path
 import torch  # noqa: F401  (so that the runs that are forked need not)
 import transformers  # noqa: F401
 
-from mmrl import cli
+from mmrl.cli import main as cli
+from mmrl.cli.reference import decisions_of, methods, needs_of
 from mmrl.config import load
 from mmrl.errors import UserError
-from mmrl.needs import Needs
-from mmrl.reference import decisions_of, methods, needs_of
+from mmrl.protocols.requirements import Needs
 from mmrl.settings import plain
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,12 +20,12 @@ import argparse
 from pathlib import Path
 
 import torch
-from mmrl.tasks.image_generation.named import NAMES, Recognised, real_pictures
 from torch import Tensor
 
 from mmrl import Job
 from mmrl.rewards.guards import diversity, out_of_gamut, sharpness
 from mmrl.rollouts import Sample
+from mmrl.tasks.image_generation.data.named_images import NAMES, Recognised, real_pictures
 
 COLUMNS = ("accuracy", "reward", "diversity", "sharpness", "gamut")
 

@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from mmrl.sims.transitions import Transition
 from numpy.typing import NDArray
+
+from mmrl.sims.vector.transitions import Transition
 
 
 class PretendSimulator:

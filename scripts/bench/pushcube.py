@@ -205,6 +205,7 @@ class PushCubePPO:
         import gymnasium as gym
         import mani_skill.envs  # noqa: F401
         from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
+
         from mmrl.sims.maniskill.driver import choose_device
 
         choose_device()
@@ -321,7 +322,7 @@ def maniskill(seed: int, options: argparse.Namespace) -> None:
 
 def held_out(count: int) -> Callable[[Callable[[NDArray[np.float32]], NDArray[np.float32]]], float]:
     """Success of a policy of states on the start states that our recipe holds out."""
-    from mmrl.sims.episodes import run_episodes
+    from mmrl.sims.vector.episodes import run_episodes
 
     task: Any = build_task(recipe(0, []))
     rows = 20

@@ -46,8 +46,9 @@ def main() -> None:
 def draw(folder: Path) -> None:
     """Questions, their pictures (clouds of colours: JPEGs of about 130 kB), and the model's processor."""
     import numpy as np
-    from mmrl.tasks.visual_qa import tiny_model
     from PIL import Image
+
+    from mmrl.tasks.visual_qa.tiny import model as tiny_model
 
     rng, lines = np.random.default_rng(0), []
     for number in range(PROMPTS):
@@ -62,19 +63,19 @@ def draw(folder: Path) -> None:
 def steps(folder: Path, readers: int, busy: bool, options: Any) -> tuple[float, float, list[bytes]]:
     """Median seconds that a step waited and took, and what it got at last."""
     import torch
-    from mmrl.tasks.visual_qa.files import FileSource
-    from mmrl.tasks.visual_qa.task import InstructedSource
     from transformers import AutoProcessor
 
-    from mmrl.policies.vlm.prompts import Encoder, encode
-    from mmrl.reading import ReadAhead
+    from mmrl.collection.prefetch import ReadAhead
+    from mmrl.policies.vlm.prompts import PromptEncoder, encode
+    from mmrl.tasks.visual_qa.data.files import FileSource
+    from mmrl.tasks.visual_qa.task import InstructedSource
 
     torch.set_num_threads(1)
     processor = AutoProcessor.from_pretrained(folder / "model")
     processor.image_processor.size = {"shortest_edge": 64, "longest_edge": options.side**2}
     longest = PROMPTS + options.side**2 // 64
     source = InstructedSource(FileSource(folder / "questions.jsonl"), "Answer.", None, readers)
-    reader = ReadAhead(source, Encoder(processor, longest)) if readers else None
+    reader = ReadAhead(source, PromptEncoder(processor, longest)) if readers else None
     waits, took, order = [], [], torch.Generator().manual_seed(0)
     coming = torch.randperm(PROMPTS, generator=order).tolist()
     for _ in range(2 + options.steps):

@@ -31,19 +31,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from mmrl.sims import VectorSim, build, run_episodes
-from mmrl.sims.mujoco import TASKS
-from mmrl.tasks.manipulation import tiny_model
 
-from mmrl.controls import constant
 from mmrl.kernels import hidden_logprob
-from mmrl.policies.vla.heads import ActionSampling
+from mmrl.policies.vla.heads.head import ActionSampling
 from mmrl.policies.vla.loading import open_policy
 from mmrl.policies.vla.policy import VisionLanguageActionPolicy
 from mmrl.policies.vla.settings import ActionChain, ActionHead, Actions, FlowActions, TokenActions
 from mmrl.policies.vla.settings import VisionLanguageActionModel as Model
 from mmrl.rollouts import Prompt
 from mmrl.samplers.settings import RandomStart
+from mmrl.schedules.schedule import constant
+from mmrl.sims import VectorSim, build, run_episodes
+from mmrl.sims.mujoco import TASKS
+from mmrl.tasks.manipulation import tiny_model
 
 COUNT = 16
 SIZES, THREADS, CHUNKS = (64, 128), (1, 2), (1, 8)

@@ -181,10 +181,10 @@ def ranks(sizes: Sequence[int], steps: int) -> Costs:
 
 def lockstep(world: int, steps: int) -> dict[str, float]:
     """Milliseconds of rank 0 a step, by phase, and KiB that it is told."""
-    from mmrl.batches import Batches
+    from mmrl.collection.collector import Batches
     from mmrl.config import configure
-    from mmrl.facts import Batch
-    from mmrl.metrics import Metrics
+    from mmrl.protocols.batch import Batch
+    from mmrl.training.metrics import Metrics
 
     rollout = {"prompts": SHARE * world, "group_size": GROUP, "dynamic_sampling": {}}
     algorithm = {"terms": [{"type": "kl", "coefficient": 0.01}]}
@@ -232,8 +232,8 @@ def lockstep(world: int, steps: int) -> dict[str, float]:
 def balance(sizes: Sequence[int], steps: int) -> Costs:
     import torch
 
-    from mmrl.balance import heaviest, pieces, planned
-    from mmrl.core.balance import longest_first
+    from mmrl.core.partition import longest_first
+    from mmrl.training.balancing import heaviest, pieces, planned
 
     torch.set_num_threads(1)
     costs: Costs = defaultdict(lambda: defaultdict(float))
@@ -274,7 +274,7 @@ def padded(parts: Sequence[Any], length: Any) -> float:
 
 
 def prompts(sizes: Sequence[int], steps: int) -> Costs:
-    from mmrl.prompt_samplers import Outcome, PromptSampler
+    from mmrl.prompts.sampler import Outcome, PromptSampler
     from mmrl.settings import kind_of
 
     costs: Costs = defaultdict(dict)
@@ -358,9 +358,9 @@ def engines(sizes: Sequence[int], steps: int) -> Costs:
     import torch
 
     from mmrl.generation.sampling import Sampling
-    from mmrl.generation.servers import Servers
     from mmrl.generation.settings import VLLMServer
-    from mmrl.generation.vllm import EngineOptions, Request
+    from mmrl.generation.vllm.engine import EngineOptions, Request
+    from mmrl.generation.vllm.servers import Servers
 
     costs: Costs = defaultdict(dict)
     context = multiprocessing.get_context("spawn")

@@ -27,8 +27,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv
+
 from mmrl.sims import VectorSim, build, run_episodes
-from mmrl.sims.workers import Workers
+from mmrl.sims.vector.workers import Workers
 
 ROWS, PROCESSES, CHUNK = 4, 2, 8
 SETTINGS: dict[str, tuple[str, dict[str, Any], str]] = {

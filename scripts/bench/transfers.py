@@ -17,14 +17,14 @@ from statistics import median
 from typing import Any
 
 import torch
-from mmrl.tasks.visual_qa.digits import CELL
-from mmrl.tasks.visual_qa.tiny_model import build_tokenizer
 
 from mmrl.build import build_generator, build_policy, build_task
 from mmrl.config import load
 from mmrl.engine import Ranks
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
 from mmrl.policies.vlm.tiny_qwen import Sizes, write
+from mmrl.tasks.visual_qa.data.digits import CELL
+from mmrl.tasks.visual_qa.tiny.model import build_tokenizer
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/visual_qa_digits_warm_start.yaml"
 WAYS = ("folder", "broadcast")

@@ -24,14 +24,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from mmrl.sims.turns.environment import Environment, Reply
-from mmrl.sims.turns.settings import EnvironmentSettings, TurnLimits
-from mmrl.tasks.visual_games.tiny_model import build
 
 from mmrl.config import validate
 from mmrl.policies.vlm import turns
 from mmrl.rollouts import Message, Prompt
 from mmrl.settings import option
+from mmrl.sims.turns.environment import Environment, Reply
+from mmrl.sims.turns.settings import EnvironmentSettings, TurnLimits
+from mmrl.tasks.visual_games.tiny_model import build
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

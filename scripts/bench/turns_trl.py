@@ -131,7 +131,8 @@ def overrides(options: argparse.Namespace) -> list[str]:
 
 def train_mmrl(options: argparse.Namespace) -> Outcome:
     import mmrl.trainer
-    from mmrl import cli, config
+    from mmrl import config
+    from mmrl.cli import main as cli
 
     ends: list[tuple[float, float]] = []
     usual = mmrl.trainer.Trainer
@@ -152,15 +153,15 @@ def train_trl(options: argparse.Namespace) -> Outcome:
     import datasets
     import trl.trainer.grpo_trainer as trainers
     import yaml
-    from mmrl.sims.turns.settings import ToolsSettings
-    from mmrl.sims.turns.tools import ToolError, fitted, python_call
-    from mmrl.tasks.visual_qa.settings import VisualQASettings
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from mmrl.prompt_samplers import Permutation
+    from mmrl.prompts.sampler import Permutation
     from mmrl.rollouts import Message, Sample
     from mmrl.settings import make
+    from mmrl.sims.turns.settings import ToolsSettings
+    from mmrl.sims.turns.tools import ToolError, fitted, python_call
+    from mmrl.tasks.visual_qa.settings import VisualQASettings
 
     ends: list[tuple[float, float]] = []
     rewards: list[float] = []

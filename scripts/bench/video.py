@@ -130,7 +130,8 @@ def build(folder: Path) -> None:
 
 def train(folder: Path, options: argparse.Namespace, meter: Meter) -> list[float]:
     """MiB that the rollouts of each counted step hold."""
-    from mmrl import cli, config, trainer
+    from mmrl import config, trainer
+    from mmrl.cli import main as cli
     from mmrl.policies.diffusion.policy import PictureRecord
 
     stored: list[float] = []

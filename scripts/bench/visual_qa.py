@@ -138,7 +138,7 @@ def make_model(width: int, layers: int) -> Path:
     folder = BUILD / f"model-{width}-{layers}"
     shutil.rmtree(folder, ignore_errors=True)
     made = (
-        "from mmrl.tasks.visual_qa.tiny_model import CELL, build_tokenizer; "
+        "from mmrl.tasks.visual_qa.tiny.model import CELL, build_tokenizer; "
         "from mmrl.policies.vlm.tiny_qwen import Sizes, write; "
         f"write({str(folder)!r}, build_tokenizer(), Sizes(patch=CELL, width={width}, layers={layers}), seed=0)"
     )
@@ -250,7 +250,8 @@ Outcome = tuple[float, list[tuple[float, float]], list[float]]
 def train_mmrl(options: argparse.Namespace) -> Outcome:
     import mmrl.engine
     import mmrl.policies.vlm.policy  # noqa: F401
-    from mmrl import cli, config
+    from mmrl import config
+    from mmrl.cli import main as cli
     from mmrl.trainer import Trainer
 
     class Timed(Trainer):
@@ -290,9 +291,8 @@ def train_mmrl(options: argparse.Namespace) -> Outcome:
 
 def questions(options: argparse.Namespace) -> tuple[Any, list[Any]]:
     """The task, and the prompts of all steps in mmrl's order."""
+    from mmrl.prompts.sampler import Permutation
     from mmrl.tasks.visual_qa.settings import DigitsData, VisualQASettings
-
-    from mmrl.prompt_samplers import Permutation
 
     task = VisualQASettings(data=DigitsData(**data(options))).build(options.seed)
     assert task.train is not None

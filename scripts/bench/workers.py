@@ -30,7 +30,7 @@ ARMS = {
     "one worker, ahead": ["rollout.workers.count=1", "rollout.workers.async_steps=1"],
 }
 QUIET = ["threads=1", "evaluation.every=0", "evaluation.before=false", "evaluation.prompts=1", "checkpoint.best=false"]
-PICTURES = ["model.build=mmrl.tasks.image_generation.tiny_pipeline:build_digits", "rollout.prompts=4"]
+PICTURES = ["model.build=mmrl.tasks.image_generation.tiny.pipeline:build_digits", "rollout.prompts=4"]
 PICTURES += ["rollout.group_size=6", "engine.micro_batch=24"]
 ROBOTS = ["model.build=mmrl.tasks.manipulation.tiny_model:build_small", "rollout.prompts=4", "task.tasks=[pretend]"]
 ROBOTS += ["task.simulator=scripts.bench.pretend_simulator:PretendSimulator", "action.horizon=40"]

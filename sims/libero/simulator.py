@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple
 
 import mujoco
 import numpy as np
-from mmrl.sims.mujoco.gl import Renderer, choose_backend
-from mmrl.sims.vector import Transition, nearest
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
+from mmrl.sims.mujoco.gl import Renderer, choose_backend
+from mmrl.sims.vector.simulator import Transition, nearest
 
 choose_backend()  # robosuite reads MUJOCO_GL when it is imported
 
@@ -96,8 +96,8 @@ class Libero:
         self._drawn, self._size, self._shadows = tuple(cameras), image_size, shadows
         self.cameras = self._drawn or ("none",)  # of pictures without pixels
         self._end_on_success, self._kept = end_on_success, kept
-        self._rows: list[Row | None] = [None] * count
-        self._spare: list[Scene] = []
+        self._rows: list[LiberoRow | None] = [None] * count
+        self._spare: list[LiberoScene] = []
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
         out = Transition.empty(len(rows), 0, self.image_shape, STATE_DIM)
@@ -105,7 +105,7 @@ class Libero:
             try:
                 scene = self._scene(row, self._known[tasks[i]])
                 scene.start(seeds[i])
-                self._rows[row] = Row(scene)
+                self._rows[row] = LiberoRow(scene)
                 self._show(scene, out, i)
             except Exception as error:
                 self._lose(row, error, out, i)
@@ -133,13 +133,13 @@ class Libero:
             scene.close()
         self._rows, self._spare = [None] * self.count, []
 
-    def _row(self, row: int) -> Row:
+    def _row(self, row: int) -> LiberoRow:
         playing = self._rows[row]
         if playing is None:
             raise RuntimeError(f"row {row} has no episode")
         return playing
 
-    def _scene(self, row: int, task: LiberoTask) -> Scene:
+    def _scene(self, row: int, task: LiberoTask) -> LiberoScene:
         """A scene of `task` for `row`: its own, a spare one or a new one."""
         before, self._rows[row] = self._rows[row], None
         if before is not None:
@@ -151,7 +151,7 @@ class Libero:
                 return self._spare.pop(place)
         while len(self._spare) > self._kept:
             self._spare.pop(0).close()
-        return Scene(task, self._drawn, self._size, self._shadows)
+        return LiberoScene(task, self._drawn, self._size, self._shadows)
 
     def _converted(self, actions: NDArray) -> NDArray:
         """Actions [C, 7] as robosuite takes them."""
@@ -160,7 +160,7 @@ class Libero:
             converted[:, 6] = np.sign(1 - 2 * actions[:, 6])
         return converted
 
-    def _show(self, scene: Scene, out: Transition, i: int) -> None:
+    def _show(self, scene: LiberoScene, out: Transition, i: int) -> None:
         out.state[i] = scene.state()
         for c in range(len(self._drawn)):
             left = c * self._size
@@ -182,10 +182,10 @@ class LiberoTask(NamedTuple):
     max_steps: int
 
 
-class Row:
+class LiberoRow:
     """An episode and the scene that it plays in."""
 
-    def __init__(self, scene: Scene):
+    def __init__(self, scene: LiberoScene):
         self.scene, self.steps = scene, 0
 
     def play(self, actions: NDArray, end_on_success: bool, out: Transition, i: int) -> None:
@@ -199,7 +199,7 @@ class Row:
                 break
 
 
-class Scene:
+class LiberoScene:
     """robosuite's world of one task, and a renderer for it where some camera looks."""
 
     def __init__(self, task: LiberoTask, cameras: Sequence[str], image_size: int, shadows: bool):

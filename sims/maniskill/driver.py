@@ -10,8 +10,8 @@ from pathlib import Path
 import sapien
 import torch
 
-from mmrl.devices import named
 from mmrl.errors import UserError
+from mmrl.runtime.devices import named
 
 COMMAND = "bash scripts/install_renderer.sh"
 CHOSEN_BY_USER = ("VK_ICD_FILENAMES", "VK_DRIVER_FILES")

@@ -15,15 +15,15 @@ from mani_skill.envs.utils.system import backend
 from mani_skill.utils import download_asset
 from mani_skill.utils.common import flatten_state_dict
 from mani_skill.utils.registration import REGISTERED_ENVS
+from numpy.typing import NDArray
+
+from mmrl.errors import UserError
+from mmrl.runtime.devices import named
 from mmrl.sims.maniskill.alone import take_apart
 from mmrl.sims.maniskill.driver import choose_device
 from mmrl.sims.maniskill.experts import EXPERTS
 from mmrl.sims.maniskill.tasks import INSTRUCTIONS
-from mmrl.sims.vector import Transition, nearest
-from numpy.typing import NDArray
-
-from mmrl.devices import named
-from mmrl.errors import UserError
+from mmrl.sims.vector.simulator import Transition, nearest
 
 OBSERVATIONS = ("state", "rgb", "video")
 RENDERED_ALWAYS = {"PushT-v1"}  # it touches its visual shapes also where nothing is shown
@@ -89,7 +89,7 @@ class ManiSkill:
             if task not in words:
                 raise UserError(f"maniskill: {task} has no instruction here; give it one: instructions={{{task}: ...}}")
         self._blocks = [
-            Block(range(first, first + rows), recipe, max_steps, end_on_success) for first in range(0, count, rows)
+            RowBlock(range(first, first + rows), recipe, max_steps, end_on_success) for first in range(0, count, rows)
         ]
         shapes = {task: self._blocks[0].shapes(task) for task in self.tasks}
         self.action_dim, _, self.image_shape = shapes[self.tasks[0]]
@@ -129,7 +129,7 @@ class ManiSkill:
         for block in self._blocks:
             block.close()
 
-    def _shares(self, rows: Sequence[int]) -> list[tuple[Block, list[int]]]:
+    def _shares(self, rows: Sequence[int]) -> list[tuple[RowBlock, list[int]]]:
         """Blocks with the places in `rows` of those that are theirs."""
         shares: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
@@ -181,7 +181,7 @@ class Recipe:
         return f"observation={self.observation}, control_mode={self.control_mode}, reward={self.reward}"
 
 
-class Block:
+class RowBlock:
     """Rows that share one ManiSkill environment and so step together; on the CPU a single one."""
 
     def __init__(self, rows: range, recipe: Recipe, max_steps: int | None, end_on_success: bool):

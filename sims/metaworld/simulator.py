@@ -10,13 +10,13 @@ from typing import Literal
 import numpy as np
 from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
 from metaworld.policies import ENV_POLICY_MAP
-from mmrl.sims.metaworld.tasks import INSTRUCTIONS
-from mmrl.sims.mujoco.gl import Renderer, choose_backend
-from mmrl.sims.rows import Rows
-from mmrl.sims.vector import Transition, nearest
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
+from mmrl.sims.metaworld.tasks import INSTRUCTIONS
+from mmrl.sims.mujoco.gl import Renderer, choose_backend
+from mmrl.sims.vector.rows import EnvironmentRows
+from mmrl.sims.vector.simulator import Transition, nearest
 
 MAX_STEPS = 500  # beyond which an environment refuses to step
 MAX_GEOMS = 1000
@@ -72,7 +72,7 @@ class MetaWorld:
         self._dense, self._end_on_success, self._max_steps = reward == "dense", end_on_success, max_steps
         self.count, self.state_dim = count, ROBOT_DIM if self._pictured else STATE_DIM
         self.image_shape = (image_size, image_size, 3) if self._pictured else (0, 0, 3)
-        self._rows = Rows[Row](count)
+        self._rows = EnvironmentRows[MetaWorldRow](count)
         self._renderers: dict[str, Renderer] = {}  # of a task: all its models have the same meshes
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
@@ -81,7 +81,7 @@ class MetaWorld:
         def start(i: int, row: int) -> None:
             playing = self._rows.get(row)
             if playing is None or playing.task != tasks[i]:
-                self._rows[row] = playing = Row(tasks[i])
+                self._rows[row] = playing = MetaWorldRow(tasks[i])
             playing.start(seeds[i])
             self._show(playing, out, i)
 
@@ -109,9 +109,9 @@ class MetaWorld:
     def close(self) -> None:
         for renderer in self._renderers.values():
             renderer.close()
-        self._rows, self._renderers = Rows(self.count), {}
+        self._rows, self._renderers = EnvironmentRows(self.count), {}
 
-    def _play(self, playing: Row, actions: NDArray, out: Transition, i: int) -> None:
+    def _play(self, playing: MetaWorldRow, actions: NDArray, out: Transition, i: int) -> None:
         for c, action in enumerate(actions):
             success, reward = playing.act(action)
             out.valid[i, c], out.success[i, c] = True, success
@@ -121,7 +121,7 @@ class MetaWorld:
             if out.terminated[i, c] or out.truncated[i, c]:
                 break
 
-    def _show(self, playing: Row, out: Transition, i: int) -> None:
+    def _show(self, playing: MetaWorldRow, out: Transition, i: int) -> None:
         out.state[i] = playing.seen[: self.state_dim]
         if self._pictured:
             model = playing.env.model
@@ -131,7 +131,7 @@ class MetaWorld:
             self._renderers[playing.task].render(model, playing.env.data, out.images[i, ::-1, ::-1], camera)
 
 
-class Row:
+class MetaWorldRow:
     """An environment of one task and its episode."""
 
     def __init__(self, task: str):

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from mmrl.sims.mujoco.arm import HIGH, LOW
 from numpy.typing import NDArray
+
+from mmrl.sims.mujoco.arm import HIGH, LOW
 
 STEP = 0.03  # metres that the setpoint moves at most in one control step, unless a task goes slower
 

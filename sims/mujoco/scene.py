@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mujoco
+
 from mmrl.sims.mujoco.arm import FINGER_TRAVEL, FOREARM, HAND_LENGTH, SHOULDER_HEIGHT, UPPER_ARM
 
 CUBE = 0.022  # half an edge, in metres

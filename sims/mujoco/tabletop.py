@@ -11,15 +11,15 @@ from typing import Literal
 
 import mujoco
 import numpy as np
+from numpy.typing import NDArray
+
+from mmrl.errors import UserError
 from mmrl.sims.mujoco import scene
 from mmrl.sims.mujoco.arm import FINGER_TRAVEL, HIGH, HOME, LOW, inverse_kinematics
 from mmrl.sims.mujoco.control import CONTROLS
 from mmrl.sims.mujoco.gl import Renderer, choose_backend
-from mmrl.sims.mujoco.tasks import COLOURS, TASKS, Scene, Task, View, held
-from mmrl.sims.vector import Transition, nearest
-from numpy.typing import NDArray
-
-from mmrl.errors import UserError
+from mmrl.sims.mujoco.tasks import COLOURS, TASKS, TabletopScene, TabletopTask, TableView, held
+from mmrl.sims.vector.simulator import Transition, nearest
 
 STATE_DIM = 5
 PRIVILEGED_DIM = 10
@@ -34,7 +34,7 @@ LOOK_AT = np.array([0.405, 0.0, 0.05])
 CAMERA_AT = np.array([0.95, 0.0, 0.8])
 
 
-class World:
+class TabletopRow:
     """One row: a model of its own (colours, pads and camera belong to the model), its state and its episode."""
 
     def __init__(self, model: mujoco.MjModel, colours: list[str], control: str, shaped: bool, end_on_success: bool):
@@ -46,8 +46,8 @@ class World:
         self.pads = [model.geom(f"pad{i}").id for i in range(scene.PADS)]
         self.cube_qpos = [int(model.body(int(cube)).jntadr[0]) for cube in self.cubes]
         self.tip = model.site("tip").id
-        self.task: Task = TASKS["reach"]
-        self.scene: Scene
+        self.task: TabletopTask = TASKS["reach"]
+        self.scene: TabletopScene
         self.setpoint, self.closing, self.steps = HOME.copy(), False, 0
 
     def reset(self, seed: int, name: str) -> None:
@@ -67,7 +67,7 @@ class World:
         self.data.act[:] = self.data.ctrl[: scene.JOINTS]
         mujoco.mj_forward(self.model, self.data)
 
-    def _draw(self, rng: np.random.Generator) -> Scene:
+    def _draw(self, rng: np.random.Generator) -> TabletopScene:
         for _ in range(DRAWS):
             drawn = self.task.draw(rng, len(self.cubes), self.colours)
             if drawn is not None:
@@ -114,10 +114,10 @@ class World:
         self.data.ctrl[: scene.JOINTS] = inverse_kinematics(self.setpoint)
         self.data.ctrl[scene.JOINTS :] = 0.0 if self.closing else FINGER_TRAVEL
 
-    def view(self) -> View:
+    def view(self) -> TableView:
         cubes = self.data.xpos[self.cubes].copy()
         goal = np.append(self.scene.pads[0], scene.CUBE) if len(self.scene.pads) else cubes[1] + [0, 0, 2 * scene.CUBE]
-        return View(
+        return TableView(
             tip=self.data.site_xpos[self.tip].copy(),
             opening=float(self.data.qpos[scene.JOINTS : scene.JOINTS + 2].mean() / FINGER_TRAVEL),
             closing=self.closing,
@@ -170,13 +170,13 @@ def _cubes(model: mujoco.MjModel) -> int:
     return sum(1 for i in range(model.nbody) if model.body(i).name.startswith("cube"))
 
 
-def privileged_state(view: View) -> NDArray[np.float32]:
+def privileged_state(view: TableView) -> NDArray[np.float32]:
     """[10], see `Tabletop`."""
     cube = view.cubes[0]
     return np.array([*(cube - view.tip), *(view.goal - cube), *cube, held(view) / 10], np.float32) * 10
 
 
-class Worker:
+class RenderThread:
     """A thread with a renderer of its own."""
 
     def __init__(self, model: mujoco.MjModel, image_size: int):
@@ -248,14 +248,16 @@ class Tabletop:
         self.count, self.image_shape = count, (image_size, image_size, 3)
         self.state_dim = STATE_DIM + PRIVILEGED_DIM * privileged
         model = scene.compile_model(objects, image_size)
-        self._worlds = [World(model, list(colours), control, reward == "shaped", end_on_success) for _ in range(count)]
+        self._worlds = [
+            TabletopRow(model, list(colours), control, reward == "shaped", end_on_success) for _ in range(count)
+        ]
         threads = min(count, threads or len(os.sched_getaffinity(0)))
-        self._workers = [Worker(model, image_size) for _ in range(threads)]
+        self._workers = [RenderThread(model, image_size) for _ in range(threads)]
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
 
-        def start(worker: Worker, i: int) -> None:
+        def start(worker: RenderThread, i: int) -> None:
             world = self._worlds[rows[i]]
             world.reset(seeds[i], tasks[i])
             self._show(worker, world, out, i)
@@ -266,7 +268,7 @@ class Tabletop:
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
 
-        def run(worker: Worker, i: int) -> None:
+        def run(worker: RenderThread, i: int) -> None:
             world = self._worlds[rows[i]]
             world.run(actions[i], out, i)
             self._show(worker, world, out, i)
@@ -290,18 +292,18 @@ class Tabletop:
             worker.close()
         self._workers = []
 
-    def _show(self, worker: Worker, world: World, out: Transition, i: int) -> None:
+    def _show(self, worker: RenderThread, world: TabletopRow, out: Transition, i: int) -> None:
         state = world.state()
         out.state[i] = state if self.state_dim == STATE_DIM else np.append(state, privileged_state(world.view()))
         worker.renderer.render(world.model, world.data, out.images[i])
 
-    def _each(self, function: Callable[[Worker, int], None], n: int) -> list[Exception | None]:
+    def _each(self, function: Callable[[RenderThread, int], None], n: int) -> list[Exception | None]:
         """Calls function(worker, i) for i < n, shared out to the workers; what each raised."""
         if not self._workers:
             raise UserError("this tabletop was closed")
         errors: list[Exception | None] = [None] * n
 
-        def share(worker: Worker, indices: range) -> None:
+        def share(worker: RenderThread, indices: range) -> None:
             for i in indices:
                 try:
                     function(worker, i)

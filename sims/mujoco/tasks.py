@@ -1,8 +1,8 @@
 """The tasks of the tabletop: how a scene is drawn, what is asked, when it is solved, how far it is, who shows it.
 
 Every instruction names a colour and a place, and every scene holds what the other words would have meant, so a policy
-that does not read cannot know what to do. All functions of a `View` depend on nothing else: an expert can be asked in
-any state, its own or a policy's.
+that does not read cannot know what to do. All functions of a `TableView` depend on nothing else: an expert can be asked
+in any state, its own or a policy's.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
 from mmrl.sims.mujoco.arm import HIGH, LOW
 from mmrl.sims.mujoco.control import STEP
 from mmrl.sims.mujoco.scene import CUBE, PAD, PADS
-from numpy.random import Generator
-from numpy.typing import NDArray
 
 COLOURS = {
     "red": (0.85, 0.10, 0.10),
@@ -41,7 +42,7 @@ AREA_LOW, AREA_HIGH = LOW[:2] + MARGIN, HIGH[:2] - MARGIN
 
 
 @dataclass(frozen=True)
-class Scene:
+class TabletopScene:
     """Where an episode starts. Cube 0 is the one the instruction is about."""
 
     cubes: NDArray  # [cubes, 2]
@@ -52,7 +53,7 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class View:
+class TableView:
     """What success, progress and experts look at; metres, seconds, and the axes of the table."""
 
     tip: NDArray  # [3] between the fingertips
@@ -64,12 +65,12 @@ class View:
 
 
 @dataclass(frozen=True)
-class Task:
+class TabletopTask:
     max_steps: int
-    draw: Callable[[Generator, int, list[str]], Scene | None]  # None: this draw does not do, draw again
-    success: Callable[[View], bool]
-    progress: Callable[[View], float]  # 0 to 1, for the shaped reward
-    expert: Callable[[View], NDArray]  # an aim [4], see `mmrl.sims.mujoco.control`
+    draw: Callable[[Generator, int, list[str]], TabletopScene | None]  # None: this draw does not do, draw again
+    success: Callable[[TableView], bool]
+    progress: Callable[[TableView], float]  # 0 to 1, for the shaped reward
+    expert: Callable[[TableView], NDArray]  # an aim [4], see `mmrl.sims.mujoco.control`
     step: float = STEP  # metres that the setpoint moves at most in one control step
 
 
@@ -93,28 +94,30 @@ def pick_colours(rng: Generator, colours: list[str], count: int) -> list[str]:
     return [order[i % len(order)] for i in range(count)]
 
 
-def twins(verb: str) -> Callable[[Generator, int, list[str]], Scene | None]:
+def twins(verb: str) -> Callable[[Generator, int, list[str]], TabletopScene | None]:
     """Cubes 0 and 1 have the same colour, one left and one right in the picture; the others differ from them."""
 
-    def draw(rng: Generator, cubes: int, colours: list[str]) -> Scene | None:
+    def draw(rng: Generator, cubes: int, colours: list[str]) -> TabletopScene | None:
         places = scatter(rng, cubes)
         if places is None or abs(places[0, 1] - places[1, 1]) < 0.08:
             return None
         colour, *others = pick_colours(rng, colours, len(colours))
         rest = pick_colours(rng, others, cubes - 2)
         side = "left" if places[0, 1] < places[1, 1] else "right"
-        return Scene(places, [colour, colour, *rest], np.empty((0, 2)), [], f"{verb} the {colour} cube on the {side}")
+        return TabletopScene(
+            places, [colour, colour, *rest], np.empty((0, 2)), [], f"{verb} the {colour} cube on the {side}"
+        )
 
     return draw
 
 
 def onto_pad(
     verb: str, preposition: str, straight: bool = False
-) -> Callable[[Generator, int, list[str]], Scene | None]:
+) -> Callable[[Generator, int, list[str]], TabletopScene | None]:
     """Cubes and pads of different colours, as far as there are so many; with `straight`, one push along an axis of the
     table takes cube 0 to pad 0, and nothing is in the way."""
 
-    def draw(rng: Generator, cubes: int, colours: list[str]) -> Scene | None:
+    def draw(rng: Generator, cubes: int, colours: list[str]) -> TabletopScene | None:
         places = push_line(rng, cubes + PADS) if straight else scatter(rng, cubes + PADS)
         if places is None:
             return None
@@ -122,7 +125,7 @@ def onto_pad(
         names = pick_colours(rng, colours, cubes + PADS)
         cube_colours, pad_colours = names[:cubes], names[cubes:]
         instruction = f"{verb} the {cube_colours[0]} cube {preposition} the {pad_colours[0]} pad"
-        return Scene(at, cube_colours, pads, pad_colours, instruction)
+        return TabletopScene(at, cube_colours, pads, pad_colours, instruction)
 
     return draw
 
@@ -140,13 +143,13 @@ def push_line(rng: Generator, count: int) -> NDArray | None:
     return scatter(rng, count, [cube, pad], lambda point: distance_to_segment(point, behind, pad) > 0.075)
 
 
-def onto_cube(rng: Generator, cubes: int, colours: list[str]) -> Scene | None:
+def onto_cube(rng: Generator, cubes: int, colours: list[str]) -> TabletopScene | None:
     """Cube 0 belongs on cube 1."""
     places = scatter(rng, cubes)
     if places is None:
         return None
     names = pick_colours(rng, colours, cubes)
-    return Scene(places, names, np.empty((0, 2)), [], f"stack the {names[0]} cube on the {names[1]} cube")
+    return TabletopScene(places, names, np.empty((0, 2)), [], f"stack the {names[0]} cube on the {names[1]} cube")
 
 
 def distance_to_segment(point: NDArray, a: NDArray, b: NDArray) -> float:
@@ -157,32 +160,32 @@ def distance_to_segment(point: NDArray, a: NDArray, b: NDArray) -> float:
 # Success
 
 
-def reached(view: View) -> bool:
+def reached(view: TableView) -> bool:
     """The fingertips are over the cube, no more than 3 cm above its top."""
     return flat(view.tip, view.cubes[0]) < 0.02 and view.tip[2] < 2 * CUBE + 0.03
 
 
-def pushed(view: View) -> bool:
+def pushed(view: TableView) -> bool:
     """The centre of the cube is over the pad and the cube stands on the table."""
     return bool((np.abs(view.cubes[0] - view.goal)[:2] < PAD - 0.008).all()) and view.cubes[0][2] < CUBE + 0.005
 
 
-def lifted(view: View) -> bool:
+def lifted(view: TableView) -> bool:
     return bool(view.cubes[0][2] > LIFTED)
 
 
-def placed(view: View) -> bool:
+def placed(view: TableView) -> bool:
     """On the pad, at rest and let go."""
     return pushed(view) and let_go(view)
 
 
-def stacked(view: View) -> bool:
+def stacked(view: TableView) -> bool:
     """On top of the other cube, at rest and let go."""
     error = view.cubes[0] - view.goal
     return bool(np.linalg.norm(error[:2]) < 0.9 * CUBE and abs(error[2]) < 0.006) and let_go(view)
 
 
-def let_go(view: View) -> bool:
+def let_go(view: TableView) -> bool:
     return not view.closing and view.opening > 0.75 and view.speed < 0.05
 
 
@@ -193,23 +196,23 @@ def near(distance: float) -> float:
     return float(1 - np.tanh(8 * distance))
 
 
-def reach_progress(view: View) -> float:
+def reach_progress(view: TableView) -> float:
     return near(float(np.linalg.norm(view.tip - view.cubes[0] - [0, 0, CUBE + 0.02])))
 
 
-def push_progress(view: View) -> float:
+def push_progress(view: TableView) -> float:
     """The fingertips belong behind cube 0: in front of it they are as near, but of no use."""
     behind = over(view.cubes[0][:2] - push_axis(view) * BEHIND, PUSH_DEPTH)
     return 0.3 * near(float(np.linalg.norm(view.tip - behind))) + 0.7 * near(flat(view.cubes[0], view.goal))
 
 
-def lift_progress(view: View) -> float:
+def lift_progress(view: TableView) -> float:
     reach = near(float(np.linalg.norm(view.tip - view.cubes[0])))
     height = float(np.clip((view.cubes[0][2] - CUBE) / (LIFTED - CUBE), 0, 1))
     return 0.3 * reach + 0.2 * held(view) + 0.5 * height
 
 
-def place_progress(view: View) -> float:
+def place_progress(view: TableView) -> float:
     reach = near(float(np.linalg.norm(view.tip - view.cubes[0])))
     there = near(float(np.linalg.norm(view.cubes[0] - view.goal)))
     return 0.3 * reach + 0.2 * held(view) + 0.5 * there
@@ -223,7 +226,7 @@ def flat(a: NDArray, b: NDArray) -> float:
     return float(np.hypot(a[0] - b[0], a[1] - b[1]))
 
 
-def held(view: View) -> bool:
+def held(view: TableView) -> bool:
     """Told to close, stopped by something, and that is cube 0."""
     return view.closing and 0.45 < view.opening < 0.65 and float(np.linalg.norm(view.tip - view.cubes[0])) < 0.025
 
@@ -237,7 +240,7 @@ def over(point: NDArray, height: float) -> NDArray:
     return np.array([point[0], point[1], height])
 
 
-def descend(view: View, goal: NDArray, hover: float, gripper: float) -> NDArray:
+def descend(view: TableView, goal: NDArray, hover: float, gripper: float) -> NDArray:
     """To `goal` from above: up if low and aside, over it, then down."""
     aside = flat(view.tip, goal)
     if aside < 0.008:
@@ -247,14 +250,14 @@ def descend(view: View, goal: NDArray, hover: float, gripper: float) -> NDArray:
     return aim(over(goal, hover), gripper)
 
 
-def funnel(view: View, goal: NDArray, hover: float, gripper: float) -> NDArray:
+def funnel(view: TableView, goal: NDArray, hover: float, gripper: float) -> NDArray:
     """To `goal` from above, the lower the nearer: a height that follows from the distance over the table can be learned
     where that distance is known to a centimetre only, other than one that jumps."""
     share = np.clip((flat(view.tip, goal) - SURE) / 0.02, 0, 1)
     return aim(over(goal, goal[2] + share * (hover - goal[2])), gripper)
 
 
-def grasp(view: View) -> NDArray:
+def grasp(view: TableView) -> NDArray:
     """Until cube 0 is held."""
     cube = view.cubes[0]
     around = flat(view.tip, cube) < SURE and view.tip[2] < cube[2] + 0.02
@@ -263,17 +266,17 @@ def grasp(view: View) -> NDArray:
     return funnel(view, cube, max(HOVER, cube[2] + 0.05), -1.0)
 
 
-def reach_expert(view: View) -> NDArray:
+def reach_expert(view: TableView) -> NDArray:
     return descend(view, over(view.cubes[0], 2 * CUBE + 0.015), HOVER, -1.0)
 
 
-def lift_expert(view: View) -> NDArray:
+def lift_expert(view: TableView) -> NDArray:
     if held(view):
         return aim(over(view.tip, LIFTED + 0.04), 1.0)
     return grasp(view)
 
 
-def place_expert(view: View) -> NDArray:
+def place_expert(view: TableView) -> NDArray:
     """Picks cube 0 up, carries it over its goal, sets it down, opens and withdraws."""
     off = view.cubes[0] - view.goal
     there = bool(np.linalg.norm(off[:2]) < 0.01 and abs(off[2]) < 0.006)
@@ -284,7 +287,7 @@ def place_expert(view: View) -> NDArray:
     return grasp(view)
 
 
-def push_expert(view: View) -> NDArray:
+def push_expert(view: TableView) -> NDArray:
     """Goes behind cube 0 with closed fingers and pushes against the middle of a face, along the axis of the table on
     which the cube is further from its goal. While it pushes it names one place, before the pad: an aim a step ahead of
     the fingers would be no further off than what a policy errs by."""
@@ -297,16 +300,16 @@ def push_expert(view: View) -> NDArray:
     return funnel(view, over(cube - ahead * BEHIND, PUSH_DEPTH), PUSH_HOVER, 1.0)
 
 
-def push_axis(view: View) -> NDArray:
+def push_axis(view: TableView) -> NDArray:
     """[2]: along the axis of the table on which cube 0 is further from its goal, towards it."""
     way = (view.goal - view.cubes[0])[:2]
     return np.where(np.abs(way) == np.abs(way).max(), np.sign(way), 0.0)
 
 
 TASKS = {
-    "reach": Task(20, twins("reach for"), reached, reach_progress, reach_expert),
-    "push": Task(60, onto_pad("push", "to", straight=True), pushed, push_progress, push_expert, PUSH_STEP),
-    "lift": Task(35, twins("lift"), lifted, lift_progress, lift_expert),
-    "pick_and_place": Task(50, onto_pad("put", "on"), placed, place_progress, place_expert),
-    "stack": Task(50, onto_cube, stacked, place_progress, place_expert),
+    "reach": TabletopTask(20, twins("reach for"), reached, reach_progress, reach_expert),
+    "push": TabletopTask(60, onto_pad("push", "to", straight=True), pushed, push_progress, push_expert, PUSH_STEP),
+    "lift": TabletopTask(35, twins("lift"), lifted, lift_progress, lift_expert),
+    "pick_and_place": TabletopTask(50, onto_pad("put", "on"), placed, place_progress, place_expert),
+    "stack": TabletopTask(50, onto_cube, stacked, place_progress, place_expert),
 }

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from mmrl.sims.turns.environment import Environment, Reply
 from PIL import Image
 
 from mmrl.rollouts import Message, Prompt
+from mmrl.sims.turns.environment import Environment, Reply
 
 SIDE = 8  # of a card, in pixels
 COLOURS = {"red": (230, 30, 30), "green": (30, 200, 30), "blue": (60, 60, 255), "yellow": (220, 200, 0)}

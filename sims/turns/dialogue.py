@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mmrl.sims.turns.environment import Environment, Reply
-from mmrl.sims.turns.settings import TurnLimits
 from PIL import Image
 
 from mmrl.errors import UserError, told
-from mmrl.rollouts import Clip, Conversation, Message, Prompt, Turn
+from mmrl.rollouts import Conversation, Message, Prompt, Turn, Video
+from mmrl.sims.turns.environment import Environment, Reply
+from mmrl.sims.turns.settings import TurnLimits
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -130,8 +130,8 @@ def _checked(messages: object) -> tuple[Message, ...]:
 
 
 def _alike(one: tuple[Message, ...], other: tuple[Message, ...]) -> bool:
-    def shown(part: str | Image.Image | Clip) -> object:
-        if isinstance(part, Clip):
+    def shown(part: str | Image.Image | Video) -> object:
+        if isinstance(part, Video):
             return [part.fps, *map(shown, part.frames)]
         return part if isinstance(part, str) else (part.size, part.tobytes())
 

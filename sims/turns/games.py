@@ -6,17 +6,16 @@ import importlib.util
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from mmrl.sims.turns.settings import EnvironmentSettings
 from pydantic import model_validator
 
-from mmrl.settings import locate, option
+from mmrl.settings import load_attribute, locate, option
+from mmrl.sims.turns.settings import EnvironmentSettings
 
 FIRST_TRAINING_SEED = 1_000_000  # held-out seeds are below
 
 if TYPE_CHECKING:
-    from mmrl.sims.turns.environment import Environment
-
     from mmrl.rollouts import Prompt
+    from mmrl.sims.turns.environment import Environment
 
 
 class Game(EnvironmentSettings):
@@ -26,7 +25,7 @@ class Game(EnvironmentSettings):
     kinds: ClassVar[dict[str, str]] = {
         "cards": "mmrl.sims.turns.games:Cards",
         "gymnasium": "mmrl.sims.turns.games:Gymnasium",
-        "babyai": "mmrl.sims.turns.games:BabyAI",
+        "babyai": "mmrl.sims.turns.games:BabyAIGame",
         "openenv": "mmrl.sims.turns.games:OpenEnv",
         "verifiers": "mmrl.sims.turns.games:Verifiers",
     }
@@ -83,9 +82,7 @@ class NamedActions(Game):
     kwargs: dict[str, Any] = option({}, "further arguments of the environment")
 
     def make(self) -> Environment:
-        from mmrl.sims.turns.gymnasium import World
-
-        return World(self)
+        return load_attribute("mmrl.sims.turns.gymnasium:GymnasiumWorld")(self)
 
     def prompt(self, seed: int) -> Prompt:
         from mmrl.rollouts import Prompt
@@ -106,21 +103,19 @@ class Gymnasium(NamedActions):
     def check(self) -> None:
         """One game is begun here, so that what can not be shown is known before a model is loaded."""
         if self.isolated is None:  # else it is not trusted in this process
-            from mmrl.sims.turns.gymnasium import try_out
-
-            try_out(self)
+            load_attribute("mmrl.sims.turns.gymnasium:try_out")(self)
         if self.expert is not None:
             locate(self.expert, "task.game.expert")
 
     def demonstration(self, prompt: Prompt) -> list[str]:
-        from mmrl.sims.turns.gymnasium import demonstrated
-
         if self.expert is None:
             raise ValueError("task.game.expert is not set: name a function that gives the right action")
-        return demonstrated(self, prompt.metadata["seed"], locate(self.expert, "task.game.expert"))
+        return load_attribute("mmrl.sims.turns.gymnasium:demonstrated")(
+            self, prompt.metadata["seed"], locate(self.expert, "task.game.expert")
+        )
 
 
-class BabyAI(NamedActions):
+class BabyAIGame(NamedActions):
     """A level of BabyAI (arXiv 1810.08272) in the package `minigrid`: what the agent sees of a grid of rooms, and an
     instruction out of a grammar."""
 
@@ -133,9 +128,7 @@ class BabyAI(NamedActions):
     tile: int = option(8, "side of a square of the grid", unit="pixels", ge=1)
 
     def demonstration(self, prompt: Prompt) -> list[str]:
-        from mmrl.sims.turns.gymnasium import bot
-
-        return bot(self, prompt.metadata["seed"])
+        return load_attribute("mmrl.sims.turns.gymnasium:bot")(self, prompt.metadata["seed"])
 
 
 class OpenEnv(Game):
@@ -173,9 +166,7 @@ class OpenEnv(Game):
                 locate(target, key)
 
     def make(self) -> Environment:
-        from mmrl.sims.turns.openenv import OpenEnvWorld
-
-        return OpenEnvWorld(self)
+        return load_attribute("mmrl.sims.turns.openenv:OpenEnvWorld")(self)
 
     def prompt(self, seed: int) -> Prompt:
         from mmrl.rollouts import Prompt
@@ -206,9 +197,7 @@ class Verifiers(Game):
             raise ValueError("task.game.type=verifiers needs its package: pip install 'verifiers<0.2'")
 
     def make(self) -> Environment:
-        from mmrl.sims.turns.verifiers import VerifiersWorld
-
-        return VerifiersWorld(self)
+        return load_attribute("mmrl.sims.turns.verifiers:VerifiersWorld")(self)
 
     def prompt(self, seed: int) -> Prompt:
         from mmrl.rollouts import Prompt

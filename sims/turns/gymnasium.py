@@ -9,13 +9,13 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from mmrl.sims.turns.environment import Environment, Reply
-from mmrl.sims.turns.games import BabyAI, Gymnasium, NamedActions
-from mmrl.sims.turns.tools import fitted
 from PIL import Image
 
 from mmrl.errors import UserError, told
 from mmrl.rollouts import Message, Prompt
+from mmrl.sims.turns.environment import Environment, Reply
+from mmrl.sims.turns.games import BabyAIGame, Gymnasium, NamedActions
+from mmrl.sims.turns.tools import fitted
 
 RENDER = "render"  # the picture is what render() shows
 Act = Callable[[Any, Any], int | str]  # the right action, of an environment and its observation
@@ -23,7 +23,7 @@ Act = Callable[[Any, Any], int | str]  # the right action, of an environment and
 
 def made(settings: NamedActions, *, rendered: bool = True) -> Any:
     """Raises UserError where there is no such environment, or where it can not be made."""
-    if isinstance(settings, BabyAI):
+    if isinstance(settings, BabyAIGame):
         try:
             import minigrid  # noqa: F401 - registers the levels
         except ImportError:
@@ -51,14 +51,14 @@ def observed(env: str, kwargs: str) -> bool:
     return found
 
 
-class World(Environment):
+class GymnasiumWorld(Environment):
     """A response names one action, as its last word."""
 
     def __init__(self, settings: NamedActions) -> None:
         self.settings, self.picture = settings, settings.picture
         if self.picture is None and not observed(settings.env, json.dumps(settings.kwargs)):
             self.picture = RENDER
-        drawn = self.picture == RENDER or isinstance(settings, BabyAI)
+        drawn = self.picture == RENDER or isinstance(settings, BabyAIGame)
         self.env = made(settings, rendered=drawn)
         spaces = self.env.observation_space
         keys = spaces.spaces if isinstance(spaces, gymnasium.spaces.Dict) else {}
@@ -96,7 +96,7 @@ class World(Environment):
         settings = self.settings
         if self.picture == RENDER:
             pixels = self.env.render()
-        elif isinstance(settings, BabyAI):
+        elif isinstance(settings, BabyAIGame):
             pixels = self.env.unwrapped.get_pov_render(tile_size=settings.tile)
         else:
             pixels = observation if self.picture is None else observation[self.picture]
@@ -106,7 +106,7 @@ class World(Environment):
 
 def try_out(settings: Gymnasium) -> None:
     """Begins a game. Raises UserError in one line for whatever an environment of the user's own raises."""
-    world = World(settings)
+    world = GymnasiumWorld(settings)
     try:
         world.start(settings.prompt(0))
     except UserError:
@@ -122,7 +122,7 @@ def demonstrated(settings: Gymnasium, seed: int, act: Act) -> list[str]:
 
     Raises UserError for an action that is none of the game's.
     """
-    world = World(settings)
+    world = GymnasiumWorld(settings)
     words = {number: word for word, number in world.actions.items()}
     observation, _ = world.env.reset(seed=seed)
     said: list[str] = []
@@ -141,7 +141,7 @@ def demonstrated(settings: Gymnasium, seed: int, act: Act) -> list[str]:
     return said
 
 
-def bot(settings: BabyAI, seed: int) -> list[str]:
+def bot(settings: BabyAIGame, seed: int) -> list[str]:
     """The actions of BabyAI's own expert, in words."""
     from minigrid.utils.baby_ai_bot import BabyAIBot
 

@@ -6,13 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mmrl.sims.turns.chat import Part, joined, picture
-from mmrl.sims.turns.environment import Environment, Reply
-from mmrl.sims.turns.games import OpenEnv
-
 from mmrl.errors import UserError
 from mmrl.rollouts import Message, Prompt
 from mmrl.settings import locate
+from mmrl.sims.turns.chat import Part, joined, picture
+from mmrl.sims.turns.environment import Environment, Reply
+from mmrl.sims.turns.games import OpenEnv
 
 OURS = ("done", "reward", "metadata")  # of an observation, and not for the policy to read
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, Literal
 
-from mmrl.sims.turns.tools import Scene, Tool, ToolError, fitted
 from PIL import Image, ImageDraw
 
 from mmrl.rewards.reading import reader
+from mmrl.sims.turns.tools import Scene, Tool, ToolError, fitted
 
 Number = Annotated[int, "which picture, counted from 0"]
 

@@ -1,9 +1,9 @@
 """Environments in processes of their own, which are killed at a deadline: one that hangs, ends its process or uses up
 the machine's memory costs its own rollout.
 
-They are forked as those of isolated rewards are (`mmrl.rewards.isolated`); each plays one conversation at a time.
-Requests go out as pickles, which a worker may trust; answers come back as JSON with the plain bytes of pictures, for
-nothing that comes from a worker is trusted.
+They are forked as those of isolated rewards are (`mmrl.rewards.services.isolated`); each plays one conversation at a
+time. Requests go out as pickles, which a worker may trust; answers come back as JSON with the plain bytes of pictures,
+for nothing that comes from a worker is trusted.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mmrl.sims.turns.dialogue import Fault, within
-from mmrl.sims.turns.environment import Environment, Reply
-from mmrl.sims.turns.settings import EnvironmentSettings, Isolation, TurnLimits
 from PIL import Image
 
 from mmrl.errors import UserError, told
-from mmrl.rewards.isolated import Nursery, Worker
-from mmrl.rewards.limits import Limits
-from mmrl.rollouts import Clip, Message, Prompt
+from mmrl.rewards.services.isolated import Nursery, RewardProcess
+from mmrl.rewards.services.limits import Limits
+from mmrl.rollouts import Message, Prompt, Video
+from mmrl.sims.turns.dialogue import Fault, within
+from mmrl.sims.turns.environment import Environment, Reply
+from mmrl.sims.turns.settings import EnvironmentSettings, Isolation, TurnLimits
 
 SERVICE = "mmrl.sims.turns.processes:serve"
 SPARE = 1 << 20  # bytes of an answer beside text and pictures
@@ -41,14 +41,14 @@ class Processes:
         limits = settings.limits
         self.most = 8 * limits.max_text + 5 * limits.max_pixels + SPARE  # a pixel has 3 bytes, in base64 4
         self._nursery: Nursery | None = None
-        self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[RewardProcess] = queue.LifoQueue()
         self._opening = threading.Lock()
         _LIVE.add(self)
 
     def make(self) -> Environment:
         return RemoteEnvironment(self)
 
-    def hire(self) -> Worker:
+    def hire(self) -> RewardProcess:
         """Raises ConnectionError, UserError."""
         nursery = self._opened()
         try:
@@ -56,13 +56,13 @@ class Processes:
         except queue.Empty:
             return nursery.enlist()
 
-    def release(self, worker: Worker) -> None:
+    def release(self, worker: RewardProcess) -> None:
         if worker.spent:
             self.dismiss(worker)
         else:
             self._idle.put(worker)
 
-    def dismiss(self, worker: Worker) -> None:
+    def dismiss(self, worker: RewardProcess) -> None:
         if self._nursery is not None:
             self._nursery.dismiss(worker)
 
@@ -90,7 +90,7 @@ class RemoteEnvironment(Environment):
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        self._worker: Worker | None = None
+        self._worker: RewardProcess | None = None
         self._tools: Sequence[dict[str, Any]] = ()
 
     def start(self, prompt: Prompt) -> Sequence[Message]:
@@ -172,8 +172,8 @@ def packed(messages: Sequence[Message], limits: TurnLimits | None = None) -> lis
     return [[message.role, [_packed(part) for part in message.parts]] for message in messages]
 
 
-def _packed(part: str | Image.Image | Clip) -> Any:
-    if isinstance(part, Clip):
+def _packed(part: str | Image.Image | Video) -> Any:
+    if isinstance(part, Video):
         return {"fps": part.fps, "frames": [_bytes(frame) for frame in part.frames]}
     return part if isinstance(part, str) else _bytes(part)
 
@@ -191,11 +191,11 @@ def unpacked(found: Any) -> tuple[Message, ...]:
         raise Fault(f"the environment answered nonsense ({error})") from None
 
 
-def _part(found: Any) -> str | Image.Image | Clip:
+def _part(found: Any) -> str | Image.Image | Video:
     if isinstance(found, str):
         return found
     if isinstance(found, dict):
-        return Clip(tuple(map(_picture, found["frames"])), float(found["fps"]))
+        return Video(tuple(map(_picture, found["frames"])), float(found["fps"]))
     return _picture(found)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mmrl.rollouts import Message, Prompt
 from mmrl.sims.turns.environment import Environment, Reply
 
-from mmrl.rollouts import Message, Prompt
 
-
-class Recorded(Environment):
+class RecordedEnvironment(Environment):
     """Answers response by response with `observations` of the prompt's metadata, and ends after the last of them."""
 
     def start(self, prompt: Prompt) -> Sequence[Message]:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from mmrl.rewards.limits import Limits
+from mmrl.rewards.services.limits import Limits
 from mmrl.settings import Choice, Section, locate, option
 
 if TYPE_CHECKING:
@@ -242,9 +242,9 @@ class RecordedSettings(EnvironmentSettings):
     )
 
     def make(self) -> Environment:
-        from mmrl.sims.turns.recorded import Recorded
+        from mmrl.sims.turns.recorded import RecordedEnvironment
 
-        return Recorded()
+        return RecordedEnvironment()
 
 
 @lru_cache

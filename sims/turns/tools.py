@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from mmrl.sims.turns.environment import Environment, Reply
 from PIL import Image
 
 from mmrl.errors import told
-from mmrl.rollouts import Clip, Message, Prompt
+from mmrl.rollouts import Message, Prompt, Video
+from mmrl.sims.turns.environment import Environment, Reply
 
 JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 _JSON_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -146,13 +146,13 @@ def _parts(value: Any) -> tuple[str | Image.Image, ...]:
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     name: str
     positional: list[Any]
     named: dict[str, Any]
 
 
-def json_call(response: str) -> Call | None:
+def json_call(response: str) -> ToolCall | None:
     """The last call in it; None where there is none. Raises ToolError for one that can not be read."""
     found = _JSON_CALL.findall(response)
     if not found:
@@ -166,10 +166,10 @@ def json_call(response: str) -> Call | None:
     named = call.get("arguments", {})
     if not isinstance(named, dict):
         raise ToolError("arguments must be an object")
-    return Call(call["name"], [], named)
+    return ToolCall(call["name"], [], named)
 
 
-def python_call(response: str) -> Call | None:
+def python_call(response: str) -> ToolCall | None:
     """The call at its end; None where there is none. Raises ToolError for one whose arguments are no literals."""
     found = _PYTHON_CALL.search(response)
     if found is None:
@@ -178,12 +178,12 @@ def python_call(response: str) -> Call | None:
         call = ast.parse(found.group().strip(), mode="eval").body
         assert isinstance(call, ast.Call)
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return Call(found.group(1), [ast.literal_eval(value) for value in call.args], named)
+        return ToolCall(found.group(1), [ast.literal_eval(value) for value in call.args], named)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ToolError("the arguments of the call can not be read") from None
 
 
-READERS: dict[str, Callable[[str], Call | None]] = {"json": json_call, "python": python_call}
+READERS: dict[str, Callable[[str], ToolCall | None]] = {"json": json_call, "python": python_call}
 
 
 class ToolEnvironment(Environment):
@@ -235,8 +235,8 @@ class ToolEnvironment(Environment):
     def _failed(self, tool: str | None, why: str) -> Reply:
         return Reply((Message("user", (f"error: {why}",)),), tool=tool, error=why)
 
-    def _shown(self, part: str | Image.Image | Clip) -> str | Image.Image | Clip:
-        if isinstance(part, str | Clip):
+    def _shown(self, part: str | Image.Image | Video) -> str | Image.Image | Video:
+        if isinstance(part, str | Video):
             return part
         return self._scene.show(part, part if self._shown_pixels is None else fitted(part, self._shown_pixels))
 

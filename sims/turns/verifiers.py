@@ -11,14 +11,13 @@ from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
 
+from mmrl.errors import UserError, told
+from mmrl.rollouts import Message, Prompt
+from mmrl.settings import locate
 from mmrl.sims.turns.chat import message
 from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.games import FIRST_TRAINING_SEED, Verifiers
 from mmrl.sims.turns.tools import ToolError, json_call
-
-from mmrl.errors import UserError, told
-from mmrl.rollouts import Message, Prompt
-from mmrl.settings import locate
 
 
 @lru_cache

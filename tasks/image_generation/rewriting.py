@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from mmrl.tasks.image_generation.rewriting_settings import FrozenGenerator, PromptRewritingSettings
-from mmrl.tasks.image_generation.task import ImageGeneration
 from torch import Tensor
 
 from mmrl.policies.diffusion.loading import load
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.settings import Denoising, DiffusionModel
 from mmrl.policies.diffusion.small import SmallFamily
-from mmrl.protocols import Source
+from mmrl.protocols.parts import Source
 from mmrl.rewards.types import device_of
 from mmrl.rollouts import Prompt, Sample
+from mmrl.tasks.image_generation.rewriting_settings import FrozenGenerator, PromptRewritingSettings
+from mmrl.tasks.image_generation.task import ImageGeneration
 
 Written = tuple[str, str]  # the prompt's id, and what was made of it
 
 
-class Asked:
+class RewriterPrompts:
     """The prompts of a source, as they are put to the rewriter. Metadata: `original`, the prompt itself."""
 
     def __init__(self, source: Source, template: str) -> None:
@@ -39,7 +39,7 @@ class Asked:
         return replace(prompt, text=self.template.replace("{}", prompt.text), metadata=metadata)
 
 
-class Generator:
+class FrozenImageGenerator:
     """Draws prompts with weights that nobody trains."""
 
     def __init__(self, settings: FrozenGenerator) -> None:
@@ -73,10 +73,10 @@ class PromptRewriting:
 
     def __init__(self, settings: PromptRewritingSettings, seed: int) -> None:
         self.inner = ImageGeneration.of(settings, seed)
-        self.generator, self.settings = Generator(settings.generator), settings
+        self.generator, self.settings = FrozenImageGenerator(settings.generator), settings
         train = self.inner.train
-        self.train = None if train is None else Asked(train, settings.template)
-        self.evaluation = Asked(self.inner.evaluation, settings.template)
+        self.train = None if train is None else RewriterPrompts(train, settings.template)
+        self.evaluation = RewriterPrompts(self.inner.evaluation, settings.template)
         self.reward_names, self.reward_weights = self.inner.reward_names, self.inner.reward_weights
         self._drawn: dict[Written, list[Tensor]] = {}
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from mmrl.tasks.image_generation.settings import ImageGenerationSettings
 from pydantic import model_validator
 
-from mmrl.settings import Section, option
+from mmrl.settings import Section, load_attribute, option
+from mmrl.tasks.image_generation.settings import ImageGenerationSettings
 
 if TYPE_CHECKING:
-    from mmrl.tasks.image_generation.rewriting import PromptRewriting
+    from mmrl.protocols.parts import Task
 
 
 class FrozenGenerator(Section):
@@ -54,7 +54,5 @@ class PromptRewritingSettings(ImageGenerationSettings):
             raise ValueError(f"template must hold {{}} once, where the prompt goes; got {self.template!r}")
         return self
 
-    def build(self, seed: int) -> PromptRewriting:  # type: ignore[override]
-        from mmrl.tasks.image_generation.rewriting import PromptRewriting
-
-        return PromptRewriting(self, seed)
+    def build(self, seed: int) -> Task:
+        return load_attribute("mmrl.tasks.image_generation.rewriting:PromptRewriting")(self, seed)

@@ -6,16 +6,14 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from mmrl.tasks.settings import TaskSettings
 from pydantic import model_validator
 
 from mmrl.rewards.settings import RewardSpec
-from mmrl.settings import Choice, option
+from mmrl.settings import Choice, load_attribute, option
+from mmrl.tasks.settings import TaskSettings
 
 if TYPE_CHECKING:
-    from mmrl.tasks.image_generation.task import ImageGeneration
-
-    from mmrl.protocols import Source
+    from mmrl.protocols.parts import Source, Task
 
 _HERE = "mmrl.tasks.image_generation"
 Colour = Literal["red", "green", "blue", "yellow", "purple", "white"]
@@ -27,7 +25,7 @@ class Prompts(Choice):
 
     title: ClassVar[str] = "prompts"
     kinds: ClassVar[dict[str, str]] = {
-        "digits": f"{_HERE}.settings:DigitsData",
+        "digits": f"{_HERE}.settings:DigitPrompts",
         "shapes": f"{_HERE}.settings:ShapesData",
         "edits": f"{_HERE}.settings:EditsData",
         "named": f"{_HERE}.settings:NamedData",
@@ -53,7 +51,7 @@ class MadePrompts(Prompts):
     careless: float = option(0.0, "share of training pictures that show something else", ge=0, le=1)
 
 
-class DigitsData(MadePrompts):
+class DigitPrompts(MadePrompts):
     """Sentences that ask for a handwritten digit: pictures of 1 x 8 x 8."""
 
     test: ClassVar[str] = "tests/tasks/test_image_digits.py"
@@ -76,7 +74,7 @@ class DigitsData(MadePrompts):
     )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.image_generation.digits import DigitsSource
+        from mmrl.tasks.image_generation.data.digits import DigitPromptSource
 
         more: dict[str, Any] = {
             "careless": self.careless,
@@ -84,8 +82,8 @@ class DigitsData(MadePrompts):
             "reasoning": self.reasoning,
             "twins": self.twins,
         }
-        train = DigitsSource("train", size=self.train_size, seed=seed, **more)
-        return train, DigitsSource("heldout", size=self.eval_size, seed=self.eval_seed)
+        train = DigitPromptSource("train", size=self.train_size, seed=seed, **more)
+        return train, DigitPromptSource("heldout", size=self.eval_size, seed=self.eval_seed)
 
 
 class ShapesData(MadePrompts):
@@ -109,7 +107,7 @@ class ShapesData(MadePrompts):
     )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.image_generation.shapes import ShapesSource
+        from mmrl.tasks.image_generation.data.shapes import ShapesSource
 
         allowed: dict[str, Any] = {
             "kinds": self.scenes,
@@ -137,7 +135,7 @@ class EditsData(MadePrompts):
     all_edits: bool = option(False, "train on all edits, also those that evaluation asks for, as a base has seen them")
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.image_generation.edits import EditedShapes
+        from mmrl.tasks.image_generation.data.edits import EditedShapes
 
         train = EditedShapes(
             "all" if self.all_edits else "train", size=self.train_size, seed=seed, careless=self.careless
@@ -158,7 +156,7 @@ class NamedData(MadePrompts):
     type: str = "named"
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.image_generation.named import NamedSource
+        from mmrl.tasks.image_generation.data.named_images import NamedSource
 
         train = NamedSource("train", size=self.train_size, seed=seed, careless=self.careless)
         return train, NamedSource("heldout", size=self.eval_size, seed=self.eval_seed)
@@ -184,7 +182,7 @@ class PromptsData(Prompts):
         return self
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.image_generation import prompts
+        from mmrl.tasks.image_generation.data import prompts
 
         rows: dict[str, Any] = {"format": self.format, "max_bad_share": self.max_bad_share}
         train = None if self.train is None else prompts.load(self.train, **rows)
@@ -209,8 +207,8 @@ class PairsData(Prompts):
     max_bad_share: float = option(0.0, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.image_generation import prompts
-        from mmrl.tasks.image_generation.pairs import PairSource
+        from mmrl.tasks.image_generation.data import prompts
+        from mmrl.tasks.image_generation.data.pairs import PairSource
 
         bad = self.max_bad_share
         train = None if self.train is None else PairSource(self.train, grey=self.grey, max_bad_share=bad)
@@ -223,7 +221,7 @@ class ImageGenerationSettings(TaskSettings):
 
     test: ClassVar[str] = "tests/tasks/test_image_generation.py"
     type: str = "image_generation"
-    data: Prompts = option(DigitsData(), "where the prompts come from")
+    data: Prompts = option(DigitPrompts(), "where the prompts come from")
     rewards: list[RewardSpec] | None = option(None, "what a picture earns; default: that of the data", min_length=1)
     accuracy: RewardSpec | None = option(None, "what evaluation reports; default: that of the data")
     second_scorer: RewardSpec | None = option(
@@ -238,7 +236,5 @@ class ImageGenerationSettings(TaskSettings):
             raise ValueError("accuracy: name the reward that evaluation reports, such as {name: clip_similarity}")
         return self
 
-    def build(self, seed: int) -> ImageGeneration:
-        from mmrl.tasks.image_generation.task import ImageGeneration
-
-        return ImageGeneration.of(self, seed)
+    def build(self, seed: int) -> Task:
+        return load_attribute("mmrl.tasks.image_generation.task:ImageGeneration").of(self, seed)

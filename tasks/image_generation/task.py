@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from mmrl.tasks.image_generation import digits, shapes
-from mmrl.tasks.image_generation.edits import untouched_moved
-from mmrl.tasks.image_generation.pictures import stack_pictures
-from mmrl.tasks.image_generation.settings import ImageGenerationSettings
 from torch import Tensor
 
-from mmrl.protocols import Source
+from mmrl.protocols.parts import Source
 from mmrl.rewards import RewardSet
 from mmrl.rewards.guards import diversity, out_of_gamut, sharpness
 from mmrl.rollouts import Sample
+from mmrl.tasks.image_generation.data import digits, shapes
+from mmrl.tasks.image_generation.data.edits import untouched_moved
+from mmrl.tasks.image_generation.data.images import stack_pictures
+from mmrl.tasks.image_generation.settings import ImageGenerationSettings
 
 
 class ImageGeneration:

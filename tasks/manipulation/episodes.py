@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from mmrl.sims import Observation, VectorSim
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
-from mmrl.progress import display
 from mmrl.rollouts import Prompt
+from mmrl.runtime.progress import display
+from mmrl.sims import Observation, VectorSim
 
 FIRST_TRAINING_SEED = 1 << 32  # held-out seeds lie below
 DEMONSTRATED = 16  # actions shown after each observation; a policy takes as many as its chunk has
@@ -34,7 +34,7 @@ class EpisodeSource:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedEpisode:
     """One demonstrated episode: T steps."""
 
     name: str
@@ -45,10 +45,10 @@ class Recorded:
     cameras: tuple[str, ...] = ("camera",)  # see `Observation`
 
 
-class DemonstrationSource:
+class EpisodeDemonstrations:
     """Every step of every episode, with the actions that followed: metadata "observation" and "actions"."""
 
-    def __init__(self, episodes: Sequence[Recorded]) -> None:
+    def __init__(self, episodes: Sequence[RecordedEpisode]) -> None:
         self.episodes = list(episodes)
         self._places = [(e, t) for e, episode in enumerate(self.episodes) for t in range(len(episode.actions))]
 
@@ -101,12 +101,12 @@ class Disturbed:
 
 def record_expert(
     sim: VectorSim, starts: Sequence[tuple[str, int]], *, disturbance: Disturbance, successful: bool, seed: int
-) -> list[Recorded]:
+) -> list[RecordedEpisode]:
     """Episodes of the scripted expert from `starts` (task and seed); `successful`: without those that failed.
 
     Raises UserError where the simulator has no expert, and if no episode is left.
     """
-    rng, recorded = np.random.default_rng(seed), list[Recorded]()
+    rng, recorded = np.random.default_rng(seed), list[RecordedEpisode]()
     with display.work("demonstrations", len(starts)) as work:
         for i in range(0, len(starts), len(sim)):
             part = starts[i : i + len(sim)]
@@ -126,7 +126,7 @@ def play_expert(
     disturbance: Disturbance,
     successful: bool,
     rng: np.random.Generator,
-) -> list[Recorded]:
+) -> list[RecordedEpisode]:
     """As `record_expert`, of at most as many starts as the simulator has rows; there may be none."""
     observation = sim.reset([s for _, s in starts], [t for t, _ in starts])
     instructions = observation.instructions
@@ -143,5 +143,5 @@ def play_expert(
     for row, (task, start) in enumerate(starts):
         if steps[row] and (solved[row] or not successful):
             images, state, actions = (np.stack(column) for column in zip(*steps[row], strict=True))
-            recorded.append(Recorded(f"{task}-{start}", instructions[row], images, state, actions, sim.cameras))
+            recorded.append(RecordedEpisode(f"{task}-{start}", instructions[row], images, state, actions, sim.cameras))
     return recorded

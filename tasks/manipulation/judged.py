@@ -7,14 +7,14 @@ from typing import Any, Literal
 from weakref import ref
 
 import numpy as np
-from mmrl.tasks.manipulation.rewards import episode_of
 from numpy.typing import NDArray
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.rewards.judges import Judged, Question
+from mmrl.rewards.judges.visual import Judged, JudgeQuestion
 from mmrl.rewards.types import Score
 from mmrl.rollouts import Episode, Sample
+from mmrl.tasks.manipulation.rewards import episode_of
 
 WAS_IT_DONE = (
     "These pictures show a robot at work, in order; the last one shows how it ended. "
@@ -28,8 +28,8 @@ class SuccessJudge(Judged):
 
     pictures: of each episode, evenly spaced from its start to its end; 1: its end alone. threshold: the reward is 1
     from this probability on and 0 below it; None: the probability itself. {prompt} in `question` is the instruction.
-    The other options are those of `mmrl.rewards.judges.Judged`. Pictures are those that the policy sees; they are kept
-    of every look while training and of every action while evaluating.
+    The other options are those of `mmrl.rewards.judges.visual.Judged`. Pictures are those that the policy sees; they
+    are kept of every look while training and of every action while evaluating.
     """
 
     scope: Literal["sample"] = "sample"
@@ -73,10 +73,10 @@ class SuccessJudge(Judged):
             self._told[id(episode)] = ref(episode), yes / (yes + no) if yes + no > 0 else None
         return [None if e.lost else self._told[id(e)][1] for e in episodes]
 
-    def _asked(self, episode: Episode) -> Question:
+    def _asked(self, episode: Episode) -> JudgeQuestion:
         assert episode.frames is not None
         shown = evenly(episode.frames, self.pictures)
-        return Question(
+        return JudgeQuestion(
             tuple(Image.fromarray(one) for one in shown), self.question.replace("{prompt}", episode.instruction)
         )
 

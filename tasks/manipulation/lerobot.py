@@ -21,11 +21,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as parquet
-from mmrl.tasks.manipulation.episodes import Recorded
 from numpy.typing import NDArray
 from PIL import Image
 
 from mmrl.errors import UserError
+from mmrl.tasks.manipulation.episodes import RecordedEpisode
 
 GIBIBYTE = 1 << 30
 Decoder = Callable[[int, int], NDArray[np.uint8]]  # first frame and how many -> [frame, height, width, 3]
@@ -53,7 +53,7 @@ class Frames:
 
 
 @dataclass(frozen=True)
-class Columns:
+class DatasetColumns:
     """Which features are what. camera: one for the simulator's whole picture, or one for each of its cameras, in their
     order; None: the only one."""
 
@@ -64,7 +64,7 @@ class Columns:
 
 def load(
     folder: str,
-    columns: Columns,
+    columns: DatasetColumns,
     *,
     episodes: int | None,
     memory: float,
@@ -72,7 +72,7 @@ def load(
     state_dim: int,
     image_shape: tuple[int, int, int],
     cameras: tuple[str, ...],
-) -> list[Recorded]:
+) -> list[RecordedEpisode]:
     """The first `episodes` of the data set (None: all). States and actions are held in memory; so are pictures once
     they were seen, if all of them, resized to `image_shape`, take at most `memory` GiB. cameras: the simulator's, whose
     pictures lie side by side in one of `image_shape`.
@@ -93,7 +93,7 @@ def load(
 
 
 class _Dataset:
-    def __init__(self, root: Path, columns: Columns, cameras: tuple[str, ...]) -> None:
+    def __init__(self, root: Path, columns: DatasetColumns, cameras: tuple[str, ...]) -> None:
         self.root, self.state, self.action = root, columns.state, columns.action
         path = _existing(root / "meta/info.json")
         info = _parsed(path, path.read_text())
@@ -150,7 +150,7 @@ class _Dataset:
                 raise UserError(f"task.demonstrations.camera={name} is not in {self.root}; it has {there}")
         return named
 
-    def recorded(self, episode: dict[str, Any], size: tuple[int, int], keep: bool) -> Recorded:
+    def recorded(self, episode: dict[str, Any], size: tuple[int, int], keep: bool) -> RecordedEpisode:
         number, length = episode["episode_index"], episode["length"]
         if len(episode["tasks"]) != 1:
             raise UserError(f"{self.root}: episode {number} has {len(episode['tasks'])} instructions; one is needed")
@@ -168,7 +168,7 @@ class _Dataset:
 
         images: Any = Frames(length, decode, keep)
         name = f"{self.root.name}-{number}"
-        return Recorded(name, episode["tasks"][0], images, rows[self.state], rows[self.action], self.cameras)
+        return RecordedEpisode(name, episode["tasks"][0], images, rows[self.state], rows[self.action], self.cameras)
 
     def _decoder(self, camera: str, episode: dict[str, Any], file: Path, size: tuple[int, int]) -> Decoder:
         """Of one camera's pictures in one episode."""

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from mmrl.tasks.settings import TaskSettings
 from pydantic import model_validator
 
 from mmrl.rewards.settings import RewardSpec
-from mmrl.settings import Choice, option
+from mmrl.settings import Choice, load_attribute, option
+from mmrl.tasks.settings import TaskSettings
 
 if TYPE_CHECKING:
+    from mmrl.protocols.parts import Source, Task
     from mmrl.tasks.manipulation.episodes import EpisodeSource
-    from mmrl.tasks.manipulation.task import Manipulation
-
-    from mmrl.protocols import Source
 
 
-class Demonstrations(Choice):
+class DemonstratingTask(Protocol):
+    """The task in whose simulator episodes are demonstrated."""
+
+    settings: ManipulationSettings
+    seed: int
+
+    def make_simulator(self, rows: int) -> Any: ...
+
+
+class DemonstratedEpisodes(Choice):
     """Where episodes to learn from come from."""
 
     title: ClassVar[str] = "demonstrations"
@@ -29,11 +36,11 @@ class Demonstrations(Choice):
     type: str = "expert"
 
     @abstractmethod
-    def prompts(self, task: Manipulation, starts: EpisodeSource) -> Source:
+    def prompts(self, task: DemonstratingTask, starts: EpisodeSource) -> Source:
         """Prompts that carry an observation and the actions that followed it. Raises UserError where there are none."""
 
 
-class ExpertDemonstrations(Demonstrations):
+class ExpertDemonstrations(DemonstratedEpisodes):
     """Episodes of the simulator's scripted expert."""
 
     test: ClassVar[str] = "tests/tasks/test_manipulation.py"
@@ -52,18 +59,18 @@ class ExpertDemonstrations(Demonstrations):
     perturbation_length: int = option(5, "for how many actions", unit="actions", ge=1)
     successful: bool = option(True, "leave out episodes that fail")
 
-    def prompts(self, task: Manipulation, starts: EpisodeSource) -> Source:
-        from mmrl.tasks.manipulation.episodes import DemonstrationSource, Disturbance, record_expert
+    def prompts(self, task: DemonstratingTask, starts: EpisodeSource) -> Source:
+        from mmrl.tasks.manipulation.episodes import Disturbance, EpisodeDemonstrations, record_expert
 
         prompts = [starts[i] for i in range(self.episodes * len(task.settings.tasks))]
         places = [(p.metadata["task"], p.metadata["seed"]) for p in prompts]
         with task.make_simulator(min(task.settings.rows, len(places))) as sim:
             disturbance = Disturbance(self.noise, self.perturbation, self.perturbation_length)
             made = record_expert(sim, places, disturbance=disturbance, successful=self.successful, seed=task.seed)
-        return DemonstrationSource(made)
+        return EpisodeDemonstrations(made)
 
 
-class LeRobotDemonstrations(Demonstrations):
+class LeRobotDemonstrations(DemonstratedEpisodes):
     """A data set in LeRobot's format, 2.0 to 3.0."""
 
     test: ClassVar[str] = "tests/tasks/test_lerobot.py"
@@ -78,10 +85,9 @@ class LeRobotDemonstrations(Demonstrations):
     action: str = option("action", "feature of the actions")
     memory: float = option(4.0, "if its pictures need more, they are decoded each time they are seen", unit="GiB", ge=0)
 
-    def prompts(self, task: Manipulation, starts: EpisodeSource) -> Source:
-        from mmrl.tasks.manipulation.episodes import DemonstrationSource
-
+    def prompts(self, task: DemonstratingTask, starts: EpisodeSource) -> Source:
         from mmrl.errors import UserError
+        from mmrl.tasks.manipulation.episodes import EpisodeDemonstrations
 
         try:
             from mmrl.tasks.manipulation import lerobot
@@ -89,10 +95,10 @@ class LeRobotDemonstrations(Demonstrations):
             raise UserError(f"task.demonstrations.type=lerobot: {error}; pip install -e '.[mujoco]'") from error
         with task.make_simulator(1) as sim:
             like, cameras = sim.simulator, sim.cameras
-        return DemonstrationSource(
+        return EpisodeDemonstrations(
             lerobot.load(
                 self.path,
-                lerobot.Columns(self.camera, self.state, self.action),
+                lerobot.DatasetColumns(self.camera, self.state, self.action),
                 episodes=self.episodes,
                 memory=self.memory,
                 action_dim=like.action_dim,
@@ -128,7 +134,7 @@ class ManipulationSettings(TaskSettings):
     instructions: Literal["own", "shuffled"] = option(
         "own", "shuffled: every episode shows the instruction of another one, to see whether a policy listens"
     )
-    demonstrations: Demonstrations | None = option(None, "what algorithm.type=supervised learns from")
+    demonstrations: DemonstratedEpisodes | None = option(None, "what algorithm.type=supervised learns from")
     rewards: list[RewardSpec] = option(
         [RewardSpec(name="mmrl.tasks.manipulation.rewards:success", label="success")],
         "what an episode earns",
@@ -143,7 +149,5 @@ class ManipulationSettings(TaskSettings):
             raise ValueError(f"turns={self.turns} needs as many workers; workers={self.workers}")
         return self
 
-    def build(self, seed: int) -> Manipulation:
-        from mmrl.tasks.manipulation.task import Manipulation
-
-        return Manipulation(self, seed)
+    def build(self, seed: int) -> Task:
+        return load_attribute("mmrl.tasks.manipulation.task:Manipulation")(self, seed)

@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from mmrl.sims import Simulator, VectorSim
-from mmrl.sims import build as build_simulator
-from mmrl.sims.transitions import cameras_of
-from mmrl.tasks.manipulation.episodes import FIRST_TRAINING_SEED, EpisodeSource
-from mmrl.tasks.manipulation.judged import SuccessJudge
-from mmrl.tasks.manipulation.settings import ManipulationSettings
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.protocols import Source
+from mmrl.protocols.parts import Source
 from mmrl.rewards import RewardSet, RewardSpec
-from mmrl.rewards.guarded import Guarded
+from mmrl.rewards.guarded import GuardedReward
 from mmrl.rollouts import Sample
+from mmrl.sims import Simulator, VectorSim
+from mmrl.sims import build as build_simulator
+from mmrl.sims.vector.transitions import cameras_of
+from mmrl.tasks.manipulation.episodes import FIRST_TRAINING_SEED, EpisodeSource
+from mmrl.tasks.manipulation.judged import SuccessJudge
+from mmrl.tasks.manipulation.settings import ManipulationSettings
 
 
 class Manipulation:
@@ -36,7 +36,9 @@ class Manipulation:
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
         self._rewards, self._success = rewards, RewardSet([RewardSpec(name="mmrl.tasks.manipulation.rewards:success")])
         judges = [
-            (n, c.reward) for n, c in zip(rewards.names, rewards.components, strict=True) if isinstance(c, Guarded)
+            (n, c.reward)
+            for n, c in zip(rewards.names, rewards.components, strict=True)
+            if isinstance(c, GuardedReward)
         ]
         self._judges = {name: judge for name, judge in judges if isinstance(judge, SuccessJudge)}
         self.watched = bool(self._judges)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmrl.policies.vla import small
+from mmrl.policies.vla.backbones import small
 
 WORDS = (  # what the grammar of instructions is made of, and the end of a prompt
     *("?", "the", "a", "to", "and", "then", "after", "you"),
@@ -19,4 +19,6 @@ CODES = (11, 6, 3)  # objects, colours and states of minigrid
 
 def build(path: str | Path, seed: int = 0) -> None:
     """Writes a `SmallBackbone` that knows WORDS and reads minigrid's codes."""
-    small.create(path, small.SmallConfig(WORDS, bins=BINS, width=128, layers=1, squares=SQUARES, codes=CODES), seed)
+    small.create(
+        path, small.SmallActionConfig(WORDS, bins=BINS, width=128, layers=1, squares=SQUARES, codes=CODES), seed
+    )

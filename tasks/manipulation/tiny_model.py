@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmrl.policies.vla import small, states_only
+from mmrl.policies.vla.backbones import small, states_only
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -37,17 +37,17 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def build_small(path: str | Path, seed: int = 0) -> None:
     """Writes a `SmallBackbone` that knows the words of the tabletop."""
-    small.create(path, small.SmallConfig(WORDS, bins=BINS), seed)
+    small.create(path, small.SmallActionConfig(WORDS, bins=BINS), seed)
 
 
 def build_normalised(path: str | Path, seed: int = 0) -> None:
     """The same with normalised channels, for tasks with several things to look at."""
-    small.create(path, small.SmallConfig(WORDS, bins=BINS, normalise=True), seed)
+    small.create(path, small.SmallActionConfig(WORDS, bins=BINS, normalise=True), seed)
 
 
 def build_blind(path: str | Path, seed: int = 0) -> None:
     """The same for simulators that show states and no pictures."""
-    small.create(path, small.SmallConfig(WORDS, bins=BINS, channels=()), seed)
+    small.create(path, small.SmallActionConfig(WORDS, bins=BINS, channels=()), seed)
 
 
 def build_states(path: str | Path, seed: int = 0) -> None:

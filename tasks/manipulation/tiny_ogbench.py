@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmrl.policies.vla import small
+from mmrl.policies.vla.backbones import small
 
 WORDS = (  # of the instructions of `mmrl.sims.ogbench`
     *("press", "open", "close", "move", "the", "left", "right"),
@@ -14,4 +14,4 @@ WORDS = (  # of the instructions of `mmrl.sims.ogbench`
 
 def build(path: str | Path, seed: int = 0) -> None:
     """Writes a `SmallBackbone` that knows WORDS and sees no pictures."""
-    small.create(path, small.SmallConfig(WORDS, bins=32, channels=()), seed)
+    small.create(path, small.SmallActionConfig(WORDS, bins=32, channels=()), seed)

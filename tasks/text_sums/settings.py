@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from mmrl.rewards.settings import RewardSpec
+from mmrl.settings import load_attribute, option
 from mmrl.tasks.settings import TaskSettings
 
-from mmrl.rewards.settings import RewardSpec
-from mmrl.settings import option
-
 if TYPE_CHECKING:
-    from mmrl.tasks.text_sums.task import TextSums
+    from mmrl.protocols.parts import Task
 
 
 class TextSumsSettings(TaskSettings):
@@ -25,7 +24,5 @@ class TextSumsSettings(TaskSettings):
     careless: float = option(0.0, "share of training demonstrations that forget to carry", ge=0, le=1)
     rewards: list[RewardSpec] = option([RewardSpec(name="exact_match")], "what a response earns", min_length=1)
 
-    def build(self, seed: int) -> TextSums:
-        from mmrl.tasks.text_sums.task import TextSums
-
-        return TextSums(self, seed)
+    def build(self, seed: int) -> Task:
+        return load_attribute("mmrl.tasks.text_sums.task:TextSums")(self, seed)

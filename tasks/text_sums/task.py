@@ -8,11 +8,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-from mmrl.tasks.text_sums.settings import TextSumsSettings
 
 from mmrl.rewards import RewardSet
 from mmrl.rewards.settings import RewardSpec
 from mmrl.rollouts import Prompt, Sample
+from mmrl.tasks.text_sums.settings import TextSumsSettings
 
 CHARACTERS = "0123456789+="
 SPLITS = ("train", "heldout")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from mmrl.tasks.text_sums.task import CHARACTERS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+
+from mmrl.tasks.text_sums.task import CHARACTERS
 
 PAD, MASK, END, UNKNOWN = "<pad>", "<mask>", "<end>", "<unknown>"
 

@@ -6,16 +6,15 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from mmrl.tasks.settings import TaskSettings
 from pydantic import model_validator
 
 from mmrl.rewards.settings import RewardSpec
 from mmrl.settings import Choice, option
+from mmrl.tasks.settings import TaskSettings
 
 if TYPE_CHECKING:
+    from mmrl.protocols.parts import Source
     from mmrl.tasks.video_generation.task import VideoGeneration
-
-    from mmrl.protocols import Source
 
 _HERE = "mmrl.tasks.video_generation"
 _CHECKED = f"{_HERE}.tracking:MotionChecked"
@@ -56,7 +55,7 @@ class MovingShapesData(ClipPrompts):
     )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.moving import MovingShapes
+        from mmrl.tasks.data.moving_shapes import MovingShapes
 
         train = MovingShapes(
             "all" if self.all_motions else "train", size=self.train_size, seed=seed, careless=self.careless
@@ -109,9 +108,8 @@ class VideoGenerationSettings(TaskSettings):
         return self
 
     def build(self, seed: int) -> VideoGeneration:
-        from mmrl.tasks.video_generation.task import VideoGeneration
-
         from mmrl.rewards import RewardSet
+        from mmrl.tasks.video_generation.task import VideoGeneration
 
         train, evaluation = self.data.sources(seed)
         accuracy = self.accuracy or self.data.accuracy

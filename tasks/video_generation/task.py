@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from mmrl.tasks.video_generation.clips import stack_clips
 from torch import Tensor
 
-from mmrl.protocols import Source
+from mmrl.protocols.parts import Source
 from mmrl.rewards import RewardSet
 from mmrl.rewards.guards import diversity, flicker, motion, out_of_gamut, sharpness, static
 from mmrl.rollouts import Sample
+from mmrl.tasks.video_generation.clips import stack_clips
 
 
 class VideoGeneration:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
-from mmrl.tasks import moving
 
 from mmrl.policies.diffusion import tiny
-from mmrl.policies.diffusion.families.base import quiet
+from mmrl.policies.diffusion.families.pipeline import quiet
+from mmrl.tasks.data import moving_shapes
 
 TEXT = 32  # width of the text encoder
 
@@ -24,9 +24,9 @@ def build_moving_shapes(folder: str, seed: int) -> None:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer = tiny.word_tokenizer(moving.words(), max_length=12)
+        tokenizer = tiny.word_tokenizer(moving_shapes.words(), max_length=12)
         transformer = WanTransformer3DModel(
-            patch_size=(moving.DRAWN.frames, moving.DRAWN.grid, moving.DRAWN.grid),
+            patch_size=(moving_shapes.DRAWN.frames, moving_shapes.DRAWN.grid, moving_shapes.DRAWN.grid),
             num_attention_heads=4,
             attention_head_dim=64,
             in_channels=1,

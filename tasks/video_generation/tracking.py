@@ -8,18 +8,11 @@ from functools import cache
 from typing import Literal
 
 import torch
-from mmrl.tasks.moving import (
-    CELL,
-    DIRECTIONS,
-    DRAWN,
-    SHAPES,
-    Motion,
-    still,
-)
-from mmrl.tasks.video_generation.clips import stack_clips
 from torch import Tensor
 
 from mmrl.rollouts import Sample
+from mmrl.tasks.data.moving_shapes import CELL, DIRECTIONS, DRAWN, SHAPES, Motion, still
+from mmrl.tasks.video_generation.clips import stack_clips
 
 CLEAN = (
     0.4  # squared distance of a frame from its object alone, over that of black, above which there is no object in it

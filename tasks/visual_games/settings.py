@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from mmrl.rewards.settings import RewardSpec
+from mmrl.settings import load_attribute, option
 from mmrl.sims.turns.games import Cards, Game
 from mmrl.tasks.settings import TaskSettings
 
-from mmrl.rewards.settings import RewardSpec
-from mmrl.settings import option
-
 if TYPE_CHECKING:
-    from mmrl.tasks.visual_games.task import VisualGames
+    from mmrl.protocols.parts import Task
 
 
 class VisualGamesSettings(TaskSettings):
@@ -25,7 +24,5 @@ class VisualGamesSettings(TaskSettings):
     rewards: list[RewardSpec] = option([RewardSpec(name="environment_return")], "what a game earns", min_length=1)
     careless: float = option(0.0, "share of an expert's responses in which it says another's instead", ge=0, le=1)
 
-    def build(self, seed: int) -> VisualGames:
-        from mmrl.tasks.visual_games.task import VisualGames
-
-        return VisualGames(self, seed)
+    def build(self, seed: int) -> Task:
+        return load_attribute("mmrl.tasks.visual_games.task:VisualGames")(self, seed)

@@ -9,12 +9,12 @@ from functools import partial
 
 import numpy as np
 import torch
-from mmrl.sims.turns.games import FIRST_TRAINING_SEED, Game
-from mmrl.tasks.visual_games.settings import VisualGamesSettings
 
 from mmrl.rewards import RewardSet
 from mmrl.rewards.turns import conversation_measures, is_lost
 from mmrl.rollouts import Prompt, Sample
+from mmrl.sims.turns.games import FIRST_TRAINING_SEED, Game
+from mmrl.tasks.visual_games.settings import VisualGamesSettings
 
 
 class VisualGames:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmrl.sims.turns.cards import COLOURS, COUNTS, SIDE
 from transformers import PreTrainedTokenizerFast
 
 from mmrl.policies.vlm.tiny_qwen import INITIALIZER_RANGE, Sizes, byte_pairs, write
+from mmrl.sims.turns.cards import COLOURS, COUNTS, SIDE
 
 VOCABULARY = 320
 

@@ -6,31 +6,30 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from mmrl.sims.turns.settings import EnvironmentSettings, RecordedSettings
-from mmrl.tasks.settings import TaskSettings
-from mmrl.tasks.visual_qa.bounds import MAX_FRAMES, MAX_PIXELS, PARQUET_GIB, PILLOWS_LIMIT
 from pydantic import model_validator
 
 from mmrl.rewards.settings import RewardSpec
-from mmrl.settings import Choice, option
+from mmrl.settings import Choice, load_attribute, option
+from mmrl.sims.turns.settings import EnvironmentSettings, RecordedSettings
+from mmrl.tasks.settings import TaskSettings
+from mmrl.tasks.visual_qa.data.bounds import MAX_FRAMES, MAX_PIXELS, PARQUET_GIB, PILLOWS_LIMIT
+from mmrl.tasks.visual_qa.data.kinds import (
+    CHART_QUESTIONS,
+    CLIP_QUESTIONS,
+    EVERY,
+    NAMED,
+    ChartQuestion,
+    ChartShape,
+    ChartTable,
+    ClipQuestion,
+    NamedPart,
+    NamedQuestion,
+    NamedStyle,
+    Question,
+)
 
 if TYPE_CHECKING:
-    from mmrl.tasks.visual_qa.task import VisualQA
-
-    from mmrl.protocols import Source
-
-Question = Literal["which", "sum", "largest", "above_five", "where"]
-ClipQuestion = Literal["direction", "speed", "order"]
-CLIP_QUESTIONS: tuple[ClipQuestion, ...] = ("direction", "speed", "order")
-EVERY: tuple[Question, ...] = ("which", "sum", "largest", "above_five", "where")
-NamedQuestion = Literal["alone", "alike", "what", "left_of", "right_of", "where", "how_many", "all"]
-NAMED: tuple[NamedQuestion, ...] = ("what", "left_of", "right_of", "where", "how_many")
-NamedPart = Literal["all", "shown", "heldout"]
-NamedStyle = Literal["noto", "fluent", "openmoji"]
-ChartQuestion = Literal["largest", "value", "above", "difference"]
-CHART_QUESTIONS: tuple[ChartQuestion, ...] = ("largest", "value", "above", "difference")
-ChartTable = Literal["barley", "iowa-electricity", "stocks", "us-employment", "wheat", "driving", "crimea"]
-ChartShape = Literal["bar", "line"]
+    from mmrl.protocols.parts import Source, Task
 
 
 class Questions(Choice):
@@ -77,7 +76,7 @@ class DigitsData(Questions):
     careless: float = option(0.0, "share of training demonstrations whose number is one too high", ge=0, le=1)
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.visual_qa.digits import DigitsSource
+        from mmrl.tasks.visual_qa.data.digits import DigitsSource
 
         layout: dict[str, Any] = {"kinds": self.questions, "cells": self.cells}
         layout |= {"scale": self.scale, "jitter": self.jitter}
@@ -105,7 +104,7 @@ class ScenesData(Questions):
     direct: float = option(0.0, "share of training demonstrations that answer without a zoom", ge=0, le=1)
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.visual_qa.scenes import ScenesSource
+        from mmrl.tasks.visual_qa.data.scenes import ScenesSource
 
         layout: dict[str, Any] = {n: vars(self)[n] for n in ("rows", "columns", "cell", "jitter", "colours")}
         shown: dict[str, Any] = {"wandering": self.wandering, "direct": self.direct}
@@ -127,7 +126,7 @@ class ClipsData(Questions):
     shuffled: bool = option(False, "show the frames of training clips in an order drawn by chance: a control")
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.visual_qa.clips import ClipsSource
+        from mmrl.tasks.visual_qa.data.videos import ClipsSource
 
         asked: dict[str, Any] = {"kinds": self.questions}
         shown: dict[str, Any] = {"careless": self.careless, "shuffled": self.shuffled}
@@ -158,7 +157,7 @@ class NamedPicturesData(Questions):
     )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.visual_qa.named_pictures import NamedPicturesSource
+        from mmrl.tasks.visual_qa.data.named_images import NamedPicturesSource
 
         train = NamedPicturesSource(
             "train",
@@ -204,7 +203,7 @@ class ChartsData(Questions):
     )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.visual_qa.charts import ChartsSource
+        from mmrl.tasks.visual_qa.data.charts import ChartsSource
 
         asked: dict[str, Any] = {"kinds": self.questions, "shapes": self.shapes, "written": self.written}
         train = ChartsSource("train", size=self.train_size, seed=seed, tables=self.train_tables, **asked)
@@ -220,7 +219,7 @@ class WordsData(Questions):
     type: str = "words"
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.visual_qa.words import WordsSource
+        from mmrl.tasks.visual_qa.data.words import WordsSource
 
         return WordsSource("train"), WordsSource("heldout")
 
@@ -247,7 +246,7 @@ class RowReading(Questions):
         return self.readers
 
 
-class Rows(RowReading):
+class RowsData(RowReading):
     """Rows of the user's."""
 
     image_field: str | list[str] = option("images", "column of the pictures, or columns of one picture each")
@@ -278,7 +277,7 @@ class Rows(RowReading):
         }
 
 
-class FilesData(Rows):
+class FilesData(RowsData):
     """The user's own .jsonl or .parquet files."""
 
     type: str = "files"
@@ -289,14 +288,14 @@ class FilesData(Rows):
     )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.visual_qa.files import FileSource
+        from mmrl.tasks.visual_qa.data.files import FileSource
 
         reading = self._reading | {"parquet_gib": self.parquet_gib}
         train = None if self.train is None else FileSource(self.train, **reading)
         return train, FileSource(self.eval, **reading)
 
 
-class HuggingFaceData(Rows):
+class HuggingFaceData(RowsData):
     """Two splits of one dataset of the Hugging Face hub, or of a folder."""
 
     type: str = "huggingface"
@@ -306,7 +305,7 @@ class HuggingFaceData(Rows):
     options: dict[str, Any] = option({}, "keyword arguments of datasets.load_dataset")
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.visual_qa.huggingface import HuggingFaceSource
+        from mmrl.tasks.visual_qa.data.huggingface import HuggingFaceSource
 
         def split(name: str) -> Source:
             return HuggingFaceSource(self.name, name, options=self.options, **self._reading)
@@ -333,10 +332,10 @@ class ConversationRows(RowReading):
     image_root: Path | None = option(None, "folder that relative paths of pictures start from; default: the file's")
 
     def _fields(self, root: Path | None, *, absolute: bool = False) -> Any:
-        from mmrl.tasks.visual_qa.conversations import Conversations
-        from mmrl.tasks.visual_qa.pictures import Pictures
+        from mmrl.tasks.visual_qa.data.conversations import ConversationFields
+        from mmrl.tasks.visual_qa.data.images import Pictures
 
-        return Conversations(
+        return ConversationFields(
             messages=self.messages_field,
             images=self.image_field,
             tools=self.tools_field,
@@ -358,8 +357,8 @@ class ConversationFilesData(ConversationRows):
     )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.visual_qa.files import file_rows
-        from mmrl.tasks.visual_qa.rows import RowSource
+        from mmrl.tasks.visual_qa.data.files import file_rows
+        from mmrl.tasks.visual_qa.data.rows import RowSource
 
         def read(path: Path) -> Source:
             rows, fields = file_rows(path, self.parquet_gib), self._fields(path.parent)
@@ -385,8 +384,8 @@ class HuggingFaceConversationsData(ConversationRows):
     options: dict[str, Any] = option({}, "keyword arguments of datasets.load_dataset")
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.visual_qa.huggingface import split_rows
-        from mmrl.tasks.visual_qa.rows import RowSource
+        from mmrl.tasks.visual_qa.data.huggingface import split_rows
+        from mmrl.tasks.visual_qa.data.rows import RowSource
 
         def read(split: str) -> Source:
             return RowSource(
@@ -428,7 +427,5 @@ class VisualQASettings(TaskSettings):
                 object.__setattr__(self, "environment", RecordedSettings())
         return self
 
-    def build(self, seed: int) -> VisualQA:
-        from mmrl.tasks.visual_qa.task import VisualQA
-
-        return VisualQA.of(self, seed)
+    def build(self, seed: int) -> Task:
+        return load_attribute("mmrl.tasks.visual_qa.task:VisualQA").of(self, seed)

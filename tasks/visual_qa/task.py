@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from mmrl.sims.turns.settings import EnvironmentSettings
-from mmrl.tasks.visual_qa.settings import VisualQASettings
 
-from mmrl.protocols import ExactSource, Source
+from mmrl.protocols.parts import ExactSource, Source
 from mmrl.rewards import RewardSet
 from mmrl.rewards.turns import conversation_measures
 from mmrl.rollouts import Prompt, Sample
+from mmrl.sims.turns.settings import EnvironmentSettings
+from mmrl.tasks.visual_qa.settings import VisualQASettings
 
 
 class VisualQA:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmrl.files import user_cache
+from mmrl.runtime.files import user_cache
 
 VERSION = 1  # of what is checked; a new number makes old verdicts void
 MOST_BAD = 10_000  # rows; a file with more is checked again

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from mmrl.core.contrast import implicit_errors
-from mmrl.rollouts import Matching
+from mmrl.rollouts import MatchingTargets
 
 
 def matching(prediction, *, old, noisy, data, sigma, signal, noise_space):
     """Of one rollout with one decision about two numbers."""
     numbers = [torch.tensor([[values]]) for values in (noisy, prediction, old, data)]
-    return Matching(*numbers, torch.tensor([[sigma]]), torch.tensor([[signal]]), noise_space)
+    return MatchingTargets(*numbers, torch.tensor([[sigma]]), torch.tensor([[signal]]), noise_space)
 
 
 def test_of_a_velocity_by_hand():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mmrl.policies.vlm.scorer import FusedHead
-from tests.engine import workers
-from tests.engine.parts import call, distance
+from tests.whole_runs import workers
+from tests.whole_runs.parts import call, distance
 
 MODELS = ("build_model", "build_untied")  # the output matrix is that of the words, and is not
 

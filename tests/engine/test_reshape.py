@@ -5,7 +5,7 @@ import re
 import pytest
 
 from mmrl.checkpoints.store import dealt
-from tests.engine.parts import TINY, command, distance, final, metrics, start, wait
+from tests.whole_runs.parts import TINY, command, distance, final, metrics, start, wait
 
 OPTIONS = ["checkpoint.every=2", "optim.weight_decay=0.5", "optim.lr=1e-2", "optim.ema=0.9"]
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.engine.bad_servers import tried
+from tests.whole_runs.bad_servers import tried
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from tests.engine.parts import call
-from tests.engine.vllm_workers import needs_vllm
 from tests.faults import vllm_faults
+from tests.whole_runs.parts import call
+from tests.whole_runs.vllm_workers import needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.slow]
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl.batches import Batches
+from mmrl.collection.collector import Batches
 from mmrl.config import load
 from mmrl.core import filters
-from mmrl.facts import Batch
-from mmrl.metrics import Metrics
+from mmrl.protocols.batch import Batch
 from mmrl.rollouts import Rollouts, Sample
-from tests.engine.parts import TINY
+from mmrl.training.metrics import Metrics
+from tests.whole_runs.parts import TINY
 
 # --- a mean over ranks ---
 

@@ -7,10 +7,10 @@ import torch
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
 from mmrl.policies.vlm.synced import Synced, weights
-from tests.engine.parts import model_folder
+from tests.helpers.tiny_models import build
 from tests.policies.conftest import PROMPTS, loaded
 from tests.policies.second import Copy
-from tests.tiny_models import build
+from tests.whole_runs.parts import model_folder
 
 ONE_PICTURE = [PROMPTS[2], PROMPTS[1]]
 LORA = {"rank": 4, "alpha": 8.0, "targets": "all-linear"}

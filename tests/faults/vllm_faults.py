@@ -15,8 +15,8 @@ from PIL import Image
 from mmrl.errors import UserError
 from mmrl.policies.vlm.loading import part_of
 from mmrl.rollouts import Prompt
-from tests.engine.parts import make, release
-from tests.engine.vllm_workers import VLLM, LongQuestions
+from tests.whole_runs.parts import make, release
+from tests.whole_runs.vllm_workers import VLLM, LongQuestions
 
 
 class MixedQuestions(LongQuestions):

@@ -14,15 +14,16 @@ from pydantic import ValidationError
 from torch.distributed import TCPStore
 
 from mmrl.errors import UserError
-from mmrl.generation import broadcast, buckets, client, transfer
-from mmrl.generation.broadcast import GLOO, Group, Late, Receiver, Rendezvous
-from mmrl.generation.buckets import ALIGNED, Bucket, packed, read_header, unpacked
-from mmrl.generation.checksums import Ledger, absent, differing
-from mmrl.generation.servers import Servers
 from mmrl.generation.settings import VLLMServer
-from mmrl.generation.vllm import EngineOptions
-from tests.engine.stand_in_server import serving
-from tests.engine.vllm_workers import needs_vllm
+from mmrl.generation.vllm import client
+from mmrl.generation.vllm.engine import EngineOptions
+from mmrl.generation.vllm.servers import Servers
+from mmrl.generation.weight_sync import buckets, nccl, transfer
+from mmrl.generation.weight_sync.buckets import ALIGNED, Bucket, packed, read_header, unpacked
+from mmrl.generation.weight_sync.checksums import Ledger, absent, differing
+from mmrl.generation.weight_sync.nccl import GLOO, BroadcastGroup, Late, Receiver, Rendezvous
+from tests.whole_runs.stand_in_server import serving
+from tests.whole_runs.vllm_workers import needs_vllm
 
 # --- buckets ---
 
@@ -198,7 +199,7 @@ def test_a_server_that_is_lost_in_the_middle_costs_no_weights(two, monkeypatch):
             raise RuntimeError("no memory")
         return unpacked(entries, payload)
 
-    monkeypatch.setattr(broadcast, "unpacked", breaks)
+    monkeypatch.setattr(nccl, "unpacked", breaks)
     started = time.monotonic()
     assert given(made, 1) == [[], []]
     assert len(said) == 1 and said[0].startswith("the broadcast of weights broke off")
@@ -222,7 +223,7 @@ def test_a_server_that_falls_silent_in_the_middle_is_named_with_what_it_has(two,
     made, running, said = two
     given(made, 0)
     made.transfer.timeout = made.servers[0].timeout = made.servers[1].timeout = 1.5
-    real = Group.broadcast
+    real = BroadcastGroup.broadcast
 
     class Never:
         def is_completed(self):
@@ -230,10 +231,10 @@ def test_a_server_that_falls_silent_in_the_middle_is_named_with_what_it_has(two,
 
     def stuck(group, payload, until):
         work = real(group, payload, until)
-        parts = broadcast.reached(group, made.current.base, 2)
+        parts = nccl.reached(group, made.current.base, 2)
         return Never() if group.rank == 0 and parts >= 2 else work
 
-    monkeypatch.setattr(Group, "broadcast", stuck)
+    monkeypatch.setattr(BroadcastGroup, "broadcast", stuck)
     with pytest.raises(UserError, match=r"did not take the weights .* rollout.generator.timeout=1.5 s, of which"):
         made.load(weights(1).items())
     until = time.monotonic() + 10
@@ -284,19 +285,19 @@ def test_servers_that_are_started_here_are_told_to_wait_for_their_weights(tmp_pa
     said = made.processes[0].arguments(tmp_path, "127.0.0.1", 1)
     assert said[said.index("--load-format") + 1] == "mmrl_unloaded"
     assert said.count("--worker-extension-cls") == 1
-    assert said[said.index("--worker-extension-cls") + 1] == "mmrl.generation.unloaded.Arrival"
+    assert said[said.index("--worker-extension-cls") + 1] == "mmrl.generation.weight_sync.dummy_loader.UnloadedArrival"
     made.close()
 
 
 def test_the_meeting_place_is_an_address_that_other_hosts_reach(monkeypatch):
     own = {"127.0.0.1": "127.0.0.1", "here": "127.0.0.1", "far": "10.0.0.7", "further": "10.1.0.7"}
-    monkeypatch.setattr(broadcast, "own_address", own.__getitem__)
+    monkeypatch.setattr(nccl, "own_address", own.__getitem__)
     assert transfer.meeting_place(["http://127.0.0.1:1", "http://here:2"]) == "127.0.0.1"
     assert transfer.meeting_place(["http://here:1", "http://far:2", "https://further:3"]) == "10.0.0.7"
 
 
 def test_this_host_knows_its_address():
-    assert broadcast.own_address("127.0.0.1") == "127.0.0.1" == broadcast.own_address("127.0.0.2").replace("0.2", "0.1")
+    assert nccl.own_address("127.0.0.1") == "127.0.0.1" == nccl.own_address("127.0.0.2").replace("0.2", "0.1")
 
 
 @pytest.mark.parametrize(("key", "value"), [("transfer", "network"), ("transfer", None)])
@@ -311,19 +312,19 @@ def test_there_are_two_ways(key, value):
 def test_a_member_that_waits_gives_up_when_the_trainer_does_or_is_gone():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = Rendezvous("127.0.0.1", store.port, "g", 2, GLOO, 2.0)
-    trainer, worker = Group(meeting, 0, store), Receiver()
-    joining = threading.Thread(target=worker.join, args=(broadcast.told(meeting), 1))
+    trainer, worker = BroadcastGroup(meeting, 0, store), Receiver()
+    joining = threading.Thread(target=worker.join, args=(nccl.told(meeting), 1))
     joining.start()
     while trainer.absent():
         time.sleep(0.01)
     trainer.form()
     joining.join()
     assert worker.standing() == {"device": worker.standing()["device"], "group": "g", "base": None}
-    broadcast.close(trainer, "w", 0, broadcast.ABORTED)
+    nccl.close(trainer, "w", 0, nccl.ABORTED)
     with pytest.raises(RuntimeError, match="gave up"):
         next(worker.weights("w"))
     (bucket,) = packed([("a", torch.ones(2))])
-    broadcast.announce(trainer, "v", 0, bucket)
+    nccl.announce(trainer, "v", 0, bucket)
     with pytest.raises((Late, RuntimeError)):
         next(worker.weights("v"))  # announced, and never sent
     trainer.leave()

@@ -11,23 +11,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from mmrl.tasks.settings import TaskSettings
 
 from mmrl import build
 from mmrl.config import load, to_yaml
-from mmrl.controls import Control, number
-from mmrl.facts import Batch
 from mmrl.generation.settings import GeneratorSettings, TransformersGenerator
-from mmrl.metrics import Metrics
-from mmrl.needs import OFFERS, Capabilities
 from mmrl.policies.settings import ModelSettings
 from mmrl.policies.vlm.settings import TokenEngine
+from mmrl.protocols.batch import Batch
+from mmrl.protocols.requirements import OFFERS, Capabilities
 from mmrl.report.run import Run
 from mmrl.rewards import RewardSet
 from mmrl.rewards.settings import RewardSpec
-from mmrl.rollouts import Episode, Matching, Prompt, Replay, Rollouts, Sample, Steps
+from mmrl.rollouts import Episode, MatchingTargets, Prompt, Replay, Rollouts, Sample, Steps
+from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import Section, option
+from mmrl.tasks.settings import TaskSettings
 from mmrl.trainer import Trainer
+from mmrl.training.metrics import Metrics
 
 GIVEN = Path(__file__).parent / "given.yaml"
 GARBAGE = -7.0  # what stands where a decision does not count
@@ -90,7 +90,7 @@ class Table:
 
 
 class GivenSampling(Section):
-    temperature: Control = number(1.0, "of rollouts", gt=0)
+    temperature: Schedule = number(1.0, "of rollouts", gt=0)
     generator: GeneratorSettings = option(TransformersGenerator(), "who samples")
 
 
@@ -257,7 +257,7 @@ class GivenPolicy:
         if rollouts.ref_prediction is not None:
             apart = (now - rollouts.ref_prediction[..., 0]).square()
             found.reference_kl, found.reference_error = apart / (2 * std.square()), apart
-        found.matching = Matching(
+        found.matching = MatchingTargets(
             noisy=torch.ones_like(now)[..., None],  # 1 = (1 - sigma) data + sigma noise
             prediction=now[..., None],
             old=old[..., None],

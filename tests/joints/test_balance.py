@@ -3,9 +3,9 @@
 import pytest
 
 from mmrl.errors import UserError
+from tests.helpers.threads import together
 from tests.joints.parts import Table, close
 from tests.joints.test_ranks import Exchange, Rank
-from tests.threads import together
 
 # Decisions of a group: 6, 5, 2 and 3. The first rank draws the long ones.
 LOGP = [[-0.5, -1.0, -0.2], [-2.0, -0.3, -1.0], [-1.0, -0.4, -0.9], [-3.0, -0.1], [-1.5], [-0.2], [-0.7], [-0.8, -0.6]]

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.prompt_samplers import Permutation
+from mmrl.prompts.sampler import Permutation
 from mmrl.settings import option
 from tests.joints.parts import Table, close
 

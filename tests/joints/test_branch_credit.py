@@ -8,9 +8,9 @@ import torch
 from mmrl.config import validate
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
-from mmrl.metrics import Metrics
-from mmrl.preparation import Preparation
 from mmrl.rollouts import Column
+from mmrl.training.metrics import Metrics
+from mmrl.training.preparation import Preparation
 from tests.joints.parts import Table, close
 from tests.joints.test_step_gains import drawn as drawn_for
 from tests.joints.test_step_gains import folder  # noqa: F401  (a fixture)

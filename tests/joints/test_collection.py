@@ -9,8 +9,8 @@ import pytest
 import torch
 from pydantic import PrivateAttr
 
+from mmrl.collection.extra_sources import ExtraSource
 from mmrl.rollouts import REPLAYED
-from mmrl.sources import ExtraSource
 from tests.joints.parts import Table, close
 
 # --- dynamic sampling ---

@@ -6,11 +6,11 @@ import random
 import pytest
 import torch
 
-from mmrl.counterfactuals import Mirrored, ShuffledFrames
+from mmrl.cli.reference import decisions_of, methods, needs_of
 from mmrl.errors import UserError
-from mmrl.reference import decisions_of, methods, needs_of
+from mmrl.prompts.counterfactual_views import Mirrored, ShuffledFrames
 from mmrl.rollouts import PARTS, Column, DecisionColumn, Texts
-from mmrl.terms.segment_values import SegmentValues
+from mmrl.terms.shapers.segments import SegmentValues
 from tests.joints.parts import Table, close
 
 COUNT = 36  # combinations for each kind of decision

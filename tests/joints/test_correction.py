@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.metrics import Metrics
+from mmrl.training.metrics import Metrics
 from tests.joints.parts import Table, close
 
 # pi_old / pi_generator of every decision. Advantages 1 and -1, and a first ratio of 1: the value is -A w, the gradient

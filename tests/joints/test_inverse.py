@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mmrl.tasks.image_generation import tiny_codes
 
 from mmrl.config import validate
 from mmrl.errors import UserError
 from mmrl.rollouts import Prompt
+from mmrl.tasks.image_generation.tiny import image_tokens
 from tests.joints.parts import Table, close
-from tests.policies.codes.test_policy import policy_of
+from tests.policies.autoregressive_image.test_policy import policy_of
 
 PROMPTS = [Prompt("a", "draw a seven", answer=7), Prompt("b", "the number three in pencil", answer=3)]
 
@@ -19,7 +19,7 @@ PROMPTS = [Prompt("a", "draw a seven", answer=7), Prompt("b", "the number three 
 @pytest.fixture(scope="module", params=["codebook", "janus"])
 def folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    build = tiny_codes.build_autoregressive if request.param == "codebook" else tiny_codes.build_janus
+    build = image_tokens.build_autoregressive if request.param == "codebook" else image_tokens.build_janus
     build(str(folder), seed=0)
     return folder
 

@@ -8,7 +8,7 @@ import torch
 
 from mmrl.core.values import Values, tilted_loss, word_counts
 from mmrl.rollouts import Column
-from mmrl.terms.latent_values import segment_returns
+from mmrl.terms.shapers.denoising_steps import segment_returns
 from tests.joints.parts import Table, close
 
 

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from mmrl.algorithms.pairs import OfflinePreference, StepwisePreference
-from mmrl.controls import constant
+from mmrl.algorithms.preference.pairs import OfflinePreference, StepwisePreference
 from mmrl.errors import UserError
 from mmrl.rollouts import Prompt, Replay
+from mmrl.schedules.schedule import constant
 from tests.joints.parts import Table, close
 
 

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
+from tests.helpers.threads import together
 from tests.joints.parts import Ledger, Table, close
-from tests.threads import together
 
 
 class Exchange:

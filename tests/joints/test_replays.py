@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from mmrl.batches import PendingBatch
+from mmrl.collection.collector import PendingBatch
 from mmrl.config import configure
 from mmrl.errors import UserError
 from tests.joints.parts import Table, close

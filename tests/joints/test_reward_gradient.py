@@ -3,13 +3,13 @@ the gradient of the weights."""
 
 import pytest
 import torch
-from mmrl.tasks.image_generation import tiny_model
 
 from mmrl import build
 from mmrl.config import validate
 from mmrl.errors import UserError
-from mmrl.rewards.images import ClassifierLogp
+from mmrl.rewards.visual.images import ClassifierLogp
 from mmrl.rollouts import Prompt
+from mmrl.tasks.image_generation.tiny import model as tiny_model
 
 CLASSIFIER = {"name": "classifier_logp", "options": {"classifier": "tests.joints.test_reward_gradient:judge"}}
 

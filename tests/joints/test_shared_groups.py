@@ -2,11 +2,11 @@
 
 import pytest
 
-from mmrl.filtering import Candidate, dealt
+from mmrl.collection.dynamic_sampling import Candidate, dealt
+from tests.helpers.threads import together
 from tests.joints.parts import Table
 from tests.joints.test_balance import Exchanging
 from tests.joints.test_ranks import Exchange
-from tests.threads import together
 
 # Which of the first twelve prompts that are drawn, four a round, teach something.
 TEACHES = [1, 1, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1]

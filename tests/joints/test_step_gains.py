@@ -4,16 +4,16 @@ import math
 
 import pytest
 import torch
-from mmrl.tasks.image_generation import tiny_model
 
 from mmrl import build
-from mmrl.batches import Batches
+from mmrl.collection.collector import Batches
 from mmrl.config import validate
 from mmrl.core.credit import turned
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
-from mmrl.metrics import Metrics
 from mmrl.rollouts import Column
+from mmrl.tasks.image_generation.tiny import model as tiny_model
+from mmrl.training.metrics import Metrics
 from tests.joints.parts import Table, close
 
 WORTH = [[0.0, 1.0, 3.0], [2.0, 1.0, 2.0], [1.0, 1.0, 4.0]]

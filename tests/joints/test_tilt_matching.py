@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 
-from mmrl.algorithms.tilt_matching import KEY, TiltMatching
+from mmrl.algorithms.denoising.tilt_matching import KEY, TiltMatching
 from mmrl.config import validate
 from mmrl.errors import UserError
 from mmrl.rollouts import Column, Replay
 from tests.joints.parts import Table, close
-from tests.policies.masked.parts import Exact, forget_end, policy_of
-from tests.policies.masked.parts import given as responses
+from tests.policies.discrete_diffusion.parts import Exact, forget_end, policy_of
+from tests.policies.discrete_diffusion.parts import given as responses
 
 FACTORS = {
     "none": lambda worth: [0.0] * 3,

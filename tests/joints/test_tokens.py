@@ -8,9 +8,9 @@ import torch
 
 from mmrl import build
 from mmrl.config import load
-from mmrl.controls import Controls
 from mmrl.errors import UserError
 from mmrl.policies.vlm import policy as module
+from mmrl.schedules.schedule import Schedules
 
 TINY = Path(__file__).parent / "tiny.yaml"
 
@@ -84,7 +84,7 @@ def test_replay_is_the_distribution_at_the_temperature_of_the_rollout(tmp_path, 
 def test_a_schedule_of_the_temperature_acts_on_what_is_sampled_and_replayed(tmp_path, monkeypatch):
     schedule = "rollout.temperature={type: linear, start: 2, end: 1, steps: 2}"
     config, task, policy = policy_of(tmp_path, schedule)
-    controls, heats = Controls(config), []
+    controls, heats = Schedules(config), []
     with watched(monkeypatch) as seen:
         for step in range(3):
             made = policy.rollout(prompts(task), 2, [1, 2, 3, 4], step=step)
@@ -99,7 +99,7 @@ def test_the_limit_of_responses_and_the_length_of_reduce_constant(tmp_path, monk
     on, so that a loss means the same in all of them."""
     schedule = "rollout.max_response_length={type: stages, starts: [0, 1], values: [2, 3]}"
     config, task, policy = policy_of(tmp_path, schedule)
-    controls = Controls(config)
+    controls = Schedules(config)
     with watched(monkeypatch) as seen:
         for step in range(2):
             policy.rollout(prompts(task), 2, [1, 2, 3, 4], step=step)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mmrl.algorithms.base import Algorithm
+from mmrl.algorithms.algorithm import Algorithm
 from mmrl.core.credit import dense_moments, mean_by_moment
 from mmrl.rollouts import Steps
 from mmrl.settings import choose

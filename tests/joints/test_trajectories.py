@@ -11,8 +11,8 @@ from mmrl import build
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.trainer import Trainer
-from tests.engine.parts import IMAGES, ROBOTS, gradient, under
 from tests.joints.parts import GIVEN, Ledger, Log, Table, close
+from tests.whole_runs.parts import IMAGES, ROBOTS, gradient, under
 
 ONE = ["rollout.prompts=1", "algorithm.scale=none", "algorithm.epochs=2"]
 RATIOS = [[1.1, 0.8, 1.2, 0.9], [1.5, 0.7]]  # advantages 1 and -1; two looks of two steps, and one

@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 
-from mmrl.core.subsets import best_of_subsets
+from mmrl.core.ranking import best_of_subsets
 from mmrl.errors import UserError
 from tests.joints.parts import Table, close
 

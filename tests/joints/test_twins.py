@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from mmrl.tasks.image_generation import digits
 
 from mmrl.config import validate
 from mmrl.errors import UserError
@@ -10,6 +9,7 @@ from mmrl.rewards import RewardSet
 from mmrl.rewards.settings import RewardSpec
 from mmrl.rewards.twins import twin_of
 from mmrl.rollouts import Prompt, Sample
+from mmrl.tasks.image_generation.data import digits
 from tests.joints.parts import Prompts, Table, close
 
 
@@ -58,7 +58,7 @@ def test_a_twin_of_a_twin_is_the_prompt():
 
 
 def test_digits_have_twins_of_one_other_word():
-    plain, source = digits.DigitsSource(size=60, seed=0), digits.DigitsSource(size=60, seed=0, twins=True)
+    plain, source = digits.DigitPromptSource(size=60, seed=0), digits.DigitPromptSource(size=60, seed=0, twins=True)
     for i in range(60):
         one, other = source[i].text.split(), twin_of(source[i])
         assert source[i].text == plain[i].text and other.answer != source[i].answer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmrl.algorithms.view_agreement import _plain
+from mmrl.algorithms.reward_transforms.view_agreement import _plain
 from mmrl.errors import UserError
 from tests.joints.parts import Table, close
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from mmrl.kernels import compiled
+from mmrl.kernels import toolchain
 
 HERE = Path(__file__).parent / "host"
 LAUNCH = re.compile(r"([\w:]+(?:<[\w, ]+>)?)<<<(.*?), THREADS, 0, stream>>>\(", re.DOTALL)
@@ -38,14 +38,14 @@ def library(folder, sanitize=""):
     """Path of the library."""
     folder.mkdir(parents=True, exist_ok=True)
     source, out = folder / "cuda_on_host.cpp", folder / "cuda_on_host.so"
-    source.write_text(translated((compiled.SOURCES / "cuda.cu").read_text())[0])
+    source.write_text(translated((toolchain.SOURCES / "cuda.cu").read_text())[0])
     root = Path(torch.__file__).parent
     command = [
         "g++",
         *FLAGS,
-        *compiled.DEFINES,
+        *toolchain.DEFINES,
         f"-I{HERE}",
-        f"-I{compiled.SOURCES}",
+        f"-I{toolchain.SOURCES}",
         "-isystem",
         str(root / "include"),
     ]
@@ -77,5 +77,5 @@ def pytest_configure(config):
         return
     folder = Path(os.environ["MMRL_ON_HOST"])
     built = library(folder, os.environ.get("MMRL_SANITIZE", ""))
-    compiled.library = lambda kind, into=None: built
-    compiled.SHIPPED = built.parent / "none"
+    toolchain.library = lambda kind, into=None: built
+    toolchain.SHIPPED = built.parent / "none"

@@ -11,7 +11,7 @@ import torch
 import triton.backends.nvidia
 
 from mmrl import kernels
-from mmrl.kernels import compiled, ops
+from mmrl.kernels import compiled, ops, toolchain
 
 TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 
@@ -56,7 +56,7 @@ def test_many_ranks_compile_once(nothing_built, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", script(tmp_path / "slow", slow))
     context = multiprocessing.get_context("fork")
     seen = context.Queue()
-    ranks = [context.Process(target=lambda: seen.put(compiled.library("cpu").read_text())) for _ in range(4)]
+    ranks = [context.Process(target=lambda: seen.put(toolchain.library("cpu").read_text())) for _ in range(4)]
     for rank in ranks:
         rank.start()
     assert [seen.get(timeout=60) for _ in ranks] == ["whole\n"] * 4
@@ -67,17 +67,17 @@ def test_many_ranks_compile_once(nothing_built, monkeypatch, tmp_path):
 
 def test_a_library_is_named_by_what_it_was_made_of(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "_compile", lambda kind, target, level: target.write_bytes(b""))
-    first = compiled.library("cpu", tmp_path)
-    assert compiled.library("cpu", tmp_path) == first
-    monkeypatch.setattr(compiled, "CPU_FLAGS", (*compiled.CPU_FLAGS, "-g"))
-    assert compiled.library("cpu", tmp_path) != first
-    sources = shutil.copytree(compiled.SOURCES, tmp_path / "sources")
+    first = toolchain.library("cpu", tmp_path)
+    assert toolchain.library("cpu", tmp_path) == first
+    monkeypatch.setattr(compiled, "CPU_FLAGS", (*toolchain.CPU_FLAGS, "-g"))
+    assert toolchain.library("cpu", tmp_path) != first
+    sources = shutil.copytree(toolchain.SOURCES, tmp_path / "sources")
     monkeypatch.undo()
     monkeypatch.setattr(compiled, "_compile", lambda kind, target, level: target.write_bytes(b""))
     monkeypatch.setattr(compiled, "SOURCES", sources)
-    assert compiled.library("cpu", tmp_path) == first
+    assert toolchain.library("cpu", tmp_path) == first
     (sources / "arithmetic.h").write_text("// changed")
-    assert compiled.library("cpu", tmp_path) != first
+    assert toolchain.library("cpu", tmp_path) != first
 
 
 def test_backends_by_name():
@@ -102,16 +102,16 @@ def test_status_finds_wrong_numbers(monkeypatch):
 
 # ---- CUDA, compiled for real architectures; no GPU is needed ----------------------------------------------------
 
-ARCHITECTURES = [f"sm_{a}" for a in compiled.architectures()] if compiled._compiler("cuda") else []
+ARCHITECTURES = [f"sm_{a}" for a in toolchain.architectures()] if toolchain._compiler("cuda") else []
 REGISTERS = {"sm_80": 80, "sm_90": 80}  # so that three blocks of 256 threads fit on a multiprocessor
 TWO_BLOCKS = 96  # elsewhere: for these nvcc gives one of the kernels 87 and 90
 
 
 @pytest.fixture(scope="module")
 def cuda_library():
-    if not compiled._compiler("cuda"):
+    if not toolchain._compiler("cuda"):
         pytest.skip("needs nvcc")
-    return compiled.library("cuda")  # warnings are errors
+    return toolchain.library("cuda")  # warnings are errors
 
 
 def tool(name, *args):
@@ -137,7 +137,7 @@ def test_every_kernel_is_there_for_every_architecture_and_as_ptx(cuda_library, r
     assert len(of["sm_80"]) == 24 and all(
         kernels == of["sm_80"] for kernels in of.values()
     )  # 6 over 3 dtypes, 6 others
-    assert f"sm_{compiled.architectures()[-1]}" in tool("cuobjdump", "-lptx", cuda_library)
+    assert f"sm_{toolchain.architectures()[-1]}" in tool("cuobjdump", "-lptx", cuda_library)
 
 
 def test_no_spills_and_a_register_budget(resources):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.kernels import compiled
+from mmrl.kernels import toolchain
 from tests.kernels import on_host
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,7 @@ LONG = ("test_against_the_core", "test_threads_change_nothing", "test_hidden_sta
 
 
 def test_every_launch_is_translated():
-    source = (compiled.SOURCES / "cuda.cu").read_text()
+    source = (toolchain.SOURCES / "cuda.cu").read_text()
     text, launches = on_host.translated(source)
     assert launches == source.count("<<<") == text.count("host::launch(") == 11
     with pytest.raises(AssertionError, match="a launch that is written in another way"):
@@ -81,7 +81,7 @@ def sanitized(arguments, folder):
 CALL = """
 import torch
 from tests.kernels import on_host
-from mmrl.kernels import compiled
+from mmrl.kernels import compiled, toolchain
 on_host.pytest_configure(None)
 from mmrl import kernels
 kernels.use("cpu")
@@ -105,13 +105,12 @@ print(kernels.token_logprob(logits, torch.tensor([0, -1, 9001])).logp.isnan().to
 def test_a_planted_fault_is_found_by_the_sanitizer(sound, fault, said, tmp_path, monkeypatch):
     """And in the sound source what is no standard deviation and no token gives NaN in its own row alone."""
     sources = tmp_path / "csrc"
-    shutil.copytree(compiled.SOURCES, sources)
+    shutil.copytree(toolchain.SOURCES, sources)
     text = (sources / "cuda.cu").read_text()
     assert sound in text
     (sources / "cuda.cu").write_text(text.replace(sound, fault, 1))
-    call = (
-        f"import pathlib\nfrom mmrl.kernels import compiled\ncompiled.SOURCES = pathlib.Path({str(sources)!r})\n{CALL}"
-    )
+    there = f"toolchain.SOURCES = pathlib.Path({str(sources)!r})"
+    call = f"import pathlib\nfrom mmrl.kernels import toolchain\n{there}\n{CALL}"
     done = sanitized(["-c", call], tmp_path / "built")
     assert said in (done.stdout if not fault else done.stderr), done.stderr[-2000:]
     assert (done.returncode == 0) == (not fault)

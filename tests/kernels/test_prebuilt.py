@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmrl import kernels
-from mmrl.kernels import compiled, prebuilt
+from mmrl.kernels import compiled, prebuilt, toolchain
 
 ROW = dict(rewards=torch.tensor([1.0, 3.0]), group=torch.zeros(2, dtype=torch.int64), groups=1)
 
@@ -20,7 +20,7 @@ def built(tmp_path_factory):
     """The C++ kernels for this processor, as the command leaves them."""
     folder = tmp_path_factory.mktemp("prebuilt")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "LEVELS", {compiled.level(): compiled.LEVELS[compiled.level()]})
+        patch.setattr(compiled, "LEVELS", {toolchain.level(): toolchain.LEVELS[toolchain.level()]})
         patch.setattr(compiled, "_compiler", lambda kind: None if kind == "cuda" else "g++")
         paths, missing = prebuilt.build(folder)
     assert len(paths) == 1 and missing == "no nvcc here: only the C++ kernels were built"
@@ -61,7 +61,7 @@ def test_it_is_used_without_a_compiler(shipped, caplog):
     [
         ({"sources": "0" * 16}, "it was made of other sources than these"),
         ({"machine": "aarch64"}, f"it is for aarch64, this is {platform.machine()}"),
-        ({"level": "AVX1024"}, f"it is for processors with AVX1024, this one has {compiled.level()}"),
+        ({"level": "AVX1024"}, f"it is for processors with AVX1024, this one has {toolchain.level()}"),
         ({"sha256": "0" * 64}, "mmrl_cpu-.* is not what its manifest says"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl import kernels
-from mmrl.kernels import compiled, ops
+from mmrl.kernels import ops, toolchain
 
 
 def samples():
@@ -124,7 +124,7 @@ def equals_eager(name, backend):
 
 @pytest.fixture(scope="module")
 def emulated():
-    torch.ops.load_library(str(compiled.library("emulated")))
+    torch.ops.load_library(str(toolchain.library("emulated")))
     return torch.ops.mmrl_emulated
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.engine import workers
-from tests.engine.parts import IMAGES, TINY, call, distance, final, metrics, train
+from tests.whole_runs import workers
+from tests.whole_runs.parts import IMAGES, TINY, call, distance, final, metrics, train
 
 # Two minibatches, so that half of the updates are off-policy and the ratios are not all 1.
 OPTIONS = ["steps=2", "algorithm.minibatches=2", "optim.lr=1e-2"]

@@ -11,7 +11,7 @@ from mmrl.config import Config, validate
 from mmrl.generation.sampling import Sampling
 from mmrl.policies.vlm import policy as vlm
 from mmrl.rollouts import Prompt, Rollouts
-from tests.tiny_models import FAMILIES, build
+from tests.helpers.tiny_models import FAMILIES, build
 
 LENGTH = 7
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import pad
 
-from mmrl.generation.answers import Answer
-from mmrl.generation.checksums import Report, checksum
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.transformers import generate
+from mmrl.generation.vllm.responses import Answer
+from mmrl.generation.weight_sync.checksums import Report, checksum
 from mmrl.policies.vlm import policy as vlm
 from mmrl.policies.vlm.synced import adapter_checksums, weights
 

@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mmrl.tasks.visual_qa.clips import ClipsSource
-from mmrl.tasks.visual_qa.tiny_clips import build_tokenizer
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from mmrl.counterfactuals import ShuffledFrames
 from mmrl.errors import UserError
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
 from mmrl.policies.vlm.prompts import chat
 from mmrl.policies.vlm.tiny_qwen import Sizes, write
-from mmrl.rollouts import Clip, Prompt
+from mmrl.prompts.counterfactual_views import ShuffledFrames
+from mmrl.rollouts import Prompt, Video
+from mmrl.tasks.visual_qa.data.videos import ClipsSource
+from mmrl.tasks.visual_qa.tiny.videos import build_tokenizer
 
 SOURCE = ClipsSource("train", size=12, seed=0)
 
@@ -82,7 +82,7 @@ def test_the_order_of_frames_is_seen(policy):
 
 def test_clips_of_other_lengths_go_through_in_one_batch(policy):
     clip = SOURCE[0].videos[0]
-    short = replace(SOURCE[0], id="short", videos=(Clip(clip.frames[:2], 2.0),))
+    short = replace(SOURCE[0], id="short", videos=(Video(clip.frames[:2], 2.0),))
     together = policy.encode([SOURCE[0], short, SOURCE[2]])
     for tokens, prompt in zip(together, [SOURCE[0], short, SOURCE[2]], strict=True):
         (one,) = policy.encode([prompt])

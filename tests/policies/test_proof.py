@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mmrl.generation.checksums import PACKED, Checksum, Report, checksum
+from mmrl.generation.weight_sync.checksums import PACKED, Checksum, Report, checksum
 from mmrl.policies.vlm.proof import Arrivals, Gap, Limit
 
 SENT = {name: checksum(torch.full((3,), float(i))) for i, name in enumerate(("a", "b", "c", "d", "e"))}

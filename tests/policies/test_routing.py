@@ -12,21 +12,23 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from mmrl import build
+from mmrl.collection.partial_rollouts import Pool
 from mmrl.config import load as load_config
 from mmrl.config import to_yaml
 from mmrl.errors import UserError
-from mmrl.generation import answers, processes, vllm
 from mmrl.generation.settings import Partial, VLLMColocated
+from mmrl.generation.vllm import engine as vllm
+from mmrl.generation.vllm import processes
+from mmrl.generation.vllm import responses as answers
 from mmrl.policies.vlm import engines
 from mmrl.policies.vlm import policy as vlm
 from mmrl.policies.vlm.routing import Routing, renormalised_softmax
 from mmrl.policies.vlm.synced import Synced
-from mmrl.pool import Pool
 from mmrl.report.run import Run
 from mmrl.trainer import Trainer
-from tests.engine.parts import TINY, Fixed, metrics, release, spread
 from tests.policies.conftest import LENGTH, PROMPTS, mixed
 from tests.policies.second import Copy, moved
+from tests.whole_runs.parts import TINY, Fixed, metrics, release, spread
 
 FAMILY, LAYERS, EXPERTS, K = "qwen3_vl_moe", 2, 8, 2
 

@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from mmrl.files import share
+from mmrl.runtime.files import share
 from tests.policies.conftest import PROMPTS
 
 

@@ -25,7 +25,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    from mmrl.tasks.visual_qa import smollm
+    from mmrl.tasks.visual_qa.tiny import smollm
 
     path = tmp_path_factory.mktemp("smollm") / "model"
     smollm.build(path, 0)
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_missing_wheel_is_named(monkeypatch):
-    from mmrl.tasks.visual_qa import smollm
+    from mmrl.tasks.visual_qa.tiny import smollm
 
     monkeypatch.setattr(smollm, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[smollm\]'"):
@@ -44,7 +44,7 @@ def test_a_missing_wheel_is_named(monkeypatch):
 @pytest.mark.timeout(900)
 @needs_wheel
 def test_the_language_half_is_the_one_of_the_wheel(folder):
-    from mmrl.tasks.visual_qa import smollm
+    from mmrl.tasks.visual_qa.tiny import smollm
 
     language, tokenizer = smollm.language_half()
     model = AutoModelForImageTextToText.from_pretrained(folder)

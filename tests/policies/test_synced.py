@@ -1,5 +1,6 @@
 """Weights handed to a second engine, and the proof that they arrived. The engine here is a copy of the model that
-transformers generates with, so these tests need no vLLM; tests/engine/test_vllm.py runs the same with vLLM itself."""
+transformers generates with, so these tests need no vLLM; tests/whole_runs/test_vllm.py runs the same with vLLM
+itself."""
 
 import copy
 import math
@@ -10,14 +11,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from mmrl.errors import UserError
-from mmrl.generation import vllm
-from mmrl.generation.rest import Rest
 from mmrl.generation.sampling import Sampling
+from mmrl.generation.vllm import engine as vllm
+from mmrl.generation.vllm.sleep import Rest
 from mmrl.policies.vlm.proof import Gap
 from mmrl.policies.vlm.synced import Synced, weights
-from tests.engine.parts import model_folder
 from tests.policies.conftest import PROMPTS, loaded
 from tests.policies.second import Copy
+from tests.whole_runs.parts import model_folder
 
 ONE_PICTURE = [PROMPTS[2], PROMPTS[1]]
 

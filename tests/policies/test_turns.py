@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mmrl.sims.turns.environment import Environment, Reply
-from mmrl.sims.turns.settings import EnvironmentSettings, Isolation, TurnLimits
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.generation.answers import Answer
 from mmrl.generation.sampling import Sampling
+from mmrl.generation.vllm.responses import Answer
 from mmrl.policies.vlm import prompts
 from mmrl.rollouts import Message, Prompt
 from mmrl.settings import option
+from mmrl.sims.turns.environment import Environment, Reply
+from mmrl.sims.turns.settings import EnvironmentSettings, Isolation, TurnLimits
 from tests.policies.conftest import PROMPTS, loaded
 from tests.sims.hostile_turns import HostileSettings
 

@@ -8,7 +8,7 @@ import torch
 from mmrl import build
 from mmrl.config import load
 from mmrl.errors import UserError
-from tests.engine.parts import TINY, call, distance, final, metrics, timeless, train
+from tests.whole_runs.parts import TINY, call, distance, final, metrics, timeless, train
 
 PPO = "algorithm={type: ppo, gamma: 1, critic: {width: 8}}"
 

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tests.readme import workshop
+from tests.helpers.pages import workshop
 from tests.report.browser import browser, needs_chromium, opened
 from tests.report.test_report import drawn, logged
 

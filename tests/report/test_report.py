@@ -505,7 +505,7 @@ def test_a_comparison_has_a_row_for_each_run(tmp_path):
 
 def test_the_command_writes_beside_the_run_and_imports_no_torch(tmp_path):
     one, two = write_run(tmp_path / "one", healthy(5)), write_run(tmp_path / "two", healthy(5))
-    code = "import sys; from mmrl.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    code = "import sys; from mmrl.cli.main import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
     started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code, "report", one], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "") and time.perf_counter() - started < 20

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mmrl.rewards import RewardSet, RewardSpec, build, registry
 from mmrl.rewards.compose import build_reward
-from mmrl.rewards.limits import Limits
+from mmrl.rewards.services.limits import Limits
 from mmrl.rollouts import Prompt, Sample
 
 

@@ -5,8 +5,8 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.rewards import RewardSet
-from mmrl.rewards.framewise import Framewise
 from mmrl.rewards.settings import RewardSpec
+from mmrl.rewards.visual.framewise import Framewise
 from mmrl.rollouts import Prompt, Sample
 
 CLIP = torch.tensor([0.2, 0.6, 1.0]).view(3, 1, 1, 1).expand(3, 1, 3, 3)

@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.rewards import geneval
-from mmrl.rewards.detectors import COCO, Found, OnnxDetector, TransformersDetector, detector, listed
-from mmrl.rewards.geneval import GenEval, checks, colour, relations
 from mmrl.rewards.registry import build
+from mmrl.rewards.visual import geneval
+from mmrl.rewards.visual.detectors import COCO, Found, OnnxDetector, TransformersDetector, detector, listed
+from mmrl.rewards.visual.geneval import GenEval, checks, colour, relations
 from mmrl.rollouts import Prompt, Sample
 
 WHITE = Image.new("RGB", (100, 100), "white")

@@ -8,7 +8,7 @@ import torch
 
 from mmrl.errors import UserError, told
 from mmrl.rewards import RewardSet, RewardSpec, guarded
-from mmrl.rewards.failures import Failure, Failures
+from mmrl.rewards.services.failures import Failure, Failures
 from mmrl.rollouts import Prompt, Sample
 
 HERE = "tests.rewards.hostile"

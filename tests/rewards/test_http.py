@@ -20,10 +20,11 @@ import torch
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.rewards import RewardSet, RewardSpec, build, http
-from mmrl.rewards.http import JSON, NPZ, decode, encode
-from mmrl.rewards.server import RewardServer
-from mmrl.rollouts import Clip, Prompt, Sample
+from mmrl.rewards import RewardSet, RewardSpec, build
+from mmrl.rewards.services import http
+from mmrl.rewards.services.http import JSON, NPZ, decode, encode
+from mmrl.rewards.services.server import RewardServer
+from mmrl.rollouts import Prompt, Sample, Video
 from tests.rewards.http_servers import hangs_up, running, says, scripted, sleeps, trickles
 
 HERE = __name__
@@ -201,7 +202,7 @@ def test_clips_survive_the_way(format, pixels):
     """Those of a prompt, and what was made for one, beside samples without any."""
     shown = tuple(Image.fromarray(np.full((2, 4, 3), level, np.uint8)) for level in (10, 200, 90))
     made = torch.rand(5, 1, 4, 6, generator=torch.Generator().manual_seed(0)) * 1.4 - 0.2
-    asked = Prompt("p", "<video>What moves?", videos=(Clip(shown, 4.0), Clip(shown[:1], 2.5)))
+    asked = Prompt("p", "<video>What moves?", videos=(Video(shown, 4.0), Video(shown[:1], 2.5)))
     sent = [Sample(Prompt("q", "text"), "text"), Sample(asked, "a cat"), Sample(Prompt("r", "a cat"), frames=made)]
     plain, told, drawn = decode(encode(sent, None, format, pixels), format, max_bytes=10**6)[0]
     assert plain.frames is None and plain.prompt.videos == () == drawn.prompt.videos and told.frames is None
@@ -364,7 +365,7 @@ def test_what_the_server_refuses(server, body, headers, status, words):
 def test_the_server_runs_as_a_program(tmp_path):
     """As a user starts it, with an option that must reach the reward."""
     (tmp_path / "mine.py").write_text("def length(sample, *, per=1):\n    return len(sample.response) / per\n")
-    command = [sys.executable, "-m", "mmrl.rewards.server", "mine:length", "--option", "per=8", "--port", "0"]
+    command = [sys.executable, "-m", "mmrl.rewards.services.server", "mine:length", "--option", "per=8", "--port", "0"]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -379,7 +380,7 @@ def test_the_server_runs_as_a_program(tmp_path):
 
 
 def test_the_program_refuses_what_it_cannot_build(capsys):
-    from mmrl.rewards.server import main
+    from mmrl.rewards.services.server import main
 
     assert main(["jpeg_compresibility", "--port", "0"]) == 2
     assert "did you mean 'jpeg_compressibility'" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec, build
-from mmrl.rewards.images import edit_distance
+from mmrl.rewards.visual.images import edit_distance
 from mmrl.rollouts import Prompt, Sample
 
 HERE = __name__

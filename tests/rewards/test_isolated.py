@@ -11,9 +11,9 @@ import pytest
 from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec, build
 from mmrl.rewards.compose import build_reward
-from mmrl.rewards.limits import LINUX, Limits, clean_environment, end_descendants
+from mmrl.rewards.services.limits import LINUX, Limits, clean_environment, end_descendants
 from mmrl.rollouts import Prompt, Sample
-from tests.processes import gone, running
+from tests.helpers.processes import gone, running
 
 pytestmark = pytest.mark.skipif(not LINUX, reason="only Linux ends what a verifier leaves behind")
 
@@ -248,7 +248,7 @@ ask(reward, "crowd hang")
 def test_all_end_with_a_trainer_that_is_killed_while_the_reward_is_built(tmp_path):
     """A reward that hangs then does not listen to anybody."""
     script = f"""
-from mmrl.rewards.isolated import IsolatedReward
+from mmrl.rewards.services.isolated import IsolatedReward
 from tests.rewards.test_isolated import sample
 options = {{"mark": {str(tmp_path / "building")!r}}}
 IsolatedReward("tests.rewards.hostile:HangsWhenBuilt", options, 1.0).score([sample("")])

@@ -13,9 +13,10 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmrl.errors import UserError
-from mmrl.rewards import RewardSet, RewardSpec, build, http
+from mmrl.rewards import RewardSet, RewardSpec, build
+from mmrl.rewards.services import http
 from mmrl.rollouts import Prompt, Sample
-from tests import tiny_models
+from tests.helpers import tiny_models
 from tests.rewards.http_servers import says, scripted, sleeps
 
 

@@ -10,8 +10,8 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec, build
-from mmrl.rewards.coordinates import Resize
 from mmrl.rewards.matching import best_assignment, soft_assignment
+from mmrl.rewards.visual.coordinates import Resize
 from mmrl.rollouts import Prompt, Sample
 
 

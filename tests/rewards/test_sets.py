@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmrl.core.sets import frechet, kernel_distance, replacement_gains
+from mmrl.core.distances import frechet, kernel_distance, replacement_gains
 from mmrl.errors import UserError
 from mmrl.rewards import RewardSet
 from mmrl.rewards.settings import RewardSpec
@@ -128,12 +128,12 @@ def test_digits_have_features_and_a_reference():
     spec = RewardSpec(
         name="set_distance",
         options={
-            "features": "mmrl.tasks.image_generation.digits:digit_features",
-            "reference": "mmrl.tasks.image_generation.digits:real_digits",
+            "features": "mmrl.tasks.image_generation.data.digits:digit_features",
+            "reference": "mmrl.tasks.image_generation.data.digits:real_digits",
             "credit": "whole",
         },
     )
-    from mmrl.tasks.image_generation import digits
+    from mmrl.tasks.image_generation.data import digits
 
     real = [Sample(Prompt(str(i), "?"), image=one) for i, one in enumerate(digits.real_digits()[:200])]
     noise = [Sample(s.prompt, image=torch.rand(1, 8, 8)) for s in real]

@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.rewards import RewardSet, RewardSpec, build, http
-from mmrl.rollouts import Clip, Prompt, Sample
+from mmrl.rewards import RewardSet, RewardSpec, build
+from mmrl.rewards.services import http
+from mmrl.rollouts import Prompt, Sample, Video
 from tests.rewards.http_servers import scripted
 from tests.rewards.test_judges import completion, levels
 
@@ -108,7 +109,7 @@ def test_evidence_judge_sees_the_picture():
 )
 def test_a_judge_sees_clips_as_frames_behind_the_pictures(count, frames, seen):
     still = Image.new("RGB", (8, 8), (255,) * 3)
-    clip = Clip(tuple(Image.new("RGB", (8, 8), (20 * place,) * 3) for place in range(count)))
+    clip = Video(tuple(Image.new("RGB", (8, 8), (20 * place,) * 3) for place in range(count)))
     asking = Sample(Prompt("p", "<video>What moves?", images=(still,), videos=(clip, clip)), THOUGHT)
     found, asked = scored("evidence_judge", [asking], **frames)
     text, pictures, _ = asked[0]

@@ -5,7 +5,7 @@ import torch
 from diffusers import DPMSolverMultistepScheduler
 
 from mmrl.samplers.chain import Sampler, gaussian, run
-from mmrl.samplers.settings import DDIM, DPM, Tail, Transition
+from mmrl.samplers.settings import DDIM, DPM, DenoisingTransition, Tail
 from mmrl.samplers.sigmas import Grid, ddim_grid, shifted
 from mmrl.samplers.transitions import Coefficients
 from mmrl.settings import choose
@@ -15,7 +15,9 @@ SHAPE = (2, 4, 4)
 
 def sampler(steps=10, kind="flow_sde", noise=0.7, shift=1.0, tail="ode"):
     sigmas = shifted(steps, shift)
-    return Sampler(Grid(sigmas, sigmas[:-1]), choose(Transition, {"type": kind, "noise": noise}), choose(Tail, tail))
+    return Sampler(
+        Grid(sigmas, sigmas[:-1]), choose(DenoisingTransition, {"type": kind, "noise": noise}), choose(Tail, tail)
+    )
 
 
 def exact(sampler, mean=0.5, std=0.3):
@@ -186,7 +188,7 @@ def test_noise_depends_on_seed_and_counter_alone():
     assert abs(float(others.mean())) < 0.05 and float(others.std()) == pytest.approx(1, abs=0.05)
 
 
-class Reversed(Transition):
+class Reversed(DenoisingTransition):
     """A transition of one's own: the mean of Euler's step, and a noise that grows towards the data."""
 
     type: str = "tests.samplers.test_chain:Reversed"
@@ -199,7 +201,7 @@ class Reversed(Transition):
 
 def test_a_transition_of_ones_own_by_hand():
     """Named as package.module:Class. Four steps of the grid 1, 0.75, 0.5, 0.25, 0, of which the second is drawn."""
-    own = choose(Transition, {"type": "tests.samplers.test_chain:Reversed", "most": 0.4})
+    own = choose(DenoisingTransition, {"type": "tests.samplers.test_chain:Reversed", "most": 0.4})
     sigmas = shifted(4, 1.0)
     made = Sampler(Grid(sigmas, sigmas[:-1]), own)
     torch.testing.assert_close(made.std, 0.4 * 0.75 * torch.tensor([0.25, 0.5, 0.75, 1.0]))

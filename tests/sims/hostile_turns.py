@@ -4,11 +4,11 @@ import os
 import subprocess
 import time
 
-from mmrl.sims.turns.environment import Environment, Reply
-from mmrl.sims.turns.settings import EnvironmentSettings
 from PIL import Image
 
 from mmrl.rollouts import Message
+from mmrl.sims.turns.environment import Environment, Reply
+from mmrl.sims.turns.settings import EnvironmentSettings
 
 
 class Hostile(Environment):

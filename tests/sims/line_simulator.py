@@ -1,6 +1,7 @@
 """A simulator small enough to check by hand: a point on a line, solved at 1."""
 
 import numpy as np
+
 from mmrl.sims import Transition
 
 

@@ -8,19 +8,20 @@ import pytest
 import torch
 import yaml
 from gymnasium import spaces
+
+from mmrl.errors import UserError
+from mmrl.policies.vla.backbones import small
+from mmrl.policies.vla.heads.codec import ActionCodec
 from mmrl.sims import build
 from mmrl.sims.gymnasium import Choices
 from mmrl.tasks.manipulation.tiny_babyai import BINS, WORDS
 from mmrl.tasks.manipulation.tiny_babyai import build as build_model
 
-from mmrl.errors import UserError
-from mmrl.policies.vla import small
-from mmrl.policies.vla.codec import ActionCodec
-
 pytest.importorskip("minigrid")
 
 from minigrid.core.constants import COLOR_TO_IDX, OBJECT_TO_IDX, STATE_TO_IDX  # noqa: E402
 from minigrid.utils.baby_ai_bot import BabyAIBot  # noqa: E402
+
 from mmrl.sims.babyai import LEVELS, UNSEEN, Levels, all_round, is_unseen, picture  # noqa: E402
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -5,11 +5,12 @@ import warnings
 
 import numpy as np
 import pytest
-from mmrl.sims import Transition, build, play, vector
-from mmrl.sims.checks import mark_what_is_not_finite
-from mmrl.sims.watch import Watch
 
 from mmrl.errors import UserError
+from mmrl.sims import Transition, build, play
+from mmrl.sims.vector import simulator
+from mmrl.sims.vector.checks import mark_what_is_not_finite
+from mmrl.sims.vector.watch import CallWatch
 from tests.sims.hostile import SHAPES
 
 HOSTILE = "tests.sims.hostile:Hostile"
@@ -160,7 +161,7 @@ def test_one_that_ends_with_its_last_look_is_kept():
 
 
 def test_without_a_limit_of_looks_there_is_one_of_actions(monkeypatch):
-    monkeypatch.setattr(vector, "LONGEST", 9)
+    monkeypatch.setattr(simulator, "LONGEST", 9)
     sim = begun(kind="never ends", only_row=1)
     with pytest.warns(RuntimeWarning, match="environment 1 .* no end after 10 actions"):
         play(sim, lambda observation, rows: ([chunk()], None), lambda *_: None)
@@ -182,7 +183,7 @@ def test_one_thread_watches_over_all_calls_and_ends_after_them(caplog, monkeypat
     begun_threads = []
     usual = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (begun_threads.append(thread), usual(thread)))
-    watch = Watch("it", 0.2)
+    watch = CallWatch("it", 0.2)
     with caplog.at_level(logging.WARNING, "mmrl"):
         for _ in range(50):
             with watch.over("step"):
@@ -204,7 +205,7 @@ def test_one_thread_watches_over_all_calls_and_ends_after_them(caplog, monkeypat
 
 
 def test_the_thread_ends_when_its_simulator_closes():
-    watch, before = Watch("it", 1000.0), threading.active_count()
+    watch, before = CallWatch("it", 1000.0), threading.active_count()
     with watch.over("step"):
         assert threading.active_count() == before + 1
     watch.close()

@@ -4,14 +4,14 @@ misbehaves costs its own conversation."""
 import time
 
 import pytest
+
+from mmrl.errors import UserError
+from mmrl.rewards.services.limits import LINUX, Limits
+from mmrl.rollouts import Prompt
 from mmrl.sims.turns.dialogue import Dialogue
 from mmrl.sims.turns.processes import Processes
 from mmrl.sims.turns.settings import Isolation, TurnLimits
-
-from mmrl.errors import UserError
-from mmrl.rewards.limits import LINUX, Limits
-from mmrl.rollouts import Prompt
-from tests.processes import gone
+from tests.helpers.processes import gone
 from tests.sims.hostile_turns import HostileSettings, Impossible
 
 DEADLINE = 3.0

@@ -3,11 +3,11 @@
 import gymnasium
 import numpy as np
 import pytest
-from mmrl.sims.turns.cards import COLOURS, SIDE, CardGame, deal
-from mmrl.sims.turns.games import BabyAI, Cards, Gymnasium
 
 from mmrl.errors import UserError
 from mmrl.settings import SettingsError
+from mmrl.sims.turns.cards import COLOURS, SIDE, CardGame, deal
+from mmrl.sims.turns.games import BabyAIGame, Cards, Gymnasium
 
 
 def spots(picture):
@@ -207,7 +207,7 @@ def test_an_expert_of_one_s_own_demonstrates(seen):
 @pytest.mark.parametrize("level", ["BabyAI-GoToRedBallGrey-v0", "BabyAI-PickupLoc-v0"])
 def test_babyai_s_expert_solves_its_levels_in_words(level):
     pytest.importorskip("minigrid")
-    game = BabyAI(env=level)
+    game = BabyAIGame(env=level)
     for seed in (3, 4):
         prompt = game.prompt(seed)
         world = game.make()

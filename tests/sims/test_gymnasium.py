@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
-from mmrl.sims import build
 
 from mmrl.errors import UserError
+from mmrl.sims import build
 
 gymnasium = pytest.importorskip("gymnasium")
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from mmrl.sims import build
 
 from mmrl.errors import UserError
+from mmrl.sims import build
 
 pytest.importorskip("libero", reason="needs LIBERO: pip install -e '.[libero]'")
 pytest.importorskip("mujoco")

@@ -6,9 +6,9 @@ import sys
 
 import numpy as np
 import pytest
-from mmrl.sims import build, run_episodes
 
 from mmrl.errors import UserError
+from mmrl.sims import build, run_episodes
 
 pytest.importorskip("mani_skill", reason="needs ManiSkill: pip install -e '.[maniskill]'")
 

@@ -6,14 +6,15 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from mmrl.sims import build
 
 from mmrl.errors import UserError
+from mmrl.sims import build
 
 pytest.importorskip("mani_skill", reason="needs ManiSkill: pip install -e '.[maniskill]'")
 
 import sapien  # noqa: E402
 from mani_skill.utils.structs import Actor, Link  # noqa: E402
+
 from mmrl.sims.maniskill.alone import LoneActor, LoneArticulation, LoneLink, take_apart  # noqa: E402
 from mmrl.sims.maniskill.driver import choose_device  # noqa: E402
 from mmrl.sims.maniskill.simulator import REGISTERED_ENVS, only_what_is_new  # noqa: E402

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from mmrl.sims import build, run_episodes
 
 from mmrl.errors import UserError
+from mmrl.sims import build, run_episodes
 
 pytest.importorskip("metaworld", reason="needs Meta-World: pip install -e '.[metaworld]' in an environment of its own")
 
 from metaworld.env_dict import ALL_V3_ENVIRONMENTS  # noqa: E402
+
 from mmrl.sims.metaworld import INSTRUCTIONS  # noqa: E402
 
 

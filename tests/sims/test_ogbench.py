@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
+
+from mmrl.errors import UserError
+from mmrl.policies.vla.backbones import small
 from mmrl.sims import build
 from mmrl.tasks.manipulation import tiny_ogbench
 
-from mmrl.errors import UserError
-from mmrl.policies.vla import small
-
 pytest.importorskip("ogbench")
 
-from mmrl.sims.ogbench import Row  # noqa: E402
+from mmrl.sims.ogbench import OGBenchRow  # noqa: E402
 
 CUBE = ("proprio/effector", "privileged/block_0", "privileged/target_block")
 TASKS = ["button", "drawer", "window", "cube"]
@@ -18,7 +18,7 @@ TASKS = ["button", "drawer", "window", "cube"]
 
 @pytest.fixture(scope="module")
 def row():
-    return Row()
+    return OGBenchRow()
 
 
 def test_experts_solve_every_task_and_a_seed_is_an_episode():
@@ -111,7 +111,7 @@ def test_an_expert_serves_one_episode(row):
     row.start("button", 3)
     row.wanted()
     row.start("drawer", 3)
-    fresh = Row()
+    fresh = OGBenchRow()
     fresh.start("drawer", 3)
     assert np.array_equal(row.wanted(), fresh.wanted())
 

@@ -10,10 +10,6 @@ import threading
 import time
 
 import pytest
-from mmrl.sims.turns.chat import message, picture
-from mmrl.sims.turns.dialogue import Dialogue
-from mmrl.sims.turns.games import OpenEnv, Verifiers
-from mmrl.tasks.visual_games.settings import VisualGamesSettings
 from PIL import Image
 from pydantic import BaseModel
 
@@ -21,6 +17,10 @@ from mmrl.build import build_task
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.settings import make
+from mmrl.sims.turns.chat import message, picture
+from mmrl.sims.turns.dialogue import Dialogue
+from mmrl.sims.turns.games import OpenEnv, Verifiers
+from mmrl.tasks.visual_games.settings import VisualGamesSettings
 
 HERE = "tests.sims.test_other_environments"
 needs_openenv = pytest.mark.skipif(importlib.util.find_spec("openenv") is None, reason="openenv-core is not installed")

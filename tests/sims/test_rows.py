@@ -1,12 +1,13 @@
 """Rows whose environments are stepped one after the other: one that fails leaves, the others go on."""
 
 import pytest
-from mmrl.sims.rows import Rows
-from mmrl.sims.transitions import Transition
+
+from mmrl.sims.vector.rows import EnvironmentRows
+from mmrl.sims.vector.transitions import Transition
 
 
 def test_a_row_that_fails_loses_what_played_and_the_others_go_on():
-    rows, seen = Rows[str](4), []
+    rows, seen = EnvironmentRows[str](4), []
     for row in (1, 2, 3):
         rows[row] = f"game {row}"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mmrl.sims import build, run_episodes
 
 from mmrl.errors import UserError
+from mmrl.sims import build, run_episodes
 
 mujoco = pytest.importorskip("mujoco")
 
@@ -21,7 +21,7 @@ from mmrl.sims.mujoco.control import CONTROLS  # noqa: E402
 from mmrl.sims.mujoco.gl import choose_backend  # noqa: E402
 from mmrl.sims.mujoco.scene import CUBE, compile_model  # noqa: E402
 from mmrl.sims.mujoco.tabletop import privileged_state  # noqa: E402
-from mmrl.sims.mujoco.tasks import COLOURS, View, placed, push_expert, push_progress, pushed, reached, stacked  # noqa: E402
+from mmrl.sims.mujoco.tasks import COLOURS, TableView, placed, push_expert, push_progress, pushed, reached, stacked  # noqa: E402
 
 try:
     choose_backend()
@@ -251,7 +251,7 @@ def test_of_two_cubes_and_two_pads_no_two_have_one_colour(tabletop, task):
 
 def looking(tip=(0.4, 0, 0.2), opening=1.0, closing=False, cube=(0.4, 0, CUBE), speed=0.0, goal=(0.4, 0, CUBE)):
     cubes = np.array([cube, (0.3, 0.1, CUBE)])
-    return View(np.array(tip), opening, closing, cubes, speed, np.array(goal))
+    return TableView(np.array(tip), opening, closing, cubes, speed, np.array(goal))
 
 
 def test_success_by_hand():

@@ -5,10 +5,6 @@ from typing import Annotated, Literal
 
 import numpy as np
 import pytest
-from mmrl.sims.turns import pictures, tools
-from mmrl.sims.turns.calculator import value
-from mmrl.sims.turns.settings import ToolsSettings
-from mmrl.sims.turns.tools import Scene, Tool, ToolError, json_call, python_call
 from PIL import Image, ImageDraw, ImageFont
 
 from mmrl.build import build_task
@@ -16,6 +12,10 @@ from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.rollouts import Message, Prompt
 from mmrl.settings import make
+from mmrl.sims.turns import pictures, tools
+from mmrl.sims.turns.calculator import value
+from mmrl.sims.turns.settings import ToolsSettings
+from mmrl.sims.turns.tools import Scene, Tool, ToolError, json_call, python_call
 
 
 def board(width=8, height=4):

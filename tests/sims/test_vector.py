@@ -2,9 +2,9 @@ import threading
 
 import numpy as np
 import pytest
-from mmrl.sims import VectorSim, build, run_episodes
 
 from mmrl.errors import UserError
+from mmrl.sims import VectorSim, build, run_episodes
 from tests.sims.line_simulator import Line
 
 LINE = "tests.sims.line_simulator:Line"

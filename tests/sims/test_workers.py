@@ -5,13 +5,13 @@ import sys
 import time
 from pathlib import Path
 
-import mmrl.sims.workers
 import numpy as np
 import pytest
-from mmrl.sims import build, run_episodes
 
+import mmrl.sims.vector.workers
 from mmrl.errors import UserError
-from tests.processes import running
+from mmrl.sims import build, run_episodes
+from tests.helpers.processes import running
 from tests.sims.alike import assert_alike
 from tests.sims.trouble import DIE, HANG, RAISE
 
@@ -114,7 +114,7 @@ def test_rows_left_inactive_while_their_worker_dies_are_lost_too(behind):
 
 
 def test_a_stopped_process_is_found_before_its_deadline(behind, monkeypatch):
-    monkeypatch.setattr(mmrl.sims.workers, "SILENT_S", 2.5)
+    monkeypatch.setattr(mmrl.sims.vector.workers, "SILENT_S", 2.5)
     sim = behind(TROUBLE, 1, 1, deadline_s=60)
     sim.reset([1], ["go"])
     os.kill(sim.simulator.pids[0], signal.SIGSTOP)
@@ -125,7 +125,7 @@ def test_a_stopped_process_is_found_before_its_deadline(behind, monkeypatch):
 
 
 def test_a_slow_chunk_is_not_taken_for_a_stopped_process(behind, monkeypatch):
-    monkeypatch.setattr(mmrl.sims.workers, "SILENT_S", 4)
+    monkeypatch.setattr(mmrl.sims.vector.workers, "SILENT_S", 4)
     sim = behind(TROUBLE, 1, 1, deadline_s=6)
     sim.reset([1], ["go"])
     with pytest.warns(RuntimeWarning, match="no answer in 6 s"):

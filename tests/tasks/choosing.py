@@ -1,8 +1,7 @@
 """A task made from its section, as a run makes it."""
 
-from mmrl.tasks.settings import TaskSettings
-
 from mmrl.settings import choose
+from mmrl.tasks.settings import TaskSettings
 
 
 def build(kind, options, seed):

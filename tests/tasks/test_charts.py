@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mmrl.tasks.visual_qa.charts import ChartsSource, Series, draw
 from PIL import ImageColor
 
+from mmrl.tasks.visual_qa.data.charts import ChartSeries, ChartsSource, draw
 from tests.tasks.choosing import build
 
 vega_datasets = pytest.importorskip("vega_datasets")
@@ -85,7 +85,7 @@ def test_answers_follow_from_what_is_drawn(kind):
 
 
 VALUES = (10.0, 40.0, 25.0, 5.0)
-SERIES = Series("A title", "things", 0, ("one", "two", "three", "four"), VALUES)
+SERIES = ChartSeries("A title", "things", 0, ("one", "two", "three", "four"), VALUES)
 
 
 def coloured(image):
@@ -147,6 +147,6 @@ def test_held_out_questions_are_of_other_tables():
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr("mmrl.tasks.visual_qa.charts.find_spec", lambda name: None)
+    monkeypatch.setattr("mmrl.tasks.visual_qa.data.charts.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"charts need vega_datasets and matplotlib: pip install -e '.\[charts\]'"):
         questions("value", 1)

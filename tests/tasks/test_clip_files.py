@@ -5,12 +5,12 @@ import json
 import imageio.v3 as iio
 import numpy as np
 import pytest
-from mmrl.tasks.visual_qa.clip_files import ClipFiles, evenly
-from mmrl.tasks.visual_qa.files import FileSource
-from mmrl.tasks.visual_qa.pictures import Pictures
 from PIL import Image
 
-from mmrl.records import RowError
+from mmrl.runtime.jsonl import RowError
+from mmrl.tasks.visual_qa.data.files import FileSource
+from mmrl.tasks.visual_qa.data.images import Pictures
+from mmrl.tasks.visual_qa.data.video_files import ClipFiles, evenly
 
 SHADES = list(range(10, 250, 30))  # of eight frames
 

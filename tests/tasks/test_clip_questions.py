@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from mmrl.tasks import moving
-from mmrl.tasks.visual_qa.clips import ClipsSource
-from mmrl.tasks.visual_qa.settings import CLIP_QUESTIONS
+
+from mmrl.tasks.data import moving_shapes
+from mmrl.tasks.visual_qa.data.kinds import CLIP_QUESTIONS
+from mmrl.tasks.visual_qa.data.videos import ClipsSource
 
 
 def clips(split="train", size=60, seed=3, **more):
@@ -34,13 +35,13 @@ def test_answers_are_what_the_frames_show(split):
         if kind == "order":
             assert set(rows) == {rows[0]} and set(columns) == {columns[0]}
             first = frames[0, rows[0] : rows[0] + 3, columns[0] : columns[0] + 3]
-            drawn = moving.template(prompt.answer)[0].numpy()
+            drawn = moving_shapes.template(prompt.answer)[0].numpy()
             assert np.array_equal(first[: drawn.shape[0], : drawn.shape[1]], drawn)
             assert not np.array_equal(frames[1], frames[2])  # the second shape from the middle on
             assert np.array_equal(frames[0], frames[1]) and np.array_equal(frames[2], frames[4])
             continue
         moved = rows[-1] - rows[0], columns[-1] - columns[0]
-        way = {name: step for name, step in moving.DIRECTIONS.items() if np.dot(step, moved) > 0}
+        way = {name: step for name, step in moving_shapes.DIRECTIONS.items() if np.dot(step, moved) > 0}
         speed = {2: "slowly", 4: "quickly"}[max(map(abs, moved))]
         assert prompt.answer == (speed if kind == "speed" else next(iter(way)))
         seen.add(prompt.answer)

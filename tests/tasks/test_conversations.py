@@ -9,15 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from mmrl.tasks.visual_qa.conversations import Conversations
-from mmrl.tasks.visual_qa.tiny_zoom import build
 from PIL import Image
 
 from mmrl import build as parts
 from mmrl.config import load, to_yaml
 from mmrl.errors import UserError
-from mmrl.records import RowError
 from mmrl.report.run import Run
+from mmrl.runtime.jsonl import RowError
+from mmrl.tasks.visual_qa.data.conversations import ConversationFields
+from mmrl.tasks.visual_qa.tiny.zoom import build
 from mmrl.trainer import Trainer
 
 CALL = '<tool_call>\n{"name": "zoom", "arguments": {"left": 0, "top": 1.5}}\n</tool_call>'
@@ -183,7 +183,7 @@ def test_pictures_may_stand_in_their_parts():
     url = "data:image/png;base64," + base64.b64encode(png(30)).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "image", "image": {"bytes": png(40)}}]
     row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}]}
-    prompt = Conversations().prompt(row, "p")
+    prompt = ConversationFields().prompt(row, "p")
     assert reds(prompt.messages) == [30, 40] and prompt.text == ""
 
 
@@ -192,7 +192,7 @@ def test_arguments_that_are_null_are_not_there(calls, want):
     """Where a table holds calls with other arguments."""
     call = {"function": {"name": "zoom", "arguments": {"left": 0, "degrees": None}}}
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]}
-    (said,) = Conversations(calls=calls).prompt(row, "p").metadata["demonstration"]
+    (said,) = ConversationFields(calls=calls).prompt(row, "p").metadata["demonstration"]
     assert want in said and "degrees" not in said
 
 
@@ -265,6 +265,6 @@ def test_what_is_for_questions_is_refused(folder):
 def test_one_call_a_message_in_python(folder):
     row = zoomed()
     row["messages"][2]["tool_calls"] *= 2
-    assert Conversations().check({**row, "images": [{"bytes": png(0)}] * 3}) is None
+    assert ConversationFields().check({**row, "images": [{"bytes": png(0)}] * 3}) is None
     with pytest.raises(RowError, match="several tool_calls"):
-        Conversations(calls="python").check({**row, "images": [{"bytes": png(0)}] * 3})
+        ConversationFields(calls="python").check({**row, "images": [{"bytes": png(0)}] * 3})

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
-from mmrl.tasks.visual_qa.digits import CELL, KINDS, PLACES, DigitsSource, split_indices
 
+from mmrl.tasks.visual_qa.data.digits import CELL, KINDS, PLACES, DigitsSource, split_indices
 from tests.tasks.choosing import build
 
 
@@ -109,7 +109,7 @@ def test_layouts(cells):
 
 
 def test_jitter_moves_pixels_inside_their_cell():
-    from mmrl.tasks.visual_qa.digits import canvas
+    from mmrl.tasks.visual_qa.data.digits import canvas
 
     images = np.zeros((2, 8, 8), dtype=np.uint8)
     images[:, 3, 4] = 200

@@ -1,12 +1,20 @@
 import numpy as np
 import pytest
 import torch
-from mmrl.tasks.image_generation import classifiers, digits
-from mmrl.tasks.image_generation.digits import DigitCorrect, DigitsSource, heldout_accuracy, split_indices, texts, words
-from mmrl.tasks.visual_qa.digits import split_indices as visual_qa_split
 
 from mmrl.errors import UserError
 from mmrl.rollouts import Prompt, Sample
+from mmrl.tasks.image_generation.data import digits
+from mmrl.tasks.image_generation.data.digits import (
+    DigitCorrect,
+    DigitPromptSource,
+    heldout_accuracy,
+    split_indices,
+    texts,
+    words,
+)
+from mmrl.tasks.image_generation.rewards import classifiers
+from mmrl.tasks.visual_qa.data.digits import split_indices as visual_qa_split
 
 
 def drawn(answer, image):
@@ -34,7 +42,7 @@ def test_prompts_carry_a_real_picture_of_their_digit():
 
     bunch = load_digits()
     for split in ("train", "heldout"):
-        for index, prompt in enumerate(DigitsSource(split, size=40, seed=3)):
+        for index, prompt in enumerate(DigitPromptSource(split, size=40, seed=3)):
             image, target = prompt.metadata["image"], prompt.metadata["target"]
             assert prompt.answer == index % 10 == bunch.target[image]
             assert prompt.text in texts(split, prompt.answer) and image in split_indices(split)
@@ -42,9 +50,9 @@ def test_prompts_carry_a_real_picture_of_their_digit():
 
 
 def test_item_depends_on_split_seed_and_index_only():
-    one, two = DigitsSource(size=50, seed=7), DigitsSource(size=9, seed=7)
+    one, two = DigitPromptSource(size=50, seed=7), DigitPromptSource(size=9, seed=7)
     assert [one[i].metadata["image"] for i in (8, 3)] == [two[i].metadata["image"] for i in (8, 3)]
-    assert [p.text for p in one] != [p.text for p in DigitsSource(size=50, seed=8)]
+    assert [p.text for p in one] != [p.text for p in DigitPromptSource(size=50, seed=8)]
     with pytest.raises(IndexError):
         two[9]
 
@@ -54,10 +62,10 @@ def test_careless_share_shows_another_digit():
 
     target = load_digits().target
     for careless in (0.0, 0.2, 1.0):
-        source = DigitsSource(size=1000, seed=0, careless=careless)
+        source = DigitPromptSource(size=1000, seed=0, careless=careless)
         wrong = np.mean([target[p.metadata["image"]] != p.answer for p in source])
         assert wrong == pytest.approx(careless, abs=0.03 * (0 < careless < 1))
-    assert [p.text for p in source] == [p.text for p in DigitsSource(size=1000, seed=0)]
+    assert [p.text for p in source] == [p.text for p in DigitPromptSource(size=1000, seed=0)]
 
 
 def test_classifiers_know_pictures_they_never_saw():
@@ -116,7 +124,7 @@ def test_the_classifiers_share_no_picture():
 
 
 def test_digit_correct():
-    source = DigitsSource("heldout", size=200, seed=0)
+    source = DigitPromptSource("heldout", size=200, seed=0)
     right = [drawn(p.answer, p.metadata["target"]) for p in source]
     wrong = [drawn((p.answer + 3) % 10, p.metadata["target"]) for p in source]
     values = DigitCorrect().score(right)

@@ -2,7 +2,11 @@
 
 import pytest
 import torch
-from mmrl.tasks.image_generation.edits import (
+
+from mmrl.errors import UserError
+from mmrl.rollouts import Prompt, Sample
+from mmrl.settings import choose
+from mmrl.tasks.image_generation.data.edits import (
     CELL,
     COLOURS,
     SIZE,
@@ -18,10 +22,6 @@ from mmrl.tasks.image_generation.edits import (
     words,
 )
 from mmrl.tasks.settings import TaskSettings
-
-from mmrl.errors import UserError
-from mmrl.rollouts import Prompt, Sample
-from mmrl.settings import choose
 
 SCENE = [Item("square", "red", 0, 0), Item("bar", "green", 4, 6)]
 

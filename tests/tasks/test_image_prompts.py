@@ -3,7 +3,8 @@ import logging
 import re
 
 import pytest
-from mmrl.tasks.image_generation.prompts import hold_out, load, warn_of_overlap
+
+from mmrl.tasks.image_generation.data.prompts import hold_out, load, warn_of_overlap
 
 GENEVAL = {
     "tag": "position",

@@ -3,9 +3,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mmrl.tasks.image_generation import checker
-from mmrl.tasks.image_generation.checker import ShapesChecked, ShapesRedrawn, marks, read
-from mmrl.tasks.image_generation.shapes import (
+from scipy import ndimage
+
+from mmrl.errors import UserError
+from mmrl.rollouts import Prompt, Sample
+from mmrl.tasks.image_generation.data.shapes import (
     COLOURS,
     GAP,
     GRID,
@@ -15,18 +17,16 @@ from mmrl.tasks.image_generation.shapes import (
     SHAPES,
     SIZE,
     Phrase,
-    Placed,
-    Scene,
+    PlacedShape,
+    ShapeScene,
     ShapesSource,
     draw,
     place,
     scenes,
     words,
 )
-from scipy import ndimage
-
-from mmrl.errors import UserError
-from mmrl.rollouts import Prompt, Sample
+from mmrl.tasks.image_generation.rewards import checker
+from mmrl.tasks.image_generation.rewards.checker import ShapesChecked, ShapesRedrawn, marks, read
 from tests.tasks.choosing import build
 
 RED, GREEN, BLUE = (1.0, 0, 0), (0, 1.0, 0), (0, 0, 1.0)
@@ -66,10 +66,10 @@ def test_reads_a_picture_drawn_by_hand():
     assert sorted(found, key=str) == sorted(
         [
             # Blue's three pixels in a line are too few, and the fourth only touches them at a corner.
-            Placed("red", "circle", 0, 0),
-            Placed("blue", "square", 0, 12),
-            Placed("green", None, 9, 2),  # half a square is no shape
-            Placed("red", "triangle", 12, 9),
+            PlacedShape("red", "circle", 0, 0),
+            PlacedShape("blue", "square", 0, 12),
+            PlacedShape("green", None, 9, 2),  # half a square is no shape
+            PlacedShape("red", "triangle", 12, 9),
         ],
         key=str,
     )
@@ -117,7 +117,7 @@ def other(values, value):
 
 
 def one_more(objects, rng):
-    extra = place(Scene(Phrase(1, objects[-1].colour, objects[-1].shape)), rng)
+    extra = place(ShapeScene(Phrase(1, objects[-1].colour, objects[-1].shape)), rng)
     room = [abs(extra[0].top - o.top) >= OBJECT + GAP or abs(extra[0].left - o.left) >= OBJECT + GAP for o in objects]
     return objects + extra if all(room) else one_more(objects, rng)
 
@@ -152,9 +152,9 @@ def test_the_opposite_relation_is_wrong_and_nothing_else(many):
 
 
 def test_marks_by_hand():
-    scene = Scene(Phrase(2, "red", "circle"), "left of", Phrase(1, "blue", "square"))
-    found = [Placed("red", "circle", 0, 0), Placed("red", "square", 6, 0), Placed("red", None, 12, 0),
-             Placed("blue", "square", 0, 2), Placed("green", "square", 8, 8)]  # fmt: skip
+    scene = ShapeScene(Phrase(2, "red", "circle"), "left of", Phrase(1, "blue", "square"))
+    found = [PlacedShape("red", "circle", 0, 0), PlacedShape("red", "square", 6, 0), PlacedShape("red", None, 12, 0),
+             PlacedShape("blue", "square", 0, 2), PlacedShape("green", "square", 8, 8)]  # fmt: skip
     # Two of three colours; blue's number is right; two of four objects have their shape; only 2 pixels to the left.
     assert marks(scene, found) == {"colour": 2 / 3, "count": 1 / 2, "shape": 1 / 2, "relation": 0}
     assert marks(scene, []) == {"colour": 0, "count": 0, "shape": 0, "relation": 0}
@@ -221,9 +221,9 @@ def test_a_base_may_see_every_combination_while_those_of_rl_stay_held_out():
 
 
 def test_sentences():
-    scene = Scene(Phrase(3, "red", "circle"), "left of", Phrase(1, "blue", "square"))
+    scene = ShapeScene(Phrase(3, "red", "circle"), "left of", Phrase(1, "blue", "square"))
     assert str(scene) == "three red circles left of a blue square"
-    assert str(Scene(Phrase(2, "green", "triangle"))) == "two green triangles"
+    assert str(ShapeScene(Phrase(2, "green", "triangle"))) == "two green triangles"
 
 
 def test_item_depends_on_split_seed_and_index_only():
@@ -254,8 +254,8 @@ def test_options_that_leave_no_scene():
 
 
 def test_rewards():
-    scene = Scene(Phrase(2, "red", "circle"))
-    objects = [Placed("red", "circle", 0, 0), Placed("red", "circle", 8, 8)]
+    scene = ShapeScene(Phrase(2, "red", "circle"))
+    objects = [PlacedShape("red", "circle", 0, 0), PlacedShape("red", "circle", 8, 8)]
     right, half = draw(objects), draw([objects[0], replace(objects[1], shape="square")])
     beyond, broken = right * 3 - (1 - right), right.clone()  # far out of gamut, yet clamped it is the same picture
     broken[0, 0, 0] = torch.nan
@@ -274,10 +274,10 @@ def test_rewards():
 def test_a_picture_is_read_once_for_all_rewards(monkeypatch):
     seen = []
     monkeypatch.setattr(checker, "read", lambda pictures: (seen.append(len(pictures)), read(pictures))[1])
-    two, one = Scene(Phrase(2, "red", "circle")), Scene(Phrase(1, "blue", "square"))
+    two, one = ShapeScene(Phrase(2, "red", "circle")), ShapeScene(Phrase(1, "blue", "square"))
     shown = [
-        draw([Placed("red", "circle", 0, 0), Placed("red", "circle", 8, 8)]),
-        draw([Placed("blue", "square", 3, 3)]),
+        draw([PlacedShape("red", "circle", 0, 0), PlacedShape("red", "circle", 8, 8)]),
+        draw([PlacedShape("blue", "square", 3, 3)]),
     ]
     samples = [sample(two, shown[0]), sample(one, shown[1]), sample(one, shown[0].clone())]
     assert ShapesChecked().score(samples[:1]) == [1]
@@ -291,7 +291,7 @@ def test_an_object_cut_by_the_border_stays_inside_the_picture():
     picture = torch.zeros(1, 3, SIZE, SIZE)
     picture[0, 0, 0:3, 5:9] = 1  # three of four rows
     (found,) = read(picture)
-    assert found == [Placed("red", "square", 0, 5)]
+    assert found == [PlacedShape("red", "square", 0, 5)]
     draw(found)  # what the second scorer does with it
 
 

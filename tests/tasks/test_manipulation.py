@@ -6,19 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mmrl.tasks.manipulation import episodes, tiny_model
-from mmrl.tasks.manipulation.episodes import (
-    DEMONSTRATED,
-    DemonstrationSource,
-    Disturbance,
-    Disturbed,
-    EpisodeSource,
-    record_expert,
-)
 
 from mmrl.core.advantages import combined_reward
 from mmrl.errors import UserError
 from mmrl.rollouts import Episode, Prompt, Sample
+from mmrl.tasks.manipulation import episodes, tiny_model
+from mmrl.tasks.manipulation.episodes import (
+    DEMONSTRATED,
+    Disturbance,
+    Disturbed,
+    EpisodeDemonstrations,
+    EpisodeSource,
+    record_expert,
+)
 from tests.tasks.choosing import build
 
 LINE = {"simulator": "tests.sims.line_simulator:Line", "tasks": ["go"]}
@@ -73,7 +73,7 @@ def test_the_expert_is_recorded_step_by_step():
     assert [len(episode.actions) for episode in made] == [4, 2, 2]
     np.testing.assert_allclose(made[0].state[:, 0], [0.2, 0.45, 0.7, 0.95], atol=1e-6)
     assert made[0].images[0].flat[0] == 20 and made[0].instruction == "go from 0.20"
-    source = DemonstrationSource(made)
+    source = EpisodeDemonstrations(made)
     assert len(source) == 8
     shown = source[1].metadata
     assert shown["actions"].tolist() == [[0.25]] * 3 and shown["observation"].state.tolist() == [[pytest.approx(0.45)]]
@@ -134,7 +134,7 @@ def test_perturbations_are_executed_and_the_expert_is_shown():
 def test_demonstrations_are_disturbed_as_their_settings_say(monkeypatch):
     found = []
     monkeypatch.setattr(episodes, "record_expert", lambda *a, **kw: found.append(kw["disturbance"]) or ["one"])
-    monkeypatch.setattr(episodes, "DemonstrationSource", list)
+    monkeypatch.setattr(episodes, "EpisodeDemonstrations", list)
     shown = {"noise": 0.1, "perturbation": 0.2, "perturbation_length": 7}
     assert build("manipulation", {**LINE, "demonstrations": shown}, 0).train == ["one"]
     assert found == [Disturbance(noise=0.1, chance=0.2, length=7)]
@@ -217,6 +217,6 @@ def test_faulty_options_are_named(options, message):
 
 def test_demonstrations_come_with_the_task():
     task = build("manipulation", {**LINE, "demonstrations": {"episodes": 3}, "rows": 2}, 0)
-    assert isinstance(task.train, DemonstrationSource) and len(task.train.episodes) == 3
+    assert isinstance(task.train, EpisodeDemonstrations) and len(task.train.episodes) == 3
     assert isinstance(task.evaluation, EpisodeSource)
     assert torch.tensor(task.train[0].metadata["observation"].state).shape == (1, 1)

@@ -5,13 +5,13 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from mmrl.tasks.named_pictures.pictures import FOLDER, SIDE, check_style, groups, names, pictures
-from mmrl.tasks.visual_qa.named_pictures import KINDS, NamedPicturesSource, canvas, name_indices
-from mmrl.tasks.visual_qa.tiny_named_pictures import build as build_model
-from mmrl.tasks.visual_qa.tiny_named_pictures import build_tokenizer
 from PIL import Image
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
+from mmrl.tasks.data.named_images.images import FOLDER, SIDE, check_style, groups, names, pictures
+from mmrl.tasks.visual_qa.data.named_images import KINDS, NamedPicturesSource, canvas, name_indices
+from mmrl.tasks.visual_qa.tiny.named_images import build as build_model
+from mmrl.tasks.visual_qa.tiny.named_images import build_tokenizer
 from tests.tasks.choosing import build
 
 THREE = ("left", "middle", "right")

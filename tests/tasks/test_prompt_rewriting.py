@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from mmrl.tasks.image_generation import tiny_model
 
 from mmrl import build
 from mmrl.config import validate
@@ -11,6 +10,7 @@ from mmrl.policies.diffusion.loading import load
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.settings import Denoising, DiffusionModel
 from mmrl.rollouts import Prompt, Sample
+from mmrl.tasks.image_generation.tiny import model as tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def config_of(folder, model=None, **task):
     return validate(
         {
             "run_dir": "unset",
-            "model": model or {"type": "vision_language", "build": "mmrl.tasks.visual_qa.tiny_model:build"},
+            "model": model or {"type": "vision_language", "build": "mmrl.tasks.visual_qa.tiny.model:build"},
             "task": {
                 "type": "prompt_rewriting",
                 "generator": {"path": str(folder), "steps": 3},
@@ -111,9 +111,9 @@ def test_reasoning_before_a_tag_is_not_drawn(folder):
 
 def test_a_rewriter_trains_on_what_its_pictures_earn(folder, tmp_path):
     """From the YAML keys through the batch of the trainer: rewards are those of the rollouts' own texts."""
-    from mmrl.batches import Batches
+    from mmrl.collection.collector import Batches
     from mmrl.engine import Ranks
-    from mmrl.metrics import Metrics
+    from mmrl.training.metrics import Metrics
 
     config = config_of(folder)
     task = build.build_task(config)

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from mmrl.sims.turns.settings import ToolsSettings
-from mmrl.tasks.visual_qa.digits import handwritten
-from mmrl.tasks.visual_qa.scenes import COLOURS, ScenesSource
 
 from mmrl.rollouts import Message
 from mmrl.settings import make
+from mmrl.sims.turns.settings import ToolsSettings
+from mmrl.tasks.visual_qa.data.digits import handwritten
+from mmrl.tasks.visual_qa.data.scenes import COLOURS, ScenesSource
 
 LAYOUT = {"rows": 2, "columns": 4, "cell": 12, "colours": ("red", "blue")}
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from mmrl.tasks.visual_qa import files
-from mmrl.tasks.visual_qa.files import FileSource
-from mmrl.tasks.visual_qa.huggingface import HuggingFaceSource
-from mmrl.tasks.visual_qa.rows import Fields
 from PIL import Image
 
-from mmrl import records
 from mmrl.config import load
 from mmrl.errors import UserError
+from mmrl.runtime import jsonl
+from mmrl.tasks.visual_qa.data import files
+from mmrl.tasks.visual_qa.data.files import FileSource
+from mmrl.tasks.visual_qa.data.huggingface import HuggingFaceSource
+from mmrl.tasks.visual_qa.data.rows import Fields
 
 ROOT = Path(__file__).parents[2]
 
@@ -264,7 +264,7 @@ def test_names_that_are_not_near_are_metadata(pictures):
 
 
 def test_a_line_that_is_too_long_is_not_read(pictures, monkeypatch):
-    monkeypatch.setattr(records, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(jsonl, "LONGEST_LINE", 1000)
     path = write_jsonl(pictures, [question(0), question(1, more="x" * 5000), question(2)])
     monkeypatch.setattr(files, "LONGEST_LINE", 1000)
     source = FileSource(path, max_bad_share=0.5)

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mmrl.tasks.manipulation.judged import evenly
 
 from mmrl.errors import UserError
 from mmrl.rollouts import Episode, Prompt, Sample
+from mmrl.tasks.manipulation.judged import evenly
 from tests.rewards.http_servers import scripted
 from tests.rewards.test_judges import completion, levels
 from tests.tasks.choosing import build

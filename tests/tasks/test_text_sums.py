@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from mmrl.tasks.text_sums.settings import TextSumsSettings
-from mmrl.tasks.text_sums.task import Sums, held_out, without_carry
 
 from mmrl.rollouts import Sample
+from mmrl.tasks.text_sums.settings import TextSumsSettings
+from mmrl.tasks.text_sums.task import Sums, held_out, without_carry
 
 
 def numbers(prompt):

@@ -1,8 +1,9 @@
 import pytest
 import torch
-from mmrl.tasks.visual_qa.digits import DigitsSource
-from mmrl.tasks.visual_qa.tiny_model import build
 from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from mmrl.tasks.visual_qa.data.digits import DigitsSource
+from mmrl.tasks.visual_qa.tiny.model import build
 
 
 @pytest.fixture(scope="module")

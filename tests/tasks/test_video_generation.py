@@ -4,7 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mmrl.tasks.moving import (
+
+from mmrl.errors import UserError
+from mmrl.rollouts import Prompt, Sample
+from mmrl.settings import choose
+from mmrl.tasks.data.moving_shapes import (
     ASKED,
     DIRECTIONS,
     DRAWN,
@@ -20,10 +24,6 @@ from mmrl.tasks.moving import (
 from mmrl.tasks.settings import TaskSettings
 from mmrl.tasks.video_generation import prompts
 from mmrl.tasks.video_generation.tracking import MotionChecked, Track, marks, slope, steady, track
-
-from mmrl.errors import UserError
-from mmrl.rollouts import Prompt, Sample
-from mmrl.settings import choose
 
 SQUARE = Motion("square", "up", "quickly")
 

@@ -3,10 +3,10 @@ import math
 import re
 from pathlib import Path
 
-import mmrl.tasks.visual_qa as visual_qa
 import pytest
 import torch
 
+import mmrl.tasks.visual_qa as visual_qa
 from mmrl.rollouts import Sample
 from tests.tasks.choosing import build
 

@@ -1,11 +1,11 @@
 """Questions about words: which are asked, that half of them is yes, and that no word is in both splits."""
 
 import pytest
-from mmrl.tasks.named_pictures.pictures import groups, names
-from mmrl.tasks.visual_qa.settings import WordsData
-from mmrl.tasks.visual_qa.words import WordsSource
 
 from mmrl.settings import make
+from mmrl.tasks.data.named_images.images import groups, names
+from mmrl.tasks.visual_qa.data.words import WordsSource
+from mmrl.tasks.visual_qa.settings import WordsData
 
 GROUP = dict(zip(names(), groups(), strict=True))
 SPLITS = [[source[i] for i in range(len(source))] for source in map(WordsSource, ("train", "heldout"))]

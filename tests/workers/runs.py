@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.engine.parts import metrics, timeless, train
+from tests.whole_runs.parts import metrics, timeless, train
 
 ONE = "rollout.workers={count: 1}"
 GUIDED = ["algorithm.minibatches=2", "denoising.guidance=1.5", "rollout.dynamic_sampling={low: 0.4}"]

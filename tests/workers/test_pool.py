@@ -7,18 +7,19 @@ from collections import Counter
 
 import pytest
 import torch
-from mmrl.tasks.settings import TaskSettings
 
 from mmrl import build
-from mmrl.batches import check_batch
+from mmrl.collection.collector import check_batch
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.generation.settings import RolloutWorkers
-from mmrl.workers import pool, without_workers
+from mmrl.tasks.settings import TaskSettings
+from mmrl.workers import pool
 from mmrl.workers.handles import Handle, Lost
+from mmrl.workers.local import without_workers
 from mmrl.workers.pool import devices_of, shares
-from mmrl.workers.wire import decode
-from tests.engine.parts import IMAGES, ROBOTS, TINY, Pictures, make, metrics, release
+from mmrl.workers.serialization import decode
+from tests.whole_runs.parts import IMAGES, ROBOTS, TINY, Pictures, make, metrics, release
 from tests.workers.runs import COOLING, GUIDED, ONE, PPO, alike, run
 from tests.workers.threads import InThread, Running
 
@@ -142,7 +143,7 @@ class OnlyHere(TaskSettings):
 
     def build(self, seed):
         main = sys.modules["__main__"].__spec__
-        if threading.current_thread() is not threading.main_thread() or (main and main.name == "mmrl.worker"):
+        if threading.current_thread() is not threading.main_thread() or (main and main.name == "mmrl.workers.worker"):
             raise ArithmeticError("not on this\nhost")
         return Pictures().build(seed)
 

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from mmrl.workers.door import Door
 from mmrl.workers.handles import Handle, Here, Lost
-from mmrl.workers.wire import decode
-from tests.engine.parts import IMAGES, ROBOTS, distance, final, metrics
-from tests.processes import gone, running
+from mmrl.workers.rendezvous import Door
+from mmrl.workers.serialization import decode
+from tests.helpers.processes import gone, running
+from tests.whole_runs.parts import IMAGES, ROBOTS, distance, final, metrics
 from tests.workers.runs import COOLING, GUIDED, ONE, PPO, alike, run
 
 pytestmark = pytest.mark.usefixtures("alone")

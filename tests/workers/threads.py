@@ -2,8 +2,8 @@
 
 import threading
 
-from mmrl.worker import serve
-from mmrl.workers.door import KEY, dial
+from mmrl.workers.rendezvous import KEY, dial
+from mmrl.workers.worker import serve
 
 NOBODY = 1 << 23  # no process has this id
 

@@ -6,44 +6,59 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.files import share
-from mmrl.policies.diffusion.family import Asked, Condition, Shape
-from mmrl.progress import display
+from mmrl.policies.diffusion.family import Condition, ConditionInputs, Shape
+from mmrl.runtime.files import share
+from mmrl.runtime.progress import display
 
 if TYPE_CHECKING:
-    from mmrl.policies.diffusion.families.base import Pipeline
-    from mmrl.policies.diffusion.policy import DiffusionPolicy
-    from mmrl.protocols import Task
+    from mmrl.protocols.parts import Task
 
 INDEX = "embeddings.json"
 IN_A_FILE = 64  # prompts, which are encoded at once where they have no pictures
 
 
-def key_of(asked: Asked, shape: Shape) -> str:
+class Encoders(Protocol):
+    """A family of pipelines, for what its encoders say."""
+
+    pipe: Any
+    text_tokens: int | None
+
+    def encode(self, asked: Sequence[ConditionInputs], shape: Shape) -> list[Condition]: ...
+
+
+class Asking(Protocol):
+    """A policy, for what it asks the encoders."""
+
+    denoising: Any
+    shape: Shape
+    evaluation_shape: Shape
+
+
+def key_of(asked: ConditionInputs, shape: Shape) -> str:
     """By what a condition is found: words, pictures by their content, and with pictures the shape of latents."""
     told = json.dumps([asked.text, asked.digest, list(shape) if asked.images else []])
     return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
 
-def asked_in(task: Task, policy: DiffusionPolicy) -> Iterator[tuple[Asked, Shape]]:
+def asked_in(task: Task, policy: Asking) -> Iterator[tuple[ConditionInputs, Shape]]:
     """All that a job asks its encoders: prompts to train on, those that are held out, and what guidance leads away
     from."""
     negative = policy.denoising.negative_prompt
     for source, shape in ((task.train, policy.shape), (task.evaluation, policy.evaluation_shape)):
         for prompt in () if source is None else (source[index] for index in range(len(source))):
-            asked = Asked.of(prompt)
+            asked = ConditionInputs.of(prompt)
             yield asked, shape
             yield asked.saying(negative), shape
 
 
-def write(family: Pipeline, asked: Iterable[tuple[Asked, Shape]], folder: Path) -> int:
+def write(family: Encoders, asked: Iterable[tuple[ConditionInputs, Shape]], folder: Path) -> int:
     """Encodes each prompt once and writes what is said of it into the folder; how many there were."""
     folder.mkdir(parents=True, exist_ok=True)
     distinct = {key_of(one, shape): (one, shape) for one, shape in asked}
@@ -64,7 +79,7 @@ def write(family: Pipeline, asked: Iterable[tuple[Asked, Shape]], folder: Path) 
     return len(distinct)
 
 
-def by_shape(asked: Mapping[str, tuple[Asked, Shape]]) -> dict[Shape, list[str]]:
+def by_shape(asked: Mapping[str, tuple[ConditionInputs, Shape]]) -> dict[Shape, list[str]]:
     """Keys of prompts that encoders can be asked about together: those of one shape of latents. What is said of prompts
     without pictures does not depend on it, and they go with the first."""
     first = next(iter(asked.values()))[1]
@@ -91,11 +106,11 @@ class Embeddings:
                 )
         self._files: dict[str, str] = told["files"]
 
-    def find(self, asked: Sequence[Asked], shape: Shape) -> list[Condition]:
+    def find(self, asked: Sequence[ConditionInputs], shape: Shape) -> list[Condition]:
         """One condition each, on the CPU. Raises UserError for a prompt that was not embedded, or a damaged file."""
         return [self._read(one, key_of(one, shape)) for one in asked]
 
-    def _read(self, asked: Asked, key: str) -> Condition:
+    def _read(self, asked: ConditionInputs, key: str) -> Condition:
         if key not in self._files:
             raise UserError(
                 f"prompt {asked.text!r} is not in model.embeddings={self.folder}; write it anew with mmrl embed and "

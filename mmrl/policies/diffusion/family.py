@@ -23,7 +23,7 @@ Condition = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Asked:
+class ConditionInputs:
     """All that a condition depends on: the words of a prompt and its pictures, told apart by their content."""
 
     text: str
@@ -31,11 +31,11 @@ class Asked:
     digest: str = ""  # of the pictures
 
     @staticmethod
-    def of(prompt: Prompt) -> Asked:
+    def of(prompt: Prompt) -> ConditionInputs:
         """Of a prompt; its pictures are read once."""
-        return Asked(prompt.text, prompt.images, _digest(prompt.images) if prompt.images else "")
+        return ConditionInputs(prompt.text, prompt.images, _digest(prompt.images) if prompt.images else "")
 
-    def saying(self, text: str) -> Asked:
+    def saying(self, text: str) -> ConditionInputs:
         """The same pictures with other words."""
         return replace(self, text=text)
 
@@ -74,7 +74,7 @@ class Family(Protocol):
         """Noise levels for training without a chain: uniform draws in (0, 1) [n] -> (sigma [n], time [n])."""
         ...
 
-    def encode(self, asked: Sequence[Asked], shape: Shape = ()) -> list[Condition]:
+    def encode(self, asked: Sequence[ConditionInputs], shape: Shape = ()) -> list[Condition]:
         """One condition each, for latents of `shape`; those that visit the device are on it only while this runs."""
         ...
 

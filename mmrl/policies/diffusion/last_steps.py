@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mmrl.rollouts import Replay, Rollouts
 
-if TYPE_CHECKING:
-    from mmrl.policies.diffusion.policy import DiffusionPolicy
+
+class ChainPolicy(Protocol):
+    """What is asked of a policy whose chains end with a gradient."""
+
+    @property
+    def sampler(self) -> Any: ...
+
+    @property
+    def family(self) -> Any: ...
+
+    @property
+    def denoising(self) -> Any: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def guided_prediction(
+        self, model: Any, x: Tensor, sigma: Tensor, time: Tensor, said: Any, guidance: float
+    ) -> Tensor: ...
 
 
-def replay_last(policy: DiffusionPolicy, steps: int, rollouts: Rollouts, model: Any) -> Replay:
+def replay_last(policy: ChainPolicy, steps: int, rollouts: Rollouts, model: Any) -> Replay:
     """Pictures [rollout, ...] that the latents before the last `steps` deterministic steps lead to under `model`. With
     guidance the unconditional half of a step has no gradient, as in every replay."""
     records, sampler = rollouts.inputs, policy.sampler

@@ -14,7 +14,6 @@ from torch import nn
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import sentences  # noqa: F401  diffusers loads its network only from imported modules
 from mmrl.policies.diffusion.embeddings import Embeddings
-from mmrl.policies.diffusion.families.base import BASE_FILE, Pipeline
 from mmrl.policies.diffusion.families.clips import HunyuanVideo, LTXVideo, Wan
 from mmrl.policies.diffusion.families.edits import Flux2Klein, FluxKontext, QwenImageEdit, QwenImageEditPlus
 from mmrl.policies.diffusion.families.pictures import (
@@ -26,9 +25,10 @@ from mmrl.policies.diffusion.families.pictures import (
     StableDiffusionXL,
     ZImage,
 )
+from mmrl.policies.diffusion.families.pipeline import BASE_FILE, Pipeline
 from mmrl.policies.diffusion.settings import DiffusionModel
 from mmrl.policies.settings import LoRA
-from mmrl.quiet import bars_shown
+from mmrl.runtime.logging import bars_shown
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -16,9 +16,8 @@ from einops import repeat
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
-from mmrl.files import share
 from mmrl.policies.diffusion import candidates, trees
-from mmrl.policies.diffusion.family import Asked, Condition, Family, Shape
+from mmrl.policies.diffusion.family import Condition, ConditionInputs, Family, Shape
 from mmrl.policies.diffusion.last_steps import replay_last
 from mmrl.policies.diffusion.settings import (
     Denoising,
@@ -30,11 +29,12 @@ from mmrl.policies.diffusion.settings import (
     PictureMatching,
 )
 from mmrl.policies.parts import by_parts
-from mmrl.rollouts import Matching, Prompt, Replay, Rollouts, Sample
+from mmrl.rollouts import MatchingTargets, Prompt, Replay, Rollouts, Sample
+from mmrl.runtime.files import share
 from mmrl.samplers import score
 from mmrl.samplers.chain import INITIAL, Chain, Sampler, gaussian, run
 from mmrl.samplers.guidance import guided, moved, scale_at
-from mmrl.samplers.settings import Euler, Transition
+from mmrl.samplers.settings import DenoisingTransition, Euler
 from mmrl.samplers.windows import window_steps
 from mmrl.settings import locate
 
@@ -46,7 +46,7 @@ POOLED = 8  # a side, of latents that a value is learned of
 class PictureRecord:
     """One picture or clip: what it was asked for, and the steps of its chain or the latent itself. fp32, on the CPU."""
 
-    asked: Asked
+    asked: ConditionInputs
     seed: int  # of the noises that the latent is scored with
     data: Tensor  # [...] the final latent
     points: Tensor  # [window] int64, grid points of the steps that were drawn
@@ -88,7 +88,7 @@ class DiffusionPolicy:
         self.evaluation_shape: Shape = family.latent_shape(
             denoising.evaluation_resolution or denoising.resolution, denoising.frames
         )
-        self._conditions: OrderedDict[tuple[Asked, Shape], Condition] = OrderedDict()
+        self._conditions: OrderedDict[tuple[ConditionInputs, Shape], Condition] = OrderedDict()
         self._cut = 0  # prompts of which the encoders left something out
         self._check()
 
@@ -125,7 +125,7 @@ class DiffusionPolicy:
                 return self._candidates(likelihood, prompts, group_size, seeds, windows)
             if likelihood.branching:
                 return self._branch(likelihood, prompts, group_size, seeds, windows)
-        said = [Asked.of(p) for p in prompts for _ in range(group_size)]
+        said = [ConditionInputs.of(p) for p in prompts for _ in range(group_size)]
         if isinstance(likelihood, PictureLastSteps):
             chain = self._in_two(said, seeds, len(self.sampler.grid) - likelihood.steps)
         else:
@@ -135,7 +135,7 @@ class DiffusionPolicy:
     @torch.no_grad()
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
         """One picture a prompt without noise in its chain, with the steps, size and guidance of evaluation."""
-        settings, said = self.denoising, [Asked.of(p) for p in prompts]
+        settings, said = self.denoising, [ConditionInputs.of(p) for p in prompts]
         guidance = settings.guidance if settings.evaluation_guidance is None else settings.evaluation_guidance
         sampler = self._sampler(settings.evaluation_steps, self.evaluation_shape)
         chain = self._draw(sampler, said, seeds, [[]] * len(said), guidance, self.evaluation_shape)
@@ -151,7 +151,7 @@ class DiffusionPolicy:
             raise UserError(f"prompt {missing} has no picture to learn from: algorithm.type=supervised needs a target")
         data = self.family.to_latents(torch.stack([p.metadata["target"] for p in prompts]).to(self.device))
         empty = data.new_zeros(len(data), 0, *data.shape[1:])
-        said = [Asked.of(p) for p in prompts]
+        said = [ConditionInputs.of(p) for p in prompts]
         chain = Chain(data, empty, empty)
         made = self._rollouts(prompts, said, 1, seeds, chain, [[]] * len(prompts), decode=False)
         for i, record in enumerate(made.inputs):
@@ -166,7 +166,7 @@ class DiffusionPolicy:
             rollouts,
             samples=[replace(s, prompt=p) for s, p in zip(rollouts.samples, prompts, strict=True)],
             inputs=[
-                replace(record, asked=Asked.of(p), prediction=None)
+                replace(record, asked=ConditionInputs.of(p), prediction=None)
                 for record, p in zip(rollouts.inputs, prompts, strict=True)
             ],
             old_logp=None,
@@ -248,7 +248,7 @@ class DiffusionPolicy:
     def _check_chain(self, likelihood: PictureChain) -> None:
         space, transition = self.family.space, likelihood.transition
         if transition.space != space:
-            fit = [k for k, target in Transition.kinds.items() if locate(target, "transition").space == space]
+            fit = [k for k, target in DenoisingTransition.kinds.items() if locate(target, "transition").space == space]
             raise UserError(
                 f"denoising.likelihood.transition.type={transition.type} is not for a model that predicts {space}; use "
                 f"{' or '.join(fit)}"
@@ -282,7 +282,7 @@ class DiffusionPolicy:
     def _draw(
         self,
         sampler: Sampler,
-        said: Sequence[Asked],
+        said: Sequence[ConditionInputs],
         seeds: Sequence[int],
         windows: list[list[int]],
         guidance: float,
@@ -293,7 +293,7 @@ class DiffusionPolicy:
         noise, keep = noise_of(seeds, shape), self.keep_predictions
         return run(self.predictor(sampler, said, guidance), x, sampler, windows, noise, keep_predictions=keep)
 
-    def _in_two(self, said: Sequence[Asked], seeds: Sequence[int], point: int) -> Chain:
+    def _in_two(self, said: Sequence[ConditionInputs], seeds: Sequence[int], point: int) -> Chain:
         """Deterministic chains of which the latents at a grid point are kept, as `x`."""
         predict, shape = self.predictor(self.sampler, said, self.denoising.guidance), self.shape
         none: list[list[int]] = [[]] * len(said)
@@ -317,7 +317,7 @@ class DiffusionPolicy:
                 f"denoising.likelihood.branching={list(likelihood.branching)} makes {leaves} leaves a tree; "
                 f"rollout.group_size is {group_size}"
             )
-        roots, said = [int(s) for s in seeds[::group_size]], [Asked.of(p) for p in prompts]
+        roots, said = [int(s) for s in seeds[::group_size]], [ConditionInputs.of(p) for p in prompts]
 
         def segment(
             x: Tensor,
@@ -349,7 +349,7 @@ class DiffusionPolicy:
         windows: list[list[int]],
     ) -> Rollouts:
         """Groups that step from the same states."""
-        said = [Asked.of(p) for p in prompts]
+        said = [ConditionInputs.of(p) for p in prompts]
 
         def segment(
             x: Tensor, owner: list[int], own: list[int], drawn: list[list[int]], start: list[int], stop: list[int]
@@ -365,7 +365,7 @@ class DiffusionPolicy:
         return self._rollouts(asked, of_rows, group_size, seeds, chain, windows)
 
     def predictor(
-        self, sampler: Sampler, said: Sequence[Asked], guidance: float
+        self, sampler: Sampler, said: Sequence[ConditionInputs], guidance: float
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         def predict(x: Tensor, point: Tensor, rows: Tensor) -> Tensor:
             grid = sampler.grid
@@ -380,7 +380,7 @@ class DiffusionPolicy:
         x: Tensor,
         sigma: Tensor,
         time: Tensor,
-        said: Sequence[Asked],
+        said: Sequence[ConditionInputs],
         guidance: float,
         known: Tensor | None = None,
     ) -> Tensor:
@@ -402,12 +402,12 @@ class DiffusionPolicy:
         size = self.steps_at_once or rows
         return torch.cat(by_parts(compute, [slice(first, first + size) for first in range(0, rows, size)]))
 
-    def _negative(self, said: Sequence[Asked]) -> list[Asked]:
+    def _negative(self, said: Sequence[ConditionInputs]) -> list[ConditionInputs]:
         """What is asked for in place of `said` where guidance leads away from it."""
         made = {id(one): one.saying(self.denoising.negative_prompt) for one in said}
         return [made[id(one)] for one in said]
 
-    def conditions(self, said: Sequence[Asked], shape: Shape | None = None) -> list[Condition]:
+    def conditions(self, said: Sequence[ConditionInputs], shape: Shape | None = None) -> list[Condition]:
         """What the encoders say of prompts, for latents of `shape`; each is encoded once and kept while there is room.
         Equal prompts get the same object."""
         shape = self.shape if shape is None else shape
@@ -436,7 +436,7 @@ class DiffusionPolicy:
     def _rollouts(
         self,
         asked: Sequence[Prompt],
-        said: Sequence[Asked],
+        said: Sequence[ConditionInputs],
         group_size: int,
         seeds: Sequence[int],
         chain: Chain,
@@ -527,7 +527,7 @@ class DiffusionPolicy:
         found: dict[str, Any] = score.matching_likelihood(
             v, target, weight, old=old, reference=ref, reduction=likelihood.reduction
         ).known
-        matching = Matching(
+        matching = MatchingTargets(
             noisy=x,
             prediction=v,
             old=v.detach() if old is None else old.to(v),

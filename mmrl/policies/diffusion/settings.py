@@ -11,8 +11,8 @@ from pydantic import model_validator
 
 from mmrl.errors import UserError
 from mmrl.generation.settings import WorkerSampling
-from mmrl.needs import Capabilities
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
+from mmrl.protocols.requirements import Capabilities
 from mmrl.samplers.settings import (
     ChainLikelihood,
     Draws,
@@ -22,12 +22,12 @@ from mmrl.samplers.settings import (
     Tail,
     check_draw_range,
 )
-from mmrl.settings import Section, option
+from mmrl.settings import Section, load_attribute, option
 
 if TYPE_CHECKING:
-    from mmrl.config import Config
     from mmrl.engine.memory import Blueprint
-    from mmrl.policies.diffusion.policy import DiffusionPolicy
+    from mmrl.protocols.job import JobConfig
+    from mmrl.protocols.parts import Policy
 
 MatchingWeight = Literal["one", "sigma", "sigma_squared", "elbo"]
 
@@ -46,7 +46,7 @@ class PictureLikelihood(Likelihood):
     @property
     @abstractmethod
     def offers(self) -> frozenset[str]:
-        """What its decisions support; keys of `mmrl.needs.OFFERS`."""
+        """What its decisions support; keys of `mmrl.protocols.requirements.OFFERS`."""
 
 
 class PictureChain(ChainLikelihood, PictureLikelihood):
@@ -152,9 +152,7 @@ class PictureLastSteps(PictureLikelihood):
 
 def refuse_estimate(kind: str, path: str) -> None:
     """Raises UserError where the memory of two networks, of which the pipeline at `path` is one, is asked for."""
-    from mmrl.policies.diffusion.loading import is_small
-
-    if not is_small(path):
+    if not load_attribute("mmrl.policies.diffusion.loading:is_small")(path):
         raise UserError(f"memory is not estimated for model.type={kind}, which holds two networks")
 
 
@@ -253,7 +251,7 @@ class DiffusionModel(ModelSettings):
             return {"denoising": DenoisingDemonstrations, "engine": PictureEngine}
         return {"denoising": Denoising, "engine": PictureEngine, "rollout": WorkerSampling}
 
-    def capabilities(self, config: Config) -> Capabilities:
+    def capabilities(self, config: JobConfig) -> Capabilities:
         denoising = config.section("denoising")
         if isinstance(denoising, DenoisingDemonstrations):
             return Capabilities(f"model.type={self.type}", frozenset({"matching", "reference_ratio", "steering"}))
@@ -264,7 +262,7 @@ class DiffusionModel(ModelSettings):
             likelihood.offers | {"views", "reference_rollouts", "steering"},
         )
 
-    def check(self, config: Config) -> None:
+    def check(self, config: JobConfig) -> None:
         denoising = config.section("denoising")
         likelihood = denoising.likelihood if isinstance(denoising, Denoising) else None
         if isinstance(config.rollout, WorkerSampling) and config.rollout.workers is not None:
@@ -304,25 +302,19 @@ class DiffusionModel(ModelSettings):
                     f"set rollout.group_size={leaves}"
                 )
 
-    def blueprint(self, config: Config, path: str) -> Blueprint | None:
-        from mmrl.policies.diffusion.loading import is_small
-
-        if is_small(path):
+    def blueprint(self, config: JobConfig, path: str) -> Blueprint | None:
+        if load_attribute("mmrl.policies.diffusion.loading:is_small")(path):
             return None
-        from mmrl.policies.diffusion import blueprint  # diffusers is an extra
+        return load_attribute("mmrl.policies.diffusion.memory_estimate:blueprint")(self, config, path)
 
-        return blueprint.blueprint(self, config, path)
-
-    def load(self, config: Config, task: Any, path: str) -> DiffusionPolicy:
-        from mmrl.policies.diffusion.loading import load
-        from mmrl.policies.diffusion.policy import DiffusionPolicy
-
+    def load(self, config: JobConfig, task: Any, path: str) -> Policy:
         denoising = config.section("denoising")
         assert isinstance(config.engine, PictureEngine)
         chain = denoising.likelihood if isinstance(denoising, Denoising) else None
         of_use = config.needs.old and (config.algorithm.updates > 1 or denoising.guidance != 1)
         ahead = config.generator is not None and config.generator.steps_ahead > 0  # then they are of older weights
         keep = of_use and not ahead and isinstance(chain, PictureChain) and chain.keeps_predictions(self.dtype)
-        return DiffusionPolicy(
-            load(path, self), denoising, keep_predictions=keep, steps_at_once=config.engine.steps_at_once
+        family = load_attribute("mmrl.policies.diffusion.loading:load")(path, self)
+        return load_attribute("mmrl.policies.diffusion.policy:DiffusionPolicy")(
+            family, denoising, keep_predictions=keep, steps_at_once=config.engine.steps_at_once
         )

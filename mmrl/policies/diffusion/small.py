@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
-from mmrl.policies.diffusion.family import Asked, Condition, Resolution, Shape
+from mmrl.policies.diffusion.family import Condition, ConditionInputs, Resolution, Shape
 from mmrl.policies.embeddings import sinusoids
 from mmrl.samplers.settings import Space
 from mmrl.samplers.sigmas import Grid, shift_towards_noise, shifted
@@ -24,7 +24,7 @@ CONFIG, WEIGHTS = "small_diffusion.json", "model.safetensors"
 
 
 @dataclass(frozen=True)
-class SmallConfig:
+class SmallDiffusionConfig:
     words: tuple[str, ...]  # the vocabulary of prompts
     channels: int = 1
     size: int = 8  # pixels
@@ -42,7 +42,7 @@ class SmallConfig:
 class SmallMLP(nn.Module):
     """Residual MLP over all pixels and words; unless `ordered`, the prompt is the sum of its words."""
 
-    def __init__(self, config: SmallConfig) -> None:
+    def __init__(self, config: SmallDiffusionConfig) -> None:
         super().__init__()
         pixels = config.channels * config.size**2
         self.ordered, self.predicts_data = config.ordered, config.predicts == "data"
@@ -103,7 +103,7 @@ def teller(said: int) -> nn.Sequential:
 class ModulatedMLP(Modulated):
     """Modulated by noise level and words; words as in SmallMLP."""
 
-    def __init__(self, config: SmallConfig) -> None:
+    def __init__(self, config: SmallDiffusionConfig) -> None:
         super().__init__(config.channels * config.size**2, TOLD, config.width, config.depth)
         self.ordered, self.predicts_data = config.ordered, config.predicts == "data"
         self.words = nn.Embedding(len(config.words) + 1, TOLD, padding_idx=0)
@@ -120,7 +120,7 @@ class ModulatedMLP(Modulated):
 class SmallTransformer(nn.Module):
     """Patches and words in one sequence, modulated by the noise level (a small DiT, arXiv 2212.09748)."""
 
-    def __init__(self, config: SmallConfig) -> None:
+    def __init__(self, config: SmallDiffusionConfig) -> None:
         super().__init__()
         d, p = config.width, config.patch
         self.predicts_data = config.predicts == "data"
@@ -176,7 +176,7 @@ class SmallFamily:
 
     space: Space = "velocity"
 
-    def __init__(self, config: SmallConfig, module: nn.Module) -> None:
+    def __init__(self, config: SmallDiffusionConfig, module: nn.Module) -> None:
         self.config, self.module = config, module.eval()
         self._ids = {word: i + 1 for i, word in enumerate(config.words)}
 
@@ -195,7 +195,7 @@ class SmallFamily:
         sigma = shift_towards_noise(uniform, self.config.shift)
         return sigma, sigma
 
-    def encode(self, asked: Sequence[Asked], shape: Shape = ()) -> list[Condition]:
+    def encode(self, asked: Sequence[ConditionInputs], shape: Shape = ()) -> list[Condition]:
         pictured = next((one for one in asked if one.images), None)
         if pictured is not None:
             raise UserError(f"prompt {pictured.text!r} has a picture; this model draws from words alone")
@@ -245,26 +245,26 @@ def velocity(data: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
     return (x - data) / sigma.clamp(min=0.05).view(-1, *[1] * (x.dim() - 1))
 
 
-def network(config: SmallConfig) -> nn.Module:
+def network(config: SmallDiffusionConfig) -> nn.Module:
     kinds = {"mlp": SmallMLP, "modulated_mlp": ModulatedMLP, "transformer": SmallTransformer}
     return kinds[config.network](config)
 
 
-def create(folder: Path, config: SmallConfig, seed: int) -> None:
+def create(folder: Path, config: SmallDiffusionConfig, seed: int) -> None:
     """Write a freshly initialised model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         write(folder, config, network(config).state_dict())
 
 
-def write(folder: Path, config: SmallConfig, state: dict[str, Tensor]) -> None:
+def write(folder: Path, config: SmallDiffusionConfig, state: dict[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in state.items()}, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(asdict(config), indent=2))
 
 
 def load(folder: Path, *, dtype: str) -> SmallFamily:
-    config = SmallConfig(**json.loads((folder / CONFIG).read_text()))
+    config = SmallDiffusionConfig(**json.loads((folder / CONFIG).read_text()))
     module = network(config)
     module.load_state_dict(load_file(folder / WEIGHTS))
     return SmallFamily(config, module.to(getattr(torch, dtype)))

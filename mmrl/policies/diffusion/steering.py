@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.policies.diffusion.family import Asked
+from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.policy import DiffusionPolicy, made_samples, noise_of
 from mmrl.rollouts import Prompt, Sample
 from mmrl.samplers.chain import INITIAL, Sampler, data_of, gaussian, mixed, run
-from mmrl.samplers.settings import AllSteps, Euler, Transition
+from mmrl.samplers.settings import AllSteps, DenoisingTransition, Euler
 from mmrl.samplers.windows import usable_steps
 
 Score = Callable[[Sequence[Sample], Tensor], Tensor]  # samples, [rollout] their prompt -> [rollout] reward
@@ -24,7 +24,7 @@ class Steering:
     count: int  # chains a prompt
     every: int  # steps of the chain between two choices
     strength: float  # of rewards in the weights
-    transition: Transition  # the stochastic step
+    transition: DenoisingTransition  # the stochastic step
 
 
 @torch.no_grad()
@@ -55,7 +55,7 @@ def particles(
     each = [prompt for prompt in prompts for _ in range(count)]
     group = torch.arange(len(prompts)).repeat_interleave(count)
     own = [mixed(int(seed), n) for seed in seeds for n in range(count)]
-    predict = policy.predictor(sampler, [Asked.of(prompt) for prompt in each], guidance)
+    predict = policy.predictor(sampler, [ConditionInputs.of(prompt) for prompt in each], guidance)
     drawn = set(usable_steps(AllSteps(), sampler.std))
     x = gaussian(own, INITIAL, shape).to(policy.device)
     earned = torch.zeros(len(each))

@@ -7,10 +7,10 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from mmrl.critics import CriticSettings, SeparateCritic, SharedCritic
 from mmrl.errors import UserError
-from mmrl.policies.vla.heads import Reading
-from mmrl.policies.vla.perceptron import perceptron
+from mmrl.policies.vla.heads.head import Reading
+from mmrl.policies.vla.heads.perceptron import perceptron
+from mmrl.protocols.critic import CriticSettings, SeparateCritic, SharedCritic
 
 
 class Critic(nn.Module):

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 
-from mmrl.controls import Control, constant
-from mmrl.critics import CriticSettings
 from mmrl.errors import UserError
 from mmrl.generation.settings import WorkerSampling
 from mmrl.policies.vla import critic as critics
-from mmrl.policies.vla import small, states_only
-from mmrl.policies.vla.backbone import Backbone
-from mmrl.policies.vla.codec import ActionStatistics, load_statistics
-from mmrl.policies.vla.heads import Head
+from mmrl.policies.vla.backbones import small, states_only
+from mmrl.policies.vla.backbones.backbone import Backbone
+from mmrl.policies.vla.heads.codec import ActionStatistics, load_statistics
+from mmrl.policies.vla.heads.head import Head
 from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy
 from mmrl.policies.vla.settings import (
     ActionFlow,
@@ -32,20 +30,22 @@ from mmrl.policies.vla.settings import (
     VisionLanguageActionModel,
 )
 from mmrl.policies.vla.states import StateStatistics, measure
-from mmrl.protocols import SimulatedTask
-from mmrl.sections import Log
+from mmrl.protocols.critic import CriticSettings
+from mmrl.protocols.parts import SimulatedTask
+from mmrl.report.settings import Log
+from mmrl.schedules.schedule import Schedule, constant
 from mmrl.settings import plain
 from mmrl.sims import VectorSim
-from mmrl.sims.vector import nearest
+from mmrl.sims.vector.simulator import nearest
 
 if TYPE_CHECKING:
-    from mmrl.config import Config
+    from mmrl.protocols.job import JobConfig
 
 LEROBOT = ("smolvla", "pi0", "pi05")  # types of policies that can be trained
 SHAPING = ("chunk", "proprioception")  # keys of `action` that the saved weights depend on, whatever the head
 
 
-def load(config: Config, task: Any, path: str) -> VisionLanguageActionPolicy:
+def load(config: JobConfig, task: Any, path: str) -> VisionLanguageActionPolicy:
     """The policy at `path` that `config` describes, in the simulator of `task`. Raises UserError as `open_policy`, and
     for a task without a simulator."""
     model, action, rollout = config.model, config.section("action"), config.rollout
@@ -85,7 +85,7 @@ def open_policy(
     critic: CriticSettings | None,
     seed: int,
     max_prompt_length: int,
-    temperature: Control,
+    temperature: Schedule,
     evaluation_temperature: float,
     looks_at_once: int | None = None,
     log: Log | None = None,
@@ -110,6 +110,8 @@ def open_policy(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = action.head.build(action, backbone, action_dim, 0 if backbone.reads_state else sizes[1])
+        if not isinstance(head, Head):
+            raise UserError(f"action.head.type={action.head.type} builds no mmrl.policies.vla.heads.head:Head")
         judge = None if critic is None else critics.build(critic, backbone.width, state_dim)
         network = Network(backbone, head, judge, action.privileged)
     statistics, states = backbone.units if scales is None else scales, None
@@ -158,12 +160,12 @@ def load_backbone(
         _check_no_features(path, action)
         check_small(path, model)
         return small.load(Path(path))
-    from mmrl.policies.vla import vision_language  # it takes seconds, which the small ones above do without
+    from mmrl.policies.vla.backbones import transformers  # it takes seconds, which the small ones above do without
 
-    told = vision_language.told(path)
+    told = transformers.told(path)
     if told.get("model_type") == "openvla":
         try:
-            from mmrl.policies.vla import openvla
+            from mmrl.policies.vla.backbones import openvla
         except ModuleNotFoundError as error:
             raise UserError(f"OpenVLA: {error}; install it with: pip install -e '.[openvla]'") from error
         _check_no_features(path, action)
@@ -173,7 +175,7 @@ def load_backbone(
         return _load_lerobot(path, lerobot_type, model, action)
     _check_not_openvla(path, action)
     _check_no_features(path, action)
-    return vision_language.load(path, model, max_prompt_length)
+    return transformers.load(path, model, max_prompt_length)
 
 
 def _check_not_openvla(path: str, action: Actions) -> None:
@@ -260,7 +262,7 @@ def _load_lerobot(path: str, kind: str, model: VisionLanguageActionModel, action
         known = f"{', '.join(LEROBOT[:-1])} and {LEROBOT[-1]}"
         raise UserError(f"model.path={path} is a LeRobot policy of type {kind}; only {known} are known")
     try:
-        from mmrl.policies.vla import lerobot
+        from mmrl.policies.vla.backbones import lerobot
     except ModuleNotFoundError as error:
         raise UserError(
             f"model.path={path} is a LeRobot policy: {error}; install the extra lerobot as scripts/lerobot.txt says"

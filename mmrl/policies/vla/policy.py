@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mmrl.controls import Control
 from mmrl.errors import UserError
-from mmrl.files import share
 from mmrl.policies.parts import by_parts
-from mmrl.policies.vla.backbone import Backbone
-from mmrl.policies.vla.codec import Units
+from mmrl.policies.vla.backbones.backbone import Backbone
 from mmrl.policies.vla.critic import Critic
-from mmrl.policies.vla.heads import EXTRA, ActionSampling, Chosen, Head, Reading
+from mmrl.policies.vla.heads.codec import Units
+from mmrl.policies.vla.heads.head import EXTRA, ActionSampling, Chosen, Head, Reading
 from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
-from mmrl.rollouts import Episode, Matching, Prompt, Replay, Rollouts, Sample, Steps
+from mmrl.report.settings import Log
+from mmrl.rollouts import Episode, MatchingTargets, Prompt, Replay, Rollouts, Sample, Steps
+from mmrl.runtime.files import share
 from mmrl.samplers.chain import mixed
-from mmrl.sections import Log
+from mmrl.schedules.schedule import Schedule
 from mmrl.settings import plain
 from mmrl.sims import Observation, Step, VectorSim, play
 
@@ -178,7 +178,7 @@ class VisionLanguageActionPolicy:
         action: Actions,
         sim: VectorSim,
         *,
-        temperature: Control,
+        temperature: Schedule,
         evaluation_temperature: float = 0.0,
         statistics: Units | None = None,
         states: StateStatistics | None = None,
@@ -503,11 +503,13 @@ def steps_of(records: Sequence[EpisodeRecord]) -> Steps:
     return steps
 
 
-def matching_of(fields: dict[str, Tensor]) -> Matching:
+def matching_of(fields: dict[str, Tensor]) -> MatchingTargets:
     """What `FlowHead` says of noisy chunks, which leaves `fields`. Looks that do not exist have errors of 0."""
     sigma = fields.pop("sigma")
     noisy, v, old, data = (fields.pop(name) for name in ("noisy", "velocity", "old_velocity", "data"))
-    return Matching(noisy=noisy, prediction=v, old=old, data=data, sigma=sigma, signal=1 - sigma, noise_space=False)
+    return MatchingTargets(
+        noisy=noisy, prediction=v, old=old, data=data, sigma=sigma, signal=1 - sigma, noise_space=False
+    )
 
 
 def save(

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from mmrl.controls import Control, number
 from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import WorkerSampling
-from mmrl.needs import Capabilities
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
+from mmrl.protocols.requirements import Capabilities
 from mmrl.samplers.settings import ChainLikelihood, Draws, Likelihood, MatchingLikelihood
-from mmrl.settings import Choice, Section, kind_of, option
+from mmrl.schedules.schedule import Schedule, number
+from mmrl.settings import Choice, Section, kind_of, load_attribute, option
 
 if TYPE_CHECKING:
-    from mmrl.config import Config
+    from torch import nn
+
     from mmrl.engine.memory import Blueprint
-    from mmrl.policies.vla.backbone import Backbone
-    from mmrl.policies.vla.heads import Head
-    from mmrl.policies.vla.policy import VisionLanguageActionPolicy
+    from mmrl.protocols.job import JobConfig
+    from mmrl.protocols.parts import Policy
 
 PROMPT = "What action should the robot take to {}?"
 
@@ -39,8 +39,8 @@ class ActionHead(Choice):
         "l1": "mmrl.policies.vla.settings:L1Actions",
         "invertible": "mmrl.policies.vla.settings:InvertibleActions",
         "latent": "mmrl.policies.vla.settings:LatentActions",
-        "residual": "mmrl.policies.vla.mixture_settings:ResidualActions",
-        "horizons": "mmrl.policies.vla.mixture_settings:HorizonActions",
+        "residual": "mmrl.policies.vla.heads.mixture_settings:ResidualActions",
+        "horizons": "mmrl.policies.vla.heads.mixture_settings:HorizonActions",
     }
     test: ClassVar[str] = "tests/policies/vla/test_policy.py"
     type: str = "token"
@@ -63,7 +63,7 @@ class ActionHead(Choice):
         """Raises ValueError in one line for a chunk that it can not make."""
 
     @abstractmethod
-    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
+    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
         """The head's network. Raises UserError where it does not fit the backbone.
 
         action_dim, state_dim: numbers of an action and of the robot's state."""
@@ -71,7 +71,7 @@ class ActionHead(Choice):
     @property
     @abstractmethod
     def offers(self) -> frozenset[str]:
-        """What its decisions support; keys of `mmrl.needs.OFFERS`."""
+        """What its decisions support; keys of `mmrl.protocols.requirements.OFFERS`."""
 
 
 Level = Literal["token", "action", "chunk"]
@@ -95,10 +95,8 @@ class TokenActions(ActionHead):
     def together(self) -> bool:
         return self.decoding == "bidirectional"
 
-    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
-        from mmrl.policies.vla.heads import TokenHead
-
-        return TokenHead(self, action, backbone, action_dim, state_dim)
+    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+        return load_attribute("mmrl.policies.vla.heads.head:TokenHead")(self, action, backbone, action_dim, state_dim)
 
     @property
     def offers(self) -> frozenset[str]:
@@ -119,7 +117,7 @@ class ActionLikelihood(Likelihood):
     @property
     @abstractmethod
     def offers(self) -> frozenset[str]:
-        """What its decisions support; keys of `mmrl.needs.OFFERS`."""
+        """What its decisions support; keys of `mmrl.protocols.requirements.OFFERS`."""
 
 
 class ActionChain(ChainLikelihood, ActionLikelihood):
@@ -191,7 +189,7 @@ class FlowActions(ActionFlow):
     steps: int = option(10, "denoising steps of a chunk in training", unit="steps", ge=1)
     likelihood: ActionLikelihood = option(ActionChain(), "what a decision is")
 
-    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
+    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
         return backbone.flow_head(self, action, action_dim, state_dim)
 
     @property
@@ -209,7 +207,7 @@ class TaughtFlow(ActionFlow):
     def likelihood(self) -> ActionMatching:
         return ActionMatching(draws=self.draws, reduction=self.reduction)
 
-    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
+    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
         return backbone.flow_head(self, action, action_dim, state_dim)
 
     @property
@@ -237,10 +235,10 @@ class RegressionActions(LaplaceActions):
 
     type: str = "regression"
 
-    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
-        from mmrl.policies.vla.heads import RegressionHead
-
-        return RegressionHead(self, action, action_dim, state_dim, backbone.width)
+    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+        return load_attribute("mmrl.policies.vla.heads.head:RegressionHead")(
+            self, action, action_dim, state_dim, backbone.width
+        )
 
 
 class BridgeActions(LaplaceActions):
@@ -253,10 +251,10 @@ class BridgeActions(LaplaceActions):
     depth: int = option(3, "blocks, one for each of the backbone's last layers", ge=1)
     queries: int = option(16, "queries that the backbone reads", ge=1)
 
-    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
-        from mmrl.policies.vla.heads import BridgeHead
-
-        return BridgeHead(self, action, action_dim, state_dim, backbone.width)
+    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+        return load_attribute("mmrl.policies.vla.heads.head:BridgeHead")(
+            self, action, action_dim, state_dim, backbone.width
+        )
 
 
 class NormalActions(ActionHead):
@@ -293,10 +291,10 @@ class GaussianActions(NormalActions):
     layers: int = option(3, "hidden layers of the perceptron; 0: the mean is linear", ge=0)
     last_gain: float = option(0.01, "size of the last layer's weights, before training", gt=0)
 
-    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
-        from mmrl.policies.vla.gaussian import GaussianHead
-
-        return GaussianHead(self, action, action_dim, state_dim, backbone.width)
+    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+        return load_attribute("mmrl.policies.vla.heads.gaussian:GaussianHead")(
+            self, action, action_dim, state_dim, backbone.width
+        )
 
 
 class L1Actions(NormalActions):
@@ -313,7 +311,7 @@ class L1Actions(NormalActions):
     def together(self) -> bool:
         return True
 
-    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
+    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
         return backbone.l1_head(self, action, action_dim)
 
 
@@ -338,10 +336,10 @@ class InvertibleActions(ActionHead):
     layers: int = option(3, "hidden layers of the perceptron", ge=1)
     last_gain: float = option(0.01, "size of the last layer's weights, before training", gt=0)
 
-    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
-        from mmrl.policies.vla.invertible import InvertibleHead
-
-        return InvertibleHead(self, action, action_dim, state_dim, backbone.width)
+    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+        return load_attribute("mmrl.policies.vla.heads.invertible:InvertibleHead")(
+            self, action, action_dim, state_dim, backbone.width
+        )
 
     @property
     def offers(self) -> frozenset[str]:
@@ -377,10 +375,10 @@ class LatentActions(NormalActions):
         0.01, "size of the last layers' weights, before training; of the one that makes latents it is 1", gt=0
     )
 
-    def build(self, action: Actions, backbone: Backbone, action_dim: int, state_dim: int) -> Head:
-        from mmrl.policies.vla.latent import LatentHead
-
-        return LatentHead(self, action, action_dim, state_dim, backbone.width)
+    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+        return load_attribute("mmrl.policies.vla.heads.latent:LatentHead")(
+            self, action, action_dim, state_dim, backbone.width
+        )
 
 
 class Actions(Section):
@@ -464,7 +462,7 @@ class EpisodeRollouts(WorkerSampling, EpisodePrompts):
 class EpisodeSampling(EpisodeRollouts):
     """How actions are sampled."""
 
-    temperature: Control = number(1.0, "scale of the head's randomness in rollouts and replay", gt=0)
+    temperature: Schedule = number(1.0, "scale of the head's randomness in rollouts and replay", gt=0)
 
 
 class EpisodeEngine(UnevenEngine):
@@ -514,14 +512,14 @@ class VisionLanguageActionModel(ModelSettings):
                 found["rollout"] = EpisodeSampling
         return found
 
-    def capabilities(self, config: Config) -> Capabilities:
+    def capabilities(self, config: JobConfig) -> Capabilities:
         action = config.section("action")
         assert isinstance(action, Actions)
         offers = action.head.offers | {"critic", "steps"}
         # Under ZeRO-3 every forward pass gathers weights, but ranks play episodes of different lengths.
         return Capabilities(f"action.head.type={action.head.type}", offers, zero_stages=(0, 1, 2), groups=("critic",))
 
-    def check(self, config: Config) -> None:
+    def check(self, config: JobConfig) -> None:
         rollout, action = config.rollout, config.section("action")
         if isinstance(rollout, WorkerSampling) and rollout.workers is not None:
             temperature = rollout.temperature if isinstance(rollout, EpisodeSampling) else None
@@ -539,12 +537,8 @@ class VisionLanguageActionModel(ModelSettings):
                 f"present one, which algorithm.type={config.algorithm.type} needs; use chain, matching or learned"
             )
 
-    def blueprint(self, config: Config, path: str) -> Blueprint | None:
-        from mmrl.policies.vla import blueprint
+    def blueprint(self, config: JobConfig, path: str) -> Blueprint | None:
+        return load_attribute("mmrl.policies.vla.memory_estimate:blueprint")(self, config, path)
 
-        return blueprint.blueprint(self, config, path)
-
-    def load(self, config: Config, task: Any, path: str) -> VisionLanguageActionPolicy:
-        from mmrl.policies.vla.loading import load
-
-        return load(config, task, path)
+    def load(self, config: JobConfig, task: Any, path: str) -> Policy:
+        return load_attribute("mmrl.policies.vla.loading:load")(config, task, path)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
-from mmrl.policies.vla.codec import Units
+from mmrl.policies.vla.heads.codec import Units
 from mmrl.sims import VectorSim
 
 EPISODES = 32

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mmrl.critics import CriticSettings, SharedCritic
 from mmrl.errors import UserError
+from mmrl.protocols.critic import CriticSettings, SharedCritic
 
 WEIGHTS = "critic.safetensors"
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmrl.generation.vllm import Request
-from mmrl.policies.vlm.prompts import Tokens
+from mmrl.generation.vllm.engine import Request
+from mmrl.policies.vlm.prompts import RolloutTokens
 from mmrl.rollouts import Prompt
 
 
@@ -19,7 +19,7 @@ class Draft:
 
     prompt: Prompt
     request: Request  # for all of it
-    tokens: Tokens  # the response as far as it goes
+    tokens: RolloutTokens  # the response as far as it goes
     logp: Tensor  # [response token] fp32, each by the weights that drew it
 
     def finished(self, eos: tuple[int, ...]) -> bool:

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 from mmrl.engine import Ranks
 from mmrl.generation.settings import VLLMGenerator, VLLMServer
-from mmrl.generation.vllm import VLLM, EngineOptions, Generator, check_installed
+from mmrl.generation.vllm.engine import VLLM, EngineOptions, Generator, check_installed
 from mmrl.policies.vlm.policy import VisionLanguagePolicy, transformers_model
 from mmrl.policies.vlm.synced import Synced, adapter_rank, describe
-from mmrl.protocols import Source
+from mmrl.protocols.parts import Source
 
 if TYPE_CHECKING:
-    from mmrl.config import Config
+    from mmrl.protocols.job import JobConfig
 
 
 def synced(
-    config: Config, settings: VLLMGenerator, policy: VisionLanguagePolicy, source: Source, ranks: Ranks
+    config: JobConfig, settings: VLLMGenerator, policy: VisionLanguagePolicy, source: Source, ranks: Ranks
 ) -> Synced:
     """Engines that have the policy's weights after each synchronisation. source: of the prompts that prove it.
 
@@ -29,7 +29,7 @@ def synced(
     if settings.routing_replay:
         policy.replay_routing()
     if isinstance(settings, VLLMServer):
-        from mmrl.generation.servers import Servers
+        from mmrl.generation.vllm.servers import Servers
 
         folder = Path(settings.exchange or Path(config.run_dir) / "engines").absolute()  # engines may run elsewhere
         engine: Generator = Servers(
@@ -52,7 +52,7 @@ def synced(
     )
 
 
-def engine_options(config: Config, settings: VLLMGenerator, policy: VisionLanguagePolicy) -> EngineOptions:
+def engine_options(config: JobConfig, settings: VLLMGenerator, policy: VisionLanguagePolicy) -> EngineOptions:
     """What an engine of the job is made with."""
     positions = transformers_model(policy.module.model).config.get_text_config().max_position_embeddings
     talks = policy.conversations

@@ -27,23 +27,24 @@ from mmrl.policies.vlm.settings import (
     TokenSampling,
     VisionLanguageModel,
 )
-from mmrl.protocols import ConversationTask
+from mmrl.protocols.parts import ConversationTask
 
 if TYPE_CHECKING:
-    from mmrl.config import Config
+    from mmrl.protocols.job import JobConfig
 
 # Names of modules, as path components of parameter names, over the families of transformers.
 CONNECTORS = {"merger", "deepstack_merger_list", "connector", "multi_modal_projector", "projector", "image_newline"}
 VISION_TOWERS = {"visual", "vision_model", "vision_tower", "vision_backbone"}
 
 
-def load(path: str, settings: VisionLanguageModel, config: Config, task: Any = None) -> VisionLanguagePolicy:
+def load(path: str, settings: VisionLanguageModel, config: JobConfig, task: Any = None) -> VisionLanguagePolicy:
     """The policy of a job from a folder or a hub name. Raises UserError as `load_model` does."""
     rollout, engine = config.rollout, config.engine
     assert isinstance(rollout, TokenLimits) and isinstance(engine, TokenEngine)
     assert isinstance(config.evaluation, TokenEvaluation)
     model, processor = load_model(path, settings)
-    longest, most = rollout.max_response_length.extremes[1], model.config.get_text_config().max_position_embeddings
+    description: Any = model.config
+    longest, most = rollout.max_response_length.extremes[1], description.get_text_config().max_position_embeddings
     if longest >= most:
         raise UserError(
             f"rollout.max_response_length={longest:g} leaves no room for a prompt in the {most} tokens that "
@@ -70,7 +71,7 @@ def load(path: str, settings: VisionLanguageModel, config: Config, task: Any = N
     return policy
 
 
-class Backbone(Protocol):
+class VisionLanguageSettings(Protocol):
     """What the settings of any model with a vision-language model in it say of that."""
 
     @property
@@ -111,7 +112,7 @@ def whole(made: Any, path: str, dtype: str, attention: str) -> Any:
     return model
 
 
-def load_model(path: str, settings: Backbone) -> tuple[nn.Module, Any]:
+def load_model(path: str, settings: VisionLanguageSettings) -> tuple[nn.Module, Any]:
     """An image-text model and its processor, with its LoRA if `path` is one or a new one if the settings ask for one.
 
     Raises UserError if there is no model at `path` or it is not one that reads images and writes text.

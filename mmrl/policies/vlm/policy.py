@@ -20,18 +20,15 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from mmrl.controls import Control, constant
-from mmrl.critics import CriticSettings
 from mmrl.errors import UserError
-from mmrl.files import share
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.transformers import generate, generate_groups
-from mmrl.generation.vllm import Answering, Request
+from mmrl.generation.vllm.engine import Answering, Request
 from mmrl.policies.vlm.critic import critic_of, write_critic
 from mmrl.policies.vlm.drafts import Draft
 from mmrl.policies.vlm.prompts import (
-    Encoder,
-    Tokens,
+    PromptEncoder,
+    RolloutTokens,
     chat_texts,
     clips_of,
     collate,
@@ -40,10 +37,13 @@ from mmrl.policies.vlm.prompts import (
     save_processor,
 )
 from mmrl.policies.vlm.routing import Routing, collate_routes
-from mmrl.policies.vlm.scorer import Continuations, TokenScorer, transformers_model
+from mmrl.policies.vlm.scorer import PrefixContinuations, TokenScorer, transformers_model
 from mmrl.policies.vlm.turns import Conversations, conversing, demonstrated
-from mmrl.protocols import PromptReader
+from mmrl.protocols.critic import CriticSettings
+from mmrl.protocols.parts import PromptReader
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
+from mmrl.runtime.files import share
+from mmrl.schedules.schedule import Schedule, constant
 from mmrl.sims.turns.settings import EnvironmentSettings
 
 # Families (model_type) whose prompts are read once for all of their responses.
@@ -73,9 +73,9 @@ class VisionLanguagePolicy:
         processor: Any,
         *,
         sampling: Sampling | None = None,
-        temperature: Control | None = None,
+        temperature: Schedule | None = None,
         max_prompt_length: int = 1024,
-        max_response_length: int | Control = 256,
+        max_response_length: int | Schedule = 256,
         logp_chunk: int = 1024,
         evaluation_temperature: float = 0.0,
         segment: int | None = None,
@@ -100,7 +100,7 @@ class VisionLanguagePolicy:
         self.sampling = replace(sampling, temperature=1.0, suppressed=suppressed, vocabulary=vocabulary)
         self.max_prompt_length = max_prompt_length
         longest = max_response_length
-        self.response_limit = longest if isinstance(longest, Control) else constant(longest)
+        self.response_limit = longest if isinstance(longest, Schedule) else constant(longest)
         self.evaluation_temperature, self.segment = evaluation_temperature, segment
         self.module = TokenScorer(model, self.sampling, logp_chunk)
         self.module.eval()  # dropout would make replay differ from sampling
@@ -190,16 +190,16 @@ class VisionLanguagePolicy:
 
     # --- prompts to rollouts ---
 
-    def encode(self, prompts: Sequence[Prompt]) -> list[Tokens]:
+    def encode(self, prompts: Sequence[Prompt]) -> list[RolloutTokens]:
         """The prompts with empty responses; see `mmrl.policies.vlm.prompts.encode`."""
         made = [None if self.reader is None else self.reader.encoded(prompt) for prompt in prompts]
         rest = [prompt for prompt, known in zip(prompts, made, strict=True) if known is None]
         encoded = iter(encode(self.processor, rest, self.max_prompt_length))
         return [next(encoded) if known is None else known for known in made]
 
-    def encoder(self) -> Encoder | None:
+    def encoder(self) -> PromptEncoder | None:
         """None where environments make other prompts of those of a source."""
-        return None if self.conversations is not None else Encoder(self.processor, self.max_prompt_length)
+        return None if self.conversations is not None else PromptEncoder(self.processor, self.max_prompt_length)
 
     def rollout(
         self,
@@ -230,7 +230,7 @@ class VisionLanguagePolicy:
         answered = [replace(t, response=r, temperature=heat) for t, r in zip(rows, responses, strict=True)]
         return self._rollouts(each, answered, group_size)
 
-    def generate(self, rows: list[Tokens], seeds: Sequence[int], sampling: Sampling, limit: int) -> list[Tensor]:
+    def generate(self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limit: int) -> list[Tensor]:
         """The model's own continuations of `rows`, of at most `limit` tokens: [token] int64 each."""
         core = transformers_model(self.module.model)
         limits: dict[str, Any] = {"eos": self.eos, "max_new_tokens": limit}
@@ -425,7 +425,7 @@ class VisionLanguagePolicy:
             )
         return torch.tensor(ids)
 
-    def _rollouts(self, prompts: list[Prompt], rows: list[Tokens], group_size: int) -> Rollouts:
+    def _rollouts(self, prompts: list[Prompt], rows: list[RolloutTokens], group_size: int) -> Rollouts:
         lengths = torch.tensor([len(r.response) for r in rows])
         texts = self.tokenizer.batch_decode([r.response for r in rows], skip_special_tokens=True)
         samples = [
@@ -454,7 +454,7 @@ class VisionLanguagePolicy:
         Tokens with a record of their experts go to these again; such rows read their prompts each for itself. The
         reference routes tokens by itself, as it would if it were used: what is likely with experts that it did not
         choose says nothing of it, and a trained router could move away unseen."""
-        rows: list[Tokens] = rollouts.inputs
+        rows: list[RolloutTokens] = rollouts.inputs
         if reference:
             rows = [replace(tokens, experts=None) for tokens in rows]
         answers = [tokens.response for tokens in rows]
@@ -467,7 +467,7 @@ class VisionLanguagePolicy:
         if routes is None and shared and self.shares_prompts(training=True):
             inputs = self.collate(prompts, padding_side=padding_side)
             ids = [answer[:-1] for answer in answers]
-            continuations = Continuations(
+            continuations = PrefixContinuations(
                 prompt=torch.tensor(which, device=self.device),
                 ids=nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.pad).to(self.device),
                 mask=nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True).to(self.device),
@@ -511,10 +511,10 @@ class VisionLanguagePolicy:
         ]
         return replace(rollouts, inputs=inputs)
 
-    def collate(self, rows: Sequence[Tokens], *, padding_side: str) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[RolloutTokens], *, padding_side: str) -> dict[str, Tensor]:
         return collate(rows, pad=self.pad, padding_side=padding_side, device=self.device)
 
-    def _with_ballast(self, rows: list[Tokens]) -> list[Tokens]:
+    def _with_ballast(self, rows: list[RolloutTokens]) -> list[RolloutTokens]:
         """Under ZeRO-3 a rank whose batch holds no picture would skip the vision tower, whose parameters the others
         wait for. It gets one more row with a picture; nothing of that row is ever counted."""
         if self.lockstep is None or any(r.pictures for r in rows):
@@ -555,7 +555,7 @@ class Lockstep:
 
     max: Any
     whole: Any
-    ballast: Tokens | None = None
+    ballast: RolloutTokens | None = None
 
 
 def end_tokens(generation: GenerationConfig, tokenizer: Any) -> tuple[int, ...]:
@@ -578,7 +578,7 @@ def never_sampled(model: PreTrainedModel, tokenizer: Any, eos: tuple[int, ...]) 
     return tuple(sorted((placeholders | special | beyond) - set(eos)))
 
 
-def distinct_prompts(rows: Sequence[Tokens]) -> tuple[list[Tokens], list[int]]:
+def distinct_prompts(rows: Sequence[RolloutTokens]) -> tuple[list[RolloutTokens], list[int]]:
     """Each prompt once, without a response, and for each row its prompt's place. Rollouts of one `rollout` call hold
     the same tensor; equal prompts that were encoded apart stay apart."""
     place: dict[int, int] = {}
@@ -587,7 +587,7 @@ def distinct_prompts(rows: Sequence[Tokens]) -> tuple[list[Tokens], list[int]]:
     return [tokens.asked() for tokens in firsts], which
 
 
-def distinct_rows(rows: Sequence[Tokens]) -> tuple[list[Tokens], list[int]]:
+def distinct_rows(rows: Sequence[RolloutTokens]) -> tuple[list[RolloutTokens], list[int]]:
     """What is to be continued, each once: prompts without a response are shared by their group. And for each row its
     place among them."""
     place: dict[tuple[int, int], int] = {}

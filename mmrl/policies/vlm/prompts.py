@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from mmrl.errors import UserError
-from mmrl.rollouts import Clip, Message, Prompt
+from mmrl.rollouts import Message, Prompt, Video
 
 # What a processor returns with one value a token. Listed by name: by shape, a picture's [1, 3] grid looks like three
 # tokens.
@@ -23,7 +23,7 @@ RESPONSE = "\u2402response\u2403"  # stands for one in a chat template; no templ
 
 
 @dataclass(frozen=True)
-class Tokens:
+class RolloutTokens:
     """One rollout as the model sees it. `sequence` holds further inputs with one value a prompt token
     (mm_token_type_ids), `pictures` those that are laid out by picture (pixel_values, image_grid_thw). `experts` are
     those that an engine routed prompt and response to, but for the last token, which it only drew.
@@ -48,7 +48,7 @@ class Tokens:
         """[response token] bool: which tokens are the policy's decisions."""
         return torch.ones_like(self.response, dtype=torch.bool) if self.decided is None else self.decided
 
-    def followed(self, ids: Tensor, *, decided: bool) -> Tokens:
+    def followed(self, ids: Tensor, *, decided: bool) -> RolloutTokens:
         """The response goes on with text that the policy chose, or read."""
         return replace(
             self,
@@ -56,7 +56,7 @@ class Tokens:
             decided=torch.cat([self.chosen, torch.full_like(ids, decided, dtype=torch.bool)]),
         )
 
-    def shown(self, more: Tokens) -> Tokens:
+    def shown(self, more: RolloutTokens) -> RolloutTokens:
         """The response goes on with what the policy reads: the prompt of `more`, pictures and all."""
         start = len(self.response)
         sequence = {
@@ -69,11 +69,11 @@ class Tokens:
         grown = self.followed(more.prompt, decided=False)
         return replace(grown, read_sequence=self.read_sequence | sequence, read_pictures=pictures)
 
-    def asked(self) -> Tokens:
+    def asked(self) -> RolloutTokens:
         """The prompt with an empty response."""
         return replace(self, response=self.response[:0], decided=None, read_sequence={}, read_pictures={})
 
-    def answering(self, prompt: Tokens) -> Tokens:
+    def answering(self, prompt: RolloutTokens) -> RolloutTokens:
         """The same response to another prompt, routed anew."""
         return replace(
             prompt,
@@ -99,7 +99,7 @@ def save_processor(processor: Any, folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
-def encode(processor: Any, prompts: Sequence[Prompt], max_length: int) -> list[Tokens]:
+def encode(processor: Any, prompts: Sequence[Prompt], max_length: int) -> list[RolloutTokens]:
     """The prompts through the chat template and the processor, with empty responses.
 
     Raises UserError if a prompt is longer than max_length tokens; cutting it would cut picture tokens.
@@ -117,13 +117,13 @@ def encode(processor: Any, prompts: Sequence[Prompt], max_length: int) -> list[T
 
 
 @dataclass(frozen=True)
-class Encoder:
+class PromptEncoder:
     """`encode` of one prompt, for another process."""
 
     processor: Any
     max_length: int
 
-    def __call__(self, prompt: Prompt) -> Tokens:
+    def __call__(self, prompt: Prompt) -> RolloutTokens:
         return encode(self.processor, [prompt], self.max_length)[0]
 
 
@@ -133,9 +133,9 @@ def read(
     images: Sequence[Sequence[Image.Image]],
     names: Sequence[str],
     *,
-    clips: Sequence[Sequence[Clip]] | None = None,
+    clips: Sequence[Sequence[Video]] | None = None,
     inside: bool = False,
-) -> list[Tokens]:
+) -> list[RolloutTokens]:
     """Texts with one marker a picture or clip through the processor, as prompts. names: of the texts, for messages.
     inside: a text is no beginning, so that nothing is put before it. Raises UserError for one that the processor does
     not take.
@@ -148,7 +148,7 @@ def read(
     for place, (pictures, moving) in enumerate(zip(images, clips, strict=True)):
         sizes = (*(image.size for image in pictures), *(clip.shape for clip in moving))
         alike.setdefault(sizes, []).append(place)
-    found: dict[int, Tokens] = {}
+    found: dict[int, RolloutTokens] = {}
     for places in alike.values():
         rows = [_Row(names[p], texts[p], list(images[p]), list(clips[p])) for p in places]
         part = _read_alike(processor, rows, inside)
@@ -161,10 +161,10 @@ class _Row:
     name: str
     text: str
     images: list[Image.Image]
-    clips: list[Clip]
+    clips: list[Video]
 
 
-def _read_alike(processor: Any, rows: Sequence[_Row], inside: bool) -> list[Tokens]:
+def _read_alike(processor: Any, rows: Sequence[_Row], inside: bool) -> list[RolloutTokens]:
     texts = [row.text for row in rows]
     more: dict[str, Any] = {"add_special_tokens": False} if inside else {}
     if rows[0].images:
@@ -185,7 +185,7 @@ def _read_alike(processor: Any, rows: Sequence[_Row], inside: bool) -> list[Toke
     found = []
     for i in range(len(texts)):
         sequence = {k: v[i][real[i]] for k, v in encoded.items() if k in PER_TOKEN}
-        found.append(Tokens(ids[i][real[i]], ids.new_empty(0), sequence, {k: v[i] for k, v in pictures.items()}))
+        found.append(RolloutTokens(ids[i][real[i]], ids.new_empty(0), sequence, {k: v[i] for k, v in pictures.items()}))
     return found
 
 
@@ -217,7 +217,7 @@ def between(processor: Any, talk: Sequence[Message], observation: Sequence[Messa
 
 
 def collate(
-    rows: Sequence[Tokens], *, pad: int, padding_side: str, device: torch.device | str = "cpu"
+    rows: Sequence[RolloutTokens], *, pad: int, padding_side: str, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
     """One batch of model inputs. Per-token inputs are padded to the longest row; per-picture inputs are zero-padded
     in their trailing dimensions and concatenated in the order of the rows."""
@@ -237,7 +237,7 @@ def collate(
     return {key: value.to(device) for key, value in batch.items()}
 
 
-def _per_token(row: Tokens, key: str) -> Tensor:
+def _per_token(row: RolloutTokens, key: str) -> Tensor:
     """[token] an input of prompt and response."""
     first = _to_length(row.sequence.get(key), len(row.prompt), row.prompt)
     return torch.cat([first, _to_length(row.read_sequence.get(key), len(row.response), row.prompt)])
@@ -256,7 +256,7 @@ def chat(prompt: Prompt) -> tuple[Message, ...]:
     """
     if prompt.messages:
         return prompt.messages
-    held: dict[str, Sequence[Image.Image | Clip]] = {"<image>": prompt.images, "<video>": prompt.videos}
+    held: dict[str, Sequence[Image.Image | Video]] = {"<image>": prompt.images, "<video>": prompt.videos}
     pieces: list[Any] = re.split("(<image>|<video>)", prompt.text)
     if len(pieces) == 1:
         pieces = [*prompt.images, *prompt.videos, prompt.text]
@@ -276,7 +276,7 @@ def pictures_of(prompt: Prompt) -> tuple[Image.Image, ...]:
     return tuple(image for message in chat(prompt) for image in message.images)
 
 
-def clips_of(prompt: Prompt) -> tuple[Clip, ...]:
+def clips_of(prompt: Prompt) -> tuple[Video, ...]:
     """All clips that the policy sees of a prompt, in order."""
     return tuple(clip for message in chat(prompt) for clip in message.videos)
 
@@ -286,10 +286,10 @@ def as_template(message: Message) -> dict[str, Any]:
     return {"role": message.role, "content": [_as_part(part) for part in message.parts]}
 
 
-def _as_part(part: str | Image.Image | Clip) -> dict[str, str]:
+def _as_part(part: str | Image.Image | Video) -> dict[str, str]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    return {"type": "video" if isinstance(part, Clip) else "image"}
+    return {"type": "video" if isinstance(part, Video) else "image"}
 
 
 def cat_padded(tensors: Sequence[Tensor]) -> Tensor:

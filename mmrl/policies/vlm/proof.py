@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mmrl.generation.checksums import HELD, Checksum, Report, absent, differing
+from mmrl.generation.weight_sync.checksums import HELD, Checksum, Report, absent, differing
 
 NAMED = 3  # tensors in a message
 NOISE = 4.0  # times the gap at the start, that a later one may have

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mmrl.errors import UserError
-from mmrl.policies.vlm.prompts import Tokens
+from mmrl.policies.vlm.prompts import RolloutTokens
 
 NONE = -1  # instead of an expert where there is no record
 ROUTES = "recorded_experts"  # argument of a decoder layer
@@ -107,7 +107,7 @@ class Routing:
         return logits, self.weigh(logits, experts), experts
 
 
-def collate_routes(rows: Sequence[Tokens], padding_side: str, device: torch.device) -> Tensor | None:
+def collate_routes(rows: Sequence[RolloutTokens], padding_side: str, device: torch.device) -> Tensor | None:
     """[row, length, layer, k] int16 of rows laid out as by `collate`, or None if none of them has a record."""
     shape = next((row.experts.shape[1:] for row in rows if row.experts is not None), None)
     if shape is None:

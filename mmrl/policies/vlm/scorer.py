@@ -18,7 +18,7 @@ from mmrl.policies.vlm.critic import TokenCritic
 
 
 @dataclass(frozen=True)
-class Continuations:
+class PrefixContinuations:
     """What follows prompts that are read once: `prompt` [response] says which, `ids` and `mask` [response, token] are
     the responses without their last token, padded on the right."""
 
@@ -79,7 +79,7 @@ class TokenScorer(nn.Module):
     def forward(
         self,
         inputs: dict[str, Tensor],
-        continuations: Continuations | None,
+        continuations: PrefixContinuations | None,
         row: Tensor,
         column: Tensor,
         targets: Tensor,
@@ -119,7 +119,7 @@ class TokenScorer(nn.Module):
         logp, entropy, square_sum = (torch.cat(values) for values in zip(*parts, strict=True))
         return logp, entropy, square_sum
 
-    def _continued(self, core: PreTrainedModel, inputs: dict[str, Tensor], after: Continuations) -> Tensor:
+    def _continued(self, core: PreTrainedModel, inputs: dict[str, Tensor], after: PrefixContinuations) -> Tensor:
         """Hidden states [response, 1 + token, hidden]: of the prompt's last token, and of the response's."""
         prefix = Prefix(core, inputs).select(after.prompt)
         last = rearrange(prefix.last, "b h -> b 1 h")

@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from mmrl.controls import Constant, Control, number
-from mmrl.critics import SharedCritic
 from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import GeneratorSettings, TransformersGenerator, VLLMGenerator
-from mmrl.needs import Capabilities
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
-from mmrl.settings import Section, option
+from mmrl.protocols.critic import SharedCritic
+from mmrl.protocols.requirements import Capabilities
+from mmrl.schedules.schedule import Constant, Schedule, number
+from mmrl.settings import Section, load_attribute, option
 
 if TYPE_CHECKING:
-    from mmrl.config import Config
     from mmrl.engine.memory import Blueprint
-    from mmrl.policies.vlm.policy import VisionLanguagePolicy
+    from mmrl.protocols.job import JobConfig
+    from mmrl.protocols.parts import Policy
 
 
 class TokenLimits(Section):
     """How long prompts and responses may be."""
 
     max_prompt_length: int = option(1024, "longest prompt, image tokens included", unit="tokens", ge=1)
-    max_response_length: Control = number(256, "longest response, its end token included", unit="tokens", ge=1)
+    max_response_length: Schedule = number(256, "longest response, its end token included", unit="tokens", ge=1)
 
     @model_validator(mode="after")
     def _longest_is_known(self) -> TokenLimits:
@@ -38,7 +38,7 @@ class TokenLimits(Section):
 class TokenSampling(TokenLimits):
     """How responses are sampled."""
 
-    temperature: Control = number(1.0, "of the distribution that is sampled from and replayed", gt=0)
+    temperature: Schedule = number(1.0, "of the distribution that is sampled from and replayed", gt=0)
     top_p: float = option(1.0, "sample from the most likely tokens that together have this probability", gt=0, le=1)
     top_k: int = option(0, "sample from so many most likely tokens; 0: from all", ge=0)
     segment: int | None = option(
@@ -100,7 +100,7 @@ class VisionLanguageModel(ModelSettings):
         rollout = TokenLimits if collects == "demonstrations" else TokenSampling
         return {"rollout": rollout, "evaluation": TokenEvaluation, "engine": TokenEngine}
 
-    def capabilities(self, config: Config) -> Capabilities:
+    def capabilities(self, config: JobConfig) -> Capabilities:
         offers = {"entropy", "square_sum", "tokens", "text", "numbers", "single_sample_kl", "views"}
         offers |= {"reference_ratio", "demonstrations", "storage", "critic", "recombination"}
         sampling = config.rollout
@@ -118,7 +118,7 @@ class VisionLanguageModel(ModelSettings):
             offers |= {"turns"}
         return Capabilities("model.type=vision_language", frozenset(offers), groups=("critic",))
 
-    def check(self, config: Config) -> None:
+    def check(self, config: JobConfig) -> None:
         critic, sampling = config.needs.critic, config.rollout
         if not (critic is None or isinstance(critic, SharedCritic)):
             raise ValueError(
@@ -147,27 +147,23 @@ class VisionLanguageModel(ModelSettings):
         partial = sampling.generator.partial
         if partial is None:
             return
-        if partial.oversample > sampling.prompts:
+        if partial.oversample > config.rollout.prompts:
             raise ValueError(
                 f"rollout.generator.partial.oversample={partial.oversample} is more than rollout.prompts="
-                f"{sampling.prompts}: steps could not take what gets too old; lower it"
+                f"{config.rollout.prompts}: steps could not take what gets too old; lower it"
             )
         if partial.segment >= sampling.max_response_length.extremes[0]:
             raise ValueError(
                 f"rollout.generator.partial.segment={partial.segment} does not divide responses of at most "
                 f"rollout.max_response_length={sampling.max_response_length.extremes[0]:g} tokens; lower it"
             )
-        if sampling.micro_batch is not None:
+        if config.rollout.micro_batch is not None:
             raise ValueError(
                 "rollout.generator.partial keeps all of its prompts in the making; set rollout.micro_batch=null"
             )
 
-    def blueprint(self, config: Config, path: str) -> Blueprint | None:
-        from mmrl.policies.vlm import blueprint
+    def blueprint(self, config: JobConfig, path: str) -> Blueprint | None:
+        return load_attribute("mmrl.policies.vlm.memory_estimate:blueprint")(self, config, path)
 
-        return blueprint.blueprint(self, config, path)
-
-    def load(self, config: Config, task: Any, path: str) -> VisionLanguagePolicy:
-        from mmrl.policies.vlm.loading import load
-
-        return load(path, self, config, task)
+    def load(self, config: JobConfig, task: Any, path: str) -> Policy:
+        return load_attribute("mmrl.policies.vlm.loading:load")(path, self, config, task)

@@ -18,8 +18,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from mmrl.engine import gathered
 from mmrl.errors import UserError
-from mmrl.generation.checksums import Checksum, Ledger, checksum
-from mmrl.generation.vllm import Answering, Generator
+from mmrl.generation.vllm.engine import Answering, Generator
+from mmrl.generation.weight_sync.checksums import Checksum, Ledger, checksum
 from mmrl.policies.vlm.loading import part_of
 from mmrl.policies.vlm.policy import VisionLanguagePolicy, transformers_model
 from mmrl.policies.vlm.prompts import save_processor

@@ -11,23 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
-from mmrl.generation.vllm import Answering, Request
+from mmrl.generation.vllm.engine import Answering, Request
 from mmrl.policies.vlm.drafts import Draft, continued_seed
-from mmrl.policies.vlm.prompts import Tokens, between, chat, read
+from mmrl.policies.vlm.prompts import RolloutTokens, between, chat, read
 from mmrl.rollouts import Message, Prompt, Rollouts, Sample, Turns
 from mmrl.sims.turns.dialogue import Dialogue
 from mmrl.sims.turns.processes import Processes
 from mmrl.sims.turns.settings import EnvironmentSettings
-
-if TYPE_CHECKING:
-    from mmrl.policies.vlm.policy import VisionLanguagePolicy
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +83,7 @@ class ConversationDraft(Draft):
     def state(self) -> dict[str, Tensor | None]:
         return {"response": self.tokens.response, "logp": self.logp, "decided": self.tokens.chosen}
 
-    def see(self, more: Tokens, marked: list[int], images: Sequence[Image.Image]) -> None:
+    def see(self, more: RolloutTokens, marked: list[int], images: Sequence[Image.Image]) -> None:
         """The response goes on with an observation, if that leaves room for an answer; else the conversation ends."""
         if len(self.tokens.response) + len(more.prompt) >= self.request.limit:
             self.dialogue.finish("length")
@@ -96,6 +93,21 @@ class ConversationDraft(Draft):
         self.turns.append(torch.full_like(more.prompt, len(self.dialogue.turns) - 1))
         self.marked, self.images = [*self.marked, *marked], (*self.images, *images)
         self.begin = len(self.tokens.response)
+
+
+class ConversingPolicy(Protocol):
+    """What conversations ask of the policy that speaks in them."""
+
+    @property
+    def max_response_length(self) -> int: ...
+
+    def anywhere(self, count: int) -> bool: ...
+
+    def continue_all(self, engine: Answering | None, asked: Sequence[tuple[Draft, Request]]) -> None: ...
+
+    def draft(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int]) -> Sequence[Any]: ...
+
+    def demonstrated_ids(self, prompt: Prompt, text: str, /) -> Tensor: ...
 
 
 class Conversations:
@@ -125,13 +137,13 @@ class Conversations:
     def _opened(self, prompt: Prompt) -> Dialogue:
         return Dialogue(self.make(), prompt, self.settings.limits)
 
-    def stepping(self) -> Steps:
-        return Steps() if self.at_once is None else ThreadedSteps(self.at_once)
+    def stepping(self) -> LocalSteps:
+        return LocalSteps() if self.at_once is None else ThreadedSteps(self.at_once)
 
     # --- turns ---
 
     def extend(
-        self, policy: VisionLanguagePolicy, engine: Answering | None, drafts: Sequence[ConversationDraft], count: int
+        self, policy: ConversingPolicy, engine: Answering | None, drafts: Sequence[ConversationDraft], count: int
     ) -> None:
         """Each draft gets up to `count` tokens of its own more, over as many turns as these last. Environments in
         processes of their own answer while the policy generates for those that have been answered."""
@@ -156,7 +168,7 @@ class Conversations:
                         draft.dialogue.cut(self.text(draft))
 
     @staticmethod
-    def ready(drafts: Sequence[ConversationDraft], left: dict[int, int], steps: Steps) -> list[ConversationDraft]:
+    def ready(drafts: Sequence[ConversationDraft], left: dict[int, int], steps: LocalSteps) -> list[ConversationDraft]:
         """Those that the policy may go on with."""
         return [d for d in drafts if d.dialogue.end is None and left[id(d)] > 0 and id(d) not in steps.waiting]
 
@@ -203,7 +215,7 @@ class Conversations:
 
     # --- demonstrations ---
 
-    def demonstrate(self, policy: VisionLanguagePolicy, prompts: Sequence[Prompt]) -> Rollouts:
+    def demonstrate(self, policy: ConversingPolicy, prompts: Sequence[Prompt]) -> Rollouts:
         """Conversations whose responses are given: a list in `prompt.metadata["demonstration"]`, or one of its own. The
         environment answers them as it would the policy.
 
@@ -230,7 +242,11 @@ class Conversations:
     # --- ends ---
 
     def rollouts(
-        self, drafts: Sequence[ConversationDraft], rows: list[Tokens], group_size: int, policy: VisionLanguagePolicy
+        self,
+        drafts: Sequence[ConversationDraft],
+        rows: list[RolloutTokens],
+        group_size: int,
+        policy: ConversingPolicy,
     ) -> Rollouts:
         """Of conversations that are over; nothing of one that was lost counts."""
         kept = [tokens.chosen & (draft.dialogue.end != "lost") for tokens, draft in zip(rows, drafts, strict=True)]
@@ -271,14 +287,14 @@ class Conversations:
         return found
 
 
-class Steps:
+class LocalSteps:
     """Answers of environments in this process: each is there when it was asked for."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, Any] = {}  # by the draft's id
         self._done: list[tuple[ConversationDraft, tuple[Message, ...]]] = []
 
-    def __enter__(self) -> Steps:
+    def __enter__(self) -> LocalSteps:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -296,7 +312,7 @@ class Steps:
         return found
 
 
-class ThreadedSteps(Steps):
+class ThreadedSteps(LocalSteps):
     """Answers of environments elsewhere: a thread waits for each."""
 
     def __init__(self, at_once: int) -> None:

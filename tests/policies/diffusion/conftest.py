@@ -11,7 +11,7 @@ import torch
 
 from mmrl.policies.diffusion import pipelines
 from mmrl.policies.diffusion.settings import DiffusionModel
-from tests.tiny_pipelines import build
+from tests.helpers.tiny_pipelines import build
 
 CLASSES = ("sd3", "flux", "qwen_image", "aura_flow", "sd15", "sdxl")  # one pipeline of each class
 

@@ -12,12 +12,12 @@ from PIL import Image
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import pipelines
 from mmrl.policies.diffusion.families import edits
-from mmrl.policies.diffusion.family import Asked
+from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.settings import DiffusionModel
 from mmrl.rollouts import Prompt
-from tests.engine import parts
-from tests.engine.parts import Fixed, Questions, make, release
-from tests.tiny_clip_pipelines import CLIPS, EDITS, MAKERS, built
+from tests.helpers.tiny_video_pipelines import CLIPS, EDITS, MAKERS, built
+from tests.whole_runs import parts
+from tests.whole_runs.parts import Fixed, Questions, make, release
 
 IMAGES = Path(parts.__file__).parent / "tiny_images.yaml"
 TEXTS = ["two red cats on a box", "7"]
@@ -42,7 +42,7 @@ def source(seed=0, side=16):
 
 
 def asked(name, text, seed=0):
-    return Asked.of(Prompt("p", text, (source(seed, SIDE.get(name, 16)),) if name in EDITS else ()))
+    return ConditionInputs.of(Prompt("p", text, (source(seed, SIDE.get(name, 16)),) if name in EDITS else ()))
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_lora_is_trained_on_policy_and_loads_in_the_pipeline(name, folders, tmp_
         "denoising.likelihood={window: {type: random, size: 2}}",
         "steps=2",
         "optim.lr=0.05",
-        "task.type=tests.engine.parts:Pictures",
+        "task.type=tests.whole_runs.parts:Pictures",
         *size,
         task=task_of(name),
         base=IMAGES,
@@ -224,18 +224,18 @@ class TestBadInput:
     def test_sources(self, families):
         family = families("kontext")
         with pytest.raises(UserError, match="has 0 pictures; an edit needs one"):
-            family.encode([Asked("make it blue")], (4, 8, 8))
+            family.encode([ConditionInputs("make it blue")], (4, 8, 8))
         with pytest.raises(UserError, match="its picture has 20 x 20 pixels, asked for are 16 x 16"):
-            family.encode([Asked.of(Prompt("p", "make it blue", (source(side=20),)))], (4, 8, 8))
+            family.encode([ConditionInputs.of(Prompt("p", "make it blue", (source(side=20),)))], (4, 8, 8))
         with pytest.raises(UserError, match="has a picture, but WanPipeline draws from words alone"):
-            families("wan").encode([Asked.of(Prompt("p", "blue", (source(),)))], (4, 5, 8, 8))
+            families("wan").encode([ConditionInputs.of(Prompt("p", "blue", (source(),)))], (4, 5, 8, 8))
         with pytest.raises(UserError, match="some prompts of a batch have a picture to edit and some have none"):
-            made = families("flux2").encode([Asked("a"), asked("flux2", "a")], LATENTS["flux2"])
+            made = families("flux2").encode([ConditionInputs("a"), asked("flux2", "a")], LATENTS["flux2"])
             families("flux2").predict(None, torch.zeros(2, *LATENTS["flux2"]), torch.ones(2), made, None)
 
     def test_a_limit_of_tokens_cuts_and_is_counted(self, folders):
         family = pipelines.load(str(folders("wan")), DiffusionModel(text_tokens=4))
-        assert family.encode([Asked("abc")])[0]["encoder_hidden_states"].shape[0] == 4
+        assert family.encode([ConditionInputs("abc")])[0]["encoder_hidden_states"].shape[0] == 4
         assert family.cut("abcdefgh") == 6  # with the word's mark and the end it is ten tokens
         assert family.cut("a") == 0
 

@@ -12,10 +12,10 @@ from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import embeddings, pipelines
 from mmrl.policies.diffusion.embeddings import Embeddings
-from mmrl.policies.diffusion.family import Asked
+from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.settings import DiffusionModel
 from mmrl.policies.settings import LoRA
-from tests.command_line import mmrl
+from tests.helpers.command_line import mmrl
 
 PROMPTS = ["two red cats on a box", "7", "a blue circle"]
 LORA = LoRA(rank=2, alpha=4.0)
@@ -55,7 +55,7 @@ def test_conditions_are_those_of_the_encoders(folder_of, written):
     whole = family_of(folder_of, written)
     without = family_of(folder_of, written, embeddings=str(written / "said"))
     assert without.pipe.text_encoder is None and without.pipe.text_encoder_3 is None
-    asked = [Asked(text) for text in (*PROMPTS, "blurred")]
+    asked = [ConditionInputs(text) for text in (*PROMPTS, "blurred")]
     for one, other in zip(without.encode(asked), whole.encode(asked), strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -79,7 +79,7 @@ def test_pictures_and_likelihoods_are_the_same_without_encoders(written):
 def test_a_prompt_that_was_not_embedded_is_named(folder_of, written):
     family = family_of(folder_of, written, embeddings=str(written / "said"))
     with pytest.raises(UserError, match=r"prompt 'a green box' is not in model.embeddings=.*mmrl embed"):
-        family.encode([Asked("a green box")])
+        family.encode([ConditionInputs("a green box")])
 
 
 def test_another_token_limit_is_refused(folder_of, written):
@@ -103,7 +103,7 @@ def test_a_damaged_file_is_one_line(folder_of, written, tmp_path):
     (tmp_path / "embeddings-00000.safetensors").write_bytes(b"nothing")
     family = family_of(folder_of, written, embeddings=str(tmp_path))
     with pytest.raises(UserError, match=r"embeddings-00000.safetensors can not be read"):
-        family.encode([Asked("7")])
+        family.encode([ConditionInputs("7")])
 
 
 def test_training_the_whole_network_needs_its_encoders(folder_of, written):
@@ -129,12 +129,12 @@ def test_encoders_visit_the_device_once_a_file(folder_of, written, tmp_path, mon
     encode = family.encode
     monkeypatch.setattr(family, "encode", lambda asked, shape: visits.append(len(asked)) or encode(asked, shape))
     monkeypatch.setattr(embeddings, "IN_A_FILE", 3)
-    asked = [Asked(text) for text in ("a", "b", "c", "d", "a")]
+    asked = [ConditionInputs(text) for text in ("a", "b", "c", "d", "a")]
     shapes = [(4, 8, 8), (4, 4, 4), (4, 8, 8), (4, 4, 4), (4, 8, 8)]  # which words do not depend on
     assert embeddings.write(family, zip(asked, shapes, strict=True), tmp_path) == 4
     assert visits == [3, 1] and len(list(tmp_path.glob("*.safetensors"))) == 2
-    found = Embeddings(str(tmp_path), "StableDiffusion3Pipeline", 256).find([Asked("d")], (4, 8, 8))[0]
-    (own,) = encode([Asked("d")], (4, 8, 8))
+    found = Embeddings(str(tmp_path), "StableDiffusion3Pipeline", 256).find([ConditionInputs("d")], (4, 8, 8))[0]
+    (own,) = encode([ConditionInputs("d")], (4, 8, 8))
     assert all(torch.equal(found[name], own[name].cpu()) for name in own)
 
 
@@ -151,10 +151,14 @@ def test_pictures_are_encoded_with_those_of_their_size(tmp_path):
     told = []
     pictures = (Image.new("RGB", (2, 2)),)
     small, large = (1, 2, 2), (1, 4, 4)
-    asked = [(Asked("a"), small), (Asked("b", pictures, "p"), large), (Asked("c", pictures, "p"), small)]
-    asked += [(Asked("d"), large), (Asked("e", pictures, "p"), large)]
+    asked = [
+        (ConditionInputs("a"), small),
+        (ConditionInputs("b", pictures, "p"), large),
+        (ConditionInputs("c", pictures, "p"), small),
+    ]
+    asked += [(ConditionInputs("d"), large), (ConditionInputs("e", pictures, "p"), large)]
     embeddings.write(Recorder(), asked, tmp_path)
     assert told == [(["a", "c", "d"], small), (["b", "e"], large)]
     kept = Embeddings(str(tmp_path), "object", None)
-    (found,) = kept.find([Asked("e", pictures, "p")], large)
+    (found,) = kept.find([ConditionInputs("e", pictures, "p")], large)
     assert found["source"].shape == large and found["source"][0, 0, 0] == ord("e")

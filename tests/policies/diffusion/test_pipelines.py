@@ -12,14 +12,14 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import pipelines
-from mmrl.policies.diffusion.family import Asked
+from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.settings import DiffusionModel
 from mmrl.policies.settings import LoRA
-from tests.tiny_pipelines import LATENT, NAMES, SIZE, ddim
+from tests.helpers.tiny_pipelines import LATENT, NAMES, SIZE, ddim
 
 CLASSES = ("sd3", "flux", "qwen_image", "aura_flow", "sd15", "sdxl")
 TEXTS = ["two red cats on a box", "7"]  # of different lengths
-ASKED = [Asked(text) for text in TEXTS]
+ASKED = [ConditionInputs(text) for text in TEXTS]
 STEPS, SCALE = 3, 4.0
 EMBEDDED = 3.5  # the guidance that FLUX takes as an input
 LORA = LoRA(rank=4, alpha=8.0)
@@ -60,7 +60,7 @@ def guided(name, unconditional, conditional):
 def denoise(name, family, guide):
     """Euler's method, or DDIM without noise, in a plain loop."""
     x, grid = noise(), family.grid(STEPS, LATENT)
-    conditions, empty = family.encode(ASKED), family.encode([Asked("")] * 2)
+    conditions, empty = family.encode(ASKED), family.encode([ConditionInputs("")] * 2)
     for i, time in enumerate(grid.times):
         out = family.predict(family.module, x, time.expand(2), conditions, EMBEDDED)
         if guide:

@@ -12,15 +12,15 @@ from mmrl.core.ratios import by_unit
 from mmrl.core.reduce import reduce
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import trees
-from mmrl.policies.diffusion.family import Asked
+from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.loading import load
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.settings import Denoising, DenoisingDemonstrations, DiffusionModel, PictureLikelihood
-from mmrl.policies.diffusion.small import SmallConfig, SmallFamily, create, network
+from mmrl.policies.diffusion.small import SmallDiffusionConfig, SmallFamily, create, network
 from mmrl.policies.settings import LoRA
 from mmrl.rollouts import Prompt, Rollouts
 from mmrl.samplers.chain import gaussian
-from mmrl.samplers.settings import Transition
+from mmrl.samplers.settings import DenoisingTransition
 from mmrl.samplers.transitions import Coefficients
 from mmrl.settings import SettingsError, make
 
@@ -34,11 +34,11 @@ RANDOM = {"type": "random", "size": 2}
 
 
 def said(*texts):
-    return [Asked(text) for text in texts]
+    return [ConditionInputs(text) for text in texts]
 
 
 def small(kind="mlp", *, seed=0, **config):
-    settings = SmallConfig(words=WORDS, network=kind, width=32, depth=2, max_words=4, **config)
+    settings = SmallDiffusionConfig(words=WORDS, network=kind, width=32, depth=2, max_words=4, **config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = network(settings)
@@ -296,7 +296,7 @@ class TestHalfPrecision:
         assert gap < 2e-5
 
     def test_weights_are_loaded_in_the_asked_dtype(self, tmp_path):
-        create(tmp_path, SmallConfig(words=WORDS), seed=0)
+        create(tmp_path, SmallDiffusionConfig(words=WORDS), seed=0)
         family = load(str(tmp_path), DiffusionModel(dtype="bfloat16"))
         assert {p.dtype for p in family.module.parameters()} == {torch.bfloat16}
         policy = policy_of(family)
@@ -515,7 +515,7 @@ class TestFinalPictures:
             policy.demonstrate([prompts[0], PROMPTS[1]], [1, 2])
 
 
-class Halved(Transition):
+class Halved(DenoisingTransition):
     """A transition of one's own: Euler's mean and half of the next noise level."""
 
     type: str = "tests.policies.diffusion.test_policy:Halved"
@@ -598,7 +598,9 @@ class TestViews:
         with torch.no_grad():
             own, viewed = (policy.replay(b, policy.module).logp for b in (batch, other))
         assert torch.equal(own[2:], viewed[2:]) and float((own[:2] - viewed[:2]).abs().min()) > 1e-6
-        made = replace(batch, inputs=[replace(r, asked=Asked("red dog")) for r in batch.inputs], old_prediction=None)
+        made = replace(
+            batch, inputs=[replace(r, asked=ConditionInputs("red dog")) for r in batch.inputs], old_prediction=None
+        )
         assert torch.equal(policy.replay(made, policy.module).logp[:2], viewed[:2])
 
 
@@ -682,7 +684,7 @@ class TestBadInput:
         ],
     )
     def test_of_a_small_models_options(self, options, match, tmp_path):
-        create(tmp_path, SmallConfig(words=WORDS), seed=0)
+        create(tmp_path, SmallDiffusionConfig(words=WORDS), seed=0)
         with pytest.raises(UserError, match=match):
             load(str(tmp_path), DiffusionModel(**options))
 
@@ -701,13 +703,15 @@ class TestPerceptrons:
 
     def test_a_block_is_scaled_and_shifted_by_hand(self):
         """1 and 3 have mean 2 and deviation 1: -1 and 1 once normalised."""
-        module = network(SmallConfig(words=WORDS, network="modulated_mlp", width=2, depth=1, max_words=4))
+        module = network(SmallDiffusionConfig(words=WORDS, network="modulated_mlp", width=2, depth=1, max_words=4))
         by = torch.tensor([[0.5, 1.0, 4.0, 0.0]])  # scales, then shifts
         assert torch.allclose(module.modulated(torch.tensor([[1.0, 3.0]]), by), torch.tensor([[2.5, 2.0]]), atol=1e-4)
 
     def test_a_fresh_modulated_network_that_predicts_data_draws_grey(self):
         """It predicts 0, whatever the prompt: the velocity is x / sigma, of sigma no less than 0.05."""
-        module = network(SmallConfig(words=WORDS, network="modulated_mlp", width=8, max_words=4, predicts="data"))
+        module = network(
+            SmallDiffusionConfig(words=WORDS, network="modulated_mlp", width=8, max_words=4, predicts="data")
+        )
         x, words = torch.randn(2, 1, 8, 8), torch.ones(2, 4, dtype=torch.long)
         made = module(x, torch.tensor([0.5, 0.01]), words)
         assert torch.allclose(made, x / torch.tensor([0.5, 0.05]).view(2, 1, 1, 1))

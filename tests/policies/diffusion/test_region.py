@@ -3,18 +3,18 @@
 import numpy as np
 import pytest
 import torch
-from mmrl.tasks.image_generation import tiny_pipeline
 
 from mmrl import build
-from mmrl.batches import Batches
+from mmrl.collection.collector import Batches
 from mmrl.config import validate
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
-from mmrl.metrics import Metrics
-from mmrl.preparation import Preparation
-from mmrl.rollouts import Matching, Prompt, Replay, Rollouts, Sample
+from mmrl.rollouts import MatchingTargets, Prompt, Replay, Rollouts, Sample
 from mmrl.settings import choose
-from mmrl.terms.base import Term
+from mmrl.tasks.image_generation.tiny import pipeline
+from mmrl.terms.term import Term
+from mmrl.training.metrics import Metrics
+from mmrl.training.preparation import Preparation
 
 # One channel, 2 x 2 cells, of which the first column may change. Half of the noise is left: x - v / 2 is the data.
 MASK = torch.tensor([[1, 0], [1, 0]])
@@ -24,7 +24,7 @@ SOURCE = torch.tensor([[0.0, 1.0], [0.0, 0.0]]).double()
 def replayed(noisy, prediction, old, *, noise_space=False):
     cells = [torch.tensor(part).double()[None, None, None] for part in (noisy, prediction, old)]
     half = torch.tensor([[0.5]]).double()
-    matching = Matching(
+    matching = MatchingTargets(
         *cells, data=torch.zeros_like(cells[0]), sigma=half, signal=half, noise_space=noise_space,
         source=SOURCE[None, None, None],
     )  # fmt: skip
@@ -105,7 +105,7 @@ def test_a_latent_may_change_where_a_pixel_of_it_may():
 def folder(tmp_path_factory):
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("kontext")
-    tiny_pipeline.build_edits(str(folder), seed=0)
+    pipeline.build_edits(str(folder), seed=0)
     return folder
 
 

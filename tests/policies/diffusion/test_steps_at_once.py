@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mmrl.config import load
-from tests.engine.parts import IMAGES, distance, final, make, release
+from tests.helpers.saved import Saved
 from tests.policies.diffusion.test_policy import draw, keeping, policy_of, remember, shift
-from tests.saved import Saved
+from tests.whole_runs.parts import IMAGES, distance, final, make, release
 
 pytestmark = pytest.mark.usefixtures("alone")
 CASES = {

@@ -3,13 +3,14 @@
 import pytest
 import torch
 from diffusers import FluxKontextPipeline, StableDiffusion3Pipeline, WanPipeline
-from mmrl.tasks import moving
-from mmrl.tasks.image_generation import edits, tiny_pipeline
-from mmrl.tasks.video_generation import tiny_pipeline as tiny_clips
 
 from mmrl.policies.diffusion import pipelines, tiny
-from mmrl.policies.diffusion.family import Asked
+from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.settings import DiffusionModel
+from mmrl.tasks.data import moving_shapes
+from mmrl.tasks.image_generation.data import edits
+from mmrl.tasks.image_generation.tiny import pipeline
+from mmrl.tasks.video_generation import tiny_pipeline as tiny_clips
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,8 @@ def test_the_halving_wan_vae_keeps_frames_apart():
 @pytest.mark.parametrize(
     ("build", "kind", "text", "tokens", "size"),
     [
-        (tiny_pipeline.build_digits, StableDiffusion3Pipeline, "draw a seven", 1, (None,)),
-        (tiny_pipeline.build_edits, FluxKontextPipeline, "make the bar blue", 8, (16,)),
+        (pipeline.build_digits, StableDiffusion3Pipeline, "draw a seven", 1, (None,)),
+        (pipeline.build_edits, FluxKontextPipeline, "make the bar blue", 8, (16,)),
         (tiny_clips.build_moving_shapes, WanPipeline, "the ring moves up slowly", 10, (12, 5)),
     ],
 )
@@ -63,7 +64,7 @@ def test_a_folder_is_of_the_users_class_and_its_words_have_unit_scale(build, kin
     assert tokenizer.unk_token_id not in tokenizer(text).input_ids
     shape = family.latent_shape(*size)
     pictures = edits.EditedShapes("all", size=1, seed=0)[0].images if kind is FluxKontextPipeline else ()
-    condition = family.encode([Asked(text, pictures)], shape)[0]["encoder_hidden_states"]
+    condition = family.encode([ConditionInputs(text, pictures)], shape)[0]["encoder_hidden_states"]
     said = condition[: len(tokenizer(text).input_ids)]
     assert 0.7 < float(said.std()) < 1.4
     again = folder / "again"
@@ -74,9 +75,10 @@ def test_a_folder_is_of_the_users_class_and_its_words_have_unit_scale(build, kin
 
 def test_a_limit_takes_the_padding_away(folder):
     path = folder / "sd3"
-    tiny_pipeline.build_digits(str(path), seed=0)
+    pipeline.build_digits(str(path), seed=0)
     lengths = [
-        pipelines.load(str(path), DiffusionModel(text_tokens=n)).encode([Asked("draw a seven")])[0] for n in (None, 1)
+        pipelines.load(str(path), DiffusionModel(text_tokens=n)).encode([ConditionInputs("draw a seven")])[0]
+        for n in (None, 1)
     ]
     # twelve tokens of CLIP, and as many zeros as the third encoder, which is not there, would have given
     assert [len(c["encoder_hidden_states"]) for c in lengths] == [12 + 256, 12 + 1]
@@ -86,7 +88,7 @@ def test_clips_that_are_drawn_pass_the_vae_unchanged(folder):
     path = folder / "wan"
     tiny_clips.build_moving_shapes(str(path), seed=1)
     family = pipelines.load(str(path), DiffusionModel(text_tokens=10, decoding="whole"))
-    source = moving.MovingShapes("all", size=8, seed=0)
+    source = moving_shapes.MovingShapes("all", size=8, seed=0)
     clips = torch.stack([source[i].metadata["target"] for i in range(8)])
     latents = family.to_latents(clips)
     assert latents.shape == (8, 1, 5, 6, 6)

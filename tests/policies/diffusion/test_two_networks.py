@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from mmrl.tasks.image_generation import tiny_rewriter
 
 from mmrl.build import build_policy, build_task
 from mmrl.config import validate
+from mmrl.doctor.memory_plan import Gpu, told
 from mmrl.errors import UserError
-from mmrl.memory_plan import Gpu, told
+from mmrl.tasks.image_generation.tiny import rewriter
 
 PROMPTS = ["two red cats on a box", "7"]
 REWRITTEN = {
@@ -27,7 +27,7 @@ KINDS = {"rewritten": REWRITTEN, "few_step": FEW}
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("writer")
-    tiny_rewriter.build(folder, 0)
+    rewriter.build(folder, 0)
     return folder
 
 

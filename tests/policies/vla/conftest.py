@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from mmrl.sims import build
-from mmrl.tasks.manipulation import tiny_model
 
-from mmrl.controls import constant
-from mmrl.critics import CriticSettings
-from mmrl.policies.vla import small
+from mmrl.policies.vla.backbones import small
 from mmrl.policies.vla.loading import open_policy
 from mmrl.policies.vla.policy import DESCRIPTION
 from mmrl.policies.vla.settings import Actions, TaughtActions, VisionLanguageActionModel
+from mmrl.protocols.critic import CriticSettings
 from mmrl.rollouts import Prompt
+from mmrl.schedules.schedule import constant
 from mmrl.settings import choose
 from mmrl.settings import make as made_section
+from mmrl.sims import build
+from mmrl.tasks.manipulation import tiny_model
 
 CHUNK = 4  # of at most 6 actions: a second look ends in the middle of its chunk
 SMALL_FLOW = {"type": "flow", "width": 32, "depth": 1, "steps": 4, "evaluation_steps": 4}
@@ -57,7 +57,7 @@ def starts(*seeds):
 def backbones(tmp_path_factory):
     found = {name: tmp_path_factory.mktemp(name) for name in ("small", "qwen")}
     words = ("go", "from")
-    small.create(found["small"], small.SmallConfig(words, bins=8, width=32, channels=(4, 8, 8)), seed=0)
+    small.create(found["small"], small.SmallActionConfig(words, bins=8, width=32, channels=(4, 8, 8)), seed=0)
     tiny_model.build(found["qwen"], seed=0)
     return found
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mmrl.sims import Observation, build
-from mmrl.sims.transitions import cameras_of
-from mmrl.tasks.manipulation.episodes import DemonstrationSource, Disturbance, record_expert
-from mmrl.tasks.manipulation.task import Shuffled
 
 from mmrl.errors import UserError
+from mmrl.sims import Observation, build
+from mmrl.sims.vector.transitions import cameras_of
+from mmrl.tasks.manipulation.episodes import Disturbance, EpisodeDemonstrations, record_expert
+from mmrl.tasks.manipulation.task import Shuffled
 from tests.policies.vla.test_policy import SEEDS, STARTS, stir
 from tests.sims.line_simulator import Line
 
@@ -113,7 +113,7 @@ class TestPolicies:
     def test_demonstrations_keep_the_names(self, make):
         with two() as sim:
             recorded = record_expert(sim, [("go", 90)], disturbance=Disturbance(0.0), successful=True, seed=0)
-        prompt = DemonstrationSource(recorded)[0]
+        prompt = EpisodeDemonstrations(recorded)[0]
         policy = make("regression", sim=two(), supervised=True, cameras=["wrist"])
         prompt = replace(prompt, metadata={**prompt.metadata, "actions": prompt.metadata["actions"][:1]})
         look = policy.demonstrate([prompt], [0]).inputs[0][0]

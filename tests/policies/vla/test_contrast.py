@@ -7,9 +7,9 @@ from mmrl.config import load
 from mmrl.core.contrast import contrast, implicit_errors
 from mmrl.errors import UserError
 from mmrl.settings import SettingsError
-from tests.engine.parts import ROBOTS, make, metrics, release
 from tests.policies.vla.conftest import starts
 from tests.policies.vla.test_policy import SEEDS, stir, velocity
+from tests.whole_runs.parts import ROBOTS, make, metrics, release
 
 HEAD = "action.head={type: flow, width: 32, depth: 1, steps: 4, evaluation_steps: 4, likelihood: {type: contrast}}"
 BETA = 0.5

@@ -6,21 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mmrl.sims import build
-from mmrl.tasks.manipulation import tiny_model
 from torch.distributions import Normal, kl_divergence
 
 from mmrl.errors import UserError
-from mmrl.facts import Batch
-from mmrl.metrics import Metrics
-from mmrl.policies.vla import states_only
+from mmrl.policies.vla.backbones import states_only
 from mmrl.policies.vla.policy import Episodes
+from mmrl.protocols.batch import Batch
+from mmrl.sims import build
+from mmrl.tasks.manipulation import tiny_model
 from mmrl.trainer import Trainer
-from tests.engine.parts import ROBOTS
+from mmrl.training.metrics import Metrics
 from tests.joints.parts import Ledger, Log
 from tests.policies.vla.conftest import starts
 from tests.policies.vla.test_policy import SEEDS, STARTS, stir
 from tests.sims.line_simulator import Line
+from tests.whole_runs.parts import ROBOTS
 
 
 class QuietLine(Line):
@@ -55,7 +55,7 @@ class TestAPolicyOfStates:
         assert found.entropy[1, 0].item() == pytest.approx(entropy, rel=1e-5)
         noise = torch.randn(4, 1, generator=torch.Generator().manual_seed(7))
         state = look.state[None]
-        from mmrl.policies.vla.heads import ActionSampling
+        from mmrl.policies.vla.heads.head import ActionSampling
 
         drawn, likeliest = (
             head.act(states_only.NothingRead(1, policy.device), state, ActionSampling([7], temperature))["actions"][0]
@@ -88,7 +88,7 @@ class TestAPolicyOfStates:
         expected = known.log_prob(look.chosen["actions"]).sum(-1).where(look.valid, 0)
         torch.testing.assert_close(found.logp[0, :4], expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found.entropy[0, :4], known.entropy()[:, 0].where(look.valid, 0))
-        from mmrl.policies.vla.heads import ActionSampling
+        from mmrl.policies.vla.heads.head import ActionSampling
 
         drawn, likeliest = (
             head.act(states_only.NothingRead(1, policy.device), look.state[None], ActionSampling([7], t))["actions"][0]
@@ -195,8 +195,8 @@ class TestCritics:
         assert taught != detach
 
     def test_a_state_must_be_there(self, make):
-        from mmrl.critics import SeparateCritic
         from mmrl.policies.vla.critic import build as made
+        from mmrl.protocols.critic import SeparateCritic
 
         with pytest.raises(UserError, match="separate reads the robot's state, and the simulator shows none"):
             made(SeparateCritic(), 32, 0)

@@ -6,21 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mmrl.sims import build
 from safetensors.torch import load_file, save_file
 from torch.distributions import Categorical, Laplace, Normal, kl_divergence
 
-from mmrl.controls import Linear
-from mmrl.critics import SharedCritic
 from mmrl.errors import UserError
-from mmrl.needs import Needs
-from mmrl.policies.vla.heads import Head
+from mmrl.policies.vla.heads.head import Head
 from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS
 from mmrl.policies.vla.settings import ActionHead, Actions
+from mmrl.protocols.critic import SharedCritic
+from mmrl.protocols.requirements import Needs
+from mmrl.report.settings import Log
 from mmrl.rollouts import Rollouts
 from mmrl.samplers.sigmas import linear
 from mmrl.samplers.transitions import coefficients
-from mmrl.sections import Log
+from mmrl.schedules.schedule import Linear
+from mmrl.sims import build
 from tests.policies.vla.conftest import CHUNK, KINDS, starts
 from tests.policies.vla.test_policy import SEEDS, STARTS, stir, velocity
 

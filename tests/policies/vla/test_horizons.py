@@ -6,16 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mmrl.tasks.manipulation import tiny_model
 from torch.distributions import Normal, kl_divergence
 
 from mmrl.config import validate
 from mmrl.errors import UserError
-from mmrl.policies.vla.heads import ActionSampling
-from mmrl.policies.vla.states_only import NothingRead
-from tests.engine import parts as engine
+from mmrl.policies.vla.backbones.states_only import NothingRead
+from mmrl.policies.vla.heads.head import ActionSampling
+from mmrl.tasks.manipulation import tiny_model
 from tests.policies.vla.test_critics import quiet
 from tests.policies.vla.test_policy import SEEDS, STARTS, stir
+from tests.whole_runs import parts as engine
 
 TREE = {"run_dir": "unset", "model": {"type": "vision_language_action"}, "task": {"type": "manipulation"}}
 # Of actions and scores of a chunk of two, for the state and the two horizons.

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from mmrl.tasks.manipulation import tiny_model
 from torch.distributions import Normal
 
-from mmrl.policies.vla.heads import ActionSampling
-from mmrl.policies.vla.states_only import NothingRead
+from mmrl.policies.vla.backbones.states_only import NothingRead
+from mmrl.policies.vla.heads.head import ActionSampling
+from mmrl.tasks.manipulation import tiny_model
 from tests.policies.vla.test_critics import quiet
 from tests.policies.vla.test_policy import SEEDS, STARTS, stir
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mmrl.sims import Observation
-from mmrl.tasks.manipulation import rewards, tiny_model
 from torch.distributions import Bernoulli, Normal, kl_divergence
 
 from mmrl.errors import UserError
-from mmrl.policies.vla.heads import ActionSampling
-from mmrl.policies.vla.states_only import NothingRead
+from mmrl.policies.vla.backbones.states_only import NothingRead
+from mmrl.policies.vla.heads.head import ActionSampling
 from mmrl.rollouts import Prompt, Sample
+from mmrl.sims import Observation
+from mmrl.tasks.manipulation import rewards, tiny_model
 from tests.policies.vla.conftest import CHUNK, KINDS
 from tests.policies.vla.test_critics import quiet
 from tests.policies.vla.test_policy import SEEDS, STARTS, stir

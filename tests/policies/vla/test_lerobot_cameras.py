@@ -145,7 +145,7 @@ def test_two_cameras_have_a_ratio_of_exactly_one(checkpoints):
     ],
 )
 def test_cameras_that_do_not_fit_are_refused_before_weights_are_read(checkpoints, action, message, monkeypatch):
-    from mmrl.policies.vla import lerobot as module
+    from mmrl.policies.vla.backbones import lerobot as module
 
     monkeypatch.setattr(module, "load_file", None)
     monkeypatch.setattr(module, "get_policy_class", None)

@@ -9,18 +9,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mmrl.sims import Observation, build
 from safetensors.torch import load_file, save_file
 from torch.distributions import Normal
 
-from mmrl.controls import constant
 from mmrl.errors import UserError
 from mmrl.policies import vla
 from mmrl.policies.vla.loading import open_policy
 from mmrl.policies.vla.settings import Actions, TaughtActions, VisionLanguageActionModel
 from mmrl.samplers.chain import INITIAL, gaussian, mixed
 from mmrl.samplers.transitions import coefficients
+from mmrl.schedules.schedule import constant
 from mmrl.settings import make
+from mmrl.sims import Observation, build
 from tests.policies.vla.conftest import starts, taught
 
 installed = importlib.util.find_spec("lerobot") is not None
@@ -283,7 +283,7 @@ def test_actions_that_are_never_executed_change_nothing(checkpoint):
 
 @lerobot
 def test_a_run_trains_it_and_lerobot_loads_what_it_saved(checkpoint, tmp_path, alone, theirs):
-    from tests.engine.parts import ROBOTS, metrics, train
+    from tests.whole_runs.parts import ROBOTS, metrics, train
 
     options = [
         "action.head.type=flow",
@@ -357,7 +357,7 @@ def test_another_kind_of_policy_is_refused_by_name(tmp_path):
 
 
 def test_without_lerobot_it_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "mmrl.policies.vla.lerobot", raising=False)
+    monkeypatch.delitem(sys.modules, "mmrl.policies.vla.backbones.lerobot", raising=False)
     monkeypatch.delattr(vla, "lerobot", raising=False)
     for name in [name for name in sys.modules if name.split(".")[0] == "lerobot"]:
         monkeypatch.delitem(sys.modules, name)

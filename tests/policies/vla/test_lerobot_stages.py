@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-from tests.engine.parts import ROBOTS, call, make, metrics, ratio_gaps, release
 from tests.policies.vla.test_lerobot_lora import assert_equal_actions, lerobots
 from tests.policies.vla.test_lerobot_policy import KINDS, lerobot, load
+from tests.whole_runs.parts import ROBOTS, call, make, metrics, ratio_gaps, release
 
 FLOW = "{type: flow, steps: 3, evaluation_steps: 3, likelihood: {window: {type: random, size: 1}}}"
 RUN = ["steps=2", "algorithm.epochs=2", "task.rewards=[{name: random}]", "task.train_size=30"]

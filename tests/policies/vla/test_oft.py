@@ -9,21 +9,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mmrl.sims import build
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributions import Normal
 
-from mmrl.cli import main
+from mmrl.cli.main import main
 from mmrl.errors import UserError
-from mmrl.policies.vla import unpickling
-from mmrl.policies.vla.codec import load_state_quantiles
-from mmrl.policies.vla.heads import ActionSampling
+from mmrl.policies.vla.backbones import checkpoint_conversion
+from mmrl.policies.vla.heads.codec import load_state_quantiles
+from mmrl.policies.vla.heads.head import ActionSampling
 from mmrl.policies.vla.settings import L1Actions
 from mmrl.settings import make as made_section
-from tests.engine import parts as engine
+from mmrl.sims import build
 from tests.policies.vla import tiny_oft as reference
 from tests.policies.vla.conftest import starts
+from tests.whole_runs import parts as engine
 
 STARTS, SEEDS = starts(0, 30), [1, 2, 3, 4]
 CAMERAS = (["front"], ["front", "wrist"])
@@ -37,7 +37,7 @@ def checkpoints(tmp_path_factory):
     for state in (True, False):
         folder = tmp_path_factory.mktemp("oft")
         found[state] = folder, reference.write(folder, state=state)
-        unpickling.convert(folder, reference.CHUNK)
+        checkpoint_conversion.convert(folder, reference.CHUNK)
     return found
 
 
@@ -82,7 +82,7 @@ class TestConversion:
         folder = copy(checkpoints, tmp_path / "c", converted=False)
         halved = {name: t.bfloat16() for name, t in reference.parts()[reference.HEAD].items()}
         torch.save(halved, folder / reference.HEAD)
-        unpickling.convert(folder, 4)
+        checkpoint_conversion.convert(folder, 4)
         made = load_file(folder / FILES[0])
         assert all(
             torch.equal(made[name], value) and made[name].dtype == torch.bfloat16 for name, value in halved.items()
@@ -100,7 +100,7 @@ class TestConversion:
             torch.save(given, folder / file)
         said = f"{file} is no pickle of tensors alone and was not opened: it asks for io.open"
         with pytest.raises(UserError, match=said) as refusal:
-            unpickling.convert(folder, 4)
+            checkpoint_conversion.convert(folder, 4)
         assert "\n" not in str(refusal.value)
         assert not trap.exists() and not any((folder / name).exists() for name in FILES)
         torch.load(folder / file, weights_only=False) if kind != "plain" else pickle.loads((folder / file).read_bytes())
@@ -111,7 +111,7 @@ class TestConversion:
         folder = copy(checkpoints, tmp_path / "c", converted=False)
         (folder / reference.HEAD).write_bytes(content)
         with pytest.raises(UserError, match=rf"^\S*{reference.HEAD} (is no pickle of tensors alone|is no head)"):
-            unpickling.convert(folder, 4)
+            checkpoint_conversion.convert(folder, 4)
 
     def test_what_is_not_known_is_named(self, checkpoints, tmp_path):
         def refused(message, chunk=4, **files):
@@ -119,7 +119,7 @@ class TestConversion:
             for name, content in files.items():
                 torch.save(content, folder / (name + "--150000_checkpoint.pt"))
             with pytest.raises(UserError, match=message):
-                unpickling.convert(folder, chunk)
+                checkpoint_conversion.convert(folder, chunk)
             assert not any((folder / name).exists() for name in FILES)
 
         head, projector = reference.parts().values()
@@ -142,13 +142,13 @@ class TestConversion:
         with pytest.raises(
             UserError, match="holds action_head--150000_checkpoint.pt and action_head--50000_checkpoint"
         ):
-            unpickling.convert(folder, 4)
+            checkpoint_conversion.convert(folder, 4)
         with pytest.raises(UserError, match="holds no action_head--STEP_checkpoint.pt or proprio_projector--STEP"):
-            unpickling.convert(checkpoints[True][0] / "..", 4)
+            checkpoint_conversion.convert(checkpoints[True][0] / "..", 4)
 
     @pytest.mark.parametrize(("action", "state", "chunk"), [(7, 8, 8), (7, 7, 5), (7, None, None), (14, 14, None)])
     def test_chunks_are_those_of_the_robots_of_the_paper(self, tmp_path, action, state, chunk):
-        from mmrl.policies.vla import oft
+        from mmrl.policies.vla.backbones import oft
 
         with torch.random.fork_rng():
             head = {f"model.{name}": t for name, t in oft.ActionNetwork(4, action).state_dict().items()}
@@ -157,10 +157,10 @@ class TestConversion:
                 torch.save(oft.ProprioProjector(4, state).state_dict(), tmp_path / reference.PROJECTOR)
         if chunk is None:
             with pytest.raises(UserError, match="no file says" if state is None else "14 numbers are ALOHA's"):
-                unpickling.convert(tmp_path, None)
+                checkpoint_conversion.convert(tmp_path, None)
         else:
-            assert unpickling.convert(tmp_path, None).chunk == chunk
-            assert unpickling.convert(tmp_path, 3).chunk == 3
+            assert checkpoint_conversion.convert(tmp_path, None).chunk == chunk
+            assert checkpoint_conversion.convert(tmp_path, 3).chunk == 3
 
     def test_options_of_the_other_conversion_are_refused(self, checkpoints, tmp_path, capsys):
         folder = copy(checkpoints, tmp_path / "c", converted=False)
@@ -413,7 +413,7 @@ def test_saved_as_published(oft, tmp_path):
     shutil.copytree(tmp_path / "s", bare)
     for name in (*FILES, "vla.json", "vla.safetensors"):
         (bare / name).unlink()
-    unpickling.convert(bare, 4)
+    checkpoint_conversion.convert(bare, 4)
     again = oft(path=bare)
     seen = policy.sim.reset([0, 30], ["go", "go"])
     assert torch.equal(mean(again, seen), mean(policy, seen)) and again.statistics.to_robot(np.ones((1, 3)))[0, 2] == 1

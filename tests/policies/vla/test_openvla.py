@@ -11,15 +11,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from mmrl.critics import SharedCritic
 from mmrl.errors import UserError
-from mmrl.policies.vla.codec import load_statistics
-from mmrl.policies.vla.heads import ActionSampling
-from mmrl.policies.vla.openvla import OpenVLAConfig, OpenVLAForActionPrediction, as_in_training, middle
+from mmrl.policies.vla.backbones.openvla import OpenVLAConfig, OpenVLAForActionPrediction, as_in_training, middle
+from mmrl.policies.vla.heads.codec import load_statistics
+from mmrl.policies.vla.heads.head import ActionSampling
 from mmrl.policies.vlm import loading
-from tests.engine import workers
+from mmrl.protocols.critic import SharedCritic
 from tests.policies.vla import tiny_openvla as reference
 from tests.policies.vla.conftest import starts
+from tests.whole_runs import workers
 
 DECODINGS = ("autoregressive", "bidirectional")
 STARTS, SEEDS = starts(0, 30), [1, 2, 3, 4]
@@ -266,7 +266,7 @@ def test_on_policy_ratio_is_exactly_one(openvla, decoding):
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_sees_both_ways_trains_at_a_temperature(checkpoint, tmp_path, stage):
-    """Decoding from left to right is trained over the small backbone, in tests/engine/test_robots.py."""
+    """Decoding from left to right is trained over the small backbone, in tests/whole_runs/test_robots.py."""
     options = [
         *("model.build=null", f"model.path={checkpoint[0]}", "action.prompt=null", "action.proprioception=false"),
         *("action.head={type: token, decoding: bidirectional, level: action}", "rollout.temperature=0.7"),

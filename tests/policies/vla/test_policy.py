@@ -6,18 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mmrl.sims import build
 from torch.distributions import Laplace, Normal
 
 from mmrl.config import validate
 from mmrl.errors import UserError
-from mmrl.policies.vla.heads import ActionSampling, extend
+from mmrl.policies.vla.heads.head import ActionSampling, extend
+from mmrl.report.settings import Log
 from mmrl.rollouts import Rollouts
 from mmrl.samplers.transitions import coefficients
-from mmrl.sections import Log
 from mmrl.settings import SettingsError
+from mmrl.sims import build
+from tests.helpers.saved import Saved
 from tests.policies.vla.conftest import CHUNK, KINDS, LEVELS, starts
-from tests.saved import Saved
 
 STARTS = starts(0, 30, 70)
 SEEDS = [11, 12, 13, 14, 15, 16]

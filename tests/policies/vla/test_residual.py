@@ -5,22 +5,22 @@ import math
 
 import pytest
 import torch
-from mmrl.tasks.manipulation import tiny_model
 from torch.distributions import Normal, kl_divergence
 
 from mmrl.config import validate
 from mmrl.errors import UserError
-from mmrl.policies.vla.heads import ActionSampling
+from mmrl.policies.vla.backbones.states_only import NothingRead
+from mmrl.policies.vla.heads.head import ActionSampling
 from mmrl.policies.vla.policy import DESCRIPTION
-from mmrl.policies.vla.states_only import NothingRead
 from mmrl.samplers.chain import gaussian
-from tests.engine import parts as engine
-from tests.engine.test_robots import with_head
+from mmrl.tasks.manipulation import tiny_model
 from tests.policies.vla.conftest import KINDS, SMALL_FLOW
 from tests.policies.vla.test_critics import quiet
 from tests.policies.vla.test_policy import SEEDS, STARTS, stir
+from tests.whole_runs import parts as engine
+from tests.whole_runs.test_robots import with_head
 
-OWN = "mmrl.policies.vla.mixture_settings:ResidualActions"
+OWN = "mmrl.policies.vla.heads.mixture_settings:ResidualActions"
 LINEAR = {"type": "gaussian", "layers": 0}
 BASES = {
     "token": {"type": "token", "bins": 8},

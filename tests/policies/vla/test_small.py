@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from mmrl.policies.vla import small
-from mmrl.policies.vla.small import SmallConfig
+from mmrl.policies.vla.backbones import small
+from mmrl.policies.vla.backbones.small import SmallActionConfig
 
 
 @pytest.fixture
@@ -20,7 +20,9 @@ def seen():
 
 def made(normalise):
     torch.manual_seed(0)
-    return small.SmallBackbone(SmallConfig(("go", "from"), width=32, channels=(4, 8, 8), normalise=normalise)).double()
+    return small.SmallBackbone(
+        SmallActionConfig(("go", "from"), width=32, channels=(4, 8, 8), normalise=normalise)
+    ).double()
 
 
 @torch.no_grad()
@@ -58,7 +60,7 @@ def test_places_stand_out_from_the_first_batch_on(seen):
 
 @pytest.mark.parametrize("normalise", [False, True])
 def test_it_is_loaded_as_it_was_saved(tmp_path, seen, normalise):
-    small.create(tmp_path, SmallConfig(("go", "from"), width=32, channels=(4, 8, 8), normalise=normalise), seed=3)
+    small.create(tmp_path, SmallActionConfig(("go", "from"), width=32, channels=(4, 8, 8), normalise=normalise), seed=3)
     backbone = small.load(tmp_path)
     assert backbone.config.normalise == normalise
     backbone.save(tmp_path / "again", backbone.state_dict())
@@ -66,7 +68,7 @@ def test_it_is_loaded_as_it_was_saved(tmp_path, seen, normalise):
 
 
 def test_a_description_from_before_there_was_a_choice_is_not_normalised(tmp_path):
-    small.create(tmp_path, SmallConfig(("go", "from"), width=32, channels=(4, 8, 8)), seed=0)
+    small.create(tmp_path, SmallActionConfig(("go", "from"), width=32, channels=(4, 8, 8)), seed=0)
     description = tmp_path / small.CONFIG
     description.write_text(description.read_text().replace('"normalise": false', '"width": 32'))
     assert not small.load(tmp_path).config.normalise
@@ -99,7 +101,7 @@ def test_the_order_of_words_is_seen(seen):
 
 
 def test_what_earlier_versions_wrote_is_read_or_named(tmp_path, seen):
-    small.create(tmp_path, SmallConfig(("go", "from"), width=32, channels=(4, 8, 8)), seed=0)
+    small.create(tmp_path, SmallActionConfig(("go", "from"), width=32, channels=(4, 8, 8)), seed=0)
     description, before = tmp_path / small.CONFIG, read(small.load(tmp_path), seen)
     text = description.read_text()
     description.write_text(text.replace('"squares": 0', '"squares": 0, "pixels": 8'))
@@ -122,7 +124,7 @@ def codes():
 
 def coded(**more):
     torch.manual_seed(0)
-    config = SmallConfig(("go", "from"), bins=8, width=32, layers=1, squares=SIDE, codes=CODES, **more)
+    config = SmallActionConfig(("go", "from"), bins=8, width=32, layers=1, squares=SIDE, codes=CODES, **more)
     return small.SmallBackbone(config).double()
 
 
@@ -173,7 +175,7 @@ def test_a_reading_of_a_board_is_one_token_and_padding_changes_nothing(codes):
 
 
 def test_boards_are_loaded_as_they_were_saved_and_have_one_size(tmp_path, codes, seen):
-    small.create(tmp_path, SmallConfig(("go", "from"), width=32, squares=SIDE, codes=CODES), seed=3)
+    small.create(tmp_path, SmallActionConfig(("go", "from"), width=32, squares=SIDE, codes=CODES), seed=3)
     backbone = small.load(tmp_path)
     backbone.save(tmp_path / "again", backbone.state_dict())
     assert torch.equal(read(small.load(tmp_path / "again"), codes), read(backbone, codes))

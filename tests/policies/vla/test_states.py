@@ -7,12 +7,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from mmrl.sims import build
 
 from mmrl.errors import UserError
-from mmrl.policies.vla import small, states
-from mmrl.policies.vla.codec import ActionStatistics
+from mmrl.policies.vla import states
+from mmrl.policies.vla.backbones import small
+from mmrl.policies.vla.heads.codec import ActionStatistics
 from mmrl.policies.vla.policy import DESCRIPTION
+from mmrl.sims import build
 from tests.policies.vla.conftest import CHUNK, KINDS, starts
 from tests.sims.line_simulator import Line
 
@@ -47,7 +48,7 @@ def dark(rows):
 @pytest.fixture(scope="module")
 def blind(tmp_path_factory):
     folder = tmp_path_factory.mktemp("blind")
-    small.create(folder, small.SmallConfig(("go", "from"), bins=8, width=32, channels=()), seed=0)
+    small.create(folder, small.SmallActionConfig(("go", "from"), bins=8, width=32, channels=()), seed=0)
     return str(folder)
 
 

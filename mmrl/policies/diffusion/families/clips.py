@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.policies.diffusion.families.base import FlowPipeline, checked_sides
+from mmrl.policies.diffusion.families.pipeline import FlowPipeline, checked_sides
 from mmrl.policies.diffusion.family import Condition, Resolution, Shape
 from mmrl.samplers.sigmas import Grid, shift_towards_noise
 

@@ -16,9 +16,9 @@ from einops import rearrange
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.policies.diffusion.families.base import FlowPipeline, checked_sides
 from mmrl.policies.diffusion.families.pictures import Flux, QwenImage
-from mmrl.policies.diffusion.family import Asked, Condition, Resolution, Shape
+from mmrl.policies.diffusion.families.pipeline import FlowPipeline, checked_sides
+from mmrl.policies.diffusion.family import Condition, ConditionInputs, Resolution, Shape
 
 
 class FluxKontext(Flux):
@@ -26,7 +26,7 @@ class FluxKontext(Flux):
 
     condition_parts = ("vae",)
 
-    def _condition(self, asked: Asked, shape: Shape) -> dict[str, Tensor]:
+    def _condition(self, asked: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
         return {**self._words(asked.text), "source": self._source(asked, shape)}
 
     def _inputs(
@@ -49,18 +49,18 @@ class QwenImageEdit(QwenImage):
     def cut(self, text: str) -> int:
         return 0
 
-    def _condition(self, asked: Asked, shape: Shape) -> dict[str, Tensor]:
+    def _condition(self, asked: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
         source = self._source(asked, shape)
         tokens, mask = self.pipe.encode_prompt(prompt=asked.text, image=self._seen(asked), device=self.device)
         if mask is not None and not bool(mask.all()):
             raise UserError(f"prompt {asked.text!r}: its embedding is padded, which one prompt's never is")
         return {"encoder_hidden_states": tokens, "source": source}
 
-    def _seen(self, asked: Asked) -> Any:
+    def _seen(self, asked: ConditionInputs) -> Any:
         """The picture as the language model gets it."""
         return self._resized(asked, 1024**2)
 
-    def _resized(self, asked: Asked, area: int) -> Any:
+    def _resized(self, asked: ConditionInputs, area: int) -> Any:
         """The picture at about `area` pixels, as the pipeline resizes it."""
         image = asked.images[0].convert("RGB")
         width, height, *_ = self.module_of_sizes.calculate_dimensions(area, image.width / image.height)
@@ -84,7 +84,7 @@ class QwenImageEditPlus(QwenImageEdit):
 
     module_of_sizes = qwen_edit_plus
 
-    def _seen(self, asked: Asked) -> Any:
+    def _seen(self, asked: ConditionInputs) -> Any:
         return [self._resized(asked, 384**2)]
 
 
@@ -115,7 +115,7 @@ class Flux2Klein(FlowPipeline):
     def _mu(self, tokens: int, steps: int) -> float:
         return compute_empirical_mu(tokens, steps)
 
-    def _condition(self, asked: Asked, shape: Shape) -> dict[str, Tensor]:
+    def _condition(self, asked: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
         said = self._words(asked.text)
         return {**said, "source": self._source(asked, shape)} if asked.images else said
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.errors import UserError
-from mmrl.policies.diffusion.families.base import FlowPipeline, NoisePipeline
+from mmrl.policies.diffusion.families.pipeline import FlowPipeline, NoisePipeline
 from mmrl.policies.diffusion.family import Condition
 
 

@@ -1,0 +1,203 @@
+"""What every algorithm is. One of one's own inherits from `Algorithm` or from a shipped one, and is named in the
+configuration as `algorithm.type=package.module:Class`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from mmrl.collection.settings import CollectionSettings, Groups
+from mmrl.protocols.requirements import Capabilities, Needs, together
+from mmrl.settings import Choice, Section, option
+from mmrl.terms.term import Mask, Shaper, Term
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+    from mmrl.protocols.job import JobConfig
+    from mmrl.rollouts import Prompt, Replay, Rollouts
+
+ReduceMode = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How values [rollout, decision] become a loss. totals: the algorithm's `denominators`, summed over all
+    micro-batches of the optimizer step on all ranks, so that a loss does not depend on how rollouts are cut up."""
+
+    mode: ReduceMode
+    mask: Tensor  # [rollout, decision] bool, which decisions count
+    totals: dict[str, Tensor]
+    length: int  # decisions of the longest rollout
+
+    def __call__(self, values: Tensor) -> Tensor:
+        from mmrl.core.reduce import reduce
+
+        return reduce(values, self.mask, mode=self.mode, total=self.totals["decisions"], length=self.length)
+
+
+class SamplingPolicy(Section):
+    """Rollouts come from an average of the weights, whose decay grows as slope x (step - start), up to `most`
+    (DiffusionNFT, arXiv 2509.16117)."""
+
+    slope: float = option(0.001, "growth of the decay a step", ge=0)
+    most: float = option(0.5, "largest decay", ge=0, lt=1)
+    start: int = option(0, "step from which on it grows", unit="steps", ge=0)
+
+
+class Algorithm(Choice):
+    """What is optimised: advantages once a step, then a loss for every micro-batch."""
+
+    title: ClassVar[str] = "algorithm"
+    kinds: ClassVar[dict[str, str]] = {
+        "grpo": "mmrl.algorithms.grpo:GRPO",
+        "ppo": "mmrl.algorithms.ppo:PPO",
+        "decoupled_ppo": "mmrl.algorithms.decoupled:DecoupledPPO",
+        "supervised": "mmrl.algorithms.supervised:Supervised",
+        "contrast": "mmrl.algorithms.denoising.contrast:Contrast",
+        "matching": "mmrl.algorithms.denoising.matching:Matching",
+        "reward_gradient": "mmrl.algorithms.denoising.reward_gradient:RewardGradient",
+        "preference": "mmrl.algorithms.preference.group_loss:Preference",
+        "stepwise_preference": "mmrl.algorithms.preference.pairs:StepwisePreference",
+        "candidate_preference": "mmrl.algorithms.preference.candidates:CandidatePreference",
+        "offline_preference": "mmrl.algorithms.preference.pairs:OfflinePreference",
+        "mixed_preference": "mmrl.algorithms.preference.group_loss:MixedPreference",
+        "discriminative": "mmrl.algorithms.preference.discriminative:Discriminative",
+        "reweighted_supervised": "mmrl.algorithms.reweighted:ReweightedSupervised",
+        "distribution_matching": "mmrl.algorithms.denoising.distribution_matching:DistributionMatching",
+        "tilt_matching": "mmrl.algorithms.denoising.tilt_matching:TiltMatching",
+    }
+    test: ClassVar[str] = "tests/joints/test_surrogates.py"
+    collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "groups"  # what it learns from
+    collection: ClassVar[CollectionSettings] = Groups  # the settings of that, as `rollout`
+
+    type: str = "grpo"
+    reduce: ReduceMode = option(
+        "token_mean", "how values of decisions become the loss; constant divides by the longest rollout"
+    )
+    terms: list[Term] = option([], "loss terms that are added")
+    masks: list[Mask] = option([], "what is left out of the loss")
+    epochs: int = option(1, "times that a step's rollouts are learned from", ge=1)
+    minibatches: int = option(1, "optimizer steps an epoch", ge=1)
+
+    @property
+    def shapers(self) -> list[Shaper]:
+        return []
+
+    @property
+    def slow_sampling(self) -> SamplingPolicy | None:
+        return None
+
+    # --- what it needs ---
+
+    @property
+    def own_needs(self) -> Needs:
+        return Needs()
+
+    def parts(self) -> Iterable[tuple[str, Needs]]:
+        """Everything that needs something, by its key."""
+        yield f"algorithm.type={self.type}", self.own_needs
+        added: dict[str, Sequence[Term | Shaper | Mask]]
+        added = {"terms": self.terms, "shaping": self.shapers, "masks": self.masks}
+        for name, members in added.items():
+            for i, member in enumerate(members):
+                yield f"algorithm.{name}.{i} ({member.type})", member.needs
+
+    @property
+    def needs(self) -> Needs:
+        return together(needs for _, needs in self.parts())
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps a step."""
+        return self.epochs * self.minibatches
+
+    def check(self, config: JobConfig, offered: Capabilities) -> None:
+        """Raises ValueError in one line for settings of other sections that do not fit."""
+
+    def check_rewards(self, names: list[str]) -> None:
+        """Raises ValueError in one line for a reward that is none of the task's."""
+
+    @property
+    def by_step(self) -> bool:
+        """Whether a step's updates learn from single steps of episodes in a random order, in place of whole ones."""
+        return False
+
+    # --- what it computes ---
+
+    def shown(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts with what is demonstrated of each, as many in a row as its collection has rollouts a prompt; of
+        an algorithm that collects demonstrations."""
+        return list(prompts)
+
+    @abstractmethod
+    def advantages(self, batch: Batch) -> Tensor:
+        """[rollout] or [rollout, decision], of this rank's rollouts."""
+
+    def prepare(self, batch: Batch) -> None:
+        """Lets its parts leave what they will need in the rollouts, when advantages and masks are known."""
+        for term in self.terms:
+            term.prepare(batch)
+
+    def of_minibatch(self, minibatch: Sequence[Rollouts], total: Callable[[Tensor], Tensor]) -> None:
+        """May change the advantages of an optimizer step's micro-batches, before the first update. total: the sum of a
+        tensor over ranks, which all of them ask for alike."""
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """Statistics of the loss that `enough` wants to know."""
+        return ()
+
+    def enough(self, means: dict[str, float]) -> bool:
+        """Whether a step ends with the update that has just been made. means: of `watched`, over all decisions of the
+        update on all ranks, before it."""
+        return False
+
+    @abstractmethod
+    def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Values to minimise and statistics to average, [rollout, decision]; on the device of `replay`."""
+
+    def objective(self, micro: Rollouts, replay: Replay, over: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's part of the loss without its terms, 0-d, and statistics.
+
+        An algorithm that computes values and reduction in one pass, or several losses, does it here.
+        """
+        values, stats = self.loss(micro, replay)
+        return over(values if replay.weight is None else values * replay.weight), stats
+
+    def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
+        """What a micro-batch adds to `Reduction.totals`, 0-d each."""
+        from mmrl.core.reduce import denominator
+
+        return {"decisions": denominator(micro.mask, mode=self.reduce)}
+
+    def informative(self, rollouts: Rollouts, weights: Any, names: list[str]) -> Tensor:
+        """[rollout] bool: whether its group can teach something, for dynamic sampling: here whether the combined reward
+        differs in it. A group is whole. weights, names: of the reward components."""
+        from mmrl.core.advantages import combined_reward
+        from mmrl.core.filters import varied_groups
+
+        assert rollouts.rewards is not None
+        return varied_groups(combined_reward(rollouts.rewards, weights), rollouts.group)
+
+    def counted(self, name: str, micro: Rollouts) -> Tensor:
+        """Over which entries the statistic `name` is averaged: bool, of the statistic's shape."""
+        return micro.mask
+
+
+class RewardedAlgorithm(Algorithm):
+    """An algorithm that learns from rewards: advantages may be shaped, and an average of the weights may roll out."""
+
+    shaping: list[Shaper] = option([], "changes of the advantages, in this order")
+    sampling_policy: SamplingPolicy | None = option(None, "roll out with a slower average of the weights; null: do not")
+
+    @property
+    def shapers(self) -> list[Shaper]:
+        return self.shaping
+
+    @property
+    def slow_sampling(self) -> SamplingPolicy | None:
+        return self.sampling_policy

@@ -1,0 +1,41 @@
+"""The reward of the most likely response as the baseline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.algorithms.baselines.baseline import Baseline, Total
+from mmrl.protocols.requirements import Needs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+    from mmrl.protocols.job import JobConfig
+
+
+class Greedy(Baseline):
+    """The reward of a greedy response to the same prompt, which is sampled and scored beside the rollouts and not
+    learned from. It needs no group."""
+
+    equation: ClassVar[str] = "A = r - r(greedy response)"
+    source: ClassVar[str] = "ReMax, arXiv 2310.10505"
+    test: ClassVar[str] = "tests/joints/test_baselines.py"
+    compares: ClassVar[bool] = False
+    single: ClassVar[bool] = True
+    type: str = "greedy"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(greedy=True)
+
+    def check(self, config: JobConfig) -> None:
+        heat = vars(config.evaluation).get("temperature", 0.0)
+        if heat != 0:
+            raise ValueError(
+                f"evaluation.temperature={heat} with algorithm.baseline=greedy: its responses are sampled as those of "
+                "evaluation are; set evaluation.temperature=0"
+            )
+
+    def of(self, rewards: Tensor, batch: Batch, total: Total) -> Tensor:
+        return batch.everyone(total(batch.column("greedy")))

@@ -1,0 +1,33 @@
+"""A quantile of the group as its baseline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.algorithms.baselines.baseline import Baseline, Total
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+
+
+class Quantile(Baseline):
+    """A quantile of the group's rewards. The median is hardly moved by one extreme reward; a high quantile lets only
+    rollouts that are among the best be reinforced, a low one only the worst be punished."""
+
+    equation: ClassVar[str] = "A = r - quantile_q(r_1 .. r_G), linear between neighbours"
+    source: ClassVar[str] = "robust statistics; as a group baseline a variant of our own"
+    test: ClassVar[str] = "tests/joints/test_baselines.py"
+    type: str = "quantile"
+    q: float = option(0.5, "the share of the group below it; 0.5 is the median", ge=0, le=1)
+
+    def of(self, rewards: Tensor, batch: Batch, total: Total) -> Tensor:
+        import torch
+
+        group, found = batch.fact("group"), torch.full_like(rewards, torch.nan)
+        for g in group.unique():
+            rows = group == g
+            found[rows] = rewards[rows].nanquantile(self.q)
+        return found

@@ -1,0 +1,41 @@
+"""Contrasting good samples with bad ones in the forward process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.algorithms.grouped import GroupedAlgorithm
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.rollouts import Replay, Rollouts
+
+
+class Contrast(GroupedAlgorithm):
+    """Good samples pull the implicit policy on one side of the old one, bad samples the one on the other side. There is
+    no ratio and no chain, and any solver may sample."""
+
+    equation: ClassVar[str] = (
+        "bound / nft_beta (o |v+ error|^2 + (1 - o) |v- error|^2), v+- = v_old +- nft_beta (v - v_old), "
+        "o = clamp(A / (2 bound) + 1/2, 0, 1)"
+    )
+    source: ClassVar[str] = "DiffusionNFT, arXiv 2509.16117"
+    type: str = "contrast"
+    nft_beta: float = option(1.0, "how far the implicit policies are from the old one", gt=0)
+    bound: float = option(5.0, "advantages beyond it count as it does", gt=0)
+
+    @property
+    def own_needs(self) -> Needs:
+        return Needs(offers=frozenset({"contrast"}), old=True)
+
+    def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        from mmrl.core.contrast import contrast, implicit_errors
+
+        assert replay.matching is not None and micro.advantages is not None
+        errors = implicit_errors(replay.matching, self.nft_beta)
+        advantages = micro.advantages.to(replay.logp.device)
+        values, stats = contrast(*errors, advantages, strength=self.nft_beta, bound=self.bound)
+        return values, {f"surrogate/{name}": value for name, value in stats.items()}

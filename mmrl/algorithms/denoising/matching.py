@@ -1,0 +1,25 @@
+"""Group-relative policy optimization on the likelihood of final samples."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from mmrl.algorithms.grpo import GRPO
+from mmrl.algorithms.surrogates.surrogate import Clip, Surrogate
+from mmrl.protocols.requirements import Needs
+from mmrl.schedules.schedule import constant
+from mmrl.settings import option
+
+
+class Matching(GRPO):
+    """The log-likelihood of a sample is minus its flow-matching error, at noise levels and noises that old and new
+    policy share; no chain is kept, and any solver may sample."""
+
+    equation: ClassVar[str] = "log r = w(s) (|v_old - (noise - data)|^2 - |v - (noise - data)|^2); surrogate(r, A)"
+    source: ClassVar[str] = "AWM, arXiv 2509.25050; FPO, arXiv 2507.21053"
+    type: str = "matching"
+    surrogate: Surrogate = option(Clip(low=constant(5e-3), high=constant(5e-3)), "objective of ratio and advantage")
+
+    @property
+    def own_needs(self) -> Needs:
+        return super().own_needs | Needs(offers=frozenset({"matching"}))

@@ -1,0 +1,67 @@
+"""Climbing a reward that is differentiable, through the last steps that made a picture."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mmrl.algorithms.algorithm import Algorithm
+from mmrl.collection.settings import CollectionSettings, Independent
+from mmrl.protocols.requirements import Needs
+from mmrl.rewards.settings import RewardSpec
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+    from mmrl.rewards.types import DifferentiableReward
+    from mmrl.rollouts import Replay, Rollouts
+
+
+class RewardGradient(Algorithm):
+    """The reward of a picture goes up along its gradient. It is quick, and nothing keeps pictures what they were: watch
+    the guards."""
+
+    equation: ClassVar[str] = "-r(x_0), with the gradient through the last steps of the chain (and the decoder)"
+    source: ClassVar[str] = "ReFL, arXiv 2304.05977; DRaFT-K, arXiv 2309.17400"
+    test: ClassVar[str] = "tests/joints/test_reward_gradient.py"
+    collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "rollouts"
+    collection: ClassVar[CollectionSettings] = Independent
+    type: str = "reward_gradient"
+    reward: RewardSpec = option(description="that is climbed; one that has a gradient, such as classifier_logp")
+
+    @property
+    def own_needs(self) -> Needs:
+        return Needs(offers=frozenset({"picture_gradient"}))
+
+    def check_rewards(self, names: list[str]) -> None:
+        differentiable(self.reward.model_dump_json())
+
+    def advantages(self, batch: Batch) -> Tensor:
+        import torch
+
+        return torch.ones(len(batch.rollouts))
+
+    def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        assert replay.pictures is not None
+        reward = differentiable(self.reward.model_dump_json())
+        found = reward.differentiable(replay.pictures, [sample.prompt for sample in micro.samples])
+        values = found[:, None].to(replay.logp.device)
+        return -self.reward.weight * values, {"reward_gradient/reward": values.detach()}
+
+
+@cache
+def differentiable(spec: str) -> DifferentiableReward:
+    """The reward of a specification in JSON. Raises ValueError in one line for one that has no gradient."""
+    from mmrl.rewards.registry import build
+    from mmrl.rewards.types import DifferentiableReward
+
+    asked = RewardSpec.model_validate_json(spec)
+    made = build(asked.name, asked.options)
+    if not isinstance(made, DifferentiableReward):
+        raise ValueError(
+            f"algorithm.reward.name={asked.name} has no gradient; use classifier_logp, or a class of your own with "
+            "differentiable(pictures, prompts)"
+        )
+    return made

@@ -1,0 +1,59 @@
+"""Telling right answers from wrong ones by their scores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mmrl.algorithms.preference.group_loss import GroupLoss
+from mmrl.protocols.requirements import Needs
+from mmrl.schedules.schedule import Schedule, number
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+    from mmrl.rollouts import Replay, Rollouts
+
+
+class Discriminative(GroupLoss):
+    """Right rollouts of a group shall score above its wrong ones, of which those that score highest count most. There
+    is no clip and prompts count alike, however hard. Bound the drift by a term of type old_kl, whose coefficient is a
+    multiplier with k_p that follows the metric old_kl."""
+
+    equation: ClassVar[str] = (
+        "-mean_right s + tau log mean_wrong exp(s / tau), s = mean_t logp (or mean_t r), a mean over the groups that "
+        "have both; tau null: mean_wrong s"
+    )
+    source: ClassVar[str] = "DisCO, arXiv 2505.12366"
+    type: str = "discriminative"
+    score: Literal["logp", "ratio"] = option("logp", "mean log-likelihood, or mean ratio to the old policy")
+    tau: Schedule | None = number(1.0, "the smaller, the more the worst mistakes count", gt=0)
+    threshold: float = option(0.5, "rewards above it are of right answers")
+
+    @property
+    def own_needs(self) -> Needs:
+        return super().own_needs | Needs(old=self.score == "ratio")
+
+    def advantages(self, batch: Batch) -> Tensor:
+        import torch
+
+        rewards = batch.combined()
+        sides = torch.where(rewards > self.threshold, 1.0, -1.0)
+        return batch.mine(sides.masked_fill(rewards.isnan(), 0.0))
+
+    def of_group(self, good: Tensor, bad: Tensor, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        import math
+
+        mask = micro.mask.to(replay.logp.device)
+        said = replay.logp
+        if self.score == "ratio":
+            old = replay.logp.detach() if micro.old_logp is None else micro.old_logp.to(replay.logp.device)
+            said = (replay.logp - old).exp()
+        score = said.where(mask, 0).sum(1) / mask.sum(1).clamp(min=1)
+        right, wrong = score[good], score[bad]
+        if self.tau is None:
+            above = wrong.mean()
+        else:
+            above = self.tau.value * ((wrong / self.tau.value).logsumexp(0) - math.log(len(wrong)))
+        return above - right.mean(), {"preference/margin": right.mean() - wrong.mean()}

@@ -1,0 +1,112 @@
+"""Direct preference optimisation by decision: of denoising steps and matchings, on line and from given pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mmrl.algorithms.preference.group_loss import Preference
+from mmrl.collection.settings import CollectionSettings, Demonstrations
+from mmrl.errors import UserError
+from mmrl.protocols.requirements import Needs
+from mmrl.schedules.schedule import Schedule, number
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+    from mmrl.rollouts import Prompt, Replay, Rollouts
+
+
+class StepwisePreference(Preference):
+    """The best rollout of every group is preferred to its worst, in each decision by itself: with matchings that is
+    Diffusion-DPO (and its flow form), with chains D3PO."""
+
+    equation: ClassVar[str] = (
+        "mean_t -log sigmoid(beta (logp_t - ref_logp_t of the best - the same of the worst)), a mean over groups"
+    )
+    source: ClassVar[str] = (
+        "Diffusion-DPO, arXiv 2311.12908, whose beta T omega is beta here; flows: Flow-DPO, arXiv 2501.13918; chains: "
+        "D3PO, arXiv 2311.13231"
+    )
+    test: ClassVar[str] = "tests/joints/test_pairs.py"
+    type: str = "stepwise_preference"
+    beta: Schedule = number(
+        100.0, "of the log-ratios to the reference, which are means over a latent's elements by default", gt=0
+    )
+
+    @property
+    def own_needs(self) -> Needs:
+        return Needs(offers=frozenset({"reference_ratio"}), whole_groups=True, reference=True)
+
+    def of_group(self, good: Tensor, bad: Tensor, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        import torch.nn.functional as F
+
+        gained = gains(micro, replay)
+        margin = self.beta.value * (gained[good[0]] - gained[bad[0]])
+        counted = (micro.mask[good[0]] & micro.mask[bad[0]]).to(margin.device).float()
+        weight = counted if replay.weight is None else counted * replay.weight[good[0]]
+        loss = (F.softplus(-margin) * weight).sum() / counted.sum().clamp(min=1)
+        mean = (margin * counted).sum() / counted.sum().clamp(min=1)
+        return loss, {"preference/margin": mean, "preference/right": (mean > 0).float()}
+
+
+class PairCollection(Demonstrations):
+    """Pairs of answers to prompts, one of which is better."""
+
+    @property
+    def rollouts_per_prompt(self) -> int:
+        return 2
+
+
+class OfflinePreference(StepwisePreference):
+    """Pairs that are given: a prompt's demonstration is preferred to what it holds as `rejected`."""
+
+    equation: ClassVar[str] = (
+        "level decision: stepwise_preference's; sequence: preference's, with sums over decisions before the sigmoid"
+    )
+    source: ClassVar[str] = "Diffusion-DPO, arXiv 2311.12908; of whole sequences: DPO, arXiv 2305.18290"
+    collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "demonstrations"
+    collection: ClassVar[CollectionSettings] = PairCollection
+    type: str = "offline_preference"
+    level: Literal["decision", "sequence"] = option(
+        "decision", "what is compared: decision by decision, as for pictures; or whole sequences, as for text"
+    )
+
+    def shown(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        return [one for prompt in prompts for one in (prompt, rejected(prompt))]
+
+    def advantages(self, batch: Batch) -> Tensor:
+        """[rollout] 1 for what is preferred, -1 for what is not."""
+        import torch
+
+        return torch.tensor([1.0, -1.0]).repeat(len(batch.rollouts) // 2)
+
+    def of_group(self, good: Tensor, bad: Tensor, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.level == "decision":
+            return super().of_group(good, bad, micro, replay)
+        return Preference.of_group(self, good, bad, micro, replay)
+
+    def _gained(self, row: Tensor, micro: Rollouts, replay: Replay) -> Tensor:
+        return gains(micro, replay)[row].where(micro.mask[row].to(replay.logp.device), 0).sum()
+
+
+def gains(micro: Rollouts, replay: Replay) -> Tensor:
+    """[rollout, decision] log-ratios to the reference, in their exact form where there is one."""
+    if replay.reference_log_ratio is not None:
+        return replay.reference_log_ratio
+    assert micro.ref_logp is not None
+    return replay.logp - micro.ref_logp.to(replay.logp.device)
+
+
+def rejected(prompt: Prompt) -> Prompt:
+    """The prompt with what it rejects as its demonstration. Raises UserError where it rejects nothing."""
+    if "rejected" not in prompt.metadata:
+        raise UserError(
+            f"prompt {prompt.id} has nothing under `rejected`: algorithm.type=offline_preference learns from pairs, "
+            "such as those of task.data.type=pairs or task.data.rejected=true"
+        )
+    key = "target" if "target" in prompt.metadata else "demonstration"
+    return replace(prompt, metadata=prompt.metadata | {key: prompt.metadata["rejected"]})

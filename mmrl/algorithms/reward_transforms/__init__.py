@@ -1,0 +1,1 @@
+"""Changes of the reward before baseline and scale."""

@@ -1,0 +1,35 @@
+"""A reward that the model gives itself, by doing the inverse of its task."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.algorithms.reward_transforms.transform import Transform
+from mmrl.protocols.requirements import Needs
+from mmrl.schedules.schedule import Schedule, number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+
+
+class InverseLikelihood(Transform):
+    """A unified model reads the picture that it drew, and says how likely the prompt is as what it shows: a picture of
+    which it can not tell what was asked for earns little. Nobody else judges; the model that judges is the one that
+    drew, with its gradient off."""
+
+    equation: ClassVar[str] = "r + weight x mean_t log p(prompt_t | picture, prompt_<t)"
+    source: ClassVar[str] = "dual self-rewards, arXiv 2506.07963; the direction I2T of Co-RL, arXiv 2505.17534"
+    test: ClassVar[str] = "tests/joints/test_inverse.py"
+    type: str = "inverse_likelihood"
+    weight: Schedule = number(1.0, "of the inverse task's likelihood, beside the rewards; nats a token")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"inverse"}), inverse=True)
+
+    def change(self, rewards: Tensor, batch: Batch) -> Tensor:
+        found = batch.everyone(batch.column("inverse")).to(rewards)
+        batch.report({"inverse/likelihood": float(found.nanmean())})
+        return rewards + self.weight.value * found

@@ -1,0 +1,34 @@
+"""Rewards that keep right answers from becoming all alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.algorithms.reward_transforms.transform import Transform
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+
+
+class Smoothing(Transform):
+    """A right answer earns more the less likely it was, a wrong one what it earned before."""
+
+    equation: ClassVar[str] = "r <- r - tau mean_t logp_t where r > threshold, logp of the policy that made the rollout"
+    source: ClassVar[str] = (
+        "reconstructed from the abstract of differential smoothing, which changes the reward of right trajectories "
+        "alone; the mean over tokens is ours"
+    )
+    type: str = "smoothing"
+    tau: float = option(0.05, "weight of the log-likelihood", gt=0)
+    threshold: float = option(0.5, "rewards above it are of right answers")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"single_sample_kl"}), statistics=frozenset({"logp"}))
+
+    def change(self, rewards: Tensor, batch: Batch) -> Tensor:
+        return rewards - self.tau * batch.fact("logp").where(rewards > self.threshold, 0.0)

@@ -1,0 +1,54 @@
+"""Changes of the reward before the baseline: what counts is the place within the group, or the best of several."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import Choice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+
+
+class Transform(Choice):
+    """A change of the combined reward, or with components=normalise_each of every component.
+
+    finished: what it gives are advantages already, so that the baseline and the scale must be none.
+    """
+
+    title: ClassVar[str] = "transform of rewards"
+    kinds: ClassVar[dict[str, str]] = {
+        "rank": "mmrl.algorithms.reward_transforms.ranking:Rank",
+        "pairwise": "mmrl.algorithms.reward_transforms.ranking:Pairwise",
+        "inverse_normal": "mmrl.algorithms.reward_transforms.ranking:InverseNormal",
+        "best_only": "mmrl.algorithms.reward_transforms.best_of:BestOnly",
+        "pass_at_k": "mmrl.algorithms.reward_transforms.best_of:PassAtK",
+        "pass_at_k_analytic": "mmrl.algorithms.reward_transforms.best_of:PassAtKAnalytic",
+        "smoothing": "mmrl.algorithms.reward_transforms.smoothing:Smoothing",
+        "modes": "mmrl.algorithms.reward_transforms.modes:Modes",
+        "history": "mmrl.algorithms.reward_transforms.history:History",
+        "sequence_entropy": "mmrl.algorithms.reward_transforms.sequence_entropy:SequenceEntropy",
+        "view_agreement": "mmrl.algorithms.reward_transforms.view_agreement:ViewAgreement",
+        "inverse_likelihood": "mmrl.algorithms.reward_transforms.inverse:InverseLikelihood",
+        "view_contrast": "mmrl.algorithms.reward_transforms.view_contrast:ViewContrast",
+    }
+    test: ClassVar[str] = "tests/joints/test_transforms.py"
+    finished: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    @abstractmethod
+    def change(self, rewards: Tensor, batch: Batch) -> Tensor:
+        """[rollout of all ranks] -> the like. NaN stays NaN, and has no part in what becomes of the others."""
+
+
+def groups_of(rewards: Tensor, units: Tensor) -> list[Tensor]:
+    """Rows of the scored rewards of each unit [rollout]; each [n] int64."""
+    scored = ~rewards.isnan()
+    return [((units == unit) & scored).nonzero().flatten() for unit in units.unique()]

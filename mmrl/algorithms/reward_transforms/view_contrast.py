@@ -1,0 +1,41 @@
+"""A bonus for answers that hang on what a view of the prompt takes away."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.algorithms.reward_transforms.transform import Transform
+from mmrl.prompts.counterfactual_views import ShuffledFrames
+from mmrl.prompts.views import View
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+
+
+class ViewContrast(Transform):
+    """A right response earns a bonus where its prompt is answered rightly often enough, compared with the same prompt
+    under a view: with shuffled frames, where the order of a clip's frames is made use of."""
+
+    equation: ClassVar[str] = (
+        "r <- r + bonus where accuracy = 1 and the group's mean accuracy >= margin * that under the view"
+    )
+    source: ClassVar[str] = "T-GRPO, Video-R1, arXiv 2503.21776"
+    test: ClassVar[str] = "tests/joints/test_view_contrast.py"
+    type: str = "view_contrast"
+    view: View = option(ShuffledFrames(), "under which the prompt is answered again, by as many responses")
+    bonus: float = option(0.3, "for a right response", gt=0)
+    margin: float = option(0.8, "what the accuracy under the view is multiplied with", gt=0)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"views"}), answered_under=(self.view,))
+
+    def change(self, rewards: Tensor, batch: Batch) -> Tensor:
+        under, right = batch.answered(self.view), batch.fact("accuracy") == 1
+        seen = batch.fact("group/accuracy")
+        batch.report({"view_contrast/accuracy_under_view": float(under.nanmean())})
+        return rewards + self.bonus * (right & (seen >= self.margin * under)).to(rewards)

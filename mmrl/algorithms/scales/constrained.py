@@ -1,0 +1,36 @@
+"""Rewards under constraints on costs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.algorithms.grouped import Components, Estimate
+from mmrl.schedules.schedule import Schedule
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Constrained(Components):
+    """Costs have advantages of their own, which a price takes off that of the reward. Written as a control of type
+    multiplier, which follows `reward/<cost>` to its budget, the price is a PID-Lagrangian multiplier: it rises while
+    the cost is above the budget. Costs are rewards of weight 0 in the task."""
+
+    equation: ClassVar[str] = "A = (A(r) - sum_k price_k A(cost_k)) / (1 + sum_k price_k)"
+    source: ClassVar[str] = "PID Lagrangian methods, Stooke et al. 2020, arXiv 2007.03964, with group advantages"
+    test: ClassVar[str] = "tests/joints/test_components.py"
+    type: str = "constrained"
+    prices: dict[str, Schedule] = option(description="of each cost, by the name of its reward", min_length=1)
+
+    def check_names(self, names: list[str]) -> None:
+        for name in self.prices:
+            if name not in names:
+                raise ValueError(f"algorithm.components.prices.{name}: the task's rewards are {', '.join(names)}")
+
+    def combine(self, estimate: Estimate, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor | None:
+        prices = {name: price.value for name, price in self.prices.items()}
+        found = estimate(self.total(rewards, weights, names))
+        for name, price in prices.items():
+            found = found - price * estimate(rewards[:, names.index(name)])
+        return found / (1 + sum(prices.values()))

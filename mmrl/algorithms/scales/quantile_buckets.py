@@ -1,0 +1,44 @@
+"""A standard deviation that prompts of like difficulty share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.algorithms.grouped import Scale
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+
+STATISTICS = {"logp", "entropy"}  # facts that cost a pass before the advantages
+
+
+class QuantileBucketStd(Scale):
+    """The standard deviation of all rollouts whose groups are in the same quantile of a fact, such as accuracy, length
+    or the policy's own confidence. A group that is nearly all right has a tiny deviation of its own."""
+
+    equation: ClassVar[str] = (
+        "A = (r - b) / (std of the bucket + 1e-6); groups are cut into `count` buckets of about equal numbers by their "
+        "mean of the fact"
+    )
+    source: ClassVar[str] = "difficulty-aware group normalisation, Durian, arXiv 2602.21743"
+    test: ClassVar[str] = "tests/joints/test_baselines.py"
+    known: ClassVar[str] = "bucket_std"
+    type: str = "quantile_bucket_std"
+    by: str = option("accuracy", "the fact of `mmrl.protocols.batch`; logp is the policy's confidence")
+    count: int = option(4, "buckets", ge=1)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(statistics=frozenset({self.by} & STATISTICS))
+
+    def buckets(self, batch: Batch) -> Tensor | None:
+        import torch
+
+        group, fact = batch.fact("group"), batch.fact(f"group/{self.by}")
+        one = torch.stack([fact[group == g][0] for g in group.unique()]).nan_to_num(0.0)
+        cuts = one.quantile(torch.arange(1, self.count).to(one) / self.count)
+        return (fact.nan_to_num(0.0)[:, None] > cuts).sum(1)

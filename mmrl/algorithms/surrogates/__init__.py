@@ -1,0 +1,1 @@
+"""Surrogate objectives of the policy ratio."""

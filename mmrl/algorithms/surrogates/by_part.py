@@ -1,0 +1,63 @@
+"""A surrogate for each part of a response: one for the text, one for the picture that follows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import model_validator
+
+from mmrl.algorithms.surrogates.surrogate import Clip, Result, Surrogate
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+    from mmrl.rollouts import Replay, Rollouts
+
+OTHERS = {name: where for name, where in Surrogate.kinds.items() if name != "by_part"}
+
+
+class ByPart(Surrogate):
+    """Text that plans a picture, and the codes or denoising steps that draw it, have bounds of their own: a word may
+    move further than one of hundreds of codes."""
+
+    equation: ClassVar[str] = "text's values where a decision is a word, picture's where it is a code or a step"
+    source: ClassVar[str] = (
+        "reconstructed from T2I-R1, arXiv 2505.00703, and ReasonGen-R1, arXiv 2505.24875: two levels of tokens in one "
+        "objective"
+    )
+    test: ClassVar[str] = "tests/joints/test_parts.py"
+    type: str = "by_part"
+    text: Surrogate = option(Clip(), "objective of the text's tokens", kinds=OTHERS)
+    picture: Surrogate = option(Clip(), "objective of the picture's codes or steps", kinds=OTHERS)
+
+    @model_validator(mode="after")
+    def _of_single_decisions(self) -> ByPart:
+        for name, chosen in (("text", self.text), ("picture", self.picture)):
+            if type(chosen).objective not in (Surrogate.objective, Clip.objective):
+                raise ValueError(f"{name}={chosen.type} compares whole rollouts; use one of single decisions")
+        return self
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"parts"})) | self.text.needs | self.picture.needs
+
+    def prepare(self, batch: Batch) -> None:
+        self.text.prepare(batch)
+        self.picture.prepare(batch)
+
+    def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        import torch
+
+        from mmrl.rollouts import PICTURE, TEXT, in_part
+
+        total = torch.zeros_like(log_ratio)
+        stats: dict[str, Tensor] = {}
+        for name, part, chosen in (("text", TEXT, self.text), ("picture", PICTURE, self.picture)):
+            mine = in_part(micro, part).to(log_ratio.device)
+            values, found = chosen.values(log_ratio, advantages, micro, replay)
+            total = values.where(mine, total)
+            stats |= {f"{name}_{key}": value.where(mine, torch.nan) for key, value in found.items()}
+        return total, stats

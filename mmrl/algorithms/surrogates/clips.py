@@ -1,0 +1,128 @@
+"""Surrogates whose bounds lie elsewhere than those of PPO's clip."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.algorithms.surrogates.surrogate import Clipped, Result, Surrogate
+from mmrl.protocols.requirements import Needs
+from mmrl.schedules.schedule import Schedule, number
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+    from mmrl.rollouts import Replay, Rollouts
+
+TEST = "tests/joints/test_clips.py"
+
+
+class Geometric(Surrogate):
+    """The geometric mean of a rollout's ratios, each bounded in logarithms on the side of its advantage's sign: one
+    extreme token hardly moves it. With algorithm.reduce=sequence_mean every rollout counts alike, as in the paper."""
+
+    equation: ClassVar[str] = (
+        "-A exp(mean_t s min(s l_t, s clamp(l_t, -low, high))), l = log r, s the sign of A; every decision has its "
+        "rollout's"
+    )
+    source: ClassVar[str] = "GMPO, arXiv 2507.20673"
+    test: ClassVar[str] = TEST
+    type: str = "geometric"
+    low: Schedule = number(0.4, "smallest log-ratio is -low", ge=0)
+    high: Schedule = number(0.4, "largest log-ratio is high", ge=0)
+
+    def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        import torch
+
+        from mmrl.core.ratios import by_unit
+
+        sign = advantages.sign()
+        clamped = log_ratio.clamp(-self.low.value, self.high.value)
+        bounded = sign * torch.minimum(sign * log_ratio, sign * clamped)
+        ratio = by_unit(bounded, micro.mask.to(log_ratio.device), level="sequence").exp()
+        return -advantages * ratio, {"ratio": ratio.detach(), "clipped": (bounded != log_ratio).to(ratio.dtype)}
+
+
+class LogClip(Clipped):
+    """The policy gradient with PPO's clip, but of the logarithm of the ratio: a decision that has moved far is not
+    weighted by how far. Add a term of type old_kl, the policy drift, for the whole method."""
+
+    equation: ClassVar[str] = "-min(l A, clamp(l, log(1 - low), log(1 + high)) A), l = log r"
+    source: ClassVar[str] = "CPGD, arXiv 2505.12504, whose drift is the term old_kl"
+    test: ClassVar[str] = TEST
+    type: str = "log_clip"
+    low: Schedule = number(0.2, "l gains nothing below log(1 - low)", ge=0, lt=1)
+
+    def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        import torch
+
+        bounded = log_ratio.clamp(math.log(1 - self.low.value), math.log1p(self.high.value))
+        values = -torch.minimum(log_ratio * advantages, bounded * advantages)
+        return values, {"ratio": log_ratio.detach().exp()}
+
+
+class SqrtClip(Surrogate):
+    """A clip that lets the square root of a token's probability move by the same distance, however likely it was. So
+    the ratio of a rare token may move far, and that of a common one little."""
+
+    equation: ClassVar[str] = "-min(r A, clamp(r, max(0, 1 - delta / sqrt(p_old))^2, (1 + delta / sqrt(p_old))^2) A)"
+    source: ClassVar[str] = "reconstructed from what RIPO says: a clip that is isometric in the Fisher metric"
+    test: ClassVar[str] = TEST
+    type: str = "sqrt_clip"
+    delta: Schedule = number(0.1, "how far the square root of a probability may move", gt=0)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"tokens"}))
+
+    def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        import torch
+
+        old = replay.logp.detach() if micro.old_logp is None else micro.old_logp.to(replay.logp.device)
+        step = self.delta.value * (-old / 2).clamp(max=20).exp()
+        low, high = (1 - step).clamp(min=0).square(), (1 + step).square()
+        ratio = log_ratio.exp()
+        values = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+        stats = {"ratio": ratio, "clip_low": (advantages < 0) & (ratio < low)}
+        stats["clip_high"] = (advantages > 0) & (ratio > high)
+        return values, {name: value.detach().to(values.dtype) for name, value in stats.items()}
+
+
+class BoundaryChance(Clipped):
+    """A decision just past the bound of the clip keeps its gradient with a certain chance, one further away never does.
+    It is drawn once a step who is kept."""
+
+    equation: ClassVar[str] = (
+        "clip's, but -r A with probability `keep` where 1 + high < r <= 1 + high + band and A > 0, or where "
+        "1 - low - band <= r < 1 - low and A < 0"
+    )
+    source: ClassVar[str] = "reconstructed from what NSR, arXiv 2605.22703, says of its stochastic boundary"
+    test: ClassVar[str] = TEST
+    type: str = "boundary_chance"
+    band: float = option(0.1, "width of what is just past the bound", gt=0)
+    keep: float = option(0.5, "chance of such a decision", ge=0, le=1)
+
+    def prepare(self, batch: Batch) -> None:
+        import torch
+
+        from mmrl.rollouts import DecisionColumn
+
+        mask = batch.rollouts.mask
+        batch.rollouts.extras[self.key] = DecisionColumn(torch.rand(mask.shape, generator=batch.generator(self.type)))
+
+    def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        from mmrl.core.surrogates import surrogate
+        from mmrl.rollouts import DecisionColumn
+
+        drawn = micro.extras[self.key]
+        assert isinstance(drawn, DecisionColumn)
+        values, stats = surrogate(log_ratio, advantages, kind="clip", **self.bounds)
+        ratio, low, high = log_ratio.exp(), 1 - self.low.value, 1 + self.high.value
+        near = ((advantages > 0) & (ratio > high) & (ratio <= high + self.band)) | (
+            (advantages < 0) & (ratio < low) & (ratio >= low - self.band)
+        )
+        kept = near & (drawn.values.to(ratio.device) < self.keep)
+        stats["kept"] = kept.to(values.dtype)
+        return (-ratio * advantages).where(kept, values), stats

@@ -1,0 +1,202 @@
+"""Surrogate objectives: what is minimised in place of the expected reward, from ratios and advantages."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mmrl.protocols.requirements import Needs
+from mmrl.schedules.schedule import Schedule, number
+from mmrl.settings import Choice, option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.algorithms.algorithm import Reduction
+    from mmrl.protocols.batch import Batch
+    from mmrl.rollouts import Replay, Rollouts
+
+Result = tuple["Tensor", dict[str, "Tensor"]]
+
+
+class Surrogate(Choice):
+    """An element-wise objective of the ratio r = pi / pi_old and the advantage A."""
+
+    title: ClassVar[str] = "surrogate"
+    kinds: ClassVar[dict[str, str]] = {
+        "clip": "mmrl.algorithms.surrogates.surrogate:Clip",
+        "dual_clip": "mmrl.algorithms.surrogates.surrogate:DualClip",
+        "cispo": "mmrl.algorithms.surrogates.surrogate:CISPO",
+        "soft": "mmrl.algorithms.surrogates.surrogate:Soft",
+        "divergence_mask": "mmrl.algorithms.surrogates.surrogate:DivergenceMask",
+        "gaussian_weight": "mmrl.algorithms.surrogates.surrogate:GaussianWeight",
+        "reinforce": "mmrl.algorithms.surrogates.surrogate:Reinforce",
+        "geometric": "mmrl.algorithms.surrogates.clips:Geometric",
+        "log_clip": "mmrl.algorithms.surrogates.clips:LogClip",
+        "sqrt_clip": "mmrl.algorithms.surrogates.clips:SqrtClip",
+        "boundary_chance": "mmrl.algorithms.surrogates.clips:BoundaryChance",
+        "ratio_variance": "mmrl.algorithms.surrogates.trust:RatioVariance",
+        "query_trust_region": "mmrl.algorithms.surrogates.trust:QueryTrustRegion",
+        "sequence_mask": "mmrl.algorithms.surrogates.trust:SequenceMask",
+        "group_expectation": "mmrl.algorithms.surrogates.trust:GroupExpectation",
+        "trajectory_trust_region": "mmrl.algorithms.surrogates.trajectories:TrajectoryTrustRegion",
+        "mirror_descent": "mmrl.algorithms.surrogates.mirror:MirrorDescent",
+        "by_part": "mmrl.algorithms.surrogates.by_part:ByPart",
+        "guided": "mmrl.algorithms.surrogates.guided:Guided",
+        "self_normalised": "mmrl.algorithms.surrogates.self_normalised:SelfNormalised",
+    }
+    test: ClassVar[str] = "tests/core/test_surrogates.py"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    def prepare(self, batch: Batch) -> None:
+        """Once a step, when advantages and masks are known: may leave columns in `batch.rollouts.extras`, as `key`."""
+
+    @abstractmethod
+    def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        """Values to minimise and statistics, [rollout, decision]; log_ratio and advantages have that shape too."""
+
+    def objective(
+        self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay, over: Reduction
+    ) -> Result:
+        """The reduced values, 0-d, and statistics."""
+        values, stats = self.values(log_ratio, advantages, micro, replay)
+        return over(values if replay.weight is None else values * replay.weight), stats
+
+
+class Clipped(Surrogate):
+    """A surrogate that bounds the ratio on both sides."""
+
+    low: Schedule = number(0.2, "the ratio gains nothing below 1 - low", ge=0, le=1)
+    high: Schedule = number(0.28, "the ratio gains nothing above 1 + high", ge=0)
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """What holds now, by the names of `core.surrogates`."""
+        return {"clip_low": self.low.value, "clip_high": self.high.value}
+
+
+class Clip(Clipped):
+    """PPO's clipped objective, with a bound for each side."""
+
+    equation: ClassVar[str] = "-min(r A, clamp(r, 1 - low, 1 + high) A)"
+    source: ClassVar[str] = "PPO, arXiv 1707.06347; two bounds: DAPO, arXiv 2503.14476"
+    type: str = "clip"
+
+    def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        from mmrl.core.surrogates import surrogate
+
+        return surrogate(log_ratio, advantages, kind=self.type, **self.bounds)
+
+    def objective(
+        self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay, over: Reduction
+    ) -> Result:
+        """In one pass of a kernel; of the statistics that it gives as means, every decision gets the mean."""
+        from mmrl.kernels import clipped_surrogate
+
+        loss, means = clipped_surrogate(
+            log_ratio,
+            advantages if replay.weight is None else advantages * replay.weight,
+            over.mask,
+            **self.bounds,
+            mode=over.mode,
+            total=over.totals["decisions"],
+            length=over.length,
+        )
+        return loss, {name: mean.expand_as(log_ratio) for name, mean in means.items()}
+
+
+class DualClip(Clipped):
+    """The clipped objective, whose loss is bounded where the advantage is negative."""
+
+    equation: ClassVar[str] = "clip's, at most cap |A| where A < 0"
+    source: ClassVar[str] = "arXiv 1912.09729"
+    type: str = "dual_clip"
+    cap: float = option(3.0, "largest loss of a negative advantage, in |A|", gt=1)
+
+    def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        from mmrl.core.surrogates import surrogate
+
+        return surrogate(log_ratio, advantages, kind=self.type, cap=self.cap, **self.bounds)
+
+
+class CISPO(Clipped):
+    """The policy gradient with a truncated, detached importance weight: no decision loses its gradient."""
+
+    equation: ClassVar[str] = "gradient -clamp(r, 1 - low, 1 + high) A dlogp"
+    source: ClassVar[str] = "MiniMax-M1, arXiv 2506.13585"
+    type: str = "cispo"
+    low: Schedule = number(0.2, "smallest weight is 1 - low", ge=0, le=1)
+    high: Schedule = number(0.28, "largest weight is 1 + high", ge=0)
+
+    def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        from mmrl.core.surrogates import surrogate
+
+        return surrogate(log_ratio, advantages, kind=self.type, **self.bounds)
+
+
+class Soft(Surrogate):
+    """A sigmoid gate in place of the clip, with a temperature for each sign of the advantage."""
+
+    equation: ClassVar[str] = "-A sigmoid(tau (r - 1)) 4 / tau"
+    source: ClassVar[str] = "SAPO, arXiv 2511.20347"
+    type: str = "soft"
+    tau_positive: float = option(1.0, "tau where A > 0", gt=0)
+    tau_negative: float = option(1.05, "tau where A <= 0", gt=0)
+
+    def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        from mmrl.core.surrogates import surrogate
+
+        taus = {"tau_positive": self.tau_positive, "tau_negative": self.tau_negative}
+        return surrogate(log_ratio, advantages, kind=self.type, **taus)
+
+
+class DivergenceMask(Surrogate):
+    """A decision that has moved past a divergence bound gets no gradient that moves it further."""
+
+    equation: ClassVar[str] = "-r A, or 0 where divergence > bound and the step moves further away"
+    source: ClassVar[str] = "DPPO, arXiv 2602.04879; of denoising steps: Flow-DPPO"
+    type: str = "divergence_mask"
+    bound: float = option(description="largest divergence", gt=0)
+    estimate: Literal["tv", "kl"] = option(
+        "tv", "of 'this token or any other', for decisions without an exact divergence: total variation or KL"
+    )
+
+    def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        from mmrl.core.regularizers import token_divergence
+        from mmrl.core.surrogates import surrogate
+
+        divergence = replay.divergence
+        if divergence is None:
+            old = replay.logp.detach() if micro.old_logp is None else micro.old_logp.to(replay.logp.device)
+            divergence = token_divergence(replay.logp, old, kind=self.estimate)
+        return surrogate(log_ratio, advantages, kind=self.type, divergence=divergence, bound=self.bound)
+
+
+class GaussianWeight(Surrogate):
+    """Decisions count less the further their ratio is from 1, on both sides."""
+
+    equation: ClassVar[str] = "-w r A, w = exp(-log(r)^2 / (2 sigma^2)) detached"
+    source: ClassVar[str] = "arXiv 2603.03955"
+    type: str = "gaussian_weight"
+    sigma: float = option(0.2, "width in log-ratios", gt=0)
+
+    def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        from mmrl.core.surrogates import surrogate
+
+        return surrogate(log_ratio, advantages, kind=self.type, sigma=self.sigma)
+
+
+class Reinforce(Surrogate):
+    """The policy gradient, whatever the ratio."""
+
+    equation: ClassVar[str] = "gradient -A dlogp"
+    source: ClassVar[str] = "Williams 1992"
+    type: str = "reinforce"
+
+    def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        from mmrl.core.surrogates import surrogate
+
+        return surrogate(log_ratio, advantages, kind=self.type)

@@ -1,0 +1,1 @@
+"""How the rollouts of a step come to be."""

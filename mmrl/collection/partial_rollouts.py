@@ -1,0 +1,89 @@
+"""Rollouts in the making over several steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mmrl.collection.settings import Independent
+from mmrl.generation.settings import Partial
+from mmrl.protocols.parts import Drafting, Source
+from mmrl.rollouts import Rollouts
+from mmrl.runtime.seeds import rollout_seeds
+
+
+@dataclass(eq=False)
+class PendingGroup:
+    """Rollouts in the making for one prompt. position: of the draw, prompt: its index in the source. version: finished
+    steps behind the weights that drew their first tokens, if any did."""
+
+    position: int
+    prompt: int
+    drafts: list[Any]
+    version: int | None = None
+
+
+class Pool:
+    """More groups in the making than a step needs, so that it need not wait for the longest responses: they go on in
+    the next step, with its weights, from the tokens they have (partial rollouts, arXiv 2501.12599).
+
+    Responses grow by whole segments; a step ends after one, when it has its groups. So what it gets does not depend on
+    time, and as long as weights stay the same a response does not depend on how many steps it took.
+    """
+
+    def __init__(self, policy: Drafting, source: Source, seed: int, rollout: Independent, partial: Partial) -> None:
+        self.policy, self.source, self.seed, self.rollout, self.partial = policy, source, seed, rollout, partial
+        self.groups: list[PendingGroup] = []  # oldest first
+
+    def add(self, positions: Sequence[int], prompts: Sequence[int]) -> None:
+        """positions, prompts: of the draw, and the prompts' indices in the source."""
+        size = self.rollout.group_size
+        if positions:
+            seeds = rollout_seeds(self.seed, positions, size)
+            drafts = self.policy.draft([self.source[p] for p in prompts], size, seeds)
+            for i, (position, prompt) in enumerate(zip(positions, prompts, strict=True)):
+                self.groups.append(PendingGroup(position, prompt, drafts[i * size : (i + 1) * size]))
+
+    def take(self, count: int, step: int, version: int) -> Rollouts:
+        """The `count` oldest finished groups, as soon as there are as many. Waits for a group that would be older than
+        `max_staleness` in the step after `step`. version: of the weights that the generator has."""
+        while not self._enough(count, step):
+            for group in self.groups:
+                group.version = version if group.version is None else group.version
+            unfinished = [draft for group in self.groups for draft in group.drafts]
+            self.policy.extend(self.policy.engine, unfinished, self.partial.segment)
+        taken = [group for group in self.groups if self._finished(group)][:count]
+        self.groups = [group for group in self.groups if group not in taken]
+        size = self.rollout.group_size
+        batch = self.policy.complete([draft for group in taken for draft in group.drafts], size)
+        batch.group = torch.tensor([group.position for group in taken]).repeat_interleave(size)
+        batch.prompt = torch.tensor([group.prompt for group in taken]).repeat_interleave(size)
+        batch.version = torch.tensor([group.version for group in taken]).repeat_interleave(size)
+        return batch
+
+    def _enough(self, count: int, step: int) -> bool:
+        oldest = step + 1 - self.partial.max_staleness
+        late = [group for group in self.groups if group.version is not None and group.version < oldest]
+        return sum(map(self._finished, self.groups)) >= count and all(map(self._finished, late))
+
+    def _finished(self, group: PendingGroup) -> bool:
+        return all(draft.finished(self.policy.eos) for draft in group.drafts)
+
+    def state(self) -> dict[str, Any]:
+        """Tensors and numbers that `load` needs; later steps do not change them."""
+        return {
+            "positions": [group.position for group in self.groups],
+            "prompts": [group.prompt for group in self.groups],
+            "versions": [group.version for group in self.groups],
+            "drafts": [draft.state() for group in self.groups for draft in group.drafts],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.groups = []
+        self.add(state["positions"], state["prompts"])
+        self.policy.restore([draft for group in self.groups for draft in group.drafts], state["drafts"])
+        for group, version in zip(self.groups, state["versions"], strict=True):
+            group.version = version

@@ -1,0 +1,181 @@
+"""Rollouts that were right once and are learned from again."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import PrivateAttr
+
+from mmrl.collection.extra_sources import ExtraSource, SourceContext, joining
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+    from mmrl.rollouts import Rollouts
+
+BELOW = -(1 << 40)  # ids of groups of what is imitated: further down than those of demonstrations
+Stored = dict[str, Any]  # what the policy needs to make a rollout again, and what is known of it
+
+
+class ReplaySource(ExtraSource):
+    """The last right rollouts of every prompt are kept, by all ranks alike."""
+
+    test: ClassVar[str] = "tests/joints/test_replays.py"
+    keep: int = option(4, "rollouts that are kept of a prompt; the oldest leave first", ge=1)
+    prompts: int = option(1000, "prompts of which rollouts are kept; those that were right last stay", ge=1)
+    accuracy: float = option(1.0, "rollouts are kept whose accuracy is at least this", unit="accuracy")
+    likelihoods: Literal["recorded", "present"] = option(
+        "recorded",
+        "the ratio of a replayed decision is to its likelihood when it was made, or to that of the present policy "
+        "before the step, as if that had made it",
+    )
+    _context: Any = PrivateAttr()
+    _stored: dict[int, list[Stored]] = PrivateAttr(default_factory=dict)  # by prompt, oldest first
+
+    @property
+    def needs(self) -> Needs:
+        statistics = frozenset({"logp"}) if self.likelihoods == "recorded" else frozenset[str]()
+        return Needs(offers=frozenset({"storage"}), statistics=statistics)
+
+    def start(self, context: SourceContext) -> None:
+        self._context, self._stored = context, {}
+
+    def observe(self, batch: Batch) -> None:
+        """Keeps what was right among the new rollouts of all ranks."""
+        for prompt, stored in batch.each(self._found(batch)):
+            before = self._stored.pop(prompt, [])  # what was right last is last
+            self._stored[prompt] = [*before, stored][-self.keep :]
+        for prompt in list(self._stored)[: -self.prompts]:
+            del self._stored[prompt]
+
+    def _found(self, batch: Batch) -> list[tuple[int, Stored]]:
+        """This rank's: prompts and what is kept."""
+        from mmrl.rollouts import EXTRA, FRESH
+
+        rollouts = batch.rollouts
+        assert rollouts.accuracy is not None and rollouts.origin is not None and rollouts.rewards is not None
+        scored = ~rollouts.rewards.isnan().any(1)
+        new = (rollouts.origin == FRESH) | (rollouts.origin == EXTRA)
+        right = (rollouts.accuracy >= self.accuracy) & new & batch.kept & scored
+        rows = rollouts.select(right)
+        assert rows.prompt is not None and rows.rewards is not None and rows.accuracy is not None
+        found = []
+        for i, state in enumerate(self._context.policy.stored(rows)):
+            known: Stored = {"state": state, "rewards": rows.rewards[i].tolist(), "accuracy": float(rows.accuracy[i])}
+            if self.likelihoods == "recorded":
+                assert rows.old_logp is not None
+                known["logp"] = rows.old_logp[i].tolist()
+            found.append((int(rows.prompt[i]), known))
+        return found
+
+    def _made(self, prompts: list[int], stored: list[Stored], group: Tensor) -> Rollouts:
+        """Replayed rollouts with all that is known of them."""
+        import torch
+
+        from mmrl.rollouts import REPLAYED
+
+        context: SourceContext = self._context
+        made = context.policy.recalled(  # type: ignore[attr-defined]  # which it offers: see `needs`
+            [context.prompts[prompt] for prompt in prompts], [one["state"] for one in stored]
+        )
+        made.group, made.prompt = group, torch.tensor(prompts)
+        made.origin = torch.full((len(stored),), REPLAYED)
+        made.rewards = torch.tensor([one["rewards"] for one in stored])
+        made.accuracy = torch.tensor([one["accuracy"] for one in stored])
+        if self.likelihoods == "recorded":
+            made.old_logp = torch.zeros(made.mask.shape)
+            for row, one in enumerate(stored):
+                count = min(made.mask.shape[1], len(one["logp"]))  # both end where no decision counts
+                made.old_logp[row, :count] = torch.tensor(one["logp"][:count])
+        return made
+
+    def state(self) -> dict[str, Any]:
+        return {"prompts": list(self._stored), "stored": [list(stored) for stored in self._stored.values()]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._stored = dict(zip(state["prompts"], state["stored"], strict=True))
+
+
+class SuccessReplay(ReplaySource):
+    """Right rollouts of earlier steps join the group of their prompt, so that a group in which all are wrong now still
+    says what right is. Of a prompt that was never right before there is nothing to replay."""
+
+    equation: ClassVar[str] = (
+        "A_i of the group G with min(count, stored) rollouts of earlier steps, r = pi / pi_then (recorded) or pi / "
+        "pi_old (present)"
+    )
+    source: ClassVar[str] = "RLEP, arXiv 2507.07451; only where all are wrong: ARPO, arXiv 2505.16282"
+
+    type: str = "success_replay"
+    count: int = option(1, "replayed rollouts that join a group", ge=1)
+    groups: Literal["all", "failed"] = option("all", "failed: only groups none of whose fresh rollouts is right")
+
+    @property
+    def rollouts(self) -> int:
+        return 0
+
+    @property
+    def in_group(self) -> int:
+        return self.count
+
+    def make(self, fresh: Rollouts) -> Rollouts:
+        import torch
+
+        context: SourceContext = self._context
+        chosen: list[tuple[int, int, Stored]] = []
+        for group in fresh.group.unique().tolist():
+            rows = fresh.group == group
+            assert fresh.prompt is not None and fresh.accuracy is not None
+            prompt = int(fresh.prompt[rows][0])
+            stored = self._stored.get(prompt, [])
+            if self.groups == "all" or not bool((fresh.accuracy[rows] >= self.accuracy).any()):
+                chance = random.Random(f"{context.seed} {group}")  # the place of the draw, whatever the rank
+                drawn = chance.sample(stored, min(self.count, len(stored)))
+                chosen += [(group, prompt, one) for one in drawn]
+        if not chosen:
+            return joining([], fresh, context)
+        groups, prompts, stored = (list(column) for column in zip(*chosen, strict=True))
+        return joining([self._made(prompts, stored, torch.tensor(groups))], fresh, context)
+
+
+class SelfImitation(ReplaySource):
+    """Right rollouts of earlier steps, of whatever prompts, for the loss term `likelihood` with of=replayed."""
+
+    equation: ClassVar[str] = "rollouts of origin 2, without rewards, drawn from all that are kept"
+    source: ClassVar[str] = "after self-imitation learning, arXiv 1806.05635, without its critic"
+
+    type: str = "self_imitation"
+    count: int = option(description="replayed rollouts a step, over all ranks", ge=1)
+    _drawn: int = PrivateAttr(default=0)  # steps that were served
+
+    @property
+    def rollouts(self) -> int:
+        return self.count
+
+    def make(self, fresh: Rollouts) -> Rollouts:
+        import torch
+
+        context: SourceContext = self._context
+        every = [(prompt, one) for prompt, stored in self._stored.items() for one in stored]
+        self._drawn += 1
+        if not every:
+            return joining([], fresh, context)
+        drawn = random.Random(f"{context.seed} {self._drawn}").choices(every, k=self.count)
+        rank, world = context.share
+        own = slice(rank * self.count // world, (rank + 1) * self.count // world)
+        prompts, stored = (list(column) for column in zip(*drawn[own], strict=True))
+        places = torch.arange((self._drawn - 1) * self.count, self._drawn * self.count)[own]
+        made = self._made(prompts, stored, BELOW - places)
+        made.rewards = torch.full_like(made.rewards, torch.nan)  # type: ignore[arg-type]
+        return made
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"drawn": self._drawn}
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        self._drawn = state["drawn"]

@@ -1,0 +1,93 @@
+"""Further responses to prompts that no rollout answered rightly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import PrivateAttr
+
+from mmrl.collection.extra_sources import ExtraSource, SourceContext, joining
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from mmrl.rollouts import Rollouts
+
+
+APART = 1 << 31  # added to the run's seed, so that no response is drawn twice; a seed is a word of 32 bits
+
+
+class ExtraRollouts(ExtraSource):
+    """Prompts whose rollouts are all wrong are asked again, at another temperature, and the right answers join their
+    group; what is still wrong is dropped. Together with `success_replay` it explores, filters and replays."""
+
+    equation: ClassVar[str] = (
+        "A_i of the group G with those of `count` responses at temperature `temperature` that are right; each replayed "
+        "at its own temperature"
+    )
+    source: ClassVar[str] = "reconstructed from EFRame, arXiv 2506.22200: extra rollouts and their filter"
+    test: ClassVar[str] = "tests/joints/test_retries.py"
+
+    type: str = "extra_rollouts"
+    count: int = option(8, "further responses to a prompt", ge=1)
+    temperature: float = option(1.2, "of these responses", gt=0)
+    most: int = option(2, "right ones that join a group; the first of them", ge=1)
+    accuracy: float = option(1.0, "of a response that counts as right", unit="accuracy")
+    _context: Any = PrivateAttr()
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"temperatures"}))
+
+    @property
+    def rollouts(self) -> int:
+        return 0
+
+    @property
+    def in_group(self) -> int:
+        return self.most
+
+    def start(self, context: SourceContext) -> None:
+        self._context = context
+
+    def make(self, fresh: Rollouts) -> Rollouts:
+        import torch
+
+        from mmrl.rollouts import EXTRA
+        from mmrl.runtime.seeds import rollout_seeds
+
+        context: SourceContext = self._context
+        failed = self._failed(fresh)
+        # Under ZeRO-3 ranks generate together: one that has nothing to ask asks something
+        if context.most(len(failed)) == 0:
+            return joining([], fresh, context)
+        assert fresh.prompt is not None
+        asked = failed or [(int(fresh.group[0]), int(fresh.prompt[0]))]
+        seeds = rollout_seeds(context.seed + APART, [group for group, _ in asked], self.count)
+        prompts = [context.prompts[prompt] for _, prompt in asked]
+        policy: Any = context.policy  # which takes a temperature: see `needs`
+        made: Rollouts = policy.rollout(prompts, self.count, seeds, step=0, temperature=self.temperature)
+        made.group = torch.tensor([group for group, _ in asked]).repeat_interleave(self.count)
+        made.prompt = torch.tensor([prompt for _, prompt in asked]).repeat_interleave(self.count)
+        made.rewards = context.task.score(made.samples, made.group)
+        made.accuracy = context.task.accuracy(made.samples)
+        made.origin = torch.full((len(made),), EXTRA)
+        right = (made.accuracy >= self.accuracy) & bool(failed)
+        place = right.view(-1, self.count).cumsum(1).flatten()  # among the right ones of its group, from 1
+        return joining([made.select(right & (place <= self.most))], fresh, context)
+
+    def _failed(self, fresh: Rollouts) -> list[tuple[int, int]]:
+        """Groups without a right rollout, and their prompts."""
+        assert fresh.prompt is not None and fresh.accuracy is not None
+        found = []
+        for group in fresh.group.unique().tolist():
+            rows = fresh.group == group
+            if not bool((fresh.accuracy[rows] >= self.accuracy).any()):
+                found.append((group, int(fresh.prompt[rows][0])))
+        return found
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        pass

@@ -1,0 +1,104 @@
+"""Rollouts that are put together to samples of self-correction."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import PrivateAttr
+
+from mmrl.collection.extra_sources import ExtraSource, SourceContext, joining
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from mmrl.rollouts import Rollouts
+
+
+_log = logging.getLogger(__name__)
+
+
+class SelfCorrections(ExtraSource):
+    """A response of a group, a text such as "Wait, I will look again.", and another response of the same group become
+    one response that joins it. Only what follows the text is learned from, with the advantage of what the whole earns:
+    after a wrong first try a right one is, and so is what made it wrong again."""
+
+    equation: ClassVar[str] = (
+        "A of o1 + text + o2 in the group G with them, on the decisions of o2; o1 is wrong; o2 is right in half of "
+        "them, rounded up, and another wrong one in the rest, or right in all where only one is wrong"
+    )
+    source: ClassVar[str] = "reconstructed from Octopus: recombined rollouts whose loss is on the second response only"
+    test: ClassVar[str] = "tests/joints/test_corrections.py"
+
+    type: str = "self_corrections"
+    text: str = option("\nWait, I will look again.\n", "between the two responses")
+    count: int = option(2, "such responses that join a group with right and wrong rollouts", ge=1)
+    accuracy: float = option(1.0, "of a rollout that counts as right", unit="accuracy")
+    _context: Any = PrivateAttr()
+    _told: bool = PrivateAttr(False)  # whether it was said that nothing fits
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"recombination"}))
+
+    @property
+    def rollouts(self) -> int:
+        return 0
+
+    @property
+    def in_group(self) -> int:
+        return self.count
+
+    def start(self, context: SourceContext) -> None:
+        self._context = context
+
+    def make(self, fresh: Rollouts) -> Rollouts:
+        import torch
+
+        from mmrl.rollouts import EXTRA
+
+        context: SourceContext = self._context
+        pairs = self._pairs(fresh)
+        if not pairs:
+            return joining([], fresh, context)
+        first, second = (torch.tensor(column) for column in zip(*pairs, strict=True))
+        policy: Any = context.policy  # which recombines: see `needs`
+        made: Rollouts = policy.recombined(fresh.select(first), fresh.select(second), self.text)
+        assert fresh.prompt is not None
+        made.group, made.prompt = fresh.group[first], fresh.prompt[first]
+        made.origin = torch.full((len(pairs),), EXTRA)
+        made.rewards = context.task.score(made.samples, made.group)
+        made.accuracy = context.task.accuracy(made.samples)
+        fits = torch.tensor([s.response_length <= s.max_response_length for s in made.samples])
+        if not fits.any() and not self._told:
+            self._told = True
+            shortest = min(sample.response_length for sample in made.samples)
+            _log.warning(
+                "self_corrections: none of %d fits; the shortest has %d tokens, rollout.max_response_length=%d: "
+                "raise it or shorten the text between them",
+                *(len(pairs), shortest, made.samples[0].max_response_length),
+            )
+        return joining([made.select(fits)], fresh, context)
+
+    def _pairs(self, fresh: Rollouts) -> list[tuple[int, int]]:
+        """Rows of first and second responses: a wrong one and a right one, then two wrong ones where there are two."""
+        assert fresh.accuracy is not None
+        found = []
+        for group in fresh.group.unique().tolist():
+            rows = (fresh.group == group).nonzero().flatten()
+            known = fresh.accuracy[rows]
+            right, wrong = (rows[known >= self.accuracy].tolist(), rows[known < self.accuracy].tolist())
+            if not right or not wrong:
+                continue
+            chance = random.Random(f"{self._context.seed} {group}")  # the place of the draw, whatever the rank
+            mended = -(-self.count // 2) if len(wrong) > 1 else self.count
+            found += [(chance.choice(wrong), chance.choice(right)) for _ in range(mended)]
+            found += [tuple(chance.sample(wrong, 2)) for _ in range(self.count - mended)]
+        return found  # type: ignore[return-value]
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        pass

@@ -1,0 +1,132 @@
+"""Settings of what a step learns from: how many prompts, how many rollouts of each, and which of them are kept."""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from mmrl.collection.extra_sources import ExtraSource
+from mmrl.prompts.sampler import Permutation, PromptSampler
+from mmrl.settings import Section, option
+
+
+class DynamicSampling(Section):
+    """Groups that teach nothing are replaced by new ones until the batch is full (DAPO, arXiv 2503.14476)."""
+
+    max_rounds: int = option(4, "rounds of generation that a step may cost before it goes on with what it has", ge=1)
+    low: float | None = option(None, "keep groups whose mean accuracy is at least this")
+    high: float | None = option(None, "keep groups whose mean accuracy is at most this")
+    shared: bool = option(
+        True,
+        "ranks with more groups that teach something than they need give them to the others, so that a step has those "
+        "that one rank alone would have taken; false: each goes on until it has its own",
+    )
+
+    @model_validator(mode="after")
+    def _rises(self) -> DynamicSampling:
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"low={self.low} is above high={self.high}: no group would be kept")
+        return self
+
+
+class Demonstrations(Section):
+    """Demonstrations of prompts."""
+
+    prompts: int = option(16, "prompts a step, over all ranks", ge=1)
+    sampler: PromptSampler = option(Permutation(), "which prompts a step gets")
+    max_idle_steps: int = option(
+        50,
+        "steps in a row whose gradient was exactly 0, as where all rewards of every group are equal, after which the "
+        "run ends; after a fifth of them it says so",
+        unit="steps",
+        ge=1,
+    )
+
+    @property
+    def rollouts_per_prompt(self) -> int:
+        return 1
+
+    @property
+    def generated_at_once(self) -> int | None:
+        return None
+
+    @property
+    def scores_in_background(self) -> bool:
+        return False
+
+    @property
+    def longest_silence(self) -> int:
+        """Steps in a row without a score after which the run ends."""
+        return 1
+
+    @property
+    def filters(self) -> DynamicSampling | None:
+        return None
+
+    @property
+    def paired(self) -> bool:
+        """Whether a group answers two prompts, half of it each."""
+        return False
+
+    @property
+    def extra_sources(self) -> list[ExtraSource]:
+        return []
+
+
+class Independent(Demonstrations):
+    """Rollouts that are not compared with others of the same prompt."""
+
+    group_size: int = option(1, "rollouts a prompt", ge=1)
+    micro_batch: int | None = option(None, "rollouts generated at once on a rank; default: all of them", ge=1)
+    max_unscored_steps: int = option(
+        3, "steps in a row in which no rollout could be scored, after which the run ends", unit="steps", ge=1
+    )
+    score_in_background: bool = option(False, "score one micro-batch while the next is generated")
+    extras: list[ExtraSource] = option([], "where further rollouts of a step come from, beside the fresh ones")
+
+    @property
+    def rollouts_per_prompt(self) -> int:
+        return self.group_size
+
+    @property
+    def generated_at_once(self) -> int | None:
+        return self.micro_batch
+
+    @property
+    def scores_in_background(self) -> bool:
+        return self.score_in_background
+
+    @property
+    def longest_silence(self) -> int:
+        return self.max_unscored_steps
+
+    @property
+    def extra_sources(self) -> list[ExtraSource]:
+        return self.extras
+
+
+class Groups(Independent):
+    """Groups of rollouts that answer the same prompt."""
+
+    group_size: int = option(8, "rollouts a prompt", ge=1)
+    dynamic_sampling: DynamicSampling | None = option(None, "replace groups that teach nothing; null: keep all")
+    twins: bool = option(
+        False,
+        "half of a group answers the prompt, half its twin, which differs in a word (FocusDiff)",
+    )
+
+    @model_validator(mode="after")
+    def _two_halves(self) -> Groups:
+        if self.twins and self.group_size % 2:
+            raise ValueError(f"group_size={self.group_size} can not be shared by twins; make it even")
+        return self
+
+    @property
+    def paired(self) -> bool:
+        return self.twins
+
+    @property
+    def filters(self) -> DynamicSampling | None:
+        return self.dynamic_sampling
+
+
+CollectionSettings = type[Demonstrations]  # a name of its own: inside a choice, `type` is a key

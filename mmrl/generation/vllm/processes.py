@@ -1,0 +1,157 @@
+"""The processes of vLLM's servers that are started here, or by Ray on a host that it chooses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmrl.errors import UserError
+from mmrl.generation.settings import VLLMServer
+from mmrl.generation.vllm.api_key import KEY
+from mmrl.generation.vllm.engine import ENVIRONMENT, EngineOptions, last_error, versions
+from mmrl.runtime import devices
+from mmrl.runtime.ray import Cluster, RayProcess
+
+NAME = "mmrl"  # of the model, for the servers
+MIDDLEWARE = "mmrl.generation.vllm.api_key.Keyed"
+
+
+@dataclass
+class Process:
+    """A server that is started here."""
+
+    options: EngineOptions
+    key: str = field(repr=False)  # that requests have to come with
+    log: Path
+    address: str = ""
+    device: int = 0  # the first of its GPUs, as torch counts in this process
+    running: subprocess.Popen | RayProcess | None = None
+    failures: int = 0  # how often it ended since all engines last had the same weights
+    loading: dict[str, Any] = field(default_factory=dict)  # arguments that say how its weights come
+
+    def start(self, model: Path) -> None:
+        host, port = self.address.removeprefix("http://").rsplit(":", 1)
+        environment = devices.without_launcher(dict(os.environ)) | self.environment()
+        if torch.cuda.is_available():
+            mine = range(self.device, self.device + self.options.tensor_parallel)
+            environment[devices.VISIBLE] = devices.names(mine)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("a") as file:
+            self.running = subprocess.Popen(
+                [sys.executable, *self.arguments(model, host, int(port))],
+                env=environment,
+                stdin=subprocess.PIPE,  # it ends when this is closed
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    def arguments(self, model: Path, host: str, port: int) -> list[str]:
+        own = {"model": str(model), "served_model_name": NAME, "host": host, "port": port}
+        own |= {"enable_scale_out": True, "disable_uvicorn_access_log": True, "middleware": MIDDLEWARE}
+        if self.options.tensor_parallel == 1:
+            own["distributed_executor_backend"] = "uni"  # a process less
+        return ["-m", "mmrl.generation.vllm.serve", *command_line(own | self.options.arguments() | self.loading)]
+
+    def environment(self) -> dict[str, str]:
+        found = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING", KEY: self.key}
+        if torch.cuda.is_available():
+            found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # on a CPU it would add a process between engine and model
+        if self.options.lora_rank:
+            found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        return found
+
+    def ended(self) -> bool:
+        if self.running is None or self.running.poll() is None:
+            return False
+        self.failures += 1
+        self._kill()  # what it may have left
+        return True
+
+    def stop(self) -> None:
+        if self.running is not None:
+            self._kill()
+            self.running.wait()
+
+    def state(self) -> str:
+        """Of one that ended, in words: why, where it said so."""
+        text = self.log.read_text(errors="replace")
+        if self.running is not None and self.running.poll() is None:
+            return f"it ended, was started again and is not up yet, see {self.log}"
+        if "rror" not in text:
+            return f"it ended and did not say why, see {self.log}"
+        return f"{self.log} says: {last_error(text)}; {versions()}"
+
+    def _kill(self) -> None:
+        assert self.running is not None
+        with suppress(ProcessLookupError):  # all have ended
+            os.killpg(self.running.pid, signal.SIGKILL)
+
+
+@dataclass(kw_only=True)
+class PlacedProcess(Process):
+    """A server that is started on a host that Ray chooses, each time anew."""
+
+    cluster: Cluster
+    tell: Callable[[str], None]  # where that is
+    patience: float  # seconds to wait for room
+
+    def start(self, model: Path) -> None:
+        """Raises UserError if there is no room, ConnectionError if the host is lost."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        gpus = self.options.tensor_parallel if torch.cuda.is_available() else 0
+        self.running = placed = self.cluster.place(gpus=gpus, log=self.log)
+        host, port = placed.room(self.patience)
+        self.address = f"http://{host}:{port}"
+        self.tell(self.address)
+        placed.run(self.arguments(model, host, port), self.environment())
+
+    def _kill(self) -> None:
+        assert isinstance(self.running, RayProcess)
+        self.running.kill()
+
+
+def devices_of(settings: VLLMServer, gather: Callable[[Any], list[Any]]) -> list[int]:
+    """The first GPU of each engine, as torch counts on the host of rank 0. Collective.
+
+    Raises UserError, on all ranks, where there are too few or where one is a rank's own.
+    """
+    count, first, each = settings.servers, settings.first_device, settings.tensor_parallel
+    problem = None
+    if torch.cuda.is_available():
+        ranks, there = devices.local_ranks(), torch.cuda.device_count()
+        if first < ranks:
+            problem = (
+                f"rollout.generator.first_device={first} is a GPU that a rank trains on; set it to {ranks} or more, or "
+                "use rollout.generator.type=vllm_colocated"
+            )
+        elif first + count * each > there:
+            problem = (
+                f"{count} engines of {each} GPUs from rollout.generator.first_device={first} on need "
+                f"{first + count * each} GPUs, and this host shows {there}"
+            )
+    if problem := gather(problem)[0]:
+        raise UserError(problem)
+    return [first + i * each for i in range(count)]
+
+
+def command_line(arguments: dict[str, Any]) -> list[str]:
+    """Keyword arguments as vLLM's options; those that are None are left out."""
+    found: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None:
+            found += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return found

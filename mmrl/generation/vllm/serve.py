@@ -1,0 +1,29 @@
+"""`python -m mmrl.generation.vllm.serve ARGUMENTS`: vLLM's own server, which ends when the process that started it
+does."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+from mmrl.runtime.logging import quieten_environment
+from mmrl.runtime.ray import end_with_parent
+
+
+def main() -> None:
+    quieten_environment()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    model = Path(sys.argv[sys.argv.index("--model") + 1])
+    if not model.is_dir():
+        sys.exit(
+            f"Error: this host does not see {model}; rollout.generator.exchange has to name a folder that all "
+            "hosts share"
+        )
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    serve()
+
+
+if __name__ == "__main__":
+    main()

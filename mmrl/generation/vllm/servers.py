@@ -1,0 +1,459 @@
+"""vLLM's servers: engines in processes of their own, started here, placed by Ray or given by address, each a replica.
+
+They are talked to over HTTP, tokens in and tokens out. Weights go as `mmrl.generation.weight_sync.transfer` says.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import queue
+import secrets
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from mmrl.errors import UserError
+from mmrl.generation.sampling import Sampling
+from mmrl.generation.settings import VLLMServer
+from mmrl.generation.vllm import responses
+from mmrl.generation.vllm.api_key import KEY
+from mmrl.generation.vllm.client import ATTEMPTS, LOST, PAUSE, EngineWeights, Failed, Server
+from mmrl.generation.vllm.engine import (
+    EngineOptions,
+    Request,
+    bundled,
+    check_installed,
+    check_length,
+    check_read,
+    sampling_parameters,
+)
+from mmrl.generation.vllm.processes import PlacedProcess, Process, devices_of
+from mmrl.generation.vllm.responses import Answer, BadAnswer
+from mmrl.generation.weight_sync.checksums import Report, report
+from mmrl.generation.weight_sync.folders import Exchange, remove_abandoned
+from mmrl.generation.weight_sync.transfer import Broadcast, Folder, Transfer, unwritten
+from mmrl.runtime.ray import Cluster
+
+
+class Servers:
+    """Engines that share the requests of a batch: each takes the next one when it has room, so a slow one holds nobody
+    up. What an engine had when it died is asked again elsewhere. Engines that were started here are started again.
+
+    Methods marked collective are called by all ranks. Rank 0 starts engines, gives weights and looks after both.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        options: EngineOptions,
+        *,
+        describe: Callable[[Path], None],
+        gather: Callable[[Any], list[Any]],
+        rank: int = 0,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """Collective. folder: for what engines read, be it weights or what they start from; all servers can read it.
+        options: their settings are a `VLLMServer`. describe: writes the configuration and the processor of the model
+        into a folder. gather: a value of each rank.
+
+        Raises UserError where vLLM has to be started and is not installed, and where there is no such cluster.
+        """
+        settings = options.settings
+        assert isinstance(settings, VLLMServer)
+        self.options, self.describe, self.gather, self.rank = options, describe, gather, rank
+        self.in_flight, self.say = settings.in_flight, say
+        count, addresses, host, timeout = settings.servers, settings.addresses, settings.host, settings.timeout
+        # Engines that are started here get a key; whoever gives addresses says with what those were started
+        key = os.environ.get(KEY, "") if addresses else gather(secrets.token_urlsafe(32))[0]
+        self.processes: list[Process] = []
+        self.known: TCPStore | None = None  # where Ray has them, for all ranks
+        if not addresses:
+            check_installed()
+            logs = [folder / f"server-{i}.log" for i in range(count)]
+            if settings.ray is not None:
+                self._prepare(settings.ray, logs, timeout, key)
+            else:
+                places = devices_of(settings, gather)
+                ports = gather([free_port(host) for _ in range(count)])[0]
+                addresses = [f"http://{host}:{port}" for port in ports]
+                if rank == 0:
+                    self.processes = [Process(options, key, *own) for own in zip(logs, addresses, places, strict=True)]
+        if self.known is None:
+            self.servers = [Server(partial(str, address.rstrip("/")), timeout, key) for address in addresses]
+        else:
+            self.servers = [Server(partial(read, self.known, i), timeout, key) for i in range(count)]
+        self.run = gather(uuid4().hex[:8])[0]  # engines by address may have served another one
+        self.exchange = Exchange(folder, self.run)
+        if rank == 0:
+            for left in remove_abandoned(folder):
+                say(f"removed {left}, weights that a run which has ended left behind")
+        self.number = self.adapters = 0  # of the weights, and of LoRAs on them
+        self.restarts = self.asked_again = 0
+        self.answered = [0] * len(self.servers)
+        self.transfer: Transfer = Folder(self.exchange, describe)
+        if settings.transfer == "broadcast":
+            self.transfer = Broadcast(self.exchange, describe, self.servers, timeout=timeout, rank=rank, say=say)
+        for process in self.processes:
+            process.loading = self.transfer.arguments()
+        self._giving = threading.Lock()  # of weights to all engines, or to one that was started again
+        self._closed = threading.Event()
+        self._keeper = threading.Thread(target=self._keep_alive, daemon=True)
+
+    def _prepare(self, ray: str, logs: Sequence[Path], timeout: float, key: str) -> None:
+        """Collective. Engines that Ray will place, and the store in which rank 0 tells the others where."""
+        problem = host = port = None
+        if self.rank == 0:
+            try:
+                cluster = Cluster(ray, "rollout.generator.ray")
+                host, self.known = cluster.host, TCPStore(cluster.host, 0, is_master=True, wait_for_workers=False)
+                tell = [partial(self.known.set, str(i)) for i in range(len(logs))]
+                self.processes = [
+                    PlacedProcess(self.options, key, log, cluster=cluster, tell=told, patience=timeout)
+                    for log, told in zip(logs, tell, strict=True)
+                ]
+                port = self.known.port
+            except UserError as error:
+                problem = str(error)
+        problem, host, port = self.gather((problem, host, port))[0]
+        if problem:
+            raise UserError(problem)
+        if self.known is None:
+            self.known = TCPStore(host, port, wait_for_workers=False)
+
+    @property
+    def current(self) -> EngineWeights:
+        """What engines have or are about to get."""
+        return self._weights(self.number)
+
+    def _weights(self, number: int) -> EngineWeights:
+        folder = self.exchange.path
+        adapter = folder / f"adapter-{self.adapters}" if self.adapters else None
+        return EngineWeights(f"{self.run}-{number}", folder / f"weights-{number}", adapter)
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        return [Replica(self, i) for i in range(len(self.servers))]
+
+    # --- weights ---
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Collective. Replace the weights of all engines; see `VLLM.load`. Raises UserError on every rank."""
+        weights, problem, before = iter(weights), None, self.current.folder
+        with self._giving:
+            if self.rank == 0:
+                problem = self._tried(partial(self.transfer.prepare, weights, self._weights(self.number + 1)))
+            self.number += 1
+            if self.rank == 0 and problem is None:
+                problem = self._tried(self._start) or self._tried(
+                    partial(self.transfer.send, weights, self.current, self._bearable)
+                )
+            for _ in weights:  # parts may have to be gathered from all ranks
+                pass
+            self._share(problem, before)
+
+    def _tried(self, step: Callable[[], None]) -> str | None:
+        """What went wrong."""
+        try:
+            step()
+        except (UserError, ConnectionError) as error:
+            return f"{error}{self._last_words()}"
+        return None
+
+    def adapt(self, write: Callable[[Path | None], None]) -> None:
+        """Collective. Replace the LoRA of all engines; see `VLLM.adapt`. `write` is a collective too, and writes where
+        it gets a folder. Raises UserError on every rank."""
+        coming, problem = self.exchange.path / f"adapter-{self.adapters + 1}", None
+        try:
+            write(coming if self.rank == 0 else None)
+        except (OSError, SafetensorError) as error:
+            problem = unwritten(coming, error)
+        with self._giving:
+            self.adapters += 1
+            self._share(problem, self.exchange.path / f"adapter-{self.adapters - 1}")
+
+    def _share(self, problem: str | None, before: Path) -> None:
+        """Gives engines what was written, unless there was a problem. before: what is not needed after that."""
+        if self.rank == 0 and problem is None:
+            problem = self._give()
+        problem = next((found for found in self.gather(problem) if found), None)
+        if self.rank == 0:
+            shutil.rmtree(before, ignore_errors=True)
+        if problem:
+            self.close()
+            raise UserError(problem)
+
+    def arrived(self) -> list[Report]:
+        """Of each engine on rank 0; the other ranks leave that to it. Raises UserError."""
+        return [self._arrived(server) for server in self.servers] if self.rank == 0 else []
+
+    def _arrived(self, server: Server) -> Report:
+        adapter, last = self.current.adapter, ""
+        for _ in range(ATTEMPTS):
+            try:
+                return report(server.call("arrived", adapter=adapter and str(adapter))["results"])
+            except LOST as error:  # it may have been started again
+                last = " ".join(str(error).split())[:300]
+                self._refresh(server, self._bearable)
+            except (LookupError, TypeError, ValueError) as error:
+                last = repr(error)
+        raise UserError(f"the vLLM server at {server.address} does not tell what weights it has ({last})")
+
+    def _start(self) -> None:
+        """Engines that do not run yet. Raises UserError and ConnectionError, see `Process.start`."""
+        new = [process for process in self.processes if process.running is None]
+        with ThreadPoolExecutor(max(1, len(new))) as pool:
+            list(pool.map(lambda process: process.start(self.transfer.model(self.current)), new))
+        if self.processes and not self._keeper.is_alive():
+            self._keeper.start()
+
+    def _refresh(self, server: Server, alive: Callable[[], bool]) -> None:
+        server.refresh(self.current, self.transfer.give, alive)
+
+    def _give(self) -> str | None:
+        """What went wrong."""
+        if problem := self._tried(self._refresh_all):
+            return problem
+        for process in self.processes:
+            process.failures = 0
+        return None
+
+    def _refresh_all(self) -> None:
+        with ThreadPoolExecutor(len(self.servers)) as pool:  # each takes the weights in its own time
+            list(pool.map(lambda server: self._refresh(server, self._bearable), self.servers))
+
+    def _bearable(self) -> bool:
+        """Whether an engine still may come up: one that ends each time it is started does not."""
+        return all(process.failures < 3 for process in self.processes)
+
+    def _last_words(self) -> str:
+        failing = [process for process in self.processes if process.failures]
+        return "".join(f"; {process.state()}" for process in failing[:1])
+
+    def _keep_alive(self) -> None:
+        """Starts engines again that have ended, and gives them the weights of now: other ranks may wait for that."""
+        while not self._closed.wait(PAUSE):
+            for process, server in zip(self.processes, self.servers, strict=True):
+                if process.ended() and self._bearable() and not self._closed.is_set():
+                    self.restarts += 1
+                    self.say(f"the vLLM server at {process.address} ended; starting it again ({process.log})")
+                    try:
+                        process.start(self.transfer.model(self.current))
+                    except (UserError, ConnectionError) as error:  # no host has room
+                        with process.log.open("a") as file:
+                            file.write(f"Error: {error}\n")
+                    else:
+                        threading.Thread(target=self._bring_up_to_date, args=(server,), daemon=True).start()
+
+    def _bring_up_to_date(self, server: Server) -> None:
+        """What goes wrong is met again, and said, by who asks this engine next."""
+        with self._giving, suppress(UserError):
+            self._refresh(server, lambda: self._bearable() and not self._closed.is_set())
+
+    # --- generation ---
+
+    def generate(self, requests: Sequence[Request], *, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
+        """`VLLM.generate`, each response exactly once. Raises UserError as that does, and if no engine is left."""
+        return self.ask(range(len(self.servers)), requests, sampling, eos)
+
+    def ask(
+        self, servers: Sequence[int], requests: Sequence[Request], sampling: Sampling, eos: tuple[int, ...]
+    ) -> list[Answer]:
+        """`generate` by these of the servers."""
+        for request in requests:
+            check_length(request, self.options.context)
+        share = -(-len(requests) // len(servers))  # so that there is something for each of them
+        requests = bundled(requests, min(share, self.options.settings.max_sequences))
+        batch = RequestBatch(requests, self._bodies(requests, sampling, eos))
+        room = min(self.in_flight, len(requests))
+        with ThreadPoolExecutor(room * len(servers)) as pool:
+            work = [pool.submit(self._work, i, batch, sampling, eos) for i in servers for _ in range(room)]
+            try:
+                for done in as_completed(work):
+                    done.result()
+            finally:
+                batch.over.set()
+        if batch.left:
+            raise next(iter(batch.lost.values()))
+        return [answer for found in batch.found for answer in found]
+
+    def _bodies(self, requests: Sequence[Request], sampling: Sampling, eos: tuple[int, ...]) -> list[dict[str, Any]]:
+        """As /inference/v1/generate takes them."""
+        model = {} if self.current.adapter is None else {"model": self.current.version}
+        pictures = {id(r.images): [data_url(image) for image in r.images] for r in requests}
+        return [
+            {**content(r, pictures[id(r.images)]), **model, "sampling_params": sampling_parameters(r, sampling, eos)}
+            for r in requests
+        ]
+
+    def _work(self, number: int, batch: RequestBatch, sampling: Sampling, eos: tuple[int, ...]) -> None:
+        """Takes requests to one server until all of the batch are answered, or the server is lost. Raises UserError for
+        a request that it refuses, and for one that was not answered rightly in ATTEMPTS."""
+
+        def hopeful() -> bool:
+            return batch.unfinished() and number not in batch.lost and not self._closed.is_set()
+
+        server = self.servers[number]
+        while number not in batch.lost and (place := batch.take(server)) is not None:
+            try:
+                if server.suspect:
+                    self._refresh(server, hopeful)
+            except UserError as error:
+                batch.give_back(place)
+                batch.lost[number] = error
+                return
+            try:
+                found = self._answered(server, batch, place, sampling, eos)
+            except (LOST, BadAnswer) as error:
+                self.asked_again += 1
+                batch.failed(place, number, server, error)
+            else:
+                batch.put(place, number, found)
+                server.failures = 0
+                self.answered[number] += len(found)
+
+    def _answered(
+        self, server: Server, batch: RequestBatch, place: int, sampling: Sampling, eos: tuple[int, ...]
+    ) -> list[Answer]:
+        request = batch.requests[place]
+        found = server.post("inference/v1/generate", batch.bodies[place])
+        if (other := responses.versions(found) - {self.current.version}) != set():
+            raise BadAnswer(f"it was made with the weights {min(map(str, other))}, not {self.current.version}")
+        checked = responses.read(found, request.count, request.limit, sampling, eos)
+        check_read(request, responses.prompt_ids(found))
+        return checked
+
+    # --- life ---
+
+    def measures(self) -> dict[str, float]:
+        """Counts since the last call."""
+        counts = {"generation/restarts": float(self.restarts), "generation/asked_again": float(self.asked_again)}
+        self.restarts = self.asked_again = 0
+        return counts
+
+    def wake(self) -> None:
+        """They never sleep."""
+
+    def serve(self) -> None:
+        """They never sleep."""
+
+    def sleep(self) -> None:
+        """They never sleep."""
+
+    def close(self) -> None:
+        """Ends the engines that were started here."""
+        self._closed.set()
+        for process in self.processes:
+            process.stop()
+        self.transfer.close()
+        if self.rank == 0:
+            self.exchange.clear()
+
+
+@dataclass
+class Replica:
+    """One engine of several, to be asked by itself; weights come to all at once."""
+
+    all: Servers
+    number: int
+
+    def generate(self, requests: Sequence[Request], *, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
+        return self.all.ask([self.number], requests, sampling, eos)
+
+
+class RequestBatch:
+    """Requests on their way: each is with one server at a time and gets one answer."""
+
+    def __init__(self, requests: Sequence[Request], bodies: Sequence[dict[str, Any]]) -> None:
+        self.requests, self.bodies = requests, bodies
+        self.found: list[list[Answer]] = [[] for _ in bodies]
+        self.attempts = [0] * len(bodies)
+        self.lost: dict[int, UserError] = {}  # servers that did not come back, or answer badly
+        self.able: set[int] = set()  # servers that answered
+        self.over = threading.Event()  # answered or not
+        self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for place in range(len(bodies)):
+            self._waiting.put(place)
+        self.left = len(bodies)
+        self._lock = threading.Lock()
+
+    def take(self, server: Server | None = None) -> int | None:
+        """The next place, as soon as the server need not rest; None when there is nothing left to answer, also not what
+        another server has."""
+        while self.unfinished():
+            if server is not None and server.rests():
+                self.over.wait(PAUSE / 10)
+                continue
+            try:
+                return self._waiting.get(timeout=PAUSE / 10)
+            except queue.Empty:
+                continue
+        return None
+
+    def give_back(self, place: int) -> None:
+        self._waiting.put(place)
+
+    def failed(self, place: int, number: int, server: Server, error: Exception) -> None:
+        """It may be taken again, by this server after a rest; one that fails again and again where others do not is not
+        asked any more. Raises UserError when the place was taken often enough."""
+        self.attempts[place] += 1
+        reason = f"the vLLM server at {server.address}: {' '.join(str(error).split())[:300]}"
+        if self.attempts[place] == ATTEMPTS:
+            raise UserError(
+                f"prompt {self.requests[place].name} was sent {ATTEMPTS} times and got no answer that can be used; "
+                f"the last time, by {reason}"
+            )
+        server.failed(runs=isinstance(error, (Failed, BadAnswer)))
+        if server.failures >= ATTEMPTS and self.able - {number}:
+            self.lost[number] = UserError(f"no answer that can be used came from {reason}")
+        self.give_back(place)
+
+    def put(self, place: int, number: int, found: list[Answer]) -> None:
+        with self._lock:
+            self.found[place] = found
+            self.able.add(number)
+            self.left -= 1
+
+    def unfinished(self) -> bool:
+        return self.left > 0 and not self.over.is_set()
+
+
+def read(store: TCPStore, number: int) -> str:
+    """The address of an engine, as rank 0 told it."""
+    return store.get(str(number)).decode()
+
+
+def content(request: Request, pictures: Sequence[str]) -> dict[str, Any]:
+    """Prompt and pictures as /inference/v1/generate takes them. Raises UserError for a prompt with clips: it takes none
+    as they are."""
+    if request.clips:
+        raise UserError(
+            f"prompt {request.name} has clips, which servers do not take; set rollout.generator.type=vllm_colocated"
+        )
+    parts = [{"type": "image_url", "url": picture} for picture in pictures]
+    return {"token_ids": request.marked, "return_token_ids": True, **({"content_parts": parts} if parts else {})}
+
+
+def data_url(image: Any) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def free_port(host: str) -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,1 @@
+"""How weights get from training into an engine, and the proof that they arrived."""

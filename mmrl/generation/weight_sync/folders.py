@@ -1,0 +1,77 @@
+"""The folder through which weights go to engines in other processes. Each run has one of its own in it."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mmrl.runtime.files import share
+
+GIB = 2**30
+SHARD = 2 * GIB  # bytes of a file of weights, which are held in memory until it is written
+OWNER = "owner"  # a file that a running trainer keeps locked
+
+
+class Exchange:
+    """A folder of this run alone, which is there from the first `claim` to `clear`. A trainer that was killed leaves
+    its own behind; the next one that has the same `parent` removes it."""
+
+    def __init__(self, parent: Path, run: str) -> None:
+        self.path = parent / f"run-{run}"
+        self._owner: IO[str] | None = None
+
+    def claim(self) -> None:
+        if self._owner is None:
+            self.path.mkdir(parents=True)
+            self._owner = (self.path / OWNER).open("w")
+            fcntl.flock(self._owner, fcntl.LOCK_EX)  # until this process ends, however that is
+
+    def clear(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._owner is not None:
+            self._owner.close()
+            self._owner = None
+
+
+def remove_abandoned(parent: Path) -> list[Path]:
+    """What runs that are no more have left in `parent`; it is removed."""
+    found = [owner.parent for owner in sorted(parent.glob(f"run-*/{OWNER}")) if _abandoned(owner)]
+    for folder in found:
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def _abandoned(owner: Path) -> bool:
+    """A file system that knows no locks says no."""
+    try:
+        with owner.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except OSError:
+        return False
+
+
+def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Files in safetensors' format; at most SHARD bytes and one tensor more are in memory at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shard: dict[str, Tensor] = {}
+    size = files = 0
+    for name, value in weights:
+        shard[name] = value.detach().cpu().contiguous()
+        size += shard[name].nbytes
+        if size >= SHARD:
+            _write(shard, folder, files)
+            shard, size, files = {}, 0, files + 1
+    if shard:
+        _write(shard, folder, files)
+    share(folder)  # a server may run as somebody else
+
+
+def _write(shard: dict[str, Tensor], folder: Path, number: int) -> None:
+    save_file(shard, folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,193 @@
+"""A process group of the trainer and of the workers of vLLM's servers, through which rank 0 broadcasts weights.
+
+It lies beside torch's default group, which trainer and engines use for themselves. vLLM's own NCCL transfer is not
+used: it takes weights past the watch that tells checksums, has to know all shapes beforehand, which ZeRO-3 gathers one
+module at a time, waits for a lost member without end, and does not run on a CPU.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from mmrl.generation.weight_sync.buckets import Bucket, read_header, room, unpacked
+
+GLOO, NCCL = "gloo", "nccl"
+CPU = torch.device("cpu")
+POLL = 0.0005  # seconds
+END, ABORTED = "end", "aborted"  # in the place of a header
+GRACE = 1.0  # seconds in which gloo itself gives up what is late
+WATCHDOG = 60.0  # seconds after which NCCL's watchdog ends a process that has not given up what is late
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the members of a group find each other. size: members, of which rank 0 is the trainer's. timeout: seconds,
+    of whatever a member waits for."""
+
+    host: str
+    port: int
+    name: str
+    size: int
+    backend: str
+    timeout: float
+
+
+class Late(Exception):
+    """What was waited for did not come in time."""
+
+
+class BroadcastGroup:
+    """One member of a group. Methods raise RuntimeError where another member is lost, and `Late`."""
+
+    def __init__(self, rendezvous: Rendezvous, rank: int, store: Store | None = None) -> None:
+        """store: of rank 0, which has the rendezvous; others connect to it."""
+        self.rendezvous, self.rank = rendezvous, rank
+        self.processes: Any = None
+        wait = timedelta(seconds=rendezvous.timeout)
+        if store is None:
+            store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=wait)
+        self.store = PrefixStore(rendezvous.name, store)
+        self.store.set(f"here/{rank}", "")
+
+    @property
+    def device(self) -> torch.device:
+        """Where payloads have to lie."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.rendezvous.backend == NCCL else CPU
+
+    def absent(self) -> list[int]:
+        """Ranks that have not found the rendezvous yet."""
+        return [rank for rank in range(self.rendezvous.size) if not self.store.check([f"here/{rank}"])]
+
+    def form(self) -> None:
+        """Connects this member with the others, who call this too."""
+        wait = timedelta(seconds=self.rendezvous.timeout)
+        options: Any
+        if self.rendezvous.backend == NCCL:
+            wait += timedelta(seconds=WATCHDOG)
+            kind: Any = torch.distributed.ProcessGroupNCCL
+            options = kind.Options()
+        else:
+            kind = torch.distributed.ProcessGroupGloo
+            options = kind._Options()
+            # Else gloo takes the address that the host's name has, which may be one that other hosts do not reach
+            options._devices = [kind.create_device(hostname=own_address(self.rendezvous.host))]
+        options._timeout = wait
+        self.processes = kind(self.store, self.rank, self.rendezvous.size, options)
+
+    def broadcast(self, payload: Tensor, until: float) -> Any:
+        """From rank 0 to the others. Returns what `wait` waits for, which torch gives up at this time too: gloo does
+        not let go of a group in which something is under way."""
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = timedelta(seconds=max(0.0, until - time.monotonic()) + GRACE / 2)
+        return self.processes.broadcast([payload], options)
+
+    def leave(self) -> None:
+        """Others that wait for this member are told so by the connection."""
+        if self.processes is not None:
+            self.processes.abort()
+            self.processes = None
+
+
+def wait(work: Any, until: float, look: Callable[[], None] = lambda: None) -> None:
+    """Until the monotonic clock shows `until`. look: what is called again and again, and may raise."""
+    while not work.is_completed():
+        look()
+        if time.monotonic() > until + GRACE:
+            raise Late
+        time.sleep(POLL)
+    if time.monotonic() > until:
+        raise Late
+    work.wait()  # raises what went wrong
+
+
+def announce(group: BroadcastGroup, base: str, number: int, bucket: Bucket) -> None:
+    group.store.set(f"{base}/{number}", bucket.header())
+
+
+def close(group: BroadcastGroup, base: str, number: int, word: str) -> None:
+    """Nothing comes in the place of the bucket `number`. word: END or ABORTED."""
+    group.store.set(f"{base}/{number}", word)
+
+
+def forget(group: BroadcastGroup, base: str, buckets: int) -> None:
+    """Removes what was announced. buckets: how many there were."""
+    for number in range(buckets + 1):
+        group.store.delete_key(f"{base}/{number}")
+    for rank in range(1, group.rendezvous.size):
+        group.store.delete_key(f"{base}/reached/{rank}")
+
+
+def reached(group: BroadcastGroup, base: str, rank: int) -> int:
+    """Buckets that this member has."""
+    key = f"{base}/reached/{rank}"
+    return int(group.store.get(key)) if group.store.check([key]) else 0
+
+
+def own_address(other: str) -> str:
+    """The address of this host on the way to another one; nothing is sent."""
+    family, kind, _, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+class Receiver:
+    """The part of a worker of an engine."""
+
+    def __init__(self) -> None:
+        self.group: BroadcastGroup | None = None
+        self.base: str | None = None  # the weights that came last, and wholly
+
+    def standing(self) -> dict[str, Any]:
+        """Of this worker: the device of its model, the group it is in, and the weights that it has."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return {"device": device, "group": self.group and self.group.rendezvous.name, "base": self.base}
+
+    def join(self, rendezvous: dict[str, Any], rank: int) -> None:
+        """Joins the group, in the place of the last one, unless it is in it."""
+        wanted = Rendezvous(**rendezvous)
+        if self.group is not None and self.group.rendezvous == wanted:
+            return
+        self.leave()
+        group = BroadcastGroup(wanted, rank)
+        group.form()
+        self.group = group
+
+    def leave(self) -> None:
+        if self.group is not None:
+            self.group.leave()
+        self.group = self.base = None
+
+    def weights(self, base: str) -> Iterator[tuple[str, Tensor]]:
+        """What rank 0 broadcasts under this name, until it says that this was all. Raises RuntimeError or `Late` where
+        something of it is missing."""
+        group = self.group
+        assert group is not None
+        for number in count():
+            header = group.store.get(f"{base}/{number}").decode()
+            if header == END:
+                return
+            if header == ABORTED:
+                raise RuntimeError("the trainer gave up this broadcast")
+            entries = read_header(header)
+            payload = torch.empty(sum(map(room, entries)), dtype=torch.uint8, device=group.device)
+            until = time.monotonic() + group.rendezvous.timeout
+            wait(group.broadcast(payload, until), until)
+            group.store.set(f"{base}/reached/{group.rank}", str(number + 1))
+            yield from unpacked(entries, payload)
+
+
+def told(rendezvous: Rendezvous) -> dict[str, Any]:
+    """As `Receiver.join` takes it."""
+    return asdict(rendezvous)

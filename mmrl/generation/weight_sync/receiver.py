@@ -1,0 +1,307 @@
+"""What runs inside vLLM's workers: weights are taken in under watch, so that an engine can tell what it has of each.
+
+vLLM packs weights: queries, keys and values lie in one tensor, experts in another, processes have slices. Its own
+loaders know where everything goes. They copy, and here each copy from a tensor that was sent into one of the engine is
+noted: which elements went where. So checksums of the tensors as they were sent can be had from the engine's memory.
+
+Where an engine repacks a layer for its kernels (linear layers and experts on a CPU) there is nothing left to read.
+There the checksum is taken when the tensor arrives in the layer, before it is repacked; that it is repacked rightly is
+for the probe to show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmrl.generation.weight_sync.checksums import HELD, PACKED, Checksum, checksum
+from mmrl.generation.weight_sync.nccl import Late, Receiver
+
+UNLOADED = "mmrl_unloaded"  # the load format of an engine whose weights come after its start
+COPY = torch.ops.aten.copy_.default
+Place = tuple[int, tuple[int, ...]]  # the first element, and strides
+# Of the parts of a tensor: where in it, the shape, where in the layer, and whether the layer keeps a repacked copy
+Layout = list[tuple[Place, tuple[int, ...], Place, bool]]
+
+
+@dataclass
+class Landing:
+    """A part of a tensor that was sent, and where it went."""
+
+    name: str
+    place: Place  # in the tensor that was sent
+    shape: torch.Size
+    target: Place  # in the memory of `owner`
+    owner: StorageWeakRef
+    sent: Checksum
+    landed: Checksum  # right after the copy, in the precision of the engine
+    home: Tensor | None = None  # the same part where the engine computes with it
+
+    def settle(self, whole: Tensor) -> None:
+        """`whole` is, or took over, the memory in which this landed."""
+        first, strides = self.target
+        self.home = torch.as_strided(whole, self.shape, strides, first)
+
+    def now(self) -> Checksum:
+        """What was sent if the engine still has that, else what it has."""
+        if self.home is None:
+            return self.sent
+        found = checksum(self.home, self.place)
+        return self.sent if found == self.landed else found
+
+
+class CopyWatch(TorchDispatchMode):
+    """Inside it copies are noted."""
+
+    def __init__(self, before: CopyWatch | None = None, *, filled: bool = False) -> None:
+        """before: of the last time. filled: the engine was filled with `ramp`, or with what it gets now, when it was
+        made."""
+        super().__init__()
+        self.filled = filled and before is None
+        self.layouts: dict[str, Layout] = {} if before is None else before.layouts
+        self.sources: dict[int, tuple[str, StorageWeakRef]] = {}  # by address
+        self.landings: list[Landing] = []
+        self.by_owner: dict[int, list[Landing]] = {}
+        self.written: set[int] = set()  # addresses
+        # Addresses of parameters that did not lie as they came when the engine was made
+        self.repacked: set[int] = set() if before is None else before.repacked
+
+    def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, value in weights:
+            if not value.is_contiguous() or value.untyped_storage().nbytes() != value.nbytes:
+                value = value.clone(memory_format=torch.contiguous_format)  # memory of its own
+            self.sources[_address(value)] = name, StorageWeakRef(value.untyped_storage())
+            yield name, value
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not COPY or args[0].is_meta or args[1].is_meta:
+            return function(*args, **(kwargs or {}))
+        target, source = args[:2]
+        self._before(target, source)
+        result = function(*args, **(kwargs or {}))
+        self._after(target, source)
+        return result
+
+    def _before(self, target: Tensor, source: Tensor) -> None:
+        """A layer that was packed when it was made has other bytes than those it was filled with."""
+        if self.filled and self._waiting(source) and _whole(target) and target.shape == source.shape:
+            known = (_equal(target, source), _equal(target, ramp(target)))
+            if not any(known):
+                self.repacked.add(_address(target))
+
+    def _after(self, target: Tensor, source: Tensor) -> None:
+        self.written.add(_address(target))
+        name, memory = self.sources.get(_address(source), ("", None))
+        if memory is not None and not memory.expired():
+            if source.shape == target.shape:
+                self._landed(name, target, source)
+        elif _address(source) != _address(target) and _alike(source, target):
+            for landing in self._waiting(source):
+                landing.settle(target)
+            self.by_owner.pop(_address(source), None)
+
+    def _landed(self, name: str, target: Tensor, source: Tensor) -> None:
+        place = _place(source)
+        landing = Landing(
+            name,
+            place,
+            target.shape,
+            _place(target),
+            StorageWeakRef(target.untyped_storage()),
+            checksum(source, place),
+            checksum(target, place),
+        )
+        self.landings.append(landing)
+        self.by_owner.setdefault(_address(target), []).append(landing)
+
+    def _waiting(self, memory: Tensor) -> list[Landing]:
+        return [landing for landing in self.by_owner.get(_address(memory), []) if not landing.owner.expired()]
+
+    def finish(self, model: nn.Module) -> None:
+        """Parts that landed where they stay are found there; parts that lie otherwise than they landed are packed."""
+        for tensor in [*model.parameters(), *model.buffers()]:
+            for landing in self._waiting(tensor):
+                landing.settle(tensor)
+        for landing in self.landings:
+            if landing.home is not None and checksum(landing.home, landing.place) != landing.landed:
+                landing.home = None
+        self.by_owner.clear()
+        self.sources.clear()
+        self.found_layouts = {name: self._layout(name) for name in {landing.name for landing in self.landings}}
+        self.layouts = self.layouts or self.found_layouts
+
+    def _layout(self, name: str) -> Layout:
+        parts = [landing for landing in self.landings if landing.name == name]
+        return sorted((part.place, tuple(part.shape), part.target, part.home is None) for part in parts)
+
+    def blank(self, model: nn.Module) -> list[str]:
+        """Names of parameters that nothing was written into."""
+        return [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.numel() and _address(parameter) not in self.written
+        ]
+
+    def misplaced(self) -> list[str]:
+        """Names of tensors of which a part lies as it came where the engine had packed it, or that lie otherwise than
+        the first time."""
+        unpacked = {x.name for x in self.landings if x.home is not None and _address(x.home) in self.repacked}
+        return sorted(unpacked | {name for name, own in self.found_layouts.items() if self.layouts.get(name) != own})
+
+    def found(self) -> dict[str, Checksum]:
+        found: dict[str, Checksum] = {}
+        for landing in self.landings:
+            now = landing.now()
+            mine = Checksum(now.value, now.count, PACKED if landing.home is None else HELD)
+            found[landing.name] = found[landing.name] + mine if landing.name in found else mine
+        return found
+
+
+class Arrival:
+    """Methods that vLLM adds to its workers (worker_extension_cls), to be called through collective_rpc."""
+
+    model_runner: Any
+    vllm_config: Any
+    rank: int  # of this worker in its engine
+    watch: CopyWatch | None = None
+    receiver: Receiver | None = None
+    untouched = True  # no broadcast has begun to replace the numbers that the engine was filled with
+
+    def receive(self, weights: Iterable[tuple[str, Tensor]], filled: bool = True) -> None:
+        """Replaces all weights; names and layout are those of the model's checkpoint. filled: the engine was filled
+        with `ramp`, or with these weights, when it was made."""
+        watch = CopyWatch(self.watch, filled=filled)
+        if not torch.cuda.is_available():
+            repack_experts(self.model_runner.get_model())
+        with watch, torch.no_grad():
+            self.model_runner.reload_weights(weights_iterator=watch.watched(weights))
+        watch.finish(self.model_runner.get_model())
+        self.watch = watch
+
+    def receive_folder(self, folder: str) -> None:
+        """`receive` from files in safetensors' format."""
+        self.receive(read_folder(Path(folder)), filled=str(self.vllm_config.model_config.model) == folder)
+
+    def standing(self) -> dict[str, Any]:
+        """See `Receiver.standing`."""
+        return self._receiver().standing()
+
+    def receive_broadcast(self, rendezvous: dict[str, Any], first: int, base: str) -> None:
+        """`receive` of what the trainer broadcasts. first: the rank in the group of this engine's first worker. base:
+        the name of these weights. Raises what `Receiver.weights` does."""
+        problems: list[Exception] = []
+        receiver, before = self._receiver(), self.watch
+        receiver.join(rendezvous, first + self.rank)
+        receiver.base = None
+        coming = whole(receiver.weights(base), problems)
+        filled, self.untouched = self.untouched and self.vllm_config.load_config.load_format == UNLOADED, False
+        try:
+            self.receive(coming, filled=filled)
+            for _ in coming:  # what the engine did not ask for: the other members wait for this one
+                pass
+            if problems:
+                raise problems[0]
+            receiver.base = base
+        finally:
+            if receiver.base is None:  # the connection tells the others
+                self.watch = before
+                receiver.leave()
+
+    def _receiver(self) -> Receiver:
+        """vLLM does not call the constructor of an extension."""
+        self.receiver = self.receiver or Receiver()
+        return self.receiver
+
+    def arrived(self, adapter: str | None = None) -> dict[str, Any]:
+        """tensors: value, count and state of the checksum of each, by the name it came with. blank: parameters that got
+        nothing. misplaced: tensors that lie otherwise than the engine's kernels read them. adapter: the folder of the
+        LoRA that is in use."""
+        assert self.watch is not None
+        found = self.watch.found() | ({} if adapter is None else adapters(self.model_runner, Path(adapter)))
+        return {
+            "tensors": {name: [x.value, x.count, x.state] for name, x in found.items()},
+            "blank": self.watch.blank(self.model_runner.get_model()),
+            "misplaced": self.watch.misplaced(),
+        }
+
+
+def whole(weights: Iterator[tuple[str, Tensor]], problems: list[Exception]) -> Iterator[tuple[str, Tensor]]:
+    """Ends where the rest does not come, and notes why. vLLM would keep a half of its layers on the meta device if an
+    exception went through its loader; the next weights find the engine as it should be."""
+    try:
+        yield from weights
+    except (RuntimeError, Late) as error:
+        problems.append(error)
+
+
+def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (it is no mapping)
+                yield name, file.get_tensor(name)
+
+
+def repack_experts(model: nn.Module) -> None:
+    """Lets vLLM pack the experts' weights for its CPU kernel again. After a reload it would copy them unpacked over
+    packed ones (UnquantizedFusedMoEMethod._setup_kernel: experts process weights in the first call alone); for a GPU
+    they are not packed."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            module.quant_method.moe_kernel = None
+
+
+def ramp(like: Tensor) -> Tensor:
+    """Numbers that no packing leaves in their places, for the first filling of an engine."""
+    flat = torch.arange(like.numel(), device=like.device) % 251 - 125
+    return (flat / 4096).to(like.dtype).view(like.shape)
+
+
+def adapters(runner: Any, folder: Path) -> dict[str, Checksum]:
+    """Of the LoRA that was read from `folder`, in the buffers that the engine computes with."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    manager = runner.lora_manager._adapter_manager
+    mapper = manager.model.hf_to_vllm_mapper
+    where = {part: (whole, i) for whole, parts in manager.packed_modules.items() for i, part in enumerate(parts)}
+    found = {}
+    for name, value in read_folder(folder):
+        module, first = parse_fine_tuned_lora_name(name, mapper and mapper.get_rename_mapper())
+        layer, index = where.get(module, (module, 0))
+        slot = next((i for i, number in enumerate(manager.lora_index_to_id) if number is not None), None)
+        if layer in manager.modules and slot is not None:
+            own = manager.modules[layer]
+            stacked = (own.lora_a_stacked if first else own.lora_b_stacked)[index][slot, 0]
+            found[name] = checksum(stacked[: value.shape[0], : value.shape[1]])
+    return found
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _place(tensor: Tensor) -> Place:
+    """In its memory."""
+    return int(tensor.storage_offset()), tuple(tensor.stride())
+
+
+def _whole(tensor: Tensor) -> bool:
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def _alike(source: Tensor, target: Tensor) -> bool:
+    """Whether a copy of all of one to the other keeps everything in its place."""
+    return _whole(source) and target.storage_offset() == 0 and source.stride() == target.stride()
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)

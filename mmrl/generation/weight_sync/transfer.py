@@ -1,0 +1,282 @@
+"""How weights get from rank 0 to vLLM's servers: through a folder that all read, or broadcast over the network."""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import requests
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from mmrl.errors import UserError
+from mmrl.generation.vllm.client import LOST, EngineWeights, Server
+from mmrl.generation.weight_sync import nccl
+from mmrl.generation.weight_sync.buckets import Bucket, packed
+from mmrl.generation.weight_sync.folders import Exchange, write_weights
+from mmrl.generation.weight_sync.nccl import ABORTED, END, GLOO, NCCL, BroadcastGroup, Late, Rendezvous
+from mmrl.generation.weight_sync.receiver import UNLOADED
+
+LOOPBACK = "127.0.0.1"
+
+
+class Transfer(Protocol):
+    """Rank 0 calls everything here, the others `give` alone. Methods raise UserError."""
+
+    def prepare(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights) -> None:
+        """What engines need to start."""
+        ...
+
+    def model(self, weights: EngineWeights) -> Path:
+        """The folder that an engine starts from."""
+        ...
+
+    def arguments(self) -> dict[str, Any]:
+        """Of an engine that starts from it, by vLLM's names."""
+        ...
+
+    def send(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights, alive: Callable[[], bool]) -> None:
+        """To all engines, which run. What of it does not arrive is given again."""
+        ...
+
+    def give(self, server: Server, weights: EngineWeights) -> None:
+        """To one engine, unless it has them. Raises one of LOST too, after which it may be tried again."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Folder:
+    """Files in safetensors' format; each engine reads them in its own time."""
+
+    def __init__(self, exchange: Exchange, describe: Callable[[Path], None]) -> None:
+        self.exchange, self.describe = exchange, describe
+
+    def prepare(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights) -> None:
+        try:
+            self.exchange.claim()
+            write_weights(coming.folder, weights)
+            self.describe(coming.folder)
+        except (OSError, SafetensorError) as error:
+            raise UserError(unwritten(coming.folder, error)) from None
+
+    def model(self, weights: EngineWeights) -> Path:
+        return weights.folder
+
+    def arguments(self) -> dict[str, Any]:
+        return {}
+
+    def send(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights, alive: Callable[[], bool]) -> None:
+        """They lie where engines will be told to read them."""
+
+    def give(self, server: Server, weights: EngineWeights) -> None:
+        server.call("receive_folder", folder=str(weights.folder))
+
+    def close(self) -> None:
+        """The folder is the exchange's."""
+
+
+class Broadcast:
+    """Buckets of tensors go to the workers of all engines at once, through a process group. No weights are written.
+
+    Rank 0 keeps what it sent last in its host's memory: an engine that was started again, or that missed a part, gets
+    it through a group of its own, also while the trained weights have moved on.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        describe: Callable[[Path], None],
+        servers: Sequence[Server],
+        *,
+        timeout: float,
+        rank: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """timeout: seconds that sending may take."""
+        self.exchange, self.describe, self.servers = exchange, describe, list(servers)
+        self.timeout, self.rank, self.say = timeout, rank, say
+        self.folder = exchange.path / "model"
+        self.kept: list[Bucket] = []
+        self.store: TCPStore | None = None  # where members meet
+        self.group: BroadcastGroup | None = None  # of all engines
+
+    def prepare(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights) -> None:
+        if self.store is not None:
+            return
+        try:
+            self.exchange.claim()
+            self.folder.mkdir()
+            self.describe(self.folder)
+        except OSError as error:
+            raise UserError(unwritten(self.folder, error)) from None
+        wait = timedelta(seconds=self.timeout)
+        self.store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=wait)  # for all hosts
+
+    def model(self, weights: EngineWeights) -> Path:
+        return self.folder
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "load_format": UNLOADED,
+            "worker_extension_cls": "mmrl.generation.weight_sync.dummy_loader.UnloadedArrival",
+        }
+
+    def send(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights, alive: Callable[[], bool]) -> None:
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            standings = list(pool.map(lambda server: server.ask("standing", alive), self.servers))
+        self.kept = []
+        buckets = self._keeping(packed(weights))
+        try:
+            self.group = self._group(self.servers, standings, self.group)
+            self._stream(self.group, self.servers, standings, coming.base, buckets)
+        except (RuntimeError, LOST) as error:
+            self._drop(self.group)
+            self.group = None
+            self.say(f"the broadcast of weights broke off ({brief(error)}); each engine gets them by itself")
+        for _ in buckets:
+            pass
+
+    def _keeping(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+        for bucket in buckets:
+            self.kept.append(Bucket(bucket.entries, bucket.payload.cpu()))
+            yield bucket
+
+    def give(self, server: Server, weights: EngineWeights) -> None:
+        if self.rank != 0:
+            raise requests.ConnectionError("rank 0 has not given it the weights yet")
+        standings = server.call("standing")["results"]
+        if all(own["base"] == weights.base for own in standings):
+            return
+        group = None
+        try:
+            group = self._group([server], [standings], None)
+            self._stream(group, [server], [standings], weights.base, self.kept)
+        except RuntimeError as error:
+            raise requests.ConnectionError(brief(error)) from None
+        finally:
+            self._drop(group)
+
+    def close(self) -> None:
+        self._drop(self.group)
+        self.group = self.store = None
+
+    def _group(
+        self, servers: Sequence[Server], standings: Sequence[Any], last: BroadcastGroup | None
+    ) -> BroadcastGroup:
+        """The last one, if all workers are still in it, else a new one that nobody has joined yet."""
+        workers = [own for standing in standings for own in standing]
+        if last is not None and {own["group"] for own in workers} == {last.rendezvous.name}:
+            return last
+        self._drop(last)
+        assert self.store is not None
+        gpus = torch.cuda.is_available() and {own["device"] for own in workers} == {"cuda"}
+        where = meeting_place([server.address for server in servers])
+        backend = NCCL if gpus else GLOO
+        rendezvous = Rendezvous(where, self.store.port, uuid4().hex, 1 + len(workers), backend, self.timeout)
+        return BroadcastGroup(rendezvous, 0, self.store)
+
+    def _stream(
+        self,
+        group: BroadcastGroup,
+        servers: Sequence[Server],
+        standings: Sequence[Any],
+        base: str,
+        buckets: Iterable[Bucket],
+    ) -> None:
+        """Raises UserError where it takes too long, RuntimeError or one of LOST where a server is lost."""
+        until, sent = time.monotonic() + self.timeout, 0
+        firsts = list(accumulate(map(len, standings), initial=1))[:-1]  # of each server's workers
+        told = {"rendezvous": nccl.told(group.rendezvous), "base": base}
+        with ThreadPoolExecutor(len(servers)) as pool:
+            receiving = [
+                pool.submit(server.call, "receive_broadcast", first=first, **told)
+                for server, first in zip(servers, firsts, strict=True)
+            ]
+            try:
+                self._gather(group, receiving, until)
+                for bucket in buckets:
+                    nccl.announce(group, base, sent, bucket)
+                    work = group.broadcast(bucket.payload.to(group.device), until)
+                    nccl.wait(work, until, lambda: unhurt(receiving))
+                    sent += 1
+                nccl.close(group, base, sent, END)
+                for found in receiving:
+                    found.result(max(0.0, until - time.monotonic()))
+            except (Late, TimeoutError, RuntimeError, LOST) as error:
+                if isinstance(error, (RuntimeError, LOST)) and time.monotonic() < until:
+                    raise
+                # Requests and gloo have the same limit, and may be the first to say so
+                raise UserError(self._late(group, servers, firsts, base, receiving)) from None
+            finally:
+                if not all(found.done() and found.exception() is None for found in receiving):
+                    for number in (sent, sent + 1):  # a member may have the last bucket already
+                        nccl.close(group, base, number, ABORTED)
+                    group.leave()  # so that nobody waits for rank 0
+        nccl.forget(group, base, sent)
+
+    def _gather(self, group: BroadcastGroup, receiving: Sequence[Future[Any]], until: float) -> None:
+        """Waits for the members of a new group, and forms it."""
+        if group.processes is not None:
+            return
+        while group.absent():
+            unhurt(receiving)
+            if time.monotonic() > until:
+                raise Late
+            time.sleep(10 * nccl.POLL)
+        group.form()
+
+    def _late(
+        self,
+        group: BroadcastGroup,
+        servers: Sequence[Server],
+        firsts: Sequence[int],
+        base: str,
+        receiving: Sequence[Any],
+    ) -> str:
+        """Names a server that is behind the others."""
+        places = [nccl.reached(group, base, first) for first in firsts]
+        absent = set(group.absent())
+        behind = min(range(len(servers)), key=lambda i: (receiving[i].done(), firsts[i] not in absent, places[i]))
+        meeting = f"{group.rendezvous.host}:{group.rendezvous.port}"
+        return (
+            f"the vLLM server at {servers[behind].address} did not take the weights that were broadcast within "
+            f"rollout.generator.timeout={self.timeout:g} s, of which it has {places[behind]} parts: is it running, and "
+            f"does its host reach {meeting}?"
+        )
+
+    def _drop(self, group: BroadcastGroup | None) -> None:
+        if group is not None:
+            group.leave()
+
+
+def unhurt(receiving: Sequence[Future[Any]]) -> None:
+    """Raises what a server said that no longer receives."""
+    for found in receiving:
+        if found.done():
+            found.result()
+
+
+def meeting_place(addresses: Sequence[str]) -> str:
+    """An address of this host that the hosts of all these servers reach, where one is on another host."""
+    hosts = [urlsplit(address).hostname or LOOPBACK for address in addresses]
+    own = [nccl.own_address(host) for host in hosts]
+    return next((address for address in own if not ipaddress.ip_address(address).is_loopback), LOOPBACK)
+
+
+def brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def unwritten(path: Path, error: Exception) -> str:
+    return f"{path} can not be written ({error}); rollout.generator.exchange names another folder"

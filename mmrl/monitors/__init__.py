@@ -1,0 +1,1 @@
+"""Guards: bands that metrics shall stay in, and what happens when they do not."""

@@ -1,0 +1,126 @@
+"""Models that write pictures as codes on the meta device: what a micro-batch and a batch of pictures take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import peft
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, JanusConfig, JanusForConditionalGeneration
+
+from mmrl.engine.memory import Blueprint, on_meta
+from mmrl.errors import UserError
+from mmrl.policies import codebook
+from mmrl.policies.autoregressive_image.settings import CodeDemonstrations, CodeDrawing, CodeLimits, CodeModel
+from mmrl.policies.autoregressive_image.writers import AT_ONCE, freeze_readers
+from mmrl.policies.vlm.loading import adapt, described, recompute_activations
+from mmrl.policies.vlm.memory_estimate import read
+from mmrl.policies.vlm.policy import transformers_model
+
+if TYPE_CHECKING:
+    from mmrl.protocols.job import JobConfig
+
+# Sizes of published models, so that nothing is asked of a hub.
+LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 102400, "max_position_embeddings": 16384}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek-community/Janus-Pro-1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    },
+    "deepseek-community/Janus-Pro-7B": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
+}
+
+
+def described_model(path: str) -> Any:
+    """The configuration of a model, from this file where it is a published one. Raises UserError."""
+    if path not in PUBLISHED:
+        return described(path)
+    text = PUBLISHED[path]
+    width = text["hidden_size"]
+    return JanusConfig(
+        text_config={**LLAMA, **text},
+        vision_config={"projection_dim": width},
+        vq_config={"projection_dim": width, "image_token_embed_dim": width},
+        tie_word_embeddings=False,
+    )
+
+
+def network(settings: CodeModel, path: str) -> Any:
+    """The model at `path`, as `loading.load` makes it, without weights. Raises UserError for another kind."""
+    config = described_model(path)
+    if not isinstance(config, JanusConfig) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"model.path={path} is a {config.model_type} model, which does not write token after token")
+    lora, base = settings.lora, path
+    with on_meta(settings.dtype):
+        if isinstance(config, JanusConfig):
+            model: Any = JanusForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+        else:
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        if (Path(path) / "adapter_config.json").is_file():
+            model, lora = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(path)), None
+            base = ""
+        model = adapt(model, base, freeze=(), lora=lora)
+    freeze_readers(model)
+    if settings.activation_checkpointing:
+        recompute_activations(model)
+    model = model.to(getattr(torch, settings.dtype))
+    model.train()
+    return model
+
+
+def blueprint(settings: CodeModel, config: JobConfig, path: str) -> Blueprint:
+    """Of a job. Raises UserError as `described`, and for a model without a codebook."""
+    limits, drawing = config.rollout, config.section("drawing")
+    assert isinstance(limits, CodeLimits) and isinstance(drawing, CodeDrawing)
+    model = network(settings, path)
+    core = transformers_model(model)
+    janus = isinstance(core.config, JanusConfig)
+    text = core.config.get_text_config()
+    if janus:
+        places = core.config.vq_config.num_patches**2
+    else:
+        found = codebook.read(path)
+        if found is None:
+            raise UserError(f"model.path={path} has no {codebook.NAME}.safetensors, which says how long a picture is")
+        places = found.places
+    longest = limits.max_prompt_length + limits.reasoning_length + janus + places
+    both = 1 if isinstance(drawing, CodeDemonstrations) or drawing.guidance == 1 else 2
+    at_once = min(config.rollouts_per_step, vars(limits).get("micro_batch") or config.rollouts_per_step)
+    width = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
+
+    def train(rows: int) -> Any:
+        """Hidden states of all tokens; logits of codes, those of both halves and of the guided one; words'."""
+        hidden = read(model, both * rows, longest, given=settings.lora is None)
+        head = core.model.generation_head if janus else core.lm_head
+        told, *untold = head(hidden[:, -places:]).float().chunk(both)
+        codes = untold[0] + drawing.guidance * (told - untold[0]) if untold else told
+        words = core.lm_head(hidden[:rows, : limits.reasoning_length]).float() if limits.reasoning_length else codes
+        return codes, words
+
+    def sample() -> Any:
+        drawn = read(model, both * at_once, limits.max_prompt_length + limits.reasoning_length, given=False)
+        if janus:
+            core.model.vqmodel.decode(torch.zeros(min(AT_ONCE, at_once), places, dtype=torch.long, device="meta"))
+        return drawn
+
+    heads = text.num_key_value_heads or text.num_attention_heads
+    size = vars(text).get("head_dim") or text.hidden_size // text.num_attention_heads
+    return Blueprint(
+        model,
+        train,
+        sample=sample,
+        cache=2.0 * width * text.num_hidden_layers * heads * size * longest * both * at_once,
+        words=[
+            f"a micro-batch is {config.engine.micro_batch} x {both} rows of up to {longest} tokens, {places} are codes"
+        ],
+    )

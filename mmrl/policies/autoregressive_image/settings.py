@@ -1,0 +1,115 @@
+"""Settings of language models that write pictures as codes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
+from mmrl.protocols.requirements import Capabilities
+from mmrl.schedules.schedule import Schedule, number
+from mmrl.settings import Section, load_attribute, option
+
+if TYPE_CHECKING:
+    from mmrl.engine.memory import Blueprint
+    from mmrl.protocols.job import JobConfig
+    from mmrl.protocols.parts import Policy
+
+
+class CodeLimits(Section):
+    """How long prompts are."""
+
+    max_prompt_length: int = option(256, "longest prompt", unit="tokens", ge=1)
+    reasoning_length: int = option(
+        0, "longest text before the codes, its end token included; 0: codes follow at once", unit="tokens", ge=0
+    )
+
+
+class CodeSampling(CodeLimits):
+    """How codes are sampled."""
+
+    temperature: Schedule = number(1.0, "of the distributions that codes are drawn from and replayed", gt=0)
+
+
+class CodeEvaluation(Section):
+    """How codes are sampled in evaluation."""
+
+    temperature: float = option(1.0, "0: the most likely code each time", ge=0)
+
+
+class CodeDrawing(Section):
+    """How a prompt leads what is written."""
+
+    guidance: float = option(1.0, "classifier-free guidance on logits, in rollouts and in replay alike; 1: none", ge=0)
+    evaluation_guidance: float | None = option(None, "in evaluation; default: as in training", ge=0)
+    negative_prompt: str = option(
+        "", "the prompt that guidance leads away from; Janus has padding in its place, as it was trained"
+    )
+    template: str = option("{}", "how a prompt is asked for, such as a request to plan the picture first; {}: it")
+
+    question: str = option(
+        "", "what stands between a picture and its prompt where the model reads it, see `inverse_likelihood`"
+    )
+
+    @model_validator(mode="after")
+    def _there_is_a_place(self) -> CodeDrawing:
+        if self.template.count("{}") != 1:
+            raise ValueError(f"template must hold {{}} once, where the prompt goes; got {self.template!r}")
+        return self
+
+
+class CodeDemonstrations(CodeDrawing):
+    """How pictures that are given are learned."""
+
+    prompt_dropout: float = option(
+        0.0, "share of pictures shown without their prompt, which guidance needs", ge=0, lt=1
+    )
+
+
+class CodeModel(ModelSettings):
+    """A causal language model of transformers that writes a picture as codes of a codebook, or a model of its Janus
+    class. Text may come before the codes. One decision a token."""
+
+    test: ClassVar[str] = "tests/policies/autoregressive_image/test_policy.py"
+    source: ClassVar[str] = (
+        "SimpleAR, arXiv 2504.11455; guidance on logits: LlamaGen, arXiv 2406.06525; text before codes: ReasonGen-R1, "
+        "arXiv 2505.24875, T2I-R1, arXiv 2505.00703; models: Janus-Pro, arXiv 2501.17811"
+    )
+    type: str = "picture_codes"
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
+    lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
+    activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
+
+    @classmethod
+    def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
+        given = collects == "demonstrations"
+        return {
+            "rollout": CodeLimits if given else CodeSampling,
+            "drawing": CodeDemonstrations if given else CodeDrawing,
+            "evaluation": CodeEvaluation,
+        }
+
+    def capabilities(self, config: JobConfig) -> Capabilities:
+        offers = {
+            "entropy",
+            "square_sum",
+            "tokens",
+            "numbers",
+            "single_sample_kl",
+            "reference_ratio",
+            "views",
+            "inverse",
+            "reference_rollouts",
+        }
+        assert isinstance(config.rollout, CodeLimits)
+        if config.rollout.reasoning_length:
+            offers |= {"text", "parts", "segments"}
+        return Capabilities("model.type=picture_codes", frozenset(offers))
+
+    def blueprint(self, config: JobConfig, path: str) -> Blueprint | None:
+        return load_attribute("mmrl.policies.autoregressive_image.memory_estimate:blueprint")(self, config, path)
+
+    def load(self, config: JobConfig, task: Any, path: str) -> Policy:
+        return load_attribute("mmrl.policies.autoregressive_image.loading:load")(path, self, config)

@@ -1,0 +1,387 @@
+"""What diffusers pipelines share. Prompts are encoded and latents decoded by the pipeline's own parts; its scheduler is
+only read for the noise levels."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from einops import rearrange
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.policies.diffusion.embeddings import Embeddings
+from mmrl.policies.diffusion.family import Condition, ConditionInputs, Resolution, Shape
+from mmrl.samplers.settings import Space
+from mmrl.samplers.sigmas import Grid, ddim_grid, dynamic_shift, shift_towards_noise
+
+KEPT_INSTRUCTIONS = 64  # embeddings of instructions that are kept for other pictures
+PACKED, UNPACKED = "n c (h p) (w q) -> n (h w) (c p q)", "n (h w) (c p q) -> n c (h p) (w q)"
+BASE_FILE = "mmrl_base.json"  # beside saved LoRA weights: the pipeline that they belong to
+
+
+class Pipeline(ABC):
+    """What the classes share. Implements `mmrl.policies.diffusion.family.Family`.
+
+    The network runs in the dtype of its weights; latents, times and predictions are fp32. Text encoders and VAE wait
+    on the CPU and visit the network's device while they are needed.
+    """
+
+    space: Space
+    trained: ClassVar[str]  # the component that is trained
+    encoders: ClassVar[tuple[str, ...]]
+    condition_parts: ClassVar[tuple[str, ...]] = ()  # what else makes conditions, such as the VAE of source pictures
+    optional: ClassVar[tuple[str, ...]] = ()  # encoders that a folder may lack
+    patch: ClassVar[int] = 2  # latent sides are multiples of it
+    packed: ClassVar[bool] = False  # the network takes patches [n, token, channel] instead of a picture
+    longest: ClassVar[tuple[str, int] | None] = None  # the encoder that reads most of a text, and its usual limit
+
+    def __init__(
+        self, pipe: Any, base: str, *, lora: bool = False, text_tokens: int | None = None, encoders_stay: bool = False
+    ) -> None:
+        """Raises UserError for a token limit where the encoders' own can not be changed."""
+        self.pipe = pipe
+        self.base = base
+        self.lora = lora
+        self.encoders_stay = encoders_stay
+        self.embeddings: Embeddings | None = None  # in place of the encoders
+        self._visitors: set[str] = set()  # components that are on the device for a while
+        self._said: OrderedDict[str, dict[str, Tensor]] = OrderedDict()  # words that several source pictures share
+        self.module: Any = pipe.components[self.trained]
+        if text_tokens is not None and self.longest is None:
+            raise UserError(
+                f"model.text_tokens={text_tokens}: the text encoder of {type(pipe).__name__} reads a fixed number of "
+                "tokens; leave it out"
+            )
+        self.text_tokens = text_tokens if text_tokens is not None or self.longest is None else self.longest[1]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
+        """Raises UserError unless `resolution` is a multiple of what the VAE and the network's patches shrink it by."""
+        if frames is not None:
+            raise UserError(f"denoising.frames={frames}: {type(self.pipe).__name__} draws pictures; leave it out")
+        scale = self.pipe.vae_scale_factor
+        channels = self.module.config.in_channels // (self.patch**2 if self.packed else 1)
+        own = self.own_side()
+        height, width = checked_sides(resolution, (own, own), scale * self.patch)
+        return channels, height // scale, width // scale
+
+    def own_side(self) -> int:
+        """Pixels a side of a picture when the recipe does not say."""
+        own = self.pipe.default_sample_size if self.packed else self.module.config.sample_size
+        return int(own * self.pipe.vae_scale_factor)
+
+    @abstractmethod
+    def grid(self, steps: int, shape: Shape) -> Grid: ...
+
+    @abstractmethod
+    def levels(self, uniform: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    # --- conditions ---
+
+    @torch.no_grad()
+    def encode(self, asked: Sequence[ConditionInputs], shape: Shape = ()) -> list[Condition]:
+        """Prompts are encoded one by one, so that an embedding does not depend on what else is asked for. Raises
+        UserError for pictures where the model takes none, and for prompts that are not embedded where that was done
+        before."""
+        if self.embeddings is not None:
+            found = self.embeddings.find(asked, shape)
+            return [{key: value.to(self.device) for key, value in condition.items()} for condition in found]
+        with self._visiting(*self.encoders, *self.condition_parts, stay=self.encoders_stay):
+            made = (self._condition(one, shape) for one in asked)
+            return [{key: value[0].to(self.device) for key, value in condition.items()} for condition in made]
+
+    def _condition(self, asked: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
+        """A batch of one."""
+        if asked.images:
+            raise UserError(
+                f"prompt {asked.text!r} has a picture, but {type(self.pipe).__name__} draws from words alone; an "
+                "editing model, such as FLUX.1-Kontext, takes pictures"
+            )
+        return self._encode(asked.text)
+
+    def blank(self, shape: Shape) -> Condition:
+        """A condition as long as there are, for latents of `shape`, on the meta device: for estimates of memory."""
+        made = {name: torch.empty(size, device="meta") for name, size in self._sizes().items()}
+        return {**made, "source": torch.empty(shape, device="meta")} if self.condition_parts else made
+
+    @abstractmethod
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parts of a condition, without the picture that is edited."""
+
+    @abstractmethod
+    def _encode(self, text: str) -> dict[str, Tensor]:
+        """A batch of one."""
+
+    def _words(self, text: str) -> dict[str, Tensor]:
+        """As `_encode`, kept for the pictures that share their instruction."""
+        if text not in self._said:
+            self._said[text] = self._encode(text)
+        self._said.move_to_end(text)
+        while len(self._said) > KEPT_INSTRUCTIONS:
+            self._said.popitem(last=False)
+        return self._said[text]
+
+    def cut(self, text: str) -> int:
+        if self.embeddings is not None:
+            return 0  # it was told when they were written
+        if self.longest is None:
+            limit, tokenizer = self.pipe.tokenizer.model_max_length, self.pipe.tokenizer
+        else:
+            tokenizer = self.pipe.components[self.longest[0].replace("text_encoder", "tokenizer")]
+            limit = self.text_tokens
+        if tokenizer is None:  # of an optional encoder that the folder lacks: what is left reads its own limit
+            tokenizer = self.pipe.tokenizer
+            limit = tokenizer.model_max_length
+        return max(0, len(tokenizer(self._whole(text), verbose=False).input_ids) - limit)
+
+    def _whole(self, text: str) -> str:
+        """The text as the encoder gets it, without a part that does not count."""
+        return text
+
+    @property
+    def _limit(self) -> dict[str, Any]:
+        """What `encode_prompt` is told of the token limit."""
+        return {"max_sequence_length": self.text_tokens}
+
+    # --- the network ---
+
+    def predict(
+        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+    ) -> Tensor:
+        dtype = next(self.module.parameters()).dtype
+        texts = self._rows(conditions, x.device, dtype)
+        height, width = x.shape[-2:]
+        inputs = self._inputs(time, texts, (height, width), guidance)
+        if not self.packed:
+            (out,) = model(x.to(dtype), **inputs, return_dict=False)
+            return out.float()
+        sizes = {"h": height // self.patch, "p": self.patch, "q": self.patch}
+        tokens = [rearrange(part, PACKED, **sizes) for part in (x, texts.get("source")) if part is not None]
+        (out,) = model(torch.cat(tokens, 1).to(dtype), **inputs, return_dict=False)
+        out = out[:, : tokens[0].shape[1]]  # what it says of the source's tokens means nothing
+        return rearrange(out, UNPACKED, **sizes).float()
+
+    def _rows(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The conditions as one batch, under the names of the network's inputs; distinct ones are batched once."""
+        places: dict[int, int] = {}
+        distinct: list[Condition] = []
+        for condition in conditions:
+            if id(condition) not in places:
+                places[id(condition)] = len(distinct)
+                distinct.append(condition)
+        texts = self._texts(distinct, device, dtype)
+        if len(distinct) == len(conditions):
+            return texts
+        index = torch.tensor([places[id(condition)] for condition in conditions], device=device)
+        return {key: value[index] for key, value in texts.items()}
+
+    def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Distinct conditions as one batch."""
+        texts = {key: torch.stack([c[key] for c in conditions]).to(device) for key in conditions[0]}
+        return {key: value.to(dtype) if value.is_floating_point() else value for key, value in texts.items()}
+
+    @abstractmethod
+    def _inputs(
+        self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
+    ) -> dict[str, Any]:
+        """What the network takes besides the latents, whose height and width are `size`."""
+
+    # --- pictures ---
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        with self._visiting("vae"):
+            return self.decoded(latents)
+
+    def decoded(self, latents: Tensor) -> Tensor:
+        """`decode` by a VAE that is on the device."""
+        scale, shift = self._latent_scale()
+        return self._decode(latents.float().to(self.device) * scale + shift) / 2 + 0.5
+
+    def decode_with_gradient(self, latents: Tensor) -> Tensor:
+        self.pipe.vae.to(self.device).requires_grad_(False)
+        return self.decoded(latents)
+
+    @torch.no_grad()
+    def to_latents(self, pixels: Tensor) -> Tensor:
+        scale, shift = self._latent_scale()
+        with self._visiting("vae"):
+            return (self._to_z(pixels.float().to(self.device) * 2 - 1) - shift) / scale
+
+    def _latent_scale(self) -> tuple[Tensor, Tensor]:
+        """What latents are multiplied by and what is added before the VAE decodes them, [channel or 1, 1, 1]."""
+        config = self.pipe.vae.config
+        scale = torch.tensor(config.get("latents_std") or 1.0) / config.get("scaling_factor", 1.0)
+        shift = torch.tensor(config.get("latents_mean") or config.get("shift_factor") or 0.0)
+        return scale.reshape(-1, 1, 1).to(self.device), shift.reshape(-1, 1, 1).to(self.device)
+
+    def _decode(self, z: Tensor) -> Tensor:
+        return self.pipe.vae.decode(z, return_dict=False)[0]
+
+    def _to_z(self, pixels: Tensor) -> Tensor:
+        return self.pipe.vae.encode(pixels).latent_dist.mode()  # the mean: a demonstration is the same every time
+
+    def _pixels(self, shape: Shape) -> tuple[int, int]:
+        """Height and width of what latents of `shape` decode to."""
+        return shape[-2] * self.pipe.vae_scale_factor, shape[-1] * self.pipe.vae_scale_factor
+
+    def _source(self, asked: ConditionInputs, shape: Shape) -> Tensor:
+        """The latents [1, ...] of the picture that a prompt asks to edit. Raises UserError unless it is one picture of
+        the size that is drawn."""
+        height, width = self._pixels(shape)
+        size = (width, height)  # as PIL has it
+        if len(asked.images) != 1:
+            raise UserError(f"prompt {asked.text!r} has {len(asked.images)} pictures; an edit needs one to start from")
+        (image,) = asked.images
+        if image.size != size:
+            raise UserError(
+                f"prompt {asked.text!r}: its picture has {image.width} x {image.height} pixels, asked for are "
+                f"{size[0]} x {size[1]} (denoising.resolution); resize it"
+            )
+        mode = "L" if self.pipe.vae.config.get("in_channels", 3) == 1 else "RGB"
+        pixels = torch.from_numpy(np.array(image.convert(mode))).float() / 255
+        return self.to_latents(rearrange(pixels.view(*pixels.shape[:2], -1), "h w c -> 1 c h w"))
+
+    @contextmanager
+    def _visiting(self, *names: str, stay: bool = False) -> Iterator[None]:
+        """The named components on the network's device, and unless they stay back on the CPU afterwards, also after an
+        error."""
+        new = [name for name in names if self.pipe.components[name] is not None and name not in self._visitors]
+        self._visitors.update(new)
+        try:
+            for name in new:
+                self.pipe.components[name].to(self.device)
+            yield
+        finally:
+            self._visitors.difference_update(new)
+            for name in new if not stay else []:
+                self.pipe.components[name].to("cpu")
+
+    # --- files ---
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """With LoRA what `pipe.load_lora_weights(folder)` takes, and the name of the base beside it; else the whole
+        pipeline, as `DiffusionPipeline.from_pretrained(folder)` takes it."""
+        if self.lora:
+            from peft import get_peft_model_state_dict  # it is loaded already
+
+            layers = get_peft_model_state_dict(self.module, state_dict=state)
+            settings = self.module.peft_config["default"].to_dict()
+            self.pipe.save_lora_weights(
+                folder,
+                **{f"{self.trained}_lora_layers": layers, f"{self.trained}_lora_adapter_metadata": settings},
+            )
+            (folder / BASE_FILE).write_text(json.dumps({"base": self.base}))
+            return
+        with torch.device("meta"):  # `module` itself may hold only a shard
+            whole = type(self.module).from_config(self.module.config)
+        whole.load_state_dict(state, assign=True)
+        self.pipe.register_modules(**{self.trained: whole})
+        try:
+            with quiet():
+                self.pipe.save_pretrained(folder)
+        finally:
+            self.pipe.register_modules(**{self.trained: self.module})
+
+
+class FlowPipeline(Pipeline):
+    """Rectified flow (arXiv 2209.03003): the network predicts noise - data."""
+
+    space = "velocity"
+    trained = "transformer"
+
+    def grid(self, steps: int, shape: Shape) -> Grid:
+        """The scheduler's levels from 1, 1 - 1/steps, ..., 1/steps.
+
+        These are what the pipelines of FLUX and Qwen-Image use. Stable Diffusion 3's own call shifts twice, the second
+        time an already shifted range, so that its last step is nearly wasted (0.009 for 10 steps of shift 3); here the
+        shift is applied once. Raises UserError where the scheduler has no such levels.
+        """
+        config = self.pipe.scheduler.config
+        if steps < 1 or (steps == 1 and config.shift_terminal):
+            raise UserError(f"a chain of {steps} steps is too short for this model's scheduler")
+        tokens = math.prod(shape[1:]) // self.patch**2
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
+        scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), mu=self._mu(tokens, steps))
+        return Grid(scheduler.sigmas, scheduler.timesteps)
+
+    def _mu(self, tokens: int, steps: int) -> float:
+        """The logarithm of the shift for so many tokens, of a scheduler that shifts dynamically."""
+        config = self.pipe.scheduler.config
+        return math.log(
+            dynamic_shift(
+                tokens,
+                base_tokens=config.base_image_seq_len,
+                max_tokens=config.max_image_seq_len,
+                base=config.base_shift,
+                largest=config.max_shift,
+            )
+        )
+
+    def levels(self, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """A fixed shift is applied to the draws, one that depends on the picture's size is not."""
+        config = self.pipe.scheduler.config
+        sigma = uniform if config.use_dynamic_shifting else shift_towards_noise(uniform, config.shift)
+        return sigma, config.num_train_timesteps * sigma
+
+
+class NoisePipeline(Pipeline):
+    """The network predicts the noise, at timesteps of a training schedule; chains are DDIM's (arXiv 2010.02502)."""
+
+    space = "noise"
+    trained = "unet"
+    patch = 1
+
+    def __init__(self, pipe: Any, base: str, **options: Any) -> None:
+        super().__init__(pipe, base, **options)
+        self._ddim = DDIMScheduler.from_config(pipe.scheduler.config)
+        if self._ddim.config.prediction_type != "epsilon":
+            raise UserError(
+                f"model.path={base}: its network predicts {self._ddim.config.prediction_type}; of Stable Diffusion's "
+                "pipelines those that predict the noise (epsilon) are supported"
+            )
+
+    def grid(self, steps: int, shape: Shape) -> Grid:
+        """The training timesteps that diffusers' DDIM visits with this pipeline's spacing and offset, then the data."""
+        self._ddim.set_timesteps(steps)
+        return ddim_grid(self._ddim.alphas_cumprod, self._ddim.timesteps)
+
+    def levels(self, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        alphas = self._ddim.alphas_cumprod.to(uniform.device)
+        index = (uniform * len(alphas)).long().clamp(max=len(alphas) - 1)  # a draw near 1 may round up to it
+        return (1 - alphas.double()[index]).sqrt(), index.float()
+
+
+def checked_sides(resolution: Resolution, own: tuple[int, int], multiple: int) -> tuple[int, int]:
+    """Height and width in pixels. Raises UserError unless both are multiples of `multiple`."""
+    sides = own if resolution is None else (resolution, resolution) if isinstance(resolution, int) else resolution
+    for side in sides:
+        if side < 1 or side % multiple:
+            raise UserError(f"resolution {side} is not a multiple of {multiple}, as this model needs")
+    return sides
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without diffusers' word on every component that is None, which belongs to a pipeline that lacks an encoder."""
+    log = logging.getLogger("diffusers.pipelines.pipeline_utils")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,214 @@
+"""Diffusers pipelines on the meta device: what a micro-batch of denoising steps, a batch of chains and a VAE take."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import TYPE_CHECKING, Any
+
+import diffusers
+import torch
+import transformers
+from diffusers import DiffusionPipeline
+from torch import Tensor
+
+from mmrl.engine.memory import Blueprint, on_meta
+from mmrl.errors import UserError
+from mmrl.policies.diffusion.families.pipeline import Pipeline
+from mmrl.policies.diffusion.pipelines import CLASSES, add_lora, base_of
+from mmrl.policies.diffusion.settings import Denoising, DiffusionModel, PictureChain, PictureEngine
+from mmrl.settings import plain
+
+if TYPE_CHECKING:
+    from mmrl.protocols.job import JobConfig
+
+KL = {"in_channels": 3, "out_channels": 3, "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2}
+KL |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+KL16 = {**KL, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
+FLUX = {"in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128}
+FLUX |= {"num_attention_heads": 24, "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True}
+T5, CLIP_L, CLIP_G = 4.762e9, 0.123e9, 0.695e9
+# Sizes of published pipelines, so that nothing is asked of a hub: class, trained part, VAE, parameters of encoders.
+PUBLISHED: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str, float]]] = {
+    "stabilityai/stable-diffusion-3.5-medium": (
+        "StableDiffusion3Pipeline",
+        {
+            "transformer": (
+                "SD3Transformer2DModel",
+                {
+                    "sample_size": 128,
+                    "patch_size": 2,
+                    "in_channels": 16,
+                    "out_channels": 16,
+                    "num_layers": 24,
+                    "attention_head_dim": 64,
+                    "num_attention_heads": 24,
+                    "joint_attention_dim": 4096,
+                    "caption_projection_dim": 1536,
+                    "pooled_projection_dim": 2048,
+                    "pos_embed_max_size": 384,
+                    "dual_attention_layers": tuple(range(13)),
+                    "qk_norm": "rms_norm",
+                },
+            ),
+            "vae": ("AutoencoderKL", KL16),
+        },
+        {"T5-XXL": T5, "CLIP-L": CLIP_L, "CLIP-G": CLIP_G},
+    ),
+    "black-forest-labs/FLUX.1-dev": (
+        "FluxPipeline",
+        {"transformer": ("FluxTransformer2DModel", FLUX), "vae": ("AutoencoderKL", KL16)},
+        {"T5-XXL": T5, "CLIP-L": CLIP_L},
+    ),
+    "black-forest-labs/FLUX.1-Kontext-dev": (
+        "FluxKontextPipeline",
+        {"transformer": ("FluxTransformer2DModel", FLUX), "vae": ("AutoencoderKL", KL16)},
+        {"T5-XXL": T5, "CLIP-L": CLIP_L},
+    ),
+    "black-forest-labs/FLUX.2-klein-4B": (
+        "Flux2KleinPipeline",
+        {
+            "transformer": (
+                "Flux2Transformer2DModel",
+                {
+                    "in_channels": 128,
+                    "num_layers": 5,
+                    "num_single_layers": 20,
+                    "attention_head_dim": 128,
+                    "num_attention_heads": 24,
+                    "joint_attention_dim": 7680,
+                    "guidance_embeds": False,
+                },
+            ),
+            "vae": ("AutoencoderKLFlux2", {}),
+        },
+        {"Qwen3-4B": 4.022e9},
+    ),
+    "Tongyi-MAI/Z-Image-Turbo": (
+        "ZImagePipeline",
+        {"transformer": ("ZImageTransformer2DModel", {}), "vae": ("AutoencoderKL", KL16)},
+        {"Qwen3-4B": 4.022e9},
+    ),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (
+        "WanPipeline",
+        {
+            "transformer": ("WanTransformer3DModel", {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}),
+            "vae": ("AutoencoderKLWan", {}),
+        },
+        {"UMT5-XXL": 5.681e9},
+    ),
+}
+
+
+def parts(path: str) -> tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str, float]]:
+    """Of a pipeline: its class, class and configuration of the part that is trained and of the VAE, and parameters of
+    its encoders by name. Raises UserError where there is none."""
+    base, _ = base_of(path)
+    if base in PUBLISHED:
+        return PUBLISHED[base]
+    try:
+        index = DiffusionPipeline.load_config(base)
+    except OSError as error:
+        raise UserError(
+            f"model.path={path}: no diffusers pipeline there ({str(error).strip().splitlines()[0]})"
+        ) from None
+    name = index["_class_name"]
+    if name not in CLASSES:
+        raise UserError(f"model.path={path} is a {name}; supported are {', '.join(CLASSES)}")
+    family = CLASSES[name]
+    found = {}
+    for part in (family.trained, "vae"):
+        made: Any = vars(diffusers).get(index[part][1]) or diffusers.__getattr__(index[part][1])
+        config = made.load_config(base, subfolder=part)
+        found[part] = (index[part][1], {key: value for key, value in config.items() if not key.startswith("_")})
+    encoders = {
+        part: float(_parameters(base, part, index[part][1])) for part in family.encoders if index.get(part, [None])[0]
+    }
+    return name, found, encoders
+
+
+def _parameters(base: str, part: str, name: str) -> int:
+    config = transformers.AutoConfig.from_pretrained(base, subfolder=part)
+    with on_meta("bfloat16"):
+        encoder: Any = transformers.__getattr__(name)(config)
+    return sum(p.numel() for p in encoder.parameters())
+
+
+def family(path: str, settings: DiffusionModel) -> tuple[Pipeline, dict[str, float]]:
+    """The pipeline at `path` as `pipelines.load` makes it, without weights, and parameters of its encoders."""
+    name, found, encoders = parts(path)
+    kind = CLASSES[name]
+    with on_meta(settings.dtype):
+        network = diffusers.__getattr__(found[kind.trained][0])(**found[kind.trained][1])
+    with on_meta("float32"):
+        vae = diffusers.__getattr__(found["vae"][0])(**found["vae"][1])
+    made: Any = diffusers.__getattr__(name)
+    given = {key: None for key in inspect.signature(made.__init__).parameters if key != "self"}
+    defaults = {k: p.default for k, p in inspect.signature(made.__init__).parameters.items() if k in given}
+    given = {k: (None if d is inspect.Parameter.empty else d) for k, d in defaults.items()}
+    pipe = made(**{**given, kind.trained: network, "vae": vae})
+    vae.requires_grad_(False)
+    if settings.decoding != "whole":
+        vae.enable_slicing()
+    if settings.decoding == "tiled":
+        vae.enable_tiling()
+    if settings.lora is not None:
+        add_lora(network, settings.lora)
+        torch.nn.Module.to(network, getattr(torch, settings.dtype))  # as DeepSpeed does
+    for parameter_name, parameter in network.named_parameters():
+        parameter.requires_grad_("lora_" in parameter_name or settings.lora is None)
+    if settings.activation_checkpointing:
+        network.enable_gradient_checkpointing()
+    network.train()
+    return kind(pipe, path, lora=settings.lora is not None, text_tokens=settings.text_tokens), encoders
+
+
+def blueprint(settings: DiffusionModel, config: JobConfig, path: str) -> Blueprint:
+    """Of a job with a pipeline. Raises UserError as `parts`, and for a size that it can not draw."""
+    drawn = config.section("denoising")
+    made, encoders = family(path, settings)
+    shape = made.latent_shape(drawn.resolution, drawn.frames)
+    blank = made.blank(shape)
+    steps = draws(config)
+    engine, micro = config.engine, config.engine.micro_batch
+    assert isinstance(engine, PictureEngine)
+    at_most = engine.steps_at_once or micro * steps  # others are computed again
+    at_once = min(config.rollouts_per_step, vars(config.rollout).get("micro_batch") or config.rollouts_per_step)
+
+    def predict(rows: int) -> Tensor:
+        x = torch.empty(rows, *shape, device="meta")
+        return made.predict(made.module, x, torch.empty(rows, device="meta"), [blank] * rows, drawn.embedded_guidance)
+
+    def sample() -> None:
+        predict(at_once)
+        made.decoded(torch.empty(1 if settings.decoding != "whole" else at_once, *shape, device="meta"))
+
+    width = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
+    beside = {f"encoder {name}": count * width for name, count in encoders.items()}
+    vae = sum(p.numel() for p in made.pipe.vae.parameters()) * 4
+    stays = settings.encoders == "stay"
+    tokens = math.prod(shape[1:]) // made.patch**2
+    return Blueprint(
+        made.module,
+        lambda rows: predict(min(rows * steps, at_most)),
+        sample=sample,
+        beside={"VAE": float(vae), **beside},
+        beside_training=dict(beside) if stays else {},
+        words=[
+            f"a micro-batch is {micro} x {steps} denoising steps = "
+            f"{micro * steps} rows of {'x'.join(map(str, shape))} latents, {tokens} tokens each"
+        ],
+    )
+
+
+def draws(config: JobConfig) -> int:
+    """Rows of the network that a rollout is replayed as."""
+    drawn = config.section("denoising")
+    if not isinstance(drawn, Denoising):
+        return int(drawn.draws)
+    likelihood = drawn.likelihood
+    if isinstance(likelihood, PictureChain):
+        window = likelihood.window
+        return int(plain(window).get("size") or drawn.steps)
+    told = plain(likelihood)
+    return int(told.get("draws") or told.get("steps") or 1)

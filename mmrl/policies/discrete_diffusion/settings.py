@@ -1,0 +1,457 @@
+"""Settings of masked diffusion models, which write tokens into empty places in any order."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
+from mmrl.protocols.critic import CriticSettings, SharedCritic
+from mmrl.protocols.requirements import Capabilities
+from mmrl.schedules.schedule import Schedule, number
+from mmrl.settings import Choice, Section, load_attribute, option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.policies.discrete_diffusion.likelihoods import States
+    from mmrl.protocols.job import JobConfig
+    from mmrl.protocols.parts import Policy
+
+_HERE = "mmrl.policies.discrete_diffusion.settings"
+
+
+class Order(Choice):
+    """Which empty places are filled next."""
+
+    title: ClassVar[str] = "order of unmasking"
+    kinds: ClassVar[dict[str, str]] = {
+        "confidence": f"{_HERE}:Confidence",
+        "entropy": f"{_HERE}:LowEntropy",
+        "random": f"{_HERE}:RandomOrder",
+        "left_to_right": f"{_HERE}:LeftToRight",
+    }
+    source: ClassVar[str] = "LLaDA, arXiv 2502.09992"
+    test: ClassVar[str] = "tests/policies/discrete_diffusion/test_unmasking.py"
+
+    @abstractmethod
+    def scores(self, chosen: Tensor, entropy: Tensor, chance: Tensor) -> Tensor:
+        """[row, place], the higher the sooner. chosen: log-probability of the token that was drawn for a place;
+        entropy: of its distribution; chance: uniform draws of the row. Each is [row, place]."""
+
+
+class Confidence(Order):
+    """The places whose drawn token is most likely come first."""
+
+    equation: ClassVar[str] = "argmax p(x_k | state)"
+    type: str = "confidence"
+
+    def scores(self, chosen: Tensor, entropy: Tensor, chance: Tensor) -> Tensor:
+        return chosen
+
+
+class LowEntropy(Order):
+    """The places about which the model is surest come first, whatever was drawn."""
+
+    equation: ClassVar[str] = "argmin H(. | state)"
+    source: ClassVar[str] = "Dream 7B, arXiv 2508.15487"
+    type: str = "entropy"
+
+    def scores(self, chosen: Tensor, entropy: Tensor, chance: Tensor) -> Tensor:
+        return -entropy
+
+
+class RandomOrder(Order):
+    """Any place may be next. Only then is the likelihood of a trace all that there is to it."""
+
+    equation: ClassVar[str] = "uniform"
+    type: str = "random"
+
+    def scores(self, chosen: Tensor, entropy: Tensor, chance: Tensor) -> Tensor:
+        return chance
+
+
+class LeftToRight(Order):
+    """The first empty place is next, as in an autoregressive model."""
+
+    equation: ClassVar[str] = "argmin k"
+    type: str = "left_to_right"
+
+    def scores(self, chosen: Tensor, entropy: Tensor, chance: Tensor) -> Tensor:
+        import torch
+
+        return -torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen).float()
+
+
+class MaskedLikelihood(Choice):
+    """How likely a response is: which states of it the model is shown, and what of its answers counts.
+
+    The states follow from a rollout's seed (and from its trace), so that the old, the present and the reference policy
+    are asked about the same ones.
+    """
+
+    title: ClassVar[str] = "likelihood of a masked response"
+    kinds: ClassVar[dict[str, str]] = {
+        "one_step": f"{_HERE}:OneStep",
+        "coupled": f"{_HERE}:Coupled",
+        "elbo": f"{_HERE}:ELBO",
+        "spread": f"{_HERE}:Spread",
+        "trace": f"{_HERE}:Trace",
+        "step_merge": f"{_HERE}:StepMerge",
+        "any_order": f"{_HERE}:AnyOrder",
+        "staircase": f"{_HERE}:StaircaseBound",
+    }
+    test: ClassVar[str] = "tests/policies/discrete_diffusion/test_likelihoods.py"
+    of_trace: ClassVar[bool] = False  # each place is asked about once, in a state that the rollout went through
+    type: str = "one_step"
+
+    @abstractmethod
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        """Of one rollout. prompt: tokens of its prompt; steps: [place] the step in which a place was filled; last: so
+        many steps a rollout has."""
+
+    def states_in_blocks(self, seed: int, prompt: int, steps: Tensor, last: int, blocks: Tensor) -> States:
+        """`states` of a response whose places are of `blocks` [place]; most do not ask for these."""
+        return self.states(seed, prompt, steps, last)
+
+
+class OneStep(MaskedLikelihood):
+    """All places at once, from a response that is empty and a prompt of which some tokens are hidden."""
+
+    equation: ClassVar[str] = "log p(x_k | prompt with tokens hidden, all places empty)"
+    source: ClassVar[str] = "d1 (diffu-GRPO), arXiv 2504.12216"
+    type: str = "one_step"
+    prompt_mask: float = option(0.15, "chance that a token of the prompt is hidden", ge=0, lt=1)
+
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        from mmrl.policies.discrete_diffusion.likelihoods import one_step
+
+        return one_step(seed, prompt, len(steps), self.prompt_mask)
+
+
+class Coupled(MaskedLikelihood):
+    """Pairs of states that complete each other, so that each place is asked about once a pair, and the empty one."""
+
+    equation: ClassVar[str] = (
+        "(sum over pairs log p(x_k | the state of the pair in which k is empty) + log p(x_k | all empty)) / (pairs + 1)"
+    )
+    source: ClassVar[str] = "DiffuCoder (coupled-GRPO), arXiv 2506.20639"
+    type: str = "coupled"
+    pairs: int = option(1, "pairs of states", ge=1)
+    levels: tuple[float, float] = option(
+        (0.2, 0.8), "least and largest share of places that are empty in one of a pair"
+    )
+
+    @model_validator(mode="after")
+    def _rising(self) -> Coupled:
+        low, high = self.levels
+        if not 0 < low <= high < 1:
+            raise ValueError(f"levels must lie inside (0, 1) and not fall, got {self.levels}")
+        return self
+
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        from mmrl.policies.discrete_diffusion.likelihoods import coupled
+
+        return coupled(seed, len(steps), self.pairs, self.levels)
+
+
+class ELBO(MaskedLikelihood):
+    """The evidence lower bound, from states at stratified levels: so many places are empty, no matter which."""
+
+    equation: ClassVar[str] = "E_l (L / l) sum over l empty places log p(x_k | the others), l from 1 to L"
+    source: ClassVar[str] = "LLaDA, arXiv 2502.09992 (its form of low variance); LLaDA 1.5 (VRPO), arXiv 2505.19223"
+    type: str = "elbo"
+    draws: int = option(4, "states of a response, one in each of as many parts of the levels", ge=1)
+    antithetic: bool = option(
+        False, "states come in pairs: where the first of a pair has few empty places, the second has the many others"
+    )
+
+    @model_validator(mode="after")
+    def _even(self) -> ELBO:
+        if self.antithetic and self.draws % 2:
+            raise ValueError(f"draws={self.draws} is odd, and antithetic=true makes pairs; use an even number")
+        return self
+
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        from mmrl.policies.discrete_diffusion.likelihoods import elbo
+
+        return elbo(seed, len(steps), self.draws, self.antithetic)
+
+
+class Spread(MaskedLikelihood):
+    """Tokens, where they are masked, with masks of all densities: chances to be masked are spread evenly from a start
+    that is drawn. The prompt stays in sight. All states of a response are shown in every update; UniGRPO shows one an
+    update, and spreads its levels over the updates of a step."""
+
+    equation: ClassVar[str] = (
+        "mean of log p(x_k | prompt, places that are not empty) over the states in which k is empty; state j of n "
+        "empties each place with chance (u + j / n) mod 1"
+    )
+    source: ClassVar[str] = "reconstructed from summaries of MMaDA (UniGRPO), arXiv 2505.15809"
+    test: ClassVar[str] = "tests/policies/discrete_diffusion/test_parts.py"
+    type: str = "spread"
+    draws: int = option(4, "states of a response", ge=1)
+
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        from mmrl.policies.discrete_diffusion.likelihoods import spread
+
+        return spread(seed, len(steps), self.draws)
+
+
+class Trace(MaskedLikelihood):
+    """What was drawn in each step, from the state that it was drawn in."""
+
+    equation: ClassVar[str] = "log p(x_k | the state before the step that filled k), `shrink` steps merged"
+    source: ClassVar[str] = "TraceRL, arXiv 2509.06949"
+    of_trace: ClassVar[bool] = True
+    type: str = "trace"
+    shrink: int = option(1, "steps of a rollout that become one state", unit="steps", ge=1)
+
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        from mmrl.policies.discrete_diffusion.likelihoods import trace
+
+        return trace(steps, last, self.shrink)
+
+
+class StepMerge(MaskedLikelihood):
+    """What was drawn, from the states before so many equally long runs of steps: the more of them, the nearer it is to
+    the trace, which it is where every step is a run of its own."""
+
+    equation: ClassVar[str] = "log p(x_k | the state before the segment of steps that filled k)"
+    source: ClassVar[str] = "d2-StepMerge, arXiv 2509.21474"
+    test: ClassVar[str] = "tests/policies/discrete_diffusion/test_traces.py"
+    of_trace: ClassVar[bool] = True
+    type: str = "step_merge"
+    segments: int = option(4, "states of a response; at most as many as it has steps", ge=1)
+
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        from mmrl.policies.discrete_diffusion.likelihoods import step_merge
+
+        return step_merge(steps, last, self.segments)
+
+
+class AnyOrder(MaskedLikelihood):
+    """The whole trace in one pass: each place's mask token stands beside the response and sees the prompt and what was
+    filled before, and what was filled sees no more than that either. Exact for models that decode this way; of others,
+    which read states in both directions and with their empty places, it is an approximation."""
+
+    equation: ClassVar[str] = "log p(x_k | prompt, places filled before k, which see nothing that was filled later)"
+    source: ClassVar[str] = "d2-AnyOrder, arXiv 2509.21474"
+    test: ClassVar[str] = "tests/policies/discrete_diffusion/test_traces.py"
+    of_trace: ClassVar[bool] = True
+    type: str = "any_order"
+
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        from mmrl.policies.discrete_diffusion.likelihoods import any_order
+
+        return any_order(steps)
+
+
+class StaircaseBound(MaskedLikelihood):
+    """The bound of `elbo` block by block, for models that are read by blocks (`unmasking.causal_blocks`): all blocks
+    are asked about at once, each with empty places of its own and with the finished blocks before it in sight. Response
+    and noised copy stand in one row, and the mask of attention is a staircase."""
+
+    equation: ClassVar[str] = (
+        "sum over blocks b of n places of E_l n / l log p(x_k | prompt, blocks before b, places of b that are not "
+        "empty), k empty, l = 1 ... n"
+    )
+    source: ClassVar[str] = (
+        "reconstructed from the abstract of StableDRL, arXiv 2603.06743; block diffusion: arXiv 2503.09573"
+    )
+    test: ClassVar[str] = "tests/policies/discrete_diffusion/test_staircase.py"
+    type: str = "staircase"
+    draws: int = option(2, "states of a response, each of which has empty places in every block", ge=1)
+
+    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        import torch
+
+        return self.states_in_blocks(seed, prompt, steps, last, torch.zeros_like(steps))
+
+    def states_in_blocks(self, seed: int, prompt: int, steps: Tensor, last: int, blocks: Tensor) -> States:
+        from mmrl.policies.discrete_diffusion.likelihoods import staircase
+
+        return staircase(seed, blocks, self.draws)
+
+
+class MaskedLimits(Section):
+    """How long prompts and responses are."""
+
+    max_prompt_length: int = option(1024, "longest prompt", unit="tokens", ge=1)
+    response_length: int = option(
+        64, "places of every response; what stands behind its end token is left out", unit="tokens", ge=1
+    )
+
+
+class MaskedSampling(MaskedLimits):
+    """How responses are sampled."""
+
+    temperature: Schedule = number(1.0, "of the distributions that tokens are drawn from and replayed", gt=0)
+
+
+class WritingLimits(MaskedLimits):
+    """How long prompts and responses are, and text before a picture."""
+
+    reasoning_length: int = option(
+        0, "places of text before the codes of a picture; 0: codes alone, or text alone", unit="tokens", ge=0
+    )
+
+
+class WritingSampling(MaskedSampling, WritingLimits):
+    """How responses are sampled."""
+
+
+class MaskedEvaluation(Section):
+    """How responses are sampled in evaluation."""
+
+    temperature: float = option(0.0, "0: the most likely token each time", ge=0)
+
+
+class Unmasking(Section):
+    """In how many steps, and in which order, the places of a response are filled."""
+
+    steps: int | None = option(None, "of a response; default: one a place", unit="steps", ge=1)
+    block: int | None = option(
+        None, "places that are filled before those behind them; default: all", unit="tokens", ge=1
+    )
+    reasoning_steps: int | None = option(
+        None, "of the text before the codes of a picture; default: one a place", unit="steps", ge=1
+    )
+    order: Order = option(Confidence(), "which places are filled next")
+    causal_blocks: bool = option(
+        False,
+        "a block sees the prompt, the blocks before it and itself, as block diffusion models (SDAR, TraDo) do; "
+        "false: every place sees all others",
+    )
+    threshold: float | None = option(
+        None,
+        "places whose drawn token is at least this likely are filled at once, beside those of the step, so that a "
+        "response may need fewer steps; null: those of the step alone",
+        gt=0,
+        le=1,
+    )
+
+
+class UnmaskingRollouts(Unmasking):
+    """How responses are drawn in training, and how likely they are."""
+
+    likelihood: MaskedLikelihood = option(OneStep(), "what is known of a response's likelihood")
+
+
+class UnmaskingDemonstrations(Unmasking):
+    """How a masked diffusion model learns responses that are given."""
+
+    draws: int = option(1, "states of a response", ge=1)
+
+    @property
+    def likelihood(self) -> ELBO | StaircaseBound:
+        return StaircaseBound(draws=self.draws) if self.causal_blocks else ELBO(draws=self.draws)
+
+
+class TokenDiffusionModel(ModelSettings):
+    """What kinds of discrete diffusion share."""
+
+    type: str = "masked_diffusion"
+    attention: Literal["sdpa", "eager"] = option("sdpa", "how attention is computed")
+    lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
+    activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
+    shifted: bool = option(
+        False, "the model says at each place what stands at the next, as those made of autoregressive ones do (Dream)"
+    )
+
+    def capabilities(self, config: JobConfig) -> Capabilities:
+        offers = {"entropy", "square_sum", "tokens", "text", "numbers", "single_sample_kl", "views"}
+        offers |= {"reference_ratio", "distribution", "reference_rollouts"}
+        return Capabilities(f"model.type={self.type}", frozenset(offers))
+
+
+class MaskedModel(TokenDiffusionModel):
+    """A masked diffusion model of text: a masked language model of transformers, or a causal one that is read in both
+    directions. One decision a token of the response. With a codebook beside it it writes pictures as codes, and text
+    about them before, in the same way."""
+
+    test: ClassVar[str] = "tests/policies/discrete_diffusion/test_policy.py"
+    source: ClassVar[str] = "LLaDA, arXiv 2502.09992; text and pictures: MMaDA, arXiv 2505.15809"
+    type: str = "masked_diffusion"
+    mask_token: str | None = option(None, "that stands in empty places; default: the tokenizer's own")
+
+    @classmethod
+    def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
+        given = collects == "demonstrations"
+        return {
+            "rollout": WritingLimits if given else WritingSampling,
+            "unmasking": UnmaskingDemonstrations if given else UnmaskingRollouts,
+            "evaluation": MaskedEvaluation,
+        }
+
+    def capabilities(self, config: JobConfig) -> Capabilities:
+        known = super().capabilities(config)
+        assert isinstance(config.rollout, WritingLimits)
+        parts = {"parts", "segments"} if config.rollout.reasoning_length else set()
+        return Capabilities(known.of, known.offers | {"critic"} | parts, groups=("critic",))
+
+    def check(self, config: JobConfig) -> None:
+        from mmrl.policies.discrete_diffusion.schedule import in_parts
+
+        unmasking, limits = config.section("unmasking"), config.rollout
+        assert isinstance(unmasking, UnmaskingRollouts | UnmaskingDemonstrations) and isinstance(limits, WritingLimits)
+        text, own = limits.reasoning_length, unmasking.reasoning_steps
+        if own is not None and not text:
+            raise ValueError(
+                f"unmasking.reasoning_steps={own} fills text before the codes of a picture; set "
+                "rollout.reasoning_length, or leave it out"
+            )
+        in_parts(text, limits.response_length, own, unmasking.steps, unmasking.block)
+        _check_critic(config.needs.critic, unmasking.likelihood)
+        _check_blocks(unmasking, self.shifted)
+        if self.shifted and isinstance(unmasking, UnmaskingRollouts) and unmasking.likelihood.type == "any_order":
+            raise ValueError(
+                "unmasking.likelihood=any_order asks for a place at its own mask token, and with model.shifted=true "
+                "the model answers at the place before; choose another likelihood, such as step_merge"
+            )
+
+    def load(self, config: JobConfig, task: Any, path: str) -> Policy:
+        return load_attribute("mmrl.policies.discrete_diffusion.loading:load")(path, self, config)
+
+
+def _check_critic(critic: CriticSettings | None, likelihood: MaskedLikelihood) -> None:
+    """Raises ValueError for a critic that reads something else than the states of the trace."""
+    if critic is None:
+        return
+    if not isinstance(critic, SharedCritic):
+        raise ValueError(
+            f"algorithm.critic.type={critic.type} is no critic of a masked diffusion model; use shared, with "
+            "detach=true where the model shall not learn from it"
+        )
+    if not likelihood.of_trace:
+        raise ValueError(
+            f"unmasking.likelihood={likelihood.type} shows the model states that the rollout was never in, "
+            "and algorithm.critic asks what those of its trace are worth; use trace, step_merge or any_order"
+        )
+
+
+def _check_blocks(unmasking: UnmaskingRollouts | UnmaskingDemonstrations, shifted: bool) -> None:
+    """Raises ValueError where a model is read by blocks in one place and not in another."""
+    by_blocks = unmasking.likelihood.type == "staircase"
+    if not unmasking.causal_blocks:
+        if by_blocks:
+            raise ValueError(
+                "unmasking.likelihood=staircase is of models that are read by blocks; set unmasking.causal_blocks=true "
+                "for one, or choose elbo"
+            )
+        return
+    if unmasking.block is None:
+        raise ValueError("unmasking.causal_blocks=true needs to know how large blocks are; set unmasking.block")
+    if not by_blocks:
+        raise ValueError(
+            f"unmasking.likelihood={unmasking.likelihood.type} shows a model all of a response at once, and with "
+            "unmasking.causal_blocks=true it is read by blocks; use staircase"
+        )
+    if shifted:
+        raise ValueError(
+            "unmasking.causal_blocks=true asks for a place in its own block, and with model.shifted=true the model "
+            "answers at the place before; set one of them to false"
+        )

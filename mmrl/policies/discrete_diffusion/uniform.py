@@ -1,0 +1,84 @@
+"""Uniform discrete diffusion: a response begins as tokens drawn at random, and step by step more of them become what
+the model says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mmrl.generation.sampling import draw
+from mmrl.policies.discrete_diffusion.likelihoods import States
+from mmrl.policies.discrete_diffusion.policy import DiscreteDiffusionPolicy, MaskedRecord, MaskScorer, Vocabulary
+from mmrl.policies.discrete_diffusion.uniform_settings import Noising
+
+APART = 1 << 40  # added to a rollout's seed: the noise that it is replayed under is not that which it was made from
+
+
+class UniformPolicy(DiscreteDiffusionPolicy):
+    """Its decisions are the tokens of the finished response, asked about in states that are noised from it anew: what
+    it went through when it was made does not matter."""
+
+    kind: ClassVar[str] = "uniform_diffusion"
+
+    def __init__(
+        self, scorer: MaskScorer, tokenizer: Any, vocabulary: Vocabulary, noising: Noising, **shared: Any
+    ) -> None:
+        """shared: as `DiscreteDiffusionPolicy` has it."""
+        super().__init__(scorer, tokenizer, vocabulary, **shared)
+        self.noising = noising
+        model: Any = scorer.model
+        size = model.get_output_embeddings().weight.shape[0]
+        allowed = torch.ones(size, dtype=torch.bool)
+        allowed[vocabulary.suppressed] = False
+        self.allowed = allowed.nonzero().flatten()  # [n] tokens that noise is made of, and that are drawn
+
+    def _draw(self, prompts: list[Tensor], seeds: Sequence[int], temperature: float) -> list[MaskedRecord]:
+        """With steps of equal size in the chance t that a token is noise: of what is not yet kept at t, the share that
+        is kept at s < t, (t - s) / t, becomes what the model says; the last step leaves nothing."""
+        generators = [torch.Generator(self.device).manual_seed(int(seed)) for seed in seeds]
+        response = self._tokens(self._uniform(generators))
+        rows = torch.arange(len(prompts)).repeat_interleave(self.length).to(self.device)
+        place = torch.arange(self.length).repeat(len(prompts)).to(self.device)
+        first = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        for turn in range(self.noising.steps):
+            ids, there = self._collate([torch.cat(pair) for pair in zip(prompts, response, strict=True)])
+            logits = self.module.logits(ids, there, rows, first[rows] + place)
+            logits = logits.view(len(prompts), self.length, -1) / (temperature or 1.0)
+            tokens = (draw(logits, generators) if temperature else logits).argmax(-1).cpu()
+            now = self._uniform(generators) < 1 / (self.noising.steps - turn)
+            response = torch.where(now, tokens, response)
+        heat = temperature or 1.0  # responses of the most likely tokens are replayed as they are
+        none = torch.zeros(self.length, dtype=torch.long)
+        return [MaskedRecord(prompt, response[i], none, int(seeds[i]), heat) for i, prompt in enumerate(prompts)]
+
+    def _forwards(self, record: MaskedRecord) -> int:
+        return self.noising.steps
+
+    def _uniform(self, generators: Sequence[torch.Generator]) -> Tensor:
+        """[row, place] from 0 to 1, on the CPU."""
+        drawn = [torch.rand(self.length, generator=generator, device=self.device) for generator in generators]
+        return torch.stack(drawn).cpu()
+
+    def _tokens(self, uniform: Tensor) -> Tensor:
+        """Of the allowed tokens that which a number from 0 to 1 means."""
+        return self.allowed[(uniform * len(self.allowed)).long().clamp(max=len(self.allowed) - 1)]
+
+    def states_of(self, record: MaskedRecord) -> States:
+        return noised(record.seed, self.length, self.noising.draws, self.noising.levels)
+
+    def _shown(self, record: MaskedRecord, states: States, state: int) -> Tensor:
+        assert states.noise is not None
+        return torch.where(states.empty[state], self._tokens(states.noise[state]), record.response)
+
+
+def noised(seed: int, length: int, draws: int, levels: tuple[float, float]) -> States:
+    """In draw j of n every place is replaced with a chance from the j-th of n equal parts of `levels`. All places are
+    asked about, for the model can not tell which are noise."""
+    generator, (low, high) = torch.Generator().manual_seed(seed + APART), levels
+    level = low + (high - low) * (torch.arange(draws) + torch.rand(draws, generator=generator)) / draws
+    empty = torch.rand(draws, length, generator=generator) < level[:, None]
+    noise = torch.rand(draws, length, generator=generator)
+    return States(empty, torch.full((draws, length), 1 / draws), noise=noise)

@@ -1,0 +1,76 @@
+"""Settings of uniform discrete diffusion models, which turn tokens drawn at random into a response."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import model_validator
+
+from mmrl.policies.discrete_diffusion.settings import (
+    MaskedEvaluation,
+    MaskedLimits,
+    MaskedSampling,
+    TokenDiffusionModel,
+)
+from mmrl.policies.settings import Collects, Sections
+from mmrl.settings import Section, load_attribute, option
+
+if TYPE_CHECKING:
+    from mmrl.protocols.job import JobConfig
+    from mmrl.protocols.parts import Policy
+
+
+class Noising(Section):
+    """In how many steps noise becomes a response, and in which noised states of it its tokens are asked about."""
+
+    steps: int = option(8, "of a response", unit="steps", ge=1)
+    draws: int = option(
+        1, "noised states of a response, one in each of as many parts of the levels; its likelihood is their mean", ge=1
+    )
+    levels: tuple[float, float] = option(
+        (0.0, 1.0), "least and largest chance that a token is replaced by one drawn at random"
+    )
+
+    @model_validator(mode="after")
+    def _rising(self) -> Noising:
+        low, high = self.levels
+        if not 0 <= low <= high <= 1:
+            raise ValueError(f"levels must lie in [0, 1] and not fall, got {self.levels}")
+        return self
+
+
+class NoisingRollouts(Noising):
+    """How responses are drawn in training, and how likely they are."""
+
+    draws: int = option(
+        4, "noised states of a response, one in each of as many parts of the levels; its likelihood is their mean", ge=1
+    )
+
+
+class UniformModel(TokenDiffusionModel):
+    """A uniform discrete diffusion model of text or codes: a masked language model of transformers, or a causal one
+    that is read in both directions, which is shown a response with some tokens replaced by others and says what stood
+    there. It is not told how many were replaced. One decision a token of the response."""
+
+    equation: ClassVar[str] = (
+        "mean over levels t of log p(x_k | x with each token replaced with chance t), x the response"
+    )
+    source: ClassVar[str] = (
+        "UDM-GRPO, arXiv 2604.18518: the clean sample is the action, states are noised forward; steps of the sampler: "
+        "discrete flow matching, arXiv 2407.15595"
+    )
+    test: ClassVar[str] = "tests/policies/discrete_diffusion/test_uniform.py"
+    type: str = "uniform_diffusion"
+
+    @classmethod
+    def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
+        given = collects == "demonstrations"
+        return {
+            "rollout": MaskedLimits if given else MaskedSampling,
+            "noising": Noising if given else NoisingRollouts,
+            "evaluation": MaskedEvaluation,
+        }
+
+    def load(self, config: JobConfig, task: Any, path: str) -> Policy:
+        return load_attribute("mmrl.policies.discrete_diffusion.loading:load_uniform")(path, self, config)

@@ -1,0 +1,115 @@
+"""Settings of a generator whose prompts a language model writes anew, where both are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from mmrl.policies.diffusion.settings import (
+    Denoising,
+    DiffusionModel,
+    PictureChain,
+    PictureMatching,
+    refuse_estimate,
+)
+from mmrl.policies.settings import Collects, LoRA, Sections
+from mmrl.policies.vlm.settings import TokenEngine, TokenEvaluation, TokenSampling
+from mmrl.protocols.requirements import Capabilities
+from mmrl.settings import Section, load_attribute, option
+
+if TYPE_CHECKING:
+    from mmrl.engine.memory import Blueprint
+    from mmrl.protocols.job import JobConfig
+    from mmrl.protocols.parts import Policy
+
+WRITER, GENERATOR = "writer", "generator"  # folders of what a run leaves, and parts of the module
+
+
+class PromptWriter(Section):
+    """The language model that writes prompts anew; its texts are sampled as `rollout` says."""
+
+    path: str | None = option(
+        None, "a folder or a hub name of an image-text model; default: the writer beside the generator in model.path"
+    )
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
+    freeze: list[Literal["vision", "connector", "language"]] = option([], "parts that are not trained")
+    lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
+    processor: dict[str, Any] = option({}, "keyword arguments of AutoProcessor.from_pretrained")
+    template: str = option(
+        "Rewrite this prompt for an image generator, with all that it should show: {}",
+        "how the writer is asked; {}: the prompt",
+    )
+    originals: int = option(
+        0, "rollouts of each group that are drawn from the prompt as it is, and in which the writer has no part", ge=0
+    )
+
+    @model_validator(mode="after")
+    def _there_is_a_place(self) -> PromptWriter:
+        if self.template.count("{}") != 1:
+            raise ValueError(f"template must hold {{}} once, where the prompt goes; got {self.template!r}")
+        return self
+
+
+class RewrittenModel(DiffusionModel):
+    """A diffusion or flow model that draws what a language model makes of the prompt. Both learn from the same rewards:
+    the decisions of a rollout are the words that were written, and the steps that drew them."""
+
+    source: ClassVar[str] = "PromptRL, arXiv 2602.01382"
+    test: ClassVar[str] = "tests/policies/prompt_rewriting/test_prompt_rewriting.py"
+    type: str = "rewritten_diffusion"
+    writer: PromptWriter = option(PromptWriter(), "what writes prompts anew")
+
+    @classmethod
+    def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
+        own = super().sections(tree, collects)
+        return {**own, "rollout": TokenSampling, "evaluation": TokenEvaluation, "engine": TokenEngine}
+
+    def capabilities(self, config: JobConfig) -> Capabilities:
+        return Capabilities(
+            "model.type=rewritten_diffusion",
+            frozenset({"text", "parts", "segments", "single_sample_kl", "reference_ratio"}),
+        )
+
+    def check(self, config: JobConfig) -> None:
+        super().check(config)
+        rollout, denoising = config.rollout, config.section("denoising")
+        if not isinstance(denoising, Denoising) or not isinstance(rollout, TokenSampling):
+            raise ValueError("model.type=rewritten_diffusion learns from rewards; warm its parts up apart")
+        if self.embeddings is not None:
+            raise ValueError(
+                "model.embeddings holds what encoders say of prompts that are known; those of model.type="
+                "rewritten_diffusion are written while it trains"
+            )
+        likelihood = denoising.likelihood
+        if not isinstance(likelihood, PictureChain | PictureMatching):
+            raise ValueError(
+                f"denoising.likelihood.type={likelihood.type} gives no likelihood of a step, beside that of words; use "
+                "chain or matching"
+            )
+        chain = likelihood if isinstance(likelihood, PictureChain) else None
+        if chain is not None and (chain.branching or chain.shared_states or chain.chunks):
+            raise ValueError(
+                "denoising.likelihood: branching, shared_states and chunks are for groups that draw one prompt; with "
+                "model.type=rewritten_diffusion each rollout has its own"
+            )
+        if rollout.generator.type != "transformers":
+            raise ValueError(
+                f"rollout.generator.type={rollout.generator.type} does not know model.type=rewritten_diffusion; use "
+                "transformers"
+            )
+        if rollout.segment is not None:
+            raise ValueError("rollout.segment: segments of model.type=rewritten_diffusion are text and picture")
+        if self.writer.originals >= config.group_size:
+            raise ValueError(
+                f"model.writer.originals={self.writer.originals} leaves no rollout of rollout.group_size="
+                f"{config.group_size} to the writer; lower it"
+            )
+
+    def blueprint(self, config: JobConfig, path: str) -> Blueprint | None:
+        refuse_estimate(self.type, path)
+        return None
+
+    def load(self, config: JobConfig, task: Any, path: str) -> Policy:  # type: ignore[override]
+        return load_attribute("mmrl.policies.prompt_rewriting.loading:load")(path, self, config, task)

@@ -1,0 +1,476 @@
+"""LeRobot's flow policies, SmolVLA (arXiv 2506.01844), pi0 (arXiv 2410.24164) and pi0.5 (arXiv 2504.16054), from the
+folders that LeRobot writes.
+
+Networks, normalisation and tokens are LeRobot's own code. Its time is our sigma: 1 is noise, 0 the actions, and its
+velocity is noise - actions. What is read once is the prefix (pictures, words and SmolVLA's state): keys and values of
+every layer, to which the action expert attends at each denoising step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import huggingface_hub
+import numpy as np
+import peft
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.policies import pi_gemma
+from lerobot.policies.common.vla_utils import make_att_2d_masks, prepare_attention_masks_4d
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.processor import NormalizerProcessorStep, PolicyProcessorPipeline, TransitionKey
+from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS, OBS_STATE
+from numpy.typing import NDArray
+from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import DynamicCache, masking_utils
+
+from mmrl.errors import UserError
+from mmrl.policies.settings import LoRA
+from mmrl.policies.vla.backbones.backbone import Backbone
+from mmrl.policies.vla.heads.flow import FlowHead
+from mmrl.policies.vla.heads.head import Reading
+from mmrl.policies.vla.settings import Actions, FlowActions, TaughtFlow, VisionLanguageActionModel
+from mmrl.policies.vlm import loading
+from mmrl.sims.vector.simulator import nearest
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
+BESIDE = (CONFIG, f"{PREPROCESSOR}*", f"{POSTPROCESSOR}*")  # what a saved policy takes along as it was
+EMPTY = ".empty_camera_"  # LeRobot's name for a place that it fills itself
+UNFIT = ("adapt_to_pi_aloha", "use_relative_actions", "compile_model")
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")  # a LoRA in peft's format, as LeRobot keeps it
+
+
+@dataclass(frozen=True)
+class LeRobotObservation:
+    """One observation, as it is kept."""
+
+    images: Tensor  # [camera, 3, height, width] uint8
+    state: Tensor  # [state], in the robot's units
+    text: str
+
+
+class ExpertPrefix:
+    """What the action expert sees of n observations; a `Reading` of which only `last` is known."""
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]], mask: Tensor, state: Tensor, last: Tensor) -> None:
+        """layers: keys and values [n, head, token, size] of each; mask [n, token] bool; state [n, largest state],
+        normalised; last [n, width]: the last token, behind the last layer."""
+        self.keys_and_values, self.mask, self.state, self.last = tuple(layers), mask, state, last
+
+    def select(self, rows: Tensor) -> ExpertPrefix:
+        if torch.equal(rows, torch.arange(len(self.mask), device=rows.device)):
+            return self
+        layers = [(keys[rows], values[rows]) for keys, values in self.keys_and_values]
+        return ExpertPrefix(layers, self.mask[rows], self.state[rows], self.last[rows])
+
+    def cache(self) -> DynamicCache:
+        """A new one: LeRobot appends to it."""
+        return DynamicCache(tuple((keys, values) for keys, values in self.keys_and_values))
+
+
+class LeRobotUnits:
+    """A checkpoint's own normalisation; see `mmrl.policies.vla.heads.codec.Units`."""
+
+    def __init__(self, preprocessor: PolicyProcessorPipeline, postprocessor: PolicyProcessorPipeline) -> None:
+        self.normalise = next(step for step in preprocessor.steps if isinstance(step, NormalizerProcessorStep))
+        self.postprocessor = postprocessor
+
+    def to_robot(self, actions: NDArray) -> NDArray[np.float64]:
+        return self.postprocessor(torch.from_numpy(actions.astype(np.float32))).double().numpy()
+
+    def from_robot(self, actions: NDArray) -> NDArray[np.float64]:
+        given = {TransitionKey.ACTION: torch.from_numpy(actions.astype(np.float32))}
+        return self.normalise(given)[TransitionKey.ACTION].double().numpy()
+
+
+class LeRobotBackbone(Backbone):
+    """A whole LeRobot policy, its action expert too. What is not the expert's makes the prefix."""
+
+    def __init__(self, policy: Any, folder: Path, features: Sequence[str]) -> None:
+        """policy: LeRobot's, or peft's model around it. features: which of the checkpoint's pictures are shown, one for
+        each of the policy's cameras."""
+        super().__init__()
+        self.policy = policy
+        config = self.core.config
+        self.beside = {file.name: file.read_bytes() for name in BESIDE for file in sorted(folder.glob(name))}
+        overrides = {"device_processor": {"device": "cpu"}}
+        self.preprocessor, postprocessor = make_pre_post_processors(
+            config, str(folder), preprocessor_overrides=overrides
+        )
+        self.units = LeRobotUnits(self.preprocessor, postprocessor)
+        self.action_dim, self.state_dim = config.action_feature.shape[0], config.robot_state_feature.shape[0]
+        self.features = tuple(features)
+
+    @property
+    def core(self) -> Any:
+        """LeRobot's policy itself, out of its LoRA if it has one."""
+        return self.policy if isinstance(self.policy, PreTrainedPolicy) else self.policy.get_base_model()
+
+    def ask(self, instruction: str) -> str:
+        return instruction
+
+    def prepare(
+        self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
+    ) -> list[LeRobotObservation]:
+        pixels = torch.from_numpy(rearrange(list(pictures), "camera n h w c -> n camera c h w").copy())
+        given = zip(pixels, torch.from_numpy(state.copy()), texts, strict=True)
+        return [LeRobotObservation(images, numbers, text) for images, numbers, text in given]
+
+    def collate(self, rows: Sequence[LeRobotObservation], device: torch.device) -> dict[str, Tensor]:
+        images = torch.stack([row.images for row in rows], 1).float() / 255  # cameras first
+        shown: dict[str, Any] = {
+            **dict(zip(self.features, images, strict=True)),
+            OBS_STATE: torch.stack([row.state for row in rows]),
+            "task": [row.text for row in rows],
+        }
+        made = self.preprocessor(shown)
+        names = (*self.features, OBS_STATE, OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)
+        return {name: made[name].to(device) for name in names}
+
+    def keep(self, reading: Reading) -> list[dict[str, Tensor]]:
+        prefix = cast(ExpertPrefix, reading)
+        there = prefix.mask
+        layers = torch.stack([torch.stack(pair) for pair in prefix.keys_and_values])
+        layers = rearrange(layers, "l two n h t d -> n t l two h d")  # tokens first, for padding
+        return [
+            {"hidden": prefix.last[i].cpu(), "state": prefix.state[i].cpu(), "layers": layers[i][there[i]].cpu()}
+            for i in range(len(there))
+        ]
+
+    def collate_kept(self, rows: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+        layers = [row["layers"] for row in rows]
+        mask = [torch.ones(len(row), dtype=torch.bool) for row in layers]
+        found = {
+            "hidden": torch.stack([row["hidden"] for row in rows]),
+            "state": torch.stack([row["state"] for row in rows]),
+            "layers": nn.utils.rnn.pad_sequence(layers, batch_first=True),
+            "mask": nn.utils.rnn.pad_sequence(mask, batch_first=True),
+        }
+        return {name: value.to(device) for name, value in found.items()}
+
+    def recall(self, inputs: dict[str, Tensor]) -> Reading:
+        layers = rearrange(inputs["layers"], "n t l two h d -> l two n h t d")
+        pairs = [(keys, values) for keys, values in layers]
+        return cast(Reading, ExpertPrefix(pairs, inputs["mask"], inputs["state"], inputs["hidden"]))
+
+    def flow_head(
+        self, settings: FlowActions | TaughtFlow, action: Actions, action_dim: int, state_dim: int
+    ) -> FlowHead:
+        config = self.core.config
+        for name, own, robot in (("action", self.action_dim, action_dim), ("state", self.state_dim, state_dim)):
+            if own != robot:
+                raise UserError(f"the LeRobot policy's {name} has {own} numbers, the simulator's {robot}")
+        if action.chunk > config.chunk_size:
+            raise UserError(f"action.chunk={action.chunk}, but the LeRobot policy plans {config.chunk_size} actions")
+        latent = (config.chunk_size, config.max_action_dim)
+        return LeRobotHead(settings, action, action_dim, state_dim, latent, self)
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """A whole policy, or a LoRA as LeRobot keeps one: peft's files beside a config.json that says so."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.beside.items():
+            (folder / name).write_bytes(content)
+        weights: dict[str, Tensor] = {}
+        places: set[int] = set()
+        for name, value in state.items():
+            again = value.data_ptr() in places  # tied; a file holds no memory twice
+            weights[name.removeprefix("policy.")] = value.clone() if again else value.contiguous()
+            places.add(value.data_ptr())
+        if self.policy is self.core:
+            save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+            return
+        told = json.loads(self.beside[CONFIG])
+        (folder / CONFIG).write_text(json.dumps({**told, "use_peft": True}, indent=4))
+        self.policy.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
+
+    @classmethod
+    def freeze(cls, policy: nn.Module, parts: Sequence[str]) -> None:
+        """Vision, connector (of pictures and of the state) and language; never the action expert."""
+        for name, parameter in policy.named_parameters():
+            if cls._part(name) in parts:
+                parameter.requires_grad_(False)
+
+    @property
+    def frozen(self) -> bool:
+        return not any(p.requires_grad for n, p in self.policy.named_parameters() if self._part(n) != "expert")
+
+    def velocity(self, prefix: ExpertPrefix, x: Tensor, sigma: Tensor) -> Tensor:
+        """x [n, latent chunk, latent action], sigma [n] -> like x"""
+        raise NotImplementedError
+
+    @classmethod
+    def _part(cls, name: str) -> str:
+        """Of a parameter: vision, connector, language or expert."""
+        raise NotImplementedError
+
+
+class SmolVLABackbone(LeRobotBackbone):
+    def __init__(self, policy: Any, folder: Path, features: Sequence[str]) -> None:
+        super().__init__(policy, folder, features)
+        self.width: int = self.core.model.vlm_with_expert.config.text_config.hidden_size
+
+    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
+        model: Any = self.core.model
+        images, there = self.core.prepare_images(inputs)
+        state = self.core.prepare_state(inputs)
+        words = inputs[OBS_LANGUAGE_TOKENS], inputs[OBS_LANGUAGE_ATTENTION_MASK]
+        embeddings, mask, blocks = model.embed_prefix(images, there, *words, state=state)
+        (hidden, _), cache = model.vlm_with_expert(
+            attention_mask=make_att_2d_masks(mask, blocks),
+            position_ids=mask.cumsum(1) - 1,
+            inputs_embeds=[embeddings, None],
+            use_cache=True,
+        )
+        return made_prefix(cache, mask, state, hidden)
+
+    def velocity(self, prefix: ExpertPrefix, x: Tensor, sigma: Tensor) -> Tensor:
+        model: Any = self.core.model
+        return model.denoise_step(prefix.mask, prefix.cache(), x, sigma)
+
+    @classmethod
+    def _part(cls, name: str) -> str:
+        if ".state_proj." in name:
+            return "connector"
+        return loading.part_of(name) if ".vlm." in name else "expert"
+
+
+class Pi0Backbone(LeRobotBackbone):
+    def __init__(self, policy: Any, folder: Path, features: Sequence[str]) -> None:
+        super().__init__(policy, folder, features)
+        _tell_nothing_that_transformers_dropped()
+        self.width: int = self.core.model.paligemma_with_expert.paligemma.config.text_config.hidden_size
+
+    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
+        model: Any = self.core.model
+        both = model.paligemma_with_expert
+        images, there = self.core._preprocess_images(inputs)
+        words = inputs[OBS_LANGUAGE_TOKENS], inputs[OBS_LANGUAGE_ATTENTION_MASK]
+        embeddings, mask, blocks = model.embed_prefix(images, there, *words)
+        both.paligemma.model.language_model.config._attn_implementation = "eager"  # as LeRobot samples
+        (hidden, _), cache = both(
+            attention_mask=prepare_attention_masks_4d(make_att_2d_masks(mask, blocks)),
+            position_ids=mask.cumsum(1) - 1,
+            inputs_embeds=[embeddings, None],
+            use_cache=True,
+        )
+        return made_prefix(cache, mask, self._state(inputs), hidden)
+
+    def _state(self, inputs: dict[str, Tensor]) -> Tensor:
+        """What the expert is told of the state, normalised: [n, largest state]."""
+        state: Tensor = self.core.prepare_state(inputs)
+        return state
+
+    def velocity(self, prefix: ExpertPrefix, x: Tensor, sigma: Tensor) -> Tensor:
+        model: Any = self.core.model
+        return model.denoise_step(prefix.state, prefix.mask, prefix.cache(), x, sigma)
+
+    @classmethod
+    def _part(cls, name: str) -> str:
+        return loading.part_of(name) if ".paligemma." in name else "expert"
+
+
+class Pi05Backbone(Pi0Backbone):
+    """It reads the state among its words, as LeRobot's own processor writes it there."""
+
+    def velocity(self, prefix: ExpertPrefix, x: Tensor, sigma: Tensor) -> Tensor:
+        model: Any = self.core.model
+        return model.denoise_step(prefix.mask, prefix.cache(), x, sigma)
+
+    def _state(self, inputs: dict[str, Tensor]) -> Tensor:
+        return inputs[OBS_STATE]
+
+
+class LeRobotHead(FlowHead):
+    """The action expert of a LeRobot policy, which is a part of the backbone. It plans more actions than are executed,
+    with more numbers than the robot has; as in pi_RL (arXiv 2510.25889) those do not count."""
+
+    def __init__(
+        self,
+        settings: FlowActions | TaughtFlow,
+        action: Actions,
+        action_dim: int,
+        state_dim: int,
+        latent: tuple[int, int],
+        backbone: LeRobotBackbone,
+    ) -> None:
+        super().__init__(settings, action, action_dim, state_dim, latent)
+        self._backbone = [backbone]  # in a list: its parameters are not this module's
+
+    def velocity(self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        return self._backbone[0].velocity(cast(ExpertPrefix, reading).select(rows), x, sigma).float()
+
+
+BACKBONES: dict[str, type[LeRobotBackbone]] = {"smolvla": SmolVLABackbone, "pi0": Pi0Backbone, "pi05": Pi05Backbone}
+
+
+def made_prefix(cache: Any, mask: Tensor, state: Tensor, hidden: Tensor) -> Reading:
+    end = mask.long().cumsum(1).argmax(1)
+    last = hidden[torch.arange(len(mask), device=mask.device), end]
+    layers = [(keys, values) for keys, values, *_ in cache]
+    return cast(Reading, ExpertPrefix(layers, mask.bool(), state, last))
+
+
+def _tell_nothing_that_transformers_dropped() -> None:
+    """LeRobot 0.6 gives `create_causal_mask` the cache's position, which transformers 5.16 does not take any more; pi0
+    and pi0.5 bring masks of their own, for which it never mattered."""
+    usual = masking_utils.create_causal_mask
+    if "cache_position" in inspect.signature(usual).parameters:
+        return
+
+    def create_causal_mask(*, cache_position: Tensor, **options: Any) -> Any:
+        return usual(**options)
+
+    pi_gemma.create_causal_mask = create_causal_mask
+
+
+def shown_features(path: str, names: Sequence[str], action: Actions) -> list[str]:
+    """Which of the checkpoint's pictures `names` the policy's cameras stand for, in the order of `action.cameras`.
+    Without that option there is one picture. Raises UserError where a camera would have no place, or a place none."""
+    count = len(action.cameras or ("all",))
+    if action.camera_features is None:
+        if count != len(names):
+            raise UserError(
+                f"model.path={path} was trained on {len(names)} cameras ({', '.join(names)}), but action.cameras shows "
+                f"it {count}; name as many, or say in action.camera_features which of them are shown"
+            )
+        return list(names)
+    chosen = action.camera_features
+    if len(chosen) != count or len(set(chosen)) < count:
+        raise UserError(f"action.camera_features must be {count} different names, one for each camera, not {chosen}")
+    for name in chosen:
+        if name not in names:
+            raise UserError(
+                f"action.camera_features: model.path={path} has no {name!r}{nearest(name, names)}; it has "
+                f"{', '.join(names)}"
+            )
+    return chosen
+
+
+def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobotBackbone:
+    """From a folder or a hub name, with its LoRA if it is one or a new one if `model` asks for one. Raises UserError
+    naming the file, tensor or option that does not fit."""
+    if model.processor:
+        raise UserError("model.processor is not for LeRobot policies; remove it")
+    folder = _folder(path)
+    adapted = (folder / ADAPTERS[0]).is_file()
+    base = loading.base_of(str(folder)) if adapted else path
+    told = json.loads(_existing(path, folder / CONFIG).read_text())
+    for option in UNFIT:
+        if told.get(option):
+            raise UserError(f"model.path={path}: {CONFIG} has {option}=true, which can not be trained here")
+    if told.get("use_peft") and not adapted:
+        raise UserError(f"model.path={path}: {CONFIG} has use_peft=true, but {ADAPTERS[0]} is missing")
+    weights = _existing(path, (_folder(base) if adapted else folder) / WEIGHTS)
+    for name in (PREPROCESSOR, POSTPROCESSOR):
+        _existing(path, folder / f"{name}.json")
+    config = PreTrainedConfig.from_pretrained(folder)
+    features = shown_features(path, [name for name in config.image_features if EMPTY not in name], action)
+    config.device = "cpu"  # the engine moves it
+    if told["type"] == "smolvla":
+        config.load_vlm_weights = False  # they are in the checkpoint
+    made: Any = get_policy_class(told["type"])
+    kind, policy = BACKBONES[told["type"]], made(config).float()
+    _fill(policy, load_file(weights), str(weights.parent))
+    freeze_unread(policy)
+    kind.freeze(policy, model.freeze)
+    if model.dtype == "bfloat16":
+        compute_precisely(policy)
+    if adapted:
+        policy = peft.PeftModel.from_pretrained(policy, folder, is_trainable=True)
+        kind.freeze(policy, model.freeze)  # adapters too
+    elif model.lora is not None:
+        policy = with_lora(policy, base, model.lora)
+    for parameter in policy.parameters():  # not buffers: those of rotary embeddings are angles
+        parameter.data = parameter.data.to(getattr(torch, model.dtype))
+    return kind(policy, folder, features)
+
+
+def freeze_unread(policy: nn.Module) -> None:
+    """Heads for words, which no action depends on; but not where they are the embeddings of words too."""
+    named = list(policy.named_parameters(remove_duplicate=False))
+    places = Counter(id(parameter) for _, parameter in named)
+    for name, parameter in named:
+        if "lm_head." in name and places[id(parameter)] == 1:
+            parameter.requires_grad_(False)
+
+
+class PreciseLinear(nn.Linear):
+    """A linear layer that computes in fp32, whatever its weights are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(x.float(), self.weight.float(), bias)
+
+
+def compute_precisely(policy: Any) -> None:
+    """Has layers that take in states, noisy actions and noise levels, and the one that gives velocities, compute in
+    fp32: eight bits of an action are coarser than what a step of the chain changes. LeRobot keeps these layers in fp32;
+    attention, norms and rotary embeddings compute in fp32 by its own code."""
+    parts = [policy.model, *(module for module in policy.modules() if isinstance(module, pi_gemma.PiGemmaRMSNorm))]
+    for part in parts:
+        for name, linear in list(part.named_children()):
+            if isinstance(linear, nn.Linear):
+                made = PreciseLinear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+                made.weight, made.bias = linear.weight, linear.bias
+                setattr(part, name, made)
+
+
+def with_lora(policy: Any, base: str, lora: LoRA) -> Any:
+    """`policy`, whose files are at `base`, with adapters for linear layers that would be trained otherwise. Raises
+    UserError where there are none."""
+    told = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        init_lora_weights=lora.peft_init,
+    )
+    told.target_modules = None if lora.targets == "all-linear" else lora.targets
+    names = [n for n, m in policy.named_modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
+    if told.target_modules is not None:
+        names = [n for n in names if check_target_module_exists(told, n)]
+    if not names:
+        raise UserError(
+            f"model.lora.targets={lora.targets} names no linear layer that would be trained: see model.freeze and "
+            f"{base}'s {CONFIG}"
+        )
+    told.target_modules = set(names)  # type: ignore[assignment]  # as peft itself makes of a list
+    policy.name_or_path = base  # which peft writes down
+    return peft.get_peft_model(policy, told)
+
+
+def _existing(path: str, file: Path) -> Path:
+    if not file.is_file():
+        raise UserError(f"model.path={path} is a LeRobot policy without {file}; save it with LeRobot 0.5 or later")
+    return file
+
+
+def _folder(path: str) -> Path:
+    """The folder itself, or that into which the hub's files were fetched."""
+    if Path(path).is_dir():
+        return Path(path)
+    return Path(huggingface_hub.snapshot_download(path, allow_patterns=[WEIGHTS, *BESIDE, *ADAPTERS]))
+
+
+def _fill(policy: nn.Module, found: dict[str, Tensor], path: str) -> None:
+    """Every tensor, which LeRobot's own loading does not insist on. One of two that are tied is enough."""
+    named = {name if name.startswith("model.") else f"model.{name}": tensor for name, tensor in found.items()}
+    own = policy.state_dict()
+    there = {own[name].data_ptr() for name in named if name in own}
+    missing = sorted(name for name in own if name not in named and own[name].data_ptr() not in there)
+    unexpected = sorted(set(named) - set(own))
+    other = sorted(name for name in named if name in own and own[name].shape != named[name].shape)
+    for kind, names in (("missing", missing), ("unexpected", unexpected), ("mismatched", other)):
+        if names:
+            raise UserError(f"model.path={path}: its weights do not fit its config.json: {kind} {names[0]}")
+    policy.load_state_dict(named, strict=False)

@@ -1,0 +1,238 @@
+"""What OpenVLA-OFT (arXiv 2502.19645) keeps beside its model: the L1 regression head, and what takes the robot's state.
+
+They are published as pickles of tensors, `action_head--STEP_checkpoint.pt` and `proprio_projector--STEP_checkpoint.pt`.
+What is read here are the same tensors as safetensors, which `mmrl.policies.vla.backbones.checkpoint_conversion` makes
+of them once. Names of parameters are those of the published files.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from einops import rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors import torch as safetensors
+from torch import Tensor, nn
+
+from mmrl.errors import UserError
+from mmrl.policies.vla.heads.gaussian import NormalHead
+from mmrl.policies.vla.heads.head import JointReading, Reading
+from mmrl.policies.vla.settings import Actions, L1Actions
+
+Kind = Literal["action_head", "proprio_projector"]
+# Without the word "checkpoint": OpenVLA-OFT takes whatever file has that and the part's name in its own.
+FILES: dict[Kind, str] = {kind: f"{kind}.safetensors" for kind in ("action_head", "proprio_projector")}
+PUBLISHED: dict[Kind, str] = {kind: f"{kind}--*.pt" for kind in FILES}
+SAVED: dict[Kind, str] = {kind: f"{kind}--latest_checkpoint.pt" for kind in FILES}
+DISTRIBUTED = "module."  # begins every name in the published files
+UNKNOWN = {
+    "noisy_action_projector--*.pt": "its actions are denoised (OpenVLA-OFT's use_diffusion)",
+    "vision_backbone--*.pt": "its pictures are read in the light of the words (FiLM)",
+}
+Shapes = Mapping[str, torch.Size]
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ffn = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ffn(x)
+
+
+class ActionNetwork(nn.Module):
+    """The hidden states of an action's places side by side [..., action x width] -> the action [..., action]."""
+
+    def __init__(self, width: int, action_dim: int) -> None:
+        super().__init__()
+        self.layer_norm1 = nn.LayerNorm(width * action_dim)
+        self.fc1 = nn.Linear(width * action_dim, width)
+        self.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(width) for _ in range(2))
+        self.layer_norm2 = nn.LayerNorm(width)
+        self.fc2 = nn.Linear(width, action_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(self.layer_norm1(x)).relu()
+        for block in self.mlp_resnet_blocks:
+            h = block(h)
+        return self.fc2(self.layer_norm2(h))
+
+
+class ProprioProjector(nn.Module):
+    """The robot's state [n, state] as a token [n, 1, width] behind the patches of the pictures."""
+
+    def __init__(self, width: int, state_dim: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(state_dim, width), nn.Linear(width, width)
+        self.act = nn.GELU()
+
+    def forward(self, state: Tensor) -> Tensor:
+        return rearrange(self.fc2(self.act(self.fc1(state.to(self.fc1.weight.dtype)))), "n w -> n 1 w")
+
+
+class L1Head(NormalHead):
+    """The mean is what the published head says of the places of a chunk's numbers, all read at once."""
+
+    new_parts = ("model.",)  # they lie in a file of their own
+
+    def __init__(self, settings: L1Actions, action: Actions, action_dim: int, width: int) -> None:
+        """width: of the backbone. The network is drawn anew."""
+        super().__init__(settings, action, action_dim, 0)
+        self.model, self.width = ActionNetwork(width, action_dim), width
+
+    def mean(self, reading: Reading, state: Tensor) -> Tensor:
+        chunk, size = self.shape
+        empty = torch.zeros(len(state), chunk * size, self.width, device=state.device)
+        before = cast(JointReading, reading).together(empty)[:, :-1]  # what stands before each place
+        return self.model(rearrange(before, "n (c a) w -> n c (a w)", c=chunk)).float()
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        network = {name: value for name, value in state.items() if name.startswith("model.")}
+        write("action_head", folder, network, {"chunk": str(self.shape[0])})
+        return {name: value for name, value in state.items() if name not in network}
+
+
+def head_shapes(width: int, action_dim: int) -> Shapes:
+    with torch.device("meta"):
+        return shapes_of({f"model.{n}": t for n, t in ActionNetwork(width, action_dim).state_dict().items()})
+
+
+def projector_shapes(width: int, state_dim: int) -> Shapes:
+    with torch.device("meta"):
+        return shapes_of(ProprioProjector(width, state_dim).state_dict())
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def check_shapes(file: Path, found: Shapes, wanted: Shapes) -> None:
+    """Raises UserError for the first tensor that is missing, unknown or of another shape."""
+    for kind, names in (("lacks", wanted.keys() - found.keys()), ("has an unknown", found.keys() - wanted.keys())):
+        if names:
+            raise UserError(f"{file} {kind} {min(names)}; it is no part of OpenVLA-OFT as it is known here")
+    for name in sorted(wanted):
+        if found[name] != wanted[name]:
+            raise UserError(f"{file}: {name} must be {list(wanted[name])}, it is {list(found[name])}")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Files with what lies beside a model, None where there is none."""
+
+    head: Path | None
+    projector: Path | None
+
+    def check(self, path: str, action: Actions, sizes: tuple[int, int, int]) -> None:
+        """Raises UserError where these are not the parts that `action` asks for. Reads no weights. path: of the model;
+        sizes: the model's width, the numbers of an action, and of the robot's state that the policy may read."""
+        width, action_dim, state_dim = sizes
+        own = isinstance(action.head.core, L1Actions)
+        if own and self.head is None:
+            raise UserError(
+                f"action.head.type=l1, but model.path={path} holds no {FILES['action_head']}, which mmrl convert makes "
+                "of a published action_head--STEP_checkpoint.pt; for actions as tokens use action.head.type=token"
+            )
+        if not own and self.head is not None:
+            raise UserError(
+                f"model.path={path} holds {self.head.name}, which its actions come from, not from "
+                f"action.head.type={action.head.type}; use action.head.type=l1, or remove the file to train a new head"
+            )
+        if self.head is not None:
+            self._check_head(self.head, action.chunk, width, action_dim)
+        if action.statistics is None and (self.head or self.projector) is not None:
+            raise UserError(
+                f"action.statistics is not set, but model.path={path} knows actions and states as its data scales "
+                "them; set it to the folder with dataset_statistics.json"
+            )
+        if self.projector is None:
+            if own and action.proprioception:
+                raise UserError(
+                    f"action.proprioception=true, but model.path={path} holds no {FILES['proprio_projector']}, through "
+                    "which it would read the robot's state; copy it there, or set action.proprioception=false"
+                )
+            return
+        self._check_projector(self.projector, path, action, width, state_dim)
+
+    def _check_head(self, file: Path, chunk: int, width: int, action_dim: int) -> None:
+        found, told = header(file)
+        known = found.get("model.fc2.bias", torch.Size([action_dim]))[0]
+        if known != action_dim:
+            raise UserError(f"{file} makes actions of {known} numbers, the simulator takes {action_dim}")
+        check_shapes(file, found, head_shapes(width, action_dim))
+        if "chunk" not in told:
+            raise UserError(f"{file} does not say how many actions a chunk has; let mmrl convert write it")
+        if int(told["chunk"]) != chunk:
+            raise UserError(f"action.chunk={chunk}, but {file} was trained on chunks of {told['chunk']}")
+
+    def _check_projector(self, file: Path, path: str, action: Actions, width: int, state_dim: int) -> None:
+        if not action.proprioception:
+            raise UserError(
+                f"action.proprioception=false, but model.path={path} reads the robot's state through {file.name}; set "
+                "action.proprioception=true, or remove the file"
+            )
+        found, _ = header(file)
+        known = found.get("fc1.weight", torch.Size([width, state_dim]))[-1]
+        if known != state_dim:
+            raise UserError(f"{file} takes a state of {known} numbers, the simulator's has {state_dim}")
+        check_shapes(file, found, projector_shapes(width, state_dim))
+        if action.standardise:
+            raise UserError(
+                "action.standardise=true, but OpenVLA-OFT scales the state by its own statistics; remove it"
+            )
+
+
+def find(places: Sequence[Path]) -> Parts:
+    """The files of the first folder that has them: of an adapter, then of what it adapts."""
+    found = {kind: next((p / name for p in places if (p / name).is_file()), None) for kind, name in FILES.items()}
+    return Parts(found["action_head"], found["proprio_projector"])
+
+
+def check_readable(path: str, names: Sequence[str]) -> None:
+    """Raises UserError for parts that are not known here, or that are still pickles. names: of all files at `path`."""
+    for pattern, why in UNKNOWN.items():
+        for name in fnmatch.filter(names, pattern):
+            raise UserError(f"model.path={path} holds {name}: {why}, which is not known here")
+    for kind, pattern in PUBLISHED.items():
+        for name in fnmatch.filter(names, pattern):
+            if FILES[kind] not in names:
+                raise UserError(
+                    f"model.path={path} holds {name}, a pickle, which no run opens; make {FILES[kind]} of it once, "
+                    "in a folder of this machine that holds the checkpoint, with: mmrl convert FOLDER"
+                )
+
+
+def header(file: Path) -> tuple[Shapes, dict[str, str]]:
+    """Shapes by name, and what is told beside them; no weight is read. Raises UserError for another kind of file."""
+    try:
+        with safe_open(file, "pt") as opened:
+            shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            return shapes, opened.metadata() or {}
+    except SafetensorError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def read_into(module: nn.Module, file: Path) -> None:
+    """The weights of a file whose shapes are known to fit."""
+    module.load_state_dict(safetensors.load_file(file), strict=False)
+
+
+def write(kind: Kind, folder: Path, state: Mapping[str, Tensor], told: Mapping[str, str]) -> None:
+    """A part as it is read here, and as OpenVLA-OFT reads it."""
+    tensors = {name: value.contiguous() for name, value in state.items()}
+    write_tensors(folder / FILES[kind], tensors, told)
+    torch.save({DISTRIBUTED + name: value for name, value in tensors.items()}, folder / SAVED[kind])
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor], told: Mapping[str, str]) -> None:
+    """The whole file or nothing."""
+    beginning = file.with_suffix(".new")
+    beginning.write_bytes(safetensors.save(tensors, {"format": "pt", **told}))
+    os.replace(beginning, file)

@@ -1,0 +1,460 @@
+"""OpenVLA (arXiv 2406.09246) and OpenVLA-OFT (arXiv 2502.19645), from folders or hub names as they are published.
+
+Files and names of parameters are those of the published checkpoints, so what is saved here can be read there. No code
+of a checkpoint is run, and nothing is unpickled: see `mmrl.policies.vla.backbones.checkpoint_conversion` for what is
+published as pickles.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import huggingface_hub
+import numpy as np
+import timm
+import torch
+from einops import rearrange
+from numpy.typing import NDArray
+from PIL import Image
+from timm.layers.layer_scale import LayerScale
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from mmrl.errors import UserError
+from mmrl.generation.transformers import Prefix, positions
+from mmrl.policies.vla.backbones import oft
+from mmrl.policies.vla.backbones.backbone import Backbone
+from mmrl.policies.vla.heads.codec import StateQuantiles, load_state_quantiles
+from mmrl.policies.vla.heads.head import Head, Reading
+from mmrl.policies.vla.settings import Actions, L1Actions, VisionLanguageActionModel
+from mmrl.policies.vlm import loading
+from mmrl.policies.vlm import policy as vlm
+
+WEIGHTS = "*.safetensors"
+PREPROCESSOR, TOKENIZER = "preprocessor_config.json", "tokenizer.json"
+BESIDE = (  # files that a saved model takes along
+    *(PREPROCESSOR, TOKENIZER, "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "dataset_statistics.json"),
+)
+PROMPT = "In: What action should the robot take to {}?\nOut:"
+BEFORE_ACTIONS = 29871  # Llama's token of a lone space, which follows the prompt in training
+
+
+class OpenVLAConfig(PreTrainedConfig):
+    """config.json; what is not named here (norm_stats among it) is kept as it is."""
+
+    model_type = "openvla"
+    sub_configs = {"text_config": LlamaConfig}
+
+    text_config: dict | LlamaConfig | None = None
+    timm_model_ids: list[str] | None = None
+    timm_override_act_layers: list[str | None] | None = None
+    image_sizes: list[int] | None = None
+    use_fused_vision_backbone: bool = True
+    pad_token_id: int = 32000
+    pad_to_multiple_of: int = 64  # rows of the vocabulary that stand for no token
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.text_config, dict):
+            self.text_config = LlamaConfig(**self.text_config)
+        super().__post_init__(**kwargs)
+
+
+class OpenVLALayerScale(nn.Module):
+    """timm's LayerScale, with its parameter under the name it has in OpenVLA's files."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale_factor = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale_factor
+
+
+class VisionBackbone(nn.Module):
+    """One or two vision transformers of timm; a patch is what the blocks before the last made of it, side by side."""
+
+    def __init__(self, config: OpenVLAConfig) -> None:
+        super().__init__()
+        assert config.timm_model_ids and config.timm_override_act_layers and config.image_sizes
+        self.names = ("featurizer", "fused_featurizer") if config.use_fused_vision_backbone else ("featurizer",)
+        self.width = 0
+        for i, name in enumerate(self.names):
+            vit: Any = timm.create_model(
+                config.timm_model_ids[i],
+                pretrained=False,
+                num_classes=0,
+                img_size=config.image_sizes[i],
+                act_layer=config.timm_override_act_layers[i],
+            )
+            for module in list(vit.modules()):
+                for child, scale in module.named_children():
+                    if isinstance(scale, LayerScale):
+                        module.add_module(child, OpenVLALayerScale(len(scale.gamma)))
+            # As its forward, so that what acts around the call of a module (ZeRO-3) does so around this one.
+            vit.forward = functools.partial(
+                vit.forward_intermediates,
+                indices=[len(vit.blocks) - 2],
+                output_fmt="NLC",
+                intermediates_only=True,
+                stop_early=True,
+            )
+            self.add_module(name, vit)
+            self.width += vit.embed_dim
+
+    def forward(self, pictures: Sequence[Tensor]) -> Tensor:
+        """Of each transformer its pictures [n, camera, 3, size, size] -> [n, camera x patch, width], camera by camera,
+        as OpenVLA-OFT takes several."""
+        shown = zip(self.names, pictures, strict=True)
+        patches = torch.cat([self.get_submodule(name)(p.flatten(0, 1))[0] for name, p in shown], 2)
+        return rearrange(patches, "(n c) p w -> n (c p) w", c=pictures[0].shape[1])
+
+
+class Projector(nn.Module):
+    def __init__(self, vision: int, language: int, fused: bool) -> None:
+        super().__init__()
+        between = 4 * vision if fused else language
+        self.fc1, self.fc2 = nn.Linear(vision, between), nn.Linear(between, language)
+        self.fc3 = nn.Linear(language, language) if fused else None
+        self.act = nn.GELU()
+
+    def forward(self, patches: Tensor) -> Tensor:
+        h = self.fc2(self.act(self.fc1(patches)))
+        return h if self.fc3 is None else self.fc3(self.act(h))
+
+
+class OpenVLAForActionPrediction(PreTrainedModel):
+    """Pictures as tokens of a Llama, behind the first token of the prompt."""
+
+    config_class = OpenVLAConfig
+    config: OpenVLAConfig
+    supports_gradient_checkpointing = True
+    _supports_sdpa = _supports_flash_attn = True
+
+    def __init__(self, config: OpenVLAConfig) -> None:
+        super().__init__(config)
+        assert isinstance(config.text_config, LlamaConfig)
+        self.vision_backbone = VisionBackbone(config)
+        language = config.text_config.hidden_size
+        self.projector = Projector(self.vision_backbone.width, language, config.use_fused_vision_backbone)
+        self.language_model = LlamaForCausalLM(config.text_config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.language_model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.language_model.get_output_embeddings()
+
+    def embed(
+        self, ids: Tensor, mask: Tensor, pictures: Sequence[Tensor], state: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """ids and mask [n, token], pictures as `VisionBackbone` takes them, state [n, 1, width] behind the patches ->
+        what the Llama reads."""
+        patches = self.projector(self.vision_backbone(pictures))
+        patches = patches if state is None else torch.cat([patches, state.to(patches.dtype)], 1)
+        words = self.get_input_embeddings()(ids)
+        there = mask.new_ones(patches.shape[:2])
+        return {
+            "inputs_embeds": torch.cat([words[:, :1], patches, words[:, 1:]], 1),
+            "attention_mask": torch.cat([mask[:, :1], there, mask[:, 1:]], 1),
+        }
+
+
+@dataclass(frozen=True)
+class OpenVLAObservation:
+    """One observation, as it is kept."""
+
+    pictures: Tensor  # [camera, 3, size, size] uint8
+    ids: Tensor  # [token] int64
+    state: Tensor  # [state] as the projector takes it; [0] where there is none
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How observations are read. together: as OpenVLA-OFT, see `BidirectionalPrefix`. crop: area of pictures that is
+    kept. jpeg: they come to their size by `as_in_training`. states: what the robot's state is scaled by, where it is
+    read."""
+
+    together: bool
+    crop: float = 1.0
+    jpeg: bool = False
+    states: StateQuantiles | None = None
+
+
+class OpenVLABackbone(Backbone):
+    """Reads as OpenVLA or OpenVLA-OFT does."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        beside: dict[str, bytes],
+        max_prompt_length: int,
+        manner: Manner,
+        parts: oft.Parts,
+    ) -> None:
+        """parts: whose shapes fit; the projector is read at once."""
+        super().__init__()
+        self.model, self.tokenizer, self.beside = model, tokenizer, beside
+        self.max_prompt_length, self.manner, self.head_file = max_prompt_length, manner, parts.head
+        config = self.core.config
+        assert isinstance(config.text_config, LlamaConfig)
+        self.width: int = config.text_config.hidden_size
+        self.vocabulary: int = config.text_config.vocab_size - config.pad_to_multiple_of
+        self.pad, self.end = config.pad_token_id, config.text_config.eos_token_id
+        told = json.loads(beside[PREPROCESSOR])
+        if told["image_resize_strategy"] != "resize-naive" or len(set(told["interpolations"])) > 1:
+            raise UserError(
+                f"{PREPROCESSOR} asks for image_resize_strategy={told['image_resize_strategy']} and interpolations="
+                f"{told['interpolations']}; only resize-naive in one way for all is known"
+            )
+        if len({tuple(size) for size in told["input_sizes"]}) > 1:
+            raise UserError(f"{PREPROCESSOR} asks for pictures of several sizes: {told['input_sizes']}")
+        self.size, self.resampling = told["input_sizes"][0][1:], Image.Resampling[told["interpolations"][0].upper()]
+        for name in ("mean", "std"):  # [transformer, 3]
+            self.register_buffer(name, torch.tensor(told[name + "s"], dtype=torch.float32), persistent=False)
+        self.proprio: oft.ProprioProjector | None = None
+        if parts.projector is not None:
+            assert manner.states is not None
+            self.proprio = oft.ProprioProjector(self.width, len(manner.states.q01))
+            oft.read_into(self.proprio, parts.projector)
+        self.reads_state = self.proprio is not None
+
+    @property
+    def core(self) -> OpenVLAForActionPrediction:
+        core = vlm.transformers_model(self.model)
+        assert isinstance(core, OpenVLAForActionPrediction)
+        return core
+
+    @property
+    def input_embeddings(self) -> nn.Module:
+        return self.core.get_input_embeddings()
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self.core.get_output_embeddings().weight  # type: ignore[return-value]
+
+    def ask(self, instruction: str) -> str:
+        return PROMPT.format(instruction.lower())
+
+    def prepare(
+        self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
+    ) -> list[OpenVLAObservation]:
+        """Raises UserError for a prompt that is too long."""
+        scales = self.manner.states
+        numbers = torch.from_numpy(state[:, :0].copy() if scales is None else scales.scaled(state))
+        return [
+            OpenVLAObservation(torch.stack([self._fit(image) for image in shown]), self._ids(text, len(shown)), own)
+            for *shown, text, own in zip(*pictures, texts, numbers, strict=True)
+        ]
+
+    def collate(self, rows: Sequence[OpenVLAObservation], device: torch.device) -> dict[str, Tensor]:
+        ids = [row.ids for row in rows]
+        given = {
+            "ids": nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.pad),
+            "mask": nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True),
+            "pictures": torch.stack([row.pictures for row in rows]),
+            "state": torch.stack([row.state for row in rows]),
+        }
+        return {name: value.to(device) for name, value in given.items()}
+
+    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
+        core = self.core
+        seen = inputs["pictures"].float() / 255
+        mean, std = (part[:, None, None, :, None, None].float() for part in (self.mean, self.std))
+        pictures = ((seen - mean) / std).to(core.dtype).unbind(0)  # [n, camera, 3, size, size] of each transformer
+        state = None if self.proprio is None else self.proprio(inputs["state"])
+        given = core.embed(inputs["ids"], inputs["mask"], pictures, state)
+        if self.manner.together:
+            end = self.input_embeddings(torch.tensor([self.end], device=core.device))
+            return cast(Reading, BidirectionalPrefix(core.language_model, given, end))
+        return Prefix(core.language_model, given, every_layer=every_layer)
+
+    def l1_head(self, settings: L1Actions, action: Actions, action_dim: int) -> Head:
+        assert self.head_file is not None
+        head = oft.L1Head(settings, action, action_dim, self.width)
+        oft.read_into(head, self.head_file)
+        return head
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        weights = {n.removeprefix("model."): value for n, value in state.items() if n.startswith("model.")}
+        model: Any = self.model
+        model.save_pretrained(folder, state_dict=weights)
+        for name, content in self.beside.items():
+            (folder / name).write_bytes(content)
+        if projector := {n.removeprefix("proprio."): t for n, t in state.items() if n.startswith("proprio.")}:
+            oft.write("proprio_projector", folder, projector, {})
+
+    def _fit(self, image: NDArray[np.uint8]) -> Tensor:
+        height, width = self.size
+        if self.manner.jpeg:
+            fitted = as_in_training(image, height, width)
+        else:
+            fitted = np.asarray(Image.fromarray(image).resize((width, height), self.resampling))
+        return torch.from_numpy(middle(fitted, self.manner.crop).transpose(2, 0, 1).copy())
+
+    def _ids(self, text: str, cameras: int) -> Tensor:
+        ids = self.tokenizer.encode(text).ids
+        ids += [BEFORE_ACTIONS] * (ids[-1] != BEFORE_ACTIONS)
+        vit: Any = self.core.vision_backbone.get_submodule("featurizer")
+        if (length := len(ids) + cameras * vit.patch_embed.num_patches + self.reads_state) > self.max_prompt_length:
+            shown = "its picture" if cameras == 1 else f"its {cameras} pictures"
+            raise UserError(
+                f"the prompt {text!r} and {shown} have {length} tokens, more than rollout.max_prompt_length="
+                f"{self.max_prompt_length}; raise it"
+            )
+        return torch.tensor(ids)
+
+
+class BidirectionalPrefix:
+    """Prompts that are read at once with what follows them, every token seeing every other, as OpenVLA-OFT was trained:
+    so nothing can be kept of a prompt. `hidden` and `last` are what it is without anything behind it."""
+
+    layers: tuple[Tensor, ...] = ()
+
+    def __init__(self, model: LlamaForCausalLM, inputs: dict[str, Tensor], end: Tensor) -> None:
+        """inputs: "inputs_embeds" [n, token, width] and "attention_mask" [n, token], padded on the right; end: the
+        end token's embedding [1, width]."""
+        self.model, self.inputs, self.end = model, inputs, end
+        self.mask = inputs["attention_mask"]
+        places = positions(model, inputs)
+        self.places, self.length = places, self.mask.sum(1)
+
+    @functools.cached_property
+    def hidden(self) -> Tensor:
+        return self._forward(self.inputs["inputs_embeds"], self.mask, self.places)
+
+    @functools.cached_property
+    def last(self) -> Tensor:
+        return self._last(self.hidden)
+
+    def together(self, tokens: Tensor) -> Tensor:
+        """tokens [n, t, width] behind the prompts, and an end token behind them -> the last layer [n, 1 + t, width], of
+        each prompt's last token and of `tokens`."""
+        n, t = tokens.shape[:2]
+        prompt = self.inputs["inputs_embeds"]
+        behind = torch.cat([tokens.to(prompt.dtype), self.end.expand(n, 1, -1)], 1)
+        mask = torch.cat([self.mask, self.mask.new_ones(n, t + 1)], 1)
+        places = torch.cat([self.places, self.length[:, None] + torch.arange(t + 1, device=tokens.device)], 1)
+        hidden = self._forward(torch.cat([prompt, behind], 1), mask, places)
+        return torch.cat([self._last(hidden)[:, None], hidden[:, prompt.shape[1] : -1]], 1)
+
+    def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        raise NotImplementedError("a prompt that sees what follows it can not be continued")
+
+    def _last(self, hidden: Tensor) -> Tensor:
+        return hidden[torch.arange(len(hidden), device=hidden.device), self.length - 1]
+
+    def _forward(self, embeddings: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+        hidden_from_all = (1 - mask[:, None, None, :].to(embeddings.dtype)) * torch.finfo(embeddings.dtype).min
+        output = self.model.base_model(
+            inputs_embeds=embeddings,
+            attention_mask=hidden_from_all.expand(-1, 1, embeddings.shape[1], -1),
+            position_ids=places,
+            use_cache=False,
+        )
+        return output.last_hidden_state
+
+
+def load(
+    path: str, settings: VisionLanguageActionModel, action: Actions, max_prompt_length: int, sizes: tuple[int, int]
+) -> OpenVLABackbone:
+    """From a folder or a hub name, with its LoRA if it is one. sizes: numbers of an action, and of the state that the
+    policy may read. Raises UserError naming the file, tensor or option that does not fit, before weights are read where
+    that can be known."""
+    if settings.processor:
+        raise UserError(f"model.processor.{next(iter(settings.processor))} is not for OpenVLA; remove it")
+    if action.head.together and settings.attention == "flash_attention_2":
+        key = "type=l1" if isinstance(action.head.core, L1Actions) else "decoding=bidirectional"
+        raise UserError(f"action.head.{key} needs model.attention=sdpa or eager")
+    folder = _folder(loading.base_of(path))
+    beside = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
+    missing = next((name for name in (PREPROCESSOR, TOKENIZER) if name not in beside), None)
+    if missing is not None:
+        raise UserError(f"model.path={path}: {folder / missing} is missing")
+    parts = oft.find([Path(path), folder])
+    config: Any = OpenVLAConfig.from_pretrained(folder)
+    parts.check(path, action, (config.text_config.hidden_size, *sizes))
+    states = None
+    if parts.projector is not None:
+        assert action.statistics is not None
+        states = load_state_quantiles(action.statistics, action.statistics_key, sizes[1])
+    manner = Manner(action.head.together, action.center_crop, action.resize == "openvla", states)
+    model: Any = _model(folder, settings.dtype, settings.attention)
+    model = loading.adapt(model, path, freeze=settings.freeze, lora=settings.lora)
+    tokenizer = Tokenizer.from_str(beside[TOKENIZER].decode())
+    made = OpenVLABackbone(model, tokenizer, beside, max_prompt_length, manner, parts)
+    if made.proprio is not None and "connector" in settings.freeze:
+        made.proprio.requires_grad_(False)
+    return made
+
+
+def as_in_training(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """An image [h, w, 3] as OpenVLA's data of LIBERO and its own evaluations have it at another size: through JPEG
+    (TensorFlow's encode_jpeg: quality 95, colours at half the size), then TensorFlow's antialiased lanczos3, rounded
+    once at the end."""
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "JPEG", quality=95, subsampling="4:2:0")
+    seen = np.asarray(Image.open(file)).astype(np.float32)
+    channels = [Image.fromarray(seen[..., c]).resize((width, height), Image.Resampling.LANCZOS) for c in range(3)]
+    return np.stack([np.asarray(channel) for channel in channels], -1).round().clip(0, 255).astype(np.uint8)
+
+
+def middle(image: NDArray[np.uint8], area: float) -> NDArray[np.uint8]:
+    """The middle of an image [height, width, 3] with `area` of its area, at its full size again, as OpenVLA evaluates:
+    TensorFlow's crop_and_resize (linear, the crop's corners on the picture's) and conversion to bytes."""
+    if area == 1:
+        return image
+    side = np.float32(np.sqrt(area))
+
+    def between(values: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
+        n = values.shape[axis]
+        at = (1 - side) / 2 * np.float32(n - 1) + np.arange(n, dtype=np.float32) * side
+        share = np.expand_dims(at - np.floor(at), tuple(i for i in range(3) if i != axis))
+        low = at.astype(int)
+        one, other = values.take(low, axis), values.take(np.minimum(low + 1, n - 1), axis)
+        return one + (other - one) * share
+
+    scaled = between(between(image.astype(np.float32) / np.float32(255), 1), 0)
+    return (scaled.clip(0, 1) * np.float32(255.5)).astype(np.uint8)
+
+
+def _folder(path: str) -> Path:
+    """The folder itself, or that into which the hub's files were fetched."""
+    if Path(path).is_dir():
+        folder, names = Path(path), [file.name for file in Path(path).iterdir()]
+    else:
+        names = huggingface_hub.list_repo_files(path)
+        folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=["config.json", WEIGHTS, *BESIDE]))
+    oft.check_readable(path, names)
+    if not set(fnmatch.filter(names, WEIGHTS)) - set(oft.FILES.values()):
+        raise UserError(f"model.path={path} holds no {WEIGHTS}; convert its weights, pickles are never opened")
+    return folder
+
+
+def _model(folder: Path, dtype: str, attention: str) -> OpenVLAForActionPrediction:
+    made: Any = OpenVLAForActionPrediction
+    model, report = made.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation=attention,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # they are reported below
+        output_loading_info=True,
+    )
+    for kind in ("missing", "unexpected", "mismatched"):
+        if found := sorted(key if isinstance(key, str) else key[0] for key in report[f"{kind}_keys"]):
+            raise UserError(f"model.path={folder}: its weights do not fit its config.json: {kind} {found[0]}")
+    return model

@@ -1,0 +1,79 @@
+"""Backbones from transformers: any of its image-text models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from mmrl.generation.transformers import Prefix
+from mmrl.policies.vla.backbones.backbone import Backbone
+from mmrl.policies.vla.heads.head import Reading
+from mmrl.policies.vla.settings import VisionLanguageActionModel
+from mmrl.policies.vlm import loading
+from mmrl.policies.vlm import policy as vlm
+from mmrl.policies.vlm.prompts import RolloutTokens, collate, encode, save_processor
+from mmrl.rollouts import Prompt
+
+
+class VisionLanguageBackbone(Backbone):
+    """A model of the foundation's families (`mmrl.policies.vlm`), its prompt read once and continued by embeddings."""
+
+    def __init__(self, model: nn.Module, processor: Any, max_prompt_length: int) -> None:
+        super().__init__()
+        self.model, self.processor, self.max_prompt_length = model, processor, max_prompt_length
+        tokenizer = processor.tokenizer
+        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        core = vlm.transformers_model(model)
+        self.width: int = core.config.get_text_config().hidden_size
+        self.vocabulary: int = tokenizer.vocab_size
+
+    @property
+    def input_embeddings(self) -> nn.Module:
+        return vlm.transformers_model(self.model).get_input_embeddings()
+
+    @property
+    def output_weight(self) -> Tensor:
+        return vlm.transformers_model(self.model).get_output_embeddings().weight  # type: ignore[return-value]
+
+    def prepare(
+        self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
+    ) -> list[RolloutTokens]:
+        """Raises UserError for a prompt that is too long."""
+        prompts = [
+            Prompt(str(i), text, tuple(Image.fromarray(image) for image in shown))
+            for i, (text, *shown) in enumerate(zip(texts, *pictures, strict=True))
+        ]
+        return encode(self.processor, prompts, self.max_prompt_length)
+
+    def collate(self, rows: Sequence[RolloutTokens], device: torch.device) -> dict[str, Tensor]:
+        return collate(rows, pad=self.pad, padding_side="right", device=device)
+
+    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
+        return Prefix(vlm.transformers_model(self.model), inputs, every_layer=every_layer)
+
+    def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        weights = {name.removeprefix("model."): value for name, value in state.items()}
+        model: Any = self.model
+        model.save_pretrained(folder, state_dict=weights)
+        save_processor(self.processor, folder)
+
+
+def load(path: str, model: VisionLanguageActionModel, max_prompt_length: int) -> VisionLanguageBackbone:
+    network, processor = loading.load_model(path, model)
+    return VisionLanguageBackbone(network, processor, max_prompt_length)
+
+
+def told(path: str) -> dict[str, Any]:
+    """The config.json of `path`, or of what it is a LoRA of; nothing if there is none, of which `load` complains."""
+    try:
+        return PreTrainedConfig.get_config_dict(loading.base_of(path))[0]
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,264 @@
+"""Vision-language-action models on the meta device: what the looks of a micro-batch of episodes take."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaModel, PreTrainedConfig
+
+from mmrl.engine.memory import Blueprint, everything_seen, on_meta
+from mmrl.errors import UserError
+from mmrl.policies.vla.backbones import small, states_only
+from mmrl.policies.vla.backbones.backbone import CachedReading
+from mmrl.policies.vla.heads.flow import ExpertHead
+from mmrl.policies.vla.settings import Actions, EpisodePrompts, FlowActions, L1Actions, VisionLanguageActionModel
+from mmrl.policies.vlm import loading
+from mmrl.policies.vlm import memory_estimate as vlm
+
+if TYPE_CHECKING:
+    from mmrl.protocols.job import JobConfig
+
+WORDS, ACTION, STATE = 30, 7, 32  # tokens of an instruction, numbers of an action and of a state; of LIBERO's
+OPENVLA: dict[str, Any] = {
+    "text_config": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32064,
+        "max_position_embeddings": 2048,
+    },
+    "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
+    "timm_override_act_layers": [None, None],
+    "image_sizes": [224, 224],
+}
+GEMMA_300M = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+}
+# LeRobot's policies by their published sizes: weights of all (of pi0 and pi0.5 as LeRobot 0.6.1 holds them, with two
+# heads for words that nothing reads), what reads pictures and words as (layers, width of keys and values, tokens), the
+# expert's transformer, how many of its norms a noise level modulates, and what it denoises. SmolVLA: arXiv 2506.01844,
+# pi0: 2410.24164, pi0.5: 2504.16054.
+LEROBOT: dict[str, dict[str, Any]] = {
+    "lerobot/smolvla_base": {
+        "weights": 450e6,
+        "keys": (16, 320, 241),
+        "expert": {
+            "hidden_size": 720,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 15,
+            "num_key_value_heads": 5,
+            "head_dim": 64,
+        },
+        "modulated": 0,
+        "chunk": 50,
+    },
+    "lerobot/pi0": {
+        "weights": 4028e6,
+        "keys": (18, 256, 816),
+        "expert": GEMMA_300M,
+        "modulated": 0,
+        "chunk": 50,
+    },
+    "lerobot/pi05_base": {
+        "weights": 4143e6,
+        "keys": (18, 256, 968),
+        "expert": GEMMA_300M,
+        "modulated": 37,
+        "chunk": 50,
+    },
+}
+
+
+def blueprint(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> Blueprint | None:
+    """Of a job; None for our own small networks. Raises UserError where the model can not be described."""
+    if any((Path(path) / name).is_file() for name in (small.CONFIG, states_only.CONFIG)):
+        return None
+    if path in LEROBOT:
+        return lerobot(settings, config, path)
+    if path in vlm.PUBLISHED:
+        return with_head(settings, config, path)
+    told = OPENVLA if path == "openvla/openvla-7b" else _told(path)
+    if told is OPENVLA or told.get("model_type") == "openvla":
+        return openvla(settings, config, told)
+    if "output_features" in told:
+        raise UserError(
+            f"model.path={path}: of LeRobot's policies the sizes of {', '.join(LEROBOT)} are known; give one of "
+            "these names to estimate its memory"
+        )
+    return with_head(settings, config, path)
+
+
+def _told(path: str) -> dict[str, Any]:
+    try:
+        return PreTrainedConfig.get_config_dict(loading.base_of(path))[0]
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path={path}: {str(error).strip().splitlines()[0]}") from None
+
+
+def looks_of(config: JobConfig) -> tuple[int, int]:
+    """The looks of an episode, and how many of a micro-batch's are computed at once."""
+    action = config.section("action")
+    assert isinstance(action, Actions)
+    looks = math.ceil(action.horizon / action.chunk)
+    return looks, vars(config.engine).get("looks_at_once") or looks * config.engine.micro_batch
+
+
+def in_parts(score: Any, rows: int, config: JobConfig) -> Any:
+    """`score(looks)` of the looks of so many episodes, as the policy's network computes parts of them."""
+    looks, at_once = looks_of(config)
+    every = looks * rows
+    if every <= at_once:
+        return score(every)
+    # The second part stands for all others: of each the network keeps nothing but what goes in.
+    return [checkpoint(score, at_once, use_reentrant=False, preserve_rng_state=False) for _ in range(2)]
+
+
+def said(config: JobConfig) -> list[str]:
+    looks, at_once = looks_of(config)
+    return [
+        f"a micro-batch is {config.engine.micro_batch} episodes of up to {looks} looks, {at_once} of them computed at "
+        "once"
+    ]
+
+
+def openvla(settings: VisionLanguageActionModel, config: JobConfig, told: dict[str, Any]) -> Blueprint:
+    try:
+        from mmrl.policies.vla.backbones import oft
+        from mmrl.policies.vla.backbones.openvla import BidirectionalPrefix, OpenVLAConfig, OpenVLAForActionPrediction
+    except ModuleNotFoundError as error:
+        raise UserError(f"OpenVLA: {error}; install it with: pip install -e '.[openvla]'") from error
+    made: Any = OpenVLAConfig(**told)
+    made._attn_implementation = "sdpa"
+    kind: Any = OpenVLAForActionPrediction
+    with on_meta(settings.dtype):
+        core = kind(made)
+        model: Any = loading.adapt(core, "", freeze=settings.freeze, lora=settings.lora)
+    model.to(getattr(torch, settings.dtype))
+    action, width, dtype = config.section("action"), made.text_config.hidden_size, getattr(torch, settings.dtype)
+    size = made.image_sizes[0]
+    module, own = nn.ModuleDict({"model": model}), isinstance(action.head.core, L1Actions)
+    with on_meta(settings.dtype):
+        if own:
+            module["head"] = oft.ActionNetwork(width, ACTION)
+        if own and action.proprioception:
+            module["proprio"] = oft.ProprioProjector(width, STATE)
+    if action.head.core is not action.head:  # it holds still what it is built around
+        module.requires_grad_(False)
+
+    def score(looks: int) -> Tensor:
+        ids = torch.zeros(looks, WORDS, dtype=torch.long, device="meta")
+        shown = torch.empty(looks, len(action.cameras or [1]), 3, size, size, device="meta", dtype=dtype)
+        given = core.embed(ids, torch.ones_like(ids), [shown] * len(made.timm_model_ids))
+        tokens = torch.empty(looks, action.chunk * ACTION, width, device="meta", dtype=dtype)
+        if action.head.together:
+            end = torch.empty(1, width, device="meta", dtype=dtype)
+            read = BidirectionalPrefix(core.language_model, given, end).together(tokens)
+            return module["head"](read[:, :-1].unflatten(1, (action.chunk, ACTION)).flatten(2)) if own else read
+        behind = torch.cat([given["inputs_embeds"], tokens], 1)
+        mask = everything_seen(looks, behind.shape[1])
+        found = core.language_model.base_model(inputs_embeds=behind, attention_mask=mask, use_cache=False)
+        out: Tensor = found.last_hidden_state
+        return out
+
+    return Blueprint(
+        module,
+        lambda rows: in_parts(score, rows, config),
+        sample=lambda: score(_played(config)),
+        words=said(config),
+    )
+
+
+def with_head(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> Blueprint:
+    """A vision-language model with a head of ours. Of a frozen one the head alone computes."""
+    action = config.section("action")
+    assert isinstance(action, Actions)
+    model = vlm.network(path, dtype=settings.dtype, freeze=list(settings.freeze), lora=settings.lora)
+    width = vlm.decoder(model).get_input_embeddings().embedding_dim
+    assert isinstance(config.rollout, EpisodePrompts)
+    length, dtype = config.rollout.max_prompt_length, getattr(torch, settings.dtype)
+    if action.head.core is not action.head:  # it holds still what it is built around
+        model.requires_grad_(False)
+    frozen = not any(p.requires_grad for p in model.parameters())
+    module = nn.ModuleDict({"backbone": model})
+    words = [*said(config), f"of prompts of up to rollout.max_prompt_length={length} tokens"]
+    if isinstance(action.head, FlowActions):
+        head = ExpertHead(action.head, action, ACTION, STATE, width)  # its noise levels are looked at
+        module["head"] = head.to("meta", dtype)
+    else:
+        words.append("the head's own weights, which are small beside the model's, are not counted")
+
+    def score(looks: int) -> Tensor:
+        if frozen:
+            hidden = torch.empty(looks, length, width, device="meta", dtype=dtype)
+        else:
+            hidden = vlm.read(model, looks, length + action.chunk * ACTION, given=True)[:, :length]
+        if not isinstance(action.head, FlowActions):
+            return hidden
+        reading = CachedReading(hidden, torch.ones(looks, length, dtype=torch.bool, device="meta"))
+        rows = torch.arange(looks, device="meta").repeat_interleave(head.decisions)
+        noisy = torch.empty(len(rows), action.chunk, ACTION, device="meta", dtype=dtype)
+        levels, state = torch.empty(len(rows), device="meta"), torch.empty(looks, head.state_dim, device="meta")
+        return head.velocity(reading, state.to(dtype), noisy, levels.to(dtype), rows)
+
+    return Blueprint(
+        module,
+        lambda rows: in_parts(score, rows, config),
+        sample=lambda: vlm.read(model, _played(config), length, given=False),
+        words=words,
+    )
+
+
+def lerobot(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> Blueprint:
+    """The action expert as a transformer of its size, behind keys and values of what it was shown; what reads pictures
+    and words is frozen, and counted by its weights."""
+    if set(settings.freeze) != {"vision", "connector", "language"}:
+        raise UserError("memory of a LeRobot policy is known with model.freeze=[vision, connector, language]")
+    told = LEROBOT[path]
+    layers, keys, tokens = told["keys"]
+    width, dtype = told["expert"]["hidden_size"], getattr(torch, settings.dtype)
+    with on_meta(settings.dtype):
+        expert: Any = LlamaModel(LlamaConfig(**told["expert"], vocab_size=3))
+        modulation = nn.Linear(width, 3 * width * told["modulated"]) if told["modulated"] else nn.Identity()
+        own = sum(p.numel() for part in (expert, modulation) for p in part.parameters())
+        rest = nn.Linear(int(told["weights"]) - own, 1, bias=False)
+        modulation.requires_grad_(settings.lora is None)
+        expert = loading.adapt(expert, "", freeze=(), lora=settings.lora)
+    rest.requires_grad_(False)
+    module = nn.ModuleDict({"expert": expert, "modulation": modulation, "rest": rest}).to(dtype)
+    action = config.section("action")
+    points = 1 if not isinstance(action.head, FlowActions) else _points(action.head)
+
+    def score(looks: int) -> Tensor:
+        rows = looks * points
+        kept = torch.empty(rows, layers * 2 * keys, tokens, device="meta", dtype=dtype)  # laid out by row anew
+        noisy = torch.empty(rows, told["chunk"], width, device="meta", dtype=dtype)
+        noisy.requires_grad_(True)
+        mask = everything_seen(rows, told["chunk"])
+        out: Tensor = expert(inputs_embeds=noisy, attention_mask=mask, use_cache=False).last_hidden_state
+        return out + 0 * kept[:, :1, :1]
+
+    words = [*said(config), "the expert is counted as a transformer of its size (LeRobot's own code is not run)"]
+    return Blueprint(module, lambda rows: in_parts(score, rows, config), words=words)
+
+
+def _points(head: FlowActions) -> int:
+    """Denoising steps of a chunk that are scored."""
+    window = vars(head.likelihood).get("window")
+    return int((vars(window).get("size") if window is not None else None) or head.steps)
+
+
+def _played(config: JobConfig) -> int:
+    """Looks that are acted on at once: of the rows of the simulator."""
+    return int(vars(config.task).get("rows") or 1)

@@ -1,0 +1,129 @@
+"""Views that take away what can be seen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.errors import UserError
+from mmrl.prompts.views import View
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from mmrl.rollouts import Prompt
+
+
+class Blank(View):
+    """The prompt with grey pictures in the place of its own: what is said under it is said without seeing."""
+
+    equation: ClassVar[str] = "every pixel = level"
+    source: ClassVar[str] = "the picture that pointwise mutual information leaves out, as for MIRL"
+    test: ClassVar[str] = "tests/prompts/test_counterfactual_views.py"
+    type: str = "blank"
+    level: int = option(127, "of every pixel and channel", ge=0, le=255)
+
+    def change(self, prompt: Prompt) -> Prompt:
+        from PIL import Image
+
+        grey = (self.level,) * 3
+        return prompt.redrawn(lambda image: Image.new("RGB", image.size, grey))
+
+
+class Mirrored(View):
+    """The prompt with its pictures and frames mirrored, left to right: what is where changes in a known way."""
+
+    equation: ClassVar[str] = "x <- width - 1 - x"
+    source: ClassVar[str] = "consistency under flips, as for OT-GRPO"
+    test: ClassVar[str] = "tests/prompts/test_counterfactual_views.py"
+    type: str = "mirrored"
+
+    def change(self, prompt: Prompt) -> Prompt:
+        from PIL import ImageOps
+
+        return prompt.redrawn(ImageOps.mirror)
+
+
+class HiddenRegions(View):
+    """The prompt with the regions that its answer hangs on blacked out: a counterfactual that keeps everything else."""
+
+    equation: ClassVar[str] = "pixels in the boxes of metadata[boxes] = 0"
+    source: ClassVar[str] = "CFPO, arXiv 2606.23206: critical visual cues are suppressed; whose boxes they are is ours"
+    test: ClassVar[str] = "tests/prompts/test_counterfactual_views.py"
+    type: str = "hidden_regions"
+    boxes: str = option(
+        "boxes", "key of the prompts' metadata with [x1, y1, x2, y2] of the first picture", unit="pixels"
+    )
+
+    def change(self, prompt: Prompt) -> Prompt:
+        from dataclasses import replace
+
+        from PIL import ImageDraw
+
+        boxes = prompt.metadata.get(self.boxes)
+        if boxes is None or not prompt.images:
+            raise UserError(
+                f"prompt {prompt.id!r} has no metadata {self.boxes!r} or no picture; set view.boxes to a key"
+            )
+        image = prompt.images[0].convert("RGB")  # a copy
+        draw = ImageDraw.Draw(image)
+        for x1, y1, x2, y2 in boxes:
+            draw.rectangle((x1, y1, x2 - 1, y2 - 1), fill=(0, 0, 0))
+        return replace(prompt, images=(image, *prompt.images[1:]))
+
+
+class ShuffledPatches(View):
+    """The patches of every picture in another order, drawn by chance from the prompt's id: what is there stays, where
+    it is is lost."""
+
+    equation: ClassVar[str] = "a permutation of whole patches; what is left at the right and at the bottom stays"
+    source: ClassVar[str] = "an ablation of our own, beside masked_patches"
+    test: ClassVar[str] = "tests/prompts/test_counterfactual_views.py"
+    type: str = "shuffled_patches"
+    patch: int = option(14, "side of a patch", unit="pixels", ge=1)
+
+    def change(self, prompt: Prompt) -> Prompt:
+        import zlib
+
+        import numpy as np
+        from PIL import Image
+
+        random, side = np.random.default_rng(zlib.crc32(prompt.id.encode())), self.patch
+
+        def mixed(image: Image.Image) -> Image.Image:
+            pixels = np.array(image.convert("RGB"))
+            rows, columns = image.height // side, image.width // side
+            whole = pixels[: rows * side, : columns * side].reshape(rows, side, columns, side, 3).swapaxes(1, 2)
+            moved = whole.reshape(rows * columns, side, side, 3)[random.permutation(rows * columns)]
+            back = moved.reshape(rows, columns, side, side, 3).swapaxes(1, 2).reshape(rows * side, columns * side, 3)
+            pixels[: rows * side, : columns * side] = back
+            return Image.fromarray(pixels)
+
+        return prompt.redrawn(mixed)
+
+
+class ShuffledFrames(View):
+    """The frames of every clip in another order, drawn by chance from the prompt's id: what is seen stays, what happens
+    is lost."""
+
+    equation: ClassVar[str] = "a permutation of the frames, never the order that they have"
+    source: ClassVar[str] = "the contrast of T-GRPO, Video-R1, arXiv 2503.21776"
+    test: ClassVar[str] = "tests/prompts/test_counterfactual_views.py"
+    type: str = "shuffled_frames"
+
+    def change(self, prompt: Prompt) -> Prompt:
+        import zlib
+        from dataclasses import replace
+
+        import numpy as np
+
+        random = np.random.default_rng(zlib.crc32(prompt.id.encode()))
+
+        def shuffled(count: int) -> list[int]:
+            order = list(range(count))
+            while count > 1 and order == sorted(order):
+                order = random.permutation(count).tolist()
+            return order
+
+        if not prompt.videos:
+            raise UserError(f"prompt {prompt.id!r} has no clip whose frames view.type=shuffled_frames could shuffle")
+        clips = [replace(c, frames=tuple(c.frames[i] for i in shuffled(len(c.frames)))) for c in prompt.videos]
+        return replace(prompt, videos=tuple(clips))

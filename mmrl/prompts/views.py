@@ -1,0 +1,77 @@
+"""Other views of a prompt, under which the same response is replayed."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.settings import Choice, option
+
+if TYPE_CHECKING:
+    from mmrl.rollouts import Prompt
+
+
+class View(Choice):
+    """A change of a prompt: pictures masked, words left out, a counterfactual. It depends on the prompt alone, so that
+    all rollouts of a group see the same."""
+
+    title: ClassVar[str] = "view"
+    kinds: ClassVar[dict[str, str]] = {
+        "masked_patches": "mmrl.prompts.views:MaskedPatches",
+        "no_text": "mmrl.prompts.views:NoText",
+        "blank": "mmrl.prompts.counterfactual_views:Blank",
+        "mirrored": "mmrl.prompts.counterfactual_views:Mirrored",
+        "hidden_regions": "mmrl.prompts.counterfactual_views:HiddenRegions",
+        "shuffled_patches": "mmrl.prompts.counterfactual_views:ShuffledPatches",
+        "shuffled_frames": "mmrl.prompts.counterfactual_views:ShuffledFrames",
+    }
+    test: ClassVar[str] = "tests/prompts/test_views.py"
+
+    @property
+    def name(self) -> str:
+        """By which the replay under it is found; equal for equal settings."""
+        return self.model_dump_json()
+
+    @abstractmethod
+    def change(self, prompt: Prompt) -> Prompt: ...
+
+
+class MaskedPatches(View):
+    """Square patches of every picture and frame are black, drawn by chance from the prompt's id."""
+
+    equation: ClassVar[str] = "a patch is black with probability `share`"
+    source: ClassVar[str] = "PAPO, arXiv 2507.06448"
+    type: str = "masked_patches"
+    share: float = option(0.6, "of the patches that are black", gt=0, le=1)
+    patch: int = option(14, "side of a patch", unit="pixels", ge=1)
+
+    def change(self, prompt: Prompt) -> Prompt:
+        import zlib
+
+        import numpy as np
+        from PIL import Image
+
+        random = np.random.default_rng(zlib.crc32(prompt.id.encode()))
+
+        def masked(image: Image.Image) -> Image.Image:
+            rows, columns = (-(-size // self.patch) for size in (image.height, image.width))
+            black = (random.random((rows, columns)) < self.share).repeat(self.patch, 0).repeat(self.patch, 1)
+            pixels = np.array(image.convert("RGB"))
+            pixels[black[: image.height, : image.width]] = 0
+            return Image.fromarray(pixels)
+
+        return prompt.redrawn(masked)
+
+
+class NoText(View):
+    """The prompt without its words: only its pictures and clips are left."""
+
+    equation: ClassVar[str] = "text = its <image> and <video> markers"
+    source: ClassVar[str] = "language-prior ablations of visual question answering, arXiv 1612.00837"
+    type: str = "no_text"
+
+    def change(self, prompt: Prompt) -> Prompt:
+        import re
+        from dataclasses import replace
+
+        return replace(prompt, text="".join(re.findall("<image>|<video>", prompt.text)))

@@ -1,0 +1,1 @@
+"""Models that judge images and texts."""

@@ -1,0 +1,207 @@
+"""A model as judge of what was said: by a reference answer, by criteria, by whether reasoning, caption and answer agree
+with one another and with the picture; and of a made picture beside a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from PIL import Image
+
+from mmrl.errors import UserError
+from mmrl.rewards.judges.visual import Judged, JudgeQuestion, VlmJudge
+from mmrl.rewards.types import Score, as_pil, picture
+from mmrl.rewards.verifiers import extract_answer
+from mmrl.rollouts import Prompt, Sample
+
+YES_OR_NO = "Answer with one word, yes or no."
+IS_IT_RIGHT = f"Question: {{prompt}}\nReference answer: {{gold}}\nAnswer: {{answer}}\nIs the answer right? {YES_OR_NO}"
+IS_IT_MET = f"Question: {{prompt}}\nResponse: {{response}}\nCriterion: {{criterion}}\nIs it met? {YES_OR_NO}"
+DOES_IT_FOLLOW = (
+    f"Question: {{prompt}}\nReasoning: {{thinking}}\nAnswer: {{answer}}\nDoes the answer follow from the reasoning? "
+    f"{YES_OR_NO}"
+)
+IS_IT_ENOUGH = (
+    f"Description of a picture: {{caption}}\nQuestion about it: {{prompt}}\nAnswer: {{gold}}\nDoes the description "
+    f"alone lead to this answer? {YES_OR_NO}"
+)
+IS_IT_SEEN = (
+    f"Question: {{prompt}}\nReasoning: {{thinking}}\nIs everything that the reasoning says of the picture to be seen "
+    f"in it? {YES_OR_NO}"
+)
+IS_IT_BETTER = f'The first image was made for "{{prompt}}". Does it show that better than the second image? {YES_OR_NO}'
+
+
+class TextJudge(Judged):
+    """P(yes) / (P(yes) + P(no)) of a judge that is asked of a response; 0 to 1.
+
+    question: with {prompt}, and any of {response}, {answer} (extracted), {thinking} (inside <think>), {caption} (inside
+    <info>), {gold} (the prompt's answer) and {criterion}. pictures: whether the judge sees those of the prompt, and
+    after them its clips, as `frames` pictures each: the first, the last and evenly between, or all where there are no
+    more. An empty {thinking} or {caption} that the question asks for gets 0. None where the judge gives neither word
+    any probability.
+    """
+
+    scope: Literal["sample"] = "sample"
+    asked: str = IS_IT_RIGHT
+    shown: bool = False
+
+    def __init__(
+        self,
+        *,
+        question: str | None = None,
+        pictures: bool | None = None,
+        frames: int = 8,
+        answers: Sequence[str] = ("yes", "no"),
+        **judge: Any,
+    ) -> None:
+        super().__init__(question=self.asked if question is None else question, answers=answers, **judge)
+        if frames < 2:
+            raise ValueError(f"frames must be at least 2, the first and the last of a clip, not {frames}")
+        self.pictures, self.frames = self.shown if pictures is None else pictures, frames
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        questions: list[JudgeQuestion] = []
+        places: list[list[tuple[int, float]]] = []  # of each sample: its questions, and their weights
+        for sample in samples:
+            own = []
+            for criterion, weight in self.criteria(sample):
+                if (text := self._filled(sample, criterion)) is not None:
+                    own.append((len(questions), weight))
+                    questions.append(JudgeQuestion(self._shown(sample.prompt) if self.pictures else (), text))
+            places.append(own)
+        verdicts = [y / (y + n) if y + n > 0 else None for y, n in self.judge.ask(questions, self.words)]
+        return [self._mean([(verdicts[place], weight) for place, weight in own]) for own in places]
+
+    def _shown(self, prompt: Prompt) -> tuple[Image.Image, ...]:
+        clips = (spaced(clip.frames, self.frames) for clip in prompt.videos)
+        return (*prompt.images, *(frame for clip in clips for frame in clip))
+
+    def criteria(self, sample: Sample) -> list[tuple[str, float]]:
+        """What is asked of a sample, each with its weight."""
+        return [("", 1.0)]
+
+    def _mean(self, verdicts: list[tuple[Score, float]]) -> Score:
+        if not verdicts:
+            return 0.0
+        known = [(value, weight) for value, weight in verdicts if value is not None]
+        total = sum(weight for _, weight in known)
+        return sum(value * weight for value, weight in known) / total if len(known) == len(verdicts) else None
+
+    def _filled(self, sample: Sample, criterion: str) -> str | None:
+        """None where a part that the question asks for is empty."""
+        gold = sample.prompt.answer
+        if "{gold}" in self.question and gold is None:
+            raise UserError(
+                f"prompt {sample.prompt.id!r} has no answer, which the judge's question asks for as {{gold}}"
+            )
+        parts = {
+            "prompt": sample.prompt.text.replace("<image>", "").replace("<video>", "").strip(),
+            "response": sample.response,
+            "answer": extract_answer(sample.response),
+            "thinking": _inside(sample.response, "think"),
+            "caption": _inside(sample.response, "info"),
+            "gold": ", ".join(map(str, gold)) if isinstance(gold, list | tuple) else str(gold),
+            "criterion": criterion,
+        }
+        if any("{" + name + "}" in self.question and not parts[name] for name in ("thinking", "caption")):
+            return None
+        pieces = self.question.split("{")  # what was said may hold braces of its own
+        text = pieces[0]
+        for piece in pieces[1:]:
+            name, closed, rest = piece.partition("}")
+            text += parts[name] + rest if closed and name in parts else "{" + piece
+        return text
+
+
+class AnswerJudge(TextJudge):
+    """How likely a judge finds the answer right, given the reference answer; see `TextJudge`."""
+
+
+class RubricJudge(TextJudge):
+    """The weighted share of criteria that a response meets, each asked of the judge by itself.
+
+    criteria: a list of texts, or of [text, weight]; or the key of the prompts' metadata that holds such a list, as
+    `criteria_key`. Rubrics as Rewards (arXiv:2507.17746), explicit aggregation. The others as `TextJudge`.
+    """
+
+    asked = IS_IT_MET
+
+    def __init__(self, *, criteria: Sequence[Any] | None = None, criteria_key: str | None = None, **judge: Any) -> None:
+        if (criteria is None) == (criteria_key is None):
+            raise ValueError("give criteria, or criteria_key for those in the prompts' metadata")
+        self.listed, self.criteria_key = None if criteria is None else _weighed(criteria), criteria_key
+        super().__init__(**judge)
+        if "{criterion}" not in self.question:
+            raise ValueError("question must hold {criterion}, where each criterion belongs")
+
+    def criteria(self, sample: Sample) -> list[tuple[str, float]]:
+        if self.listed is not None:
+            return self.listed
+        found = sample.prompt.metadata.get(self.criteria_key or "")
+        if not found:
+            raise UserError(f"prompt {sample.prompt.id!r} has no criteria in its metadata as {self.criteria_key!r}")
+        return _weighed(found)
+
+
+class ConsistencyJudge(TextJudge):
+    """How likely a judge finds that the answer follows from the reasoning, which is not asked whether either is right
+    (the think-answer consistency of TACO); see `TextJudge`."""
+
+    asked = DOES_IT_FOLLOW
+
+
+class CaptionJudge(TextJudge):
+    """How likely a judge that does not see the picture finds that the caption in <info> leads to the right answer (the
+    caption reward of Visionary-R1, by a verdict in place of an answer of its own); see `TextJudge`."""
+
+    asked = IS_IT_ENOUGH
+
+
+class EvidenceJudge(TextJudge):
+    """How likely a judge that sees the picture finds in it what the reasoning says (the semantic consistency of
+    VideoRFT, by a verdict in place of an embedding); see `TextJudge`."""
+
+    asked = IS_IT_SEEN
+    shown = True
+
+
+class ReferenceJudge(VlmJudge):
+    """P(yes) of a judge that is asked whether the made picture is better than the prompt's first one, its reference
+    (RewardDance, Wu et al. 2025, arXiv:2509.08826); the options are those of `vlm_judge`."""
+
+    def __init__(self, *, question: str = IS_IT_BETTER, normalise: bool = False, **judge: Any) -> None:
+        super().__init__(question=question, normalise=normalise, **judge)
+
+    def _asked(self, sample: Sample) -> JudgeQuestion:
+        if not sample.prompt.images:
+            raise UserError(f"prompt {sample.prompt.id!r} has no picture as a reference")
+        return self._question(sample, as_pil(picture(sample)), sample.prompt.images[0])
+
+
+def spaced(frames: Sequence[Image.Image], count: int) -> list[Image.Image]:
+    """`count` frames, 2 or more, from the first to the last; all where there are no more."""
+    if len(frames) <= count:
+        return list(frames)
+    return [frames[round(place * (len(frames) - 1) / (count - 1))] for place in range(count)]
+
+
+def _weighed(criteria: Sequence[Any]) -> list[tuple[str, float]]:
+    """Raises ValueError for what is neither a text nor a text with a positive weight."""
+    found = []
+    for criterion in criteria:
+        text, weight = (criterion, 1.0) if isinstance(criterion, str) else (criterion[0], float(criterion[1]))
+        if not isinstance(text, str) or weight <= 0:
+            raise ValueError(f"a criterion is a text, or a text and a positive weight, not {criterion!r}")
+        found.append((text, weight))
+    if not found:
+        raise ValueError("criteria are empty")
+    return found
+
+
+def _inside(response: str, tag: str) -> str:
+    """What stands in the first pair of tags, stripped; empty where there is none."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    begin = response.find(opening)
+    end = response.find(closing, begin)
+    return response[begin + len(opening) : end].strip() if 0 <= begin < end else ""

@@ -1,0 +1,272 @@
+"""A reward that another process computes: samples go out by HTTP as JSON or npz, never as pickles, scores come back.
+
+The request is a JSON object {"samples": [...], "group": [...] or null}. In JSON the picture of a sample is a PNG in
+base64; in npz the JSON text is the array "request" (uint8, UTF-8) and the picture of sample i the array "image_i"
+[channel, height, width]. The pictures of a prompt are PNGs in base64 in both. The answer is always the JSON object
+{"scores": [number or null, ...]}, one a sample, null where it could not be scored.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from time import monotonic, sleep
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.rewards.types import Score, as_pil
+from mmrl.rollouts import Prompt, Sample, Video
+
+JSON, NPZ = "application/json", "application/x-npz"
+BACKOFF_S = (0.5, 8.0)  # the first pause, doubled each time, and the longest
+MAX_ANSWER = 64 * 2**20  # bytes
+_PROMPT = {"id": str, "text": str, "answer": object, "system": object, "metadata": dict}
+_SAMPLE = {"response": str, "response_length": int, "truncated": bool, "max_response_length": int}
+
+
+class HttpReward:
+    """The score of a reward server at `url`, such as `python -m mmrl.rewards.services.server`.
+
+    A request that finds no connection, whose answer is not complete after `deadline_s` seconds or has a status of 5xx
+    or 429 is sent again, at most `retries` times, with growing pauses; then, and at once for every other fault, score()
+    raises UserError. `scope` "group" sends each group by itself. `pixels` is how npz carries pictures: "float32" as
+    they are, "uint8" as JSON's PNGs do, clamped and rounded.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        deadline_s: float = 60.0,
+        retries: int = 3,
+        format: Literal["json", "npz"] = "json",
+        pixels: Literal["uint8", "float32"] = "float32",
+        scope: Literal["sample", "group"] = "sample",
+    ):
+        check_address(url, deadline_s, retries)
+        for name, value, known in (
+            ("format", format, ("json", "npz")),
+            ("pixels", pixels, ("uint8", "float32")),
+            ("scope", scope, ("sample", "group")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+        self.url, self.deadline_s, self.retries = url, deadline_s, retries
+        self.format, self.pixels, self.scope = format, pixels, scope
+
+    def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
+        body = encode(samples, [0] * len(samples) if self.scope == "group" else None, self.format, self.pixels)
+        kind = JSON if self.format == "json" else NPZ
+        answer = post(self.url, body, {"Content-Type": kind}, deadline_s=self.deadline_s, retries=self.retries)
+        scores = answer.get("scores")
+        if not isinstance(scores, list):
+            raise UserError(f"reward server {self.url} answered without a list of scores: {str(answer)[:200]}")
+        return scores
+
+
+def check_address(url: str, deadline_s: float, retries: int) -> None:
+    """Raises ValueError for an address that is not http(s), a deadline that is not positive, negative retries."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"expected an address that begins with http:// or https://, not {url!r}")
+    if deadline_s <= 0 or retries < 0:
+        raise ValueError(f"deadline_s must be positive and retries not negative, not {deadline_s} and {retries}")
+
+
+def post(url: str, body: bytes, headers: Mapping[str, str], *, deadline_s: float, retries: int) -> dict[str, Any]:
+    """The JSON object that `url` answers with.
+
+    Raises UserError after 1 + `retries` requests that found no connection, were not answered in `deadline_s` seconds or
+    with a status of 5xx or 429; at once for another status that is not 200 and for an answer that is no JSON object.
+    """
+    import requests
+
+    start, pause, fault = monotonic(), BACKOFF_S[0], ""
+    for attempt in range(1 + retries):
+        if attempt:
+            sleep(pause)
+            pause = min(2 * pause, BACKOFF_S[1])
+        try:
+            status, text = _exchange(url, body, headers, deadline_s)
+        except requests.RequestException as error:
+            fault = f"{type(error).__name__}: {error}"
+            continue
+        if status == 200:
+            return _json_object(url, text)
+        fault = f"status {status}: {text[:300].decode(errors='replace')}"
+        if status < 500 and status != 429:
+            raise UserError(f"reward server {url} refused: {' '.join(fault.split())}")
+    seconds = monotonic() - start
+    fault = " ".join(fault.split())
+    raise UserError(f"reward server {url} did not answer {1 + retries} times in {seconds:.1f} s: {fault}")
+
+
+def _exchange(url: str, body: bytes, headers: Mapping[str, str], deadline_s: float) -> tuple[int, bytes]:
+    """Status and body. Raises requests.RequestException for all that goes wrong on the way, a late answer included."""
+    import requests
+    import urllib3
+
+    end = monotonic() + deadline_s
+    # The timeout of requests bounds each wait for bytes; the loop bounds their sum.
+    with requests.post(
+        url, data=body, headers=dict(headers), timeout=deadline_s, stream=True, allow_redirects=False
+    ) as answer:
+        text = b""
+        try:
+            while chunk := answer.raw.read1(2**16, decode_content=True):
+                text += chunk
+                if len(text) > MAX_ANSWER:
+                    raise requests.RequestException(f"the answer is longer than {MAX_ANSWER} bytes")
+                if monotonic() > end:
+                    raise requests.Timeout(f"the answer was not complete after {deadline_s:g} s")
+        except urllib3.exceptions.HTTPError as error:
+            raise requests.ConnectionError(str(error)) from error
+        return answer.status_code, text
+
+
+def _json_object(url: str, text: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        answer = None
+    if not isinstance(answer, dict):
+        raise UserError(f"server {url} answered with something else than a JSON object: {text[:200]!r}")
+    return answer
+
+
+def png_base64(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def encode(samples: Sequence[Sample], group: Sequence[int] | None, format: str, pixels: str = "float32") -> bytes:
+    """The body of a request. Raises UserError for an answer or metadata that JSON can not carry."""
+    rows: list[dict[str, Any]] = []
+    arrays: dict[str, np.ndarray] = {}
+    for number, sample in enumerate(samples):
+        row = {key: getattr(sample, key) for key in _SAMPLE}
+        row |= {key: getattr(sample.prompt, key) for key in _PROMPT}
+        row["images"] = [png_base64(image) for image in sample.prompt.images]
+        if sample.prompt.videos:
+            row["videos"] = [{"frames": list(map(png_base64, c.frames)), "fps": c.fps} for c in sample.prompt.videos]
+        if sample.image is not None and format == "json":
+            row["image"] = png_base64(_exact_mode(sample.image))
+        if sample.frames is not None and format == "json":
+            row["frames"] = [png_base64(_exact_mode(frame)) for frame in sample.frames]
+        if format == "npz":
+            made = {f"image_{number}": sample.image, f"frames_{number}": sample.frames}
+            known = {name: values for name, values in made.items() if values is not None}
+            arrays |= {name: (_bytes(v) if pixels == "uint8" else v.float()).numpy() for name, v in known.items()}
+        rows.append(row)
+    try:
+        text = json.dumps({"samples": rows, "group": None if group is None else list(group)}).encode()
+    except TypeError as error:
+        raise UserError(f"a prompt's answer or metadata can not be sent to a reward server: {error}") from None
+    if format == "json":
+        return text
+    file = io.BytesIO()
+    np.savez_compressed(file, allow_pickle=False, request=np.frombuffer(text, np.uint8), **arrays)
+    return file.getvalue()
+
+
+def decode(body: bytes, format: str, *, max_bytes: int) -> tuple[list[Sample], Tensor | None]:
+    """Samples and group of a request's body. Raises ValueError for anything that `encode` would not have made.
+
+    `max_bytes` bounds what an npz may unpack to.
+    """
+    arrays = _arrays(body, max_bytes) if format == "npz" else {}
+    text = arrays.pop("request").tobytes() if format == "npz" else body
+    request = json.loads(text)
+    if not isinstance(request, dict) or not isinstance(request.get("samples"), list):
+        raise ValueError("expected a JSON object with a list of samples")
+    samples = [
+        _sample(row, number, arrays.pop(f"image_{number}", None), arrays.pop(f"frames_{number}", None))
+        for number, row in enumerate(request["samples"])
+    ]
+    if arrays:
+        raise ValueError(f"arrays that belong to no sample: {', '.join(arrays)}")
+    group = request.get("group")
+    if group is None:
+        return samples, None
+    if not isinstance(group, list) or len(group) != len(samples) or not all(isinstance(key, int) for key in group):
+        raise ValueError("group must be null or a list of one integer a sample")
+    return samples, torch.tensor(group, dtype=torch.int64)
+
+
+def _arrays(body: bytes, max_bytes: int) -> dict[str, np.ndarray]:
+    try:
+        with zipfile.ZipFile(io.BytesIO(body)) as archive:
+            if sum(member.file_size for member in archive.infolist()) > max_bytes:
+                raise ValueError(f"the npz unpacks to more than {max_bytes} bytes")
+        with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
+            found = {name: arrays[name] for name in arrays.files}
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"no npz: {error}") from None
+    if found.get("request", np.empty(0)).dtype != np.uint8:
+        raise ValueError("the npz holds no array `request` of uint8")
+    return found
+
+
+def _sample(row: Any, number: int, array: np.ndarray | None, film: np.ndarray | None) -> Sample:
+    """array, film: the made picture and the made clip's frames, where an npz carries them."""
+    if not isinstance(row, dict):
+        raise ValueError(f"sample {number} is no JSON object")
+    unknown = row.keys() - _PROMPT.keys() - _SAMPLE.keys() - {"images", "image", "videos", "frames"}
+    if unknown:
+        raise ValueError(f"sample {number} has unknown keys {', '.join(sorted(unknown))}")
+    for key, kind in (_PROMPT | _SAMPLE).items():
+        if key in row and not isinstance(row[key], kind):
+            raise ValueError(f"sample {number}: {key} must be of type {kind.__name__}")
+    given = {"id": str(number), "text": ""} | {key: row[key] for key in _PROMPT if key in row}
+    images = tuple(_picture(text, number) for text in row.get("images", []))
+    prompt = Prompt(images=images, videos=tuple(_clip(clip, number) for clip in row.get("videos", [])), **given)
+    image = None if array is None else _pixels(array, number)
+    if row.get("image") is not None:
+        image = _pixels(np.asarray(_picture(row["image"], number)), number, channels_last=True)
+    frames = None if film is None else torch.stack([_pixels(frame, number) for frame in film])
+    if row.get("frames") is not None:
+        shown = [np.asarray(_picture(text, number)) for text in row["frames"]]
+        frames = torch.stack([_pixels(frame, number, channels_last=True) for frame in shown])
+    return Sample(prompt, image=image, frames=frames, **{key: row[key] for key in _SAMPLE if key in row})
+
+
+def _clip(clip: Any, number: int) -> Video:
+    if not isinstance(clip, dict) or not isinstance(clip.get("fps"), int | float) or not clip.get("frames"):
+        raise ValueError(f"sample {number}: a clip has frames and fps")
+    return Video(tuple(_picture(text, number) for text in clip["frames"]), clip["fps"])
+
+
+def _picture(text: Any, number: int) -> Image.Image:
+    try:
+        image = Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"])
+        image.load()
+    except (OSError, SyntaxError, TypeError, binascii.Error, Image.DecompressionBombError) as error:
+        raise ValueError(f"sample {number}: no picture in base64 PNG: {error}") from None
+    return image
+
+
+def _pixels(array: np.ndarray, number: int, *, channels_last: bool = False) -> Tensor:
+    """[channel, height, width] fp32; bytes are divided by 255."""
+    if channels_last:
+        array = array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)
+    if array.ndim != 3 or array.shape[0] not in (1, 3) or array.dtype not in (np.uint8, np.float32):
+        raise ValueError(f"sample {number}: image is {array.dtype} {array.shape}, not uint8 or float32 [1 or 3, h, w]")
+    return torch.tensor(array).float() / (255 if array.dtype == np.uint8 else 1)
+
+
+def _bytes(image: Tensor) -> Tensor:
+    return (image.clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def _exact_mode(image: Tensor) -> Image.Image:
+    """As `as_pil`, but a picture of one channel stays one."""
+    return as_pil(image).convert("L") if image.shape[0] == 1 else as_pil(image)

@@ -1,0 +1,120 @@
+"""Serves one reward over HTTP, for `http` rewards elsewhere: a scorer with an environment or a machine of its own.
+
+    python -m mmrl.rewards.services.server REWARD [--option key=value ...] [--host 127.0.0.1] --port N
+
+It takes POST with application/json or application/x-npz (see `mmrl.rewards.services.http`) and answers JSON. There is
+no authentication: serve only to machines that you trust.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from mmrl.errors import UserError
+from mmrl.rewards.compose import RewardSet, RewardSpec
+from mmrl.rewards.services.http import JSON, NPZ, decode
+
+MAX_BYTES = 512 * 2**20  # of a request, packed and unpacked
+_log = logging.getLogger(__name__)
+
+
+class RewardServer(ThreadingHTTPServer):
+    """Listens at once; `serve_forever()` answers until `shutdown()`. Requests are scored one at a time.
+
+    Status 400 for a request that can not be read, 411 for one without a length, 413 for one that is too long, 415 for
+    another type, 422 for samples that the reward refuses, 500 for a fault of the server; the text is {"error": ...}. A
+    sample on which the reward fails gets null.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128  # all ranks may call at once
+
+    def __init__(self, spec: RewardSpec, host: str, port: int, *, max_bytes: int = MAX_BYTES):
+        self.rewards, self.max_bytes = RewardSet([spec]), max_bytes
+        super().__init__((host, port), _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: RewardServer
+    timeout = 120  # seconds a connection may be silent
+
+    def do_GET(self) -> None:
+        self._answer(200, {"reward": self.server.rewards.names[0]})
+
+    def do_POST(self) -> None:
+        status, answer = self._score()
+        self._answer(status, answer)
+
+    def _score(self) -> tuple[int, dict[str, Any]]:
+        kind = self.headers.get_content_type()
+        if kind not in (JSON, NPZ):
+            return 415, {"error": f"the content type must be {JSON} or {NPZ}, not {kind}"}
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal():
+            return 411, {"error": "Content-Length is missing"}
+        if int(length) > self.server.max_bytes:
+            return 413, {"error": f"{length} bytes; at most {self.server.max_bytes} are accepted"}
+        body = self.rfile.read(int(length))
+        try:
+            samples, group = decode(body, "json" if kind == JSON else "npz", max_bytes=self.server.max_bytes)
+        except Exception as error:  # whatever a library says of bytes from the network
+            return 400, {"error": f"{type(error).__name__}: {error}"}
+        try:
+            values = self.server.rewards.score(samples, group)[:, 0].tolist()
+        except UserError as error:
+            return 422, {"error": str(error)}
+        except Exception as error:  # the caller must hear of it, and the server goes on
+            _log.exception("the reward failed")
+            return 500, {"error": repr(error)}
+        return 200, {"scores": [None if math.isnan(value) else value for value in values]}
+
+    def _answer(self, status: int, answer: dict[str, Any]) -> None:
+        text = json.dumps(answer).encode()
+        self.close_connection |= status != 200  # what was not read of a refused request would be taken for the next one
+        self.send_response(status)
+        self.send_header("Content-Type", JSON)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        _log.debug(format, *arguments)
+
+
+def serve(spec: RewardSpec, host: str = "127.0.0.1", port: int = 8000) -> None:
+    """Serves the reward until interrupted. Raises ValueError as `RewardSpec.build`, OSError for a port in use."""
+    with RewardServer(spec, host, port) as server:
+        print(f"serving {spec.name} at http://{host}:{server.server_port}", flush=True)
+        server.serve_forever()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m mmrl.rewards.services.server", description="Serve one reward over HTTP."
+    )
+    parser.add_argument("reward", help="a name of the registry, package.module:function or package.module:Class")
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    given = parser.parse_args(arguments)
+    options: Any = OmegaConf.to_container(OmegaConf.from_dotlist(given.option))
+    try:
+        serve(RewardSpec(name=given.reward, options=options), given.host, given.port)
+    except (ValueError, OSError) as error:
+        print(f"mmrl.rewards.services.server: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Rewards of images and videos, and of answers about them."""

@@ -1,0 +1,136 @@
+"""Points, clicks and regions."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmrl.rewards.types import Reward
+from mmrl.rewards.verifiers import extract_answer
+from mmrl.rewards.visual.coordinates import Coordinates, objects_in, points_in
+from mmrl.rollouts import Sample
+
+GRID = 256  # cells of a side on which regions are compared
+
+
+def point_inside(
+    *,
+    coordinates: str = "pixels",
+    answers: str = "pixels",
+    resize: Mapping[str, int] | None = None,
+    spread: float | None = None,
+) -> Reward:
+    """1 where the last point of the answer lies in the gold box, else 0. With `spread`, in shares of the picture's
+    sides, a point outside gets exp(-d^2 / (2 spread^2)) for its distance d from the box. No point gets 0; None
+    where the gold answer is not one box."""
+    if spread is not None and spread <= 0:
+        raise ValueError(f"spread must be positive, not {spread}")
+    spoken, given = Coordinates(coordinates, resize), Coordinates(answers)
+
+    def reward(sample: Sample) -> float | None:
+        box = _numbers(sample.prompt.answer, 4)
+        if box is None:
+            return None
+        points = points_in(extract_answer(sample.response))
+        if not points:
+            return 0.0
+        apart = _distance(spoken.unit(points[-1], sample), given.unit(box, sample))
+        return float(apart == 0) if spread is None else math.exp(-(apart**2) / (2 * spread**2))
+
+    return reward
+
+
+def interface_action(
+    *,
+    kind_weight: float = 0.3,
+    coordinates: str = "pixels",
+    answers: str = "pixels",
+    resize: Mapping[str, int] | None = None,
+) -> Reward:
+    """An action of a graphical interface as one JSON object, such as {"action": "click", "coordinate": [x, y]} or
+    {"action": "type", "text": "hello"}: kind_weight for the right kind, and the rest for the right place or words.
+
+    The gold answer has "action", and "box" [x1, y1, x2, y2] for actions at a place, or "text" for those with words,
+    compared by the F1 of their words. The place counts only where the kind is right. None where the gold is no such
+    mapping.
+    """
+    if not 0 <= kind_weight <= 1:
+        raise ValueError(f"kind_weight must lie in 0 .. 1, not {kind_weight}")
+    spoken, given = Coordinates(coordinates, resize), Coordinates(answers)
+
+    def reward(sample: Sample) -> float | None:
+        gold = sample.prompt.answer
+        if not isinstance(gold, dict) or not isinstance(gold.get("action"), str):
+            return None
+        found = objects_in(extract_answer(sample.response))
+        if len(found) != 1 or found[0].get("action") != gold["action"]:
+            return 0.0
+        return kind_weight + (1 - kind_weight) * _argument(found[0], gold, spoken, given, sample)
+
+    return reward
+
+
+def region_iou(
+    *, coordinates: str = "pixels", answers: str = "pixels", resize: Mapping[str, int] | None = None
+) -> Reward:
+    """Intersection over union, 0 to 1, of the region that the points of the answer go round, in their order, and the
+    gold one, a list of [x, y]; on a grid of 256 x 256. Fewer than three points get 0."""
+    spoken, given = Coordinates(coordinates, resize), Coordinates(answers)
+
+    def reward(sample: Sample) -> float | None:
+        gold = sample.prompt.answer
+        if not isinstance(gold, list | tuple) or len(gold) < 3 or any(_numbers(p, 2) is None for p in gold):
+            return None
+        points = points_in(extract_answer(sample.response))
+        if len(points) < 3:
+            return 0.0
+        own, wanted = (_filled([c.unit(p, sample) for p in row]) for c, row in ((spoken, points), (given, gold)))
+        union = int((own | wanted).sum())
+        return int((own & wanted).sum()) / union if union else 0.0
+
+    return reward
+
+
+def _argument(
+    found: dict[str, Any], gold: dict[str, Any], spoken: Coordinates, given: Coordinates, sample: Sample
+) -> float:
+    if "box" in gold:
+        point = _numbers(found.get("coordinate"), 2)
+        return (
+            0.0 if point is None else float(_distance(spoken.unit(point, sample), given.unit(gold["box"], sample)) == 0)
+        )
+    if "text" in gold:
+        return word_f1(str(found.get("text", "")), str(gold["text"]))
+    return 1.0
+
+
+def word_f1(text: str, gold: str) -> float:
+    """The harmonic mean of precision and recall of lower-case words, each counted as often as it stands there."""
+    own, wanted = text.lower().split(), gold.lower().split()
+    if not own or not wanted:
+        return float(own == wanted)
+    shared = (Counter(own) & Counter(wanted)).total()
+    return 2 * shared / (len(own) + len(wanted))
+
+
+def _numbers(value: Any, count: int) -> tuple[float, ...] | None:
+    if not isinstance(value, list | tuple) or len(value) != count:
+        return None
+    return tuple(map(float, value)) if all(isinstance(n, int | float) for n in value) else None
+
+
+def _distance(point: Sequence[float], box: Sequence[float]) -> float:
+    """From a point to a box, 0 inside, in shares of the sides."""
+    outside = [max(low - p, 0.0, p - high) for p, low, high in zip(point, box[:2], box[2:], strict=True)]
+    return math.hypot(*outside)
+
+
+def _filled(points: Sequence[Sequence[float]]) -> Any:
+    import numpy as np
+    from PIL import Image, ImageDraw
+
+    canvas = Image.new("1", (GRID, GRID))
+    ImageDraw.Draw(canvas).polygon([(x * GRID, y * GRID) for x, y in points], fill=1)
+    return np.array(canvas)

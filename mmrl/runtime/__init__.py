@@ -1,0 +1,1 @@
+"""The process: devices, Ray, progress, files, seeds, and what is imported late."""

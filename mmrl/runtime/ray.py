@@ -1,0 +1,264 @@
+"""Processes on the hosts of a Ray cluster. Ray finds the room and keeps count of it. It carries commands, environments
+and the last lines of logs; whoever has a process placed talks to it in its own way."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+
+NOTICE_S = 10.0  # of waiting for room, after which the user is told
+STOP_S = 10.0  # for a host to answer that its process has ended
+TAIL = 1 << 16  # bytes of a log
+RETRY_S = 0.5  # between two questions to an actor that is out of reach for now
+THREADS = 8  # of an actor: one awaits the process, others answer
+_log = logging.getLogger(__name__)
+_joined: str | None = None  # Ray knows one cluster a process
+
+
+class Cluster:
+    """A running Ray cluster that this host belongs to.
+
+    host: the address of this host, as the others know it. Raises UserError where Ray is not installed or does not run
+    at the address, and where this process is in another cluster already.
+    """
+
+    def __init__(self, address: str, key: str) -> None:
+        """address: HOST:PORT of the head; "auto": of the cluster that runs on this host. key: the configuration's."""
+        global _joined
+        self.name = f"{key}={address}"
+        if importlib.util.find_spec("ray") is None:
+            raise UserError(f"{self.name} needs Ray; install it with: pip install -e '.[ray]'")
+        import ray
+
+        if not ray.is_initialized():
+            self._join(address)
+            _joined = address
+        elif _joined not in (None, address):
+            raise UserError(f"{self.name}: this process is in the Ray cluster {_joined} already; name the same one")
+        self.host: str = ray.util.get_node_ip_address()
+
+    def _join(self, address: str) -> None:
+        import ray
+
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address  # as Ray has it
+            if address != "auto":  # where nobody listens Ray itself tries for minutes
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=5).close()
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        except ValueError:
+            raise UserError(f"{self.name} is no address of a Ray cluster; write HOST:PORT or auto") from None
+        except (OSError, RuntimeError) as error:  # RuntimeError: the cluster has another version of Ray or Python
+            raise UserError(
+                f"{self.name}: there is no Ray cluster to join ({' '.join(str(error).split())[:200]}); Ray has to run "
+                "on all hosts, this one too: ray start --head on the first, ray start --address=HEAD:6379 on others"
+            ) from None
+        finally:
+            if signal.getsignal(signal.SIGTERM) is not before:  # Ray's would end a run that shall save first
+                signal.signal(signal.SIGTERM, before)
+
+    def place(self, *, gpus: int = 0, log: Path | None = None) -> RayProcess:
+        """Room for a process, one CPU and `gpus` GPUs, spread over the hosts; asked for, not awaited. log: a file here
+        to which the end of what the process writes is added."""
+        return RayProcess(self, gpus, log)
+
+    def lacks(self, gpus: int) -> str:
+        """That there is no room, in words."""
+        import ray
+
+        free = ray.available_resources()
+        return (
+            f"{self.name}: no host of the Ray cluster has given room for 1 CPU and {gpus} GPUs; free on all together "
+            f"are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs"
+        )
+
+
+class RayProcess:
+    """One process on a host that Ray gave it, to be looked after as a `subprocess.Popen`. Where Ray loses the host, or
+    the actor that holds the process, it has ended with -SIGKILL. It ends with this process, however that ends."""
+
+    def __init__(self, cluster: Cluster, gpus: int, log: Path | None) -> None:
+        import ray
+
+        self.cluster, self.gpus, self.log = cluster, gpus, log
+        self.returncode: int | None = None
+        actor: Any = ray.remote(Holder)
+        actor = actor.options(num_cpus=1, num_gpus=gpus, max_concurrency=THREADS, scheduling_strategy="SPREAD")
+        self._holder = actor.remote()
+        self._room = self._holder.room.remote()
+        self._end: Any = None
+
+    def room(self, patience_s: float) -> tuple[str, int]:
+        """The address of its host, and a port that is free there.
+
+        Raises UserError if there is no room within so many seconds, ConnectionError if the host is lost.
+        """
+        import ray
+        from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+
+        began = time.monotonic()
+        told = False
+        while (waited := time.monotonic() - began) < patience_s:
+            if waited > NOTICE_S and not told:
+                _log.warning("%s; waiting for up to %g s", self.cluster.lacks(self.gpus), patience_s)
+                told = True
+            try:
+                return ray.get(self._room, timeout=min(NOTICE_S, patience_s - waited))
+            except GetTimeoutError:
+                continue
+            except ActorUnavailableError:  # whether it is lost Ray has still to find out
+                time.sleep(RETRY_S)
+                self._room = self._holder.room.remote()
+            except RayError as error:
+                self.kill()
+                raise ConnectionError(f"Ray lost a host ({_first_line(error)})") from None
+        self.kill()
+        raise UserError(f"{self.cluster.lacks(self.gpus)}; add hosts, or ask for fewer processes")
+
+    def run(self, arguments: Sequence[str], environment: Mapping[str, str], python: str | None = None) -> None:
+        """Starts `python ARGUMENTS` as soon as there is room, by the interpreter that runs Ray there unless another one
+        is named. environment: what differs from that of Ray there."""
+        self._end = self._holder.run.remote(python, list(arguments), dict(environment))
+
+    @property
+    def pid(self) -> int:
+        """On its host."""
+        import ray
+
+        return ray.get(self._holder.pid.remote())
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        import ray
+        from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+
+        while self.returncode is None:
+            try:
+                self._ended(*ray.get(self._end, timeout=timeout))
+            except GetTimeoutError:
+                raise subprocess.TimeoutExpired("a process placed by Ray", timeout or 0) from None
+            except ActorUnavailableError:  # whether it is lost Ray has still to find out
+                time.sleep(RETRY_S)
+                self._end = self._holder.outcome.remote()
+            except RayError as error:
+                self._ended(-signal.SIGKILL, f"Error: Ray lost the host or the actor ({_first_line(error)})\n")
+        return self.returncode
+
+    def kill(self) -> None:
+        """Ends the process with all that it started, and gives its room back."""
+        import ray
+        from ray.exceptions import RayError
+
+        if self.returncode is None:
+            with suppress(RayError):  # the host does not answer, or has gone
+                if ray.wait([self._room], timeout=0)[0]:
+                    ray.get(self._holder.stop.remote(), timeout=STOP_S)
+            self._ended(-signal.SIGKILL, "")
+
+    def _ended(self, code: int, said: str) -> None:
+        import ray
+
+        self.returncode = code
+        ray.kill(self._holder)
+        if self.log is not None:
+            with self.log.open("a") as file:
+                file.write(said)
+
+
+class Holder:
+    """The Ray actor of one process, which it starts, awaits and ends."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen | None = None
+        self.over, self.ended = threading.Event(), (0, "")
+
+    def room(self) -> tuple[str, int]:
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with closing(socket.create_server((host, 0))) as probe:
+            return host, probe.getsockname()[1]
+
+    def run(self, python: str | None, arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
+        """Its `outcome`."""
+        self.ended = self._run(python, arguments, environment)
+        self.over.set()
+        return self.ended
+
+    def outcome(self) -> tuple[int, str]:
+        """The return code, and the end of what the process wrote; awaited."""
+        self.over.wait()
+        return self.ended
+
+    def _run(self, python: str | None, arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
+        with tempfile.TemporaryFile() as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mmrl.runtime.ray", python or sys.executable, *arguments],
+                env=os.environ | environment,
+                stdin=subprocess.PIPE,  # see `guard`
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            code = self.process.wait()
+            self.stop()  # what it may have left
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
+            return code, log.read().decode(errors="replace")
+
+    def pid(self) -> int | None:
+        return None if self.process is None else self.process.pid
+
+    def stop(self) -> None:
+        if self.process is not None:
+            with suppress(ProcessLookupError):  # all have ended
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def guard(command: list[str]) -> int:
+    """Between an actor and its process. Where an actor ends, Ray kills its children, but not theirs; of this one the
+    command notices, and ends all of them. Returns what the command returned, or 127."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    try:
+        code = subprocess.Popen(command, stdin=subprocess.PIPE).wait()
+    except OSError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 127
+    if code < 0:  # a signal's number: as if it had been for us
+        os.kill(os.getpid(), -code)
+    return code
+
+
+def end_with_parent() -> None:
+    """For a thread. The parent holds the other end of our standard input and never writes; it closes however the parent
+    ends, and we do then, with all that we started."""
+    sys.stdin.read()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(guard(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Numbers that change while a run goes on, and controllers that follow a metric."""

@@ -1,0 +1,79 @@
+"""Numbers that follow a metric: in proportion, or step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import PrivateAttr
+
+from mmrl.errors import UserError
+from mmrl.schedules.schedule import Follower, Schedule
+from mmrl.settings import option
+
+
+class Proportional(Follower):
+    """A number that grows by the ratio of the target to the metric, such as a temperature that holds the entropy where
+    it was."""
+
+    equation: ClassVar[str] = "value (target / metric)^rate, at most a factor of 1 + most, and at least its reciprocal"
+    source: ClassVar[str] = (
+        "temperature that follows the entropy, as E3-RL4LLMs and AceReason-Nemotron say; the law is ours"
+    )
+    test: ClassVar[str] = "tests/schedules/test_controllers.py"
+    type: str = "proportional"
+    start: float = option(description="value of the first step", gt=0)
+    target: float = option(description="what the metric shall be", gt=0)
+    rate: float = option(0.2, "how quickly it follows", gt=0)
+    most: float = option(0.1, "largest relative change a step", gt=0)
+
+    def moved(self, measured: float) -> float:
+        wanted = (self.target / max(measured, 1e-12)) ** self.rate
+        return self.value * min(max(wanted, 1 / (1 + self.most)), 1 + self.most)
+
+
+class Staircase(Schedule):
+    """It takes the next of its values when a metric has reached a bound for some steps: longer responses once most are
+    cut off, shorter thinking at first and more later, a higher temperature once answers are all alike."""
+
+    equation: ClassVar[str] = (
+        "values[stage]; stage + 1 after `patience` steps in a row with the metric above (below) the bound"
+    )
+    source: ClassVar[str] = (
+        "stages of length and temperature by what is measured: progressive thinking suppression of Vision-R1, arXiv "
+        "2503.06749; POLARIS"
+    )
+    test: ClassVar[str] = "tests/schedules/test_controllers.py"
+    type: str = "staircase"
+    values: tuple[float, ...] = option(description="value of each stage", min_length=1)
+    metric: str = option(description="name of the metric that decides, as it stands in metrics.jsonl")
+    bound: float = option(description="what it must reach")
+    when: Literal["above", "below"] = option("above", "above: at least the bound; below: at most")
+    patience: int = option(1, "steps in a row", unit="steps", ge=1)
+    _stage: int = PrivateAttr(0)
+    _reached: int = PrivateAttr(0)
+
+    @property
+    def value(self) -> float:
+        return self.values[self._stage]
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        return min(self.values), max(self.values)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.metric not in metrics:
+            known = ", ".join(sorted(name for name in metrics if not name.startswith(("time/", "control/"))))
+            raise UserError(f"metric {self.metric!r} is none of this job's; it has {known}")
+        measured = metrics[self.metric]
+        reached = measured >= self.bound if self.when == "above" else measured <= self.bound
+        self._reached = self._reached + 1 if reached and math.isfinite(measured) else 0
+        if self._reached >= self.patience:
+            self._stage, self._reached = min(self._stage + 1, len(self.values) - 1), 0
+
+    def state(self) -> dict[str, Any]:
+        return {"stage": self._stage, "reached": self._reached}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._stage, self._reached = int(state["stage"]), int(state["reached"])

@@ -1,0 +1,42 @@
+"""What parts of an action head cost, as a loss term."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mmrl.protocols.requirements import Needs
+from mmrl.schedules.schedule import Schedule, number
+from mmrl.settings import option
+from mmrl.terms.term import Term
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.rollouts import Replay, Rollouts
+
+
+class HeadCost(Term):
+    """A head of several parts pays for how it uses them. Every decision of a look carries the whole look's cost."""
+
+    equation: ClassVar[str] = (
+        "coefficient x: information KL(N(z, noise^2) || N(0, 1)) of a residual head's code z; imbalance the mean over "
+        "horizons of (load - 1)^2, load_h = mean_{k < h} g_kh #{horizons > k}"
+    )
+    source: ClassVar[str] = (
+        "variational information bottleneck, arXiv 1612.00410; the balance of MoH's gate, arXiv 2511.19433, by look"
+    )
+    test: ClassVar[str] = "tests/policies/vla/test_residual.py"
+    type: str = "head_cost"
+    coefficient: Schedule = number(0.001, "weight of the term", ge=0)
+    of: Literal["information", "imbalance"] = option(
+        "information",
+        "information: what a residual head's gate is told; imbalance: how unevenly a look's actions draw on horizons",
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({self.of}))
+
+    def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        cost = replay.extras[self.of]
+        return self.coefficient.value * cost, {self.of: cost.detach()}

@@ -1,0 +1,48 @@
+"""Distilling a few-step sampler from the model that learns from its pictures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.protocols.requirements import Needs
+from mmrl.schedules.schedule import Schedule, number
+from mmrl.settings import option
+from mmrl.terms.term import Term
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.rollouts import Replay, Rollouts
+
+
+class SamplerDistillation(Term):
+    """Jumps of the sampler shall end where the model's own steps do, above all in pictures that earn much. A
+    coefficient that is 0 in some steps lets the two take turns."""
+
+    equation: ClassVar[str] = (
+        "coefficient x w |v - (x' - a x) / b|^2, w = 2 clamp(A / (2 bound) + 1/2, 0, 1), or 1 without `reward_aware`; "
+        "x' is where the model's steps lead from x, a x + b v the sampler's jump"
+    )
+    source: ClassVar[str] = (
+        "reconstructed from DMSampler, reward-aware distillation; secants of a fine solver: progressive distillation, "
+        "arXiv 2202.00512"
+    )
+    test: ClassVar[str] = "tests/policies/few_step_diffusion/test_few_step_diffusion.py"
+    type: str = "sampler_distillation"
+    coefficient: Schedule = number(1.0, "weight of the term", ge=0)
+    reward_aware: bool = option(True, "pictures weigh by their advantages; false: all alike")
+    bound: float = option(5.0, "advantages beyond it count as it does", gt=0)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"distillation"}))
+
+    def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        from mmrl.core.contrast import optimality
+
+        error = replay.extras["sampler_error"]
+        values = self.coefficient.value * error
+        if self.reward_aware:
+            assert micro.advantages is not None
+            values = values * 2 * optimality(micro.advantages.to(error.device), self.bound)
+        return values, {"sampler_error": error.detach()}

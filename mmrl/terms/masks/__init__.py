@@ -1,0 +1,1 @@
+"""Masks, which leave rollouts or decisions out."""

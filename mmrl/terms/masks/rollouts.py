@@ -1,0 +1,105 @@
+"""Whole rollouts that are left out of the loss."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import model_validator
+
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import option
+from mmrl.terms.term import Mask
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+
+
+class Truncated(Mask):
+    """Rollouts that reached the longest length without an end leave the loss and their group's statistics."""
+
+    equation: ClassVar[str] = "keep where the response ended by itself"
+    source: ClassVar[str] = "overlong filtering, DAPO, arXiv 2503.14476"
+    of: ClassVar[Literal["rollouts", "decisions"]] = "rollouts"
+    type: str = "truncated"
+
+    def keep(self, batch: Batch) -> Tensor:
+        import torch
+
+        return ~torch.tensor([sample.truncated for sample in batch.rollouts.samples])
+
+
+class OverTurn(Mask):
+    """Conversations that reached the limit of turns or of tokens leave the loss and their group's statistics, so that
+    the policy is not taught to stop early and may use more turns later."""
+
+    equation: ClassVar[str] = "keep where the response ended before the largest number of turns"
+    source: ClassVar[str] = "over-turn masking, Mini-o3, arXiv 2509.07969"
+    test: ClassVar[str] = "tests/joints/test_turn_credit.py"
+    of: ClassVar[Literal["rollouts", "decisions"]] = "rollouts"
+    type: str = "over_turn"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"turns"}))
+
+    def keep(self, batch: Batch) -> Tensor:
+        import torch
+
+        talks = [sample.conversation for sample in batch.rollouts.samples]
+        return torch.tensor([talk is None or talk.end not in ("turns", "length") for talk in talks])
+
+
+class BandMask(Mask):
+    """Rollouts of which a fact is outside low..high leave the loss and their group's statistics: a guard that drops
+    what hacks the reward. A fact that could not be measured keeps its rollout."""
+
+    equation: ClassVar[str] = "low <= fact <= high"
+    source: ClassVar[str] = "reward guards, as a mask of our own"
+    of: ClassVar[Literal["rollouts", "decisions"]] = "rollouts"
+    test: ClassVar[str] = "tests/monitors/test_guards.py"
+    type: str = "band"
+    fact: str = option(description="such as reward/sharpness, of a reward with weight 0")
+    low: float = option(-math.inf, "least value that is kept")
+    high: float = option(math.inf, "largest value that is kept")
+
+    @model_validator(mode="after")
+    def _rises(self) -> BandMask:
+        if self.low > self.high or (self.low, self.high) == (-math.inf, math.inf):
+            raise ValueError(f"low={self.low:g} and high={self.high:g} are no band")
+        return self
+
+    def keep(self, batch: Batch) -> Tensor:
+        values = batch.fact(self.fact)
+        inside = values.isnan() | ((values >= self.low) & (values <= self.high))
+        batch.report({f"band/{self.fact}": float(inside.float().mean())})
+        return batch.mine(inside)
+
+
+class BestOfGroup(Mask):
+    """Of every group only the rollouts that are first by some measure are learned from and make up its statistics, such
+    as the shortest ones, or those that earn the most a token."""
+
+    equation: ClassVar[str] = "keep the `count` first of the group by the measure; of equal ones the earlier"
+    source: ClassVar[str] = "GFPO, arXiv 2508.09726"
+    test: ClassVar[str] = "tests/joints/test_masks.py"
+    of: ClassVar[Literal["rollouts", "decisions"]] = "rollouts"
+    type: str = "best_of_group"
+    count: int = option(description="rollouts of a group that are kept", ge=1)
+    by: str = option("length", "the fact that is measured; reward_per_length: the combined reward over the length")
+    highest: bool = option(False, "keep the highest; false: the lowest")
+
+    def keep(self, batch: Batch) -> Tensor:
+        import torch
+
+        group = batch.fact("group")
+        measure = batch.combined() / batch.fact("length") if self.by == "reward_per_length" else batch.fact(self.by)
+        order = measure.double().nan_to_num(-torch.inf if self.highest else torch.inf)
+        order = -order if self.highest else order
+        kept = torch.zeros(len(group), dtype=torch.bool)
+        for g in group.unique():
+            rows = (group == g).nonzero().flatten()
+            kept[rows[order[rows].argsort(stable=True)[: self.count]]] = True
+        return batch.mine(kept)

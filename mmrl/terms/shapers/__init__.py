@@ -1,0 +1,1 @@
+"""Shapers, which change advantages."""

@@ -1,0 +1,155 @@
+"""Advantages that follow the entropy of decisions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import option
+from mmrl.terms.term import Shaper
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+
+
+class EntropyBonus(Shaper):
+    """A decision that was in doubt gets a larger advantage, but never one of the other sign."""
+
+    equation: ClassVar[str] = "A + min(alpha H, |A| / kappa), H of the policy that made the rollout, without gradient"
+    source: ClassVar[str] = "Reasoning with Exploration, arXiv 2506.14758"
+    type: str = "entropy_bonus"
+    alpha: float = option(0.4, "weight of the entropy", gt=0)
+    kappa: float = option(2.0, "the bonus is at most |A| / kappa", gt=1)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"entropy"}), statistics=frozenset({"entropy"}))
+
+    def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        entropy = batch.rollouts.old_entropy
+        assert entropy is not None
+        return advantages + (self.alpha * entropy).minimum(advantages.abs() / self.kappa)
+
+
+class EntropyRedistribution(Shaper):
+    """At every place the group's right rollouts share what they earn by their entropies there, and its wrong ones share
+    what they lose by their reciprocals. It takes the place of the algorithm's advantages."""
+
+    equation: ClassVar[str] = (
+        "right: alpha + beta d_t H_it / sum_k H_kt, over the d_t right rollouts that reach t; wrong: "
+        "-alpha - beta h_t (1 / H_jt) / sum_k (1 / H_kt), over the h_t wrong ones; H within [low, high]; standardised: "
+        "over all right, and over all wrong decisions"
+    )
+    source: ClassVar[str] = "GTPO, arXiv 2508.04349"
+    test: ClassVar[str] = "tests/joints/test_shapers.py"
+    type: str = "entropy_redistribution"
+    alpha: float = option(1.0, "what every decision gets", ge=0)
+    beta: float = option(0.1, "what is shared by entropy", ge=0)
+    low: float = option(0.2, "entropies below count as it", unit="nats", gt=0)
+    high: float = option(0.28, "entropies above count as it", unit="nats", gt=0)
+    threshold: float = option(0.5, "rewards above it are of right answers")
+    standardise: bool = option(
+        False, "take away the mean and divide by the std of right and of wrong decisions, as in the paper"
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"entropy"}), statistics=frozenset({"entropy"}))
+
+    def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        import torch
+
+        rollouts, shaped = batch.rollouts, torch.zeros_like(advantages)
+        assert rollouts.old_entropy is not None
+        entropy, mask = rollouts.old_entropy.clamp(self.low, self.high), rollouts.mask
+        rewards = batch.mine(batch.combined())
+        right, scored = rewards > self.threshold, ~rewards.isnan()
+        for group in rollouts.group.unique():  # a group lies on one rank
+            for of, sign, share in ((right, 1.0, entropy), (~right, -1.0, 1 / entropy)):
+                rows = (rollouts.group == group) & of & scored
+                own, counted = share[rows].where(mask[rows], 0), mask[rows].sum(0)
+                part = own / own.sum(0).clamp(min=1e-12) * counted
+                shaped[rows] = (sign * (self.alpha + self.beta * part)).where(mask[rows], 0)
+        if self.standardise:
+            shaped = self._standardised(shaped, right, scored, batch)
+        return shaped
+
+    def _standardised(self, shaped: Tensor, right: Tensor, scored: Tensor, batch: Batch) -> Tensor:
+        for of in (right & scored, ~right & scored):
+            chosen = of[:, None] & batch.rollouts.mask
+            everyone = batch.everyone(shaped[chosen])
+            if len(everyone) > 1:
+                shaped = ((shaped - everyone.mean()) / (everyone.std() + 1e-6)).where(chosen, shaped)
+        return shaped
+
+
+class EntropyModulation(Shaper):
+    """Sure decisions count more and doubtful ones less, for the gradient of a doubtful one is larger by itself; a
+    decision after which things were clear gets a bonus. In the end the mean is taken away."""
+
+    equation: ClassVar[str] = (
+        "A_t exp(-k H_t) / mean exp(-k H) + zeta exp(-k_future H_{t+1}), less the mean over the batch; H scaled to "
+        "0..1 over the decisions of the batch, no bonus for the last"
+    )
+    source: ClassVar[str] = "reconstructed from memory of EMPG, arXiv 2509.09265, which has it for steps of agents"
+    test: ClassVar[str] = "tests/joints/test_shapers.py"
+    type: str = "entropy_modulation"
+    k: float = option(1.0, "how quickly doubt lowers an advantage", ge=0)
+    k_future: float = option(1.0, "how quickly doubt in the next decision lowers the bonus", ge=0)
+    zeta: float = option(0.05, "weight of the bonus", ge=0)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"entropy"}), statistics=frozenset({"entropy"}))
+
+    def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        import torch
+
+        rollouts = batch.rollouts
+        assert rollouts.old_entropy is not None
+        mask = rollouts.mask
+        everyone = batch.decisions(rollouts.old_entropy)
+        if not len(everyone):
+            return advantages
+        spread = (everyone.max() - everyone.min()).clamp(min=1e-12)
+        doubt = (rollouts.old_entropy - everyone.min()) / spread
+        sure = (-self.k * doubt).exp()
+        follows = torch.zeros_like(mask)
+        follows[:, :-1] = mask[:, 1:] & mask[:, :-1]
+        clear = (-self.k_future * doubt.roll(-1, 1)).exp().where(follows, 0)
+        shaped = advantages * sure / batch.decisions(sure).mean() + self.zeta * clear
+        return (shaped - batch.decisions(shaped).mean()).where(mask, 0)
+
+
+class TokenBaseline(Shaper):
+    """The baseline of token t is the mean reward of the group's rollouts that reach it, each weighted by the squared
+    gradient of its tokens up to t, as far as its own logits tell it. It takes the place of the group's baseline: use it
+    with algorithm.baseline=none and algorithm.scale=none."""
+
+    equation: ClassVar[str] = (
+        "A_t = A - sum_j W_jt A_j / sum_j W_jt,  W_jt = sum_{s <= t} (1 - 2 p_js + sum_k p_k^2), over the group"
+    )
+    source: ClassVar[str] = "the optimal token baseline of arXiv 2602.07078, with |d log p / d logits|^2 as the weight"
+    type: str = "token_baseline"
+
+    @property
+    def needs(self) -> Needs:
+        statistics = frozenset({"logp", "square_sum"})
+        return Needs(offers=frozenset({"square_sum"}), statistics=statistics)
+
+    def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        import torch
+
+        rollouts = batch.rollouts
+        assert rollouts.old_logp is not None and rollouts.old_square_sum is not None
+        moved = (1 - 2 * rollouts.old_logp.exp() + rollouts.old_square_sum).where(rollouts.mask, 0)
+        weight = moved.cumsum(1).where(rollouts.mask, 0)
+        shaped = torch.zeros_like(advantages)
+        for group in rollouts.group.unique():  # a group lies on one rank
+            rows = rollouts.group == group
+            w, a = weight[rows], advantages[rows]
+            baseline = (w * a).sum(0) / w.sum(0).clamp(min=1e-12)
+            shaped[rows] = (a - baseline).where(rollouts.mask[rows] & (w.sum(0) > 0), 0)
+        return shaped

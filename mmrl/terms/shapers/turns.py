@@ -1,0 +1,129 @@
+"""Credit of the turns of conversations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import option
+from mmrl.terms.term import Shaper
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+
+
+class TurnReturns(Shaper):
+    """What came of each turn: the environment's rewards of it and of those after it, discounted, compared with the same
+    turn of the other rollouts of the group. A turn that no other rollout of its group reached gets nothing."""
+
+    equation: ClassVar[str] = (
+        "R_t = sum_{k>=t} gamma^(k-t) r_k; A = outcome A_rollout + weight (R_t - b_t) / (std R_t + eps), by group; "
+        "b_t = mean R_t, or that of the others"
+    )
+    source: ClassVar[str] = (
+        "per-turn credit: MT-GRPO, arXiv 2505.11821; discounted returns: VLM-Gym, arXiv 2505.13426; the others of a "
+        "turn as its baseline: reconstructed from a summary of TRLOO (Dr. Kernel)"
+    )
+    test: ClassVar[str] = "tests/joints/test_turn_credit.py"
+    type: str = "turn_returns"
+    gamma: float = option(1.0, "discount of a turn", ge=0, le=1)
+    weight: float = option(1.0, "of the turns' advantages", ge=0)
+    outcome: float = option(0.0, "weight of the advantages that the algorithm gave the whole rollout", ge=0)
+    baseline: Literal["mean", "leave_one_out"] = option(
+        "mean",
+        "what a turn is compared with: all of the group, or the others (not itself)",
+    )
+    scale: Literal["group_std", "none"] = option("group_std", "what differences are divided by")
+    gate: str | None = option(
+        None, "a reward that must be above 0 for a rollout's turns to earn anything (gated turn rewards); null: none"
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"turns"}))
+
+    def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        from mmrl.core.turns import discounted, turn_advantages
+        from mmrl.rollouts import Turns
+
+        turns = batch.rollouts.extras["turns"]
+        assert isinstance(turns, Turns)
+        rewards = turns.rewards * turns.mask
+        if self.gate is not None:
+            rewards = rewards * (batch.mine(batch.fact(f"reward/{self.gate}")) > 0)[:, None]
+        found = turn_advantages(
+            discounted(rewards, self.gamma),
+            turns.mask & batch.kept[:, None],
+            batch.rollouts.group,
+            baseline=self.baseline,
+            scale=self.scale,
+        )
+        return self.outcome * advantages + self.weight * found.gather(1, turns.number)
+
+
+class Milestones(Shaper):
+    """A turn that the environment rewards is a milestone, and the turns up to it are a segment. A segment is worth the
+    more the fewer turns it took, and is compared with the same segment of the others of the group; what the whole
+    conversation earned counts beside it."""
+
+    equation: ClassVar[str] = (
+        "A = outcome A_rollout + weight (w_k - mean w_k) / (std w_k + eps), by group; w_k = gamma^(turns - 1) of the "
+        "k-th segment if it ends with a reward above 0, else 0"
+    )
+    source: ClassVar[str] = "reconstructed from BEACON: credit of milestone segments beside that of the trajectory"
+    test: ClassVar[str] = "tests/joints/test_milestones.py"
+    type: str = "milestones"
+    gamma: float = option(0.9, "discount of a turn within a segment", ge=0, le=1)
+    weight: float = option(1.0, "of the segments' advantages", ge=0)
+    outcome: float = option(1.0, "weight of the advantages that the algorithm gave the whole rollout", ge=0)
+    scale: Literal["group_std", "none"] = option("group_std", "what differences are divided by")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"turns"}))
+
+    def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        from mmrl.core.turns import milestone_segments, turn_advantages
+        from mmrl.rollouts import Turns
+
+        turns = batch.rollouts.extras["turns"]
+        assert isinstance(turns, Turns)
+        number, worth, there = milestone_segments(turns.rewards, turns.mask, self.gamma)
+        found = turn_advantages(worth, there & batch.kept[:, None], batch.rollouts.group, scale=self.scale)
+        return self.outcome * advantages + self.weight * found.gather(1, number.gather(1, turns.number))
+
+
+class Curiosity(Shaper):
+    """Where too few rollouts of a group use a tool, those that do get a bonus, as large as what is missing. Added to
+    the advantages, for in the reward it would move the group's mean too."""
+
+    equation: ClassVar[str] = "A + weight max(0, target - share) for rollouts that used a tool"
+    source: ClassVar[str] = "Pixel Reasoner's curiosity, arXiv 2505.15966"
+    test: ClassVar[str] = "tests/joints/test_turn_credit.py"
+    type: str = "curiosity"
+    target: float = option(0.3, "share of a group's rollouts that should use a tool", gt=0, le=1)
+    weight: float = option(0.5, "of the bonus", gt=0)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"turns"}))
+
+    def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        import torch
+
+        used = torch.tensor([float(uses_tool(s.conversation)) for s in batch.rollouts.samples])
+        group = batch.rollouts.group
+        share = torch.stack([used[group == g].mean() for g in group])
+        bonus = self.weight * (self.target - share).clamp_min(0) * used * batch.kept
+        batch.report({"curiosity/share": float(used.mean())})
+        return advantages + bonus[:, None]
+
+
+def uses_tool(conversation: object) -> bool:
+    """Whether a tool was called and did what it was asked for."""
+    from mmrl.rollouts import Conversation
+
+    assert isinstance(conversation, Conversation)
+    return any(turn.tool is not None and turn.error is None for turn in conversation.turns)

@@ -1,0 +1,119 @@
+"""The three kinds of addition to an algorithm. Each is a pure function with its settings; one of one's own inherits
+from its class here and is named as `package.module:Class`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import Choice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+    from mmrl.rollouts import Replay, Rollouts
+
+
+class Term(Choice):
+    """A loss term: values that are added to the algorithm's and reduced together with them."""
+
+    title: ClassVar[str] = "loss term"
+    kinds: ClassVar[dict[str, str]] = {
+        "kl": "mmrl.terms.losses.kl:KL",
+        "entropy": "mmrl.terms.losses.entropy:Entropy",
+        "likelihood": "mmrl.terms.losses.likelihood:LikelihoodTerm",
+        "view_kl": "mmrl.terms.losses.kl:ViewKL",
+        "double_entropy": "mmrl.terms.losses.entropy:DoubleEntropy",
+        "old_kl": "mmrl.terms.losses.kl:OldKL",
+        "ema_kl": "mmrl.terms.losses.kl:EmaKL",
+        "difficulty_kl": "mmrl.terms.losses.kl:DifficultyKL",
+        "covariance_kl": "mmrl.terms.losses.kl:CovarianceKL",
+        "entropy_likelihood": "mmrl.terms.losses.likelihood:EntropyLikelihood",
+        "of_part": "mmrl.terms.losses.of_part:OfPart",
+        "sampler_distillation": "mmrl.terms.losses.sampler_distillation:SamplerDistillation",
+        "region": "mmrl.terms.losses.region:Region",
+        "likelihood_drop": "mmrl.terms.losses.likelihood:LikelihoodDrop",
+        "head_cost": "mmrl.terms.losses.head_cost:HeadCost",
+    }
+    test: ClassVar[str] = "tests/joints/test_terms.py"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    def prepare(self, batch: Batch) -> None:
+        """Once a step, when advantages and masks are known: may leave columns in `batch.rollouts.extras`, as `key`."""
+
+    @abstractmethod
+    def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Values to minimise, coefficient included, and statistics to average; [rollout, decision] all of them."""
+
+
+class Shaper(Choice):
+    """A change of the advantages, made once a step before the first update."""
+
+    title: ClassVar[str] = "advantage shaper"
+    kinds: ClassVar[dict[str, str]] = {
+        "entropy_bonus": "mmrl.terms.shapers.entropy:EntropyBonus",
+        "advantage_momentum": "mmrl.terms.shapers.groups:AdvantageMomentum",
+        "token_baseline": "mmrl.terms.shapers.entropy:TokenBaseline",
+        "turn_returns": "mmrl.terms.shapers.turns:TurnReturns",
+        "step_gains": "mmrl.terms.shapers.denoising_steps:StepGains",
+        "branch_credit": "mmrl.terms.shapers.denoising_steps:BranchCredit",
+        "part_credit": "mmrl.terms.shapers.segments:PartCredit",
+        "latent_values": "mmrl.terms.shapers.denoising_steps:LatentValues",
+        "milestones": "mmrl.terms.shapers.turns:Milestones",
+        "segment_values": "mmrl.terms.shapers.segments:SegmentValues",
+        "curiosity": "mmrl.terms.shapers.turns:Curiosity",
+        "stratified": "mmrl.terms.shapers.groups:Stratified",
+        "set_diversity": "mmrl.terms.shapers.groups:SetDiversity",
+        "entropy_redistribution": "mmrl.terms.shapers.entropy:EntropyRedistribution",
+        "entropy_modulation": "mmrl.terms.shapers.entropy:EntropyModulation",
+        "self_process": "mmrl.terms.shapers.segments:SelfProcess",
+        "long_wrong": "mmrl.terms.shapers.groups:LongWrong",
+        "shared_prefix": "mmrl.terms.shapers.segments:SharedPrefix",
+        "view_information": "mmrl.terms.shapers.views:ViewInformation",
+    }
+    test: ClassVar[str] = "tests/joints/test_terms.py"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    def check_rewards(self, names: list[str]) -> None:  # noqa: B027  (most shapers name none)
+        """Raises ValueError in one line for a reward that is none of the task's."""
+
+    @abstractmethod
+    def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """advantages: of this rank's rollouts, [rollout, decision]; returns the like."""
+
+
+class Mask(Choice):
+    """A choice of what is learned from.
+
+    `of` "rollouts": `keep` gives [rollout] before the advantages, and a rollout that is left out also leaves the
+    statistics of its group. `of` "decisions": it gives [rollout, decision] after them.
+    """
+
+    title: ClassVar[str] = "mask"
+    of: ClassVar[Literal["rollouts", "decisions"]] = "decisions"
+    kinds: ClassVar[dict[str, str]] = {
+        "truncated": "mmrl.terms.masks.rollouts:Truncated",
+        "over_turn": "mmrl.terms.masks.rollouts:OverTurn",
+        "band": "mmrl.terms.masks.rollouts:BandMask",
+        "entropy_share": "mmrl.terms.masks.decisions:EntropyShare",
+        "covariance_clip": "mmrl.terms.masks.decisions:CovarianceClip",
+        "token_budget": "mmrl.terms.masks.decisions:TokenBudget",
+        "best_of_group": "mmrl.terms.masks.rollouts:BestOfGroup",
+    }
+    test: ClassVar[str] = "tests/joints/test_terms.py"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    @abstractmethod
+    def keep(self, batch: Batch) -> Tensor:
+        """Of this rank's rollouts, bool: True where something is learned."""

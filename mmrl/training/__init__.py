@@ -1,0 +1,1 @@
+"""From scored rollouts to minibatches: preparation, balancing, metrics."""

@@ -1,0 +1,233 @@
+"""A step's numbers, over all ranks, and the line that tells them."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from mmrl.core.advantages import combined_reward
+from mmrl.engine import Ranks
+from mmrl.errors import UserError
+from mmrl.protocols.parts import Task
+from mmrl.rollouts import FRESH, Rollouts
+from mmrl.runtime.progress import told_left
+
+UNSCORED = "unscored"  # share of the rollouts of a step whose reward is unknown; "unscored/NAME": of one component
+FLAT = "advantages/zero_variance_groups"  # share of the groups whose rewards are all equal
+KIB_IN_GIB = 2**20
+MAXIMA = ("_gap", "/staleness")  # names of which the largest value is told besides
+
+
+class Metrics:
+    """Sums and counts of a step's numbers, made into means over all ranks once, at its end."""
+
+    def __init__(self, engine: Ranks) -> None:
+        self.engine = engine
+        self._parts: dict[str, list[Tensor]] = defaultdict(list)  # [sum, count, maximum], where the values are
+        self._totals: set[str] = set()  # names whose values are parts of a total
+        self._given: dict[str, float] = {}
+        self._times: dict[str, float] = defaultdict(float)
+        self._busy: dict[str, float] = defaultdict(float)  # of these, what this rank did not wait for others
+        self._started = time.perf_counter()
+
+    def add(self, name: str, values: Tensor, *, sums: bool = False, where: Tensor | None = None) -> None:
+        """Values to average, NaN left out; with `sums` they are parts of a total instead. where: bool, of the same
+        shape; others are left out too.
+
+        Nothing is read here: on a GPU that would wait for all that it has been given to do."""
+        self.add_all({name: values}, where=where, sums=sums)
+
+    def add_all(self, columns: dict[str, Tensor], *, where: Tensor | None = None, sums: bool = False) -> None:
+        """`add` of several names with values of one shape, on one device: a few operations for all of them."""
+        values = torch.stack([column.detach().flatten().double() for column in columns.values()])
+        known = torch.ones_like(values, dtype=torch.bool) if sums else ~values.isnan()
+        if where is not None:
+            known &= where.to(values.device).flatten()
+        found = values.where(known, 0.0)
+        most = found.amax(1) if values.shape[1] else found.sum(1)
+        rows = torch.stack([found.sum(1), known.sum(1), most.clamp(min=0.0)], 1)
+        for name, row in zip(columns, rows.unbind(), strict=True):
+            self._parts[name].append(row)
+        if sums:
+            self._totals.update(columns)
+
+    def add_rewards(self, rollouts: Rollouts, task: Task) -> None:
+        """Rewards, accuracy and the task's own measures of rollouts that were scored, fresh ones alone."""
+        if rollouts.rewards is None:
+            return
+        fresh = rollouts if rollouts.origin is None else rollouts.select(rollouts.origin == FRESH)
+        assert fresh.rewards is not None
+        for k, name in enumerate(task.reward_names):
+            self.add(f"reward/{name}", fresh.rewards[:, k])
+            self.add(f"{UNSCORED}/{name}", fresh.rewards[:, k].isnan().float())
+        total = combined_reward(fresh.rewards, torch.tensor(task.reward_weights))
+        self.add(UNSCORED, total.isnan().float())
+        for name, measured in task.measures(fresh.samples, fresh.group).items():
+            self.add(name, measured)
+        if fresh.accuracy is not None:
+            self.add("accuracy", fresh.accuracy)
+
+    def set(self, values: dict[str, float]) -> None:
+        self._given.update(values)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.engine.mark(name)
+        started, waited = time.perf_counter(), self.engine.waited
+        yield
+        elapsed = time.perf_counter() - started
+        self._times[name] += elapsed
+        self._busy[name] += elapsed - (self.engine.waited - waited)
+
+    def result(self) -> dict[str, float]:
+        everyone = self.engine.gather((*self.read(), dict(self._busy), peak_memory()))
+        merged: dict[str, list[float]] = {}
+        for sums, maxima, _, _ in everyone:
+            for name, (total, count) in sums.items():
+                entry = merged.setdefault(name, [0.0, 0.0])
+                entry[0] += total
+                entry[1] += count
+            for name, value in maxima.items():
+                self._given[name + "_max"] = max(self._given.get(name + "_max", 0.0), value)
+        means = {name: total / count for name, (total, count) in merged.items() if count > 0}
+        times = {f"time/{name}": value for name, value in self._times.items()}
+        times |= stragglers([seconds for _, _, seconds, _ in everyone])
+        for name in everyone[0][3]:
+            times[name] = max(memory[name] for _, _, _, memory in everyone)
+        return {**means, **self._given, **times, "time/step": time.perf_counter() - self._started}
+
+    def read(self) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+        """Sums with their counts, and maxima; from every device in one copy."""
+        places: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
+        for name, parts in self._parts.items():
+            for part in parts:
+                places[part.device].append((name, part))
+        sums, maxima = dict[str, tuple[float, float]](), dict[str, float]()
+        for found in places.values():
+            rows = torch.stack([part for _, part in found]).tolist()
+            for (name, _), (total, count, most) in zip(found, rows, strict=True):
+                before, counted = sums.get(name, (0.0, 0.0))
+                sums[name] = (before + total, 1.0 / self.engine.world if name in self._totals else counted + count)
+                if name.endswith(MAXIMA) and count:
+                    maxima[name] = max(maxima.get(name, 0.0), most)
+        return sums, maxima
+
+
+def peak_memory() -> dict[str, float]:
+    """The most memory that this process has held so far, in GiB: of the host, and of its GPU."""
+    found = {"memory/host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / KIB_IN_GIB}
+    if torch.cuda.is_initialized():
+        found["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return found
+
+
+def stragglers(times: list[dict[str, float]]) -> dict[str, float]:
+    """Of several ranks' seconds of work in each phase: the longest, the median, and the rank that took longest."""
+    found = {}
+    for name in times[0] if len(times) > 1 else ():
+        seconds = [rank[name] for rank in times]
+        found[f"time/{name}_max"] = max(seconds)
+        found[f"time/{name}_median"] = median(seconds)
+        found[f"time/{name}_slowest"] = float(seconds.index(max(seconds)))
+    return found
+
+
+class Silence:
+    """Steps in a row in which no rollout was scored, so that nothing could be learned."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.steps = most, 0
+
+    def judge(self, step: int, values: dict[str, float]) -> None:
+        """Raises UserError after `most` such steps in a row, naming the components that are to blame; `values` are of
+        all ranks, so all of them raise."""
+        if UNSCORED not in values:
+            return
+        self.steps = self.steps + 1 if values[UNSCORED] == 1.0 else 0
+        if self.steps >= self.most:
+            shares = {n.removeprefix(f"{UNSCORED}/"): v for n, v in values.items() if n.startswith(f"{UNSCORED}/")}
+            told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share > 0)
+            raise UserError(
+                f"step {step}: no rollout could be scored in {self.steps} steps in a row (unscored by reward: {told}); "
+                "the warnings above say why, or raise rollout.max_unscored_steps"
+            )
+
+
+class Standstill:
+    """Steps in a row whose gradient was exactly 0, so that nothing was learned: rewards that never differ within a
+    group, a weight of 0, a mask that leaves nothing. And steps in a row in which no group had a signal, so that only
+    loss terms may have moved the weights."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.steps, self.flat = most, 0, 0
+
+    def judge(self, step: int, values: dict[str, float]) -> str | None:
+        """What to say of it, after a fifth of `most` such steps. Raises UserError after `most`; `values` are of all
+        ranks, so all of them raise."""
+        self.steps = self.steps + 1 if values.get("grad_norm") == 0.0 else 0  # absent: updates were skipped
+        self.flat = self.flat + 1 if values.get(FLAT) == 1.0 else 0
+        first = max(1, self.most // 5)
+        if self.flat == first and not self.steps:
+            return (
+                f"step {step}: the rewards taught nothing in {first} steps in a row: all rollouts of a group had "
+                "the same; only loss terms moved the weights. Try prompts that are neither too easy nor too hard, "
+                "a larger rollout.group_size, or partial credit"
+            )
+        if self.steps not in (first, self.most):
+            return None
+        rewards = [f"{n.removeprefix('reward/')} {v:.3g}" for n, v in values.items() if n.startswith("reward/")]
+        why = (
+            f"step {step}: nothing was learned in {self.steps} steps in a row, for the gradient was 0 (mean rewards: "
+            f"{', '.join(rewards) or 'none'}). Rewards that are all equal within each group teach nothing: look at the "
+            "tables in samples/, the rewards and their weights, and what rollouts are masked"
+        )
+        if self.steps < self.most:
+            return f"{why}; the run ends after {self.most} such steps (rollout.max_idle_steps)"
+        raise UserError(f"{why}; or raise rollout.max_idle_steps")
+
+
+def step_line(step: int, steps: int, values: dict[str, float], left: float | None = None) -> str:
+    """One line of a step: what moved, what is missing, and how fast. left: seconds until the last step."""
+    shown = [
+        ("acc", "accuracy"),
+        ("loss", "loss"),
+        ("grad", "grad_norm"),
+        ("ent", "entropy"),
+        ("len", "response/length"),
+    ]
+    parts = [f"{n.removeprefix('reward/')} {v:.3f}" for n, v in values.items() if n.startswith("reward/")]
+    parts += [f"{short} {values[name]:.3f}" for short, name in shown if name in values]
+    missing = [("no signal", FLAT), (UNSCORED, UNSCORED)]
+    parts += [f"{word} {values[name]:.0%}" for word, name in missing if values.get(name, 0) > 0]
+    if lost := lost_episodes(values):
+        parts.append(f"{lost} lost")
+    parts += [f"{values['time/step']:.2f}s", f"{values['throughput/rollouts_per_second']:.0f} rollouts/s"]
+    parts += [told_left(left)] if left else []
+    return f"step {step}/{steps}  {'  '.join(parts)}"
+
+
+def evaluation_line(step: int, values: dict[str, float]) -> str:
+    """Held-out accuracy with its standard error, and what did not count in it."""
+    unscored, lost = values["evaluation/unscored"], lost_episodes(values, "evaluation/")
+    missing = [f"{unscored:.1%} could not be scored"] if unscored else []
+    missing += [f"{lost} lost"] if lost else []
+    without = f" ({', '.join(missing)})" if missing else ""
+    if "evaluation/accuracy" not in values:
+        return f"evaluation at step {step}: no held-out accuracy{without}"
+    accuracy, error = values["evaluation/accuracy"], values["evaluation/standard_error"]
+    return (
+        f"evaluation at step {step}: held-out accuracy {accuracy:.4f} ± {error:.4f} on {values['evaluation/n']:.0f}"
+        f"{without}"
+    )
+
+
+def lost_episodes(values: dict[str, float], prefix: str = "") -> int:
+    """How many episodes and conversations a simulator or an environment lost."""
+    return round(sum(values.get(prefix + name, 0.0) for name in ("simulator/dropped", "environment/lost")))

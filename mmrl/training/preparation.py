@@ -1,0 +1,274 @@
+"""What is known of a step's rollouts before its first update: what other policies say of them, their advantages, and
+which of their decisions count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.advantages import combined_reward
+from mmrl.core.filters import whole_groups
+from mmrl.core.partition import halved, longest_first, partition, within_tokens
+from mmrl.engine import Ranks, Shadow, applied
+from mmrl.engine.settings import UnevenEngine
+from mmrl.engine.snapshot import AdaptersOff, Snapshot
+from mmrl.errors import UserError
+from mmrl.protocols.batch import Batch
+from mmrl.protocols.job import JobConfig
+from mmrl.protocols.parts import Inverting, Latent, Numbered, Policy, Recording, Stepwise, Task, Uneven
+from mmrl.rollouts import Column, DecisionColumn, Replay, Rollouts, Steps
+from mmrl.runtime.seeds import reference_seeds
+from mmrl.training.balancing import balanced
+from mmrl.training.metrics import Metrics
+
+Minibatch = list[Rollouts]  # its micro-batches
+OF_OLD = ("old_logp", "old_entropy", "old_square_sum", "old_prediction")  # what the policy that made rollouts says
+
+
+class Preparation:
+    """Makes a step's rollouts into minibatches.
+
+    The partition is fixed first, and other policies are asked in it, so that the first ratio is exactly 1.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        policy: Policy,
+        task: Task,
+        engine: Ranks,
+        sampling_policy: Shadow | None,
+        reference: Snapshot | AdaptersOff | None,
+    ) -> None:
+        """engine: around the policy's module; sampling_policy, reference: weights of other policies, where there are
+        any."""
+        self.config, self.policy, self.task, self.engine = config, policy, task, engine
+        self.sampling_policy, self.reference = sampling_policy, reference
+        self.algorithm, self.needs = config.algorithm, config.needs
+        self.memory: dict[str, Any] = {}  # of parts of the algorithm, from step to step; equal on all ranks
+
+    def minibatches(
+        self, rollouts: Rollouts, step: int, shuffle: torch.Generator, metrics: Metrics
+    ) -> tuple[list[Minibatch], Batch]:
+        """In the order in which they are learned from, which `shuffle` draws; step: finished steps. The rollouts of the
+        batch, which may be other ranks', have advantages and the mask of what counts too."""
+        if not self.algorithm.by_step:
+            parts = self.cut(rollouts, shuffle)
+            if self.balances:
+                rollouts = self.balance(rollouts, parts, step, metrics)
+            parts = self.by_length(rollouts, parts)
+        batch = Batch(
+            rollouts,
+            self.task.reward_names,
+            self.task.reward_weights,
+            gather=self.engine.gather,
+            rank=self.engine.rank,
+            seed=self.config.seed * 1_000_003 + step,
+            memory=self.memory,
+        )
+        for mask in self.algorithm.masks:
+            if mask.of == "rollouts":
+                batch.kept &= mask.keep(batch)
+        rollouts.mask = rollouts.mask & batch.kept[:, None]
+        if self.algorithm.by_step:  # advantages are of whole episodes, and need no other policy's word
+            self.set_advantages(batch)
+            assert isinstance(self.policy, Stepwise)
+            rollouts = self.policy.by_step(rollouts)
+            parts = self.cut(rollouts, shuffle)
+        known = self.ask_others(rollouts, parts)
+        if self.needs.reference_responses:
+            rollouts.extras["reference_reward"] = Column(self.reference_rewards(rollouts, step))
+        if not self.algorithm.by_step:
+            self.set_advantages(batch)
+        self.algorithm.prepare(batch)
+        minibatches = [[rollouts.select(rows) for rows in part] for part in parts]
+        if not known:
+            unknown: dict[str, Any] = dict.fromkeys(OF_OLD)
+            minibatches[0] = [replace(micro, **unknown) for micro in minibatches[0]]
+        for minibatch in minibatches:
+            self.algorithm.of_minibatch(minibatch, self.engine.sum)
+        metrics.set(batch.reports)
+        return minibatches, batch
+
+    def cut(self, rollouts: Rollouts, shuffle: torch.Generator) -> list[list[Tensor]]:
+        """The rows of the micro-batches of each minibatch, in the order in which they are learned from."""
+        parts = partition(
+            rollouts.group,
+            minibatches=self.algorithm.minibatches,
+            size=self.config.engine.micro_batch,
+            whole_groups=self.needs.whole_groups,
+            generator=shuffle,
+        )
+        return [parts[place] for place in torch.randperm(len(parts), generator=shuffle).tolist()]
+
+    @property
+    def balances(self) -> bool:
+        """Whether ranks exchange rollouts."""
+        engine = self.config.engine
+        return self.engine.world > 1 and isinstance(engine, UnevenEngine) and engine.balance == "lengths"
+
+    def balance(self, rollouts: Rollouts, parts: list[list[Tensor]], step: int, metrics: Metrics) -> Rollouts:
+        """This rank's rollouts after ranks have shared out the work; those at the rows of a micro-batch in `parts` may
+        be others. What the step's table shows stays where it is: episodes were filmed for it."""
+        assert isinstance(self.policy, Uneven)
+        staying, log = torch.zeros(len(rollouts), dtype=torch.bool), self.config.log
+        if log.samples_every and (step + 1) % log.samples_every == 0:
+            staying[whole_groups(rollouts.group, log.samples)] = True
+        rollouts, reports = balanced(rollouts, parts, self.policy.lengths(rollouts), staying, self.engine)
+        metrics.set(reports)
+        return rollouts
+
+    def by_length(self, rollouts: Rollouts, parts: list[list[Tensor]]) -> list[list[Tensor]]:
+        """The micro-batches of each minibatch with similar lengths together, and of no more tokens than there may be,
+        where either is asked for. All ranks have as many, for they meet in every backward pass."""
+        tokens: int | None = vars(self.config.engine).get("micro_tokens")
+        if not self.balances and tokens is None:
+            return parts
+        assert isinstance(self.policy, Uneven)
+        lengths = self.policy.lengths(rollouts)
+        parts = [longest_first(part, rollouts.group, lengths) for part in parts]
+        if tokens is None:
+            return parts
+        rows = self.config.engine.micro_batch
+        parts = [within_tokens(part, lengths, tokens=tokens, rows=rows) for part in parts]
+        counts = [max(told) for told in zip(*self.engine.gather([len(part) for part in parts]), strict=True)]
+        return [halved(part, lengths, count) for part, count in zip(parts, counts, strict=True)]
+
+    def ask_others(self, rollouts: Rollouts, parts: list[list[Tensor]]) -> bool:
+        """Fills in what the policy that made the rollouts and the reference say of them, micro-batch by micro-batch of
+        the minibatches `parts`; whether the former is known of the first of these too. Likelihoods that rollouts
+        brought along are kept.
+
+        Until the first update the former is the policy that is trained: where each minibatch is learned from once,
+        the first one needs no pass of its own. Nor do others where the policy kept what it said when it made them.
+        Where a critic did not speak when the rollouts were made, it is asked here, and every decision is a step.
+        """
+        every = [rows for part in parts for rows in part]
+        brought, known = rollouts.old_logp, True
+        several = self.algorithm.updates > 1 or self.sampling_policy is not None
+        silent = self.needs.critic is not None and "steps" not in rollouts.extras
+        if self.needs.statistics or silent or (self.needs.old and brought is not None):
+            logp = self._ask_old(rollouts, Answers(self.policy, self.engine, rollouts), every)
+            if brought is not None:
+                brought = brought.to(logp)
+                rollouts.old_logp = logp.where(brought.isnan(), brought)
+        elif self.needs.old and several:
+            made = self.policy.recorded(rollouts) if isinstance(self.policy, Recording) else None
+            now = [] if self.sampling_policy is not None else parts[0]  # of which the ratio shall be exactly 1
+            known = not now or self.algorithm.epochs > 1
+            asked = [*(now if known else []), *([] if made is not None else every[len(now) :])]
+            self._ask_old(rollouts, Answers(self.policy, self.engine, rollouts, made), asked)
+        if self.needs.numbers:
+            assert isinstance(self.policy, Numbered)
+            rollouts.extras["numbers"] = DecisionColumn(self.policy.numbers(rollouts))
+        if self.needs.inverse:
+            assert isinstance(self.policy, Inverting)
+            told = torch.cat([self.policy.inverse(rollouts.select(rows)) for rows in every])
+            rollouts.extras["inverse"] = Column(told[torch.cat(every).argsort()])
+        if self.needs.latents:
+            assert isinstance(self.policy, Latent)
+            rollouts.extras["latents"] = Column(self.policy.latents(rollouts))
+        for view in self.needs.views_before:
+            with torch.no_grad(), applied(self.sampling_policy):
+                seen = Answers(self.policy, self.engine, self.policy.view(rollouts, view.change)).ask(every)
+            said = seen.column("logp")
+            assert said is not None
+            rollouts.extras[f"view {view.name}"] = DecisionColumn(said)
+        if self.reference is not None:
+            with torch.no_grad(), self.reference.applied():
+                reference = Answers(self.policy, self.engine, rollouts).ask(every, reference=True)
+            rollouts.ref_logp, rollouts.ref_prediction = reference.column("logp"), reference.column("prediction")
+        return known
+
+    def _ask_old(self, rollouts: Rollouts, old: Answers, parts: list[Tensor]) -> Tensor:
+        """Fills in what the policy that made the rollouts says; its log-probabilities."""
+        with torch.no_grad(), applied(self.sampling_policy):
+            old.ask(parts)
+        logp = old.column("logp")
+        assert logp is not None
+        rollouts.old_logp, rollouts.old_prediction = logp, old.column("prediction")
+        rollouts.old_entropy, rollouts.old_square_sum = old.column("entropy"), old.column("square_sum")
+        if self.needs.critic is not None and "steps" not in rollouts.extras:
+            value = old.column("value")
+            assert value is not None
+            rollouts.extras["steps"] = Steps.of_decisions(rollouts.mask, value.cpu(), old.column("moment"))
+        return logp
+
+    def reference_rewards(self, rollouts: Rollouts, step: int) -> Tensor:
+        """[rollout]: what a response of the reference policy to the same prompt earns; NaN where it is unscored."""
+        assert self.reference is not None
+        groups, member = rollouts.group.unique(return_inverse=True)
+        prompts = [rollouts.samples[int((member == g).nonzero()[0])].prompt for g in range(len(groups))]
+        positions, most = groups.tolist(), self.engine.max(len(groups))
+        asked = [i % len(groups) for i in range(most)]  # ranks may have to generate together
+        with self.reference.applied():
+            seeds = reference_seeds(self.config.seed, [positions[i] for i in asked])
+            made = self.policy.rollout([prompts[i] for i in asked], 1, seeds, step=step)
+        weights = torch.tensor(self.task.reward_weights)
+        earned = combined_reward(self.task.score(made.samples, torch.arange(most)), weights)
+        return earned[member]
+
+    def move_reference(self, step: int) -> None:
+        """After `step` steps the reference becomes the present policy, or follows it, where a part asks for that."""
+        if any(step % every == 0 for every in self.needs.reference_resets):
+            assert isinstance(self.reference, Snapshot)
+            self.reference.take()
+        for decay in self.needs.reference_decays:
+            assert isinstance(self.reference, Snapshot)
+            self.reference.blend(decay)
+
+    def set_advantages(self, batch: Batch) -> None:
+        """Fills in the advantages, and leaves out decisions that a mask does not keep."""
+        rollouts, algorithm = batch.rollouts, self.algorithm
+        advantages = algorithm.advantages(batch)
+        if advantages.dim() == 1:
+            advantages = advantages[:, None].expand(rollouts.mask.shape)
+        check_shape(f"algorithm.type={algorithm.type}", advantages, rollouts.mask)
+        if rollouts.filler is not None:
+            advantages = advantages.masked_fill(rollouts.filler[:, None], 0.0)
+        for i, shaper in enumerate(algorithm.shapers):
+            advantages = shaper.shape(advantages, batch)
+            check_shape(f"algorithm.shaping.{i} ({shaper.type})", advantages, rollouts.mask)
+        rollouts.advantages = advantages
+        for i, mask in enumerate(algorithm.masks):
+            if mask.of == "decisions":
+                kept = mask.keep(batch)
+                check_shape(f"algorithm.masks.{i} ({mask.type})", kept, rollouts.mask)
+                rollouts.mask = rollouts.mask & kept.to(rollouts.mask.device)
+
+
+class Answers:
+    """What a policy, with the weights that it has when it is asked, says of rollouts."""
+
+    def __init__(self, policy: Policy, engine: Ranks, rollouts: Rollouts, known: Replay | None = None) -> None:
+        """known: what was found of all of them before; what is asked replaces it."""
+        self.policy, self.engine, self.rollouts = policy, engine, rollouts
+        self._found = [] if known is None else [(torch.arange(len(rollouts)), known)]
+
+    def ask(self, parts: list[Tensor], *, reference: bool = False) -> Answers:
+        """Of the rollouts of these micro-batches."""
+        for rows in parts:
+            replay = self.policy.replay(self.rollouts.select(rows), self.engine, reference=reference)
+            self._found.append((rows, replay))
+        return self
+
+    def column(self, name: str) -> Tensor | None:
+        """A field of `Replay`, NaN for rollouts of which it is not known; None where the policy does not give it."""
+        found = [(rows, vars(replay)[name]) for rows, replay in self._found]
+        values = found[0][1]
+        if values is None:
+            return None
+        empty = torch.nan if values.is_floating_point() else 0
+        whole: Tensor = values.new_full((len(self.rollouts), *values.shape[1:]), empty)
+        for rows, values in found:
+            whole[rows] = values
+        return whole
+
+
+def check_shape(key: str, values: Tensor, mask: Tensor) -> None:
+    """Raises UserError unless `values` are [rollout, decision]."""
+    if values.shape != mask.shape:
+        raise UserError(f"{key} gave values of shape {list(values.shape)}; expected {list(mask.shape)}, by decision")

@@ -1,0 +1,1 @@
+"""The interface of simulators, and the workers that run them."""

@@ -1,0 +1,88 @@
+"""Whole episodes of a policy in a simulator, whose rows move all at once or in turns."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mmrl.errors import UserError
+from mmrl.sims.vector.simulator import Observation, Step, VectorSim
+
+
+def play(
+    sim: VectorSim,
+    act: Callable[[Observation, NDArray[np.int64]], tuple[Sequence[ArrayLike], Any]],
+    tell: Callable[[NDArray[np.int64], list[Step], Any], None],
+    *,
+    most_looks: int | None = None,
+) -> None:
+    """Plays the episodes that `sim.reset` has started to their ends; one that goes on after `most_looks` chunks is
+    dropped.
+
+    act(observation, rows) returns chunks of actions [B, C, A], to be executed one after the other in `rows` (indices of
+    those that are running and whose turn it is), and something to remember; tell(rows, steps, remembered) hears what
+    became of each chunk. With several shares (`sims.build(turns=...)`) one share moves in a thread of its own while
+    `act` is asked for another; `act` and `tell` are called in the thread that calls `play`. Raises UserError where
+    episodes restart by themselves.
+    """
+    if sim.end_of_episode != "freeze":
+        raise UserError("whole episodes are played with end_of_episode='freeze'")
+    looks = np.zeros(len(sim), np.int64)
+    moving: deque[tuple[NDArray[np.int64], NDArray[np.int64], Any, Callable[[], list[Step]]]] = deque()
+    with ThreadPoolExecutor(len(sim.shares), thread_name_prefix="turns") as pool:
+
+        def begin(share: NDArray[np.int64], observation: Observation) -> None:
+            rows = share[sim.running[share]]
+            if not len(rows):
+                return
+            chunks, remembered = act(observation, rows)
+            looks[rows] += 1
+            active = np.zeros(len(sim), bool)
+            active[rows] = True
+
+            def move() -> list[Step]:
+                return [sim.step(chunk, active) for chunk in chunks]
+
+            # Alone it stays in this thread, to which the graphics of a simulator in this process may belong.
+            moved = pool.submit(move).result if len(sim.shares) > 1 else move
+            moving.append((share, rows, remembered, moved))
+
+        start = sim.observation()
+        for share in sim.shares:
+            begin(share, start)
+        while moving:
+            share, rows, remembered, moved = moving.popleft()
+            steps = moved()
+            endless = rows[sim.running[rows] & (looks[rows] >= (most_looks or np.inf))]
+            if len(endless):
+                sim.drop(endless, f"no end after {most_looks} chunks; is action.horizon too short for the simulator?")
+                steps[-1].dropped[endless] = True
+            tell(rows, steps, remembered)
+            begin(share, steps[-1].observation)
+
+
+def run_episodes(
+    sim: VectorSim,
+    seeds: Sequence[int],
+    tasks: Sequence[str],
+    act: Callable[[Observation, NDArray[np.bool_]], ArrayLike],
+) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Plays one episode a row; `act` turns an observation and the active rows [B] into actions [B, C, A]. Returns
+    whether each row ever succeeded [B] and the number of executed actions [B]. Raises UserError as `play`."""
+    success, length = np.zeros(len(sim), bool), np.zeros(len(sim), np.int64)
+
+    def choose(observation: Observation, rows: NDArray[np.int64]) -> tuple[list[ArrayLike], None]:
+        return [act(observation, np.isin(np.arange(len(sim)), rows))], None
+
+    def tell(rows: NDArray[np.int64], steps: list[Step], _: None) -> None:
+        success[rows] |= steps[0].success[rows].any(1)
+        length[rows] += steps[0].valid[rows].sum(1)
+
+    sim.reset(seeds, tasks)
+    play(sim, choose, tell)
+    return success, length

@@ -1,0 +1,219 @@
+"""Instructions for drawn scenes, such as "make the bar blue" or "remove the square": the source picture, what it shall
+become, and an exact reading of what was done to it.
+
+A scene is two objects on black, of different shapes, each of 2 x 2 cells of CELL x CELL pixels: a patch of
+FLUX. One is to be given another colour or to be taken away; all else shall stay. Every cell is one of five colours, so
+that what has changed and what has not can be told without error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.rewards.types import score_finite
+from mmrl.rollouts import Prompt, Sample
+from mmrl.tasks.image_generation.data.images import stack_pictures
+
+SIZE, CELL = 16, 2
+GRID, OBJECT = SIZE // CELL, 2  # cells a side, of the picture and of an object
+COLOURS = {"red": (1.0, 0.0, 0.0), "green": (0.0, 1.0, 0.0), "blue": (0.0, 0.0, 1.0), "yellow": (1.0, 1.0, 0.0)}
+SHAPES = {"square": ("##", "##"), "bar": ("##", ".."), "stair": ("#.", ".#")}
+MOVED = 0.25  # difference of a channel from which an untouched pixel counts as moved
+SPLITS = ("train", "heldout", "all")
+Split = Literal["train", "heldout", "all"]
+Part = Literal["changed", "kept"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """An object of a scene; top and left in cells."""
+
+    shape: str
+    colour: str
+    top: int = 0
+    left: int = 0
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What shall be done to the object of this shape: another colour, or None: it goes."""
+
+    shape: str
+    colour: str | None
+
+    def __str__(self) -> str:
+        return f"remove the {self.shape}" if self.colour is None else f"make the {self.shape} {self.colour}"
+
+    def applied(self, scene: Sequence[Item]) -> list[Item]:
+        """The scene afterwards."""
+        changed = [Item(i.shape, self.colour or i.colour, i.top, i.left) if i.shape == self.shape else i for i in scene]
+        return [i for i in changed if self.colour is not None or i.shape != self.shape]
+
+
+def words() -> list[str]:
+    """Every word of the instructions, sorted."""
+    return sorted({"make", "remove", "the", *COLOURS, *SHAPES})
+
+
+Kind = tuple[
+    str, str, str, str, str | None
+]  # shape and colour of the object to edit, of the other, and the edit's colour
+
+
+@cache
+def kinds(split: Split) -> tuple[Kind, ...]:
+    """Every edit of every pair of objects: held out where the indices of its parts sum to 3 modulo 4."""
+    shapes, colours = list(SHAPES), list(COLOURS)
+    made = []
+    for first, second in permutations(shapes, 2):
+        for own in colours:
+            for other in colours:
+                for goal in (*colours, None):
+                    if goal == own:
+                        continue
+                    places = (shapes.index(first), shapes.index(second), colours.index(own), colours.index(other))
+                    heldout = (sum(places) + (len(colours) if goal is None else colours.index(goal))) % 4 == 3
+                    if split == "all" or heldout == (split == "heldout"):
+                        made.append((first, own, second, other, goal))
+    return tuple(made)
+
+
+def draw(scene: Sequence[Item]) -> Tensor:
+    """[3, SIZE, SIZE] float32, 0 to 1."""
+    cells = torch.zeros(3, GRID, GRID)
+    for item in scene:
+        mask = torch.tensor([[mark == "#" for mark in row] for row in SHAPES[item.shape]])
+        window = cells[:, item.top : item.top + OBJECT, item.left : item.left + OBJECT]
+        window[:, mask] = torch.tensor(COLOURS[item.colour])[:, None]
+    return cells.repeat_interleave(CELL, 1).repeat_interleave(CELL, 2)
+
+
+def place(rng: np.random.Generator) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Corners of two objects, on a grid whose squares are as large as they."""
+    side = GRID // OBJECT
+    first, second = (divmod(int(q), side) for q in rng.choice(side**2, 2, replace=False))
+    return (OBJECT * first[0], OBJECT * first[1]), (OBJECT * second[0], OBJECT * second[1])
+
+
+class EditedShapes:
+    """`size` prompts, each with a source picture; item i depends on (split, seed, i) and `careless` alone. Metadata:
+    `before` and `wanted` [3, SIZE, SIZE], `region` [SIZE, SIZE] bool, where these differ, `kind`, and `target`, the
+    picture to learn from, which for the share `careless` is another edit of the same source."""
+
+    def __init__(self, split: Split, *, size: int, seed: int, careless: float = 0.0) -> None:
+        self.split, self.size, self.seed, self.careless = split, size, seed, careless
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Prompt:
+        if not 0 <= index < self.size:
+            raise IndexError(f"item {index} of {self.size}")
+        rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
+        pool = kinds(self.split)
+        first, own, second, other, goal = pool[rng.integers(len(pool))]
+        here, there = place(rng)
+        scene = [Item(first, own, *here), Item(second, other, *there)]
+        edit = Edit(first, goal)
+        shown = edit
+        if rng.random() < self.careless:
+            wrong = [Edit(shape, colour) for shape in (first, second) for colour in (*COLOURS, None)]
+            shown = [w for w in wrong if w != edit][rng.integers(len(wrong) - 1)]
+        before, wanted = draw(scene), draw(edit.applied(scene))
+        pixels = (before * 255).round().byte().permute(1, 2, 0).contiguous().numpy()
+        metadata: dict[str, Any] = {
+            "kind": "remove" if goal is None else "recolour",
+            "before": before,
+            "wanted": wanted,
+            "region": (before != wanted).any(0),
+            "target": draw(shown.applied(scene)),
+        }
+        name = f"edits-{self.split}-{self.seed}-{index}"
+        return Prompt(id=name, text=str(edit), images=(Image.fromarray(pixels),), metadata=metadata)
+
+
+_PALETTE = torch.tensor([(0.0, 0.0, 0.0), *COLOURS.values()])
+
+
+def read(pictures: Tensor) -> Tensor:
+    """The nearest colour of the palette of every cell, [picture, GRID, GRID]; pictures are [picture, 3, SIZE, SIZE]."""
+    cells = pictures.float().clamp(0, 1).unflatten(3, (GRID, CELL)).unflatten(2, (GRID, CELL)).mean((3, 5))
+    return (cells.permute(0, 2, 3, 1)[..., None, :] - _PALETTE).square().sum(-1).argmin(-1)
+
+
+def marks(pictures: Tensor, before: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Shares of cells that are as they should be, [picture] each: of those that should change, and of the others."""
+    found, had, asked = read(pictures), read(before), read(wanted)
+    right, touched = (found == asked).float().flatten(1), (had != asked).float().flatten(1)
+    return (right * touched).sum(1) / touched.sum(1).clamp(min=1), (right * (1 - touched)).sum(1) / (1 - touched).sum(
+        1
+    ).clamp(min=1)
+
+
+class EditChecked:
+    """Reward: 1 where the picture is exactly what the instruction makes of its source, in every cell, else 0.
+
+    `part` gives a share instead: "changed" of the cells that should change, "kept" of those that should not. None for a
+    picture that holds NaN or inf. Raises UserError for pictures of another size and prompts without `wanted`.
+    """
+
+    scope: Literal["sample"] = "sample"
+
+    def __init__(self, *, part: Part | None = None) -> None:
+        if part not in (None, "changed", "kept"):
+            raise ValueError(f"part must be changed or kept, not {part!r}")
+        self.part = part
+
+    def score(self, samples: Sequence[Sample]) -> list[float | None]:
+        return score_finite(samples, self._score)
+
+    def _score(self, samples: list[Sample]) -> list[float]:
+        pictures = stack_pictures(samples, (3, SIZE, SIZE))
+        changed, kept = marks(pictures, _said(samples, "before"), _said(samples, "wanted"))
+        if self.part is not None:
+            return (changed if self.part == "changed" else kept).tolist()
+        return ((changed == 1) & (kept == 1)).float().tolist()
+
+
+def untouched_moved(samples: Sequence[Sample]) -> Tensor:
+    """Guard: the share of pixels that should have stayed and did not, [sample]: some channel is MOVED or more away."""
+    pictures = stack_pictures(samples).float().clamp(0, 1)
+    before, wanted = _said(samples, "before"), _said(samples, "wanted")
+    stays = ((before - wanted).abs().amax(1) == 0).flatten(1).float()
+    moved = ((pictures - before).abs().amax(1) >= MOVED).flatten(1).float()
+    return (moved * stays).sum(1) / stays.sum(1).clamp(min=1)
+
+
+def region_distance(samples: Sequence[Sample]) -> Tensor:
+    """Mean squared distance to the source over what should have stayed, [sample]: CoCoEdit's region-preserving term
+    with a known region."""
+    pictures = stack_pictures(samples).float().clamp(0, 1)
+    before, wanted = _said(samples, "before"), _said(samples, "wanted")
+    stays = ((before - wanted).abs().amax(1, keepdim=True) == 0).float()
+    return ((pictures - before).square() * stays).flatten(1).sum(1) / (3 * stays.flatten(1).sum(1)).clamp(min=1)
+
+
+class RegionKept:
+    """Reward: minus `region_distance`."""
+
+    scope: Literal["sample"] = "sample"
+
+    def score(self, samples: Sequence[Sample]) -> list[float | None]:
+        return score_finite(samples, lambda finite: (-region_distance(finite)).tolist())
+
+
+def _said(samples: Sequence[Sample], name: str) -> Tensor:
+    missing = next((s.prompt.id for s in samples if name not in s.prompt.metadata), None)
+    if missing is not None:
+        raise UserError(f"prompt {missing!r} has no metadata[{name!r}], which this reward compares the edit with")
+    return torch.stack([sample.prompt.metadata[name] for sample in samples])

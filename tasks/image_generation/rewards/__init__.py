@@ -1,0 +1,1 @@
+"""What judges the images of the shipped prompts."""

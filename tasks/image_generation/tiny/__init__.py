@@ -1,0 +1,1 @@
+"""Small image models, made in code."""

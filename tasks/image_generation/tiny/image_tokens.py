@@ -1,0 +1,124 @@
+"""Tiny models that write digits as codes of 2 x 2 pixels, built in code: one token after the other, or in any order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    JanusConfig,
+    JanusForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from mmrl.policies import codebook
+from mmrl.policies.diffusion import tiny
+from mmrl.tasks.image_generation.data import digits
+
+CODES, PATCH = 128, 2
+MASK = "<mask>"
+
+
+def digit_codes(first: int) -> codebook.Codebook:
+    """Of the pictures to train on. first: the token of code 0."""
+    pictures = digits._digits()[0][torch.from_numpy(digits.split_indices("train"))]
+    return codebook.trained(pictures, CODES, PATCH, first)
+
+
+def build_autoregressive(folder: str, seed: int) -> None:
+    """A Llama of 0.3M parameters."""
+    tokenizer = tiny.word_tokenizer(digits.words(), max_length=12)
+    codes = digit_codes(len(tokenizer))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=codes.first + CODES,
+            hidden_size=96,
+            intermediate_size=192,
+            num_hidden_layers=3,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            max_position_embeddings=64,
+            tie_word_embeddings=False,
+            initializer_range=0.08,  # about 1 / sqrt(width)
+        )
+        model: Any = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    codebook.write(folder, codes)
+
+
+def build_masked(folder: str, seed: int) -> None:
+    """A BERT of 0.3M parameters."""
+    tokenizer = tiny.word_tokenizer(digits.words(), max_length=12)
+    tokenizer.add_special_tokens({"mask_token": MASK})
+    codes = digit_codes(len(tokenizer))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = BertConfig(
+            vocab_size=codes.first + CODES,
+            hidden_size=96,
+            intermediate_size=192,
+            num_hidden_layers=3,
+            num_attention_heads=3,
+            max_position_embeddings=32,
+            type_vocab_size=1,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            initializer_range=0.08,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        model: Any = BertForMaskedLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    codebook.write(folder, codes)
+
+
+def build_janus(folder: str, seed: int) -> None:
+    """A model of transformers' Janus, untrained, which draws pictures of 3 x 8 x 8 in four codes."""
+    words = tiny.word_tokenizer(digits.words(), max_length=16)
+    tokenizer: Any = type(words)(
+        tokenizer_object=words._tokenizer,
+        pad_token=tiny.PAD,
+        unk_token=tiny.UNKNOWN,
+        bos_token=tiny.START,
+        eos_token=tiny.END,
+        model_max_length=16,
+        extra_special_tokens={"boi_token": "<begin>", "eoi_token": "<finish>", "image_token": "<picture>"},
+    )
+    shared: dict[str, Any] = {"initializer_range": 0.08, "hidden_size": 32, "num_attention_heads": 2}
+    config = JanusConfig(
+        text_config={
+            **shared,
+            "model_type": "llama",
+            "vocab_size": len(tokenizer),
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        vision_config={**shared, "num_hidden_layers": 1, "image_size": 8, "patch_size": 4, "projection_dim": 32},
+        vq_config={
+            "embed_dim": 4,
+            "num_embeddings": 24,
+            "latent_channels": 32,
+            "base_channels": 32,
+            "channel_multiplier": [1, 1, 1],
+            "num_res_blocks": 1,
+            "projection_dim": 32,
+            "image_token_embed_dim": 32,
+            "initializer_range": 0.08,
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<picture>"),
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = JanusForConditionalGeneration(config)
+    model.generation_config.update(bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,28 @@
+"""Small models for digits and shapes, made in code: untrained networks that know the words of their prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmrl.policies.diffusion.small import SmallDiffusionConfig, create
+from mmrl.tasks.image_generation.data import digits, shapes
+
+
+def build_digits(folder: str, seed: int) -> None:
+    """A 0.2M-parameter perceptron for pictures of 1 x 8 x 8."""
+    create(Path(folder), SmallDiffusionConfig(words=tuple(digits.words()), channels=1, size=digits.SIZE), seed)
+
+
+def build_shapes(folder: str, seed: int) -> None:
+    """A modulated perceptron for pictures of 3 x 16 x 16, of 1.8M parameters; a prompt is the sum of its words."""
+    config = SmallDiffusionConfig(
+        words=tuple(shapes.words()),
+        channels=3,
+        size=shapes.SIZE,
+        network="modulated_mlp",
+        width=256,
+        depth=4,
+        max_words=12,
+        predicts="data",
+    )
+    create(Path(folder), config, seed)

@@ -1,0 +1,244 @@
+"""Demonstrated conversations from files and datasets: messages with pictures, calls of tools and their results."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from PIL import Image
+
+from mmrl.rollouts import Message, Prompt
+from mmrl.runtime.jsonl import RowError, check_value
+from mmrl.tasks.visual_qa.data.images import Pictures
+from mmrl.tasks.visual_qa.data.rows import CLIP_MARKER, MARKER
+
+ROLES = ("system", "user", "assistant", "tool")
+Part = str | Image.Image
+_URL = re.compile(r"(https?|data|file|s3|gs):")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class ConversationFields:
+    """Which field of a row holds what, for rows that are whole conversations.
+
+    `messages`: objects with `role` and `content`, which is text, or a list of {"type": "text", "text": ...} and
+    {"type": "image"}. A picture stands in its part (`image`, or `image_url` with a `url`), or in the field `images`,
+    which fills the parts without one, and `<image>` in text, in order. What an assistant calls stands in `tool_calls`,
+    as {"function": {"name", "arguments"}} or {"name", "arguments"}, arguments as an object or as its JSON; it becomes
+    text of the response as `calls` says. `tools`: JSON schemas for the chat template, as a list or as its JSON. Columns
+    of tables fill what a row lacks with nulls, so that what is null counts as not there.
+
+    answers: the field that a verifier compares with; without it, the text of the last message.
+    """
+
+    messages: str = "messages"
+    images: str = "images"
+    tools: str = "tools"
+    answer: str = "answer"
+    calls: Literal["json", "python"] = "json"
+    tool_role: Literal["tool", "user"] = "tool"
+    pictures: Pictures = Pictures()
+
+    def prompt(self, row: Any, prompt_id: str) -> Prompt:
+        """What comes before the first response is what is asked; metadata: `demonstration`, every response's text;
+        `observations`, the messages between two of them; and what the row holds besides.
+
+        Raises RowError as `check`, and for a picture that cannot be decoded.
+        """
+        found = self._read(row, self.pictures.decoded)
+        first = next(place for place, message in enumerate(found) if message.role == "assistant")
+        said: list[str] = []
+        between: list[list[Message]] = []
+        for message in found[first:]:
+            if message.role == "assistant":
+                said.append(message.text)
+                between.append([])
+            else:
+                between[-1].append(message)
+        asked = tuple(found[:first])
+        used = (self.messages, self.images, self.tools, self.answer)
+        rest = {key: value for key, value in row.items() if key not in used}
+        return Prompt(
+            id=prompt_id,
+            text=asked[-1].text,
+            answer=said[-1] if row.get(self.answer) is None else row[self.answer],
+            messages=asked,
+            tools=self._schemas(row),
+            metadata={**rest, "demonstration": said, "observations": [tuple(some) for some in between[:-1]]},
+        )
+
+    def check(self, row: Any) -> None:
+        """Raises RowError for what is no conversation that can be learned from, naming the field and the message."""
+        self._read(row, self._looked_at)
+
+    def _looked_at(self, picture: Any) -> Image.Image:
+        self.pictures.check(picture)
+        return Image.new("L", (1, 1))
+
+    def _read(self, row: Any, picture: Any) -> list[Message]:
+        if not isinstance(row, Mapping):
+            raise RowError(f"a row must be an object, not {type(row).__name__}")
+        for key, value in row.items():
+            check_value(key, str(key))
+            check_value(value, str(key))
+        messages = row.get(self.messages)
+        if not isinstance(messages, list | tuple) or not messages:
+            fields = ", ".join(map(str, row)) or "none"
+            raise RowError(
+                f"field {self.messages!r} must be a list of messages (fields: {fields}); "
+                "task.data.messages_field names another one"
+            )
+        self._schemas(row)
+        held = row.get(self.images)
+        shown = enumerate([] if held is None else held if isinstance(held, list | tuple) else [held])
+        found = []
+        for place, message in enumerate(messages):
+            try:
+                found.append(self._message(message, shown, picture))
+            except RowError as error:
+                raise RowError(f"field {self.messages!r}, message {place}: {error}") from None
+        self._check_order([message.get("role") for message in messages])
+        if (left := len(list(shown))) > 0:
+            raise RowError(f"field {self.images!r} has {left} pictures more than {self.messages!r} has places for them")
+        return found
+
+    def _check_order(self, roles: Sequence[str]) -> None:
+        """Raises RowError."""
+        field = f"field {self.messages!r}"
+        if "assistant" not in roles:
+            raise RowError(f"{field}: no message of an assistant, so there is nothing to learn")
+        if roles[-1] != "assistant":
+            raise RowError(f"{field}: the last message is the {roles[-1]}'s; it must be an assistant's")
+        if roles[0] == "assistant" or roles[:2] == ["system", "assistant"]:
+            raise RowError(f"{field}: the assistant answers nobody; a user's message must come first")
+        for place, (one, other) in enumerate(zip(roles, roles[1:], strict=False), 1):
+            if one == other == "assistant":
+                raise RowError(f"{field}, message {place}: an assistant's after an assistant's; join the two")
+            if other == "system":
+                raise RowError(f"{field}, message {place}: a system message that is not the first")
+
+    def _message(self, message: Any, shown: Iterator[tuple[int, Any]], picture: Any) -> Message:
+        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+            role = message.get("role") if isinstance(message, Mapping) else type(message).__name__
+            raise RowError(f"role must be one of {', '.join(ROLES)}, not {role!r:.40}")
+        role = message["role"]
+        parts = list(self._parts(message.get("content"), shown, picture))
+        if role == "assistant":
+            if not all(isinstance(part, str) for part in parts):
+                raise RowError("a picture in an assistant's message, which is text alone")
+            text = self._said("".join(map(str, parts)), message.get("tool_calls"))
+            parts = [text] if text.strip() else []
+        elif message.get("tool_calls"):
+            raise RowError(f"tool_calls of the {role}; an assistant's are meant")
+        if not parts:
+            raise RowError("it is empty")
+        return Message(self.tool_role if role == "tool" else role, tuple(parts))
+
+    def _parts(self, content: Any, shown: Iterator[tuple[int, Any]], picture: Any) -> Iterator[Part]:
+        for part in [content] if isinstance(content, str | Mapping) else content or []:
+            if isinstance(part, str):
+                yield from self._marked(part, shown, picture)
+                continue
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind == "text":
+                if not isinstance(part.get("text"), str):
+                    raise RowError("a part of type text without a text")
+                if part["text"]:
+                    yield part["text"]
+            elif kind in ("image", "image_url"):
+                own = part.get("image") or part.get("image_url") or part.get("url") or part.get("path")
+                own = _of_url(own.get("url") if isinstance(own, Mapping) and "url" in own else own)
+                yield self._picture("its picture", own, picture) if own else self._next(shown, picture)
+            else:
+                raise RowError(f"a part of type {kind!r:.40}; texts and images are read")
+
+    def _marked(self, text: str, shown: Iterator[tuple[int, Any]], picture: Any) -> Iterator[Part]:
+        if CLIP_MARKER in text:
+            raise RowError(f"{CLIP_MARKER} in a conversation, of which texts and pictures are read")
+        for place, piece in enumerate(text.split(MARKER)):
+            if place:
+                yield self._next(shown, picture)
+            if piece:
+                yield piece
+
+    def _next(self, shown: Iterator[tuple[int, Any]], picture: Any) -> Image.Image:
+        """The next one of the row's field of pictures."""
+        number, one = next(shown, (0, None))
+        if one is None:
+            raise RowError(f"there is no picture left for it in field {self.images!r}")
+        return self._picture(f"picture {number} of field {self.images!r}", one, picture)
+
+    @staticmethod
+    def _picture(name: str, one: Any, picture: Any) -> Image.Image:
+        try:
+            return picture(one)
+        except RowError as error:
+            raise RowError(f"{name}: {error}") from None
+
+    def _said(self, text: str, calls: Any) -> str:
+        """A response with the calls that it ends with."""
+        if not calls:
+            return text
+        if not isinstance(calls, list | tuple):
+            raise RowError("tool_calls must be a list")
+        written = [self._call(call) for call in calls]
+        if self.calls == "python" and len(written) > 1:
+            raise RowError("several tool_calls; task.data.calls=python writes one a message")
+        return "\n".join([text, *written] if text else written)
+
+    def _call(self, call: Any) -> str:
+        function = call.get("function") or call if isinstance(call, Mapping) else {}
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise RowError('a tool call is {"function": {"name": ..., "arguments": {...}}}')
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                raise RowError(f"the arguments of {name} are not JSON") from None
+        if not isinstance(arguments, Mapping | None):
+            raise RowError(f"the arguments of {name} are no object")
+        given = filled(arguments or {})
+        if self.calls == "python":
+            return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+        told = json.dumps({"name": name, "arguments": given}, ensure_ascii=False)
+        return f"<tool_call>\n{told}\n</tool_call>"
+
+    def _schemas(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+        schemas = row.get(self.tools)
+        if isinstance(schemas, str):
+            try:
+                schemas = json.loads(schemas)
+            except (ValueError, RecursionError):
+                raise RowError(f"field {self.tools!r} is not JSON") from None
+        if schemas is None:
+            return ()
+        if not isinstance(schemas, list | tuple) or not all(isinstance(one, Mapping) for one in schemas):
+            raise RowError(f"field {self.tools!r} must be a list of JSON schemas")
+        return tuple(filled(one) for one in schemas)
+
+
+def _of_url(picture: Any) -> Any:
+    """A picture that is written out in a URL, as bytes. Raises RowError for one that lies elsewhere."""
+    if not isinstance(picture, str) or not _URL.match(picture):
+        return picture
+    head, found, data = picture.partition(";base64,")
+    if not head.startswith("data:image/") or not found:
+        raise RowError(f"{picture[:40]!r}: pictures are not fetched; write a path, or data:image/png;base64,...")
+    try:
+        return {"bytes": base64.b64decode(data, validate=True)}
+    except ValueError as error:
+        raise RowError(f"{head!r:.40}: {error}") from None
+
+
+def filled(value: Any) -> Any:
+    """Without what is null."""
+    if isinstance(value, Mapping):
+        return {key: filled(inner) for key, inner in value.items() if inner is not None}
+    return [filled(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,184 @@
+"""Questions about rows of real handwritten digits: a visual task that needs no download and no judge.
+
+The pictures are the 1797 8x8 images of scikit-learn's `load_digits` (the test part of the UCI set "Optical Recognition
+of Handwritten Digits", Alpaydin and Kaynak, 1998).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from PIL import Image
+
+from mmrl.rollouts import Prompt
+from mmrl.tasks.data.handwritten_digits import load_digits
+
+CELL = 8  # pixels a side, as the images come; also the patch size of the tiny model
+PLACES = {
+    1: ("middle",),
+    2: ("left", "right"),
+    3: ("left", "middle", "right"),
+    4: ("first", "second", "third", "fourth"),
+    5: ("first", "second", "third", "fourth", "fifth"),
+}
+SPLITS = ("train", "heldout")
+
+
+@dataclass(frozen=True)
+class DigitQuestion:
+    """A question, its answer and the place it is about (None where it is about the whole row)."""
+
+    text: str
+    answer: str
+    place: str | None = None
+
+
+def _which(digits: tuple[int, ...], rng: np.random.Generator) -> DigitQuestion:
+    index = rng.integers(len(digits))
+    place = PLACES[len(digits)][index]
+    return DigitQuestion(f"Which digit is {_at(place)}?", str(digits[index]), place)
+
+
+def _sum(digits: tuple[int, ...], rng: np.random.Generator) -> DigitQuestion:
+    return DigitQuestion("What is the sum of the digits?", str(sum(digits)))
+
+
+def _largest(digits: tuple[int, ...], rng: np.random.Generator) -> DigitQuestion:
+    return DigitQuestion("Which digit is the largest?", str(max(digits)))
+
+
+def _above_five(digits: tuple[int, ...], rng: np.random.Generator) -> DigitQuestion:
+    return DigitQuestion("How many digits are above five?", str(sum(digit > 5 for digit in digits)))
+
+
+def _where(digits: tuple[int, ...], rng: np.random.Generator) -> DigitQuestion | None:
+    single = [index for index, digit in enumerate(digits) if digits.count(digit) == 1]
+    if not single:
+        return None  # every digit stands twice or more: no place is the answer
+    index = rng.choice(single)
+    place = PLACES[len(digits)][index]
+    return DigitQuestion(f"Where is the {digits[index]}?", place, place)
+
+
+def _at(place: str) -> str:
+    return "in the middle" if place == "middle" else f"on the {place}" if place in ("left", "right") else place
+
+
+QUESTIONS: dict[str, Callable[[tuple[int, ...], np.random.Generator], DigitQuestion | None]] = {
+    "which": _which,
+    "sum": _sum,
+    "largest": _largest,
+    "above_five": _above_five,
+    "where": _where,
+}
+KINDS = tuple(QUESTIONS)
+
+
+@lru_cache(maxsize=1)
+def handwritten() -> tuple[np.ndarray, np.ndarray]:
+    """All images [image, 8, 8] in uint8 (0 black to 255 white) and their labels [image]."""
+    pictures, labels = load_digits()
+    return np.rint(pictures * (255 / 16)).astype(np.uint8), labels
+
+
+def split_indices(split: Literal["train", "heldout"]) -> np.ndarray:
+    """Indices of the images that a split may show: of each digit every fourth image is held out, whatever the seed."""
+    _, labels = handwritten()
+    order = np.empty(len(labels), dtype=int)  # of an image among those of its digit
+    for digit in range(10):
+        members = np.flatnonzero(labels == digit)
+        order[members] = np.arange(len(members))
+    return np.flatnonzero((order % 4 == 3) == (split == "heldout"))
+
+
+def canvas(images: np.ndarray, offsets: np.ndarray, scale: int = 1) -> Image.Image:
+    """A row of cells as an RGB picture of 8 scale x 8 cells scale pixels (height x width).
+
+    images: [cell, 8, 8] uint8; offsets: [cell, 2], how far down and right each digit moves inside its cell; what leaves
+    the cell is cut off.
+    """
+    margin = int(np.abs(offsets).max())
+    padded = np.pad(images, ((0, 0), (margin, margin), (margin, margin)))
+    cells = [
+        picture[margin - down : margin - down + CELL, margin - right : margin - right + CELL]
+        for picture, (down, right) in zip(padded, offsets, strict=True)
+    ]
+    row = np.kron(np.concatenate(cells, axis=1), np.ones((scale, scale), dtype=np.uint8))
+    return Image.fromarray(row).convert("RGB")
+
+
+class DigitsSource:
+    """`size` questions about rows of digits; item i depends on (split, seed, i) and the layout, on nothing else.
+
+    Train and held-out rows are made of disjoint images and of disjoint random streams, also at equal seeds. Item i is
+    of kind `kinds[i % len(kinds)]`, so kinds are balanced to within one. A question whose answer would be ambiguous is
+    never asked. Metadata: `kind`, `digits` (left to right), `images` (indices into `load_digits`), `place` and
+    `demonstration`: what a supervised run is shown, which is the answer or, for the share `careless` of the numeric
+    questions, one more than the answer. The answer itself is always right.
+
+    Raises ValueError for an unknown split or kind, or a layout that has no names for its places.
+    """
+
+    def __init__(
+        self,
+        split: Literal["train", "heldout"] = "train",
+        *,
+        size: int,
+        seed: int,
+        kinds: tuple[str, ...] = KINDS,
+        cells: int = 3,
+        scale: int = 1,
+        jitter: int = 0,
+        careless: float = 0.0,
+    ):
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(SPLITS)}, not {split!r}")
+        unknown = [kind for kind in kinds if kind not in QUESTIONS]
+        if unknown or not kinds:
+            raise ValueError(f"kinds must be some of {', '.join(KINDS)}, not {', '.join(unknown) or 'none'}")
+        if cells not in PLACES:
+            raise ValueError(f"cells must be {min(PLACES)} to {max(PLACES)}, not {cells}")
+        if size < 1 or seed < 0 or scale < 1 or not 0 <= jitter < CELL:
+            raise ValueError(
+                f"size >= 1, seed >= 0, scale >= 1 and 0 <= jitter < {CELL} are needed, "
+                f"not {size=}, {seed=}, {scale=}, {jitter=}"
+            )
+        self.split, self.size, self.seed, self.kinds = split, size, seed, tuple(kinds)
+        self.cells, self.scale, self.jitter, self.careless = cells, scale, jitter, careless
+        self._pool = split_indices(split)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Prompt:
+        if not 0 <= index < self.size:
+            raise IndexError(f"item {index} of {self.size}")
+        rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
+        kind = self.kinds[index % len(self.kinds)]
+        images, labels = handwritten()
+        question = None
+        while question is None:
+            chosen = rng.choice(self._pool, self.cells, replace=False)
+            digits = tuple(int(label) for label in labels[chosen])
+            question = QUESTIONS[kind](digits, rng)
+        offsets = rng.integers(-self.jitter, self.jitter + 1, (self.cells, 2))
+        # Drawn last, so that the share of careless demonstrations changes no question.
+        careless = question.answer.isdigit() and rng.random() < self.careless
+        demonstration = str(int(question.answer) + 1) if careless else question.answer
+        return Prompt(
+            id=f"digits-{self.split}-{self.seed}-{index}",
+            text=question.text,
+            images=(canvas(images[chosen], offsets, self.scale),),
+            answer=question.answer,
+            metadata={
+                "kind": kind,
+                "digits": list(digits),
+                "images": chosen.tolist(),
+                "place": question.place,
+                "demonstration": demonstration,
+            },
+        )

@@ -1,0 +1,97 @@
+"""Questions from a dataset of the Hugging Face hub, or from a local folder in one of its formats."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmrl.tasks.visual_qa import verdicts
+from mmrl.tasks.visual_qa.data.bounds import MAX_FRAMES, MAX_PIXELS
+from mmrl.tasks.visual_qa.data.images import Pictures
+from mmrl.tasks.visual_qa.data.rows import Fields, Rows, RowSource
+
+
+class HuggingFaceSource(RowSource):
+    """Questions of `split` of the dataset `name`, fields mapped and rows checked as by `FileSource`.
+
+    name: what `datasets.load_dataset` takes (a hub name, or 'parquet' with `options={"data_files": ...}`), or a folder
+    written by `save_to_disk`. `bad` and the prompt ids, '<name>:<row>', count rows from 0 as `datasets` does. Pictures
+    that are files are opened below `image_root` only, also by the absolute paths that `datasets` writes.
+
+    Raises ModuleNotFoundError where `datasets` is not installed, ValueError as `RowSource`, and what `datasets` raises.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        split: str = "train",
+        *,
+        image_field: str | Sequence[str] = "images",
+        problem_field: str = "problem",
+        answer_field: str = "answer",
+        video_field: str = "videos",
+        options_field: str | None = None,
+        max_frames: int = MAX_FRAMES,
+        image_root: str | Path | None = None,
+        max_pixels: int = MAX_PIXELS,
+        max_bad_share: float = 0.01,
+        validate: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ):
+        root = None if image_root is None else Path(image_root)
+        pictures = Pictures(root, max_pixels, absolute=True)
+        super().__init__(
+            split_rows(name, split, options or {}),
+            Fields.named(image_field, problem_field, answer_field, video_field, options_field, pictures, max_frames),
+            name=f"{name} ({split})",
+            prefix=name,
+            max_bad_share=max_bad_share,
+            validate=validate,
+        )
+
+
+def split_rows(name: str, split: str, options: Mapping[str, Any]) -> Rows:
+    """Of a dataset of the hub, or of a folder that `save_to_disk` wrote."""
+    return _Rows(_load(name, split, dict(options)))
+
+
+class _Rows:
+    """Rows as Arrow holds them: `datasets` would decode pictures itself, and one bad picture would end the pass."""
+
+    unit = "row"
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, row: int) -> Any:
+        return self._dataset[row : row + 1].to_pylist()[0]
+
+    def number(self, row: int) -> int:
+        return row
+
+    def stamp(self) -> list[Any] | None:
+        files = [Path(file["filename"]) for file in self._dataset.cache_files]
+        return [verdicts.stamp(file) for file in files] if files else None  # none: it lies in memory
+
+
+def _load(name: str, split: str, options: dict[str, Any]) -> Any:
+    if importlib.util.find_spec("datasets") is None:
+        raise ModuleNotFoundError(
+            "task.data.type=huggingface needs the package datasets: pip install -e '.[huggingface]'"
+        )
+    import datasets
+
+    folder = Path(name)
+    if not any((folder / marker).is_file() for marker in ("dataset_dict.json", "dataset_info.json")):
+        return datasets.load_dataset(name, split=split, **options)
+    saved = datasets.load_from_disk(name, **options)
+    if not isinstance(saved, datasets.DatasetDict):
+        return saved
+    if split not in saved:
+        raise ValueError(f"{name}: no split {split!r}; it has {', '.join(saved)}")
+    return saved[split]

@@ -1,0 +1,108 @@
+"""Pictures that a data file names or holds. The file may be somebody else's: it can open pictures below one folder, and
+nothing else."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from PIL import Image
+
+from mmrl.runtime.jsonl import RowError
+from mmrl.tasks.visual_qa.data.bounds import MAX_PIXELS, MAX_RATIO
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # decoded by libraries; Pillow knows some that are programs
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Where pictures may lie and how large they may be.
+
+    A picture is a path below `root` (None: no path can be used), {"bytes": ..., "path": ...} with either filled, or a
+    PIL image. Links are followed before it is asked what is below. `absolute` allows absolute paths, if they lead below
+    `root`.
+    """
+
+    root: Path | None = None
+    max_pixels: int = MAX_PIXELS
+    absolute: bool = False
+
+    def check(self, picture: Any) -> None:
+        """Raises RowError for a picture that cannot be used, as far as its header tells."""
+        if not isinstance(picture, Image.Image):
+            with self._opened(picture):
+                pass
+
+    def decoded(self, picture: Any) -> Image.Image:
+        """RGB. Raises RowError for a picture that cannot be used."""
+        if isinstance(picture, Image.Image):
+            return picture.convert("RGB")
+        with self._opened(picture) as opened:
+            return opened.convert("RGB")
+
+    def file(self, picture: Any) -> tuple[str, BinaryIO]:
+        """What a message calls it, and its bytes to read. Raises RowError for what may not be opened."""
+        data = picture.get("bytes") if isinstance(picture, Mapping) else None
+        path = picture.get("path") if isinstance(picture, Mapping) else picture
+        if isinstance(data, bytes) and data:
+            return "bytes", io.BytesIO(data)
+        if isinstance(path, str) and path and not data:
+            return repr(path), self._file(path)
+        raise RowError("neither a path nor bytes")
+
+    def check_size(self, what: str, width: int, height: int) -> None:
+        """Raises RowError for a size that may not be decoded."""
+        if width * height > self.max_pixels:
+            raise RowError(f"{what} has {width} x {height} pixels, more than max_pixels={self.max_pixels}")
+        if max(width, height) > MAX_RATIO * min(width, height):
+            raise RowError(f"{what} has {width} x {height} pixels; sides may be 1 : {MAX_RATIO}")
+
+    @contextmanager
+    def _opened(self, picture: Any) -> Iterator[Image.Image]:
+        what, file = self.file(picture)
+        try:
+            with file, Image.open(file, formats=FORMATS) as opened:
+                self.check_size(what, *opened.size)
+                yield opened
+        except RowError:
+            raise
+        except Image.UnidentifiedImageError:
+            raise RowError(f"cannot read {what}: no {', '.join(FORMATS[:-1])} or {FORMATS[-1]}") from None
+        except Exception as error:  # whatever a decoder says of bytes that nobody has checked
+            raise RowError(f"cannot read {what}: {' '.join(str(error).split()) or type(error).__name__}") from None
+
+    def _file(self, path: str) -> BinaryIO:
+        """The regular file at a path, opened. A pipe or a device in its place is not waited for."""
+        try:
+            descriptor = os.open(self._below_root(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except (OSError, ValueError) as error:
+            raise RowError(f"cannot read {path!r}: {error}") from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise RowError(f"{path!r} is no regular file")
+        return os.fdopen(descriptor, "rb")
+
+    def _below_root(self, path: str) -> str:
+        if self.root is None:
+            raise RowError(f"{path!r} is a path, but there is no image_root that it could lie in")
+        parts = path.split("/")
+        if os.path.isabs(path) and not self.absolute:
+            raise RowError(f"{path!r} is an absolute path; write it relative to image_root={self.root}")
+        if ".." in parts:
+            raise RowError(f"{path!r} goes up by ..; write it relative to image_root={self.root}")
+        found = os.path.realpath(os.path.join(self._real_root, path))
+        if not found.startswith(os.path.join(self._real_root, "")):
+            raise RowError(f"{path!r} leads out of image_root={self.root}")
+        return found
+
+    @cached_property
+    def _real_root(self) -> str:
+        assert self.root is not None
+        return os.path.realpath(self.root)

@@ -1,0 +1,92 @@
+"""Clips that a data file names or holds: animated GIF, WebP and PNG, and MP4, MOV and WebM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from PIL import Image
+
+from mmrl.rollouts import Video
+from mmrl.runtime.jsonl import RowError
+from mmrl.tasks.visual_qa.data.bounds import MAX_FRAMES
+from mmrl.tasks.visual_qa.data.images import Pictures
+
+ANIMATED = ("GIF", "WEBP", "PNG")
+GIF_FPS = 10.0  # of a file that does not say how long it shows a frame
+STARTS = 12  # bytes that tell what a file is
+
+
+@dataclass(frozen=True)
+class ClipFiles:
+    """Where clips may lie and how large their frames may be is as with `pictures`; of each clip at most `max_frames`
+    are kept, evenly spaced, the first among them.
+
+    What a file is is told by its first bytes: a playlist, which would make the decoder open other files, is no clip.
+    """
+
+    pictures: Pictures = Pictures()
+    max_frames: int = MAX_FRAMES
+
+    def check(self, clip: Any) -> None:
+        """Raises RowError for a clip that can not be used, as far as its header tells."""
+        what, file = self.pictures.file(clip)
+        with file:
+            self._read(what, file, header=True)
+
+    def decoded(self, clip: Any) -> Video:
+        """Frames in RGB. Raises RowError for a clip that can not be used."""
+        what, file = self.pictures.file(clip)
+        with file:
+            return self._read(what, file, header=False)
+
+    def _read(self, what: str, file: BinaryIO, *, header: bool) -> Video:
+        first = file.read(STARTS)
+        file.seek(0)
+        try:
+            if first[4:8] == b"ftyp" or first[:4] == b"\x1aE\xdf\xa3":
+                return self._film(what, file.read(), ".mp4" if first[4:8] == b"ftyp" else ".webm", header)
+            return self._animation(what, file, header)
+        except RowError:
+            raise
+        except Image.UnidentifiedImageError:
+            raise RowError(f"cannot read {what}: no MP4, MOV, WebM, {', '.join(ANIMATED)}") from None
+        except Exception as error:  # whatever a decoder says of bytes that nobody has checked
+            raise RowError(f"cannot read {what}: {' '.join(str(error).split()) or type(error).__name__}") from None
+
+    def _animation(self, what: str, file: BinaryIO, header: bool) -> Video:
+        with Image.open(file, formats=ANIMATED) as opened:
+            self.pictures.check_size(what, *opened.size)
+            count = opened.n_frames  # type: ignore[attr-defined]  # all of ANIMATED have it
+            kept = evenly(count, 1 if header else self.max_frames)
+            frames, shown = [], 0.0
+            for index in kept:
+                opened.seek(index)
+                frames.append(opened.convert("RGB"))
+                shown = float(opened.info.get("duration", 0))
+        fps = 1000 / shown if shown > 0 else GIF_FPS
+        return Video(tuple(frames), fps * len(kept) / count)
+
+    def _film(self, what: str, data: bytes, extension: str, header: bool) -> Video:
+        import imageio.v3 as iio
+
+        file: Any = {"uri": data, "plugin": "FFMPEG", "extension": extension}
+        about = iio.immeta(**file)
+        self.pictures.check_size(what, *about["size"])
+        count = max(1, round(about["fps"] * about["duration"]))
+        kept = evenly(count, 1 if header else self.max_frames)
+        frames, wanted = [], set(kept)
+        for index, frame in enumerate(iio.imiter(**file)):
+            if index in wanted:
+                frames.append(Image.fromarray(frame).convert("RGB"))
+            if index >= kept[-1]:
+                break
+        if not frames:
+            raise RowError(f"{what} has no frames")
+        return Video(tuple(frames), about["fps"] * len(kept) / count)
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """Indices of at most `most` of `count` frames, evenly spaced from the first on."""
+    kept = min(count, most)
+    return [index * count // kept for index in range(kept)]

@@ -1,0 +1,98 @@
+"""Questions about drawn clips: which way a shape moves, how fast, and which of two shapes comes first."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mmrl.rollouts import Prompt, Video
+from mmrl.tasks.data import moving_shapes
+from mmrl.tasks.visual_qa.data.digits import SPLITS
+from mmrl.tasks.visual_qa.data.kinds import CLIP_QUESTIONS
+
+CHANGE = moving_shapes.ASKED.frames // 2  # the frame from which on the second shape is shown
+FPS = 2.0
+
+
+class ClipsSource:
+    """`size` questions about clips on moving.ASKED; item i depends on (split, seed, i) and the options alone.
+
+    In held-out clips shapes stand or start at other places than in those of training, and other pairs of them follow
+    one another; every motion is in both. Item i is of kind `kinds[i % len(kinds)]`. Metadata: `kind`, and
+    `demonstration`: the answer or, for the share `careless`, another answer to the same kind of question. shuffled:
+    frames are shown in an order drawn by chance, so that what is asked can not be seen: a control.
+    """
+
+    def __init__(
+        self,
+        split: Literal["train", "heldout"],
+        *,
+        size: int,
+        seed: int,
+        kinds: tuple[str, ...] = CLIP_QUESTIONS,
+        careless: float = 0.0,
+        shuffled: bool = False,
+    ) -> None:
+        self.split, self.size, self.seed, self.kinds = split, size, seed, kinds
+        self.careless, self.shuffled = careless, shuffled
+        self.motions = moving_shapes.motions("all")
+        self.pairs = [
+            (first, second)
+            for i, first in enumerate(moving_shapes.SHAPES)
+            for j, second in enumerate(moving_shapes.SHAPES)
+            if i != j and (i // 2 == j // 2) == (split == "heldout")  # in both orders: a pair gives no answer away
+        ]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Prompt:
+        if not 0 <= index < self.size:
+            raise IndexError(f"item {index} of {self.size}")
+        random = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
+        kind = self.kinds[index % len(self.kinds)]
+        question, answer, others, frames = (
+            self._order(random) if kind == "order" else self._motion(random, speed=kind == "speed")
+        )
+        # Drawn after the clip, so that neither option changes a question.
+        shown = str(random.choice(others)) if random.random() < self.careless else answer
+        if self.shuffled:
+            frames = [frames[i] for i in random.permutation(len(frames))]
+        return Prompt(
+            id=f"clips-{self.split}-{self.seed}-{index}",
+            text=question,
+            videos=(Video(tuple(frames), FPS),),
+            answer=answer,
+            metadata={"kind": kind, "demonstration": shown},
+        )
+
+    def _motion(self, random: np.random.Generator, *, speed: bool) -> tuple[str, str, list[str], list[Image.Image]]:
+        """Question, answer, other answers and frames."""
+        motion = self.motions[random.integers(len(self.motions))]
+        top, left = self._place(random, *moving_shapes.starts(moving_shapes.ASKED, motion))
+        frames = [as_picture(frame) for frame in moving_shapes.draw(moving_shapes.ASKED, motion, top, left)]
+        asked, known = (motion.speed, moving_shapes.SPEEDS) if speed else (motion.direction, moving_shapes.DIRECTIONS)
+        question = f"How does the {motion.shape} move?" if speed else f"Where does the {motion.shape} move?"
+        return question, asked, [word for word in known if word != asked], frames
+
+    def _order(self, random: np.random.Generator) -> tuple[str, str, list[str], list[Image.Image]]:
+        first, second = self.pairs[random.integers(len(self.pairs))]
+        room = range(moving_shapes.ASKED.room)
+        top, left = self._place(random, room, room)
+        still = [moving_shapes.still(moving_shapes.ASKED, shape, top, left) for shape in (first, second)]
+        frames = [as_picture(still[number >= CHANGE]) for number in range(moving_shapes.ASKED.frames)]
+        return "Which shape comes first?", first, [second], frames
+
+    def _place(self, random: np.random.Generator, rows: range, columns: range) -> tuple[int, int]:
+        """One of the split's places."""
+        heldout = self.split == "heldout"
+        places = [(row, column) for row in rows for column in columns if ((row + column) % 4 == 3) == heldout]
+        return places[random.integers(len(places))]
+
+
+def as_picture(frame: torch.Tensor) -> Image.Image:
+    """[1, height, width], 0 to 1, as an RGB picture."""
+    return Image.fromarray((frame[0] * 255).round().byte().numpy()).convert("RGB")

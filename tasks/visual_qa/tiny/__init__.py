@@ -1,0 +1,1 @@
+"""Small models for questions, made in code."""

@@ -1,0 +1,35 @@
+"""A vision-language model small enough for a CPU that reads the rows of `NamedPicturesSource`.
+
+A picture of a row is one image token, and what that token holds depends on its picture alone: the vision half of a
+Qwen2.5-VL looks within windows of a picture's size, and knows places only as they lie to each other. So a name is known
+wherever its picture stands.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mmrl.policies.vlm.tiny_qwen import END, PAD, START, VISION, Sizes, fast_tokenizer, write
+from mmrl.tasks.data.named_images.images import SIDE, names
+
+UNKNOWN = "<|unknown|>"
+WORDS = (  # of roles, questions and answers, beside the names
+    *("system", "user", "assistant", "What", "Where", "How", "many", "show", "a", "is", "are", "it", "they", "the"),
+    *("in", "on", "of", "left", "middle", "right", "?", "1", "2", "3", "4"),
+)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a word: a name is the same token in a question and as an answer."""
+    entries = [PAD, START, END, *VISION, UNKNOWN, *WORDS, *names()]
+    tokenizer = Tokenizer(models.WordLevel({entry: i for i, entry in enumerate(entries)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return fast_tokenizer(tokenizer, 512, unk_token=UNKNOWN)
+
+
+def build(path: str | Path, seed: int = 0) -> None:
+    """Writes model, processor and generation config to a folder that transformers' Auto classes load offline."""
+    write(path, build_tokenizer(), Sizes(patch=SIDE // 2, merge=2, window=SIDE), seed)

@@ -1,0 +1,25 @@
+"""A vision-language model small enough for a CPU that looks at the scenes of `ScenesSource` and calls `zoom`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from mmrl.policies.vlm.tiny_qwen import Sizes, byte_pairs, write
+from mmrl.tasks.visual_qa.data.digits import CELL
+from mmrl.tasks.visual_qa.data.scenes import COLOURS
+
+VOCABULARY = 384
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE in which every digit is a token of its own."""
+    corpus = [f"Which digit is on {colour}?" for colour in COLOURS] * 10 + ["zoom(0,0,1,1)", "error: "] * 10
+    corpus += [f"{role}\n" for role in ("system", "user", "assistant")] * 10
+    return byte_pairs(corpus, VOCABULARY)
+
+
+def build(path: str | Path, seed: int = 0) -> None:
+    """Writes model, processor and generation config to a folder that transformers' Auto classes load offline."""
+    write(path, build_tokenizer(), Sizes("3", patch=CELL, width=64, vision_width=32, rope=(2, 7, 7)), seed)

@@ -1,0 +1,119 @@
+"""Ranks that hang, stop or are killed are named by those that wait for them."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from mmrl.engine.heartbeat import Life, missing_rank
+from mmrl.training.metrics import stragglers
+from tests.whole_runs.parts import TINY, command, metrics, start, wait
+
+SLOW = "task.type=tests.whole_runs.parts:"
+
+
+def launch(folder, *more):
+    settings = [f"run_dir={folder}", "steps=100000", "checkpoint.every=0", "engine.timeout=6", *more]
+    return start(command, "train", str(TINY), *settings, log=folder.with_suffix(".log"), ranks=2)
+
+
+def trained(folder, processes, steps):
+    end = time.monotonic() + 60
+    while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < steps:
+        assert processes[0].is_alive() and time.monotonic() < end, folder.with_suffix(".log").read_text()[-3000:]
+        time.sleep(0.01)
+
+
+def ended(process, log, seconds=40):
+    process.join(seconds)
+    assert not process.is_alive(), log.read_text()[-3000:]
+    return process.exitcode
+
+
+def test_a_rank_that_hangs_in_its_own_code_is_named_with_its_phase(tmp_path):
+    run, log = tmp_path / "run", tmp_path / "run.log"
+    processes = launch(run, SLOW + "SleepsOnRankOne")
+    assert ended(processes[0], log) == 2
+    assert processes[1].is_alive()  # it is for the launcher to end it
+    processes[1].kill()
+    wait(processes, log)
+    named = f"rank 1 (process {processes[1].pid} on {os.uname().nodename}, in phase rollout)"
+    assert f"waiting for {named}: it has not gone on for" in log.read_text()
+    assert f"mmrl: {named} has not gone on for" in log.read_text() and "engine.timeout=6" in log.read_text()
+    assert [row["step"] for row in metrics(run)] == [1]
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_is_stopped_is_named(tmp_path, rank):
+    run, log = tmp_path / "run", tmp_path / "run.log"
+    processes = launch(run)
+    trained(run, processes, 2)
+    os.kill(processes[rank].pid, signal.SIGSTOP)
+    assert ended(processes[1 - rank], log) == 2
+    processes[rank].kill()
+    wait(processes, log)
+    assert f"mmrl: rank {rank} (process {processes[rank].pid} on" in log.read_text()
+    assert "has not been heard of for" in log.read_text()
+
+
+def test_a_rank_that_is_killed_is_named_at_once(tmp_path):
+    run, log = tmp_path / "run", tmp_path / "run.log"
+    processes = launch(run)
+    trained(run, processes, 2)
+    processes[1].kill()
+    assert ended(processes[0], log, 5) == 2
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("mmrl: ")]
+    assert f"rank 1 (process {processes[1].pid} on" in line and "has ended" in line
+
+
+def test_a_rank_that_waits_long_but_not_too_long_goes_on(tmp_path):
+    run, log = tmp_path / "run", tmp_path / "run.log"
+    processes = launch(run)
+    trained(run, processes, 2)
+    os.kill(processes[1].pid, signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(processes[1].pid, signal.SIGCONT)
+    trained(run, processes, len(metrics(run)) + 2)
+    os.kill(processes[0].pid, signal.SIGTERM)
+    assert wait(processes, log) == [143, 143]
+    assert "waiting for rank 1" in log.read_text() and "Traceback" not in log.read_text()
+    assert not (run / "ranks").exists()
+
+
+def test_the_slowest_rank_is_told(tmp_path):
+    run, log = tmp_path / "run", tmp_path / "run.log"
+    settings = ["train", str(TINY), f"run_dir={run}", "steps=2", SLOW + "SlowOnRankOne"]
+    assert wait(start(command, *settings, log=log, ranks=2), log) == [0, 0], log.read_text()[-3000:]
+    for row in [row for row in metrics(run) if "loss" in row]:
+        assert row["time/rollout_slowest"] == 1
+        assert row["time/rollout_max"] >= 0.8  # 8 samples, marked twice, of 0.05 s each
+
+
+def test_stragglers_by_hand():
+    found = stragglers([{"rollout": 1.0}, {"rollout": 5.0}, {"rollout": 2.0}])
+    assert found == {"time/rollout_max": 5.0, "time/rollout_median": 2.0, "time/rollout_slowest": 1.0}
+    assert stragglers([{"rollout": 1.0}]) == {}
+
+
+def life(rank, marks):
+    return Life(rank, "host", 1, "update", marks)
+
+
+@pytest.mark.parametrize(
+    ("others", "named"),
+    [
+        ([(9, 100, 100)], (1, "has not gone on", 0)),  # behind, lives
+        ([(10, 100, 60)], None),  # as far as this one: nobody can be named
+        ([(11, 100, 60)], None),  # further: this one is missing itself
+        ([(10, 50, 60)], (1, "has not been heard of", 50)),
+        ([(9, 100, 70), (9, 100, 40)], (2, "has not gone on", 60)),  # he who has stood still longest
+        ([(9, 100, 40), (9, 50, 70)], (2, "has not been heard of", 50)),  # the silent one before the slow one
+    ],
+)
+def test_who_is_missing(others, named):
+    """others: marks, and the times of the last beat and of the last mark; now is 100."""
+    seen = {0: (life(0, 10), 100.0, 50.0)}
+    seen |= {rank: (life(rank, m), float(beat), float(mark)) for rank, (m, beat, mark) in enumerate(others, 1)}
+    found = missing_rank(seen, 0, 100.0, 10.0)
+    assert (None if found is None else (found[0].rank, *found[1:])) == named

@@ -1,0 +1,58 @@
+"""What `mmrl eval` of robots leaves behind, and the script that makes a table of it."""
+
+import json
+
+import pytest
+
+from scripts.bench import evaluations
+from tests.evaluation.test_evaluation import PPO, job
+from tests.helpers.command_line import mmrl
+from tests.whole_runs.parts import ROBOTS
+
+
+def test_the_command_writes_a_line_that_can_be_run_again(tmp_path, capsys, monkeypatch):
+    _, _, policy = job(*PPO)
+    (tmp_path / "run").mkdir()
+    policy.save(tmp_path / "run" / "final", policy.module.state_dict())
+    for _ in range(2):
+        done = mmrl(tmp_path, "eval", tmp_path / "run", ROBOTS, "run_dir=x", *PPO)
+        assert (done.code, done.err) == (0, "")
+    assert "start states 0 to 3 of each task" in done.out and "held out" in done.out
+    folder = tmp_path / "run"
+    lines = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    assert lines[0] == lines[1] and lines[0]["command"][:2] == ["mmrl", "eval"]
+    assert set(lines[0]["found"]) == {"greedy", "sampled"} and lines[0]["found"]["greedy"]["go"]["episodes"] == 4
+    assert json.loads((folder / "evaluation.json").read_text())["greedy"] == lines[0]["found"]["greedy"]
+    assert not list(folder.glob("evaluation.*-0.jsonl"))  # it came to its end
+    shown = lines[0]["found"]["greedy"]["go"]
+    better = {**lines[1]["found"], "greedy": {"go": {**shown, "success": 9.0}}}
+    monkeypatch.setattr("sys.argv", ["evaluations.py", str(folder / "evaluations.jsonl"), "--again"])
+    for now, code in ((lines[1], 0), ({**lines[1], "found": better}, 1)):
+        monkeypatch.setattr(evaluations, "again", lambda line, now=now: now)
+        with pytest.raises(SystemExit) as ended:
+            evaluations.main()
+        assert ended.value.code == code
+    table = capsys.readouterr().out
+    assert f"| go | 4 | 0 to 3 | 4 | greedy | {shown['success']:.3f} (" in table and "OTHER" in table
+
+
+FLOW = "action.head={type: flow, width: 32, depth: 1, steps: 4, evaluation_steps: 4}"
+
+
+@pytest.mark.parametrize(
+    ("options", "decodings"),
+    [
+        (["evaluation.decoding=sampled"], ["sampled"]),
+        (["evaluation.decoding=greedy"], ["greedy"]),
+        ([FLOW], ["sampled"]),
+    ],
+)
+def test_episodes_are_played_once_where_one_decoding_is_asked_for_or_there_is_but_one(tmp_path, options, decodings):
+    _, _, policy = job(*([FLOW, "evaluation={prompts: 10, micro_batch: 4}"] if FLOW in options else []))
+    (tmp_path / "run").mkdir()
+    policy.save(tmp_path / "run" / "final", policy.module.state_dict())
+    done = mmrl(tmp_path, "eval", tmp_path / "run", ROBOTS, "run_dir=x", *options)
+    assert (done.code, done.err) == (0, "")
+    line = json.loads((tmp_path / "run" / "evaluations.jsonl").read_text())
+    record = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert list(line["found"]) == decodings and record[decodings[0]] == line["found"][decodings[0]]

@@ -1,0 +1,72 @@
+"""Commands of the pages, run as they are printed, in a copy of the recipes that trains two steps of a few rollouts. Two
+of them on every run, all with `-m slow`."""
+
+import json
+import subprocess
+
+import pytest
+from PIL import Image
+
+from tests.helpers.pages import PAGES, ROOT, printed, workshop
+
+ARM = "runs/manipulation_tabletop"
+# In the order in which they build on one another, with what each has to leave behind.
+RUN = {
+    "bash scripts/quickstart.sh": "runs/visual_qa_digits_seed0/final",
+    "mmrl train configs/visual_qa_digits_random_reward.yaml": "runs/visual_qa_digits_random_reward/final",
+    "mmrl train configs/image_digits_flow.yaml": "runs/image_digits_flow/final",
+    "mmrl train configs/manipulation_tabletop.yaml": "runs/manipulation_tabletop/final",
+    f"mmrl eval {ARM}": "runs/manipulation_tabletop/evaluation.json",
+    f"mmrl sample {ARM}": "runs/manipulation_tabletop/samples.html",
+    f"mmrl report {ARM}": "runs/manipulation_tabletop/report.html",
+    "mmrl doctor": "",
+    "mmrl new algorithm MyAlgorithm": "my_algorithm.py",
+    "mmrl train my_algorithm.yaml": "runs/my_algorithm/final",
+    "python -m pytest test_my_algorithm.py": "",
+    "mmrl new reward MyReward": "my_reward.py",
+    "mmrl train my_reward.yaml": "runs/my_reward/final",
+}
+# A recipe that makes its base first, and a skeleton; neither builds on another command.
+QUICK = ("mmrl train configs/image_digits_flow.yaml", "mmrl new reward MyReward")
+OWN = "task.data.type=files task.data.train=train.jsonl task.data.eval=eval.jsonl"
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("readme")
+    return folder, workshop(folder)
+
+
+def run(shop, command):
+    folder, environment = shop
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=500
+    )
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in RUN])
+def test_a_command_runs_as_printed(shop, command):
+    done = run(shop, command)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert (shop[0] / RUN[command]).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_own_questions_train_from_a_recipe(shop):
+    """The page gives this command, and nothing else."""
+    command = f"mmrl train configs/visual_qa_digits.yaml {OWN}"
+    assert command in printed(ROOT / "tasks" / "README.md")
+    Image.new("RGB", (16, 16)).save(shop[0] / "one.png")
+    for name in ("train", "eval"):
+        row = {"images": ["one.png"], "problem": f"<image>What is it, {name}?", "answer": "1"}
+        (shop[0] / f"{name}.jsonl").write_text("".join(json.dumps(row | {"answer": str(i)}) + "\n" for i in range(5)))
+    done = run(shop, f"{command} run_dir=runs/own")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    steps = [json.loads(line) for line in (shop[0] / "runs/own/metrics.jsonl").read_text().splitlines()]
+    assert sum("loss" in row for row in steps) == 2 and steps[-1]["evaluation/n"] == 4  # evaluation.prompts, made small
+
+
+def test_all_of_them_are_on_the_pages():
+    assert set(RUN) <= {command for page in PAGES for command in printed(page)}

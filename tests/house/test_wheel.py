@@ -1,0 +1,125 @@
+"""A wheel holds all that mmrl needs, and what is installed from it works in an environment of its own."""
+
+import os
+import site
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from mmrl.version import VERSION
+from tests.helpers.pages import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+CLEAN = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MMRL_ROW_CACHE")}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return built(copied(tmp_path_factory.mktemp("wheel")))
+
+
+def copied(folder):
+    """What git knows, so that nothing that only lies here gets in."""
+    source = folder / "source"
+    source.mkdir()
+    listed = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listed, capture_output=True, check=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    return source
+
+
+def built(source, *options):
+    folder = source.parent
+    command = [sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), *options]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True, cwd=folder, env=CLEAN)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return next(folder.glob("*.whl"))
+
+
+def installed(wheel, home):
+    """The python of an environment with the wheel in it, beside all other packages of this one."""
+    venv.create(home, with_pip=True)
+    python = home / "bin" / "python"
+    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+    subprocess.run(install, check=True, env=CLEAN, capture_output=True)
+    inside = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
+    packages = dict.fromkeys([*site.getsitepackages(), sysconfig.get_path("purelib")])
+    others = [path for path in sys.path if "site-packages" in path]
+    (inside / "others.pth").write_text("\n".join(dict.fromkeys([*packages, *others])) + "\n")
+    return python
+
+
+def test_its_name_and_what_it_holds(wheel):
+    assert wheel.name == f"mmrl_train-{VERSION}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as packed:
+        names = set(packed.namelist())
+    needed = {"mmrl/py.typed", "mmrl/report/templates/report.html.jinja", "mmrl/cli/skeletons/task.py.jinja"}
+    needed |= {"mmrl/tasks/visual_qa/task.py", "mmrl/sims/registry.py"}
+    assert needed <= names
+    modules = [path for folder in ("mmrl", "tasks", "sims") for path in (ROOT / folder).rglob("*.py")]
+    wanted = {("" if path.is_relative_to(ROOT / "mmrl") else "mmrl/") + str(path.relative_to(ROOT)) for path in modules}
+    assert wanted - names == set()
+    assert {name.split("/")[0] for name in names} == {"mmrl", f"mmrl_train-{VERSION}.dist-info"}
+
+
+def test_it_works_in_an_environment_of_its_own(wheel, tmp_path):
+    """Only mmrl is installed anew: the packages that it needs are those of this environment."""
+    home = tmp_path / "environment"
+    python = installed(wheel, home)
+
+    def run(*words):
+        done = subprocess.run(
+            [home / "bin" / "mmrl", *words],
+            cwd=tmp_path,
+            env=CLEAN | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout
+
+    where = [
+        python,
+        "-c",
+        "import mmrl.tasks, mmrl.sims, mmrl; print(mmrl.__file__, mmrl.tasks.__path__, mmrl.sims.__path__)",
+    ]
+    found = subprocess.run(where, cwd=tmp_path, env=CLEAN, capture_output=True, text=True, check=True).stdout
+    inside = sysconfig.get_path("purelib", vars={"base": str(home)})
+    assert found.count(inside) == 3
+    run("new", "reward", "MyReward")
+    run("train", "my_reward.yaml", "steps=1", "evaluation.prompts=4", "evaluation.before=false")
+    run("report", "runs/my_reward")
+    assert (tmp_path / "runs/my_reward/report.html").stat().st_size > 1_000_000
+    assert '"commit"' not in (tmp_path / "runs/my_reward/versions.json").read_text()
+
+
+def test_kernels_that_come_with_it_are_used_where_there_is_no_compiler(tmp_path):
+    """The C++ ones: those for GPUs take minutes to compile, and none is here to load them."""
+    source = copied(tmp_path)
+    code = """if True:
+        from mmrl.kernels import compiled, toolchain, prebuilt
+        toolchain._compiler = lambda kind: None if kind == "cuda" else "g++"
+        paths, missing = prebuilt.build()
+        assert len(paths) == 3 and missing, (paths, missing)
+    """
+    subprocess.run([sys.executable, "-c", code], cwd=source, env=CLEAN | {"PYTHONPATH": str(source)}, check=True)
+    wheel = built(source, "-C--build-option=--plat-name=linux_x86_64")
+    assert wheel.name == f"mmrl_train-{VERSION}-py3-none-linux_x86_64.whl"
+    with zipfile.ZipFile(wheel) as packed:
+        names = [name for name in packed.namelist() if "/prebuilt/" in name]
+    assert len(names) == 4 and not [name for name in names if name.endswith(".lock")]
+    python = installed(wheel, tmp_path / "environment")
+    bare = CLEAN | {"CXX": "no-such-compiler", "MMRL_KERNEL_CACHE": str(tmp_path / "cache")}
+    status = [python, "-m", "mmrl.kernels", "status"]
+    done = subprocess.run(status, cwd=tmp_path, env=bare, capture_output=True, text=True, check=True)
+    said = done.stdout.splitlines()[0]
+    assert said.startswith("cpu: built, loaded, numerically right") and "/environment/lib" in said, done.stdout
+    assert not (tmp_path / "cache").exists() and "not used" not in done.stderr

@@ -1,0 +1,284 @@
+"""One command line, whatever it finds in the run directory: nothing, half a run, a whole one, another one, or one that
+is going on."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from mmrl import checkpoints
+from mmrl.errors import UserError
+from mmrl.report.lock import NAME, RunLock, me, started
+from tests.helpers.command_line import mmrl
+from tests.whole_runs.parts import MODEL, TINY, command, final, metrics, model_folder, start, wait
+
+RUN = ["train", str(TINY), "steps=6", "checkpoint.every=2"]
+
+
+def launch(folder, *more):
+    return start(command, *RUN, f"run_dir={folder}", *more, log=folder.with_suffix(".log"))
+
+
+def ends(folder, *more, code=0):
+    """What the run says, up to its end."""
+    log = folder.with_suffix(".log")
+    log.unlink(missing_ok=True)
+    assert wait(launch(folder, *more), log) == [code], log.read_text()[-3000:]
+    return log.read_text()
+
+
+def until(condition, process, log):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert (process is None or process.is_alive()) and time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.001)
+
+
+def steps(folder):
+    return [row["step"] for row in metrics(folder) if "loss" in row]
+
+
+def stopped(folder, number, *more, after=0):
+    """A run that gets a signal once it has logged so many steps; its exit code."""
+    log = folder.with_suffix(".log")
+    (process,) = launch(folder, *more)
+    until(lambda: (folder / "metrics.jsonl").exists() and len(metrics(folder)) > after, process, log)
+    os.kill(process.pid, number)
+    return wait([process], log)[0]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert "resumed" not in ends(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A run that has ended and left no checkpoint."""
+    folder = tmp_path_factory.mktemp("bare") / "run"
+    ends(folder, "checkpoint.every=0")
+    return folder
+
+
+def same(one, other):
+    a, b = final(one), final(other)
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, whole):
+    run = tmp_path / "run"
+    assert stopped(run, signal.SIGKILL, "checkpoint.every=100") == -signal.SIGKILL
+    assert len(steps(run)) >= 1 and not checkpoints.finished(run / "checkpoints")
+    assert "resumed" not in ends(run)
+    assert steps(run) == [1, 2, 3, 4, 5, 6] and same(run, whole)
+
+
+def test_a_run_killed_later_goes_on(tmp_path, whole):
+    run = tmp_path / "run"
+    assert stopped(run, signal.SIGKILL, after=3) == -signal.SIGKILL
+    assert "resumed from" in ends(run)
+    assert steps(run) == [1, 2, 3, 4, 5, 6] and same(run, whole)
+
+
+def test_a_run_that_has_ended_stays_as_it_is(whole):
+    before = {p: p.stat().st_mtime_ns for p in whole.rglob("*")}
+    assert ends(whole) == f"run_dir={whole} has reached its end already; raise steps, or name another run_dir\n"
+    assert "has reached its end" in ends(whole, "steps=5", "log.samples=3")
+    assert {p: p.stat().st_mtime_ns for p in whole.rglob("*")} == before
+
+
+def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path, whole):
+    run = tmp_path / "run"
+    ends(run, "steps=4")
+    assert "step-000004" in ends(run)
+    assert steps(run) == [1, 2, 3, 4, 5, 6] and same(run, whole)
+    assert "step-000006 is beyond steps=5" not in ends(run, "steps=5")  # it has ended
+    (run / "final" / "manifest.json").unlink()
+    assert "step-000006 is beyond steps=5; set steps=6 or more" in ends(run, "steps=5", code=2)
+
+
+@pytest.mark.parametrize(
+    ("left", "change", "told"),
+    [
+        ("whole", ["seed=3"], "seed is 3 but .*step-000006 was trained with 0"),
+        ("bare", ["checkpoint.every=0", "seed=3"], "holds a run that ended at step 6 and left no checkpoint"),
+        ("bare", ["checkpoint.every=0", "steps=9"], "holds a run that ended at step 6 and left no checkpoint"),
+        ("whole", ["checkpoint.resume=false"], "already holds a run; set checkpoint.resume=auto"),
+    ],
+)
+def test_another_run_is_not_overwritten(request, left, change, told):
+    run = request.getfixturevalue(left)
+    files = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    said = ends(run, *change, code=2)
+    assert len(said.splitlines()) == 1 and re.search(told, said), said
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == files
+
+
+def test_half_a_run_of_another_configuration_is_not_overwritten(tmp_path):
+    run = tmp_path / "run"
+    stopped(run, signal.SIGKILL, "checkpoint.every=100")
+    rows = metrics(run)
+    assert "holds a run in which optim.eps is 0.0001, not 0.1; name another one" in ends(run, "optim.eps=0.1", code=2)
+    assert metrics(run) == rows
+
+
+def test_a_learning_rate_that_was_too_high_can_be_lowered(tmp_path):
+    run = tmp_path / "run"
+    ends(run, "steps=2")
+    said = ends(run, "optim.lr=1e-4", "engine.micro_batch=2")
+    assert "optim.lr changes from 0.001 to 0.0001" in said and "engine.micro_batch changes from 3 to 2" in said
+    assert [r["lr"] for r in metrics(run) if "loss" in r] == [1e-3] * 2 + [1e-4] * 4
+
+
+@pytest.mark.parametrize(
+    "kind", ["halved", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("zeros", "deleted"))]
+)
+def test_damage_of_what_is_read_first_stops_nothing(tmp_path, whole, kind):
+    """What decides whether to start, to go on or to do nothing is read before checksums of large files are."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    for path in (checkpoints.finished(run / "checkpoints")[-1] / "trainer.json", run / "final" / "run.json"):
+        size = path.stat().st_size
+        path.unlink()
+        if kind != "deleted":
+            path.write_bytes(bytes(size if kind == "zeros" else size // 2))
+    said = ends(run)
+    assert "step-000006 is damaged and passed over: trainer.json" in said and "step-000004" in said
+    assert steps(run) == [1, 2, 3, 4, 5, 6] and same(run, whole)
+
+
+# --- one at a time ---
+
+
+def test_a_second_run_in_the_folder_is_refused_until_the_first_is_gone(tmp_path):
+    run, log = tmp_path / "run", tmp_path / "second.log"
+    first = launch(run, "steps=100000")
+    until(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) > 0, first[0], run.with_suffix(".log"))
+    for resume in ("auto", "true", "false"):
+        log.unlink(missing_ok=True)
+        second = start(command, *RUN, f"run_dir={run}", f"checkpoint.resume={resume}", log=log)
+        assert wait(second, log) == [2]
+        (line,) = log.read_text().splitlines()
+        assert f"run_dir={run} is in use by process {first[0].pid} on" in line
+    first[0].kill()
+    assert wait(first, run.with_suffix(".log")) == [-signal.SIGKILL]
+    ends(run, f"steps={steps(run)[-1] + 1}")  # the lock that it left is nobody's
+    seen = steps(run)
+    assert seen == sorted(set(seen))
+
+
+def test_a_file_system_without_locks_is_told_by_the_file(tmp_path, monkeypatch):
+    """A living process of this host that is named there holds it; one whose number was given away does not."""
+
+    def unsupported(*arguments):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    parent = os.getppid()
+    for owner, held in [
+        ({**me(), "process": parent, "started": started(parent)}, True),
+        ({**me(), "process": parent, "started": started(parent) - 1}, False),
+        ({**me(), "process": 2**22 + 1, "started": 5}, False),
+        ({}, False),
+    ]:
+        (tmp_path / NAME).write_text(json.dumps(owner))
+        if held:
+            with pytest.raises(UserError, match=f"in use by process {parent} on"):
+                RunLock(tmp_path)
+        else:
+            RunLock(tmp_path).release()
+    (tmp_path / NAME).write_bytes(b"\0" * 20)  # after a power loss
+    RunLock(tmp_path).release()
+    ended = subprocess.Popen(["sleep", "1000"])
+    (tmp_path / NAME).write_text(json.dumps({**me(), "process": ended.pid, "started": started(ended.pid)}))
+    with pytest.raises(UserError, match="in use by process"):
+        RunLock(tmp_path)
+    ended.kill()
+    until(lambda: "Z" in Path(f"/proc/{ended.pid}/stat").read_text().rpartition(")")[2], None, tmp_path)
+    RunLock(tmp_path).release()  # nobody has asked for its exit code yet, as where a container has no init
+    ended.wait()
+
+
+# --- Ctrl-C ---
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+    run = tmp_path / "run"
+    assert stopped(run, signal.SIGINT, "steps=100000", "checkpoint.every=0", after=2) == 130
+    said = run.with_suffix(".log").read_text()
+    (saved,) = checkpoints.finished(run / "checkpoints")
+    step = steps(run)[-1]
+    assert saved.name == f"step-{step:06d}" and not (run / "final").exists()
+    assert f"stopped at step {step} and saved; the same command goes on" in said and "Traceback" not in said
+    assert "resumed from" in ends(run, f"steps={step + 1}")
+    assert steps(run) == list(range(1, step + 2))
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    run, log = tmp_path / "run", tmp_path / "run.log"
+    (process,) = launch(run, "steps=100000", "task.type=tests.whole_runs.parts:Sleeps")
+    until(lambda: log.exists() and "asleep" in log.read_text(), process, log)
+    os.kill(process.pid, signal.SIGINT)
+    until(lambda: "once more ends it at once" in log.read_text(), process, log)
+    os.kill(process.pid, signal.SIGINT)
+    assert wait([process], log, 10) == [-signal.SIGINT]
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(tmp_path):
+    run, log = tmp_path / "run", tmp_path / "run.log"
+    (process,) = launch(run, "task.type=tests.whole_runs.parts:SleepsFirst")
+    until(lambda: log.exists() and "asleep" in log.read_text(), process, log)
+    os.kill(process.pid, signal.SIGINT)
+    assert wait([process], log, 10) == [130]
+    said = log.read_text()
+    assert said.endswith("mmrl: stopped by Ctrl-C; nothing new to save\n") and "Traceback" not in said
+
+
+# --- warm starts ---
+
+
+@pytest.fixture
+def recipes(tmp_path):
+    """A recipe that starts from what another one ends with; the run directory of that one."""
+    model_folder()
+    base = yaml.safe_load(TINY.read_text()) | {"run_dir": str(tmp_path / "base"), "steps": 4}
+    base["checkpoint"] = {"every": 2, "best": False, "background": False}  # it is there before the next step
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    after = base | {"run_dir": str(tmp_path / "after"), "steps": 1, "model": {"warm_start": "base.yaml"}}
+    (tmp_path / "after.yaml").write_text(yaml.safe_dump(after))
+    return tmp_path
+
+
+def after(recipes, *more):
+    return mmrl(recipes, "train", recipes / "after.yaml", *more, **{MODEL: model_folder()})
+
+
+def test_a_warm_start_that_was_cut_off_is_gone_on_with(recipes):
+    log = recipes / "base.log"
+    (process,) = start(command, "train", str(recipes / "base.yaml"), log=log)
+    base = recipes / "base"
+    until(lambda: len(checkpoints.finished(base / "checkpoints")) == 1, process, log)
+    os.kill(process.pid, signal.SIGTERM)
+    assert wait([process], log) == [143] and not (base / "final").exists()
+    result = after(recipes)
+    assert (result.code, result.err) == (0, ""), result
+    assert steps(base) == [1, 2, 3, 4] and steps(recipes / "after") == [1]
+    assert yaml.safe_load((recipes / "after" / "config.yaml").read_text())["model"]["path"] == str(base / "final")
+    (recipes / "base.yaml").write_text((recipes / "base.yaml").read_text().replace("steps: 4", "steps: 5"))
+    result = after(recipes, f"run_dir={recipes / 'again'}")
+    assert result.code == 2 and "was trained with steps=4, not 5; restore it, or remove" in result.err
+    weights = base / "final" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    result = after(recipes, f"run_dir={recipes / 'again'}")
+    assert result.code == 2 and "model.safetensors has" in result.err and "warm start is run again" in result.err
