@@ -7,6 +7,7 @@ Importing the package costs nothing: a name is fetched when it is first asked fo
 
 from typing import TYPE_CHECKING
 
+from mmrl.moved import tell_former_names
 from mmrl.runtime.lazy_attributes import attributes
 from mmrl.version import VERSION
 
@@ -26,3 +27,5 @@ __getattr__ = attributes(
     | {name: "mmrl.report.records" for name in ("RunRecord", "read_run")}
     | {"Job": "mmrl.job", "UserError": "mmrl.errors"},
 )
+
+tell_former_names()

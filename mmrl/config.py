@@ -30,7 +30,7 @@ from mmrl.policies.settings import ModelSettings
 from mmrl.policies.vlm.settings import VisionLanguageModel
 from mmrl.protocols.requirements import Needs, check, together
 from mmrl.report.settings import Log
-from mmrl.settings import Section, SettingsError, kind_of, make, option, plain
+from mmrl.settings import Section, SettingsError, kind_of, make, option, plain, recipes
 from mmrl.settings import overrides as layering
 from mmrl.settings.tree import TreeError, read_override, read_yaml
 from mmrl.tasks.settings import TaskSettings
@@ -40,7 +40,10 @@ from mmrl.tasks.visual_qa.settings import VisualQASettings
 class Config(Section):
     """What every job has. A job's own configuration inherits from it; see `job`."""
 
-    run_dir: str = option(description="where everything about the run is written")
+    run_dir: str = option(
+        description="where everything about the run is written; runs/KIND/NAME of configs/KIND/NAME.yaml, runs/NAME of "
+        "another file, where it is not given"
+    )
     seed: int = option(0, "of everything that is random", ge=0)
     steps: int = option(100, "batches of rollouts, or of demonstrations", unit="steps", ge=1)
     threads: int | None = option(None, "CPU threads of torch, a process", ge=1)
@@ -152,20 +155,32 @@ def _composed(
 def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file, follow its `extends`, apply dotted overrides such as `optim.lr=1e-5`, and validate.
 
+    path: a file, or the name of a recipe that comes with the package. `run_dir` is runs/KIND/NAME for the recipe
+    configs/KIND/NAME.yaml and runs/NAME for another file, where neither says otherwise.
+
     Raises UserError with one line that names the key, its nearest valid name where there is one, and the file.
     """
     try:
-        tree = laid_over(*read_yaml(Path(path)), *map(read_override, overrides or []))
+        files = read_yaml(Path(path))
+        path = files[-1][0]
+        trees = [_with_warm_start(tree, file.parent) for file, tree in files]
+        trees += [_with_warm_start(read_override(text), path.parent) for text in overrides or []]
+        tree = {"run_dir": recipes.run_dir(path), **laid_over(*trees)}
         resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
     except TreeError as error:
         raise UserError(str(error)) from None
     except (OmegaConfBaseException, yaml.YAMLError) as error:  # ${...} that leads nowhere, or ??? left to be filled
         raise UserError(f"{path}: {' '.join(str(error).split())}") from None
     assert isinstance(resolved, dict)
-    model = resolved.get("model")
-    if isinstance(model, dict) and isinstance(model.get("warm_start"), str):
-        model["warm_start"] = str(Path(path).parent / model["warm_start"])
     return validate({str(key): value for key, value in resolved.items()}, str(path))
+
+
+def _with_warm_start(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The tree with `model.warm_start` as seen from here, where it is given as seen from `folder`."""
+    model = tree.get("model")
+    if not isinstance(model, dict) or not isinstance(name := model.get("warm_start"), str):
+        return tree
+    return {**tree, "model": {**model, "warm_start": str(recipes.beside(folder, name))}}
 
 
 def configure(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Config:

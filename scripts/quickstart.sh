@@ -9,5 +9,5 @@ for override in "$@"; do case "$override" in seed=*) seed=${override#seed=} ;; e
 base=runs/visual_qa_digits_warm_start_seed$seed
 run=runs/visual_qa_digits_seed$seed
 rm -rf "$base" "$run"
-.venv/bin/mmrl train configs/visual_qa_digits_warm_start.yaml run_dir="$base" seed="$seed"
-.venv/bin/mmrl train configs/visual_qa_digits.yaml model.warm_start=null model.path="$base/final" run_dir="$run" "$@"
+.venv/bin/mmrl train configs/warm_starts/vlm/visual_qa_digits_warm_start.yaml run_dir="$base" seed="$seed"
+.venv/bin/mmrl train configs/vlm/visual_qa_digits.yaml model.warm_start=null model.path="$base/final" run_dir="$run" "$@"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Set up .venv if need be and run the tests; arguments go to pytest (for the long ones: bash scripts/test.sh -m slow).
+# Set up .venv if need be and run the tests; arguments go to pytest (for the slow ones: bash scripts/test.sh -m slow).
+# Without arguments a slice of the slow tests follows, another one for each commit: all of them within a dozen.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
@@ -12,4 +13,12 @@ rm -rf build/types && mkdir -p build/types/mmrl
 ln -s "$PWD"/mmrl/* "$PWD/tasks" "$PWD/sims" build/types/mmrl/
 .venv/bin/mypy
 # Files are taken in the order that tests/conftest.py gives them, the longest first.
-exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
+pytest=(.venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder)
+if [ $# -gt 0 ]; then
+    exec "${pytest[@]}" "$@"
+fi
+"${pytest[@]}"
+slices=12
+slice=$(($(git rev-list --count HEAD) % slices))
+echo "slow tests, slice $slice of $slices: bash scripts/test.sh -m slow --slice $slice/$slices"
+exec "${pytest[@]}" -m slow --slice "$slice/$slices"

@@ -1,0 +1,1 @@
+"""Tasks: prompts, what a rollout earns, and what counts as success."""

@@ -1,6 +1,9 @@
+import json
 import os
+import random
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -42,6 +45,9 @@ def alone():
     os.environ.update(before)
 
 
+TIMES = Path(__file__).parent / "times.json"  # seconds of each file on two cores; written by --record-times
+TOOK: dict[str, dict[str, float]] = {}
+
 # What needs neither a process of its own nor a model: a minute and a half in all, with the set-up done.
 FAST = (
     "core/",
@@ -77,14 +83,68 @@ LONG = (
 SLOWER = ("joints/test_composition.py", "report/test_browser.py", "core/test_recurrence.py")
 
 
-def pytest_collection_modifyitems(items):
-    here = Path(__file__).parent
+def pytest_addoption(parser):
+    parser.addoption("--slice", help="I/N: of the slow tests (-m slow) slice I of N, from 0; all slices take as long")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="files, and tests within a file, in a random order")
+    parser.addoption("--record-times", action="store_true", help=f"write what each file took into {TIMES.name}")
 
-    def place_of(item):
-        return str(item.path.relative_to(here))
 
-    items.sort(key=lambda item: next((i for i, name in enumerate(LONG) if place_of(item).startswith(name)), len(LONG)))
+def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: next((i for i, name in enumerate(LONG) if place(item).startswith(name)), len(LONG)))
     for item in items:
-        place = place_of(item)
-        if place.startswith(FAST) and not place.startswith(SLOWER) and item.get_closest_marker("slow") is None:
+        quick = item.get_closest_marker("slow") is None
+        if quick and place(item).startswith(FAST) and not place(item).startswith(SLOWER):
             item.add_marker(pytest.mark.fast)
+    if (seed := config.getoption("shuffle")) is not None:
+        shuffle(items, seed)
+    if (wanted := config.getoption("slice")) is not None:
+        number, count = map(int, wanted.split("/"))
+        chosen = slices({item.nodeid: place(item) for item in items if item.get_closest_marker("slow")}, count)[number]
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+        items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def place(item):
+    """The file of a test, as seen from here."""
+    return str(item.path.relative_to(Path(__file__).parent))
+
+
+def shuffle(items, seed):
+    """In place; the tests of a file stay together, as fixtures of its module want it."""
+    files = list(dict.fromkeys(place(item) for item in items))
+    order = random.Random(seed)
+    order.shuffle(files)
+    within = {item.nodeid: order.random() for item in items}
+    items.sort(key=lambda item: (files.index(place(item)), within[item.nodeid]))
+
+
+def slices(tests, count):
+    """Sets of the names of `tests`, which are name -> file, that take about as long: the longest first, each to the
+    slice that has least. A test takes its share of what its file was recorded with."""
+    times = {file: took["slow"] for file, took in json.loads(TIMES.read_text()).items()}
+    of_file = Counter(tests.values())
+    seconds = {name: times.get(file, 10.0) / of_file[file] for name, file in tests.items()}
+    found, filled = [set() for _ in range(count)], [0.0] * count
+    for name in sorted(tests, key=lambda name: (-seconds[name], name)):
+        least = filled.index(min(filled))
+        found[least].add(name)
+        filled[least] += seconds[name]
+    return found
+
+
+def pytest_runtest_logreport(report):
+    """Adds up what each file takes, set-up and teardown included."""
+    took = TOOK.setdefault(report.location[0].removeprefix("tests/"), {"quick": 0.0, "slow": 0.0})
+    took["slow" if "slow" in report.keywords else "quick"] += report.duration
+
+
+def pytest_sessionfinish(session):
+    """Files that did not run keep what they were recorded with."""
+    if not session.config.getoption("record_times") or os.environ.get("PYTEST_XDIST_WORKER"):
+        return
+    known = json.loads(TIMES.read_text())
+    for file, took in TOOK.items():
+        known[file] = {kind: round(took[kind], 1) or known.get(file, {}).get(kind, 0.0) for kind in ("quick", "slow")}
+    known = {file: took for file, took in sorted(known.items()) if (TIMES.parent / file).exists()}
+    lines = (f"  {json.dumps(file)}: {json.dumps(took)}" for file, took in known.items())
+    TIMES.write_text("{\n" + ",\n".join(lines) + "\n}\n")

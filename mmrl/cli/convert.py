@@ -1,4 +1,5 @@
-"""Recipes of other systems for robots, read as configurations of ours: SimpleVLA-RL's scripts and cosmos-rl's TOML."""
+"""Recipes of other systems for robots, read as configurations of ours (SimpleVLA-RL's scripts, cosmos-rl's TOML), and
+earlier configurations of ours with present names."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from typing import Any
 
 import yaml
 
+from mmrl import moved
 from mmrl.config import validate
 from mmrl.errors import UserError
+from mmrl.settings import recipes
 
 Given = dict[str, Any]  # their settings by dotted keys
 SUITES = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
@@ -51,6 +54,32 @@ class Converted:
 
 
 Rule = str | Callable[[Any, Converted, Given], None]
+
+
+def convert_own(path: Path) -> str:
+    """Returns an earlier configuration of ours with the present names of modules, classes and recipes, comments and
+    all. Raises UserError for a file that can not be read or holds no mapping."""
+    try:
+        before = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {error}") from None
+    found = re.sub(
+        r"\b(extends|warm_start): *([\w./-]+)\.yaml", lambda match: _recipe(match, path.parent), moved.renewed(before)
+    )
+    try:
+        tree = yaml.safe_load(found)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected a mapping at the top level")
+    return found
+
+
+def _recipe(match: re.Match[str], folder: Path) -> str:
+    """A recipe by its name, where it was named by the file that it had."""
+    name = Path(match[2]).name
+    there = (folder / f"{match[2]}.yaml").is_file()
+    return f"{match[1]}: {name}" if not there and name in recipes.shipped() else match[0]
 
 
 def convert(path: Path) -> Converted:

@@ -1,4 +1,4 @@
-"""The command line: mmrl train | eval | sample | embed | report | watch | config | methods | new | doctor."""
+"""The command line: `mmrl COMMAND`; `parser` names all commands."""
 
 from __future__ import annotations
 
@@ -68,13 +68,26 @@ def parser() -> argparse.ArgumentParser:
     # torchrun and the deepspeed launcher both end up here; the latter adds --local_rank
     root.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="train a model from a configuration")
-    train.add_argument("--print-config", action="store_true", help="print the complete configuration and stop")
-    train.add_argument("--dry-run", action="store_true", help="print the batch arithmetic, run one step, keep nothing")
-    words = "with --dry-run: GPUs that the job is meant for, as GiB or names (80,48,rtx4090); nothing is loaded or run"
-    train.add_argument("--gpu", metavar="GPU,...", help=words)
-    train.add_argument("--ranks", type=at_least_one, help="with --gpu: how many of them; default: 1")
-    train.set_defaults(run=run_train)
+    for name, words, run in (
+        ("train", "train a model from a configuration", run_train),
+        (
+            "control",
+            "the same run with rewards that know nothing, beside which the recipe's own gain counts",
+            run_control,
+        ),
+    ):
+        train = commands.add_parser(name, help=words)
+        train.add_argument("--print-config", action="store_true", help="print the complete configuration and stop")
+        words = "print the batch arithmetic, run one step, keep nothing"
+        train.add_argument("--dry-run", action="store_true", help=words)
+        words = (
+            "with --dry-run: GPUs that the job is meant for, as GiB or names (80,48,rtx4090); nothing is loaded or run"
+        )
+        train.add_argument("--gpu", metavar="GPU,...", help=words)
+        train.add_argument("--ranks", type=at_least_one, help="with --gpu: how many of them; default: 1")
+        train.add_argument("config", help="a YAML file, or the name of a recipe (mmrl recipes)")
+        train.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, optim.lr=1e-5")
+        train.set_defaults(run=run)
     evaluation = commands.add_parser("eval", help="held-out accuracy of a run or a model, as a line and a JSON file")
     evaluation.add_argument("model", help="a run directory, or a model's folder or hub name")
     evaluation.set_defaults(run=run_eval)
@@ -82,8 +95,6 @@ def parser() -> argparse.ArgumentParser:
     sample.add_argument("model", help="a run directory, or a model's folder or hub name")
     sample.add_argument("--count", type=at_least_one, default=16, help="held-out prompts; default: 16")
     sample.set_defaults(run=run_sample)
-    train.add_argument("config", help="a YAML file")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, optim.lr=1e-5")
     for command in (evaluation, sample):
         words = "a YAML file, where the run's own configuration is not meant, and dotted overrides"
         command.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help=words)
@@ -100,6 +111,9 @@ def parser() -> argparse.ArgumentParser:
     watch.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory")
     watch.add_argument("--once", action="store_true", help="show them once, as where there is no terminal")
     watch.set_defaults(run=run_watch)
+    recipes = commands.add_parser("recipes", help="the recipes that come with the package, by kind")
+    recipes.add_argument("name", nargs="?", help="print this recipe")
+    recipes.set_defaults(run=run_recipes)
     config = commands.add_parser("config", help="what a key of the configuration means; without a key, all of them")
     config.add_argument("key", nargs="?", help="such as rollout.temperature, or a section")
     config.set_defaults(run=run_config)
@@ -115,9 +129,12 @@ def parser() -> argparse.ArgumentParser:
     new.set_defaults(run=run_new)
     conversion = commands.add_parser(
         "convert",
-        help="a recipe of SimpleVLA-RL or cosmos-rl as a configuration of ours; OpenVLA-OFT's pickles as safetensors",
+        help="a recipe of SimpleVLA-RL or cosmos-rl, or an earlier YAML of ours, as a configuration of today; "
+        "OpenVLA-OFT's pickles as safetensors",
     )
-    words = "a script with SimpleVLA-RL's command, cosmos-rl's TOML, or the folder of an OpenVLA-OFT checkpoint"
+    words = (
+        "a script with SimpleVLA-RL's command, cosmos-rl's TOML, our YAML, or the folder of an OpenVLA-OFT checkpoint"
+    )
     conversion.add_argument("source", type=Path, help=words)
     conversion.add_argument("--out", type=Path, help="of a recipe: where the YAML goes; default: to the terminal")
     words = "of a checkpoint: actions that its head makes at once; default: as sizes of action and state say"
@@ -142,6 +159,21 @@ def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not {text!r}")
     return int(text)
+
+
+def run_control(options: argparse.Namespace) -> int:
+    from mmrl.cli import control
+    from mmrl.config import load
+
+    without = control.overrides(load(options.config, options.overrides), options.config)
+    options.overrides = [*without, *options.overrides]
+    return run_train(options)
+
+
+def run_recipes(options: argparse.Namespace) -> int:
+    from mmrl.cli.recipes import described
+
+    return show(described(options.name))
 
 
 def run_train(options: argparse.Namespace) -> int:
@@ -417,17 +449,21 @@ def run_new(options: argparse.Namespace) -> int:
 def run_convert(options: argparse.Namespace) -> int:
     if options.source.is_dir():
         return run_unpickling(options)
-    from mmrl.cli.convert import convert
+    from mmrl.cli.convert import convert, convert_own
 
     if options.chunk is not None:
         raise UserError(f"--chunk is for the folder of a checkpoint, which {options.source} is not")
-    found = convert(options.source)
-    text = found.text(str(options.source))
+    if options.source.suffix in (".yaml", ".yml"):
+        text, said = convert_own(options.source), "every key is as it was"
+    else:
+        found = convert(options.source)
+        text = found.text(str(options.source))
+        said = f"{len(found.without)} keys have no counterpart, see its first lines"
     if options.out is None:
         print(text, end="")
     else:
         options.out.write_text(text)
-        print(f"written to {options.out}; {len(found.without)} keys have no counterpart, see its first lines")
+        print(f"written to {options.out}; {said}")
     return 0
 
 

@@ -1,0 +1,1 @@
+"""Models that make rollouts and say how likely they are: a folder a kind of model."""

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeVar, Union
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from mmrl import moved
 from mmrl.errors import told
 
 Model = TypeVar("Model", bound="Section")
@@ -171,11 +172,13 @@ def locate(target: str, key: str) -> Any:
     try:
         members = vars(importlib.import_module(module))
     except (ImportError, ValueError) as error:
-        raise SettingsError(f"{key}={target}: no such object ({error}); expected package.module:name") from None
+        why = f"{error}{moved.hint_of(error) if isinstance(error, ImportError) else ''}"
+        raise SettingsError(f"{key}={target}: no such object ({why}); expected package.module:name") from None
     except Exception as error:  # any fault of a module of the user's own
         raise SettingsError(f"{key}={target}: {module} can not be imported: {told(error)}") from None
     if name not in members:
-        raise SettingsError(f"{key}={target}: no such object ({module} has no {name}); expected package.module:name")
+        why = f"{module} has no {name}{moved.hint(target)}"
+        raise SettingsError(f"{key}={target}: no such object ({why}); expected package.module:name")
     return members[name]
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
+from mmrl.settings import recipes
+
 
 class TreeError(Exception):
     """A file or an override that can not be read, in one line."""
@@ -22,10 +24,13 @@ class Whole:
     value: Any
 
 
-def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """The tree of a file, behind those of the files that it extends. Raises TreeError."""
-    if not path.is_file():
-        raise TreeError(f"no configuration file {path}")
+def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
+    """Returns a file and its tree, behind those of the files that it extends. `path` may name a recipe that comes with
+    the package. Raises TreeError."""
+    try:
+        path = recipes.found(path)
+    except FileNotFoundError as error:
+        raise TreeError(str(error)) from None
     try:
         loaded = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError) as error:
@@ -34,18 +39,19 @@ def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[dict[str, 
         raise TreeError(f"{path}: too many levels of lists and mappings") from None
     except OSError:  # omegaconf's own for a document that is a number
         loaded = None  # type: ignore[assignment]
-    if not isinstance(loaded, DictConfig):
+    if not isinstance(loaded, DictConfig) or not loaded:
         raise TreeError(f"{path}: expected a mapping at the top level")
     tree: dict[str, Any] = OmegaConf.to_container(loaded)  # type: ignore[assignment]
     base = tree.pop("extends", None)
     if base is None:
-        return [tree]
+        return [(path, tree)]
     if not isinstance(base, str):
         raise TreeError(f"{path}: extends: expected the path of one YAML file (got {base!r})")
     chain = (*extended_by, path.resolve())
-    if (path.parent / base).resolve() in chain:
+    extended = recipes.beside(path.parent, base)
+    if extended.resolve() in chain:
         raise TreeError(f"{path}: extends: {base} extends this file in turn")
-    return [*read_yaml(path.parent / base, chain), tree]
+    return [*read_yaml(extended, chain), (path, tree)]
 
 
 def read_override(text: str) -> dict[str, Any]:

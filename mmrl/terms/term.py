@@ -77,6 +77,7 @@ class Shaper(Choice):
         "view_information": "mmrl.terms.shapers.views:ViewInformation",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
+    paid_by_environment: ClassVar[bool] = False  # whether it pays what the environment gives, beside the task's rewards
 
     @property
     def needs(self) -> Needs:

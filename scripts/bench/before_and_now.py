@@ -12,7 +12,7 @@ start       from the beginning of the process to the beginning of the first trai
 generation  4 prompts of 40 tokens x 4 responses of --length tokens by a Qwen2.5-VL of width 256 and four layers, whose
             eight heads share four keys and values (`full`); and the same with an end token that is likely enough for
             responses of all lengths (`ending`). Both commits draw the same tokens
-pushcube    1,000 environment steps of `mmrl train configs/manipulation_maniskill_pushcube.yaml`, each commit with its
+pushcube    1,000 environment steps of `mmrl train manipulation_maniskill_pushcube.yaml`, each commit with its
             own recipe, in one process: rollouts, updates and logs of three training steps after the first one
 """
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import runpy
 import shutil
 import statistics
 import subprocess
@@ -113,7 +114,12 @@ def prepare(options: argparse.Namespace, trees: dict[str, Path], folder: Path) -
 
 def make_base(place: Path, base: str, folder: Path) -> None:
     few = ["steps=1", "evaluation.prompts=4", f"run_dir={folder}"]
-    run([sys.executable, "-m", "mmrl", "train", f"configs/{base}.yaml", *few], place)
+    run([sys.executable, "-m", "mmrl", "train", str(recipe(place, base)), *few], place)
+
+
+def recipe(place: Path, name: str) -> Path:
+    """Returns the recipe in a tree, in whose folder it lies there."""
+    return next((place / "configs").rglob(f"{name}.yaml"))
 
 
 def run(command: list[str], place: Path) -> None:
@@ -144,7 +150,7 @@ def spread(values: list[float]) -> str:
 
 def start(tree: str, recipes: str, out: str) -> None:
     name, folder = json.loads(recipes)[tree].split(" ", 1)
-    config, base = f"configs/{name}.yaml", f"{folder}/final"
+    config, base = str(recipe(Path.cwd(), name)), f"{folder}/final"
 
     def begin(_: Any) -> None:
         Path(out).write_text(json.dumps(time.process_time()))
@@ -165,21 +171,24 @@ def start(tree: str, recipes: str, out: str) -> None:
             return spec
 
     sys.meta_path.insert(0, Finder())
-    from mmrl.cli import main as cli
-
     run_dir = f"run_dir={Path(out).parent / 'run'}"
-    cli.main(["train", config, "model.warm_start=null", f"model.path={base}", run_dir, "evaluation.before=false"])
+    mmrl(["train", config, "model.warm_start=null", f"model.path={base}", run_dir, "evaluation.before=false"])
     raise AssertionError("unreachable: the first step has ended the process")
+
+
+def mmrl(arguments: list[str]) -> None:
+    """Runs the command line in this process, wherever a commit has it."""
+    sys.argv = ["mmrl", *arguments]
+    runpy.run_module("mmrl", run_name="__main__")
 
 
 def pushcube(out: str) -> None:
     import torch
 
-    import mmrl.trainer
-    from mmrl.cli import main as cli
-
     torch.set_num_threads(1)
-    told = mmrl.trainer.Trainer.log
+    from mmrl.trainer import Trainer
+
+    told = Trainer.log
     points: list[tuple[int, float]] = []  # environment steps of each training step, and when it was over
 
     def log(trainer: Any, rollouts: Any, metrics: Any) -> None:
@@ -190,11 +199,11 @@ def pushcube(out: str) -> None:
             Path(out).write_text(json.dumps(1000 * seconds / sum(steps for steps, _ in points[1:])))
             os._exit(0)
 
-    mmrl.trainer.Trainer.log = log  # type: ignore[method-assign, assignment]
+    Trainer.log = log  # type: ignore[method-assign, assignment]
     alone = ["task.workers=0", "task.turns=1", "threads=1", f"run_dir={Path(out).parent / 'run'}"]
     shutil.rmtree(Path(out).parent / "run", ignore_errors=True)
     more = ["evaluation.before=false", "checkpoint.every=0"]
-    cli.main(["train", "configs/manipulation_maniskill_pushcube.yaml", *alone, *more])
+    mmrl(["train", str(recipe(Path.cwd(), "manipulation_maniskill_pushcube")), *alone, *more])
     raise AssertionError("unreachable: the fourth step has ended the process")
 
 

@@ -18,6 +18,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench import recipes  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = ("cpu", "torch")
 SHORT = {  # of the warm start, and of the recipe
@@ -55,7 +59,7 @@ def main() -> None:
 def warm_start(recipe: str) -> str:
     import yaml
 
-    return Path(yaml.safe_load((ROOT / f"configs/{recipe}.yaml").read_text())["model"]["warm_start"]).stem
+    return Path(yaml.safe_load(recipes.file(recipe).read_text())["model"]["warm_start"]).stem
 
 
 def steps(recipe: str, base: Path, backend: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -69,7 +73,7 @@ def steps(recipe: str, base: Path, backend: str, options: argparse.Namespace) ->
 
 
 def train(config: str, run: Path, threads: int, *overrides: str) -> None:
-    command = [sys.executable, "-m", "mmrl", "train", f"configs/{config}.yaml", f"run_dir={run}", f"threads={threads}"]
+    command = [sys.executable, "-m", "mmrl", *recipes.command(config), f"run_dir={run}", f"threads={threads}"]
     subprocess.run([*command, *overrides], cwd=ROOT, check=True, stdout=sys.stderr)
 
 

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ROOT / "configs/image_sd35_ocr.yaml"
+CONFIG = ROOT / "configs/diffusion/image_sd35_ocr.yaml"
 PROMPTS = ["two red circles", "one blue square"]
 GROUP, STEPS, TRAINED, GUIDANCE, NOISE, CLIP, BETA, LR = 10, 10, 9, 4.5, 0.7, 1e-5, 0.004, 3e-4
 SIZE, PATCH, WIDTH, DEPTH = 16, 2, 192, 3

@@ -20,33 +20,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.image_digits import ROOT, SPENT, evaluations, finished, mean, spread  # noqa: E402
 
-WEAK = "model.warm_start=image_digits_weak_base.yaml"  # the base that the recipes of preferences have
-CHAINS = ("perceptron", "dance", "cps", "window", "branch", "nft", "awm", "perceptron_random_reward")
+WEAK = "model.warm_start=image_digits_weak_base"  # the base that the recipes of preferences have
+CHAINS = ("perceptron", "dance", "cps", "window", "branch", "nft", "awm", "perceptron_control")
 RECIPES = (
     *(f"image_digits_{name}" for name in CHAINS),
     "text_sums_masked",
-    "text_sums_masked_random_reward",
+    "text_sums_masked_control",
     "text_sums_masked_dmpo",
     "text_sums_masked_tilt",
     "text_sums_uniform",
-    "text_sums_uniform_random_reward",
+    "text_sums_uniform_control",
     "image_digits_masked",
-    "image_digits_masked_random_reward",
+    "image_digits_masked_control",
     "image_digits_autoregressive",
-    "image_digits_autoregressive_random_reward",
+    "image_digits_autoregressive_control",
     "image_digits_reasoning",
-    "image_digits_reasoning_random_reward",
+    "image_digits_reasoning_control",
     "image_digits_dpo",
-    "image_digits_dpo_random_reward",
+    "image_digits_dpo_control",
     "image_digits_dpo_offline",
     "image_digits_reward_gradient",
     "image_digits_steps",
-    "image_digits_steps_random_reward",
+    "image_digits_steps_control",
     "image_digits_few_step",
     "image_digits_rewritten",
-    "image_digits_rewritten_random_reward",
+    "image_digits_rewritten_control",
     "prompt_rewriting_digits",
-    "prompt_rewriting_digits_random_reward",
+    "prompt_rewriting_digits_control",
 )
 GUARDS = ("second_scorer", "sharpness", "diversity")
 

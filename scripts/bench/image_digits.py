@@ -22,12 +22,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench import recipes  # noqa: E402
+
 SPENT = "processor_seconds.txt"
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {
-    "digits": ["perceptron", "dance", "cps", "window", "branch", "nft", "awm", "perceptron_random_reward"],
-    "shapes": ["", "random_reward"],
-    "named_pictures": ["", "random_reward"],
+    "digits": ["perceptron", "dance", "cps", "window", "branch", "nft", "awm", "perceptron_control"],
+    "shapes": ["", "control"],
+    "named_pictures": ["", "control"],
 }
 TIME = {"digits": ("seconds", 1), "shapes": ("minutes", 60), "named_pictures": ("minutes", 60)}
 GUARDS = ["out_of_gamut", "second_scorer", "sharpness"]
@@ -66,7 +70,7 @@ def finished(name: str, run: Path, seed: int, *overrides: str) -> list[dict[str,
     """The metrics of one run, which is made if it is not there. The processor's seconds for it are left in it."""
     if not (run / "final").is_dir():
         before = processor_time()
-        command = [sys.executable, "-m", "mmrl", "train", f"configs/{name}.yaml"]
+        command = [sys.executable, "-m", "mmrl", *recipes.command(name)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(
             [*command, f"seed={seed}", f"run_dir={run}", *overrides],

@@ -26,6 +26,10 @@ from typing import Any
 
 from mmrl.report.run import wilson
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench import recipes  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 BASES = {
     "token": "manipulation_tabletop_warm_start",
@@ -40,22 +44,22 @@ RECIPES = {  # base and configuration; without a base: from random weights
     "token": ("token", "manipulation_tabletop"),
     "ppo": ("token", "manipulation_tabletop_ppo"),
     "flow": ("flow", "manipulation_tabletop_flow"),
-    "control": ("token", "manipulation_tabletop_random_reward"),
+    "control": ("token", "manipulation_tabletop_control"),
     "lift": ("lift", "manipulation_tabletop_lift"),
     "lift_ppo": ("lift", "manipulation_tabletop_lift_ppo"),
-    "lift_control": ("lift", "manipulation_tabletop_lift_random_reward"),
+    "lift_control": ("lift", "manipulation_tabletop_lift_control"),
     "place": ("place", "manipulation_tabletop_place"),
-    "place_control": ("place", "manipulation_tabletop_place_random_reward"),
+    "place_control": ("place", "manipulation_tabletop_place_control"),
     "push": ("tasks", "manipulation_tabletop_push"),
-    "push_control": ("tasks", "manipulation_tabletop_push_random_reward"),
+    "push_control": ("tasks", "manipulation_tabletop_push_control"),
     "tasks": ("tasks", "manipulation_tabletop_tasks"),
-    "tasks_control": ("tasks", "manipulation_tabletop_tasks_random_reward"),
+    "tasks_control": ("tasks", "manipulation_tabletop_tasks_control"),
     "babyai": ("babyai", "manipulation_babyai"),
-    "babyai_control": ("babyai", "manipulation_babyai_random_reward"),
+    "babyai_control": ("babyai", "manipulation_babyai_control"),
     "ogbench": ("ogbench", "manipulation_ogbench"),
-    "ogbench_control": ("ogbench", "manipulation_ogbench_random_reward"),
+    "ogbench_control": ("ogbench", "manipulation_ogbench_control"),
     "maniskill": ("", "manipulation_maniskill_pushcube"),
-    "maniskill_control": ("", "manipulation_maniskill_pushcube_random_reward"),
+    "maniskill_control": ("", "manipulation_maniskill_pushcube_control"),
 }
 WORDLESS = ("", "ogbench")  # bases of recipes with one instruction: there is none to exchange it with
 OTHERS = ("maniskill", "babyai", "ogbench")  # need an extra, and so are run by name only
@@ -118,7 +122,7 @@ def train(config: str, run: Path, seed: int, *overrides: str) -> float:
     if not (run / "seconds").is_file():
         shutil.rmtree(run, ignore_errors=True)
         started = time.monotonic()
-        mmrl("train", f"configs/{config}.yaml", f"seed={seed}", f"run_dir={run}", *overrides)
+        mmrl(*recipes.command(config), f"seed={seed}", f"run_dir={run}", *overrides)
         (run / "seconds").write_text(str(time.monotonic() - started))
     return float((run / "seconds").read_text())
 
@@ -128,7 +132,7 @@ def success(config: str, run: Path, seed: int, *overrides: str) -> float:
     result = run / "evaluation.json"
     if not result.is_file():
         shuffled = [f"seed={seed}", "task.instructions=shuffled", *overrides]
-        mmrl("eval", str(run), f"configs/{config}.yaml", *shuffled)
+        mmrl("eval", str(run), str(recipes.file(config)), *shuffled)
     return json.loads(result.read_text())["evaluation/accuracy"]
 
 

@@ -1,6 +1,7 @@
 """Bias and spread of every estimate of a masked response's likelihood, against the exact one by enumeration.
 
-    .venv/bin/python scripts/bench/masked_estimates.py runs/text_sums_masked_warm_start [--responses 30] [--seeds 64]
+    .venv/bin/python scripts/bench/masked_estimates.py runs/warm_starts/discrete/text_sums_masked_warm_start
+    [--responses 30] [--seeds 64]
 
 Responses are drawn from the run's model in random order, one place a step; exact is the mean over all orders of their
 probability. Prints a Markdown table, in nats: the mean of (estimate - exact) over responses and seeds, and the standard
@@ -51,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     overrides = [f"model.path={options.run}/final", "model.warm_start=null", "unmasking.order=random"]
-    config = load(ROOT / "configs" / "text_sums_masked.yaml", overrides)
+    config = load(ROOT / "configs" / "discrete" / "text_sums_masked.yaml", overrides)
     task = build.build_task(config)
     policy = build.build_policy(config, task)
     assert isinstance(policy, MaskedPolicy)

@@ -38,6 +38,10 @@ from mmrl.errors import UserError
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import plain
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench import recipes  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 SPENT = "processor_seconds.txt"
 PLAIN, RANDOM = "plain GRPO", "random rewards"
@@ -247,7 +251,7 @@ class Bench:
         return folder / "final"
 
     def recipe(self, part: str = "") -> str:
-        return f"configs/{self.task.recipe}{part}.yaml"
+        return str(recipes.file(f"{self.task.recipe}{part}"))
 
 
 def train(recipe: str, run: Path, overrides: list[str]) -> None:

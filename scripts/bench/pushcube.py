@@ -347,7 +347,7 @@ def held_out(count: int) -> Callable[[Callable[[NDArray[np.float32]], NDArray[np
 
 def recipe(seed: int, overrides: list[str]) -> Any:
     one_core = ["task.workers=0", "task.turns=1", "threads=1", f"seed={seed}"]
-    return load(ROOT / "configs/manipulation_maniskill_pushcube.yaml", [*one_core, *overrides])
+    return load(ROOT / "configs/vla/manipulation_maniskill_pushcube.yaml", [*one_core, *overrides])
 
 
 def ours(seed: int, options: argparse.Namespace) -> None:

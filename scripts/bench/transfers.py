@@ -26,7 +26,7 @@ from mmrl.policies.vlm.tiny_qwen import Sizes, write
 from mmrl.tasks.visual_qa.data.digits import CELL
 from mmrl.tasks.visual_qa.tiny.model import build_tokenizer
 
-CONFIG = Path(__file__).resolve().parents[2] / "configs/visual_qa_digits_warm_start.yaml"
+CONFIG = Path(__file__).resolve().parents[2] / "configs/warm_starts/vlm/visual_qa_digits_warm_start.yaml"
 WAYS = ("folder", "broadcast")
 
 

@@ -1,7 +1,7 @@
 """What `scripts/bench/turns.py --learning` does: recipes over turns with their controls, at several seeds.
 
 Rows of zoom: `zoom`, the recipe; `no_tool`, as many steps of supervised learning and then of GRPO without the tool;
-`random_reward`; `unrelated`, whose tool shows another place. Rows of games: `cards` and its `random_reward`. Each seed
+`control`; `unrelated`, whose tool shows another place. Rows of games: `cards` and its `control`. Each seed
 has bases of its own, and runs that are in --runs are not repeated; one that was interrupted is made anew.
 
 Held-out answers that are right, sampled at temperature 1 and likeliest, before and after RL: the share in percent.
@@ -23,6 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench import recipes  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 GAMES_BASES = ("visual_games_warm_start", "visual_games_second_warm_start", "visual_games_first_warm_start")
 # Of each recipe its rows: the configuration, the one of its warm start, and what that starts from, to the first.
@@ -30,12 +34,12 @@ RECIPES: dict[str, dict[str, tuple[str, ...]]] = {
     "zoom": {
         "zoom": ("visual_qa_zoom", "visual_qa_zoom_warm_start"),
         "no_tool": ("visual_qa_zoom_no_tool", "visual_qa_zoom_no_tool_warm_start"),
-        "random_reward": ("visual_qa_zoom_random_reward", "visual_qa_zoom_warm_start"),
+        "control": ("visual_qa_zoom_control", "visual_qa_zoom_warm_start"),
         "unrelated": ("visual_qa_zoom_unrelated", "visual_qa_zoom_warm_start"),
     },
     "games": {
         "cards": ("visual_games", *GAMES_BASES),
-        "random_reward": ("visual_games_random_reward", *GAMES_BASES),
+        "control": ("visual_games_control", *GAMES_BASES),
     },
 }
 HELD_OUT = 500
@@ -118,7 +122,7 @@ def train(config: str, run: Path, seed: int, *overrides: str) -> float:
     if not (run / "seconds").is_file():
         shutil.rmtree(run, ignore_errors=True)
         started = time.monotonic()
-        mmrl("train", f"configs/{config}.yaml", f"seed={seed}", f"run_dir={run}", *overrides)
+        mmrl(*recipes.command(config), f"seed={seed}", f"run_dir={run}", *overrides)
         shutil.rmtree(run / "checkpoints", ignore_errors=True)
         (run / "seconds").write_text(str(time.monotonic() - started))
     return float((run / "seconds").read_text()) / 60
@@ -128,7 +132,7 @@ def likeliest(config: str, model: Path, kept: Path, seed: int, *overrides: str) 
     """The share of held-out prompts whose likeliest responses are right, from the result file of `mmrl eval`."""
     if not kept.is_file():
         asked = [f"seed={seed}", f"evaluation.prompts={HELD_OUT}", "evaluation.temperature=0"]
-        mmrl("eval", str(model), f"configs/{config}.yaml", *overrides, *asked)
+        mmrl("eval", str(model), str(recipes.file(config)), *overrides, *asked)
         shutil.move(model / "evaluation.json", kept)
     return json.loads(kept.read_text())["evaluation/accuracy"]
 

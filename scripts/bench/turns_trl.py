@@ -2,11 +2,11 @@
 
     .venv/bin/python scripts/bench/turns_trl.py [--steps 12] [--rounds 2] [--base FOLDER] [--threads 1]
 
-Both arms train the model of `configs/visual_qa_zoom.yaml` in processes of their own, in turns: 16 prompts x 8 rollouts
-a step of at most 3 responses, the same questions in the same order, the tool's own code, exact match, AdamW, one update
-a step on one micro-batch, fp32. --base: the warm start's weights, by default made under build/turns. TRL has its own
-environment, that of visual_qa.py. The first two steps are not timed. Prints a Markdown table, medians of the rounds;
-`tool` is the share of rollouts that called the tool in the last quarter of the steps.
+Both arms train the model of `configs/vlm/visual_qa_zoom.yaml` in processes of their own, in turns: 16 prompts x 8
+rollouts a step of at most 3 responses, the same questions in the same order, the tool's own code, exact match, AdamW,
+one update a step on one micro-batch, fp32. --base: the warm start's weights, by default made under build/turns. TRL has
+its own environment, that of visual_qa.py. The first two steps are not timed. Prints a Markdown table, medians of the
+rounds; `tool` is the share of rollouts that called the tool in the last quarter of the steps.
 
 What differs: random numbers, hence the rollouts. TRL limits all of a conversation's tokens and not those of one
 response; it samples what stands for pixels unless told otherwise, as it is here; a call is read from a response's text
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench import visual_qa  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG, BASE = "configs/visual_qa_zoom.yaml", "configs/visual_qa_zoom_warm_start.yaml"
+CONFIG, BASE = "configs/vlm/visual_qa_zoom.yaml", "configs/warm_starts/vlm/visual_qa_zoom_warm_start.yaml"
 PROMPTS, GROUP, LENGTH, TURNS, WARM_UP = 16, 8, 48, 3, 2
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ 'user' if message['role'] == 'tool' else message['role'] }}\n"

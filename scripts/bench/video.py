@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from scripts.bench.generation_peers import Meter, spread, table  # noqa: E402
 
-CONFIG = ROOT / "configs/video_moving_shapes.yaml"
+CONFIG = ROOT / "configs/video/video_moving_shapes.yaml"
 CLIPS, FRAMES, SIZE, STEPS, WIDTH, LAYERS = 4, 9, 32, 10, 128, 4
 WINDOW = "denoising.likelihood.window={type: random, size: %d}"
 ARMS = {

@@ -42,7 +42,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build/bench-trl"
 MMRL = [sys.executable, "-m", "mmrl"]
-CONFIG = ROOT / "configs/visual_qa_digits_warm_start.yaml"
+CONFIG = ROOT / "configs/warm_starts/vlm/visual_qa_digits_warm_start.yaml"
 TRL = ["torch", "torchvision", "transformers", "accelerate", "datasets", "scikit-learn", "pydantic", "trl==1.16.0"]
 WARM_UP = 2  # steps not timed
 SHARED = ("steps", "threads", "lr", "prompts", "group", "length", "cells", "scale")  # what children are told

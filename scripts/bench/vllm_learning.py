@@ -22,6 +22,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench import recipes  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "visual_qa_digits"
 CACHE = "rollout.generator.cache_gib=0.5"
@@ -59,7 +63,7 @@ def main() -> None:
 
 def train(config: str, run: Path, seed: int, threads: int, *overrides: str) -> None:
     if not (run / "final").is_dir():
-        command = [sys.executable, "-m", "mmrl", "train", f"configs/{config}.yaml", f"seed={seed}", f"run_dir={run}"]
+        command = [sys.executable, "-m", "mmrl", *recipes.command(config), f"seed={seed}", f"run_dir={run}"]
         subprocess.run([*command, f"threads={threads}", *overrides], cwd=ROOT, check=True, stdout=sys.stderr)
 
 

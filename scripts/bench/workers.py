@@ -23,6 +23,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench import recipes  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 ARMS = {
     "none": [],
@@ -63,7 +67,7 @@ def measured(config: str, overrides: list[str]) -> dict[str, float]:
     """Median seconds of a step and of its parts."""
     with tempfile.TemporaryDirectory(prefix="mmrl-workers-") as folder:
         run = Path(folder) / "run"
-        command = [sys.executable, "-m", "mmrl", "train", f"configs/{config}.yaml", f"run_dir={run}"]
+        command = [sys.executable, "-m", "mmrl", *recipes.command(config), f"run_dir={run}"]
         command += ["model.warm_start=null", *overrides]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=sys.stderr)

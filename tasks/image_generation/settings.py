@@ -56,11 +56,11 @@ class DigitPrompts(MadePrompts):
 
     test: ClassVar[str] = "tests/tasks/test_image_digits.py"
     rewards: ClassVar[list[RewardSpec]] = [
-        RewardSpec(name="classifier_logp", options={"classifier": f"{_HERE}.digits:reward_classifier"})
+        RewardSpec(name="classifier_logp", options={"classifier": f"{_HERE}.data.digits:reward_classifier"})
     ]
-    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.digits:DigitCorrect")
+    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.data.digits:DigitCorrect")
     second_scorer: ClassVar[RewardSpec | None] = RewardSpec(
-        name="classifier_logp", options={"classifier": f"{_HERE}.digits:second_classifier"}
+        name="classifier_logp", options={"classifier": f"{_HERE}.data.digits:second_classifier"}
     )
     type: str = "digits"
     rejected: bool = option(
@@ -90,9 +90,11 @@ class ShapesData(MadePrompts):
     """Sentences that ask for a scene of coloured shapes: pictures of 3 x 16 x 16."""
 
     test: ClassVar[str] = "tests/tasks/test_image_shapes.py"
-    rewards: ClassVar[list[RewardSpec]] = [RewardSpec(name=f"{_HERE}.checker:ShapesChecked", label="shapes_checked")]
-    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.checker:ShapesChecked")
-    second_scorer: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.checker:ShapesRedrawn")
+    rewards: ClassVar[list[RewardSpec]] = [
+        RewardSpec(name=f"{_HERE}.rewards.checker:ShapesChecked", label="shapes_checked")
+    ]
+    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.rewards.checker:ShapesChecked")
+    second_scorer: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.rewards.checker:ShapesRedrawn")
     type: str = "shapes"
     scenes: tuple[Literal["count", "relation"], ...] = option(("count", "relation"), "kinds of scene", min_length=1)
     colours: tuple[Colour, ...] = option(("red", "green", "blue", "yellow"), "of the shapes", min_length=1)
@@ -124,12 +126,12 @@ class EditsData(MadePrompts):
 
     test: ClassVar[str] = "tests/tasks/test_image_edits.py"
     rewards: ClassVar[list[RewardSpec]] = [
-        RewardSpec(name=f"{_HERE}.edits:EditChecked", options={"part": "changed"}, label="changed"),
-        RewardSpec(name=f"{_HERE}.edits:EditChecked", options={"part": "kept"}, label="kept"),
-        RewardSpec(name=f"{_HERE}.edits:EditChecked", label="whole"),
+        RewardSpec(name=f"{_HERE}.data.edits:EditChecked", options={"part": "changed"}, label="changed"),
+        RewardSpec(name=f"{_HERE}.data.edits:EditChecked", options={"part": "kept"}, label="kept"),
+        RewardSpec(name=f"{_HERE}.data.edits:EditChecked", label="whole"),
     ]
-    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.edits:EditChecked")
-    second_scorer: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.edits:RegionKept")
+    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.data.edits:EditChecked")
+    second_scorer: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.data.edits:RegionKept")
     edits: ClassVar[bool] = True
     type: str = "edits"
     all_edits: bool = option(False, "train on all edits, also those that evaluation asks for, as a base has seen them")
@@ -149,10 +151,14 @@ class NamedData(MadePrompts):
 
     test: ClassVar[str] = "tests/tasks/test_image_named.py"
     rewards: ClassVar[list[RewardSpec]] = [
-        RewardSpec(name=f"{_HERE}.named:Recognised", options={"judge": "reward", "soft": True}, label="recognised")
+        RewardSpec(
+            name=f"{_HERE}.data.named_images:Recognised", options={"judge": "reward", "soft": True}, label="recognised"
+        )
     ]
-    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.named:Recognised")
-    second_scorer: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.named:Recognised", options={"soft": True})
+    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.data.named_images:Recognised")
+    second_scorer: ClassVar[RewardSpec | None] = RewardSpec(
+        name=f"{_HERE}.data.named_images:Recognised", options={"soft": True}
+    )
     type: str = "named"
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:

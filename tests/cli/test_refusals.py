@@ -12,7 +12,7 @@ from mmrl.settings import Choice, Section, kind_of
 from mmrl.settings.tree import TreeError, read_override, read_yaml
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +58,15 @@ def test_has_knows_what_a_job_has():
 
 @pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
 def test_a_key_that_the_job_does_not_have_is_refused_in_one_line(path, known):
-    layers = read_yaml(path)
-    config = validate(laid_over(*layers), path.name)
+    layers = [tree for _, tree in read_yaml(path)]
+    config = validate(laid_over({"run_dir": "x"}, *layers), path.name)
     own = set(has(type(config), config))
     lacking = [key.replace("*", "0") for key in known if key.replace("*", "0") not in own]
     assert len(lacking) > 50
     accepted = []
     for key in lacking:
         try:
-            validate(laid_over(*layers, read_override(f"{key}=1")), path.name)
+            validate(laid_over({"run_dir": "x"}, *layers, read_override(f"{key}=1")), path.name)
         except (UserError, TreeError) as error:
             assert "\n" not in str(error)
             continue
@@ -97,7 +97,7 @@ def test_a_key_that_the_job_does_not_have_is_refused_in_one_line(path, known):
     ],
 )
 def test_refusals_name_the_key_and_the_reason(recipe, override, message):
-    tree = laid_over(*read_yaml(ROOT / "configs" / f"{recipe}.yaml"), read_override(override))
+    tree = laid_over({"run_dir": "x"}, *(tree for _, tree in read_yaml(Path(recipe))), read_override(override))
     with pytest.raises(UserError) as caught:
         validate(tree, recipe)
     assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -16,6 +16,7 @@ from mmrl.doctor.memory_plan import Gpu, Peaks, Plan, described, fitted, moves, 
 from mmrl.engine.memory import GIB, Blueprint, peak, standing
 from mmrl.errors import UserError
 from mmrl.settings import plain
+from mmrl.settings.recipes import shipped
 from mmrl.tasks.image_generation.tiny.pipeline import build_digits
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -54,7 +55,7 @@ TABLE = [
 
 def maker(recipe, path, *overrides):
     def make(more=()):
-        return load(CONFIGS / f"{recipe}.yaml", [f"model.path={path}", *overrides, *more])
+        return load(shipped()[recipe], [f"model.path={path}", *overrides, *more])
 
     return make
 
@@ -64,7 +65,7 @@ QUICK = {("manipulation_libero_smolvla", "lerobot/smolvla_base")}
 
 def header(recipe):
     """What a recipe's first lines say that a rank takes, in GiB, and the command behind it."""
-    lines = (CONFIGS / f"{recipe}.yaml").read_text().splitlines()
+    lines = (shipped()[recipe]).read_text().splitlines()
     place = next(i for i, line in enumerate(lines) if "GiB a rank" in line)
     return float(lines[place].split(" GiB a rank")[0].split()[-1]), lines[place + 1].lstrip("# ").split()
 
@@ -96,7 +97,7 @@ def test_a_recipe_fits_an_80_gib_gpu_and_says_so(recipe, path, billions):
 @pytest.mark.parametrize("recipe", sorted({recipe for recipe, _, _ in TABLE}))
 def test_a_recipe_names_the_command_behind_its_estimate(recipe):
     _, words = header(recipe)
-    assert words[:3] == ["mmrl", "train", f"configs/{recipe}.yaml"]
+    assert words[:3] == ["mmrl", "train", str(shipped()[recipe].relative_to(CONFIGS.parent))]
     assert words[4:] == ["--dry-run", "--gpu", "80", "--ranks", "8"]
     assert any(words[3] == f"model.path={path}" for r, path, _ in TABLE if r == recipe)
 
@@ -104,7 +105,7 @@ def test_a_recipe_names_the_command_behind_its_estimate(recipe):
 def test_every_recipe_for_gpus_is_in_the_table():
     """Those whose first lines say that they are for GPUs; of SmolLM2 weights are made on the machine."""
     found = set()
-    for file in CONFIGS.glob("*.yaml"):
+    for file in CONFIGS.rglob("*.yaml"):
         lines = [line for line in file.read_text().splitlines() if line.startswith("#")]
         if any("GPU" in line for line in lines):
             found.add(file.stem)
@@ -351,7 +352,7 @@ def test_a_small_network_and_a_model_without_a_path_are_refused(tmp_path):
 
 
 def test_the_command_line_prints_parts_and_what_fits(capsys):
-    recipe = str(CONFIGS / "manipulation_libero_smolvla.yaml")
+    recipe = str(CONFIGS / "vla" / "manipulation_libero_smolvla.yaml")
     arguments = ["train", recipe, "model.path=lerobot/smolvla_base", "--dry-run", "--ranks", "8", "--gpu"]
     with pytest.raises(SystemExit) as ended:
         main([*arguments, "80,rtx4090"])
@@ -372,7 +373,7 @@ def test_the_command_line_prints_parts_and_what_fits(capsys):
 )
 def test_a_wrong_question_is_one_line(words, said, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["train", str(CONFIGS / "manipulation_libero_smolvla.yaml"), "model.path=x", *words])
+        main(["train", str(CONFIGS / "vla" / "manipulation_libero_smolvla.yaml"), "model.path=x", *words])
     err = capsys.readouterr().err
     assert ended.value.code == 2 and said in err and err.count("\n") == 1
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mmrl.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-WARM_START = str(ROOT / "configs" / "visual_qa_digits_warm_start.yaml")
+WARM_START = str(ROOT / "configs" / "warm_starts" / "vlm" / "visual_qa_digits_warm_start.yaml")
 TINY = ["steps=2", "rollout.prompts=8", "evaluation.prompts=8", "task.data.train_size=100", "threads=1"]
 GRPO = ["algorithm.type=grpo", "rollout.group_size=4"]
 

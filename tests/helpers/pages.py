@@ -103,7 +103,7 @@ def workshop(folder: Path) -> dict[str, str]:
     """Recipes that train two steps of a few rollouts, and what the pages take to be there; the environment in which
     their commands run from `folder`."""
     shutil.copytree(ROOT / "configs", folder / "configs")
-    for path in (folder / "configs").glob("*.yaml"):
+    for path in (folder / "configs").rglob("*.yaml"):
         path.write_text(yaml.safe_dump(smaller(yaml.safe_load(path.read_text())) | {"steps": 2, "threads": 1}))
     (folder / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "quickstart.sh", folder / "scripts")

@@ -9,16 +9,16 @@ from PIL import Image
 
 from tests.helpers.pages import PAGES, ROOT, printed, workshop
 
-ARM = "runs/manipulation_tabletop"
+ARM = "runs/vla/manipulation_tabletop"
 # In the order in which they build on one another, with what each has to leave behind.
 RUN = {
     "bash scripts/quickstart.sh": "runs/visual_qa_digits_seed0/final",
-    "mmrl train configs/visual_qa_digits_random_reward.yaml": "runs/visual_qa_digits_random_reward/final",
-    "mmrl train configs/image_digits_flow.yaml": "runs/image_digits_flow/final",
-    "mmrl train configs/manipulation_tabletop.yaml": "runs/manipulation_tabletop/final",
-    f"mmrl eval {ARM}": "runs/manipulation_tabletop/evaluation.json",
-    f"mmrl sample {ARM}": "runs/manipulation_tabletop/samples.html",
-    f"mmrl report {ARM}": "runs/manipulation_tabletop/report.html",
+    "mmrl control configs/vlm/visual_qa_digits.yaml": "runs/vlm/visual_qa_digits_control/final",
+    "mmrl train configs/digits/image_digits_flow.yaml": "runs/digits/image_digits_flow/final",
+    "mmrl train configs/vla/manipulation_tabletop.yaml": "runs/vla/manipulation_tabletop/final",
+    f"mmrl eval {ARM}": "runs/vla/manipulation_tabletop/evaluation.json",
+    f"mmrl sample {ARM}": "runs/vla/manipulation_tabletop/samples.html",
+    f"mmrl report {ARM}": "runs/vla/manipulation_tabletop/report.html",
     "mmrl doctor": "",
     "mmrl new algorithm MyAlgorithm": "my_algorithm.py",
     "mmrl train my_algorithm.yaml": "runs/my_algorithm/final",
@@ -26,8 +26,17 @@ RUN = {
     "mmrl new reward MyReward": "my_reward.py",
     "mmrl train my_reward.yaml": "runs/my_reward/final",
 }
+# What a command needs to have been run before it: any of them may be the only one that is chosen.
+AFTER = {
+    f"mmrl eval {ARM}": "mmrl train configs/vla/manipulation_tabletop.yaml",
+    f"mmrl sample {ARM}": "mmrl train configs/vla/manipulation_tabletop.yaml",
+    f"mmrl report {ARM}": "mmrl train configs/vla/manipulation_tabletop.yaml",
+    "mmrl train my_algorithm.yaml": "mmrl new algorithm MyAlgorithm",
+    "python -m pytest test_my_algorithm.py": "mmrl new algorithm MyAlgorithm",
+    "mmrl train my_reward.yaml": "mmrl new reward MyReward",
+}
 # A recipe that makes its base first, and a skeleton; neither builds on another command.
-QUICK = ("mmrl train configs/image_digits_flow.yaml", "mmrl new reward MyReward")
+QUICK = ("mmrl train configs/digits/image_digits_flow.yaml", "mmrl new reward MyReward")
 OWN = "task.data.type=files task.data.train=train.jsonl task.data.eval=eval.jsonl"
 
 
@@ -47,6 +56,9 @@ def run(shop, command):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in RUN])
 def test_a_command_runs_as_printed(shop, command):
+    earlier = AFTER.get(command)
+    if earlier is not None and not (shop[0] / RUN[earlier]).exists():
+        assert run(shop, earlier).returncode == 0
     done = run(shop, command)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert (shop[0] / RUN[command]).exists()
@@ -56,7 +68,7 @@ def test_a_command_runs_as_printed(shop, command):
 @pytest.mark.timeout(600)
 def test_own_questions_train_from_a_recipe(shop):
     """The page gives this command, and nothing else."""
-    command = f"mmrl train configs/visual_qa_digits.yaml {OWN}"
+    command = f"mmrl train configs/vlm/visual_qa_digits.yaml {OWN}"
     assert command in printed(ROOT / "tasks" / "README.md")
     Image.new("RGB", (16, 16)).save(shop[0] / "one.png")
     for name in ("train", "eval"):

@@ -65,6 +65,6 @@ def test_what_is_not_scored_adds_nothing(given):
 
 
 def test_an_engine_that_has_other_weights_is_refused(tmp_path):
-    recipe = "configs/visual_qa_digits.yaml"
+    recipe = "configs/vlm/visual_qa_digits.yaml"
     with pytest.raises(UserError, match=r"advantage_momentum\) needs responses of the reference policy"):
         load(recipe, [f"run_dir={tmp_path}", MOMENTUM, "rollout.generator=vllm_colocated"])

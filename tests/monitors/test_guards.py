@@ -20,7 +20,7 @@ from tests.helpers.command_line import ROOT
 from tests.whole_runs.parts import make as start
 from tests.whole_runs.parts import release
 
-DIGITS = ROOT / "configs" / "image_digits_perceptron.yaml"
+DIGITS = ROOT / "configs" / "digits" / "image_digits_perceptron.yaml"
 SECOND = "mmrl.tasks.image_generation.data.digits:second_classifier"
 
 
@@ -150,7 +150,7 @@ def run(folder, *overrides, base=DIGITS):
 def based(folder, steps):
     """Weights of so many steps of supervised learning."""
     small = [f"steps={steps}", "evaluation.before=false", "evaluation.prompts=100", "checkpoint.every=0"]
-    run(folder, *small, base=ROOT / "configs" / "image_digits_perceptron_base.yaml")
+    run(folder, *small, base=ROOT / "configs" / "warm_starts" / "digits" / "image_digits_perceptron_base.yaml")
     return folder / "final"
 
 

@@ -64,7 +64,7 @@ def test_the_language_half_is_the_one_of_the_wheel(folder):
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_a_run_with_vllm_whose_lora_peft_reads(folder):
     run = folder.parent / "run"
-    recipe = ROOT / "configs" / "visual_qa_smollm.yaml"
+    recipe = ROOT / "configs" / "vlm" / "visual_qa_smollm.yaml"
     given = [f"run_dir={run}", "model.warm_start=null", f"model.path={folder}", *SMALL]
     given += ["rollout.generator=vllm_colocated", "rollout.generator.cache_gib=0.3"]
     subprocess.run([sys.executable, "-P", "-m", "mmrl", "train", str(recipe), *given], check=True, timeout=800)

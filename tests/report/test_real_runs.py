@@ -24,7 +24,7 @@ def shop(tmp_path_factory):
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
     for name in RECIPES:
-        run(f"mmrl train configs/{name}.yaml log.samples_every=1")
+        run(f"mmrl train {name} log.samples_every=1")
         run(f"mmrl sample runs/{name} --count 2")
         run(f"mmrl report runs/{name}")
     run(f"mmrl report {' '.join(f'runs/{name}' for name in RECIPES)}")

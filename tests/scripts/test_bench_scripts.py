@@ -18,6 +18,7 @@ import yaml
 from PIL import Image
 
 import mmrl.kernels
+from mmrl.cli import control
 from mmrl.cli import main as cli
 from mmrl.config import load
 from mmrl.settings import plain
@@ -30,6 +31,7 @@ from scripts.bench import (
     kernels,
     manipulation,
     methods,
+    recipes,
     turns,
     turns_learning,
     visual_qa,
@@ -58,7 +60,9 @@ class Composed:
         assert command[1:3] == ["-m", "mmrl"], command
         options = cli.parser().parse_args([str(word) for word in command[3:]])
         path, given = cli.given(options) if command[3] == "eval" else (options.config, options.overrides)
-        config = load(ROOT / path, given)
+        if command[3] == "control":
+            given = [*control.overrides(load(path, given), path), *given]
+        config = load(path, given)
         if command[3] == "eval":
             self.configs[f"eval {options.model}"] = config
             (Path(options.model) / "evaluation.json").write_text('{"evaluation/accuracy": 0.125}')
@@ -259,7 +263,7 @@ def test_each_run_over_turns_begins_where_its_recipe_does():
     """What the table trains is what `mmrl train` would, base after base."""
     for rows in turns_learning.RECIPES.values():
         for chain in rows.values():
-            begins = [load(ROOT / "configs" / f"{name}.yaml").model.warm_start for name in chain]
+            begins = [load(recipes.file(name)).model.warm_start for name in chain]
             assert [begin and Path(begin).stem for begin in begins] == [*chain[1:], None]
 
 

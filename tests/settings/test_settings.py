@@ -346,7 +346,7 @@ def test_a_file_replaces_a_section_of_another_type_and_merges_one_of_the_same(tm
     (tmp_path / "base.yaml").write_text("shape: {type: square, side: 3}\nother: {type: square, side: 3}\nkept: 1\n")
     path = tmp_path / "own.yaml"
     path.write_text("extends: base.yaml\nshape: {type: circle}\nother: {within: nothing}\n")
-    base, own = read_yaml(path)
+    (_, base), (_, own) = read_yaml(path)
     assert merged(base, own) == {
         "shape": {"type": "circle"},
         "other": {"type": "square", "side": 3, "within": "nothing"},

@@ -146,7 +146,7 @@ def test_the_tiny_model_reads_what_the_recipe_shows(tmp_path):
     """Every code of minigrid has an embedding, and the instruction's words are known."""
     build_model(tmp_path)
     backbone = small.load(tmp_path)
-    recipe = yaml.safe_load((CONFIGS / "manipulation_babyai.yaml").read_text())["task"]
+    recipe = yaml.safe_load((CONFIGS / "vla" / "manipulation_babyai.yaml").read_text())["task"]
     assert (backbone.config.squares, recipe["options"]["tile"]) == (recipe["options"]["around"], 0)
     codes = OBJECT_TO_IDX, COLOR_TO_IDX, STATE_TO_IDX
     assert backbone.config.codes == tuple(max(each.values()) + 1 for each in codes)

@@ -142,7 +142,7 @@ def test_what_is_not_installed_is_one_line_before_a_model_is_loaded(monkeypatch,
     usual = importlib.util.find_spec
     gone = ("openenv", "verifiers")
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name in gone else usual(name, *more))
-    config = load("configs/visual_games.yaml", [f"run_dir={tmp_path}", f"task.game={game}"])
+    config = load("configs/vlm/visual_games.yaml", [f"run_dir={tmp_path}", f"task.game={game}"])
     with pytest.raises(UserError, match=words) as caught:
         build_task(config)
     assert "\n" not in str(caught.value)

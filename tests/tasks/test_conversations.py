@@ -67,7 +67,9 @@ def config(folder, path, *overrides):
     own = ["model.warm_start=null", "model.build=null", f"model.path={folder / 'model'}", f"task.data={data}"]
     own += ["task.environment=null", "rollout.prompts=2", "engine.micro_batch=1", "rollout.max_response_length=120"]
     own += ["steps=1", "evaluation.before=false", "evaluation.every=0", "evaluation.prompts=1"]
-    return load("configs/visual_qa_zoom_warm_start.yaml", [f"run_dir={folder / 'run'}", *own, *overrides])
+    return load(
+        "configs/warm_starts/vlm/visual_qa_zoom_warm_start.yaml", [f"run_dir={folder / 'run'}", *own, *overrides]
+    )
 
 
 def reds(messages):

@@ -471,7 +471,7 @@ def test_the_columns_of_mmk12_are_read(tmp_path):
     table = [row | {"image": {"bytes": png(7), "path": None}}]
     data = datasets.Dataset.from_list(table, features=datasets.Features({**texts, "image": datasets.Image()}))
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "saved")
-    config = load(ROOT / "configs/visual_qa_mmk12.yaml", ["model.path=x", f"task.data.name={tmp_path / 'saved'}"])
+    config = load(ROOT / "configs/vlm/visual_qa_mmk12.yaml", ["model.path=x", f"task.data.name={tmp_path / 'saved'}"])
     for source in config.task.data.sources(seed=0):
         assert (source[0].text, source[0].answer) == (row["question"], row["answer"]) and len(source[0].images) == 1
         assert source[0].metadata == {"id": "a", "subject": "math"}
@@ -572,6 +572,6 @@ def test_the_keys_of_options_reach_the_files(tmp_path):
     asked(tmp_path, MMMU)
     columns = "options_field: options, image_field: [image_1, image_2, image_3]"
     data = f"task.data={{type: files, eval: {tmp_path}/questions.jsonl, {columns}}}"
-    config = load(ROOT / "configs/visual_qa_geometry3k.yaml", [data, "model.path=x"])
+    config = load(ROOT / "configs/vlm/visual_qa_geometry3k.yaml", [data, "model.path=x"])
     prompt = config.task.build(0).evaluation[0]
     assert "B. the second's\nC. <image>\n" in prompt.text and red(prompt) == [40, 0, 80]

@@ -5,7 +5,7 @@ import pytest
 from mmrl.config import load
 from mmrl.rollouts import Conversation, Message, Sample, Turn
 
-CONFIG = "configs/visual_games.yaml"
+CONFIG = "configs/vlm/visual_games.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def test_training_and_evaluation_never_play_the_same_seed(task):
 
 
 def test_demonstrations_are_as_careless_as_asked():
-    made = load("configs/visual_games_warm_start.yaml", ["task.careless=0.6"]).task.build(0)
+    made = load("configs/warm_starts/vlm/visual_games_warm_start.yaml", ["task.careless=0.6"]).task.build(0)
     wrong = total = 0
     for i in range(200):
         prompt = made.train[i]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.generation.settings import VLLMColocated
+from mmrl.generation.vllm.api_key import KEY
 from mmrl.generation.vllm.engine import EngineOptions
 from mmrl.generation.vllm.processes import Process
 from tests.whole_runs import vllm_workers
@@ -19,6 +20,7 @@ from tests.whole_runs.parts import HERE, MODEL, TINY, metrics, model_folder
 UNSHARED = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
 SERVER = [*vllm_workers.SERVER, "rollout.generator.timeout=240", "steps=2"]
 HOSTS = ["10.77.0.1", "10.77.0.2"]
+SECRET = "known to both hosts"
 
 
 def possible() -> bool:
@@ -65,7 +67,7 @@ class Hosts:
         for i in range(2):
             launch = ["torch.distributed.run", "--nnodes", "2", "--node_rank", str(i), "--nproc_per_node", "1"]
             launch += ["--master_addr", HOSTS[0], "--master_port", "29500", "--module"]
-            run = ["mmrl.cli.main", "train", str(TINY), f"run_dir={folder}", *SERVER, *overrides]
+            run = ["mmrl", "train", str(TINY), f"run_dir={folder}", *SERVER, *overrides]
             with (folder.parent / f"{folder.name}-{i}.log").open("w") as log:
                 command = [*self.on(i), sys.executable, "-m", *launch, *run]
                 ranks.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment()))
@@ -83,7 +85,7 @@ def environment() -> dict[str, str]:
     """As it would be on each host: with the network's name, since none of these has a name that the other knows."""
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), MODEL: model_folder()}
-    return env | {"GLOO_SOCKET_IFNAME": "eth0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": ""}
+    return env | {"GLOO_SOCKET_IFNAME": "eth0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "", KEY: SECRET}
 
 
 @pytest.fixture
@@ -105,7 +107,7 @@ def test_ranks_on_two_hosts_share_an_engine_that_ray_placed(hosts, tmp_path):
 
 
 def test_ranks_on_two_hosts_share_an_engine_with_an_address(hosts, tmp_path):
-    process = Process(EngineOptions(context=512, settings=VLLMColocated(cache_gib=0.1)), tmp_path / "log")
+    process = Process(EngineOptions(context=512, settings=VLLMColocated(cache_gib=0.1)), SECRET, tmp_path / "log")
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
@@ -137,14 +139,14 @@ def test_an_engine_whose_host_loses_power_is_lost_within_its_seconds(hosts):
     assert engine.stdout.readline()
     asking = f"""
 import time
-from mmrl.generation import servers
-servers.SILENT = 4
-server = servers.Server(lambda: "http://{HOSTS[1]}:9000", 100)
+from mmrl.generation.vllm import client
+client.SILENT = 4
+server = client.Server(lambda: "http://{HOSTS[1]}:9000", 100)
 for _ in range(2):
     began = time.monotonic()
     try:
         server.post("generate", {{}})
-    except servers.LOST:
+    except client.LOST:
         print(time.monotonic() - began, flush=True)
 """
     command = [*hosts.on(0), sys.executable, "-c", asking]

@@ -8,9 +8,10 @@ from PIL import Image
 
 from mmrl.config import load
 from mmrl.job import before_warm_start
+from mmrl.settings.recipes import shipped
 from tests.helpers.command_line import ROOT, mmrl
 
-RECIPES = sorted(path.name for path in (ROOT / "configs").glob("image_*.yaml"))
+RECIPES = sorted(name for name in shipped() if name.startswith("image_"))
 TINY = ["threads=1", "evaluation.prompts=20", "task.data.train_size=200"]
 
 
@@ -18,11 +19,11 @@ TINY = ["threads=1", "evaluation.prompts=20", "task.data.train_size=200"]
 def folder(tmp_path_factory):
     """A base recipe and one that starts from it, both cut down to a few steps."""
     folder = tmp_path_factory.mktemp("images")
-    base = yaml.safe_load((ROOT / "configs" / "image_digits_base.yaml").read_text())
+    base = yaml.safe_load((ROOT / "configs" / "warm_starts" / "digits" / "image_digits_base.yaml").read_text())
     base |= {"steps": 3, "run_dir": str(folder / "base")}
     base["evaluation"] = {"every": 0, "prompts": 20}
     (folder / "base.yaml").write_text(yaml.safe_dump(base))
-    flow = yaml.safe_load((ROOT / "configs" / "image_digits_flow.yaml").read_text())
+    flow = yaml.safe_load((ROOT / "configs" / "digits" / "image_digits_flow.yaml").read_text())
     flow |= {"steps": 2, "run_dir": str(folder / "flow")}
     flow["model"]["warm_start"] = "base.yaml"
     flow["rollout"] = {"prompts": 4, "group_size": 4}
@@ -92,7 +93,7 @@ def test_eval_and_sample_of_the_run(folder, trained):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_a_configuration(name):
-    config = load(ROOT / "configs" / name)
+    config = load(name)
     kinds = ("diffusion", "picture_codes", "masked_diffusion", "few_step_diffusion", "rewritten_diffusion")
     assert config.model.type in kinds
     assert config.task.type == "image_generation"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
+from mmrl.settings.recipes import shipped
 from tests.whole_runs.parts import HERE, ROBOTS, make, metrics, release, train
 
 pytest.importorskip("mani_skill", reason="needs ManiSkill: pip install -e '.[maniskill]'")
@@ -37,7 +38,7 @@ def test_a_policy_trains_in_maniskill(tmp_path):
 def test_the_recipe_from_random_weights_trains(tmp_path):
     size = ["rollout.prompts=4", "evaluation.prompts=2", "task.options.max_steps=4", "task.rows=4", "steps=2"]
     once = ["algorithm.epochs=1", "algorithm.minibatches=1", "threads=1", "action.standardise=true"]
-    recipe = HERE.parent.parent / "configs/manipulation_maniskill_pushcube.yaml"
+    recipe = HERE.parent.parent / "configs/vla/manipulation_maniskill_pushcube.yaml"
     train(tmp_path / "run", *size, *once, base=recipe)
     rows = [row for row in metrics(tmp_path / "run") if "loss" in row]
     assert len(rows) == 2
@@ -58,14 +59,14 @@ def test_the_recipe_from_random_weights_trains(tmp_path):
 @pytest.mark.slow
 def test_the_recipe_trains_from_its_base(tmp_path):
     """The scripted arm is watched, then success alone counts, with the base's statistics."""
-    configs = HERE.parent.parent / "configs"
+    configs = shipped()
     small = ["evaluation.prompts=1", "evaluation.before=false", "task.rows=4", "threads=1"]
     shown = ["steps=3", "task.demonstrations.episodes=2", "task.options.max_steps=20", "rollout.prompts=4"]
-    train(tmp_path / "base", *small, *shown, base=configs / "manipulation_maniskill_pushcube_warm_start.yaml")
+    train(tmp_path / "base", *small, *shown, base=configs["manipulation_maniskill_pushcube_warm_start"])
     size = ["steps=2", "rollout.prompts=2", "rollout.group_size=2", "task.options.max_steps=4"]
     reward = ["task.rewards=[{name: random}]"]  # a group of four actions has no success to learn from
     model = ["model.warm_start=null", f"model.path={tmp_path / 'base/final'}"]
-    train(tmp_path / "run", *small, *size, *reward, *model, base=configs / "manipulation_maniskill_pushcube_grpo.yaml")
+    train(tmp_path / "run", *small, *size, *reward, *model, base=configs["manipulation_maniskill_pushcube_grpo"])
     rows = [row for row in metrics(tmp_path / "run") if "loss" in row]
     assert [row["episode/length"] for row in rows] == [4, 4]
     assert any(row["grad_norm"] > 0 for row in rows)  # the rewards of a group may be equal

@@ -34,7 +34,7 @@ def lines(folder):
 
 
 def made(folder, *overrides):
-    config = load("configs/visual_qa_zoom.yaml", [f"run_dir={folder}", *ZOOM, *overrides])
+    config = load("configs/vlm/visual_qa_zoom.yaml", [f"run_dir={folder}", *ZOOM, *overrides])
     task = build.build_task(config)
     policy = build.build_policy(config, task)
     engine = build.build_engine(config, policy)
@@ -42,7 +42,7 @@ def made(folder, *overrides):
 
 
 def test_the_card_game_trains_with_credit_by_turn(tmp_path):
-    assert run(load("configs/visual_games.yaml", [f"run_dir={tmp_path}", *GAMES, "steps=2"])) == 0
+    assert run(load("configs/vlm/visual_games.yaml", [f"run_dir={tmp_path}", *GAMES, "steps=2"])) == 0
     steps = [line for line in lines(tmp_path) if "surrogate/ratio_gap_max" in line]
     assert len(steps) == 2 and all(line["surrogate/ratio_gap_max"] == 0 for line in steps)
     assert all(1 <= line["turns/count"] <= 3 for line in steps)
@@ -68,7 +68,7 @@ def test_a_run_over_turns_goes_on_from_its_checkpoint_bit_by_bit(tmp_path):
     assert half.step == 1
     release(half)
     more = [f"run_dir={tmp_path / 'half'}", *ZOOM, "steps=3", "checkpoint.every=1", "checkpoint.resume=true"]
-    assert run(load("configs/visual_qa_zoom.yaml", more)) == 0
+    assert run(load("configs/vlm/visual_qa_zoom.yaml", more)) == 0
     got = load_file(tmp_path / "half" / "final" / "model.safetensors")
     want_file = load_file(tmp_path / "whole" / "final" / "model.safetensors")
     assert got.keys() == want_file.keys()

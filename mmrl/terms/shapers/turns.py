@@ -27,6 +27,7 @@ class TurnReturns(Shaper):
         "turn as its baseline: reconstructed from a summary of TRLOO (Dr. Kernel)"
     )
     test: ClassVar[str] = "tests/joints/test_turn_credit.py"
+    paid_by_environment: ClassVar[bool] = True
     type: str = "turn_returns"
     gamma: float = option(1.0, "discount of a turn", ge=0, le=1)
     weight: float = option(1.0, "of the turns' advantages", ge=0)
@@ -74,6 +75,7 @@ class Milestones(Shaper):
     )
     source: ClassVar[str] = "reconstructed from BEACON: credit of milestone segments beside that of the trajectory"
     test: ClassVar[str] = "tests/joints/test_milestones.py"
+    paid_by_environment: ClassVar[bool] = True
     type: str = "milestones"
     gamma: float = option(0.9, "discount of a turn within a segment", ge=0, le=1)
     weight: float = option(1.0, "of the segments' advantages", ge=0)

@@ -120,7 +120,7 @@ def test_training_the_whole_network_needs_its_encoders(folder_of, written):
     ],
 )
 def test_other_models_are_refused(written, recipe, kind):
-    done = mmrl(written, "embed", f"configs/{recipe}.yaml", "--out", written / "other")
+    done = mmrl(written, "embed", recipe, "--out", written / "other")
     assert done.code == 2 and f"mmrl embed is for model.type=diffusion; this job has model.type={kind}" in done.err
 
 

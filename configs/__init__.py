@@ -1,0 +1,1 @@
+"""Recipes, which come with the package; `mmrl recipes` lists them."""

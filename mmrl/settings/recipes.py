@@ -1,0 +1,58 @@
+"""Recipes: the YAML files that come with the package, which are found by their names, and where their runs go."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+FOLDER = "configs"  # of recipes, by kind; the kinds are the folders of runs too
+FORMER_CONTROL = "_random_reward"  # how files of controls ended, before there was a command
+
+
+@cache
+def shipped() -> dict[str, Path]:
+    """Returns the recipes that come with the package by their names, which are the stems of their files."""
+    root = Path(str(files("mmrl.configs")))
+    return {path.stem: path for path in sorted(root.rglob("*.yaml"))}
+
+
+def found(path: Path) -> Path:
+    """Returns the file at `path`, or the shipped recipe that it names. Raises FileNotFoundError in one line that names
+    the nearest recipe, or what a former one is now."""
+    if path.is_file():
+        return path
+    if path.suffix == "" and path.name == str(path) and path.name in shipped():
+        return shown(shipped()[path.name])
+    raise FileNotFoundError(f"no configuration file {path}{_hint(path)}")
+
+
+def run_dir(path: Path) -> str:
+    """Returns the run directory of a recipe that names none: runs/KIND/NAME for configs/KIND/NAME.yaml, runs/NAME for a
+    file that lies elsewhere."""
+    parts = path.absolute().with_suffix("").parts
+    kinds = [i for i, part in enumerate(parts[:-1]) if part == FOLDER]
+    return "/".join(("runs", *(parts[kinds[-1] + 1 :] if kinds else parts[-1:])))
+
+
+def shown(path: Path) -> Path:
+    """Returns the path as seen from here, where it lies below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def beside(folder: Path, name: str) -> Path:
+    """Returns the recipe that a file in `folder` names: a path from there, or the name of a shipped recipe."""
+    there = Path(os.path.normpath(folder / name))
+    return Path(name) if not there.is_file() and name in shipped() else there
+
+
+def _hint(path: Path) -> str:
+    name = path.stem
+    if name.endswith(FORMER_CONTROL):
+        return f"; the control of a recipe is a command: mmrl control {name.removesuffix(FORMER_CONTROL)}"
+    if name in shipped():
+        return f"; the recipe of that name is {shown(shipped()[name])}"
+    near = difflib.get_close_matches(name, shipped(), n=1, cutoff=0.8)
+    return f"; did you mean the recipe {near[0]}?" if near else ""

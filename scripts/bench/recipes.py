@@ -1,0 +1,19 @@
+"""Recipes as arguments of mmrl: NAME trains the recipe, NAME_control the same with rewards that know nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmrl.settings.recipes import shipped
+
+CONTROL = "_control"
+
+
+def command(name: str) -> list[str]:
+    """Returns the words behind `mmrl` that run a recipe or its control."""
+    return ["control", name.removesuffix(CONTROL)] if name.endswith(CONTROL) else ["train", name]
+
+
+def file(name: str) -> Path:
+    """Returns the file of a recipe, which that of its control is too."""
+    return shipped()[name.removesuffix(CONTROL)]
