@@ -32,7 +32,7 @@ from mmrl.protocols.requirements import Needs, check, together
 from mmrl.report.settings import Log
 from mmrl.settings import Section, SettingsError, kind_of, make, option, plain, recipes
 from mmrl.settings import overrides as layering
-from mmrl.settings.tree import TreeError, read_override, read_yaml
+from mmrl.settings.tree import TreeError, Whole, read_override, read_yaml
 from mmrl.tasks.settings import TaskSettings
 from mmrl.tasks.visual_qa.settings import VisualQASettings
 
@@ -172,15 +172,24 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     except (OmegaConfBaseException, yaml.YAMLError) as error:  # ${...} that leads nowhere, or ??? left to be filled
         raise UserError(f"{path}: {' '.join(str(error).split())}") from None
     assert isinstance(resolved, dict)
+    if _warm_start(resolved) != _warm_start(tree):  # ${...}, of which only now it is known what it names
+        resolved = _with_warm_start(resolved, path.parent)
     return validate({str(key): value for key, value in resolved.items()}, str(path))
 
 
 def _with_warm_start(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The tree with `model.warm_start` as seen from here, where it is given as seen from `folder`."""
     model = tree.get("model")
-    if not isinstance(model, dict) or not isinstance(name := model.get("warm_start"), str):
+    keys = model.value if isinstance(model, Whole) else model
+    if not isinstance(keys, Mapping) or not isinstance(name := keys.get("warm_start"), str) or "${" in name:
         return tree
-    return {**tree, "model": {**model, "warm_start": str(recipes.beside(folder, name))}}
+    found = {**keys, "warm_start": str(recipes.beside(folder, name))}
+    return {**tree, "model": Whole(found) if isinstance(model, Whole) else found}
+
+
+def _warm_start(tree: Mapping[str, Any]) -> Any:
+    model = tree.get("model")
+    return model.get("warm_start") if isinstance(model, Mapping) else None
 
 
 def configure(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Config:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Sequence
 from functools import cache
-from importlib.abc import MetaPathFinder
-from pathlib import Path
 from types import ModuleType
 
-NAME = re.compile(r"(?<![\w.\-/])mmrl(?:\.\w+)+(?::\w+)?")
-NOT_THERE = re.compile(r"cannot import name '(\w+)' from '(mmrl[\w.]*)'")
+NAME = r"(?<![\w.\-/])mmrl(?:\.\w+)+(?::\w+)?"
+NOT_THERE = r"cannot import name '(\w+)' from '(mmrl\.[\w.]+)'"
 
 
 @cache
 def _tables() -> dict[str, dict[str, str]]:
     """Modules by their former names, and classes, as module:Class, by former names in former and present modules."""
+    import json  # here, as below: every process that imports mmrl imports this module, and hardly any asks it
+    from pathlib import Path
+
     return json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
@@ -38,17 +37,21 @@ def hint(name: str) -> str:
 
 def hint_of(error: ImportError) -> str:
     """Returns the hint about what an import asked for where the module is there and the name in it is a former one."""
-    asked = NOT_THERE.search(str(error))
+    import re
+
+    asked = re.search(NOT_THERE, str(error))
     return "" if asked is None else hint(f"{asked[2]}:{asked[1]}")
 
 
 def renewed(text: str) -> str:
     """Returns a text with every former name in it replaced by the present one."""
-    return NAME.sub(lambda found: now(found[0]) or found[0], text)
+    import re
+
+    return re.sub(NAME, lambda found: now(found[0]) or found[0], text)
 
 
-class FormerModules(MetaPathFinder):
-    """Names the present module where an import asks for a former one."""
+class FormerModules:
+    """A finder of `sys.meta_path` that names the present module where an import asks for a former one."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         if name.startswith("mmrl.") and (new := now(name)) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -199,14 +198,7 @@ class Trainer:
         return {f"correction/{name}": value for name, value in stats.items()}
 
     def _report_bad_step(self, minibatch: Minibatch, what: str) -> None:
-        path = self.run.folder / f"bad-step-{self.step + 1}-rank{self.engine.rank}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)  # another host's disk may not have the run directory yet
-        with path.open("w") as file:
-            for micro in minibatch:
-                rewards = micro.rewards.tolist() if micro.rewards is not None else [None] * len(micro)
-                for sample, reward in zip(micro.samples, rewards, strict=True):
-                    row = {"prompt": sample.prompt.id, "response": sample.response, "rewards": reward}
-                    file.write(json.dumps(row) + "\n")
+        path = self.run.skipped_update(self.step + 1, self.engine.rank, minibatch)
         ids = ", ".join(sorted({s.prompt.id for micro in minibatch for s in micro.samples})[:3])
         self.run.line(
             f"step {self.step + 1}: {what} not finite, update skipped; its rollouts ({ids}, ...) are in {path}"

@@ -80,7 +80,7 @@ LONG = (
     "sims/test_maniskill.py",
 )
 # Hundreds of combinations; a browser; learning to a fixed point.
-SLOWER = ("joints/test_composition.py", "report/test_browser.py", "core/test_recurrence.py")
+SLOWER = ("report/test_browser.py", "core/test_recurrence.py")
 
 
 def pytest_addoption(parser):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from mmrl.algorithms.algorithm import RewardedAlgorithm
 from mmrl.algorithms.baselines.baseline import Baseline, Mean
 from mmrl.algorithms.reward_transforms.transform import Transform
+from mmrl.algorithms.scales.components import Components, Gated, SumOfComponents
+from mmrl.algorithms.scales.scale import GroupStd, Scale
 from mmrl.protocols.requirements import Capabilities, Needs
-from mmrl.settings import Choice, option
+from mmrl.settings import option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,140 +19,6 @@ if TYPE_CHECKING:
     from mmrl.protocols.batch import Batch
     from mmrl.protocols.job import JobConfig
     from mmrl.rollouts import Rollouts
-
-
-Estimate = Callable[["Tensor"], "Tensor"]  # [rollout] of rewards -> [rollout] of advantages
-
-
-class Scale(Choice):
-    """What the difference from the baseline is divided by. known: the name that `core.advantages` has for it."""
-
-    title: ClassVar[str] = "scale of advantages"
-    kinds: ClassVar[dict[str, str]] = {
-        "group_std": "mmrl.algorithms.grouped:GroupStd",
-        "batch_std": "mmrl.algorithms.grouped:BatchStd",
-        "bucket_std": "mmrl.algorithms.grouped:BucketStd",
-        "quantile_bucket_std": "mmrl.algorithms.scales.quantile_buckets:QuantileBucketStd",
-        "none": "mmrl.algorithms.grouped:NoScale",
-    }
-    test: ClassVar[str] = "tests/joints/test_advantages.py"
-    known: ClassVar[str]
-
-    @property
-    def needs(self) -> Needs:
-        return Needs()
-
-    def buckets(self, batch: Batch) -> Tensor | None:
-        """[rollout of all ranks] whose standard deviation is shared, for scales of buckets."""
-        return None
-
-
-class GroupStd(Scale):
-    """The standard deviation of the group."""
-
-    equation: ClassVar[str] = "A = (r - b) / (std of the group + 1e-6)"
-    source: ClassVar[str] = "GRPO, arXiv 2402.03300"
-    known: ClassVar[str] = "group_std"
-    type: str = "group_std"
-
-
-class BatchStd(Scale):
-    """The standard deviation of the batch."""
-
-    equation: ClassVar[str] = "A = (r - b) / (std of the batch + 1e-6)"
-    source: ClassVar[str] = "REINFORCE++, arXiv 2501.03262"
-    known: ClassVar[str] = "batch_std"
-    type: str = "batch_std"
-
-
-class BucketStd(Scale):
-    """The standard deviation of all rollouts that have a fact in common, such as the difficulty of their prompt."""
-
-    equation: ClassVar[str] = "A = (r - b) / (std of the bucket + 1e-6)"
-    source: ClassVar[str] = "Durian, arXiv 2602.21743"
-    known: ClassVar[str] = "bucket_std"
-    type: str = "bucket_std"
-    by: str = option(description="the fact: a key of the prompts' metadata, or another of `mmrl.protocols.batch`")
-
-    def buckets(self, batch: Batch) -> Tensor | None:
-        return batch.fact(self.by)
-
-
-class NoScale(Scale):
-    """Nothing."""
-
-    equation: ClassVar[str] = "A = r - b"
-    source: ClassVar[str] = "Dr.GRPO, arXiv 2503.20783"
-    known: ClassVar[str] = "none"
-    type: str = "none"
-
-
-class Components(Choice):
-    """How several rewards become one advantage. known: the name that `core.advantages` has for it; a kind that it does
-    not know gives `combine`."""
-
-    title: ClassVar[str] = "components"
-    kinds: ClassVar[dict[str, str]] = {
-        "sum": "mmrl.algorithms.grouped:SumOfComponents",
-        "normalise_each": "mmrl.algorithms.grouped:NormaliseEach",
-        "gated": "mmrl.algorithms.grouped:Gated",
-        "constrained": "mmrl.algorithms.scales.constrained:Constrained",
-        "projected": "mmrl.algorithms.scales.projected:Projected",
-    }
-    test: ClassVar[str] = "tests/core/test_advantages.py"
-    known: ClassVar[str] = "sum"
-
-    def check_names(self, names: list[str]) -> None:
-        """Raises ValueError for a name that is no reward of the task."""
-
-    def total(self, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
-        """[rollout, component] -> [rollout]: the one reward that they make."""
-        from mmrl.core.advantages import combined_reward
-
-        return combined_reward(rewards, weights)
-
-    def combine(self, estimate: Estimate, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor | None:
-        """[rollout] advantages of all ranks, from those that `estimate` makes of one reward; None: of `total`."""
-        return None
-
-
-class SumOfComponents(Components):
-    """Their weighted sum is normalised."""
-
-    equation: ClassVar[str] = "r = sum_k w_k r_k"
-    source: ClassVar[str] = "GRPO, arXiv 2402.03300"
-    type: str = "sum"
-
-
-class NormaliseEach(Components):
-    """Each is normalised in its group; their weighted sum is normalised over the batch."""
-
-    equation: ClassVar[str] = "S = sum_k w_k A_k; A = (S - mean S) / (std S + 1e-6), over the batch"
-    source: ClassVar[str] = "GDPO, arXiv 2601.05242"
-    known: ClassVar[str] = "normalise_each"
-    type: str = "normalise_each"
-
-
-class Gated(Components):
-    """Some rewards gate the others: where a gate is closed (0), the reward is 0."""
-
-    equation: ClassVar[str] = "r = prod_{k in gates} r_k x sum_{other k} w_k r_k"
-    source: ClassVar[str] = "G-RA's gated aggregation"
-    known: ClassVar[str] = "gated"
-    type: str = "gated"
-    gates: list[str] = option(description="names of the rewards that are gates", min_length=1)
-
-    def check_names(self, names: list[str]) -> None:
-        for name in self.gates:
-            if name not in names:
-                raise ValueError(f"algorithm.components.gates: {name} is none of the rewards, {', '.join(names)}")
-
-    def total(self, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
-        from mmrl.core.advantages import gated_reward
-
-        gates = [names.index(name) for name in self.gates]
-        order = [*gates, *(k for k in range(len(names)) if k not in gates)]
-        return gated_reward(rewards[:, order], weights[order].to(rewards), len(gates))
 
 
 class GroupedAlgorithm(RewardedAlgorithm):

@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 
 from mmrl.algorithms.algorithm import Algorithm
 from mmrl.algorithms.baselines.baseline import Baseline
-from mmrl.algorithms.grouped import Scale
 from mmrl.algorithms.reward_transforms.transform import Transform
+from mmrl.algorithms.scales.scale import Scale
 from mmrl.algorithms.surrogates.surrogate import Surrogate
 from mmrl.collection.extra_sources import ExtraSource
 from mmrl.config import job
@@ -76,8 +76,8 @@ CHOICES = (
     "mmrl.algorithms.surrogates.surrogate:Surrogate",
     "mmrl.algorithms.baselines.baseline:Baseline",
     "mmrl.algorithms.reward_transforms.transform:Transform",
-    "mmrl.algorithms.grouped:Scale",
-    "mmrl.algorithms.grouped:Components",
+    "mmrl.algorithms.scales.scale:Scale",
+    "mmrl.algorithms.scales.components:Components",
     "mmrl.terms.term:Term",
     "mmrl.terms.term:Shaper",
     "mmrl.terms.term:Mask",

@@ -9,8 +9,8 @@ from typing import Literal, get_args
 
 import torch
 
-from mmrl.kernels import prebuilt
-from mmrl.kernels.toolchain import KernelError, _compiler, _name, cache, library
+from mmrl.kernels import prebuilt, toolchain
+from mmrl.kernels.toolchain import KernelError
 
 Backend = Literal["auto", "cuda", "cpu", "torch"]
 _log = logging.getLogger("mmrl.kernels")
@@ -78,7 +78,7 @@ def _load(kind: str) -> None:
     if why and os.environ.get("RANK", "0") == "0":  # once for all ranks
         _log.warning("the %s kernels that came with mmrl are not used: %s", kind, why)
     try:
-        _take(kind, library(kind))
+        _take(kind, toolchain.library(kind))
     except (KernelError, OSError) as error:
         _state[kind] = " ".join(str(error).split())
 
@@ -91,7 +91,7 @@ def _take(kind: str, path: Path) -> None:
 def find(kind: str) -> Path | None:
     """Path of the library if it came with the package or was built here, None otherwise."""
     shipped, _ = prebuilt.fitting(kind)
-    if shipped is not None or not _compiler(kind):
+    if shipped is not None or not toolchain.compiler(kind):
         return shipped
-    built = cache() / _name(kind)
+    built = toolchain.cache() / toolchain.file_name(kind)
     return built if built.exists() else None

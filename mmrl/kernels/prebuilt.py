@@ -35,7 +35,7 @@ def build(into: Path | None = None) -> tuple[list[Path], str]:
         path = toolchain.made("cpu", folder, level)
         told[path.name] = {"kind": "cpu", "level": level}
     missing = "no nvcc here: only the C++ kernels were built"
-    if toolchain._compiler("cuda"):
+    if toolchain.compiler("cuda"):
         architectures = toolchain.architectures()
         path = toolchain.made("cuda", folder)
         told[path.name] = {"kind": "cuda", "cuda": toolchain.toolkit(), "architectures": list(architectures)}

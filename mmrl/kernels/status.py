@@ -36,7 +36,7 @@ def _health(kind: compiled.Backend) -> Health:
     compiled._load(kind)
     if why := compiled._state[kind]:
         compiler = "sudo apt-get install g++" if kind == "cpu" else "sudo apt-get install nvidia-cuda-toolkit"
-        mend = BUILD if toolchain._compiler(kind) else f"{compiler} && {BUILD}"
+        mend = BUILD if toolchain.compiler(kind) else f"{compiler} && {BUILD}"
         return Health(f"{kind}: not usable, the torch reference computes: {why}", mend)
     if wrong := [name for name, call in _calls(kind).items() if not _agree(kind, call)]:
         said = f"{kind}: {', '.join(wrong)} is wrong: differs from the torch reference; use kernels.backend=torch"
@@ -47,7 +47,7 @@ def _health(kind: compiled.Backend) -> Health:
 def _without_gpu() -> str:
     if built := compiled.find("cuda"):
         return f"cuda: built, no GPU here to load it for ({built})"
-    return "cuda: not built, no GPU here" + ("" if toolchain._compiler("cuda") else " and no nvcc")
+    return "cuda: not built, no GPU here" + ("" if toolchain.compiler("cuda") else " and no nvcc")
 
 
 def _agree(kind: compiled.Backend, call: Callable[[], Iterable[Tensor | None]]) -> bool:

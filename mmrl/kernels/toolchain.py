@@ -48,7 +48,7 @@ def build(kinds: Sequence[str] | None = None, into: Path | None = None) -> list[
     "cpu" needs g++ (or $CXX), "cuda" nvcc but no GPU. `into` is a folder other than the cache. Raises KernelError if a
     compiler fails, or if one of the `kinds` asked for has none.
     """
-    wanted = [kind for kind in ("cpu", "cuda") if _compiler(kind)] if kinds is None else list(kinds)
+    wanted = [kind for kind in ("cpu", "cuda") if compiler(kind)] if kinds is None else list(kinds)
     return [library(kind, into) for kind in wanted]
 
 
@@ -59,9 +59,9 @@ def library(kind: str, into: Path | None = None) -> Path:
 
 def made(kind: str, folder: Path, for_level: str | None = None) -> Path:
     """The library in a folder, built if it is not there yet; `for_level`: of another processor than this one."""
-    if not _compiler(kind):
+    if not compiler(kind):
         raise KernelError(f"no {'nvcc' if kind == 'cuda' else 'C++ compiler'} found")
-    target = folder / _name(kind, for_level)
+    target = folder / file_name(kind, for_level)
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmrl" / "kernels"
 
 
-def _compiler(kind: str) -> str | None:
+def compiler(kind: str) -> str | None:
     if kind != "cuda":
         return shutil.which(os.environ.get("CXX", "g++"))
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
@@ -93,13 +93,13 @@ def level() -> str:
 
 def architectures() -> list[str]:
     """Those of CUDA_ARCHITECTURES that nvcc knows; an older one lacks the newest."""
-    listed = subprocess.run([str(_compiler("cuda")), "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    listed = subprocess.run([str(compiler("cuda")), "--list-gpu-code"], capture_output=True, text=True).stdout.split()
     return [a for a in CUDA_ARCHITECTURES if f"sm_{a}" in listed]
 
 
 def toolkit() -> str:
     """The version of nvcc, such as 13.0."""
-    said = subprocess.run([str(_compiler("cuda")), "--version"], capture_output=True, text=True).stdout
+    said = subprocess.run([str(compiler("cuda")), "--version"], capture_output=True, text=True).stdout
     return said.partition("release ")[2].partition(",")[0]
 
 
@@ -122,7 +122,7 @@ def _flags(kind: str, for_level: str | None = None) -> list[str]:
     return [*CUDA_FLAGS, *DEFINES, *codes, f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}"]
 
 
-def _name(kind: str, for_level: str | None = None) -> str:
+def file_name(kind: str, for_level: str | None = None) -> str:
     digest = hashlib.sha256(" ".join([*_flags(kind, for_level), sources()]).encode())
     return f"mmrl_{kind}-{platform.machine()}-{digest.hexdigest()[:16]}.so"
 
@@ -132,7 +132,7 @@ def _compile(kind: str, target: Path, for_level: str | None = None) -> None:
     libraries = [f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         out = Path(scratch) / target.name
-        command = [str(_compiler(kind)), *_flags(kind, for_level), "-isystem", str(root / "include")]
+        command = [str(compiler(kind)), *_flags(kind, for_level), "-isystem", str(root / "include")]
         # The symbols of LibTorch are found through the libraries named here, which the process has loaded by then.
         command += [str(SOURCES / FILES[kind]), "-Xlinker", "--no-as-needed", *libraries, "-o", str(out)]
         length = {"cuda": "two minutes"}.get(kind, "10 seconds")

@@ -26,7 +26,7 @@ from torch.utils.tensorboard.summary import hparams
 from mmrl.report.conversations import conversation_html, data_url, film_url, save_film
 from mmrl.report.lock import RunLock
 from mmrl.report.records import END, flattened, parsed
-from mmrl.rollouts import Episode, Prompt, Sample
+from mmrl.rollouts import Episode, Prompt, Rollouts, Sample
 from mmrl.runtime.progress import display
 from mmrl.version import VERSION
 
@@ -143,6 +143,18 @@ class Run:
         if drawn and len({image.size for image in drawn}) == 1:
             self._board.add_image(f"samples/{kind}", np.asarray(grid(drawn)), step, dataformats="HWC")
         self._board.add_text(f"samples/{kind}", text_table(samples, columns), step)
+
+    def skipped_update(self, step: int, rank: int, micro_batches: Sequence[Rollouts]) -> Path:
+        """Writes the rollouts of an update that was skipped, one a line, and returns the file."""
+        path = self.folder / f"bad-step-{step}-rank{rank}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)  # another host's disk may not have the run directory yet
+        with path.open("w") as file:
+            for micro in micro_batches:
+                rewards = micro.rewards.tolist() if micro.rewards is not None else [None] * len(micro)
+                for sample, reward in zip(micro.samples, rewards, strict=True):
+                    row = {"prompt": sample.prompt.id, "response": sample.response, "rewards": reward}
+                    file.write(json.dumps(row) + "\n")
+        return path
 
     def close(self) -> None:
         if self.writes:

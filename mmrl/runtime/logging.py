@@ -8,6 +8,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
     "DIFFUSERS_VERBOSITY": "error",
+    "PYDANTIC_DISABLE_PLUGINS": "__all__",  # else every installed package is asked for some, at each start
 }
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
 FOLDER = "configs"  # of recipes, by kind; the kinds are the folders of runs too
@@ -15,8 +15,8 @@ FORMER_CONTROL = "_random_reward"  # how files of controls ended, before there w
 @cache
 def shipped() -> dict[str, Path]:
     """Returns the recipes that come with the package by their names, which are the stems of their files."""
-    root = Path(str(files("mmrl.configs")))
-    return {path.stem: path for path in sorted(root.rglob("*.yaml"))}
+    root = Path(importlib.import_module("mmrl.configs").__path__[0])
+    return {path.stem: path for path in sorted(root.rglob("*.yaml"), key=str)}
 
 
 def found(path: Path) -> Path:

@@ -61,12 +61,12 @@ def main() -> None:
 
 
 def copied(folder: Path) -> Path:
-    """A copy of the tree from which `mmrl`, `mmrl.tasks` and `mmrl.sims` can be imported."""
+    """A copy of the tree from which `mmrl` can be imported with what lies beside it."""
     folder.mkdir()
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
-    for name in ("tasks", "sims"):
+    for name in ("tasks", "sims", "configs"):
         (folder / "mmrl" / name).symlink_to(folder / name)
     return folder
 

@@ -135,8 +135,8 @@ class Dot(gymnasium.Env):
             }
         )
         self.action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
-        if fail == "discrete":
-            self.action_space = gymnasium.spaces.Discrete(4)
+        if fail == "pairs":
+            self.action_space = gymnasium.spaces.MultiDiscrete([4, 2])
 
     def _seen(self):
         shape = (32, 32, 3) if self.fail == "shape" and self.resets > 1 else self.shape

@@ -1,6 +1,6 @@
 """Start-up of `mmrl train`, generation of long responses, PushCube: an earlier commit and this one, in turns.
 
-    .venv/bin/python scripts/bench/before_and_now.py [--commit a4b3f00] [--rounds 3] [--parts start,generation,pushcube]
+    .venv/bin/python scripts/bench/before_and_now.py [--commit a4b3f00] [--rounds 3] [--parts start,generation,steps]
 
 The earlier commit's files are taken out of git into a temporary folder and found before those that are installed; the
 libraries are the same. Every measurement is processor time of a process of its own, with one thread.
@@ -12,6 +12,9 @@ start       from the beginning of the process to the beginning of the first trai
 generation  4 prompts of 40 tokens x 4 responses of --length tokens by a Qwen2.5-VL of width 256 and four layers, whose
             eight heads share four keys and values (`full`); and the same with an end token that is likely enough for
             responses of all lengths (`ending`). Both commits draw the same tokens
+steps       a training step of one recipe of each kind (STEPS), from a base that the present commit made, by rewards
+            drawn by chance, so that each has something to learn: the mean of eight steps after two. --print-config of
+            these recipes too, a process each
 pushcube    1,000 environment steps of `mmrl train manipulation_maniskill_pushcube.yaml`, each commit with its
             own recipe, in one process: rollouts, updates and logs of three training steps after the first one
 """
@@ -41,6 +44,13 @@ QUICKSTARTS = {  # a recipe and its base
     "visual_qa_digits": "visual_qa_digits_warm_start",
 }
 LIKE = {"image_digits_flow": ("image_digits_perceptron", "image_digits_perceptron_base")}  # what the former was before
+STEPS = {  # recipes and their bases
+    "visual_qa_digits": "visual_qa_digits_warm_start",
+    "image_digits_perceptron": "image_digits_perceptron_base",
+    "text_sums_masked": "text_sums_masked_warm_start",
+    "manipulation_tabletop": "manipulation_tabletop_warm_start",
+}
+WARM_UP, COUNTED = 2, 8  # steps
 PROMPTS, GROUP, PROMPT_LENGTH = 4, 4, 40
 ENDS = {"full": 0, "ending": 2}  # ids that end a response, of about 350; 0: none
 
@@ -49,7 +59,7 @@ def main() -> None:
     options = arguments()
     if options.child is not None:
         children: dict[str, Callable[..., None]] = {"start": start, "generation": generation, "model": model}
-        children["pushcube"] = pushcube
+        children |= {"pushcube": pushcube, "steps": steps, "print": print_config}
         return children[options.child[0]](*options.child[1:])
     with tempfile.TemporaryDirectory(prefix="mmrl-before-") as folder:
         trees = {"before": Path(folder) / "tree", "now": ROOT}
@@ -81,6 +91,8 @@ def take_out(commit: str, folder: Path) -> None:
     folder.mkdir()
     archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
     subprocess.run(["tar", "x", "-C", str(folder)], input=archive, check=True)
+    for name in ("tasks", "sims", "configs"):  # which are imported as mmrl.tasks and so on
+        (folder / "mmrl" / name).symlink_to(folder / name)
     installed = folder / "mmrl-0.dist-info"  # a run asks for its own version
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mmrl\nVersion: 0\n")
@@ -107,6 +119,11 @@ def prepare(options: argparse.Namespace, trees: dict[str, Path], folder: Path) -
                 ends,
                 str(options.length),
             ]
+    if "steps" in options.parts:
+        for name, base in STEPS.items():
+            make_base(trees["now"], base, folder / f"steps-{base}")
+            cases[f"a step of {name}"] = ["steps", name, f"{folder}/steps-{base}/final"]
+            cases[f"--print-config of {name}"] = ["print", name]
     if "pushcube" in options.parts:
         cases["PushCube, 1,000 environment steps"] = ["pushcube"]
     return cases
@@ -182,24 +199,58 @@ def mmrl(arguments: list[str]) -> None:
     runpy.run_module("mmrl", run_name="__main__")
 
 
+def steps(name: str, base: str, out: str) -> None:
+    points: list[float] = []
+
+    def log(_: Any) -> None:
+        points.append(time.process_time())
+        if len(points) == WARM_UP + COUNTED:
+            Path(out).write_text(json.dumps((points[-1] - points[WARM_UP - 1]) / COUNTED))
+            os._exit(0)
+
+    at_each_step(log)
+    run_dir = Path(out).parent / "run"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    begin = ["model.warm_start=null", f"model.path={base}", f"run_dir={run_dir}", "threads=1"]
+    least = ["task.rewards=[{name: random}]", "evaluation.before=false", "evaluation.every=0", "log.samples_every=0"]
+    mmrl(["train", str(recipe(Path.cwd(), name)), *begin, *least, "checkpoint.every=0"])
+    raise AssertionError("unreachable: the last step has ended the process")
+
+
+def print_config(name: str, out: str) -> None:
+    try:
+        mmrl(["train", str(recipe(Path.cwd(), name)), "--print-config"])
+    except SystemExit:
+        Path(out).write_text(json.dumps(time.process_time()))
+
+
+def at_each_step(act: Callable[[Any], None]) -> None:
+    """Has `act` called with the rollouts of each training step after it was logged."""
+    from mmrl.trainer import Trainer
+
+    logged = Trainer.log
+
+    def log(trainer: Any, rollouts: Any, metrics: Any) -> None:
+        logged(trainer, rollouts, metrics)
+        act(rollouts)
+
+    Trainer.log = log  # type: ignore[method-assign, assignment]
+
+
 def pushcube(out: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from mmrl.trainer import Trainer
-
-    told = Trainer.log
     points: list[tuple[int, float]] = []  # environment steps of each training step, and when it was over
 
-    def log(trainer: Any, rollouts: Any, metrics: Any) -> None:
-        told(trainer, rollouts, metrics)
+    def log(rollouts: Any) -> None:
         points.append((sum(sample.episode.length for sample in rollouts.samples), time.process_time()))
         if len(points) == 4:
             seconds = points[-1][1] - points[0][1]
-            Path(out).write_text(json.dumps(1000 * seconds / sum(steps for steps, _ in points[1:])))
+            Path(out).write_text(json.dumps(1000 * seconds / sum(count for count, _ in points[1:])))
             os._exit(0)
 
-    Trainer.log = log  # type: ignore[method-assign, assignment]
+    at_each_step(log)
     alone = ["task.workers=0", "task.turns=1", "threads=1", f"run_dir={Path(out).parent / 'run'}"]
     shutil.rmtree(Path(out).parent / "run", ignore_errors=True)
     more = ["evaluation.before=false", "checkpoint.every=0"]

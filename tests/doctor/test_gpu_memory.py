@@ -97,7 +97,7 @@ def test_a_recipe_fits_an_80_gib_gpu_and_says_so(recipe, path, billions):
 @pytest.mark.parametrize("recipe", sorted({recipe for recipe, _, _ in TABLE}))
 def test_a_recipe_names_the_command_behind_its_estimate(recipe):
     _, words = header(recipe)
-    assert words[:3] == ["mmrl", "train", str(shipped()[recipe].relative_to(CONFIGS.parent))]
+    assert words[:2] == ["mmrl", "train"] and (CONFIGS.parent / words[2]).samefile(shipped()[recipe])
     assert words[4:] == ["--dry-run", "--gpu", "80", "--ranks", "8"]
     assert any(words[3] == f"model.path={path}" for r, path, _ in TABLE if r == recipe)
 

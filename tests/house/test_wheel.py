@@ -153,7 +153,7 @@ def test_kernels_that_come_with_it_are_used_where_there_is_no_compiler(tmp_path)
     source = copied(tmp_path)
     code = """if True:
         from mmrl.kernels import compiled, toolchain, prebuilt
-        toolchain._compiler = lambda kind: None if kind == "cuda" else "g++"
+        toolchain.compiler = lambda kind: None if kind == "cuda" else "g++"
         paths, missing = prebuilt.build()
         assert len(paths) == 3 and missing, (paths, missing)
     """

@@ -20,7 +20,7 @@ TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 def nothing_built(tmp_path, monkeypatch):
     """As in a process that has loaded nothing yet, with an empty cache."""
     monkeypatch.setattr(compiled, "_state", {})
-    monkeypatch.setattr(compiled, "SHIPPED", tmp_path / "none")
+    monkeypatch.setattr(toolchain, "SHIPPED", tmp_path / "none")
     monkeypatch.setenv("MMRL_KERNEL_CACHE", str(tmp_path / "cache"))
 
 
@@ -66,15 +66,15 @@ def test_many_ranks_compile_once(nothing_built, monkeypatch, tmp_path):
 
 
 def test_a_library_is_named_by_what_it_was_made_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "_compile", lambda kind, target, level: target.write_bytes(b""))
+    monkeypatch.setattr(toolchain, "_compile", lambda kind, target, level: target.write_bytes(b""))
     first = toolchain.library("cpu", tmp_path)
     assert toolchain.library("cpu", tmp_path) == first
-    monkeypatch.setattr(compiled, "CPU_FLAGS", (*toolchain.CPU_FLAGS, "-g"))
+    monkeypatch.setattr(toolchain, "CPU_FLAGS", (*toolchain.CPU_FLAGS, "-g"))
     assert toolchain.library("cpu", tmp_path) != first
     sources = shutil.copytree(toolchain.SOURCES, tmp_path / "sources")
     monkeypatch.undo()
-    monkeypatch.setattr(compiled, "_compile", lambda kind, target, level: target.write_bytes(b""))
-    monkeypatch.setattr(compiled, "SOURCES", sources)
+    monkeypatch.setattr(toolchain, "_compile", lambda kind, target, level: target.write_bytes(b""))
+    monkeypatch.setattr(toolchain, "SOURCES", sources)
     assert toolchain.library("cpu", tmp_path) == first
     (sources / "arithmetic.h").write_text("// changed")
     assert toolchain.library("cpu", tmp_path) != first
@@ -102,14 +102,14 @@ def test_status_finds_wrong_numbers(monkeypatch):
 
 # ---- CUDA, compiled for real architectures; no GPU is needed ----------------------------------------------------
 
-ARCHITECTURES = [f"sm_{a}" for a in toolchain.architectures()] if toolchain._compiler("cuda") else []
+ARCHITECTURES = [f"sm_{a}" for a in toolchain.architectures()] if toolchain.compiler("cuda") else []
 REGISTERS = {"sm_80": 80, "sm_90": 80}  # so that three blocks of 256 threads fit on a multiprocessor
 TWO_BLOCKS = 96  # elsewhere: for these nvcc gives one of the kernels 87 and 90
 
 
 @pytest.fixture(scope="module")
 def cuda_library():
-    if not toolchain._compiler("cuda"):
+    if not toolchain.compiler("cuda"):
         pytest.skip("needs nvcc")
     return toolchain.library("cuda")  # warnings are errors
 

@@ -20,8 +20,8 @@ def built(tmp_path_factory):
     """The C++ kernels for this processor, as the command leaves them."""
     folder = tmp_path_factory.mktemp("prebuilt")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "LEVELS", {toolchain.level(): toolchain.LEVELS[toolchain.level()]})
-        patch.setattr(compiled, "_compiler", lambda kind: None if kind == "cuda" else "g++")
+        patch.setattr(toolchain, "LEVELS", {toolchain.level(): toolchain.LEVELS[toolchain.level()]})
+        patch.setattr(toolchain, "compiler", lambda kind: None if kind == "cuda" else "g++")
         paths, missing = prebuilt.build(folder)
     assert len(paths) == 1 and missing == "no nvcc here: only the C++ kernels were built"
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", paths[0].name]
@@ -33,7 +33,7 @@ def shipped(built, tmp_path, monkeypatch):
     """A copy of them in a package whose process has loaded nothing yet, on a machine without a compiler."""
     for path in built.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(compiled, "SHIPPED", tmp_path)
+    monkeypatch.setattr(toolchain, "SHIPPED", tmp_path)
     monkeypatch.setattr(compiled, "_state", {})
     monkeypatch.setattr(compiled, "loaded", {})
     monkeypatch.setattr(compiled, "_backend", "auto")

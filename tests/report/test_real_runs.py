@@ -10,7 +10,12 @@ from tests.report.browser import browser, needs_chromium, opened
 from tests.report.test_report import drawn, logged
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_chromium]
-RECIPES = ("visual_qa_digits_warm_start", "image_digits_flow", "manipulation_tabletop")
+RUNS = {  # of recipes, below runs/
+    "visual_qa_digits_warm_start": "warm_starts/vlm/visual_qa_digits_warm_start",
+    "image_digits_flow": "digits/image_digits_flow",
+    "manipulation_tabletop": "vla/manipulation_tabletop",
+}
+RECIPES = tuple(RUNS)
 
 
 @pytest.fixture(scope="module")
@@ -23,17 +28,17 @@ def shop(tmp_path_factory):
         done = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
-    for name in RECIPES:
-        run(f"mmrl train {name} log.samples_every=1")
-        run(f"mmrl sample runs/{name} --count 2")
-        run(f"mmrl report runs/{name}")
-    run(f"mmrl report {' '.join(f'runs/{name}' for name in RECIPES)}")
+    for folder_of in RUNS.values():
+        run(f"mmrl train configs/{folder_of}.yaml log.samples_every=1")
+        run(f"mmrl sample runs/{folder_of} --count 2")
+        run(f"mmrl report runs/{folder_of}")
+    run(f"mmrl report {' '.join(f'runs/{name}' for name in RUNS.values())}")
     return folder
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_report_has_the_run_s_numbers_and_opens(shop, name):
-    page = shop / "runs" / name / "report.html"
+    page = shop / "runs" / RUNS[name] / "report.html"
     assert page.stat().st_size < 20_000_000
     found = {metric: values for (_, metric), values in drawn(page.read_text()).items()}
     assert found == logged(page.parent) and "memory/host_gib" in found
@@ -57,8 +62,8 @@ def test_the_three_compared(shop):
     found = drawn(page.read_text())
     for name in RECIPES:
         mine = {metric: values for (run, metric), values in found.items() if run == number[name] and values}
-        assert mine == logged(shop / "runs" / name)
+        assert mine == logged(shop / "runs" / RUNS[name])
     with browser() as chromium, opened(chromium, page, width=420) as seen:
         seen.scroll_through()
         assert seen.requests == [] and seen.complaints == [] and seen.overflow == 0
-    assert json.loads((shop / "runs" / RECIPES[0] / "end.json").read_text())["state"] == "finished"
+    assert json.loads((shop / "runs" / RUNS[RECIPES[0]] / "end.json").read_text())["state"] == "finished"

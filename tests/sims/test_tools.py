@@ -1,5 +1,6 @@
 """Tools: how they are called, what they do to pictures by value, and what is said of a call that can not be done."""
 
+import importlib.util
 import json
 from typing import Annotated, Literal
 
@@ -267,7 +268,8 @@ def test_the_schema_of_ocr_has_a_box_and_needs_none():
 
 
 def test_reading_without_its_engine_is_one_line_before_a_model_is_loaded(monkeypatch, tmp_path):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    usual, gone = importlib.util.find_spec, "rapidocr_onnxruntime"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == gone else usual(name, *more))
     config = load("configs/vlm/visual_qa_zoom.yaml", [f"run_dir={tmp_path}", "task.environment.tools=[zoom, ocr]"])
     with pytest.raises(UserError, match=r"^task: task.environment.tools: reading text needs the extra `ocr`: pip "):
         build_task(config)

@@ -13,7 +13,7 @@ OWN = '''
 import math
 
 from mmrl.algorithms.grouped import GroupedAlgorithm
-from mmrl.schedules.schedule import Control, number
+from mmrl.schedules.schedule import Schedule, number
 from mmrl.protocols.requirements import Needs
 from mmrl.prompts.sampler import PromptSampler
 from mmrl.settings import option
@@ -48,7 +48,7 @@ class Squared(GroupedAlgorithm):
 class Blinded(Term):
     """Responses shall be less likely where the picture is masked."""
 
-    coefficient: Control = number(0.1, "weight", ge=0)
+    coefficient: Schedule = number(0.1, "weight", ge=0)
     view: View = option(MaskedPatches(share=0.5, patch=4), "the masked picture")
 
     @property

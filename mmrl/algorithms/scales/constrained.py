@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.algorithms.grouped import Components, Estimate
+from mmrl.algorithms.scales.components import Components, Estimate
 from mmrl.schedules.schedule import Schedule
 from mmrl.settings import option
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.algorithms.grouped import Scale
+from mmrl.algorithms.scales.scale import Scale
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
