@@ -172,9 +172,10 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     except (OmegaConfBaseException, yaml.YAMLError) as error:  # ${...} that leads nowhere, or ??? left to be filled
         raise UserError(f"{path}: {' '.join(str(error).split())}") from None
     assert isinstance(resolved, dict)
-    if _warm_start(resolved) != _warm_start(tree):  # ${...}, of which only now it is known what it names
-        resolved = _with_warm_start(resolved, path.parent)
-    return validate({str(key): value for key, value in resolved.items()}, str(path))
+    found: dict[str, Any] = {str(key): value for key, value in resolved.items()}
+    if _warm_start(found) != _warm_start(tree):  # ${...}, of which only now it is known what it names
+        found = _with_warm_start(found, path.parent)
+    return validate(found, str(path))
 
 
 def _with_warm_start(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
