@@ -1,11 +1,10 @@
-"""Faults of recipes by name, of controls, of former names, and of what a worker builds. A name, a file, a text that it
+"""Faults of recipes by name, of controls, and of former names. A name, a file, a text that it
 holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations
 
 R, M, C, K = "mmrl/settings/recipes.py", "mmrl/moved.py", "mmrl/cli/control.py", "mmrl/config.py"
 RECIPES, MOVED, CONTROLS = ("settings/test_recipes.py",), ("test_moved.py",), ("cli/test_control.py",)
-SETTINGS, POOL = ("settings/test_settings.py",), ("workers/test_pool.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -37,6 +36,4 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("settings: what is loaded is the module", "mmrl/settings/section.py",
      "    return vars(importlib.import_module(module))[name]\n", "    return importlib.import_module(module)\n",
      ("test_trainer.py", "test_config.py")),
-    ("workers: they build without the run's seed", "mmrl/build.py", "    torch.manual_seed(config.seed)\n    take_device()",
-     "    take_device()", POOL),
 ]

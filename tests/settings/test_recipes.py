@@ -52,6 +52,7 @@ def test_a_recipe_is_loaded_by_its_name_and_what_is_given_wins(monkeypatch, tmp_
             "; the control of a recipe is a command: mmrl control visual_qa_digits",
         ),
         ("configs/visual_qa_digits.yaml", "; the recipe of that name is {root}/configs/vlm/visual_qa_digits.yaml"),
+        ("nowhere/visual_qa_digits", "; the recipe of that name is {root}/configs/vlm/visual_qa_digits.yaml"),
         ("visual_qa_digit", "; did you mean the recipe visual_qa_digits?"),
         ("nothing.yaml", ""),
     ],
@@ -79,5 +80,8 @@ def test_a_warm_start_is_seen_from_the_file_that_names_it(monkeypatch, tmp_path)
     for name in ("base/first.yaml", str(tmp_path / "base" / "first.yaml")):
         monkeypatch.setenv("BASE_OF_THIRD", name)
         assert load(tmp_path / "third.yaml").model.warm_start == str(tmp_path / "base" / "first.yaml")
-    (tmp_path / "third.yaml").write_text("model: {warm_start: visual_qa_digits_warm_start}\n")
-    assert load(tmp_path / "third.yaml").model.warm_start == "visual_qa_digits_warm_start"
+    name = "visual_qa_digits_warm_start"
+    (tmp_path / "third.yaml").write_text(f"model: {{warm_start: {name}}}\n")
+    assert load(tmp_path / "third.yaml").model.warm_start == name
+    (tmp_path / name).write_text(RUN)  # a file of that name comes first
+    assert load(tmp_path / "third.yaml").model.warm_start == str(tmp_path / name)
