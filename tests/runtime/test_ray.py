@@ -414,9 +414,9 @@ def test_when_a_host_is_lost_the_engine_comes_up_on_another_one_and_every_rank_f
 
 @pytest.mark.slow
 def test_engines_that_have_nowhere_to_go_end_the_run_with_the_reason(nodes, stand_ins, monkeypatch):
+    (first, second), ranks = stand_ins(1)
     with pytest.raises(UserError, match="rollout.generator.ray=127.0.0.1:9: this process is in"):
         stand_ins(1, "127.0.0.1:9")
-    (first, second), ranks = stand_ins(1)
     for process in first.processes:
         process.patience = 0.3
     for node in list(nodes.others):
