@@ -14,6 +14,7 @@ from mmrl.config import Config, configure
 from mmrl.engine import Engine, Ranks, take_device
 from mmrl.errors import UserError, told
 from mmrl.generation.settings import RolloutWorkers, VLLMGenerator
+from mmrl.protocols.abilities import able
 from mmrl.protocols.parts import ConversationTask, Policy, SyncedGenerator, Task
 from mmrl.settings import SettingsError, locate
 
@@ -75,10 +76,21 @@ def load_policy(config: Config, task: Task, path: str) -> Policy:
         policy = config.model.load(config, task, path)
     except (OSError, ImportError, ValueError, SafetensorError) as error:  # no weights, no processor, no such layer
         raise UserError(f"model {path} can not be loaded: {error}") from None
+    check_abilities(config, policy)
     bad = next((n for n, p in policy.module.named_parameters() if not p.isfinite().all()), None)
     if bad is not None:
         raise UserError(f"model {path}: the weights {bad} are not finite")
     return policy
+
+
+def check_abilities(config: Config, policy: Policy) -> None:
+    """Raises UserError where the policy of a model lacks what its settings offer."""
+    offered = config.model.capabilities(config).offers
+    for ability in sorted((kind for kind in offered if not isinstance(kind, str)), key=lambda kind: kind.__name__):
+        try:
+            able(policy, ability)
+        except TypeError as error:
+            raise UserError(f"model.type={config.model.type}: {error}") from None
 
 
 def build_engine(config: Config, policy: Policy) -> Engine:

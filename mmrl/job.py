@@ -19,7 +19,8 @@ from mmrl import trainer
 from mmrl.build import build_engine, build_generator, build_policy, build_task
 from mmrl.checkpoints import check_run_dir, check_warm_start
 from mmrl.checkpoints.starting import read_origin
-from mmrl.collection.collector import awake, check_batch, sampled_by
+from mmrl.collection.checks import check_batch
+from mmrl.collection.collector import awake, sampled_by
 from mmrl.config import Config, configure, load, to_yaml
 from mmrl.engine import Engine, Ranks, applied, end_with_launcher, take_device
 from mmrl.errors import UserError, told

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -166,7 +167,7 @@ class Record:
         return cls(**{f.name: _joined(f, [vars(part)[f.name] for part in parts]) for f in fields(cls)})
 
 
-BY_DECISION = ("advantages", "nodes")  # columns by decision that are not padded
+BY_DECISION = ("advantages",)  # columns by decision that are not padded
 
 
 @dataclass
@@ -198,7 +199,7 @@ class Rollouts(Record):
     behaviour_logp: Tensor | None = column(0)  # [rollout, decision] float32, as the engine that sampled it has it
     ref_logp: Tensor | None = column(0)  # [rollout, decision] float32, under the reference policy
     ref_prediction: Tensor | None = column(0)  # [rollout, decision, ...] float32, what it is under the reference policy
-    nodes: Tensor | None = column()  # [rollout, decision] int64: equal ids in a group made that decision together
+    nodes: Tensor | None = column(-1)  # [rollout, decision] int64: equal ids in a group made that decision together
     extras: dict[str, Record] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -218,30 +219,60 @@ class Rollouts(Record):
         return replace(cut, inputs=[one for steps in inputs for one in steps], group=torch.arange(len(places)))
 
 
+class Extra(Record, ABC):
+    """A record of `Rollouts.extras` that may be unknown of some rollouts."""
+
+    @abstractmethod
+    def blank(self, rollouts: Rollouts) -> Self:
+        """A record like this one of rollouts that nothing is known of."""
+
+
 @dataclass
-class Column(Record):
+class Column(Extra):
     """Something that a part of an algorithm knows of each rollout; in `Rollouts.extras`, by a name of its own."""
 
     values: Tensor  # [rollout, ...], of the same shape in every batch
 
-    def blank(self, count: int) -> Column:
-        """Of so many rollouts that nothing is known of: NaN, or 0 where there is none."""
-        empty = torch.nan if self.values.is_floating_point() else 0
-        return Column(torch.full((count, *self.values.shape[1:]), empty, dtype=self.values.dtype))
+    def blank(self, rollouts: Rollouts) -> Column:
+        """NaN, or 0 where there is none."""
+        return Column(_unknown(self.values, len(rollouts)))
 
 
 @dataclass
-class Texts(Record):
-    """Texts that belong to each rollout; in `Rollouts.extras`, by a name of its own."""
-
-    values: list[list[str]]
-
-
-@dataclass
-class DecisionColumn(Record):
+class DecisionColumn(Extra):
     """Something that a part of an algorithm knows of each decision; in `Rollouts.extras`, by a name of its own."""
 
     values: Tensor = field(metadata={"pad": 0})  # [rollout, decision]
+
+    def blank(self, rollouts: Rollouts) -> DecisionColumn:
+        """0 everywhere."""
+        return DecisionColumn(torch.zeros(rollouts.mask.shape, dtype=self.values.dtype))
+
+
+@dataclass
+class FurtherAnswers(Extra):
+    """Further responses to the prompt of each rollout, and their mean accuracy, NaN where none could be judged."""
+
+    accuracy: Tensor  # [rollout] float32
+    responses: list[list[str]]
+
+    def blank(self, rollouts: Rollouts) -> FurtherAnswers:
+        return FurtherAnswers(_unknown(self.accuracy, len(rollouts)), [[] for _ in range(len(rollouts))])
+
+
+def _unknown(like: Tensor, rollouts: int) -> Tensor:
+    empty = torch.nan if like.is_floating_point() else 0
+    return torch.full((rollouts, *like.shape[1:]), empty, dtype=like.dtype)
+
+
+Given = TypeVar("Given")
+
+
+def given(value: Given | None, name: str) -> Given:
+    """The value. Raises ValueError naming it where there is none."""
+    if value is None:
+        raise ValueError(f"{name} are asked for, and were not filled in")
+    return value
 
 
 def text_and_picture(rollouts: int, text: int, decisions: int) -> Tensor:
@@ -267,15 +298,26 @@ def alike(part: Rollouts, fresh: Rollouts) -> Rollouts:
             shape = part.mask.shape if name.endswith("logp") else (len(part), *like.shape[1:])
             value = torch.nan if like.is_floating_point() else False if like.dtype == torch.bool else -1
             filled[name] = torch.full(shape, value, dtype=like.dtype)
-    extras = dict(part.extras)
-    for name, record in fresh.extras.items():
-        if name not in extras and isinstance(record, Column):
-            extras[name] = record.blank(len(part))
-        elif name not in extras and isinstance(record, Texts):
-            extras[name] = Texts([[] for _ in range(len(part))])
-        elif name not in extras and isinstance(record, DecisionColumn):
-            extras[name] = DecisionColumn(torch.zeros(part.mask.shape, dtype=record.values.dtype))
+    known = {name: record for name, record in fresh.extras.items() if isinstance(record, Extra)}
+    extras = {name: record.blank(part) for name, record in known.items()} | part.extras
     return replace(part, **filled, extras=extras)
+
+
+def with_nodes(fresh: Rollouts, parts: Sequence[Rollouts]) -> list[Rollouts]:
+    """`parts` with nodes of their own where they bring none, and `fresh` too, if any part has some: rollouts that share
+    no decision have the id of their row at each."""
+    if all(part.nodes is None for part in parts):
+        return list(parts)
+    first, made = len(fresh), []
+    fresh.nodes = _rows_as_nodes(fresh, 0) if fresh.nodes is None else fresh.nodes
+    for part in parts:
+        made.append(replace(part, nodes=_rows_as_nodes(part, first)) if part.nodes is None else part)
+        first += len(part)
+    return made
+
+
+def _rows_as_nodes(rollouts: Rollouts, first: int) -> Tensor:
+    return torch.arange(first, first + len(rollouts))[:, None].repeat(1, rollouts.mask.shape[1])
 
 
 @dataclass
@@ -353,6 +395,17 @@ class Replay:
     routing_differs: Tensor | None = None
     extras: dict[str, Tensor] = field(default_factory=dict)  # what only some policies know of decisions, by name
     views: dict[str, Replay] = field(default_factory=dict)  # of the same responses under other views of their prompts
+
+
+def old_logp(micro: Rollouts, replay: Replay) -> Tensor:
+    """[rollout, decision] log-likelihoods under the policy that made the rollouts, on the device of `replay`. Before
+    the first update, where that is the policy that is trained, it is what this says now, without a gradient."""
+    return replay.logp.detach() if micro.old_logp is None else micro.old_logp.to(replay.logp.device)
+
+
+def log_ratio(micro: Rollouts, replay: Replay) -> Tensor:
+    """[rollout, decision] log pi / pi_old, with its gradient, in the exact form that a policy has for it, if it has."""
+    return replay.logp - old_logp(micro, replay) if replay.log_ratio is None else replay.log_ratio
 
 
 def _picked(value: Any, index: Tensor, rows: list[int]) -> Any:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mmrl import checkpoints
 from mmrl.algorithms.algorithm import Reduction
-from mmrl.collection.collector import Batches, awake, check_batch
+from mmrl.collection.checks import check_batch
+from mmrl.collection.collector import Collector, awake
 from mmrl.config import Config
 from mmrl.core.correction import correction_weight, effective_sample_size
 from mmrl.core.filters import whole_groups
@@ -21,14 +22,15 @@ from mmrl.engine.snapshot import Snapshot, start_of
 from mmrl.errors import UserError
 from mmrl.evaluation.evaluate import evaluate, worth
 from mmrl.monitors.guards import Guards
+from mmrl.protocols.checks import check_loss, check_values
 from mmrl.protocols.parts import Policy, SyncedGenerator, Task
 from mmrl.report.run import Run
-from mmrl.rollouts import Replay, Rollouts
+from mmrl.rollouts import Replay, Rollouts, old_logp
 from mmrl.runtime.progress import Interval, Work, display
 from mmrl.schedules.schedule import Schedules
 from mmrl.settings import plain
 from mmrl.training.metrics import Metrics, Silence, Standstill, evaluation_line, step_line
-from mmrl.training.preparation import Minibatch, Preparation, check_shape
+from mmrl.training.preparation import Minibatch, Preparation
 
 
 class Trainer:
@@ -45,7 +47,7 @@ class Trainer:
         self.config, self.policy, self.task, self.engine, self.run = config, policy, task, engine, run
         self.generator = generator
         self.algorithm, self.needs, self.controls = config.algorithm, config.needs, Schedules(config)
-        self.batches = Batches(config, policy, task, engine, generator)
+        self.collector = Collector(config, policy, task, engine, generator)
         self.ema = None if config.optim.ema is None else Shadow(policy.module, warmed_up(config.optim.ema))
         slow = self.algorithm.slow_sampling
         self.sampling_policy = None if slow is None else Shadow(policy.module, ramp(slow.slope, slow.most, slow.start))
@@ -54,6 +56,7 @@ class Trainer:
             start_of(policy.module, stays=not moves, zero_stage=engine.zero_stage) if self.needs.reference else None
         )
         self.preparation = Preparation(config, policy, task, engine, self.sampling_policy, self.reference)
+        self.algorithm.start(policy, engine)
         self.step = 0  # finished steps
         self.bad_steps = 0  # skipped updates in a row
         self.guards = Guards(config.guards)
@@ -73,8 +76,8 @@ class Trainer:
             try:
                 self.loop()
             finally:
-                self.batches.give_up()
-                self.batches.close()
+                self.collector.give_up()
+                self.collector.close()
 
     def loop(self) -> None:
         """Rollouts, advantages, epochs of minibatches, log, evaluate, save."""
@@ -83,14 +86,14 @@ class Trainer:
         while self.step < self.config.steps and not self.stopping:
             metrics = Metrics(self.engine)
             with metrics.phase("rollout"), applied(self.sampling_policy):
-                rollouts = self.batches.next(self.step, metrics)
+                rollouts = self.collector.next(self.step, metrics)
             with metrics.phase("update"):
                 shuffle = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
                 minibatches, batch = self.preparation.minibatches(rollouts, self.step, shuffle, metrics)
                 for minibatch in self.epochs(minibatches, shuffle):
                     if self.algorithm.enough(self.update(minibatch, metrics)):
                         break
-            self.batches.observe(batch)
+            self.collector.observe(batch)
             if self.sampling_policy is not None:
                 self.sampling_policy.update()
             self.step += 1
@@ -153,6 +156,7 @@ class Trainer:
         found: dict[tuple[int, torch.device], tuple[Tensor, dict[str, Tensor]]] = {}
         for name, values in stats.items():
             counted = self.algorithm.counted(name, micro)
+            check_values(f"the statistic {name}", values, counted.shape)
             found.setdefault((id(counted), values.device), (counted, {}))[1][name] = values
         return [(counted.to(device), columns) for (_, device), (counted, columns) in found.items()]
 
@@ -161,16 +165,18 @@ class Trainer:
         decision]. totals: the algorithm's denominators, of the whole minibatch on all ranks."""
         replay = self.policy.replay(micro, self.engine)
         for view in self.needs.views:
-            replay.views[view.name] = self.policy.replay(self.policy.view(micro, view.change), self.engine)
+            replay.views[view.name] = self.policy.replay(self.policy.view(micro, view.changed), self.engine)
         stats = self.correct(micro, replay)
         over = Reduction(self.algorithm.reduce, micro.mask.to(replay.logp.device), totals, self.policy.max_decisions)
         loss, more = self.algorithm.objective(micro, replay, over)
-        parts = {f"loss of algorithm.type={self.algorithm.type}": loss}
+        key = f"algorithm.type={self.algorithm.type}"
+        check_loss(key, loss)
+        parts = {f"loss of {key}": loss}
         stats |= more
         for i, term in enumerate(self.algorithm.terms):
             values, more = term.values(micro, replay)
             name = f"algorithm.terms.{i} ({term.type})"
-            check_shape(name, values, micro.mask)
+            check_values(name, values, micro.mask.shape)
             parts[name] = over(values)
             stats |= more
         if replay.entropy is not None:
@@ -181,7 +187,7 @@ class Trainer:
         """Gives decisions that a generator sampled their weight in the loss, as `replay.weight`; statistics."""
         if micro.behaviour_logp is None:
             return {}
-        old = replay.logp.detach() if micro.old_logp is None else micro.old_logp
+        old = old_logp(micro, replay)
         sampled = micro.behaviour_logp.to(old.device)
         sampled = sampled.where(~sampled.isnan(), old)  # of rollouts that no generator made
         mask, correction = micro.mask.to(old.device), self.config.correction
@@ -212,12 +218,12 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy on the first evaluation.prompts held-out prompts, by kind too where prompts have one."""
-        self.batches.lend_generator()
+        self.collector.lend_generator()
         self.engine.mark("evaluation")
         started = time.perf_counter()
         with applied(self.ema), awake(self.generator) as measured:
             count = self.config.evaluation.prompts
-            result, samples, marks = evaluate(self.batches.sampling, self.task, self.engine, count, self.config)
+            result, samples, marks = evaluate(self.collector.sampling, self.task, self.engine, count, self.config)
         result["time/evaluation"] = time.perf_counter() - started
         result |= {f"evaluation/{name}": value for name, value in measured.items() if not name.startswith("time/")}
         self.run.log(self.step, result)
@@ -250,7 +256,7 @@ class Trainer:
 
     def log(self, rollouts: Rollouts, metrics: Metrics) -> None:
         metrics.add_rewards(rollouts, self.task)
-        for name, count in self.batches.sampling.counts().items():
+        for name, count in self.collector.sampling.counts().items():
             metrics.add(name, torch.tensor([count]), sums=True)
         metrics.set(self.controls.values())
         values = metrics.result()
@@ -297,7 +303,7 @@ class Trainer:
             )
 
     def save(self) -> None:
-        shared, pending = self.batches.state()
+        shared, pending = self.collector.state()
         state = {
             "best": self.best,
             "bad_steps": self.bad_steps,
@@ -308,7 +314,8 @@ class Trainer:
             "memory": self.preparation.memory,
             "config": plain(self.config),
         }
-        own = {"averages": {name: copy.state() for name, copy in self._copies().items()}, "pending": pending}
+        averages = {name: copy.state() for name, copy in self._copies().items()}
+        own = {"averages": averages, "pending": pending, "modules": self.preparation.modules.state()}
         self.run.sync()
         self.saver.save(self.step, state, own)
 
@@ -336,11 +343,12 @@ class Trainer:
         state, own = found
         for name, copy in self._copies().items():
             copy.load(own["averages"][name])
-        self.batches.load(state["batches"], own["pending"])
+        self.collector.load(state["batches"], own["pending"])
         self.controls.load(state["controls"])
         self.guards.load(state["guards"]["outside"])
         self.engine.lr_factor = state["guards"]["lr_factor"]
         self.preparation.memory = state["memory"]
+        self.preparation.modules.load(own["modules"])
         self.step, self.best = state["step"], state["best"]
         self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]
         self.run.forget_after(self.step)

@@ -182,7 +182,7 @@ def prepared(trainer, rollouts, step=0):
 
 def test_an_update_moves_towards_rewarded_responses(tmp_path):
     trainer = make(tmp_path, "optim.lr=1e-3")
-    rollouts = trainer.batches.collect(0, Metrics(trainer.engine))
+    rollouts = trainer.collector.collect(0, Metrics(trainer.engine))
     minibatches = prepared(trainer, rollouts)
     assert rollouts.advantages.abs().max() > 0.5
 
@@ -367,14 +367,14 @@ DYNAMIC = ["rollout.dynamic_sampling.max_rounds=3"]
 
 def sampled(folder, mark, *more):
     trainer = make(folder, *DYNAMIC, *more, task=Fixed(mark))
-    rounds, usual = [], trainer.batches.sample_round
+    rounds, usual = [], trainer.collector.rounds.make
 
-    def sample_round(step):
-        rounds.append(usual(step))
+    def make_round(step, version):
+        rounds.append(usual(step, version))
         return rounds[-1]
 
-    trainer.batches.sample_round = sample_round
-    kept = trainer.batches.collect(0, Metrics(trainer.engine))
+    trainer.collector.rounds.make = make_round
+    kept = trainer.collector.collect(0, Metrics(trainer.engine))
     prepared(trainer, kept)
     release(trainer)
     return trainer, rounds, kept
@@ -390,7 +390,7 @@ def dull(count):
 def test_dynamic_sampling_refills_the_batch(tmp_path):
     first = dull(6)
     trainer, rounds, kept = sampled(tmp_path / "run", lambda s: 1.0 if s.prompt.id in first else spread(s))
-    assert len(rounds) == 3 and trainer.batches.drawn == 12  # 0, 2 and 4 informative groups of 4
+    assert len(rounds) == 3 and trainer.collector.draws.drawn == 12  # 0, 2 and 4 informative groups of 4
     assert len(kept) == 16 and not first & {s.prompt.id for s in kept.samples}
     assert kept.advantages[:, 0].reshape(4, 4).abs().sum(1).min() > 0
     assert kept.group.tolist() == [g for g in (6, 7, 8, 9) for _ in range(4)]
@@ -398,13 +398,13 @@ def test_dynamic_sampling_refills_the_batch(tmp_path):
 
 def test_dynamic_sampling_stops_when_full(tmp_path):
     trainer, rounds, kept = sampled(tmp_path, spread)
-    assert len(rounds) == 1 and trainer.batches.drawn == 4 and len(kept) == 16
+    assert len(rounds) == 1 and trainer.collector.draws.drawn == 4 and len(kept) == 16
 
 
 def test_dynamic_sampling_goes_on_with_what_it_has(tmp_path):
     first = dull(11)
     trainer, rounds, kept = sampled(tmp_path / "run", lambda s: 1.0 if s.prompt.id in first else spread(s))
-    assert len(rounds) == 3 and trainer.batches.drawn == 12 and len(kept) == 16
+    assert len(rounds) == 3 and trainer.collector.draws.drawn == 12 and len(kept) == 16
     assert (kept.advantages[:, 0].reshape(4, 4).abs().sum(1) > 0).tolist() == [True, False, False, False]
 
 

@@ -16,6 +16,7 @@ from mmrl.terms.term import Mask, Shaper, Term
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mmrl.engine import Ranks
     from mmrl.protocols.batch import Batch
     from mmrl.protocols.job import JobConfig
     from mmrl.rollouts import Prompt, Replay, Rollouts
@@ -126,6 +127,9 @@ class Algorithm(Choice):
         """Whether a step's updates learn from single steps of episodes in a random order, in place of whole ones."""
         return False
 
+    def start(self, policy: Any, engine: Ranks) -> None:
+        """Hears once who is trained, for an objective that asks the policy for more than its replay."""
+
     # --- what it computes ---
 
     def shown(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -165,7 +169,10 @@ class Algorithm(Choice):
 
         An algorithm that computes values and reduction in one pass, or several losses, does it here.
         """
+        from mmrl.protocols.checks import check_values
+
         values, stats = self.loss(micro, replay)
+        check_values(f"algorithm.type={self.type}", values, micro.mask.shape)
         return over(values if replay.weight is None else values * replay.weight), stats
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:

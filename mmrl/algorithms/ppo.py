@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from mmrl.algorithms.algorithm import Reduction
 from mmrl.algorithms.ratio import RatioAlgorithm
 from mmrl.collection.settings import CollectionSettings, Independent
+from mmrl.protocols.abilities import Stepwise
 from mmrl.protocols.critic import CriticSettings, SharedCritic
+from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities, Needs
 from mmrl.settings import option
 
@@ -66,7 +68,7 @@ class PPO(RatioAlgorithm):
 
     @property
     def own_needs(self) -> Needs:
-        offers = {"critic", "steps"} if self.by_step else {"critic"}
+        offers: set[Offer] = {"critic", Stepwise} if self.by_step else {"critic"}
         return super().own_needs | Needs(offers=frozenset(offers), critic=self.critic)
 
     @property
@@ -83,7 +85,7 @@ class PPO(RatioAlgorithm):
                 "algorithm.level=decision"
             )
         for key, needs in self.parts():
-            if needs.statistics or needs.whole_groups or needs.views_before:
+            if needs.statistics or needs.whole_groups or needs.prepared:
                 raise ValueError(f"{key} needs whole episodes; use algorithm.shuffle=episodes")
 
     def advantages(self, batch: Batch) -> Tensor:

@@ -71,9 +71,9 @@ class RatioAlgorithm(RewardedAlgorithm):
     def _log_ratio(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         """To the policy that made the rollouts, at the algorithm's level, and statistics; [rollout, decision]."""
         from mmrl.core.ratios import by_unit, normalised
+        from mmrl.rollouts import log_ratio
 
-        old = replay.logp.detach() if micro.old_logp is None else micro.old_logp.to(replay.logp.device)
-        ratio = replay.logp - old if replay.log_ratio is None else replay.log_ratio
+        ratio = log_ratio(micro, replay)
         if self.ratio == "normalised":
             assert replay.divergence is not None and replay.std is not None
             ratio = normalised(ratio, replay.divergence, replay.std)

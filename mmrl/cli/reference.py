@@ -22,6 +22,7 @@ from mmrl.collection.extra_sources import ExtraSource
 from mmrl.config import job
 from mmrl.errors import UserError
 from mmrl.policies.settings import ModelSettings
+from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule
 from mmrl.settings import Choice, Section, kind_of, locate, make, plain
@@ -323,7 +324,7 @@ def needs_of(kind: type[Choice]) -> Needs | None:
 
 
 @cache
-def offers() -> dict[str, frozenset[str]]:
+def offers() -> dict[str, frozenset[Offer]]:
     """What each kind of decision supports, as the models of the house declare it."""
     found = {}
     for name, tree in DECISIONS.items():
@@ -335,7 +336,7 @@ def offers() -> dict[str, frozenset[str]]:
 
 def decisions_of(needs: Needs) -> list[str]:
     """The kinds of decision that support a method."""
-    return [name for name, offered in offers().items() if needs.offers <= offered]
+    return [name for name, offered in offers().items() if needs.required <= offered]
 
 
 def cost_of(needs: Needs) -> str:
@@ -349,26 +350,9 @@ def cost_of(needs: Needs) -> str:
         found.append("a forward pass under the reference, and a copy of the trained weights")
     if needs.views:
         found.append("a forward and a backward pass under every view")
-    if needs.views_before:
-        found.append("a forward pass under every view")
     if needs.critic:
         found.append("a critic, which is trained beside the policy")
-    if needs.greedy:
-        found.append("one more response a prompt")
-    if needs.reference_responses:
-        found.append("a response of the reference policy to each prompt, and its reward")
-    if needs.answered_under:
-        found.append("as many responses again under every view")
-    if needs.completions:
-        found.append("a deterministic completion of every step of the chain, and its reward")
-    if needs.outcomes:
-        found.append("a deterministic completion of every candidate, and its reward")
-    if needs.inverse:
-        found.append("a pass over every picture and its prompt")
-    if needs.latents:
-        found.append("a small network of values, which learns on the CPU")
-    if needs.continuations:
-        found.append("further responses from every edge of a segment, and their rewards")
+    found += dict.fromkeys(measurement.cost for measurement in needs.measurements if measurement.cost)
     if needs.whole_groups:
         found.append("micro-batches that hold whole groups")
     return "; ".join(found) or "no pass of its own"

@@ -27,9 +27,9 @@ class Candidate:
         return (not self.teaches, self.turn, self.position)
 
 
-class Rounds:
-    """What the rounds of a step have brought so far. Ranks that share give each other the groups they have to spare, so
-    that the step has the groups that one rank alone would have taken, and none waits for a rank without luck."""
+class Candidates:
+    """The groups that the rounds of a step have brought so far. Ranks that share give each other those they have to
+    spare, so that the step has those that one rank alone would have taken, and none waits for a rank without luck."""
 
     def __init__(self, wanted: int, ranks: Ranks, *, shared: bool) -> None:
         """wanted: groups of a rank's share."""

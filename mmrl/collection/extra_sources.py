@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import PrivateAttr
@@ -16,16 +18,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mmrl.protocols.batch import Batch
-    from mmrl.protocols.parts import Policy, Source, Task
+    from mmrl.protocols.parts import Source, Task
     from mmrl.rollouts import Rollouts
 
 
 @dataclass(frozen=True)
 class SourceContext:
-    """What a source may draw on. share: this rank's number and how many ranks there are. most: the largest of a number
-    over the ranks, which all of them ask for alike."""
+    """What a source may draw on. policy: with every ability that the source needs. share: this rank's number and how
+    many ranks there are. most: the largest of a number over the ranks, which all of them ask for alike."""
 
-    policy: Policy
+    policy: Any
     prompts: Source
     task: Task
     seed: int
@@ -38,7 +40,8 @@ class ExtraSource(Choice):
 
     They must hold `origin` and `group`: that of a fresh group which they join with their rewards, or an id below 0 that
     no other group has. Rewards that are NaN keep them out of the statistics of groups, and give them the advantage 0.
-    An `old_logp` that they bring is kept.
+    An `old_logp` that they bring is kept. `nodes` say which decisions they share with fresh rollouts, whose decisions
+    have the id of their row: those of a fork have its parent's as long as they are the same.
     """
 
     title: ClassVar[str] = "source"
@@ -77,12 +80,66 @@ class ExtraSource(Choice):
     def observe(self, batch: Batch) -> None:  # noqa: B027  (most sources do not ask)
         """Hears what became of a step's rollouts, after its updates."""
 
-    @abstractmethod
     def state(self) -> dict[str, Any]:
         """Numbers, texts and lists from which `load` goes on, equal on all ranks; later steps do not change them."""
+        return {}
 
-    @abstractmethod
-    def load(self, state: dict[str, Any]) -> None: ...
+    def load(self, state: dict[str, Any]) -> None:  # noqa: B027  (many have none)
+        """Goes on from a `state`."""
+
+    def own_state(self) -> dict[str, Any]:
+        """Tensors, numbers, texts and lists of this rank alone from which `load_own` goes on, on as many ranks."""
+        return {}
+
+    def load_own(self, state: dict[str, Any]) -> None:  # noqa: B027  (most have none)
+        """Goes on from an `own_state`."""
+
+
+class ExtraRolloutSources:
+    """The further sources of a run, in their order."""
+
+    def __init__(self, settings: Sequence[ExtraSource], context: SourceContext) -> None:
+        # Copies, for a default is shared by all configurations of the process.
+        self.sources = [source.model_copy(deep=True) for source in settings]
+        for source in self.sources:
+            source.start(context)
+
+    def joined(self, fresh: Rollouts) -> Rollouts:
+        """A step's rollouts with those of every source behind them."""
+        import torch
+
+        from mmrl.rollouts import FRESH, Rollouts, alike, with_nodes
+
+        if not self.sources:
+            return fresh
+        fresh.origin = torch.full((len(fresh),), FRESH)
+        added = with_nodes(fresh, [source.make(fresh) for source in self.sources])
+        added = [alike(part, fresh) for part in added]
+        if fresh.filler is not None:  # a group may teach something, now that it holds more
+            joined = torch.cat([part.group for part in added])
+            fresh = replace(fresh, filler=fresh.filler & ~torch.isin(fresh.group, joined))
+        if any(part.old_logp is not None for part in added):
+            fresh = replace(fresh, old_logp=torch.full(fresh.mask.shape, torch.nan))
+            added = [alike(part, fresh) for part in added]
+        return Rollouts.concat([fresh, *added])
+
+    def observe(self, batch: Batch) -> None:
+        for source in self.sources:
+            source.observe(batch)
+
+    def state(self) -> list[dict[str, Any]]:
+        return [copy.deepcopy(source.state()) for source in self.sources]
+
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
+        for source, state in zip(self.sources, states, strict=True):
+            source.load(state)
+
+    def own_state(self) -> list[dict[str, Any]]:
+        return [copy.deepcopy(source.own_state()) for source in self.sources]
+
+    def load_own(self, states: Sequence[dict[str, Any]]) -> None:
+        for source, state in zip(self.sources, states, strict=True):
+            source.load_own(state)
 
 
 class DemonstrationSource(ExtraSource):

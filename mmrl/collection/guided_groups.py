@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import PrivateAttr, model_validator
 
 from mmrl.collection.extra_sources import ExtraSource, SourceContext, joining
+from mmrl.protocols.abilities import Continuing
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
@@ -53,12 +54,6 @@ class Guidance(ExtraSource):
         made.rewards = self._context.task.score(made.samples, made.group)
         made.accuracy = self._context.task.accuracy(made.samples)
         return made
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, state: dict[str, Any]) -> None:
-        pass
 
 
 class GuidedGroups(Guidance):
@@ -114,7 +109,7 @@ class GuidedPrefixes(Guidance):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"demonstrations", "continuations"}))
+        return Needs(offers=frozenset({"demonstrations", Continuing}))
 
     @property
     def in_group(self) -> int:
@@ -138,8 +133,7 @@ class GuidedPrefixes(Guidance):
         seeds = rollout_seeds(context.seed + APART, asked, self.count)
         shares = [self.low + (self.high - self.low) * random.Random(number).random() for number in seeds]
         lengths = (known.mask.sum(1) * torch.tensor(shares)).long()
-        policy: Any = context.policy  # which continues: see `needs`
-        made: Rollouts = policy.continued(known, lengths.tolist(), seeds)
+        made: Rollouts = context.policy.continued(known, lengths.tolist(), seeds)
         if not self.learned:
             made.mask = made.mask & (torch.arange(made.mask.shape[1]) >= lengths[:, None])
         if not groups:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from mmrl.collection.settings import Independent
 from mmrl.generation.settings import Partial
 from mmrl.protocols.parts import Drafting, Source
 from mmrl.rollouts import Rollouts
@@ -34,13 +33,15 @@ class Pool:
     time, and as long as weights stay the same a response does not depend on how many steps it took.
     """
 
-    def __init__(self, policy: Drafting, source: Source, seed: int, rollout: Independent, partial: Partial) -> None:
-        self.policy, self.source, self.seed, self.rollout, self.partial = policy, source, seed, rollout, partial
+    def __init__(self, policy: Any, source: Source, seed: int, group_size: int, partial: Partial) -> None:
+        """policy: a `Drafting` one."""
+        self.policy: Drafting = policy
+        self.source, self.seed, self.group_size, self.partial = source, seed, group_size, partial
         self.groups: list[PendingGroup] = []  # oldest first
 
     def add(self, positions: Sequence[int], prompts: Sequence[int]) -> None:
         """positions, prompts: of the draw, and the prompts' indices in the source."""
-        size = self.rollout.group_size
+        size = self.group_size
         if positions:
             seeds = rollout_seeds(self.seed, positions, size)
             drafts = self.policy.draft([self.source[p] for p in prompts], size, seeds)
@@ -57,7 +58,7 @@ class Pool:
             self.policy.extend(self.policy.engine, unfinished, self.partial.segment)
         taken = [group for group in self.groups if self._finished(group)][:count]
         self.groups = [group for group in self.groups if group not in taken]
-        size = self.rollout.group_size
+        size = self.group_size
         batch = self.policy.complete([draft for group in taken for draft in group.drafts], size)
         batch.group = torch.tensor([group.position for group in taken]).repeat_interleave(size)
         batch.prompt = torch.tensor([group.prompt for group in taken]).repeat_interleave(size)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import PrivateAttr
 
 from mmrl.collection.extra_sources import ExtraSource, SourceContext, joining
+from mmrl.protocols.abilities import Storing
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
@@ -39,7 +40,7 @@ class ReplaySource(ExtraSource):
     @property
     def needs(self) -> Needs:
         statistics = frozenset({"logp"}) if self.likelihoods == "recorded" else frozenset[str]()
-        return Needs(offers=frozenset({"storage"}), statistics=statistics)
+        return Needs(offers=frozenset({Storing}), statistics=statistics)
 
     def start(self, context: SourceContext) -> None:
         self._context, self._stored = context, {}
@@ -79,9 +80,8 @@ class ReplaySource(ExtraSource):
         from mmrl.rollouts import REPLAYED
 
         context: SourceContext = self._context
-        made = context.policy.recalled(  # type: ignore[attr-defined]  # which it offers: see `needs`
-            [context.prompts[prompt] for prompt in prompts], [one["state"] for one in stored]
-        )
+        asked = [context.prompts[prompt] for prompt in prompts]
+        made: Rollouts = context.policy.recalled(asked, [one["state"] for one in stored])
         made.group, made.prompt = group, torch.tensor(prompts)
         made.origin = torch.full((len(stored),), REPLAYED)
         made.rewards = torch.tensor([one["rewards"] for one in stored])

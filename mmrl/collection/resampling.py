@@ -65,8 +65,7 @@ class ExtraRollouts(ExtraSource):
         asked = failed or [(int(fresh.group[0]), int(fresh.prompt[0]))]
         seeds = rollout_seeds(context.seed + APART, [group for group, _ in asked], self.count)
         prompts = [context.prompts[prompt] for _, prompt in asked]
-        policy: Any = context.policy  # which takes a temperature: see `needs`
-        made: Rollouts = policy.rollout(prompts, self.count, seeds, step=0, temperature=self.temperature)
+        made: Rollouts = context.policy.rollout(prompts, self.count, seeds, step=0, temperature=self.temperature)
         made.group = torch.tensor([group for group, _ in asked]).repeat_interleave(self.count)
         made.prompt = torch.tensor([prompt for _, prompt in asked]).repeat_interleave(self.count)
         made.rewards = context.task.score(made.samples, made.group)
@@ -85,9 +84,3 @@ class ExtraRollouts(ExtraSource):
             if not bool((fresh.accuracy[rows] >= self.accuracy).any()):
                 found.append((group, int(fresh.prompt[rows][0])))
         return found
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, state: dict[str, Any]) -> None:
-        pass

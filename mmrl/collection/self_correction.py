@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import PrivateAttr
 
 from mmrl.collection.extra_sources import ExtraSource, SourceContext, joining
+from mmrl.protocols.abilities import Recombining
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
@@ -40,7 +41,7 @@ class SelfCorrections(ExtraSource):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"recombination"}))
+        return Needs(offers=frozenset({Recombining}))
 
     @property
     def rollouts(self) -> int:
@@ -63,8 +64,7 @@ class SelfCorrections(ExtraSource):
         if not pairs:
             return joining([], fresh, context)
         first, second = (torch.tensor(column) for column in zip(*pairs, strict=True))
-        policy: Any = context.policy  # which recombines: see `needs`
-        made: Rollouts = policy.recombined(fresh.select(first), fresh.select(second), self.text)
+        made: Rollouts = context.policy.recombined(fresh.select(first), fresh.select(second), self.text)
         assert fresh.prompt is not None
         made.group, made.prompt = fresh.group[first], fresh.prompt[first]
         made.origin = torch.full((len(pairs),), EXTRA)
@@ -96,9 +96,3 @@ class SelfCorrections(ExtraSource):
             found += [(chance.choice(wrong), chance.choice(right)) for _ in range(mended)]
             found += [tuple(chance.sample(wrong, 2)) for _ in range(self.count - mended)]
         return found  # type: ignore[return-value]
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, state: dict[str, Any]) -> None:
-        pass

@@ -1,16 +1,13 @@
-"""A small network that learns what a state is worth, and goes on learning from step to step."""
+"""A small network that learns what a state is worth."""
 
 from __future__ import annotations
 
 import math
 import zlib
-from typing import Any
+from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam
+from torch import Tensor, nn
 
 
 def tilted_loss(value: Tensor, outcome: Tensor, eta: float) -> Tensor:
@@ -25,64 +22,48 @@ def tilted_loss(value: Tensor, outcome: Tensor, eta: float) -> Tensor:
     return (most.exp() - 1 - most + rest) / eta**2
 
 
-class Values:
-    """A perceptron with two hidden layers from [row, number] to [row], in fp64 on the CPU, trained by Adam.
+class ValueNetwork(nn.Module):
+    """A perceptron with two hidden layers from [row, number] to [row], in fp64; its last layer begins with zeros."""
 
-    All that it is lies in `state`, plain lists and numbers, so that a checkpoint can hold it.
-    """
-
-    def __init__(self, inputs: int, width: int, seed: int, state: dict[str, Any] | None = None) -> None:
-        """state: that of an earlier one of the same sizes; without it weights are drawn from the seed."""
+    def __init__(self, inputs: int, width: int, seed: int) -> None:
+        """seed: of the weights, which are Gaussian with variance 1 / fan-in."""
+        super().__init__()
         chance = torch.Generator().manual_seed(seed)
-        sizes = [(inputs, width), (width, width), (width, 1)]
-        made = [torch.randn(a, b, generator=chance, dtype=torch.float64) / math.sqrt(a) for a, b in sizes]
-        made[-1] = made[-1] * 0
-        biases = [torch.zeros(b, dtype=torch.float64) for _, b in sizes]
-        self.weights = [*made, *biases]
-        self.first, self.second = ([torch.zeros_like(w) for w in self.weights] for _ in range(2))
-        self.steps = 0
-        if state is not None:
-            self.steps = int(state["steps"])
-            for name in ("weights", "first", "second"):
-                kept = [torch.tensor(v, dtype=torch.float64) for v in state[name]]
-                setattr(self, name, [new.view_as(old) for new, old in zip(kept, self.weights, strict=True)])
+        layers = [nn.Linear(a, b, dtype=torch.float64) for a, b in ((inputs, width), (width, width), (width, 1))]
+        for layer in layers:
+            drawn = torch.randn(layer.in_features, layer.out_features, generator=chance, dtype=torch.float64)
+            nn.init.zeros_(layer.bias)
+            layer.weight.data = (drawn / math.sqrt(layer.in_features)).T.contiguous()
+        nn.init.zeros_(layers[-1].weight)
+        self.layers = nn.Sequential(layers[0], nn.SiLU(), layers[1], nn.SiLU(), layers[2])
 
-    @property
-    def state(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps,
-            **{name: [w.flatten().tolist() for w in vars(self)[name]] for name in ("weights", "first", "second")},
-        }
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x.double())
+        return found[:, 0]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        a, b, c, *biases = self.weights
-        h = F.silu(x.double() @ a + biases[0])
-        return (F.silu(h @ b + biases[1]) @ c + biases[2])[:, 0]
 
-    def learn(self, x: Tensor, outcome: Tensor, *, eta: float, lr: float, passes: int, size: int, seed: int) -> float:
-        """Some passes over the rows in batches of `size`; the mean loss of the last one."""
-        chance, last = torch.Generator().manual_seed(seed), 0.0
-        for _ in range(passes):
-            losses = []
-            for rows in torch.randperm(len(x), generator=chance).split(size):
-                for weight in self.weights:
-                    weight.requires_grad_(True)
-                loss = tilted_loss(self(x[rows]), outcome[rows].double(), eta).mean()
-                slopes = torch.autograd.grad(loss, self.weights)
-                self.weights = [weight.detach() for weight in self.weights]
-                self._step(slopes, lr)
-                losses.append(float(loss.detach()))
-            last = sum(losses) / len(losses)
-        return last
-
-    def _step(self, slopes: tuple[Tensor, ...], lr: float) -> None:
-        self.steps += 1
-        for i, slope in enumerate(slopes):
-            self.first[i] = BETAS[0] * self.first[i] + (1 - BETAS[0]) * slope
-            self.second[i] = BETAS[1] * self.second[i] + (1 - BETAS[1]) * slope.square()
-            mean = self.first[i] / (1 - BETAS[0] ** self.steps)
-            square = self.second[i] / (1 - BETAS[1] ** self.steps)
-            self.weights[i] = self.weights[i] - lr * mean / (square.sqrt() + EPS)
+def fit_values(
+    network: Callable[[Tensor], Tensor],
+    update: Callable[[Tensor], None],
+    x: Tensor,
+    outcome: Tensor,
+    *,
+    eta: float,
+    passes: int,
+    size: int,
+    seed: int,
+) -> float:
+    """Some passes over the rows of `x` in batches of `size`, an `update` down the loss of each; the mean loss of the
+    last one."""
+    chance, last = torch.Generator().manual_seed(seed), 0.0
+    for _ in range(passes):
+        losses = []
+        for rows in torch.randperm(len(x), generator=chance).split(size):
+            loss = tilted_loss(network(x[rows]), outcome[rows].double(), eta).mean()
+            update(loss)
+            losses.append(float(loss.detach()))
+        last = sum(losses) / len(losses)
+    return last
 
 
 def word_counts(text: str, count: int) -> Tensor:

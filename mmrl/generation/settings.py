@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
+from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Constant, Schedule
 from mmrl.settings import Choice, Section, option
@@ -219,7 +220,7 @@ class RolloutWorkers(Section):
     )
     correction: Correction = option(Correction(), "for weights that are some steps old")
 
-    def check(self, needs: Needs, offers: frozenset[str], temperature: Schedule | None = None) -> None:
+    def check(self, needs: Needs, offers: frozenset[Offer], temperature: Schedule | None = None) -> None:
         """What a batch that is made ahead of training does not go with. offers: of the policy's decisions.
 
         Raises ValueError in one line that names the key."""
@@ -231,10 +232,11 @@ class RolloutWorkers(Section):
                 f"{ahead} is corrected by likelihoods of decisions, which this job's have not: take a likelihood of "
                 "type chain, or set async_steps to 0"
             )
-        if needs.completions or needs.outcomes:
+        bound = next((found for found in needs.measurements if found.of_sampling_weights), None)
+        if bound is not None:
             raise ValueError(
-                f"{ahead}: the algorithm completes chains with the weights that drew them, which are trained on "
-                "meanwhile; set async_steps to 0"
+                f"{ahead}: the algorithm needs {bound.cost}, by the weights that made the rollouts, which are trained "
+                "on meanwhile; set async_steps to 0"
             )
         if temperature is not None and not isinstance(temperature, Constant):
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from mmrl.errors import UserError
 from mmrl.settings import Choice, option
 
 if TYPE_CHECKING:
@@ -34,6 +35,17 @@ class View(Choice):
 
     @abstractmethod
     def change(self, prompt: Prompt) -> Prompt: ...
+
+    def changed(self, prompt: Prompt) -> Prompt:
+        """The prompt under this view. Raises UserError where `change` gives something else."""
+        from mmrl.rollouts import Prompt
+
+        found = self.change(prompt)
+        if not isinstance(found, Prompt):
+            raise UserError(
+                f"the view {self.type} made {type(found).__name__} of prompt {prompt.id}; expected a Prompt"
+            )
+        return found
 
 
 class MaskedPatches(View):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mmrl.core.advantages import combined_reward
-from mmrl.prompts.views import View
-from mmrl.rollouts import FRESH, Column, DecisionColumn, Rollouts, Texts, widened
+from mmrl.protocols.auxiliary import AuxiliaryModules
+from mmrl.protocols.measurement import Measurement
+from mmrl.rollouts import FRESH, Record, Rollouts, widened
+
+R = TypeVar("R", bound=Record)
 
 
 class Batch:
@@ -21,7 +24,8 @@ class Batch:
     `decisions` give is of all ranks, in their order, so that results do not depend on how rollouts are shared out; all
     ranks must ask for the same, in the same order. `report` takes numbers for the step's metrics, equal on all ranks.
     memory: what parts of the algorithm keep from step to step, each under a name of its own: mappings, lists and
-    numbers, with strings as keys, equal on all ranks; checkpoints hold it.
+    numbers, with strings as keys, equal on all ranks; modules: networks that learn beside the policy; checkpoints hold
+    both.
     """
 
     def __init__(
@@ -34,12 +38,14 @@ class Batch:
         rank: int = 0,
         seed: int = 0,
         memory: dict[str, Any] | None = None,
+        modules: AuxiliaryModules | None = None,
     ) -> None:
         self.rollouts, self.reward_names = rollouts, list(reward_names)
         self.reward_weights = torch.tensor(reward_weights)
         self.kept = torch.ones(len(rollouts), dtype=torch.bool)
         self.reports: dict[str, float] = {}
         self.memory: dict[str, Any] = {} if memory is None else memory
+        self.modules = AuxiliaryModules() if modules is None else modules
         self._gather, self._rank, self._seed = gather, rank, seed
         self._sizes: list[int] | None = None
 
@@ -63,30 +69,14 @@ class Batch:
         parts = self._gather(column)
         return torch.cat(widened(parts, 0) if column.dim() > 1 and column.dtype == torch.bool else parts)
 
-    def column(self, name: str) -> Tensor:
-        """This rank's part of what was left in `Rollouts.extras` as a column, by its name."""
-        found = self.rollouts.extras[name]
-        assert isinstance(found, Column | DecisionColumn)
-        return found.values
-
-    def viewed(self, view: View) -> Tensor:
-        """[rollout, decision] of this rank: log-likelihoods under a view that a part asked for before them."""
-        return self.column(f"view {view.name}")
-
-    def answered(self, view: View) -> Tensor:
-        """[rollout of all ranks] mean accuracy of the responses that a rollout's prompt got under a view; NaN where
-        none could be judged."""
-        return self.everyone(self.column(f"answered {view.name}"))
+    def measured(self, measurement: Measurement[R]) -> R:
+        """This rank's record of a measurement that a part asked for."""
+        record: R = self.rollouts.extras[measurement.name]  # type: ignore[assignment]  # which it has made
+        return record
 
     def each(self, values: list[Any]) -> list[Any]:
         """Those of all ranks, in their order, of as many things as this rank likes; small ones, for they are sent."""
         return [value for part in self._gather(values) for value in part]
-
-    def said(self, view: View) -> list[list[str]]:
-        """By rollout of all ranks, the responses that its prompt got under a view; none where it was not asked."""
-        found = self.rollouts.extras[f"said {view.name}"]
-        assert isinstance(found, Texts)
-        return self.each(found.values)
 
     def responses(self) -> list[str]:
         """The text of the responses of all ranks."""

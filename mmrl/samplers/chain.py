@@ -47,7 +47,7 @@ class Sampler:
         fixed = coefficients(self.deterministic, *ends)
         if not bool(drawn.any()) or self.transition is None:
             return fixed
-        moving = self.transition.coefficients(*ends, sigmas[1])
+        moving = self.transition.step(*ends, sigmas[1])
         return Coefficients(*(m.where(drawn, f) for m, f in zip(moving, fixed, strict=True)))
 
     def drawn(self, step: Tensor) -> Coefficients:

@@ -9,6 +9,7 @@ import math
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from mmrl.errors import UserError
 from mmrl.settings import Choice, option
 
 if TYPE_CHECKING:
@@ -36,6 +37,17 @@ class DenoisingTransition(Choice):
     @abstractmethod
     def coefficients(self, sigma: Tensor, sigma_next: Tensor, sigma_second: Tensor) -> Coefficients:
         """The step from noise levels `sigma` to `sigma_next`, both [row]; sigma_second: the grid's second level."""
+
+    def step(self, sigma: Tensor, sigma_next: Tensor, sigma_second: Tensor) -> Coefficients:
+        """`coefficients`. Raises UserError where they are not finite numbers, one or [row] each."""
+        found = self.coefficients(sigma, sigma_next, sigma_second)
+        for name, values in found._asdict().items():
+            if values.shape not in (sigma.shape, ()) or not bool(values.isfinite().all()):
+                raise UserError(
+                    f"the transition {self.type} gave {name} of shape {list(values.shape)}, finite: "
+                    f"{bool(values.isfinite().all())}; expected finite numbers of shape {list(sigma.shape)}"
+                )
+        return found
 
 
 class FlowSDE(DenoisingTransition):

@@ -3,24 +3,26 @@ which of their decisions count."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmrl.core.advantages import combined_reward
 from mmrl.core.filters import whole_groups
 from mmrl.core.partition import halved, longest_first, partition, within_tokens
 from mmrl.engine import Ranks, Shadow, applied
 from mmrl.engine.settings import UnevenEngine
 from mmrl.engine.snapshot import AdaptersOff, Snapshot
-from mmrl.errors import UserError
+from mmrl.protocols.abilities import Recording, Stepwise, Uneven, able
+from mmrl.protocols.auxiliary import AuxiliaryModules
 from mmrl.protocols.batch import Batch
+from mmrl.protocols.checks import check_mask, check_values
 from mmrl.protocols.job import JobConfig
-from mmrl.protocols.parts import Inverting, Latent, Numbered, Policy, Recording, Stepwise, Task, Uneven
-from mmrl.rollouts import Column, DecisionColumn, Replay, Rollouts, Steps
-from mmrl.runtime.seeds import reference_seeds
+from mmrl.protocols.measurement import PreparedContext
+from mmrl.protocols.parts import Policy, Task
+from mmrl.rollouts import Replay, Rollouts, Steps, given
 from mmrl.training.balancing import balanced
 from mmrl.training.metrics import Metrics
 
@@ -48,7 +50,9 @@ class Preparation:
         self.config, self.policy, self.task, self.engine = config, policy, task, engine
         self.sampling_policy, self.reference = sampling_policy, reference
         self.algorithm, self.needs = config.algorithm, config.needs
-        self.memory: dict[str, Any] = {}  # of parts of the algorithm, from step to step; equal on all ranks
+        # Of parts of the algorithm, from step to step; equal on all ranks
+        self.memory: dict[str, Any] = {}
+        self.modules = AuxiliaryModules()
 
     def minibatches(
         self, rollouts: Rollouts, step: int, shuffle: torch.Generator, metrics: Metrics
@@ -68,19 +72,19 @@ class Preparation:
             rank=self.engine.rank,
             seed=self.config.seed * 1_000_003 + step,
             memory=self.memory,
+            modules=self.modules,
         )
-        for mask in self.algorithm.masks:
-            if mask.of == "rollouts":
-                batch.kept &= mask.keep(batch)
+        for key, mask in self._masks("rollouts"):
+            kept = mask.keep(batch)
+            check_mask(key, kept, batch.kept.shape)
+            batch.kept &= kept
         rollouts.mask = rollouts.mask & batch.kept[:, None]
         if self.algorithm.by_step:  # advantages are of whole episodes, and need no other policy's word
             self.set_advantages(batch)
-            assert isinstance(self.policy, Stepwise)
-            rollouts = self.policy.by_step(rollouts)
+            rollouts = able(self.policy, Stepwise).by_step(rollouts)
             parts = self.cut(rollouts, shuffle)
         known = self.ask_others(rollouts, parts)
-        if self.needs.reference_responses:
-            rollouts.extras["reference_reward"] = Column(self.reference_rewards(rollouts, step))
+        self.measure(rollouts, parts, step)
         if not self.algorithm.by_step:
             self.set_advantages(batch)
         self.algorithm.prepare(batch)
@@ -113,11 +117,10 @@ class Preparation:
     def balance(self, rollouts: Rollouts, parts: list[list[Tensor]], step: int, metrics: Metrics) -> Rollouts:
         """This rank's rollouts after ranks have shared out the work; those at the rows of a micro-batch in `parts` may
         be others. What the step's table shows stays where it is: episodes were filmed for it."""
-        assert isinstance(self.policy, Uneven)
         staying, log = torch.zeros(len(rollouts), dtype=torch.bool), self.config.log
         if log.samples_every and (step + 1) % log.samples_every == 0:
             staying[whole_groups(rollouts.group, log.samples)] = True
-        rollouts, reports = balanced(rollouts, parts, self.policy.lengths(rollouts), staying, self.engine)
+        rollouts, reports = balanced(rollouts, parts, able(self.policy, Uneven).lengths(rollouts), staying, self.engine)
         metrics.set(reports)
         return rollouts
 
@@ -127,8 +130,7 @@ class Preparation:
         tokens: int | None = vars(self.config.engine).get("micro_tokens")
         if not self.balances and tokens is None:
             return parts
-        assert isinstance(self.policy, Uneven)
-        lengths = self.policy.lengths(rollouts)
+        lengths = able(self.policy, Uneven).lengths(rollouts)
         parts = [longest_first(part, rollouts.group, lengths) for part in parts]
         if tokens is None:
             return parts
@@ -161,22 +163,6 @@ class Preparation:
             known = not now or self.algorithm.epochs > 1
             asked = [*(now if known else []), *([] if made is not None else every[len(now) :])]
             self._ask_old(rollouts, Answers(self.policy, self.engine, rollouts, made), asked)
-        if self.needs.numbers:
-            assert isinstance(self.policy, Numbered)
-            rollouts.extras["numbers"] = DecisionColumn(self.policy.numbers(rollouts))
-        if self.needs.inverse:
-            assert isinstance(self.policy, Inverting)
-            told = torch.cat([self.policy.inverse(rollouts.select(rows)) for rows in every])
-            rollouts.extras["inverse"] = Column(told[torch.cat(every).argsort()])
-        if self.needs.latents:
-            assert isinstance(self.policy, Latent)
-            rollouts.extras["latents"] = Column(self.policy.latents(rollouts))
-        for view in self.needs.views_before:
-            with torch.no_grad(), applied(self.sampling_policy):
-                seen = Answers(self.policy, self.engine, self.policy.view(rollouts, view.change)).ask(every)
-            said = seen.column("logp")
-            assert said is not None
-            rollouts.extras[f"view {view.name}"] = DecisionColumn(said)
         if self.reference is not None:
             with torch.no_grad(), self.reference.applied():
                 reference = Answers(self.policy, self.engine, rollouts).ask(every, reference=True)
@@ -187,29 +173,41 @@ class Preparation:
         """Fills in what the policy that made the rollouts says; its log-probabilities."""
         with torch.no_grad(), applied(self.sampling_policy):
             old.ask(parts)
-        logp = old.column("logp")
-        assert logp is not None
+        logp = old.given("logp")
         rollouts.old_logp, rollouts.old_prediction = logp, old.column("prediction")
         rollouts.old_entropy, rollouts.old_square_sum = old.column("entropy"), old.column("square_sum")
         if self.needs.critic is not None and "steps" not in rollouts.extras:
-            value = old.column("value")
-            assert value is not None
-            rollouts.extras["steps"] = Steps.of_decisions(rollouts.mask, value.cpu(), old.column("moment"))
+            value = old.given("value").cpu()
+            rollouts.extras["steps"] = Steps.of_decisions(rollouts.mask, value, old.column("moment"))
         return logp
 
-    def reference_rewards(self, rollouts: Rollouts, step: int) -> Tensor:
-        """[rollout]: what a response of the reference policy to the same prompt earns; NaN where it is unscored."""
-        assert self.reference is not None
-        groups, member = rollouts.group.unique(return_inverse=True)
-        prompts = [rollouts.samples[int((member == g).nonzero()[0])].prompt for g in range(len(groups))]
-        positions, most = groups.tolist(), self.engine.max(len(groups))
-        asked = [i % len(groups) for i in range(most)]  # ranks may have to generate together
-        with self.reference.applied():
-            seeds = reference_seeds(self.config.seed, [positions[i] for i in asked])
-            made = self.policy.rollout([prompts[i] for i in asked], 1, seeds, step=step)
-        weights = torch.tensor(self.task.reward_weights)
-        earned = combined_reward(self.task.score(made.samples, torch.arange(most)), weights)
-        return earned[member]
+    def measure(self, rollouts: Rollouts, parts: list[list[Tensor]], step: int) -> None:
+        """Fills in what else methods want to know of the rollouts. parts: of the minibatches; step: finished steps."""
+        every = [rows for part in parts for rows in part]
+
+        def replayed(seen: Rollouts, name: str) -> Tensor:
+            with torch.no_grad(), applied(self.sampling_policy):
+                return Answers(self.policy, self.engine, seen).ask(every).given(name)
+
+        context = PreparedContext(
+            self.policy,
+            self.task,
+            self.config.seed,
+            step,
+            self.config.group_size,
+            self.engine.max,
+            every,
+            replayed,
+            self.reference_weights,
+        )
+        for measurement in self.needs.prepared:
+            rollouts.extras[measurement.name] = measurement.measure(rollouts, context)
+
+    def reference_weights(self) -> AbstractContextManager[Any]:
+        """Inside it the policy has the reference's weights."""
+        if self.reference is None:
+            raise ValueError("a measurement asks for the reference's weights; `Needs.reference` of its method does not")
+        return self.reference.applied()
 
     def move_reference(self, step: int) -> None:
         """After `step` steps the reference becomes the present policy, or follows it, where a part asks for that."""
@@ -223,21 +221,25 @@ class Preparation:
     def set_advantages(self, batch: Batch) -> None:
         """Fills in the advantages, and leaves out decisions that a mask does not keep."""
         rollouts, algorithm = batch.rollouts, self.algorithm
-        advantages = algorithm.advantages(batch)
-        if advantages.dim() == 1:
-            advantages = advantages[:, None].expand(rollouts.mask.shape)
-        check_shape(f"algorithm.type={algorithm.type}", advantages, rollouts.mask)
+        advantages, shape = algorithm.advantages(batch), rollouts.mask.shape
+        if isinstance(advantages, Tensor) and advantages.shape == shape[:1]:
+            advantages = advantages[:, None].expand(shape)
+        check_values(f"algorithm.type={algorithm.type}", advantages, shape, finite=True)
         if rollouts.filler is not None:
             advantages = advantages.masked_fill(rollouts.filler[:, None], 0.0)
         for i, shaper in enumerate(algorithm.shapers):
             advantages = shaper.shape(advantages, batch)
-            check_shape(f"algorithm.shaping.{i} ({shaper.type})", advantages, rollouts.mask)
+            check_values(f"algorithm.shaping.{i} ({shaper.type})", advantages, shape, finite=True)
         rollouts.advantages = advantages
-        for i, mask in enumerate(algorithm.masks):
-            if mask.of == "decisions":
-                kept = mask.keep(batch)
-                check_shape(f"algorithm.masks.{i} ({mask.type})", kept, rollouts.mask)
-                rollouts.mask = rollouts.mask & kept.to(rollouts.mask.device)
+        for key, mask in self._masks("decisions"):
+            kept = mask.keep(batch)
+            check_mask(key, kept, shape)
+            rollouts.mask = rollouts.mask & kept.to(rollouts.mask.device)
+
+    def _masks(self, of: str) -> list[tuple[str, Any]]:
+        """The masks of rollouts, or of decisions, by their keys."""
+        named = ((f"algorithm.masks.{i} ({mask.type})", mask) for i, mask in enumerate(self.algorithm.masks))
+        return [(key, mask) for key, mask in named if mask.of == of]
 
 
 class Answers:
@@ -255,6 +257,10 @@ class Answers:
             self._found.append((rows, replay))
         return self
 
+    def given(self, name: str) -> Tensor:
+        """A field of `Replay` that this policy gives. Raises ValueError where it does not."""
+        return given(self.column(name), name)
+
     def column(self, name: str) -> Tensor | None:
         """A field of `Replay`, NaN for rollouts of which it is not known; None where the policy does not give it."""
         found = [(rows, vars(replay)[name]) for rows, replay in self._found]
@@ -266,9 +272,3 @@ class Answers:
         for rows, values in found:
             whole[rows] = values
         return whole
-
-
-def check_shape(key: str, values: Tensor, mask: Tensor) -> None:
-    """Raises UserError unless `values` are [rollout, decision]."""
-    if values.shape != mask.shape:
-        raise UserError(f"{key} gave values of shape {list(values.shape)}; expected {list(mask.shape)}, by decision")

@@ -22,7 +22,8 @@ from mmrl.config import Config
 from mmrl.errors import UserError, told
 from mmrl.generation.weight_sync.checksums import checksum
 from mmrl.generation.weight_sync.receiver import read_folder
-from mmrl.protocols.parts import Policy, Recording
+from mmrl.protocols.abilities import Recording
+from mmrl.protocols.parts import Policy
 from mmrl.rollouts import Rollouts
 from mmrl.runtime.logging import quieten_environment
 from mmrl.runtime.ray import end_with_parent

@@ -27,7 +27,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "        self.weights = 0", "self._link = self._running = None", POOL),
     ("workers: predictions of older weights pass for those of now", "mmrl/policies/diffusion/settings.py",
      "of_use and not ahead and isinstance", "of_use and isinstance", POOL),
-    ("workers: more of them than prompts", "mmrl/collection/collector.py", "(most := prompts_at_once(config, world))",
+    ("workers: more of them than prompts", "mmrl/collection/checks.py", "(most := prompts_at_once(config, world))",
      "(most := prompts_at_once(config, 1))", POOL),
     ("workers: any class is made of a message", "mmrl/workers/serialization.py", "isinstance(kind, type) and is_dataclass(kind)",
      "isinstance(kind, type)", WIRE),

@@ -73,6 +73,7 @@ def main() -> None:
                     words = [word.replace("TREE", tree) for word in child]
                     run([sys.executable, __file__, "--child", *words, str(out)], place)
                     found[name][tree].append(json.loads(out.read_text()))
+                    print(f"{name}, {tree}: {found[name][tree][-1]:.3f} s", file=sys.stderr, flush=True)
     print(table(found))
     return None
 

@@ -215,8 +215,8 @@ def train_mmrl(folder: Path, options: argparse.Namespace, meter: Meter) -> None:
     class Timed(trainer.Trainer):
         def loop(self) -> None:
             meter.start()
-            rollout = self.batches.next
-            self.batches.next = lambda *given: meter.sample(lambda: rollout(*given))  # type: ignore[method-assign]
+            rollout = self.collector.next
+            self.collector.next = lambda *given: meter.sample(lambda: rollout(*given))  # type: ignore[method-assign]
             super().loop()
 
         def log(self, *given: Any) -> None:

@@ -4,7 +4,7 @@ one, its work is pretended, so that what is left is what coordination costs. On 
     python scripts/bench/scale.py
     python scripts/bench/scale.py --parts ranks,prompts --json build/scale.json
 
-ranks: so many ranks as threads in lock step, each with 8 prompts of 8 rollouts a step: `Batches.next` with dynamic
+ranks: so many ranks as threads in lock step, each with 8 prompts of 8 rollouts a step: `Collector.next` with dynamic
 sampling, GRPO's advantages from the facts of all ranks, and what prompt samplers hear. Values that ranks tell each
 other are pickled once and unpickled by every rank, as over gloo; the network itself takes no time. Milliseconds of one
 rank's processor time a step. prompts: a sampler over so many prompts: to start, to draw 512, to hear of 512, to tell
@@ -181,7 +181,7 @@ def ranks(sizes: Sequence[int], steps: int) -> Costs:
 
 def lockstep(world: int, steps: int) -> dict[str, float]:
     """Milliseconds of rank 0 a step, by phase, and KiB that it is told."""
-    from mmrl.collection.collector import Batches
+    from mmrl.collection.collector import Collector
     from mmrl.config import configure
     from mmrl.protocols.batch import Batch
     from mmrl.training.metrics import Metrics
@@ -197,7 +197,7 @@ def lockstep(world: int, steps: int) -> dict[str, float]:
             own: Any = PretendRanks(meeting, rank)
             policy: Any = PretendPolicy()
             task: Any = PretendTask(100_000)
-            batches = Batches(config, policy, task, own, None)
+            batches = Collector(config, policy, task, own, None)
             for step in range(steps + 1):  # the first one warms up
                 metrics = Metrics(own)
                 begun, told = time.thread_time(), own.bytes

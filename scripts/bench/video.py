@@ -143,7 +143,7 @@ def train(folder: Path, options: argparse.Namespace, meter: Meter) -> list[float
     class Timed(trainer.Trainer):
         def loop(self) -> None:
             meter.start()
-            rollout, play = self.batches.next, self.policy.rollout
+            rollout, play = self.collector.next, self.policy.rollout
 
             def counted(*given: Any, **more: Any) -> Any:
                 made = play(*given, **more)
@@ -151,7 +151,7 @@ def train(folder: Path, options: argparse.Namespace, meter: Meter) -> list[float
                 return made
 
             self.policy.rollout = counted  # type: ignore[method-assign]
-            self.batches.next = lambda *given: meter.sample(lambda: rollout(*given))  # type: ignore[method-assign]
+            self.collector.next = lambda *given: meter.sample(lambda: rollout(*given))  # type: ignore[method-assign]
             super().loop()
 
         def log(self, *given: Any) -> None:

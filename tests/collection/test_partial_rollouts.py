@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from mmrl import build
-from mmrl.collection.collector import Batches, check_batch
+from mmrl.collection.checks import check_batch
+from mmrl.collection.collector import Collector
 from mmrl.collection.partial_rollouts import Pool
 from mmrl.config import load, to_yaml
 from mmrl.errors import UserError
@@ -130,7 +131,7 @@ def start(folder, *overrides, prompts=18) -> SimpleNamespace:
     generator = Synced(policy, Copy(policy, task.train), task.train[:1], limit=1e-3, gather=engine.gather)
     trainer = Trainer(config, policy, task, engine, Run(Path(folder), to_yaml(config), writes=True), generator)
     kept = SimpleNamespace(trainer=trainer, batches=[], weights=[])
-    collect, log = trainer.batches.collect, trainer.log
+    collect, log = trainer.collector.collect, trainer.log
 
     def collected(step, metrics):
         if not kept.weights:
@@ -142,7 +143,7 @@ def start(folder, *overrides, prompts=18) -> SimpleNamespace:
         log(*arguments)
         kept.weights.append(copy.deepcopy(policy.module.state_dict()))
 
-    trainer.batches.collect, trainer.log = collected, logged
+    trainer.collector.collect, trainer.log = collected, logged
     return kept
 
 
@@ -163,7 +164,7 @@ def stop_after_save(kept):
     kept.trainer.save = save_and_stop
     with pytest.raises(KeyboardInterrupt):
         kept.trainer.train()
-    kept.trainer.batches.lend_generator()
+    kept.trainer.collector.lend_generator()
     release(kept.trainer)
     return kept
 
@@ -265,7 +266,7 @@ def test_a_resumed_run_goes_on_with_what_was_in_the_making(runs, tmp_path):
 def make_pool(policy, prompts, **partial):
     overrides = [f"rollout.generator.partial.{name}={value}" for name, value in partial.items()]
     config = load(TINY, ["run_dir=r", *PARTIAL, *overrides])
-    return Pool(policy, prompts, config.seed, config.rollout, config.generator.partial)
+    return Pool(policy, prompts, config.seed, config.rollout.group_size, config.generator.partial)
 
 
 def test_as_long_as_weights_stay_a_response_does_not_depend_on_how_many_steps_it_took(policy):
@@ -340,15 +341,14 @@ def test_ranks_share_the_prompts_and_leave_none_in_the_making_at_the_end():
     task = SimpleNamespace(
         train=range(64), score=lambda samples, group: torch.zeros(len(group), 1), accuracy=lambda samples: None
     )
-    ranks = [Batches(config, Lengths(), task, SimpleNamespace(rank=rank, world=2), None) for rank in (0, 1)]
+    ranks = [Collector(config, Lengths(), task, SimpleNamespace(rank=rank, world=2, max=int), None) for rank in (0, 1)]
     trained: Counter = Counter()
     for step in range(50):
-        for batches in ranks:
-            batches.version = step
-            batch = batches.sample_round(step)
-            assert len(batch.group) == 4 and int(batch.group.max()) < batches.drawn
+        for collector in ranks:
+            batch = collector.rounds.make(step, step)
+            assert len(batch.group) == 4 and int(batch.group.max()) < collector.draws.drawn
             trained.update(batch.group.tolist())
-        assert ranks[0].drawn == ranks[1].drawn
+        assert ranks[0].draws.drawn == ranks[1].draws.drawn
     assert trained == {position: 2 for position in range(200)}
 
 

@@ -180,7 +180,7 @@ def made(folder, path, readers):
 
 def run(folder, path, readers):
     trainer, answers = made(folder, path, readers), []
-    reader = trainer.batches.reader
+    reader = trainer.collector.draws.reader
     if reader is not None:
         usual = reader._result
         reader._result = lambda future: answers.append(usual(future)) or answers[-1]
@@ -199,7 +199,7 @@ def killed(folder, path):
     def update(minibatch, metrics):
         seen.append(1)
         if len(seen) == 3:
-            (folder / "readers.json").write_text(json.dumps(list(trainer.batches.reader._pool._processes)))
+            (folder / "readers.json").write_text(json.dumps(list(trainer.collector.draws.reader._pool._processes)))
             os.kill(os.getpid(), signal.SIGKILL)
         return usual(minibatch, metrics)
 

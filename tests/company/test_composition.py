@@ -8,8 +8,10 @@ import torch
 
 from mmrl.cli.reference import decisions_of, methods, needs_of
 from mmrl.errors import UserError
+from mmrl.measurements.answers import GreedyRewards, ReferenceRewards, ViewAnswers
+from mmrl.measurements.chains import CandidateCompletions, Completions
 from mmrl.prompts.counterfactual_views import Mirrored, ShuffledFrames
-from mmrl.rollouts import PARTS, Column, DecisionColumn, Texts
+from mmrl.rollouts import PARTS, Column, DecisionColumn, FurtherAnswers
 from mmrl.terms.shapers.segments import SegmentValues
 from tests.joints.parts import Table, close
 
@@ -113,20 +115,21 @@ def table(decision):
 BASE = ["rollout.prompts=3", "rollout.group_size=4", "task.names=[one, two]", "task.weights=[1, 0.5]"]
 
 
-def learned(given, decision, algorithm, order, micro_batch):
+def learned(given, monkeypatch, decision, algorithm, order, micro_batch):
     made = given(table(decision), *BASE, algorithm, f"engine.micro_batch={micro_batch}")
     rollouts = made.table.rollouts(order)
     worth = torch.linspace(-1, 20, 48).sin().view(12, 4)[order]  # of the steps of chains
-    rollouts.extras["completions"] = Column(worth[:, : 1 + rollouts.mask.shape[1]])
-    rollouts.extras["outcomes"] = Column(worth[:, : rollouts.mask.shape[1]])
+    rollouts.extras[Completions().name] = Column(worth[:, : 1 + rollouts.mask.shape[1]])
+    rollouts.extras[CandidateCompletions().name] = Column(worth[:, : rollouts.mask.shape[1]])
     rollouts.extras[PARTS] = DecisionColumn(torch.arange(rollouts.mask.shape[1]).remainder(2).repeat(12, 1))
-    # What `Batches` would have asked for
-    rollouts.extras[SegmentValues().continuations.name] = DecisionColumn(worth[:, : rollouts.mask.shape[1]])
-    rollouts.extras["greedy"] = Column(torch.full((12, 2), 0.3))
-    rollouts.extras[f"said {Mirrored().name}"] = Texts([["two", "a third", "two", "none"] for _ in range(12)])
-    rollouts.extras[f"answered {ShuffledFrames().name}"] = Column(torch.full((12,), 0.4))
+    # What the collector would have measured
+    rollouts.extras[SegmentValues().gains.name] = DecisionColumn(worth[:, : rollouts.mask.shape[1]])
+    rollouts.extras[GreedyRewards().name] = Column(torch.full((12, 2), 0.3))
+    said = [["two", "a third", "two", "none"] for _ in range(12)]
+    for view in (Mirrored(), ShuffledFrames()):
+        rollouts.extras[ViewAnswers(view).name] = FurtherAnswers(torch.full((12,), 0.4), said)
     # The task of these tests knows a rollout by its response, and here those are words.
-    made.trainer.preparation.reference_rewards = lambda rollouts, step: torch.full((12,), 0.35)
+    monkeypatch.setattr(ReferenceRewards, "measure", lambda self, rollouts, context: Column(torch.full((12,), 0.35)))
     made.prepare(rollouts)
     chance = random.Random(9)
     made.move(logp=[[chance.uniform(-0.4, 0.4) for _ in range(3)] for _ in range(12)])
@@ -152,23 +155,23 @@ def valid(given, decision, count):
 
 
 @pytest.mark.parametrize("decision", DECISIONS)
-def test_methods_compose(given, decision):
+def test_methods_compose(given, monkeypatch, decision):
     combinations, refused = valid(given, decision, COUNT)
     assert refused < 4 * COUNT  # most of what is drawn means something
     rows = list(range(12))
     mixed = [row for group in (2, 0, 1) for row in range(4 * group, 4 * group + 4)]
     moved = 0
     for names, algorithm in combinations:
-        loss, gradients = learned(given, decision, algorithm, rows, 64)
+        loss, gradients = learned(given, monkeypatch, decision, algorithm, rows, 64)
         assert torch.isfinite(torch.tensor(loss)), algorithm
         assert all(found.isfinite().all() for found in gradients.values()), algorithm
         moved += any(bool((found != 0).any()) for found in gradients.values())
-        cut, same = learned(given, decision, algorithm, rows, 4)
+        cut, same = learned(given, monkeypatch, decision, algorithm, rows, 4)
         close(cut, loss, atol=1e-4)
         for name, found in gradients.items():
             close(same[name], found, atol=1e-4)
         if not CHANCE & {name for chosen in names.values() for name in chosen}:
-            loss_mixed, gradients_mixed = learned(given, decision, algorithm, mixed, 64)
+            loss_mixed, gradients_mixed = learned(given, monkeypatch, decision, algorithm, mixed, 64)
             close(loss_mixed, loss, atol=1e-4)
             for name, found in gradients.items():
                 close(gradients_mixed[name], found, atol=1e-4)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl.collection.collector import Batches
+from mmrl.collection.collector import Collector
 from mmrl.config import load
 from mmrl.core import filters
 from mmrl.protocols.batch import Batch
@@ -78,7 +78,7 @@ def kept():
     config = load(TINY, ["run_dir=r", *sampling])
     task = SimpleNamespace(train=range(3), reward_names=["first", "second"], reward_weights=WEIGHTS)
     ranks = SimpleNamespace(rank=0, world=1, max=int)
-    made = Batches(config, None, task, ranks, None)
+    made = Collector(config, None, task, ranks, None)
     group = torch.arange(3).repeat_interleave(2)
     made._round = lambda step, metrics: Rollouts(
         [Sample(None)] * 6, [None] * 6, group, torch.ones(6, 1, dtype=torch.bool), REWARDS, accuracy=REWARDS[:, 0]

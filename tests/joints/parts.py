@@ -1,8 +1,9 @@
 """Stand-ins with which a configuration can be followed to a number worked out by hand.
 
 A `Table` holds what a policy would say of some rollouts. Everything between the configuration and the loss is the real
-thing: the settings, `build`, `Trainer`, `Preparation`, `Batches`, algorithms, terms and controls. The module's weights
-are one number a decision, so that after an update `Job.gradient` is the derivative of the loss by every decision.
+thing: the settings, `build`, `Trainer`, `Preparation`, `Collector`, algorithms, terms and schedules. The module's
+weights are one number a decision, so that after an update `Job.gradient` is the derivative of the loss by every
+decision.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from mmrl.config import load, to_yaml
 from mmrl.generation.settings import GeneratorSettings, TransformersGenerator
 from mmrl.policies.settings import ModelSettings
 from mmrl.policies.vlm.settings import TokenEngine
+from mmrl.protocols.abilities import SENTENCES, Stepwise
 from mmrl.protocols.batch import Batch
-from mmrl.protocols.requirements import OFFERS, Capabilities
+from mmrl.protocols.offers import OFFERS
+from mmrl.protocols.requirements import Capabilities
 from mmrl.report.run import Run
 from mmrl.rewards import RewardSet
 from mmrl.rewards.settings import RewardSpec
@@ -73,7 +76,7 @@ class Table:
         return Sample(prompt, response=self.responses[row], truncated=self.truncated[row], episode=episode)
 
     def rollouts(self, rows=None):
-        """Scored rollouts, as `Batches.next` gives them."""
+        """Scored rollouts, as `Collector.next` gives them."""
         rows = list(range(len(self.group))) if rows is None else rows
         return Rollouts(
             samples=[self.sample(row) for row in rows],
@@ -110,7 +113,8 @@ class GivenModel(ModelSettings):
         return own | ({} if collects == "demonstrations" else {"rollout": GivenSampling})
 
     def capabilities(self, config):
-        return Capabilities("model.type=given", frozenset(OFFERS) - {"nodes", "steps"}, groups=("critic",))
+        offers = frozenset({*OFFERS, *SENTENCES} - {"nodes", Stepwise})
+        return Capabilities("model.type=given", offers, groups=("critic",))
 
     def load(self, config, task, path):
         return GivenPolicy(config)
@@ -201,6 +205,9 @@ class GivenPolicy:
         rows = [self.recombines[pair] for pair in zip(first.inputs, second.inputs, strict=True)]
         limit = [replace(self.table.sample(row), max_response_length=3, response_length=len(str(row))) for row in rows]
         return replace(self._unscored(rows), samples=limit)
+
+    def complete_steps(self, rollouts, *, ends=False):
+        raise AssertionError("a table has no chains; a test gives what they lead to")
 
     def lengths(self, rollouts):
         """Decisions, and none of a prompt."""
@@ -426,7 +433,7 @@ class Job:
     def next(self, step=0):
         """The rollouts of a step, as the trainer gets them."""
         self.metrics = Metrics(self.trainer.engine)
-        return self.trainer.batches.next(step, self.metrics)
+        return self.trainer.collector.next(step, self.metrics)
 
     def close(self):
         self.trainer.run.close()

@@ -8,6 +8,7 @@ import torch
 from mmrl.config import validate
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
+from mmrl.measurements.chains import CandidateCompletions
 from mmrl.rollouts import Column
 from mmrl.training.metrics import Metrics
 from mmrl.training.preparation import Preparation
@@ -31,7 +32,7 @@ def made(given, options="", *overrides):
 
 def prepared(job, outcomes=OUTCOMES):
     rollouts = job.table.rollouts()
-    rollouts.extras["outcomes"] = Column(torch.tensor(outcomes))
+    rollouts.extras[CandidateCompletions().name] = Column(torch.tensor(outcomes))
     return job.prepare(rollouts)
 
 
@@ -103,7 +104,7 @@ def test_every_step_branches_off_the_deterministic_chain(folder):  # noqa: F811
 def test_a_steps_credit_does_not_hang_on_what_came_before(folder):  # noqa: F811
     """Outcomes are of completions; the loss of the whole path is REINFORCE's by step, at a ratio of exactly 1."""
     policy, task, batch = branches(folder, "ode", step_weight="std")
-    worth = batch.extras["outcomes"].values
+    worth = batch.extras[CandidateCompletions().name].values
     torch.testing.assert_close(worth[:, -1], batch.rewards[:, 0])
     config = validate(
         {

@@ -7,6 +7,7 @@ import torch
 
 from mmrl.config import validate
 from mmrl.errors import UserError
+from mmrl.measurements.chains import CandidateCompletions
 from mmrl.rollouts import Column
 from tests.joints.parts import Table, close
 from tests.joints.test_step_gains import drawn as drawn_for
@@ -25,7 +26,7 @@ def made(given, *overrides):
 
 def prepared(job, outcomes=OUTCOMES):
     rollouts = job.table.rollouts()
-    rollouts.extras["outcomes"] = Column(torch.tensor(outcomes))
+    rollouts.extras[CandidateCompletions().name] = Column(torch.tensor(outcomes))
     return job.prepare(rollouts)
 
 
@@ -74,7 +75,7 @@ def test_candidates_share_their_state_and_are_completed_by_hand(folder):  # noqa
             assert not torch.equal(records[0].x_next[k], records[1].x_next[k])
             if k + 1 < count:
                 assert any(torch.equal(records[0].x[k + 1], r.x_next[k]) for r in records)
-    worth = batch.extras["outcomes"].values
+    worth = batch.extras[CandidateCompletions().name].values
     assert worth.shape == (6, 3)
     torch.testing.assert_close(worth[:, -1], batch.rewards[:, 0])  # the last candidate's completion is the picture
     for i in (0, 4):
@@ -109,5 +110,5 @@ def test_a_chain_of_its_own_states_is_refused(folder):  # noqa: F811
     with pytest.raises(UserError, match="two ways to share states"):
         validate(tree | {"denoising": both}, "test")
     shaped = {"likelihood": {"shared_states": True}}
-    with pytest.raises(UserError, match="needs chains that can be completed from each of their steps"):
+    with pytest.raises(UserError, match="needs chains apart from the others of the group"):
         validate(tree | {"denoising": shaped, "algorithm": {"shaping": ["step_gains"]}}, "test")

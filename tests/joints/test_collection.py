@@ -267,7 +267,7 @@ def test_rollouts_made_ahead_are_at_most_so_many_steps_old(given, steps, version
     made, found = ahead(given, f"{{type: vllm_server, async_steps: {steps}}}", steps=6)
     assert found == [(version, [version] * 4, step - version) for step, version in enumerate(versions)]
     assert len(made.trainer.policy.calls) == 6  # nothing is made for steps that do not come
-    assert made.trainer.batches.drawn == 12
+    assert made.trainer.collector.draws.drawn == 12
 
 
 def two_ahead(given, *overrides):
@@ -290,8 +290,8 @@ def test_prompts_of_all_batches_in_the_making_are_drawn_at_once(given):
     """What a sampler hears of meanwhile is for those that are drawn later."""
     made = two_ahead(given)
     made.next()
-    assert made.trainer.batches.drawn == 6 and len(made.trainer.batches.pending) == 2
-    made.trainer.batches.sampler.__dict__["draw"] = lambda count: [7] * count
+    assert made.trainer.collector.draws.drawn == 6 and len(made.trainer.collector.pending) == 2
+    made.trainer.collector.draws.sampler.__dict__["draw"] = lambda count: [7] * count
     prompts = [made.next(step).prompt.tolist() for step in (1, 2, 3)]
     assert 7 not in prompts[0] + prompts[1] and prompts[2] == [7] * 4
 
@@ -300,8 +300,8 @@ def test_a_checkpoint_begins_with_the_first_batch_in_the_making(given):
     made = two_ahead(given)
     for step, drawn in enumerate([2, 4, 6, 8]):  # of two and of none that were taken, then again
         made.next(step)
-        made.trainer.batches.lend_generator()
-        assert made.trainer.batches.state()[0]["drawn"] == drawn
+        made.trainer.collector.lend_generator()
+        assert made.trainer.collector.state()[0]["drawn"] == drawn
 
 
 def test_what_was_given_up_is_made_again(given):
@@ -310,8 +310,8 @@ def test_what_was_given_up_is_made_again(given):
     found = []
     for step in range(3):
         found.append(made.next(step).group.tolist())
-        made.trainer.batches.give_up()
-        assert not made.trainer.batches.pending
+        made.trainer.collector.give_up()
+        assert not made.trainer.collector.pending
     assert found == expected
 
 
@@ -327,7 +327,7 @@ def test_rounds_after_an_evaluation_are_of_the_trained_weights(given):
     """Evaluation gives the generator other weights, such as their average, after which it makes a missing group."""
     made = two_ahead(given, "rollout.dynamic_sampling={}")
     made.next()  # groups 0 and 2, in two rounds
-    batches, held = made.trainer.batches, made.trainer.policy.sampled_by
+    batches, held = made.trainer.collector, made.trainer.policy.sampled_by
     assert len(batches.pending) == 2  # groups 4 and 5, and 0 and 1
     made.next(1)
     with torch.no_grad():
@@ -349,8 +349,8 @@ def test_every_round_ahead_of_time_is_a_new_one(given):
     generator.policy = made.trainer.policy
     made.trainer.policy.sampled_by = generator
     assert [int(sample.response) // 2 for sample in made.next().samples[::2]] == [0, 2]
-    made.trainer.batches.lend_generator()
-    assert made.trainer.batches.drawn == 6
+    made.trainer.collector.lend_generator()
+    assert made.trainer.collector.draws.drawn == 6
     assert [int(sample.response) // 2 for sample in made.next(1).samples[::2]] == [4, 5]
 
 
@@ -358,7 +358,7 @@ def test_a_generator_that_comes_back_gets_the_weights_once(given):
     made = two_ahead(
         given, "rollout.dynamic_sampling={low: 0.99, max_rounds: 4}"
     )  # of no group, so that all rounds come
-    batches, held = made.trainer.batches, made.trainer.policy.sampled_by
+    batches, held = made.trainer.collector, made.trainer.policy.sampled_by
     made.next()
     before = held.given
     batches.lend_generator()
@@ -377,10 +377,10 @@ def test_rollouts_made_in_time_are_of_the_weights_of_now(given):
 def test_a_sampler_hears_of_every_fresh_group_in_the_order_of_its_draw(given):
     told = []
     made = given(with_demonstrations(), *EXTRAS, "task.weights=[0.5]")
-    made.trainer.batches.sampler.__dict__["observe"] = told.extend
+    made.trainer.collector.draws.sampler.__dict__["observe"] = told.extend
     rollouts = made.next()
     made.prepare(rollouts)
-    made.trainer.batches.observe(made.batch)
+    made.trainer.collector.observe(made.batch)
     prompts = [int(s.prompt.id) for s in rollouts.samples]
     assert [outcome.prompt for outcome in told] == [prompts[0], prompts[2]] and prompts[0] != prompts[2]
     assert [outcome.rewards for outcome in told] == [(1.0, 0.0), (2.0, 0.0)]

@@ -64,9 +64,9 @@ def test_metrics_are_of_the_fresh_rollouts(given):
 def test_a_sampler_hears_nothing_of_them(given):
     told = []
     made = given(guided(), *GUIDED)
-    made.trainer.batches.sampler.__dict__["observe"] = told.extend
+    made.trainer.collector.draws.sampler.__dict__["observe"] = told.extend
     made.prepare(made.next())
-    made.trainer.batches.observe(made.batch)
+    made.trainer.collector.observe(made.batch)
     assert [outcome.rewards for outcome in told] == [(0.0, 0.0), (1.0, 0.0)]
 
 
@@ -127,7 +127,7 @@ def test_ranks_make_as_many_rollouts(given):
     """The other rank adds two: what fills up here counts nowhere."""
     made = given(guided(), "rollout.extras=[{type: guided_groups, groups: failed}]", "algorithm.scale=none")
     made.trainer.engine.max = lambda value: max(value, 3)
-    for extra in made.trainer.batches.extras:
+    for extra in made.trainer.collector.extras.sources:
         extra._context = type(extra._context)(**{**vars(extra._context), "most": made.trainer.engine.max})
     rollouts = made.next()
     assert len(rollouts) == 7 and not rollouts.mask[5:].any() and len(set(rollouts.group.tolist())) == 4
@@ -196,7 +196,7 @@ def test_no_prefix_where_none_is_needed(given):
 
 def test_a_rank_without_failures_begins_with_the_others_and_keeps_nothing(given):
     made = prefixed(given, rewards=(1.0, 0.0, 1.0, 0.0))
-    for extra in made.trainer.batches.extras:
+    for extra in made.trainer.collector.extras.sources:
         extra._context = type(extra._context)(**{**vars(extra._context), "most": lambda value: max(value, 2)})
     rollouts = made.next()
     assert made.trainer.policy.calls[-1].what == "continued"

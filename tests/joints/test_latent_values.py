@@ -1,12 +1,14 @@
 """A learned value of latents: its least loss, what segments get, what a checkpoint holds."""
 
+import io
 import json
 import math
 
 import pytest
 import torch
 
-from mmrl.core.values import Values, tilted_loss, word_counts
+from mmrl.core.values import ValueNetwork, fit_values, tilted_loss, word_counts
+from mmrl.protocols.auxiliary import AuxiliaryModule
 from mmrl.rollouts import Column
 from mmrl.terms.shapers.denoising_steps import segment_returns
 from tests.joints.parts import Table, close
@@ -39,15 +41,18 @@ def test_it_learns_a_value_and_goes_on_from_its_state():
     chance = torch.Generator().manual_seed(0)
     x = torch.randn(400, 3, generator=chance)
     outcome = (2 * x[:, 0] - x[:, 1]).double()
-    options = {"eta": 0.0, "lr": 1e-2, "passes": 30, "size": 50}
-    whole, half = Values(3, 16, 0), Values(3, 16, 0)
-    assert whole(x).tolist() == [0.0] * 400  # nothing is known in the beginning
-    first = whole.learn(x, outcome, seed=0, **options)
-    half.learn(x, outcome, seed=0, **options)
-    rest = Values(3, 16, 7, json.loads(json.dumps(half.state)))
-    last = whole.learn(x, outcome, seed=1, **options)
-    assert rest.learn(x, outcome, seed=1, **options) == last < first < 0.2
-    assert torch.equal(whole(x), rest(x)) and (whole(x) - outcome).square().mean() < 0.05
+    whole, half, rest = (AuxiliaryModule(ValueNetwork(3, 16, seed), lr=1e-2) for seed in (0, 0, 7))
+
+    def fit(network, seed):
+        return fit_values(network.module, network.update, x, outcome, eta=0.0, passes=30, size=50, seed=seed)
+
+    assert whole.ask(x).tolist() == [0.0] * 400  # nothing is known in the beginning
+    first = fit(whole, 0)
+    fit(half, 0)
+    rest.load(half.state())
+    last = fit(whole, 1)
+    assert fit(rest, 1) == last < first < 0.2
+    assert torch.equal(whole.ask(x), rest.ask(x)) and (whole.ask(x) - outcome).square().mean() < 0.05
 
 
 def known(given, options, *, latents=True, rewards=(2.0, 4.0)):
@@ -61,7 +66,7 @@ def known(given, options, *, latents=True, rewards=(2.0, 4.0)):
 
 def test_what_a_segment_added_is_its_advantage(given, monkeypatch):
     """V is 1, 3 and 1, 2; outcomes 2 and 4: gains are (2, -1) and (1, 2), of means 1.5 and 0.5."""
-    monkeypatch.setattr(Values, "__call__", lambda self, x: 10 * x[:, 0])
+    monkeypatch.setattr(ValueNetwork, "forward", lambda self, x: 10 * x[:, 0])
     close(known(given, "warm_up: 0, passes: 0").prepare().advantages, [[0.5, -1.5], [-0.5, 1.5]])
     both = known(given, "warm_up: 0, passes: 0, weight: 2, outcome: 1").prepare().advantages
     a = math.sqrt(0.5)
@@ -80,9 +85,14 @@ def test_it_only_learns_in_its_warm_up_and_remembers(given):
         losses.append(made.batch.reports["latent_values/loss"])
     assert losses[3] < losses[0] and not torch.allclose(found.abs(), torch.tensor(a), atol=1e-3)
     kept = json.loads(json.dumps(made.trainer.preparation.memory))  # as a checkpoint has it
+    buffer = io.BytesIO()
+    torch.save(made.trainer.preparation.modules.state(), buffer)
+    buffer.seek(0)
+    networks = torch.load(buffer, weights_only=True)
     expected = made.prepare(step=4).advantages
     again = known(given, "warm_up: 2, passes: 20, lr: 0.05, width: 8")
     again.trainer.preparation.memory.update(kept)
+    again.trainer.preparation.modules.load(networks)
     assert torch.equal(again.prepare(step=4).advantages, expected)
 
 

@@ -78,7 +78,7 @@ def test_the_policy_is_shown_both_of_a_pair_with_the_same_seed(given):
     table = Table([[-1.0], [-2.0]])
     made = given(table, "algorithm={type: offline_preference, beta: 1}", "rollout={prompts: 2}")
     source = list(Prompt(str(i), "?", answer="a", metadata={"rejected": f"no {i}"}) for i in range(8))
-    made.trainer.batches.source, seen = source, []
+    made.trainer.collector.draws.source, seen = source, []
 
     def demonstrate(prompts, seeds):
         seen.append(([(p.id, p.metadata.get("demonstration")) for p in prompts], list(seeds)))

@@ -160,7 +160,7 @@ def test_the_loop_ends_a_step_early(given):
         made = given(table, "rollout={prompts: 2}", f"{PPO}, epochs: 4, target_kl: {limit}}}", "steps=1")
         rollouts = table.rollouts()
         rollouts.extras["steps"] = steps(table, values=VALUES, terminated=[[0.0, 1.0], [1.0]])
-        made.trainer.batches.next = lambda step, metrics, given=rollouts: given
+        made.trainer.collector.next = lambda step, metrics, given=rollouts: given
         made.trainer.loop()
         assert len(made.trainer.engine.losses) == updates and made.trainer.run.rows[0]["updates"] == updates
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from mmrl.collection.collector import PendingBatch
+from mmrl.collection.pending_batches import PendingBatch
 from mmrl.config import configure
 from mmrl.errors import UserError
 from tests.joints.parts import Table, close
@@ -28,14 +28,14 @@ def play(made, steps, first=0):
     for step in range(first, first + steps):
         rollouts = made.next(step)
         made.prepare(rollouts, step)
-        made.trainer.batches.observe(made.batch)
+        made.trainer.collector.observe(made.batch)
         found.append(rollouts)
     return found
 
 
 def only_prompt(made, index=3):
     """From now on the sampler draws one prompt alone."""
-    made.trainer.batches.sampler.__dict__["draw"] = lambda count: [index] * count
+    made.trainer.collector.draws.sampler.__dict__["draw"] = lambda count: [index] * count
 
 
 def replayed(rollouts):
@@ -137,13 +137,13 @@ def test_it_goes_on_from_a_checkpoint(given):
         made = given(rounds(table), *BASE, source)
         only_prompt(made)
         play(made, 2)
-        shared, own = json.loads(json.dumps(made.trainer.batches.state()))
+        shared, own = json.loads(json.dumps(made.trainer.collector.state()))
         expected = [(replayed(r), r.old_logp.tolist()) for r in play(made, 2, first=2)]
         made.close()
         again = given(rounds(table), *BASE, source)
         again.trainer.policy.asked = 2  # what the policy is asked next
         only_prompt(again)
-        again.trainer.batches.load(shared, own)
+        again.trainer.collector.load(shared, own)
         assert [(replayed(r), r.old_logp.tolist()) for r in play(again, 2, first=2)] == expected
         assert any(rows for rows, _ in expected)
         again.close()
@@ -154,8 +154,8 @@ def test_a_checkpoint_holds_what_the_step_before_left(given):
     made = given(rounds([[1.0, 0.0], [0.0, 0.0]]), *BASE, REPLAY % "")
     only_prompt(made)
     play(made, 1)
-    batches = made.trainer.batches
-    batches.pending.append(PendingBatch(({"drawn": 1, "sampler": {}, "extras": ["stale"]}, {}), Future()))
+    batches = made.trainer.collector
+    batches.pending.batches.append(PendingBatch(({"drawn": 1, "sampler": {}, "extras": ["stale"]}, {}), Future()))
     shared, _ = batches.state()
     assert shared["drawn"] == 1 and shared["extras"][0]["prompts"] == [3]
 

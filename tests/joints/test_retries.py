@@ -55,7 +55,7 @@ def test_a_rank_without_failures_asks_with_the_others_and_keeps_nothing(given):
     """Generating takes all ranks; what it is told is right all the same."""
     table = Table([[-1.0]] * 6, group=[0, 0, 1, 1, 2, 2], rewards=[1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
     made = given(table, EXTRA % "", "algorithm.scale=none")
-    for extra in made.trainer.batches.extras:
+    for extra in made.trainer.collector.extras.sources:
         extra._context = type(extra._context)(**{**vars(extra._context), "most": lambda value: max(value, 1)})
     rollouts = made.next()
     assert len(made.trainer.policy.calls) == 2 and len(made.trainer.policy.calls[1].seeds) == 2
@@ -68,8 +68,8 @@ def test_what_is_found_so_is_replayed(given):
         "rollout.extras=[{type: extra_rollouts, count: 2}, success_replay]",
     ]
     made, _ = asked(given, [[0.0, 0.0], [0.0, 1.0], [0.0, 1.0]], *options)
-    made.trainer.batches.observe(made.batch)
-    made.trainer.batches.sampler.__dict__["draw"] = lambda count: [int(made.batch.rollouts.prompt[0])] * count
+    made.trainer.collector.observe(made.batch)
+    made.trainer.collector.draws.sampler.__dict__["draw"] = lambda count: [int(made.batch.rollouts.prompt[0])] * count
     assert made.next(1).inputs == [4, 5, 3]
 
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from mmrl import build
-from mmrl.collection.collector import Batches
+from mmrl.collection.collector import Collector
 from mmrl.config import validate
 from mmrl.core.credit import turned
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
+from mmrl.measurements.chains import Completions
 from mmrl.rollouts import Column
 from mmrl.tasks.image_generation.tiny import model as tiny_model
 from mmrl.training.metrics import Metrics
@@ -27,7 +28,7 @@ def shaped(given, options, worth=WORTH):
         f"algorithm.shaping=[{{type: step_gains, {options}}}]",
     )
     rollouts = made.table.rollouts()
-    rollouts.extras["completions"] = Column(torch.tensor(worth))
+    rollouts.extras[Completions().name] = Column(torch.tensor(worth))
     return made.prepare(rollouts).advantages
 
 
@@ -85,14 +86,14 @@ def drawn(folder, algorithm=None, **likelihood):
     task = build.build_task(config)
     policy = build.build_policy(config, task)
     ranks = Ranks()
-    return policy, task, Batches(config, policy, task, ranks, None).next(0, Metrics(ranks))
+    return policy, task, Collector(config, policy, task, ranks, None).next(0, Metrics(ranks))
 
 
 @pytest.mark.parametrize("window", [{"type": "all"}, {"type": "random", "size": 2, "first": 1}])
 def test_completions_are_the_rewards_of_states_led_on_without_noise(folder, window):
     """By Euler steps by hand from every kept state; behind the last step stands what the rollout itself earned."""
     policy, task, batch = drawn(folder, window=window)
-    worth = batch.extras["completions"].values
+    worth = batch.extras[Completions().name].values
     assert worth.shape == (6, batch.mask.shape[1] + 1)
     torch.testing.assert_close(worth[:, -1], batch.rewards[:, 0])
     sigmas = policy.sampler.grid.sigmas

@@ -22,7 +22,7 @@ def asked(given, *overrides, twins=("left", "right"), group=(0, 0, 1, 1, 2, 2, 3
         "algorithm.scale=none",
         *overrides,
     )
-    made.trainer.batches.source = Prompts(8, [{"twin": text} for text in twins])
+    made.trainer.collector.draws.source = Prompts(8, [{"twin": text} for text in twins])
     seen, rollout = [], made.trainer.policy.rollout
 
     def spy(prompts, group_size, seeds, *, step):

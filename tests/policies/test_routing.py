@@ -328,7 +328,7 @@ def test_each_token_keeps_the_experts_with_which_the_next_one_was_drawn(policy):
 def test_a_checkpoint_of_drafts_keeps_their_records(policy):
     policy.engine = Recording(policy, PROMPTS)
     config = load_config(TINY, ["run_dir=r", "rollout.group_size=2"])
-    pools = [Pool(policy, PROMPTS, config.seed, config.rollout, Partial(oversample=1)) for _ in range(2)]
+    pools = [Pool(policy, PROMPTS, config.seed, config.rollout.group_size, Partial(oversample=1)) for _ in range(2)]
     pools[0].add([0, 1], [0, 1])
     begun = [draft for group in pools[0].groups for draft in group.drafts][:3]  # the last one has no token yet
     policy.extend(policy.engine, begun, 3)

@@ -197,11 +197,11 @@ def test_by_its_key_in_a_job(given_job, name):
     by = ", by: level" if name in ("category_bandit", "task_quotas") else ""
     table = Table([[-1.0]] * 4, group=[0, 0, 1, 1], rewards=[1.0, 1.0, 0.0, 1.0])
     made = given_job(table, f"rollout.sampler={{type: {name}{by}}}", "steps=3")
-    batches = made.trainer.batches
+    draws = made.trainer.collector.draws
     made.trainer.train()
-    state = batches.sampler.state()
+    state = draws.sampler.state()
     told = {"volatility": "visits", "category_bandit": "values", "task_quotas": "losses"}.get(name, "rates")
-    assert state[told] and batches.drawn == 6
+    assert state[told] and draws.drawn == 6
     assert json.loads(json.dumps(state)) == state
 
 

@@ -102,7 +102,7 @@ def test_a_step_mixes_no_devices_and_stays_within_its_budget(job, tmp_path, monk
         made = trainer(tmp_path, *JOBS[job])
         before = [p.inner.clone() for p in made.policy.module.parameters()]
         metrics = Metrics(made.engine)
-        rollouts = made.batches.next(0, metrics)
+        rollouts = made.collector.next(0, metrics)
         minibatches, _ = made.preparation.minibatches(rollouts, 0, shuffle, metrics)
         ledger.clear()
         for minibatch in minibatches:

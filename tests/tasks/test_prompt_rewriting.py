@@ -111,14 +111,14 @@ def test_reasoning_before_a_tag_is_not_drawn(folder):
 
 def test_a_rewriter_trains_on_what_its_pictures_earn(folder, tmp_path):
     """From the YAML keys through the batch of the trainer: rewards are those of the rollouts' own texts."""
-    from mmrl.collection.collector import Batches
+    from mmrl.collection.collector import Collector
     from mmrl.engine import Ranks
     from mmrl.training.metrics import Metrics
 
     config = config_of(folder)
     task = build.build_task(config)
     policy, ranks = build.build_policy(config, task), Ranks()
-    batch = Batches(config, policy, task, ranks, None).next(0, Metrics(ranks))
+    batch = Collector(config, policy, task, ranks, None).next(0, Metrics(ranks))
     texts = [sample.response for sample in batch.samples]
     again = task.score([Sample(batch.samples[0].prompt, response=text) for text in texts], batch.group)
     assert torch.equal(batch.rewards, again) and batch.rewards.isfinite().all()

@@ -127,7 +127,7 @@ def gradients(trainer, batch, *overrides):
 
 
 def test_the_critic_learns_returns_and_its_terms_change_the_gradient(trainer):
-    batch = trainer.batches.sample_round(0)
+    batch = trainer.collector.rounds.make(0, 0)
     set_advantages(trainer, batch)
     one, stats = gradients(trainer, batch)
     two, _ = gradients(trainer, batch, "algorithm.value_coefficient=1.0")
@@ -143,7 +143,7 @@ def test_the_critic_learns_returns_and_its_terms_change_the_gradient(trainer):
 
 def test_the_value_clip_takes_the_worse_error(trainer):
     """A value that went from 0 to 0.9: near what it was it is 0.2."""
-    batch = trainer.batches.sample_round(0).select(torch.tensor([0, 1]))
+    batch = trainer.collector.rounds.make(0, 0).select(torch.tensor([0, 1]))
     nothing = torch.zeros(2, 1)
     batch.extras["steps"] = Steps(
         mask=torch.ones(2, 1, dtype=torch.bool),

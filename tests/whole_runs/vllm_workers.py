@@ -140,14 +140,14 @@ def adapters(folder: Path) -> None:
     )
     policy, generator, engine = trainer.policy, trainer.generator, trainer.generator.engine
     prompts = [trainer.task.train[i] for i in range(4)]
-    trained, collect = [], trainer.batches.collect
+    trained, collect = [], trainer.collector.collect
 
     def collected(*arguments):
         batch = collect(*arguments)
         trained.extend(batch.group.tolist())
         return batch
 
-    trainer.batches.collect = collected
+    trainer.collector.collect = collected
     trainer.train()
     found = {"trained": trained, "loaded": list(engine.llm.llm_engine.list_loras()), "adapters": engine.adapters}
     generator.synchronise()

@@ -15,7 +15,7 @@ from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import load_file, save_file
 
 from mmrl import kernels
-from mmrl.collection.collector import Batches
+from mmrl.collection.collector import Collector
 from mmrl.core.reduce import MODES
 from mmrl.engine import Engine, Shadow
 from mmrl.kernels import ops
@@ -105,10 +105,10 @@ def generated(folder: Path) -> None:
             return usual(*arguments, **options)
 
         PartitionedParameterCoordinator.fetch_sub_module = fetch
-        batch = trainer.batches.sample_round(0)
+        batch = trainer.collector.rounds.make(0, 0)
         PartitionedParameterCoordinator.fetch_sub_module = usual
         told = [tokens.response.tolist() for tokens in batch.inputs]
-        trainer.batches = Batches(trainer.config, trainer.policy, trainer.task, trainer.engine, None)
+        trainer.collector = Collector(trainer.config, trainer.policy, trainer.task, trainer.engine, None)
         trainer.train()
         release(trainer)
         found[name] = {"fetched": len(fetched), "responses": told}
@@ -235,12 +235,14 @@ def kernels_and_reference(folder: Path) -> None:
 def images(folder: Path, name: str) -> None:
     """A run of the image recipe, and the pictures of its first round as this rank drew them."""
     trainer = make(folder / name, base=IMAGES)
-    batch = trainer.batches.sample_round(0)
+    batch = trainer.collector.rounds.make(0, 0)
     torch.save(
         {"group": batch.group, "images": torch.stack([s.image for s in batch.samples])},
         folder / f"{name}-{trainer.engine.rank}.pt",
     )
-    trainer.batches = Batches(trainer.config, trainer.policy, trainer.task, trainer.engine, None)  # from the beginning
+    trainer.collector = Collector(
+        trainer.config, trainer.policy, trainer.task, trainer.engine, None
+    )  # from the beginning
     trainer.train()
     release(trainer)
 

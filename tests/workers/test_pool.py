@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmrl import build
-from mmrl.collection.collector import check_batch
+from mmrl.collection.checks import check_batch
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.generation.settings import RolloutWorkers

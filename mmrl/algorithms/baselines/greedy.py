@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.algorithms.baselines.baseline import Baseline, Total
+from mmrl.measurements.answers import GreedyRewards
 from mmrl.protocols.requirements import Needs
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Greedy(Baseline):
 
     @property
     def needs(self) -> Needs:
-        return Needs(greedy=True)
+        return Needs(measurements=(GreedyRewards(),))
 
     def check(self, config: JobConfig) -> None:
         heat = vars(config.evaluation).get("temperature", 0.0)
@@ -38,4 +39,4 @@ class Greedy(Baseline):
             )
 
     def of(self, rewards: Tensor, batch: Batch, total: Total) -> Tensor:
-        return batch.everyone(total(batch.column("greedy")))
+        return batch.everyone(total(batch.measured(GreedyRewards()).values))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from mmrl.algorithms.algorithm import Reduction
 from mmrl.algorithms.preference.group_loss import GroupLoss
 from mmrl.algorithms.preference.pairs import StepwisePreference, gains
+from mmrl.measurements.chains import CandidateCompletions
 from mmrl.protocols.requirements import Needs
 
 if TYPE_CHECKING:
@@ -30,14 +31,14 @@ class CandidatePreference(StepwisePreference):
 
     @property
     def own_needs(self) -> Needs:
-        offers = frozenset({"candidates", "reference_ratio"})
-        return Needs(offers=offers, whole_groups=True, reference=True, outcomes=True)
+        offers, measurements = frozenset({"reference_ratio"}), (CandidateCompletions(),)
+        return Needs(offers=offers, whole_groups=True, reference=True, measurements=measurements)
 
     def advantages(self, batch: Batch) -> Tensor:
         """[rollout, decision] 1 for the best candidate of a step, -1 for the worst; of equal ones the first."""
         import torch
 
-        worth, group = batch.column("outcomes"), batch.rollouts.group
+        worth, group = batch.measured(CandidateCompletions()).values, batch.rollouts.group
         found = torch.zeros(worth.shape)
         for g in group.unique():
             for t in range(worth.shape[1]):

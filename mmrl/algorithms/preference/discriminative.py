@@ -45,11 +45,12 @@ class Discriminative(GroupLoss):
     def of_group(self, good: Tensor, bad: Tensor, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         import math
 
+        from mmrl.rollouts import log_ratio
+
         mask = micro.mask.to(replay.logp.device)
         said = replay.logp
         if self.score == "ratio":
-            old = replay.logp.detach() if micro.old_logp is None else micro.old_logp.to(replay.logp.device)
-            said = (replay.logp - old).exp()
+            said = log_ratio(micro, replay).exp()
         score = said.where(mask, 0).sum(1) / mask.sum(1).clamp(min=1)
         right, wrong = score[good], score[bad]
         if self.tau is None:

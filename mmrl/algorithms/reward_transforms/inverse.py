@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.algorithms.reward_transforms.transform import Transform
+from mmrl.measurements.responses import PromptLikelihoods
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule, number
 
@@ -27,9 +28,9 @@ class InverseLikelihood(Transform):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"inverse"}), inverse=True)
+        return Needs(measurements=(PromptLikelihoods(),))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        found = batch.everyone(batch.column("inverse")).to(rewards)
+        found = batch.everyone(batch.measured(PromptLikelihoods()).values).to(rewards)
         batch.report({"inverse/likelihood": float(found.nanmean())})
         return rewards + self.weight.value * found

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.algorithms.reward_transforms.transform import Transform
+from mmrl.measurements.answers import ViewAnswers
 from mmrl.prompts.counterfactual_views import Mirrored
 from mmrl.prompts.views import View
 from mmrl.protocols.requirements import Needs
@@ -34,20 +35,21 @@ class ViewAgreement(Transform):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"views", "text"}), answered_under=(self.view,))
+        return Needs(offers=frozenset({"text"}), measurements=(ViewAnswers(self.view),))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
         import torch
 
+        again = batch.measured(ViewAnswers(self.view)).responses
         own = [_plain(text, {}) for text in batch.responses()]
         swaps = self.swaps | {after: before for before, after in self.swaps.items()}
-        under = [[_plain(text, swaps) for text in texts] for texts in batch.said(self.view)]
+        under = [[_plain(text, swaps) for text in texts] for texts in batch.each(again)]
         group, matched = batch.fact("group"), torch.zeros_like(rewards)
         for g in group.unique():
             rows = (group == g).nonzero().flatten().tolist()
-            given, again = Counter(own[row] for row in rows), Counter(under[rows[0]])
+            given, others = Counter(own[row] for row in rows), Counter(under[rows[0]])
             for row in rows:
-                matched[row] = min(given[own[row]], again[own[row]]) / given[own[row]]
+                matched[row] = min(given[own[row]], others[own[row]]) / given[own[row]]
         batch.report({"view_agreement/matched": float(matched[~rewards.isnan()].mean())})
         return rewards + self.bonus * matched
 

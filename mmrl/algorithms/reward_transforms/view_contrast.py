@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.algorithms.reward_transforms.transform import Transform
+from mmrl.measurements.answers import ViewAnswers
 from mmrl.prompts.counterfactual_views import ShuffledFrames
 from mmrl.prompts.views import View
 from mmrl.protocols.requirements import Needs
@@ -32,10 +33,11 @@ class ViewContrast(Transform):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"views"}), answered_under=(self.view,))
+        return Needs(measurements=(ViewAnswers(self.view),))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        under, right = batch.answered(self.view), batch.fact("accuracy") == 1
+        under = batch.everyone(batch.measured(ViewAnswers(self.view)).accuracy)
+        right = batch.fact("accuracy") == 1
         seen = batch.fact("group/accuracy")
         batch.report({"view_contrast/accuracy_under_view": float(under.nanmean())})
         return rewards + self.bonus * (right & (seen >= self.margin * under)).to(rewards)

@@ -80,8 +80,9 @@ class SqrtClip(Surrogate):
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
         import torch
 
-        old = replay.logp.detach() if micro.old_logp is None else micro.old_logp.to(replay.logp.device)
-        step = self.delta.value * (-old / 2).clamp(max=20).exp()
+        from mmrl.rollouts import old_logp
+
+        step = self.delta.value * (-old_logp(micro, replay) / 2).clamp(max=20).exp()
         low, high = (1 - step).clamp(min=0).square(), (1 + step).square()
         ratio = log_ratio.exp()
         values = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)

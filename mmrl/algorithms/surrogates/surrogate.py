@@ -62,7 +62,10 @@ class Surrogate(Choice):
         self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay, over: Reduction
     ) -> Result:
         """The reduced values, 0-d, and statistics."""
+        from mmrl.protocols.checks import check_values
+
         values, stats = self.values(log_ratio, advantages, micro, replay)
+        check_values(f"algorithm.surrogate={self.type}", values, micro.mask.shape)
         return over(values if replay.weight is None else values * replay.weight), stats
 
 
@@ -167,11 +170,11 @@ class DivergenceMask(Surrogate):
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
         from mmrl.core.regularizers import token_divergence
         from mmrl.core.surrogates import surrogate
+        from mmrl.rollouts import old_logp
 
         divergence = replay.divergence
         if divergence is None:
-            old = replay.logp.detach() if micro.old_logp is None else micro.old_logp.to(replay.logp.device)
-            divergence = token_divergence(replay.logp, old, kind=self.estimate)
+            divergence = token_divergence(replay.logp, old_logp(micro, replay), kind=self.estimate)
         return surrogate(log_ratio, advantages, kind=self.type, divergence=divergence, bound=self.bound)
 
 

@@ -94,9 +94,9 @@ class SequenceMask(Surrogate):
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
         from mmrl.core.regularizers import kl_estimate, token_divergence
+        from mmrl.rollouts import old_logp
 
-        now = replay.logp.detach()
-        old = now if micro.old_logp is None else micro.old_logp.to(now.device)
+        now, old = replay.logp.detach(), old_logp(micro, replay)
         if micro.behaviour_logp is not None:
             sampled = micro.behaviour_logp.to(now.device)
             old = sampled.where(~sampled.isnan(), old)

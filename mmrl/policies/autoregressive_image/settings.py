@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
+from mmrl.protocols.abilities import Inverting, Numbered
+from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import Section, load_attribute, option
@@ -92,15 +94,15 @@ class CodeModel(ModelSettings):
         }
 
     def capabilities(self, config: JobConfig) -> Capabilities:
-        offers = {
+        offers: set[Offer] = {
             "entropy",
             "square_sum",
             "tokens",
-            "numbers",
+            Numbered,
             "single_sample_kl",
             "reference_ratio",
             "views",
-            "inverse",
+            Inverting,
             "reference_rollouts",
         }
         assert isinstance(config.rollout, CodeLimits)

@@ -12,6 +12,8 @@ from pydantic import model_validator
 from mmrl.errors import UserError
 from mmrl.generation.settings import WorkerSampling
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
+from mmrl.protocols.abilities import Completing, Latent
+from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
 from mmrl.samplers.settings import (
     ChainLikelihood,
@@ -45,8 +47,8 @@ class PictureLikelihood(Likelihood):
 
     @property
     @abstractmethod
-    def offers(self) -> frozenset[str]:
-        """What its decisions support; keys of `mmrl.protocols.requirements.OFFERS`."""
+    def offers(self) -> frozenset[Offer]:
+        """What its decisions support; see `mmrl.protocols.offers`."""
 
 
 class PictureChain(ChainLikelihood, PictureLikelihood):
@@ -93,10 +95,10 @@ class PictureChain(ChainLikelihood, PictureLikelihood):
         return self.old == "sampled" or (self.old is None and dtype == "float32")
 
     @property
-    def offers(self) -> frozenset[str]:
-        offered = frozenset({"divergence", "gaussian", "velocity", "reference_ratio", "latents"})
-        offered |= {"candidates"} if self.shared_states else {"completions"}
-        return offered | {"segments"} if self.chunks else offered
+    def offers(self) -> frozenset[Offer]:
+        offered: set[Offer] = {"divergence", "gaussian", "velocity", "reference_ratio", Latent, Completing}
+        offered |= {"candidates" if self.shared_states else "separate_chains"}
+        return frozenset(offered | {"segments"} if self.chunks else offered)
 
 
 class PictureMatching(MatchingLikelihood, PictureLikelihood):
@@ -114,7 +116,7 @@ class PictureMatching(MatchingLikelihood, PictureLikelihood):
         return self
 
     @property
-    def offers(self) -> frozenset[str]:
+    def offers(self) -> frozenset[Offer]:
         return frozenset({"matching", "velocity", "reference_ratio", "source"})
 
 
@@ -132,7 +134,7 @@ class PictureContrast(Draws, PictureLikelihood):
         return self
 
     @property
-    def offers(self) -> frozenset[str]:
+    def offers(self) -> frozenset[Offer]:
         return frozenset({"contrast", "velocity", "source"})
 
 
@@ -146,7 +148,7 @@ class PictureLastSteps(PictureLikelihood):
     steps: int = option(1, "of the chain that the gradient goes through", unit="steps", ge=1)
 
     @property
-    def offers(self) -> frozenset[str]:
+    def offers(self) -> frozenset[Offer]:
         return frozenset({"picture_gradient"})
 
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
+from mmrl.protocols.abilities import Numbered
 from mmrl.protocols.critic import CriticSettings, SharedCritic
+from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import Choice, Section, load_attribute, option
@@ -363,7 +365,7 @@ class TokenDiffusionModel(ModelSettings):
     )
 
     def capabilities(self, config: JobConfig) -> Capabilities:
-        offers = {"entropy", "square_sum", "tokens", "text", "numbers", "single_sample_kl", "views"}
+        offers: set[Offer] = {"entropy", "square_sum", "tokens", "text", Numbered, "single_sample_kl", "views"}
         offers |= {"reference_ratio", "distribution", "reference_rollouts"}
         return Capabilities(f"model.type={self.type}", frozenset(offers))
 

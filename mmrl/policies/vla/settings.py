@@ -11,6 +11,8 @@ from pydantic import model_validator
 from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import WorkerSampling
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
+from mmrl.protocols.abilities import Stepwise
+from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
 from mmrl.samplers.settings import ChainLikelihood, Draws, Likelihood, MatchingLikelihood
 from mmrl.schedules.schedule import Schedule, number
@@ -70,8 +72,8 @@ class ActionHead(Choice):
 
     @property
     @abstractmethod
-    def offers(self) -> frozenset[str]:
-        """What its decisions support; keys of `mmrl.protocols.requirements.OFFERS`."""
+    def offers(self) -> frozenset[Offer]:
+        """What its decisions support; see `mmrl.protocols.offers`."""
 
 
 Level = Literal["token", "action", "chunk"]
@@ -99,7 +101,7 @@ class TokenActions(ActionHead):
         return load_attribute("mmrl.policies.vla.heads.head:TokenHead")(self, action, backbone, action_dim, state_dim)
 
     @property
-    def offers(self) -> frozenset[str]:
+    def offers(self) -> frozenset[Offer]:
         return frozenset({"entropy", "tokens", "single_sample_kl", "reference_ratio"})
 
 
@@ -116,15 +118,15 @@ class ActionLikelihood(Likelihood):
 
     @property
     @abstractmethod
-    def offers(self) -> frozenset[str]:
-        """What its decisions support; keys of `mmrl.protocols.requirements.OFFERS`."""
+    def offers(self) -> frozenset[Offer]:
+        """What its decisions support; see `mmrl.protocols.offers`."""
 
 
 class ActionChain(ChainLikelihood, ActionLikelihood):
     """The steps of the chain inside the window, each a Gaussian of the whole chunk."""
 
     @property
-    def offers(self) -> frozenset[str]:
+    def offers(self) -> frozenset[Offer]:
         return frozenset({"divergence", "gaussian", "velocity", "single_sample_kl", "reference_ratio"})
 
 
@@ -132,7 +134,7 @@ class ActionMatching(MatchingLikelihood, ActionLikelihood):
     """The chunk is one decision, whose log-ratio is the fall of the flow-matching error (FPO)."""
 
     @property
-    def offers(self) -> frozenset[str]:
+    def offers(self) -> frozenset[Offer]:
         return frozenset({"matching", "velocity", "single_sample_kl", "reference_ratio"})
 
 
@@ -148,7 +150,7 @@ class ActionContrast(Draws, ActionLikelihood):
     type: str = "contrast"
 
     @property
-    def offers(self) -> frozenset[str]:
+    def offers(self) -> frozenset[Offer]:
         return frozenset({"contrast", "velocity"})
 
 
@@ -167,7 +169,7 @@ class LearnedNoise(ActionLikelihood):
         return self
 
     @property
-    def offers(self) -> frozenset[str]:
+    def offers(self) -> frozenset[Offer]:
         return frozenset({"entropy", "single_sample_kl", "reference_ratio"})
 
 
@@ -193,7 +195,7 @@ class FlowActions(ActionFlow):
         return backbone.flow_head(self, action, action_dim, state_dim)
 
     @property
-    def offers(self) -> frozenset[str]:
+    def offers(self) -> frozenset[Offer]:
         return self.likelihood.offers
 
 
@@ -211,7 +213,7 @@ class TaughtFlow(ActionFlow):
         return backbone.flow_head(self, action, action_dim, state_dim)
 
     @property
-    def offers(self) -> frozenset[str]:
+    def offers(self) -> frozenset[Offer]:
         return frozenset({"matching"})
 
 
@@ -226,7 +228,7 @@ class LaplaceActions(ActionHead):
     scale: float = option(0.1, "of the Laplace distribution, before training", gt=0)
 
     @property
-    def offers(self) -> frozenset[str]:
+    def offers(self) -> frozenset[Offer]:
         return frozenset({"entropy", "single_sample_kl", "reference_ratio"})
 
 
@@ -274,7 +276,7 @@ class NormalActions(ActionHead):
     )
 
     @property
-    def offers(self) -> frozenset[str]:
+    def offers(self) -> frozenset[Offer]:
         offered = frozenset({"divergence", "single_sample_kl"})
         return offered if self.fixed else offered | {"entropy"}
 
@@ -342,7 +344,7 @@ class InvertibleActions(ActionHead):
         )
 
     @property
-    def offers(self) -> frozenset[str]:
+    def offers(self) -> frozenset[Offer]:
         return frozenset({"single_sample_kl"})
 
 
@@ -515,7 +517,8 @@ class VisionLanguageActionModel(ModelSettings):
     def capabilities(self, config: JobConfig) -> Capabilities:
         action = config.section("action")
         assert isinstance(action, Actions)
-        offers = action.head.offers | {"critic", "steps"}
+        added: frozenset[Offer] = frozenset({"critic", Stepwise})
+        offers = action.head.offers | added
         # Under ZeRO-3 every forward pass gathers weights, but ranks play episodes of different lengths.
         return Capabilities(f"action.head.type={action.head.type}", offers, zero_stages=(0, 1, 2), groups=("critic",))
 

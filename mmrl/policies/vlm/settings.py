@@ -11,7 +11,9 @@ from pydantic import model_validator
 from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import GeneratorSettings, TransformersGenerator, VLLMGenerator
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
+from mmrl.protocols.abilities import Continuing, Numbered, Recombining, Storing
 from mmrl.protocols.critic import SharedCritic
+from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
 from mmrl.schedules.schedule import Constant, Schedule, number
 from mmrl.settings import Section, load_attribute, option
@@ -101,8 +103,8 @@ class VisionLanguageModel(ModelSettings):
         return {"rollout": rollout, "evaluation": TokenEvaluation, "engine": TokenEngine}
 
     def capabilities(self, config: JobConfig) -> Capabilities:
-        offers = {"entropy", "square_sum", "tokens", "text", "numbers", "single_sample_kl", "views"}
-        offers |= {"reference_ratio", "demonstrations", "storage", "critic", "recombination"}
+        offers: set[Offer] = {"entropy", "square_sum", "tokens", "text", Numbered, "single_sample_kl", "views"}
+        offers |= {"reference_ratio", "demonstrations", Storing, "critic", Recombining}
         sampling = config.rollout
         if isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator):
             offers |= {"drafts"}
@@ -111,10 +113,10 @@ class VisionLanguageModel(ModelSettings):
         if isinstance(sampling, TokenSampling) and sampling.segment is not None:
             offers |= {"segments"}
         if not (config.generator is not None and config.generator.steps_ahead):  # the engine is busy with the next step
-            offers |= {"temperatures", "continuations"}
+            offers |= {"temperatures", Continuing}
         if any(vars(config.task).get(key) is not None for key in ("environment", "game")):
             # what an environment said belongs to the prompt that it was said to, and no critic is asked about it
-            offers -= {"views", "storage", "critic", "continuations", "recombination"}
+            offers -= {"views", Storing, "critic", Continuing, Recombining}
             offers |= {"turns"}
         return Capabilities("model.type=vision_language", frozenset(offers), groups=("critic",))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from mmrl.measurements.chains import CandidateCompletions, Completions, PooledLatents
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 from mmrl.terms.term import Shaper
@@ -11,7 +12,7 @@ from mmrl.terms.term import Shaper
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmrl.core.values import Values
+    from mmrl.protocols.auxiliary import AuxiliaryModule
     from mmrl.protocols.batch import Batch
 
 
@@ -35,13 +36,13 @@ class StepGains(Shaper):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"completions"}), completions=True)
+        return Needs(measurements=(Completions(),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.credit import gains, turned
         from mmrl.core.turns import turn_advantages
 
-        worth = batch.column("completions")
+        worth = batch.measured(Completions()).values
         found = turned(worth) if self.turning_points else gains(worth)
         known = ~found.isnan() & batch.rollouts.mask & batch.kept[:, None]
         own = turn_advantages(found.nan_to_num(0.0), known, batch.rollouts.group, scale=self.scale)
@@ -67,12 +68,12 @@ class BranchCredit(Shaper):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"candidates"}), outcomes=True)
+        return Needs(measurements=(CandidateCompletions(),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.turns import turn_advantages
 
-        worth = batch.column("outcomes")
+        worth = batch.measured(CandidateCompletions()).values
         known = ~worth.isnan() & batch.rollouts.mask & batch.kept[:, None]
         own = turn_advantages(worth.nan_to_num(0.0), known, batch.rollouts.group, scale=self.scale)
         return self.outcome * advantages + self.weight * own
@@ -107,48 +108,50 @@ class LatentValues(Shaper):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"latents"}), latents=True)
+        return Needs(measurements=(PooledLatents(),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         """The network is asked before it learns from these rollouts: it has not seen their rewards."""
         import torch
 
         from mmrl.core.turns import turn_advantages
-        from mmrl.core.values import Values, word_counts
+        from mmrl.core.values import ValueNetwork, word_counts
 
-        read = batch.column("latents").double()
+        read = batch.measured(PooledLatents()).values.double()
         words = torch.stack([word_counts(sample.prompt.text, WORDS) for sample in batch.rollouts.samples])
         x = torch.cat([read, words[:, None].expand(-1, read.shape[1], -1)], -1)
-        memory = batch.memory.setdefault(self.key, {"calls": 0, "network": None})
-        network = Values(x.shape[-1], self.width, 0, memory["network"])
-        with torch.no_grad():
-            value = network(x.flatten(0, 1)).view(x.shape[:2]).float()
+        memory = batch.memory.setdefault(self.key, {"calls": 0})
+        network = batch.modules.get(self.key, lambda: ValueNetwork(x.shape[-1], self.width, 0), self.lr)
+        value = network.ask(x.flatten(0, 1)).view(x.shape[:2]).float()
         everyone = batch.combined()
         own = batch.mine(everyone)
         gains = segment_returns(value, own, self.every)
         batch.report(self._learn(network, x, everyone, batch))
-        memory |= {"calls": memory["calls"] + 1, "network": network.state}
+        memory["calls"] += 1
         if memory["calls"] <= self.warm_up:
             return advantages
         known = ~gains.isnan() & batch.rollouts.mask & batch.kept[:, None]
         found = turn_advantages(gains.nan_to_num(0.0), known, batch.rollouts.group, scale=self.scale)
         return self.outcome * advantages + self.weight * found
 
-    def _learn(self, network: Values, x: Tensor, everyone: Tensor, batch: Batch) -> dict[str, float]:
+    def _learn(self, network: AuxiliaryModule, x: Tensor, everyone: Tensor, batch: Batch) -> dict[str, float]:
         """From the latents of all ranks, so that they all learn the same."""
+        from mmrl.core.values import fit_values
+
         states = batch.everyone(x)
         outcome = everyone[:, None].expand(states.shape[:2]).flatten()
         known = ~outcome.isnan()
         if not bool(known.any()) or not self.passes:
             return {}
-        loss = network.learn(
+        loss = fit_values(
+            network.module,
+            network.update,
             states.flatten(0, 1)[known],
             outcome[known],
             eta=self.eta,
-            lr=self.lr,
             passes=self.passes,
             size=self.batch_size,
-            seed=network.steps,
+            seed=network.updates,
         )
         return {"latent_values/loss": loss}
 

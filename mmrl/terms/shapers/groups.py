@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from mmrl.measurements.answers import ReferenceRewards
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 from mmrl.terms.term import Shaper
@@ -121,9 +122,9 @@ class AdvantageMomentum(Shaper):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"reference_rollouts"}), reference=True, reference_responses=True)
+        return Needs(reference=True, measurements=(ReferenceRewards(),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        ahead = batch.mine(batch.combined()) - batch.column("reference_reward")
+        ahead = batch.mine(batch.combined()) - batch.measured(ReferenceRewards()).values
         gain = ahead.clamp(-self.low, self.high).nan_to_num(0.0)  # where either could not be scored
         return advantages + gain[:, None].to(advantages)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mmrl.protocols.requirements import Continuations, Needs
+from mmrl.measurements.responses import DecisionNumbers, SegmentGains
+from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 from mmrl.terms.term import Shaper
 
@@ -29,18 +30,18 @@ class SegmentValues(Shaper):
     count: int = option(4, "continuations from each edge of a segment", ge=1)
 
     @property
-    def continuations(self) -> Continuations:
-        return Continuations(self.every, self.count)
+    def gains(self) -> SegmentGains:
+        return SegmentGains(self.every, self.count)
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"continuations"}), continuations=(self.continuations,))
+        return Needs(measurements=(self.gains,))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.rollouts import FRESH
 
         origin = batch.rollouts.origin
-        gains = batch.column(self.continuations.name).to(advantages)
+        gains = batch.measured(self.gains).values.to(advantages)
         return gains if origin is None else gains.where((origin == FRESH)[:, None], advantages)
 
 
@@ -107,11 +108,11 @@ class SharedPrefix(Shaper):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"numbers"}), numbers=True)
+        return Needs(measurements=(DecisionNumbers(),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         rollouts, shaped = batch.rollouts, advantages.clone()
-        numbers, mask = batch.column("numbers"), rollouts.mask
+        numbers, mask = batch.measured(DecisionNumbers()).values, rollouts.mask
         for group in rollouts.group.unique():  # a group lies on one rank
             rows = rollouts.group == group
             own, counted = numbers[rows], mask[rows]

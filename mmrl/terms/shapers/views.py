@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from mmrl.measurements.responses import ViewLikelihoods
 from mmrl.prompts.views import MaskedPatches, View
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
@@ -32,13 +33,13 @@ class ViewInformation(Shaper):
 
     @property
     def needs(self) -> Needs:
-        offers = frozenset({"views", "single_sample_kl"})
-        return Needs(offers=offers, statistics=frozenset({"logp"}), views_before=(self.view,))
+        offers, statistics = frozenset({"single_sample_kl"}), frozenset({"logp"})
+        return Needs(offers=offers, statistics=statistics, measurements=(ViewLikelihoods(self.view),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         rollouts, shaped = batch.rollouts, advantages.clone()
         assert rollouts.old_logp is not None
-        apart = (rollouts.old_logp - batch.viewed(self.view)).where(rollouts.mask, 0)
+        apart = (rollouts.old_logp - batch.measured(ViewLikelihoods(self.view)).values).where(rollouts.mask, 0)
         counted = rollouts.mask.sum(1)
         information = (apart.sum(1) / counted.clamp(min=1)).clamp(max=self.bound)
         for group in rollouts.group.unique():  # a group lies on one rank

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mmrl import build
-from mmrl.collection.collector import Batches
+from mmrl.collection.collector import Collector
 from mmrl.config import validate
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
@@ -127,7 +127,7 @@ def drawn(folder, likelihood="contrast"):
     task = build.build_task(config)
     policy = build.build_policy(config, task)
     ranks = Ranks()
-    batch = Batches(config, policy, task, ranks, None).next(0, Metrics(ranks))
+    batch = Collector(config, policy, task, ranks, None).next(0, Metrics(ranks))
     return config, policy, task, batch
 
 

@@ -303,7 +303,7 @@ class TestSingleLooks:
         found = []
         for shuffle in ("episodes", "steps"):
             made = trainer(f"algorithm.shuffle={shuffle}", "engine.micro_batch=5")
-            rollouts = made.batches.next(0, Metrics(made.engine))
+            rollouts = made.collector.next(0, Metrics(made.engine))
             found.append(learned(made, rollouts))
         (whole, _, one), (single, minibatches, other) = found
         assert {len(micro) for micro in minibatches[0][:-1]} == {5}
@@ -317,7 +317,7 @@ class TestSingleLooks:
 
     def test_they_are_shuffled_and_each_keeps_what_is_known_of_it(self, trainer):
         made = trainer("algorithm.shuffle=steps", "algorithm.minibatches=3", "engine.micro_batch=64")
-        rollouts = made.batches.next(0, Metrics(made.engine))
+        rollouts = made.collector.next(0, Metrics(made.engine))
         _, minibatches, result = learned(made, rollouts)
         assert len({len(episode) for episode in rollouts.inputs}) > 1
         assert result["updates"] == 3 and result["surrogate/ratio_gap_max"] == 0.0
@@ -381,7 +381,7 @@ class TestSingleLooks:
 
     def test_advantages_come_from_whole_episodes(self, trainer):
         made = trainer("algorithm.shuffle=steps")
-        rollouts = made.batches.next(0, Metrics(made.engine))
+        rollouts = made.collector.next(0, Metrics(made.engine))
         batch = Batch(rollouts, made.task.reward_names, made.task.reward_weights)
         assert max(map(len, rollouts.inputs)) > 1
         expected = made.algorithm.advantages(batch)

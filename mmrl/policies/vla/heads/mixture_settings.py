@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import model_validator
 
 from mmrl.policies.vla.settings import ActionHead, Actions, NormalActions, TokenActions
+from mmrl.protocols.offers import Offer
 from mmrl.settings import load_attribute, option
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class ResidualActions(NormalActions):
         return self.base.together
 
     @property
-    def offers(self) -> frozenset[str]:
+    def offers(self) -> frozenset[Offer]:
         return super().offers | ({"information"} if self.noise else set())
 
     def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
@@ -108,7 +109,7 @@ class HorizonActions(NormalActions):
     last_gain: float = option(0.01, "size of the last layer's weights, before training", gt=0)
 
     @property
-    def offers(self) -> frozenset[str]:
+    def offers(self) -> frozenset[Offer]:
         return super().offers | {"imbalance"}
 
     def lengths(self, chunk: int) -> list[int]:

@@ -1,0 +1,48 @@
+"""Whether a step's batch can be divided as a job asks for."""
+
+from __future__ import annotations
+
+from mmrl.errors import UserError
+from mmrl.protocols.job import JobConfig
+
+
+def prompts_at_once(config: JobConfig, world: int) -> int:
+    """Of which a rank asks for rollouts together."""
+    share, most = config.rollout.prompts // world, config.rollout.generated_at_once
+    return share if most is None else min(share, max(1, most // config.group_size))
+
+
+def check_batch(config: JobConfig, world: int) -> None:
+    """Raises UserError where the batch can not be divided as asked."""
+    rollout, minibatches = config.rollout, config.algorithm.minibatches
+    shared = {"rollout.prompts": rollout.prompts}
+    if config.generator is not None and config.generator.unfinished is not None:
+        shared["rollout.generator.partial.oversample"] = config.generator.unfinished.oversample
+    shared |= {f"rollout.extras.{i}": extra.rollouts for i, extra in enumerate(rollout.extra_sources)}
+    for key, count in shared.items():
+        if count % world:
+            raise UserError(f"{key}={count} can not be shared by {world} ranks; make it a multiple")
+    workers = vars(rollout).get("workers")
+    if workers is not None and workers.count > (most := prompts_at_once(config, world)):
+        raise UserError(
+            f"rollout.workers.count={workers.count} is more than the {most} prompts that a rank samples at once "
+            "(rollout.prompts / ranks, rollout.micro_batch / group_size); lower it"
+        )
+    if rollout.paired and config.generator is not None and config.generator.unfinished is not None:
+        raise UserError("rollout.generator.partial draws groups of one prompt; set rollout.twins=false")
+    mine = config.rollouts_per_step // world
+    if mine % minibatches:
+        raise UserError(
+            f"{mine} rollouts a rank (rollout.prompts x group_size / ranks) can not be cut into "
+            f"algorithm.minibatches={minibatches} equal parts"
+        )
+    if config.needs.whole_groups and vars(config.engine).get("micro_tokens") is not None:
+        raise UserError(
+            f"engine.micro_tokens cuts groups, which algorithm.type={config.algorithm.type} needs whole; set it to null"
+        )
+    largest = config.group_size + sum(extra.in_group for extra in rollout.extra_sources)
+    if config.needs.whole_groups and largest > config.engine.micro_batch:
+        raise UserError(
+            f"engine.micro_batch={config.engine.micro_batch} cuts groups of {largest}, which "
+            f"algorithm.type={config.algorithm.type} needs whole; raise it"
+        )

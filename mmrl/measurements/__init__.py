@@ -1,0 +1,1 @@
+"""Measurements: what methods want to know of a step's rollouts, one class each."""

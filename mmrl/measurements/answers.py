@@ -1,0 +1,99 @@
+"""Further answers to the prompts of a step: greedy ones, those of a view of the prompt, those of the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from mmrl.prompts.views import View
+from mmrl.protocols.measurement import (
+    CollectedContext,
+    CollectedMeasurement,
+    PreparedContext,
+    PreparedMeasurement,
+)
+from mmrl.protocols.offers import Offer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.rollouts import Column, FurtherAnswers, Prompt, Rollouts
+
+
+@dataclass(frozen=True)
+class GreedyRewards(CollectedMeasurement["Column"]):
+    """Rewards [rollout, component] of a greedy response to each prompt, which is not learned from."""
+
+    cost: ClassVar[str] = "one more response a prompt"
+    name: ClassVar[str] = "greedy"
+
+    def measure(self, rollouts: Rollouts, context: CollectedContext) -> Column:
+        import torch
+
+        from mmrl.rollouts import Column
+
+        prompts, _, member = asked(rollouts)
+        answers = context.sampling.respond(prompts, [0] * len(prompts))
+        return Column(context.task.score(answers, torch.arange(len(prompts)))[member])
+
+
+@dataclass(frozen=True)
+class ViewAnswers(CollectedMeasurement["FurtherAnswers"]):
+    """Responses to each prompt under a view, as many as a group has, and their mean accuracy."""
+
+    view: View
+    cost: ClassVar[str] = "as many responses again under every view"
+
+    @property
+    def name(self) -> str:
+        return f"answers {self.view.name}"
+
+    @property
+    def offers(self) -> frozenset[Offer]:
+        return frozenset({"views"})
+
+    def measure(self, rollouts: Rollouts, context: CollectedContext) -> FurtherAnswers:
+        from mmrl.rollouts import FurtherAnswers
+        from mmrl.runtime.seeds import rollout_seeds
+
+        prompts, groups, member = asked(rollouts)
+        size = context.group_size
+        changed = [self.view.changed(prompt) for prompt in prompts]
+        seeds = rollout_seeds(context.seed, groups, size)
+        samples = context.sampling.rollout(changed, size, seeds, step=context.step).samples
+        right = context.task.accuracy(samples).view(-1, size).nanmean(1)
+        said = [[sample.response for sample in samples[g * size : (g + 1) * size]] for g in range(len(groups))]
+        return FurtherAnswers(right[member], [said[g] for g in member.tolist()])
+
+
+@dataclass(frozen=True)
+class ReferenceRewards(PreparedMeasurement["Column"]):
+    """The reward [rollout] of a response of the reference policy to the same prompt; NaN where it is unscored."""
+
+    cost: ClassVar[str] = "a response of the reference policy to each prompt, and its reward"
+    name: ClassVar[str] = "reference_reward"
+
+    @property
+    def offers(self) -> frozenset[Offer]:
+        return frozenset({"reference_rollouts"})
+
+    def measure(self, rollouts: Rollouts, context: PreparedContext) -> Column:
+        import torch
+
+        from mmrl.rollouts import Column
+        from mmrl.runtime.seeds import reference_seeds
+
+        prompts, groups, member = asked(rollouts)
+        most = context.most(len(groups))
+        chosen = [i % len(groups) for i in range(most)]  # ranks may have to generate together
+        with context.reference():
+            seeds = reference_seeds(context.seed, [groups[i] for i in chosen])
+            made = context.policy.rollout([prompts[i] for i in chosen], 1, seeds, step=context.step)
+        return Column(context.earned(made.samples, torch.arange(most))[member])
+
+
+def asked(rollouts: Rollouts) -> tuple[list[Prompt], list[int], Tensor]:
+    """The prompts of the groups, the groups' ids in rising order, and which of them [rollout] a rollout belongs to."""
+    groups, member = rollouts.group.unique(return_inverse=True)
+    first = [int((member == g).nonzero()[0]) for g in range(len(groups))]
+    return [rollouts.samples[row].prompt for row in first], groups.tolist(), member

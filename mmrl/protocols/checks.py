@@ -1,0 +1,48 @@
+"""Whether what a part gives back is what it was asked for, blamed on the part's own key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.errors import UserError
+
+AXES = {0: "a single number", 1: "by rollout", 2: "by decision"}
+
+
+def check_values(key: str, values: Any, shape: torch.Size, *, finite: bool = False) -> None:
+    """Raises UserError in one line unless `values` are floating-point numbers of this shape, [rollout, decision] as a
+    rule; finite: none of them NaN or infinite."""
+    _check_tensor(key, values, shape)
+    if not values.is_floating_point():
+        raise UserError(f"{key} gave values of type {_kind(values)}; expected floating-point numbers")
+    if finite and not bool(values.isfinite().all()):
+        raise UserError(f"{key} gave {int((~values.isfinite()).sum())} values that are not finite")
+
+
+def check_mask(key: str, kept: Any, shape: torch.Size) -> None:
+    """Raises UserError in one line unless `kept` are truth values of this shape."""
+    _check_tensor(key, kept, shape)
+    if kept.dtype != torch.bool:
+        raise UserError(f"{key} gave values of type {_kind(kept)}; expected bool, True where something is learned")
+
+
+def check_loss(key: str, loss: Any) -> None:
+    """Raises UserError in one line unless `loss` is a 0-d tensor that has a gradient."""
+    _check_tensor(key, loss, torch.Size())
+    if not loss.requires_grad:
+        raise UserError(f"{key} gave a loss without a gradient: nothing of the policy's is in it")
+
+
+def _check_tensor(key: str, values: Any, shape: torch.Size) -> None:
+    if not isinstance(values, Tensor):
+        raise UserError(f"{key} gave {type(values).__name__}; expected a tensor of shape {list(shape)}")
+    if values.shape != shape:
+        axes = AXES[len(shape)]
+        raise UserError(f"{key} gave values of shape {list(values.shape)}; expected {list(shape)}, {axes}")
+
+
+def _kind(values: Tensor) -> str:
+    return str(values.dtype).removeprefix("torch.")

@@ -1,0 +1,141 @@
+"""Measurements from outside: taken once a step for those that list them, beside the rollouts or before the updates."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from mmrl.build import check_abilities
+from mmrl.cli.reference import DECISIONS, offers
+from mmrl.errors import UserError
+from mmrl.protocols.abilities import Completing
+from mmrl.protocols.measurement import CollectedMeasurement, PreparedMeasurement
+from mmrl.protocols.requirements import Needs, together
+from mmrl.rollouts import Column, DecisionColumn, Prompt
+from mmrl.settings import locate
+from mmrl.terms.term import Shaper, Term
+from tests.joints.parts import Table, close
+
+HERE = "tests.joints.test_measurements"
+POLICIES = {  # what the kinds of decision are made by
+    "text token": "mmrl.policies.vlm.policy:VisionLanguagePolicy",
+    "masked token": "mmrl.policies.discrete_diffusion.policy:DiscreteDiffusionPolicy",
+    "code of a picture": "mmrl.policies.autoregressive_image.policy:CodePolicy",
+    "denoising step": "mmrl.policies.diffusion.policy:DiffusionPolicy",
+    "action token": "mmrl.policies.vla.policy:VisionLanguageActionPolicy",
+}
+TAKEN = []
+
+
+@dataclass(frozen=True)
+class Length(CollectedMeasurement[Column]):
+    """How long a response is, times a factor."""
+
+    factor: float = 1.0
+    cost: ClassVar[str] = "counting"
+
+    @property
+    def name(self):
+        return f"length {self.factor}"
+
+    def measure(self, rollouts, context):
+        TAKEN.append((self.name, len(rollouts), context.step, context.group_size))
+        return Column(self.factor * rollouts.mask.sum(1).float())
+
+
+@dataclass(frozen=True)
+class Unlikely(PreparedMeasurement[DecisionColumn]):
+    """The log-likelihoods under a prompt without words."""
+
+    cost: ClassVar[str] = "a forward pass"
+    name: ClassVar[str] = "unlikely"
+
+    def measure(self, rollouts, context):
+        TAKEN.append((self.name, len(rollouts), context.step, context.group_size))
+        return DecisionColumn(
+            context.replayed(context.policy.view(rollouts, lambda prompt: Prompt(prompt.id, "")), "logp")
+        )
+
+
+class ByLength(Shaper):
+    factor: float = 1.0
+
+    @property
+    def needs(self):
+        return Needs(measurements=(Length(self.factor),))
+
+    def shape(self, advantages, batch):
+        return advantages + batch.measured(Length(self.factor)).values[:, None]
+
+
+class Away(Term):
+    @property
+    def needs(self):
+        return Needs(measurements=(Unlikely(),))
+
+    def values(self, micro, replay):
+        return replay.logp * micro.extras["unlikely"].values, {}
+
+
+@dataclass(frozen=True)
+class Chained(Length):
+    requires: ClassVar[type] = Completing
+
+
+def lengths(given, *shaping):
+    table = Table(
+        [[-1.0, -2.0, -0.5], [-1.0], [-1.0, -2.0], [-3.0]], group=[0, 0, 1, 1], rewards=[1.0, 1.0, 0.0, 0.0],
+        view=[[-4.0, -5.0, -6.0], [-7.0, 0, 0], [-8.0, -9.0, 0], [-2.0, 0, 0]],
+    )  # fmt: skip
+    TAKEN.clear()
+    return given(table, f"algorithm.shaping=[{', '.join(shaping)}]", "algorithm.terms=['" + HERE + ":Away']")
+
+
+def test_what_is_measured_reaches_its_part(given):
+    """Rewards are equal in each group: all that an advantage has is its length, once plain and once tripled."""
+    own = f"'{HERE}:ByLength'"
+    made = lengths(given, own, own, f"{{type: {own}, factor: 3}}")
+    rollouts = made.next(step=2)
+    assert TAKEN == [("length 1.0", 4, 2, 2), ("length 3.0", 4, 2, 2)]  # equal ones once
+    made.prepare(rollouts, step=2)
+    assert TAKEN[2:] == [("unlikely", 4, 2, 2)]
+    close(rollouts.advantages[:, 0], [15.0, 5.0, 10.0, 5.0])
+    close(rollouts.extras["unlikely"].values, [[-4, -5, -6], [-7, 0, 0], [-8, -9, 0], [-2, 0, 0]])
+
+
+def test_nothing_is_measured_that_no_part_lists(given):
+    made = given(Table([[-1.0]] * 4, group=[0, 0, 1, 1], rewards=[1.0, 0.0, 1.0, 0.0]))
+    TAKEN.clear()
+    rollouts = made.next()
+    made.prepare(rollouts)
+    assert TAKEN == [] and rollouts.extras == {}
+
+
+def test_needs_are_put_together_without_doubles():
+    one, other = Needs(measurements=(Length(), Unlikely())), Needs(measurements=(Length(2.0), Length()))
+    whole = together([one, other])
+    assert whole.measurements == (Length(), Unlikely(), Length(2.0))
+    assert whole.collected == [Length(), Length(2.0)] and whole.prepared == [Unlikely()]
+    assert Needs(measurements=(Chained(),)).required == {Completing}
+
+
+@pytest.mark.parametrize("decision", POLICIES)
+def test_settings_offer_what_their_policy_has(decision):
+    """The abilities that a kind of decision offers are methods of its policy."""
+    policy, offered = (
+        locate(POLICIES[decision], "policy"),
+        [kind for kind in offers()[decision] if type(kind) is not str],
+    )
+    assert decision in DECISIONS and offered
+    assert [kind for kind in offered if not isinstance(policy, kind)] == []
+
+
+def test_a_policy_that_lacks_what_its_settings_offer_is_refused(given):
+    made = lengths(given)
+
+    class Poor:
+        pass
+
+    lacking = "Poor lacks complete_steps of Completing, which its settings offer"
+    with pytest.raises(UserError, match=f"^model.type=tests.joints.parts:GivenModel: {lacking}$"):
+        check_abilities(made.trainer.config, Poor())

@@ -1,0 +1,146 @@
+"""What a part of one's own gives back is checked, and blamed in one line on its own key."""
+
+import pytest
+import torch
+
+from mmrl.algorithms.grouped import GroupedAlgorithm
+from mmrl.algorithms.surrogates.surrogate import Surrogate
+from mmrl.errors import UserError
+from mmrl.prompts.views import View
+from mmrl.samplers.settings import FlowSDE
+from mmrl.samplers.transitions import Coefficients
+from mmrl.terms.term import Mask, Shaper, Term
+from tests.joints.parts import Table
+
+HERE = "tests.joints.test_part_checks"
+
+
+class Flat(GroupedAlgorithm):
+    def loss(self, micro, replay):
+        return (replay.logp * micro.advantages).sum(), {}
+
+
+class Transposed(GroupedAlgorithm):
+    def loss(self, micro, replay):
+        return (replay.logp * micro.advantages).T, {}
+
+
+class Numberless(GroupedAlgorithm):
+    def loss(self, micro, replay):
+        return 1.5, {}
+
+
+class Constant(GroupedAlgorithm):
+    def loss(self, micro, replay):
+        return torch.zeros(micro.mask.shape), {}
+
+
+class ByPrompt(GroupedAlgorithm):
+    def loss(self, micro, replay):
+        return replay.logp * micro.advantages, {"own": replay.logp.detach().sum(1)}
+
+
+class Wide(GroupedAlgorithm):
+    def advantages(self, batch):
+        return torch.zeros(len(batch.rollouts), 7)
+
+    def loss(self, micro, replay):
+        return replay.logp, {}
+
+
+class Infinite(Shaper):
+    def shape(self, advantages, batch):
+        return advantages / 0
+
+
+class Whole(Shaper):
+    def shape(self, advantages, batch):
+        return torch.ones(advantages.shape, dtype=torch.int64)
+
+
+class Weights(Mask):
+    def keep(self, batch):
+        return torch.ones(batch.rollouts.mask.shape)
+
+
+class Prompts(Mask):
+    of = "rollouts"
+
+    def keep(self, batch):
+        return torch.ones(1, dtype=torch.bool)
+
+
+class Scalar(Term):
+    def values(self, micro, replay):
+        return replay.logp.sum(), {}
+
+
+class Sum(Surrogate):
+    def values(self, log_ratio, advantages, micro, replay):
+        return (log_ratio * advantages).sum(1), {}
+
+
+class Words(View):
+    def change(self, prompt):
+        return prompt.text
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("algorithm.type={}:Flat", r"algorithm.type={}:Flat gave values of shape \[\]; expected \[4, 3\], by decision"),
+        ("algorithm.type={}:Transposed", r"gave values of shape \[3, 4\]; expected \[4, 3\], by decision"),
+        ("algorithm.type={}:Numberless", r"algorithm.type={}:Numberless gave float; expected a tensor of shape"),
+        ("algorithm.type={}:Constant", "algorithm.type={}:Constant gave a loss without a gradient"),
+        ("algorithm.type={}:ByPrompt", r"the statistic own gave values of shape \[4\]; expected \[4, 3\]"),
+        ("algorithm.type={}:Wide", r"algorithm.type={}:Wide gave values of shape \[4, 7\]; expected \[4, 3\]"),
+        ("algorithm.surrogate={}:Sum", r"algorithm.surrogate={}:Sum gave values of shape \[4\]; expected \[4, 3\]"),
+        (
+            "algorithm.shaping=['{}:Infinite']",
+            r"algorithm.shaping.0 \({}:Infinite\) gave 12 values that are not finite",
+        ),
+        ("algorithm.shaping=['{}:Whole']", r"algorithm.shaping.0 \({}:Whole\) gave values of type int64"),
+        (
+            "algorithm.masks=['{}:Weights']",
+            r"algorithm.masks.0 \({}:Weights\) gave values of type float32; expected bool",
+        ),
+        (
+            "algorithm.masks=['{}:Prompts']",
+            r"algorithm.masks.0 \({}:Prompts\) gave .*\[1\]; expected \[4\], by rollout",
+        ),
+        ("algorithm.terms=['{}:Scalar']", r"algorithm.terms.0 \({}:Scalar\) gave values of shape \[\]; expected"),
+        ("algorithm.terms=[{{type: view_kl, view: '{}:Words'}}]", "the view {}:Words made str of prompt"),
+    ],
+)
+def test_a_part_that_gives_something_else_is_named(given, part, message):
+    table = Table([[-1.0, -2.0, -0.5]] * 4, group=[0, 0, 1, 1], rewards=[1.0, 0.0, 1.0, 0.0], view=[[-1.0] * 3] * 4)
+    with pytest.raises(UserError, match=message.replace("{}", HERE)) as error:
+        made = given(table, part.format(HERE))
+        made.prepare()
+        made.learn()
+    assert "\n" not in str(error.value)
+
+
+class Short(FlowSDE):
+    def coefficients(self, sigma, sigma_next, sigma_second):
+        return Coefficients(*(values[:1] for values in super().coefficients(sigma, sigma_next, sigma_second)))
+
+
+class Vanishing(FlowSDE):
+    def coefficients(self, sigma, sigma_next, sigma_second):
+        found = super().coefficients(sigma, sigma_next, sigma_second)
+        return found._replace(std=found.std / 0)
+
+
+@pytest.mark.parametrize(
+    ("transition", "message"),
+    [
+        (Short(type="own"), r"the transition own gave a_x of shape \[1\].*of shape \[3\]"),
+        (Vanishing(type="own"), r"the transition own gave std of shape \[3\], finite: False"),
+    ],
+)
+def test_a_transition_that_gives_something_else_is_named(transition, message):
+    sigma = torch.tensor([0.9, 0.6, 0.3])
+    assert len(FlowSDE().step(sigma, sigma - 0.1, torch.tensor(0.9)).std) == 3
+    with pytest.raises(UserError, match=message):
+        transition.step(sigma, sigma - 0.1, torch.tensor(0.9))
