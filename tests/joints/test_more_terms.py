@@ -149,10 +149,13 @@ def test_kl_weighted_by_difficulty(given):
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_prompts_that_are_all_right_or_all_wrong_keep_the_whole_kl(given, right):
-    made = flat(given, "{type: kl, coefficient: 0.3, weighting: difficulty}", rewards=[right, right])
+    """Both are better than the baseline, which is 0, and so would be free in a group of mixed accuracy."""
+    term, plain = "{type: kl, coefficient: 0.3, weighting: difficulty}", ["algorithm.baseline=none"]
+    columns = {"rewards": [1.0, 1.0], "accuracy": [right, right]}
+    made = flat(given, term, "algorithm.surrogate=reinforce", *plain, **columns)
     made.move(logp=[[0.5, 0.5], [0.5]])
     made.prepare()
-    close(made.learn(), 0.3 * 0.106531)
+    close(made.learn(), -1 + 0.3 * 0.106531)
 
 
 # --- KL of the decisions of highest covariance ---
