@@ -56,7 +56,6 @@ class Algorithm(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "grpo": "mmrl.algorithms.grpo:GRPO",
         "ppo": "mmrl.algorithms.ppo:PPO",
-        "decoupled_ppo": "mmrl.algorithms.decoupled:DecoupledPPO",
         "supervised": "mmrl.algorithms.supervised:Supervised",
         "contrast": "mmrl.algorithms.denoising.contrast:Contrast",
         "matching": "mmrl.algorithms.denoising.matching:Matching",
