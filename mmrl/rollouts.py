@@ -394,7 +394,7 @@ class Replay:
     # nothing was recorded
     routing_differs: Tensor | None = None
     extras: dict[str, Tensor] = field(default_factory=dict)  # what only some policies know of decisions, by name
-    views: dict[str, Replay] = field(default_factory=dict)  # of the same responses under other views of their prompts
+    measured: dict[str, Any] = field(default_factory=dict)  # of a `ReplayedMeasurement`, by its name
 
 
 def old_logp(micro: Rollouts, replay: Replay) -> Tensor:

@@ -18,11 +18,12 @@ from mmrl.config import Config
 from mmrl.core.correction import correction_weight, effective_sample_size
 from mmrl.core.filters import whole_groups
 from mmrl.engine import Engine, Interruption, Shadow, applied, ramp, warmed_up
-from mmrl.engine.snapshot import Snapshot, start_of
+from mmrl.engine.snapshot import AdaptersOff, Snapshot, start_of
 from mmrl.errors import UserError
 from mmrl.evaluation.evaluate import evaluate, worth
 from mmrl.monitors.guards import Guards
 from mmrl.protocols.checks import check_loss, check_values
+from mmrl.protocols.measurement import ReplayedContext
 from mmrl.protocols.parts import Policy, SyncedGenerator, Task
 from mmrl.report.run import Run
 from mmrl.rollouts import Replay, Rollouts, old_logp
@@ -51,10 +52,11 @@ class Trainer:
         self.ema = None if config.optim.ema is None else Shadow(policy.module, warmed_up(config.optim.ema))
         slow = self.algorithm.slow_sampling
         self.sampling_policy = None if slow is None else Shadow(policy.module, ramp(slow.slope, slow.most, slow.start))
-        moves = bool(self.needs.reference_resets or self.needs.reference_decays)
-        self.reference = (
-            start_of(policy.module, stays=not moves, zero_stage=engine.zero_stage) if self.needs.reference else None
-        )
+        self.replayed = ReplayedContext(policy, engine)
+        kept = self.needs.reference
+        self.reference: Snapshot | AdaptersOff | None = None
+        if kept is not None:
+            self.reference = start_of(policy.module, stays=not kept.moves, zero_stage=engine.zero_stage)
         self.preparation = Preparation(config, policy, task, engine, self.sampling_policy, self.reference)
         self.algorithm.start(policy, engine)
         self.step = 0  # finished steps
@@ -164,8 +166,8 @@ class Trainer:
         """This micro-batch's part of the loss, by what it comes from, 0-d each; and statistics, as a rule [rollout,
         decision]. totals: the algorithm's denominators, of the whole minibatch on all ranks."""
         replay = self.policy.replay(micro, self.engine)
-        for view in self.needs.views:
-            replay.views[view.name] = self.policy.replay(self.policy.view(micro, view.changed), self.engine)
+        for measurement in self.needs.replayed:
+            replay.measured[measurement.name] = measurement.measure(micro, self.replayed)
         stats = self.correct(micro, replay)
         over = Reduction(self.algorithm.reduce, micro.mask.to(replay.logp.device), totals, self.policy.max_decisions)
         loss, more = self.algorithm.objective(micro, replay, over)
@@ -328,7 +330,7 @@ class Trainer:
 
     def _copies(self) -> dict[str, Shadow | Snapshot]:
         named: dict[str, Shadow | Snapshot | None] = {"ema": self.ema, "sampling_policy": self.sampling_policy}
-        if isinstance(self.reference, Snapshot) and (self.needs.reference_resets or self.needs.reference_decays):
+        if isinstance(self.reference, Snapshot) and self.needs.reference is not None and self.needs.reference.moves:
             named["reference"] = self.reference  # else it is what the run started from
         return {name: copy for name, copy in named.items() if copy is not None}
 

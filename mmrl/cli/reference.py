@@ -353,8 +353,6 @@ def cost_of(needs: Needs) -> str:
         found.append("a forward pass of the rollouts that are not learned from first, where a step has several updates")
     if needs.reference:
         found.append("a forward pass under the reference, and a copy of the trained weights")
-    if needs.views:
-        found.append("a forward and a backward pass under every view")
     if needs.critic:
         found.append("a critic, which is trained beside the policy")
     found += dict.fromkeys(measurement.cost for measurement in needs.measurements if measurement.cost)

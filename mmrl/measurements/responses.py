@@ -12,13 +12,15 @@ from mmrl.protocols.measurement import (
     CollectedMeasurement,
     PreparedContext,
     PreparedMeasurement,
+    ReplayedContext,
+    ReplayedMeasurement,
 )
 from mmrl.protocols.offers import Offer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmrl.rollouts import Column, DecisionColumn, Rollouts
+    from mmrl.rollouts import Column, DecisionColumn, Replay, Rollouts
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,31 @@ class ViewLikelihoods(PreparedMeasurement["DecisionColumn"]):
         from mmrl.rollouts import DecisionColumn
 
         return DecisionColumn(context.replayed(context.policy.view(rollouts, self.view.changed), "logp"))
+
+
+@dataclass(frozen=True)
+class ViewReplay(ReplayedMeasurement["Replay"]):
+    """What the policy says of the same responses under a view of their prompts, with its gradient."""
+
+    view: View
+    cost: ClassVar[str] = "a forward and a backward pass under every view"
+
+    @property
+    def name(self) -> str:
+        return f"replay {self.view.name}"
+
+    @property
+    def offers(self) -> frozenset[Offer]:
+        return frozenset({"views"})
+
+    def measure(self, micro: Rollouts, context: ReplayedContext) -> Replay:
+        found: Replay = context.policy.replay(context.policy.view(micro, self.view.changed), context.engine)
+        return found
+
+    def of(self, replay: Replay) -> Replay:
+        """What was measured beside this replay."""
+        found: Replay = replay.measured[self.name]
+        return found
 
 
 @dataclass(frozen=True)

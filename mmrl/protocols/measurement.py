@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmrl.protocols.parts import RolloutSource, Task
-    from mmrl.rollouts import Record, Rollouts, Sample
+    from mmrl.rollouts import Rollouts, Sample
 
-R_co = TypeVar("R_co", bound="Record", covariant=True)
+R_co = TypeVar("R_co", covariant=True)  # a record; of one that is replayed whatever it gives
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,18 @@ class PreparedContext(MeasurementContext):
     reference: Callable[[], AbstractContextManager[Any]]
 
 
+@dataclass(frozen=True)
+class ReplayedContext:
+    """In an update. policy: with every ability that the measurement requires; engine: around its module, which replays
+    with a gradient where it is given to the policy as `model`."""
+
+    policy: Any
+    engine: Any
+
+
 class Measurement(ABC, Generic[R_co]):
-    """A record that is filled in once a step, in `Rollouts.extras` under `name`, for the methods that list it in
-    `Needs.measurements`; equal ones, which are to be frozen dataclasses, are taken once.
+    """Knowledge of rollouts that is filled in under `name` for the methods that list it in `Needs.measurements`; equal
+    ones, which are to be frozen dataclasses, are taken once.
 
     requires: the ability that `context.policy` must have, refused before anything is loaded; None: none beyond
     `Policy`. cost: what it adds to a step, in words. of_sampling_weights: whether it must be taken with the weights
@@ -88,14 +97,23 @@ class Measurement(ABC, Generic[R_co]):
 
 
 class CollectedMeasurement(Measurement[R_co]):
-    """A measurement that is taken where rollouts are collected."""
+    """A record of `Rollouts.extras` that is made where rollouts are collected."""
 
     @abstractmethod
     def measure(self, rollouts: Rollouts, context: CollectedContext) -> R_co: ...
 
 
 class PreparedMeasurement(Measurement[R_co]):
-    """A measurement that is taken before the updates of a step, in the micro-batches that are learned from."""
+    """A record of `Rollouts.extras` that is made before the updates of a step, in the micro-batches that are learned
+    from."""
 
     @abstractmethod
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> R_co: ...
+
+
+class ReplayedMeasurement(Measurement[R_co]):
+    """Something that is computed with its gradient in every update, beside the replay of a micro-batch, for
+    `Replay.measured`."""
+
+    @abstractmethod
+    def measure(self, micro: Rollouts, context: ReplayedContext) -> R_co: ...

@@ -7,13 +7,28 @@ from dataclasses import dataclass, field, fields
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from mmrl.protocols.measurement import CollectedMeasurement, Measurement, PreparedMeasurement
+from mmrl.protocols.measurement import CollectedMeasurement, Measurement, PreparedMeasurement, ReplayedMeasurement
 from mmrl.protocols.offers import Offer, sentence_of
 from mmrl.settings import SettingsError
 
 if TYPE_CHECKING:
-    from mmrl.prompts.views import View
     from mmrl.protocols.critic import CriticSettings
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The reference policy that a part asks for. resets: the present policy becomes it every so many steps; decays: it
+    follows the present one as an average of its weights, with this decay a step; neither: it stays what it was."""
+
+    resets: frozenset[int] = frozenset()
+    decays: frozenset[float] = frozenset()
+
+    @property
+    def moves(self) -> bool:
+        return bool(self.resets or self.decays)
+
+    def __or__(self, other: Reference) -> Reference:
+        return Reference(self.resets | other.resets, self.decays | other.decays)
 
 
 @dataclass(frozen=True)
@@ -22,22 +37,17 @@ class Needs:
 
     offers: what decisions must support; keys of OFFERS, and abilities. old: likelihoods under the policy that made the
     rollouts, in the micro-batches of a loss; None where that is the policy that is trained. reference: likelihoods
-    under the reference policy, which the present policy becomes every so many steps of reference_resets, or which
-    follows it as an average of its weights with the decay in reference_decays. critic: what gives a value of every
-    observation. statistics: of decisions ("logp", "entropy", "square_sum"), before the advantages. whole_groups: every
-    micro-batch holds whole groups. views: other views of the prompt, under which responses are replayed. measurements:
+    under the reference policy. critic: what gives a value of every observation. statistics: of decisions ("logp",
+    "entropy", "square_sum"), before the advantages. whole_groups: every micro-batch holds whole groups. measurements:
     whatever else is to be known of a step's rollouts.
     """
 
     offers: frozenset[Offer] = frozenset()
     old: bool = False
-    reference: bool = False
-    reference_resets: frozenset[int] = frozenset()
-    reference_decays: frozenset[float] = frozenset()
+    reference: Reference | None = None
     critic: CriticSettings | None = None
     statistics: frozenset[str] = frozenset()
     whole_groups: bool = False
-    views: tuple[View, ...] = ()
     measurements: tuple[Measurement[Any], ...] = ()
 
     @property
@@ -52,6 +62,10 @@ class Needs:
     @property
     def prepared(self) -> list[PreparedMeasurement[Any]]:
         return [found for found in self.measurements if isinstance(found, PreparedMeasurement)]
+
+    @property
+    def replayed(self) -> list[ReplayedMeasurement[Any]]:
+        return [found for found in self.measurements if isinstance(found, ReplayedMeasurement)]
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(**{f.name: _either(vars(self)[f.name], vars(other)[f.name]) for f in fields(Needs)})
@@ -82,7 +96,7 @@ def check(parts: Iterable[tuple[str, Needs]], offered: Capabilities) -> None:
     """Raises SettingsError for the first part, named by its key, that needs what is not offered, or another reference
     than a part before it."""
     parts = list(parts)
-    _one_reference([(key, needs.reference_decays) for key, needs in parts if needs.reference])
+    _one_reference([(key, needs.reference.decays) for key, needs in parts if needs.reference is not None])
     for key, needs in parts:
         lacked = sorted(needs.required - offered.offers, key=lambda offer: (isinstance(offer, str), sentence_of(offer)))
         if lacked:

@@ -211,11 +211,12 @@ class Preparation:
 
     def move_reference(self, step: int) -> None:
         """After `step` steps the reference becomes the present policy, or follows it, where a part asks for that."""
-        if any(step % every == 0 for every in self.needs.reference_resets):
-            assert isinstance(self.reference, Snapshot)
+        kept = self.needs.reference
+        if kept is None or not isinstance(self.reference, Snapshot):
+            return
+        if any(step % every == 0 for every in kept.resets):
             self.reference.take()
-        for decay in self.needs.reference_decays:
-            assert isinstance(self.reference, Snapshot)
+        for decay in kept.decays:
             self.reference.blend(decay)
 
     def set_advantages(self, batch: Batch) -> None:

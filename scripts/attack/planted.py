@@ -216,10 +216,10 @@ FAULTS = [
     Fault("likelihood: of all but demonstrations", "mmrl/terms/losses/likelihood.py", "(origin == wanted)",
           "(origin != wanted)", COLLECTION),
     Fault("view_kl: sign", "mmrl/terms/losses/kl.py", "return -kl.clamp", "return kl.clamp", TERMS),
-    Fault("view_kl: gradient through the view cut", "mmrl/terms/losses/kl.py", "return replay.views[self.view.name].logp",
-          "return replay.views[self.view.name].logp.detach()", TERMS),
+    Fault("view_kl: gradient through the view cut", "mmrl/terms/losses/kl.py", "return ViewReplay(self.view).of(replay).logp",
+          "return ViewReplay(self.view).of(replay).logp.detach()", TERMS),
     Fault("view_kl: bound is hard-coded", "mmrl/terms/losses/kl.py", "clamp(max=self.bound)", "clamp(max=5.0)", TERMS),
-    Fault("view_kl: the view is the prompt itself", T, "self.policy.view(micro, view.changed)", "micro", TERMS),
+    Fault("view_kl: the view is the prompt itself", "mmrl/measurements/responses.py", "context.policy.replay(context.policy.view(micro, self.view.changed), context.engine)", "context.policy.replay(micro, context.engine)", TERMS),
     Fault("terms: reduced by this micro-batch alone", T, "parts[name] = over(values)",
           "parts[name] = values[micro.mask].mean()", TERMS),
     # --- shapers and masks ---

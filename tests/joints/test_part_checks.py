@@ -109,7 +109,10 @@ class Words(View):
             r"algorithm.masks.0 \({}:Prompts\) gave .*\[1\]; expected \[4\], by rollout",
         ),
         ("algorithm.terms=['{}:Scalar']", r"algorithm.terms.0 \({}:Scalar\) gave values of shape \[\]; expected"),
-        ("algorithm.terms=[{{type: view_kl, view: '{}:Words'}}]", "the view {}:Words made str of prompt"),
+        (
+            "algorithm.terms=[{{type: kl, against: {{type: view, view: '{}:Words'}}}}]",
+            "the view {}:Words made str of prompt",
+        ),
     ],
 )
 def test_a_part_that_gives_something_else_is_named(given, part, message):

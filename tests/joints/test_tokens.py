@@ -113,7 +113,7 @@ def test_another_view_replays_the_same_response_to_a_changed_prompt(tmp_path):
     term = "algorithm.terms=[{type: kl, against: {type: view, view: {type: masked_patches, share: 1}}}]"
     config, task, policy = policy_of(tmp_path, term)
     rollouts = policy.rollout(prompts(task), 2, [1, 2, 3, 4], step=0)
-    change = config.needs.views[0].change
+    change = config.needs.replayed[0].view.change
     seen = policy.view(rollouts, change)
     found = policy.replay(seen, policy.module)
     blind = [change(prompt) for prompt in prompts(task)]

@@ -13,6 +13,7 @@ OWN = '''
 import math
 
 from mmrl.algorithms.grouped import GroupedAlgorithm
+from mmrl.measurements.responses import ViewReplay
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.protocols.requirements import Needs
 from mmrl.prompts.sampler import PromptSampler
@@ -53,10 +54,10 @@ class Blinded(Term):
 
     @property
     def needs(self):
-        return Needs(offers=frozenset({"views"}), views=(self.view,))
+        return Needs(measurements=(ViewReplay(self.view),))
 
     def values(self, micro, replay):
-        blind = replay.views[self.view.name].logp
+        blind = ViewReplay(self.view).of(replay).logp
         return self.coefficient.value * blind, {"own/blind": blind.detach(), "own/seeing": replay.logp.detach()}
 
 

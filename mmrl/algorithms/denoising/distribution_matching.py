@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.algorithms.algorithm import Reduction, RewardedAlgorithm
-from mmrl.protocols.requirements import Capabilities, Needs
+from mmrl.protocols.requirements import Capabilities, Needs, Reference
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import option
 
@@ -43,7 +43,7 @@ class DistributionMatching(RewardedAlgorithm):
     @property
     def own_needs(self) -> Needs:
         offers = frozenset({"reference_ratio", "single_sample_kl"})
-        return Needs(offers=offers, reference=True, statistics=frozenset({"logp"}), whole_groups=True)
+        return Needs(offers=offers, reference=Reference(), statistics=frozenset({"logp"}), whole_groups=True)
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
         if config.group_size < 2:

@@ -8,7 +8,7 @@ from mmrl.algorithms.algorithm import Reduction
 from mmrl.algorithms.preference.group_loss import GroupLoss
 from mmrl.algorithms.preference.pairs import StepwisePreference, gains
 from mmrl.measurements.chains import CandidateCompletions
-from mmrl.protocols.requirements import Needs
+from mmrl.protocols.requirements import Needs, Reference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ class CandidatePreference(StepwisePreference):
     @property
     def own_needs(self) -> Needs:
         offers, measurements = frozenset({"reference_ratio"}), (CandidateCompletions(),)
-        return Needs(offers=offers, whole_groups=True, reference=True, measurements=measurements)
+        return Needs(offers=offers, whole_groups=True, reference=Reference(), measurements=measurements)
 
     def advantages(self, batch: Batch) -> Tensor:
         """[rollout, decision] 1 for the best candidate of a step, -1 for the worst; of equal ones the first."""

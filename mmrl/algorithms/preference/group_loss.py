@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.algorithms.algorithm import Algorithm, Reduction
-from mmrl.protocols.requirements import Capabilities, Needs
+from mmrl.protocols.requirements import Capabilities, Needs, Reference
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import option
 
@@ -90,7 +90,7 @@ class Preference(GroupLoss):
 
     @property
     def own_needs(self) -> Needs:
-        return super().own_needs | Needs(reference=True)
+        return super().own_needs | Needs(reference=Reference())
 
     def advantages(self, batch: Batch) -> Tensor:
         """[rollout] 1 for the best of its group, -1 for the worst; of equal ones the first."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from mmrl.algorithms.preference.group_loss import Preference
 from mmrl.collection.settings import CollectionSettings, Demonstrations
 from mmrl.errors import UserError
-from mmrl.protocols.requirements import Needs
+from mmrl.protocols.requirements import Needs, Reference
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import option
 
@@ -39,7 +39,7 @@ class StepwisePreference(Preference):
 
     @property
     def own_needs(self) -> Needs:
-        return Needs(offers=frozenset({"reference_ratio"}), whole_groups=True, reference=True)
+        return Needs(offers=frozenset({"reference_ratio"}), whole_groups=True, reference=Reference())
 
     def of_group(self, good: Tensor, bad: Tensor, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         import torch.nn.functional as F

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
 
+from mmrl.measurements.responses import ViewReplay
 from mmrl.prompts.views import MaskedPatches, View
-from mmrl.protocols.requirements import Needs
+from mmrl.protocols.requirements import Needs, Reference
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import Choice, option
 from mmrl.terms.term import Term
@@ -70,7 +71,7 @@ class ReferencePolicy(OtherPolicy):
     estimators: ClassVar[tuple[str, ...]] = (*OF_SAMPLES, *OF_STEPS)
 
     def needs_of(self, estimator: str) -> Needs:
-        return Needs(offers=frozenset({OF_STEPS.get(estimator, "single_sample_kl")}), reference=True)
+        return Needs(offers=frozenset({OF_STEPS.get(estimator, "single_sample_kl")}), reference=Reference())
 
     def logp(self, micro: Rollouts, replay: Replay) -> Tensor:
         assert micro.ref_logp is not None
@@ -98,7 +99,7 @@ class InitialReference(ReferencePolicy):
 
     def needs_of(self, estimator: str) -> Needs:
         resets = frozenset() if self.reset_every is None else frozenset({self.reset_every})
-        return super().needs_of(estimator) | Needs(reference_resets=resets)
+        return super().needs_of(estimator) | Needs(reference=Reference(resets=resets))
 
 
 class AverageReference(ReferencePolicy):
@@ -112,7 +113,7 @@ class AverageReference(ReferencePolicy):
     decay: float = option(0.9, "of the reference's weights a step", ge=0, lt=1)
 
     def needs_of(self, estimator: str) -> Needs:
-        return super().needs_of(estimator) | Needs(reference_decays=frozenset({self.decay}))
+        return super().needs_of(estimator) | Needs(reference=Reference(decays=frozenset({self.decay})))
 
 
 class OldPolicy(OtherPolicy):
@@ -139,7 +140,9 @@ class OldPolicy(OtherPolicy):
         return Needs(offers=frozenset({"single_sample_kl"}), old=True)
 
     def logp(self, micro: Rollouts, replay: Replay) -> Tensor:
-        return replay.logp.detach() if micro.old_logp is None else micro.old_logp.to(replay.logp.device)
+        from mmrl.rollouts import old_logp
+
+        return old_logp(micro, replay)
 
     def divergence(self, estimator: str, micro: Rollouts, replay: Replay) -> Tensor:
         from mmrl.core.ratios import BOUND
@@ -165,10 +168,10 @@ class PolicyUnderView(OtherPolicy):
     view: View = option(MaskedPatches(), "the other view")
 
     def needs_of(self, estimator: str) -> Needs:
-        return Needs(offers=frozenset({"views"}), views=(self.view,))
+        return Needs(measurements=(ViewReplay(self.view),))
 
     def logp(self, micro: Rollouts, replay: Replay) -> Tensor:
-        return replay.views[self.view.name].logp
+        return ViewReplay(self.view).of(replay).logp
 
     def cost(self, kl: Tensor) -> Tensor:
         return -kl.clamp(max=self.bound)

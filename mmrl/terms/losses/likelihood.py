@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from mmrl.measurements.responses import ViewReplay
 from mmrl.prompts.views import View
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule, number
@@ -44,12 +45,12 @@ class LikelihoodTerm(Term):
     @property
     def needs(self) -> Needs:
         entropy = Needs(offers=frozenset({"entropy"} if self.doubt else ()))
-        return entropy if self.under is None else entropy | Needs(offers=frozenset({"views"}), views=(self.under,))
+        return entropy if self.under is None else entropy | Needs(measurements=(ViewReplay(self.under),))
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         import torch
 
-        logp = replay.logp if self.under is None else replay.views[self.under.name].logp
+        logp = replay.logp if self.under is None else ViewReplay(self.under).of(replay).logp
         name = "likelihood" if self.under is None else "view_likelihood"
         chosen = self._chosen(micro).to(logp.device)
         values, stats = -self.coefficient.value * logp.where(chosen, 0), {name: logp.detach().where(chosen, torch.nan)}
@@ -103,10 +104,11 @@ class LikelihoodDrop(Term):
         return Needs(old=True)
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        from mmrl.rollouts import old_logp
+
         device = replay.logp.device
-        old = replay.logp.detach() if micro.old_logp is None else micro.old_logp.to(device)
         mask = micro.mask.to(device)
-        moved = (replay.logp - old).where(mask, 0)
+        moved = (replay.logp - old_logp(micro, replay)).where(mask, 0)
         fell = (moved.detach().sum(1, keepdim=True) < 0).expand_as(moved)
         chosen = fell
         if self.of == "not_negative":

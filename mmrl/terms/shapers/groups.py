@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.measurements.answers import ReferenceRewards
-from mmrl.protocols.requirements import Needs
+from mmrl.protocols.requirements import Needs, Reference
 from mmrl.settings import option
 from mmrl.terms.term import Shaper
 
@@ -122,7 +122,7 @@ class AdvantageMomentum(Shaper):
 
     @property
     def needs(self) -> Needs:
-        return Needs(reference=True, measurements=(ReferenceRewards(),))
+        return Needs(reference=Reference(), measurements=(ReferenceRewards(),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         ahead = batch.mine(batch.combined()) - batch.measured(ReferenceRewards()).values

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.measurements.responses import DecisionNumbers, SegmentGains
-from mmrl.protocols.requirements import Needs
+from mmrl.protocols.requirements import Needs, Reference
 from mmrl.settings import option
 from mmrl.terms.term import Shaper
 
@@ -138,7 +138,7 @@ class SelfProcess(Shaper):
     @property
     def needs(self) -> Needs:
         offers = frozenset({"single_sample_kl"})
-        return Needs(offers=offers, reference=True, statistics=frozenset({"logp"}))
+        return Needs(offers=offers, reference=Reference(), statistics=frozenset({"logp"}))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         rollouts, shaped = batch.rollouts, advantages.clone()
