@@ -111,8 +111,8 @@ class Config(Section):
                 raise ValueError(f"optim.groups.{name}: the model of this job has no such group of parameters")
         if self.model.dtype == "bfloat16" and self.engine.zero_stage == 0:
             raise ValueError(
-                "model.dtype=bfloat16 with engine.zero_stage=0 keeps no fp32 copy of the weights, and small updates "
-                "round to nothing; set engine.zero_stage=1 or higher"
+                "model.dtype=bfloat16 with engine.zero_stage=0 begins with a step that has no gradient, which decays "
+                "the weights and is counted; set engine.zero_stage=1 or higher"
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -30,6 +29,7 @@ from mmrl.protocols.parts import Responding
 from mmrl.report.lock import check_free
 from mmrl.report.records import RunRecord, read_run
 from mmrl.report.run import Run
+from mmrl.report.trackers import check_trackers
 from mmrl.rollouts import Sample
 from mmrl.runtime.logging import quieten_environment
 from mmrl.runtime.progress import weights_read
@@ -130,7 +130,7 @@ class Job:
                 folder,
                 to_yaml(self.config),
                 writes=self.ranks.rank == 0,
-                wandb=self.config.log.wandb,
+                log=self.config.log,
                 each_step=each_step,
             )
         except OSError as error:
@@ -218,10 +218,7 @@ def check_start(config: Config) -> None:
         check_free(folder)
     if check_run_dir(folder, plain(config)):
         raise RunEnded(f"run_dir={folder} has reached its end already; raise steps, or name another run_dir")
-    if config.log.wandb is not None and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            f"log.wandb={config.log.wandb}: wandb is not installed; pip install -e '.[wandb]', or set log.wandb=null"
-        )
+    check_trackers(config.log)
 
 
 def warm_started(config: Config) -> Config:

@@ -52,7 +52,7 @@ def refusal(config):
             "unknown key rollout.dynamic_sampling.max_round; did you mean rollout.dynamic_sampling.max_rounds?",
         ),
         ("model.lora.rnk=3", "unknown key model.lora.rnk; did you mean model.lora.rank?"),  # an optional section
-        ("log.zzzz=1", "unknown key log.zzzz; valid keys: lines_every, samples_every, samples, wandb"),
+        ("log.zzzz=1", "unknown key log.zzzz; valid keys: lines_every, samples_every, samples, tensorboard, wandb"),
     ],
 )
 def test_a_misspelt_key_is_refused_with_the_nearest_valid_one(refusal, tmp_path, override, expected):

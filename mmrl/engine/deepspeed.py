@@ -255,6 +255,8 @@ class Engine(Ranks):
         self.updates = 0  # optimizer steps taken, skipped ones not counted
         self.lr_factor = 1.0  # what a guard has left of the learning rates
         groups, self._rates = parameter_groups(module, optim, total_steps)
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        self._by_name = {names[p]: p for group in groups for p in group["params"]}  # in the optimizer's order
         own_clip = optim.clip_grad_norm if self.zero_stage == 0 else None
         self._moments = optim.moments
         optimizer = guarded(optim.kind())(groups, lr=optim.lr, clip_grad_norm=own_clip, **optim.options)
@@ -377,7 +379,8 @@ class Engine(Ranks):
             self.updates = files.load(self._engine, folder)["updates"]
             return
         with files.weights_only(folder):
-            state = reshape.load(self._engine, folder / files.TAG, zero_stage, ranks, self.zero_stage, self._moments)
+            tag, now = folder / files.TAG, self.zero_stage
+            state = reshape.load(self._engine, tag, zero_stage, ranks, now, self._moments, self._by_name)
         self.updates = state["updates"]
 
     def reshaped(self, states: list[dict[str, Tensor]], zero_stage: int) -> dict[str, Tensor]:

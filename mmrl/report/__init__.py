@@ -1,1 +1,1 @@
-"""What a run leaves behind for people: metrics, TensorBoard, tables of samples."""
+"""What a run leaves behind for people: metrics, tables of samples, a report."""

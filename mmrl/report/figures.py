@@ -1,4 +1,5 @@
-"""Curves of one or several runs as Plotly figures: plain mappings, whose numbers are those of metrics.jsonl."""
+"""Curves of one or several runs, as templates/chart.js draws them: plain mappings, whose numbers are those of
+metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -74,18 +75,16 @@ def curve(runs: Sequence[RunRecord], name: str) -> dict[str, Any]:
 
 def accuracy(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Accuracy on training prompts as a thin line, and on held-out prompts as points with their 95 % intervals."""
-    traces = []
+    lines = []
     for number, run in enumerate(runs):
         if len(own := run.series("accuracy")):
-            traces.append(line(own, run, number, label="training prompts", opacity=0.45, width=1))
+            lines.append(line(own, run, number, label="training prompts", opacity=0.45, width=1))
         held_out, errors = run.series("evaluation/accuracy"), run.series("evaluation/standard_error")
         if len(held_out):
-            trace = line(held_out, run, number, label="held out", markers=True)
             by_step = dict(zip(errors.steps, errors.values, strict=True))
             spread = [clean(WIDE * by_step.get(step, math.nan)) for step in held_out.steps]
-            trace["error_y"] = {"type": "data", "array": spread, "visible": True, "thickness": 1.2}
-            traces.append(trace)
-    return [figure("accuracy (95 % intervals on held-out prompts)", traces, wide=True)] if traces else []
+            lines.append(line(held_out, run, number, label="held out", markers=True) | {"errors": spread})
+    return [figure("accuracy (95 % intervals on held-out prompts)", lines, wide=True)] if lines else []
 
 
 def phases(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
@@ -93,24 +92,12 @@ def phases(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     spent = [shares(run) for run in runs]
     if not any(any(parts.values()) for parts in spent):
         return []
-    bars = []
-    for number, name in enumerate(spent[0]):
-        bars.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": name,
-                "y": [run.name for run in runs],
-                "x": [parts[name] for parts in spent],
-                "marker": {"color": COLOURS[(number + 3) % len(COLOURS)]},
-                "hovertemplate": name + ": %{x:.3g} s<extra></extra>",
-            }
-        )
-    made = figure("mean seconds of a step, by phase", bars)
-    made["layout"] |= {"barmode": "stack", "showlegend": True, "legend": {"orientation": "h", "y": -0.25}}
-    made["layout"]["xaxis"]["title"] = {"text": "seconds"}
-    made["layout"]["yaxis"]["automargin"] = True
-    return [made]
+    parts = [
+        {"name": name, "values": [found[name] for found in spent], "color": COLOURS[(number + 3) % len(COLOURS)]}
+        for number, name in enumerate(spent[0])
+    ]
+    made = figure("mean seconds of a step, by phase", [])
+    return [made | {"bars": {"rows": [run.name for run in runs], "parts": parts}}]
 
 
 def shares(run: RunRecord) -> dict[str, float]:
@@ -130,38 +117,25 @@ def line(
     opacity: float = 1.0,
     width: float = 1.8,
 ) -> dict[str, Any]:
-    """A trace of a series. Values that are not finite are gaps. meta: which run it is of, for the legend."""
+    """A line of a series. Values that are not finite are gaps. run: which one it is of, for the legend."""
     kept = thinned(len(series))
-    single = len(series) <= 2
     return {
-        "type": "scatter",
-        "mode": "lines+markers" if markers or single else "lines",
         "name": f"{run.name} {label}".strip(),
         "x": [series.steps[i] for i in kept],
         "y": [clean(series.values[i]) for i in kept],
+        "markers": markers or len(series) <= 2,
         "opacity": opacity,
-        "line": {
-            "color": COLOURS[number % len(COLOURS)],
-            "width": width,
-            "dash": DASHES[number // len(COLOURS) % len(DASHES)],
-        },
-        "hovertemplate": f"%{{y:.6g}}<extra>{f'{run.name} {label}'.strip()}</extra>",
-        "meta": {"run": number, "metric": series.name},
+        "color": COLOURS[number % len(COLOURS)],
+        "width": width,
+        "dash": DASHES[number // len(COLOURS) % len(DASHES)],
+        "run": number,
+        "metric": series.name,
     }
 
 
-def figure(title: str, traces: Iterable[dict[str, Any]], *, wide: bool = False) -> dict[str, Any]:
-    """data and layout; wide: over the whole page. Colours of text and grid follow the page's theme."""
-    layout = {
-        "title": {"text": title, "font": {"size": 13}, "x": 0.01, "xanchor": "left"},
-        "margin": {"l": 56, "r": 12, "t": 34, "b": 38},
-        "height": 320 if wide else 230,
-        "showlegend": False,
-        "hovermode": "x unified",
-        "xaxis": {"title": {"text": "step", "standoff": 4}},
-        "yaxis": {"automargin": True},
-    }
-    return {"data": list(traces), "layout": layout, "wide": wide}
+def figure(title: str, lines: Iterable[dict[str, Any]], *, wide: bool = False) -> dict[str, Any]:
+    """Lines over steps below a title; wide: over the whole page. height: pixels."""
+    return {"title": title, "lines": list(lines), "wide": wide, "height": 320 if wide else 230}
 
 
 def thinned(count: int, most: int = POINTS) -> list[int]:

@@ -35,8 +35,6 @@ def write_report(runs: Sequence[RunRecord], target: Path) -> Path:
 
 
 def report_html(runs: Sequence[RunRecord]) -> str:
-    from plotly.offline import get_plotlyjs
-
     chapters = [
         Chapter(run, COLOURS[i % len(COLOURS)], paragraph(run), examine(run), galleries(run, BUDGET // len(runs)))
         for i, run in enumerate(runs)
@@ -51,7 +49,6 @@ def report_html(runs: Sequence[RunRecord]) -> str:
             chapters=chapters,
             groups=curves,
             figures=embedded(curves),
-            plotly=get_plotlyjs(),
             results=results(chapters),
             differences=differences([run.config for run in runs]),
             version_differences=differences([run.versions for run in runs]),

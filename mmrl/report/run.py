@@ -12,20 +12,18 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from einops import rearrange
 from PIL import Image, ImageDraw
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
 
 from mmrl.report.conversations import conversation_html, data_url, film_url, save_film
 from mmrl.report.lock import RunLock
-from mmrl.report.records import END, flattened, parsed
+from mmrl.report.records import END, parsed
+from mmrl.report.settings import Log
+from mmrl.report.trackers import Tracker, trackers
 from mmrl.rollouts import Episode, Prompt, Rollouts, Sample
 from mmrl.runtime.progress import display
 from mmrl.version import VERSION
@@ -46,7 +44,7 @@ STYLE = (
 
 
 class Run:
-    """metrics.jsonl and TensorBoard always, Weights & Biases on request, and printed lines."""
+    """metrics.jsonl always, trackers on request, and printed lines."""
 
     def __init__(
         self,
@@ -54,13 +52,13 @@ class Run:
         config_yaml: str,
         *,
         writes: bool,
-        wandb: str | None = None,
+        log: Log | None = None,
         each_step: Callable[[int, Mapping[str, float]], None] | None = None,
     ) -> None:
-        """each_step: is told all metrics too, on every rank."""
+        """log: which trackers there are. each_step: is told all metrics too, on every rank."""
         self.folder, self.each_step = folder, each_step
         self.writes = writes
-        self._wandb: Any = None
+        self._trackers: list[Tracker] = []
         if not writes:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,12 +67,8 @@ class Run:
         replace(folder / "config.yaml", config_yaml.encode())
         replace(folder / "versions.json", json.dumps(versions(), indent=2).encode())
         self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
-        self._board = SummaryWriter(str(folder / "tensorboard"))
-        self._tell_board(config_yaml)
-        if wandb is not None:
-            import wandb as client  # an optional dependency
-
-            self._wandb = client.init(project=wandb, dir=folder, name=folder.name)
+        if log is not None:
+            self._trackers = trackers(log, folder, config_yaml)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if self.each_step is not None:
@@ -82,19 +76,8 @@ class Run:
         if not self.writes:
             return
         self._metrics.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
-        for name, value in metrics.items():
-            self._board.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(metrics, step=step)
-
-    def _tell_board(self, config_yaml: str) -> None:
-        """The configuration as a text of TensorBoard, and as hyperparameters beside held-out accuracy."""
-        keys = flattened(yaml.safe_load(config_yaml) or {})
-        told = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in keys.items()}
-        assert self._board.file_writer is not None
-        for part in hparams(told, {"evaluation/accuracy": 0.0}):
-            self._board.file_writer.add_summary(part)
-        self._board.add_text("configuration", "\n".join(f"    {line}" for line in config_yaml.splitlines()))
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
 
     def sync(self) -> None:
         """Make the metrics durable. Before a checkpoint: after a power loss it shall not know more steps than they."""
@@ -118,8 +101,8 @@ class Run:
             self.line(f"{path}: {damaged} damaged lines are left out; as it was it is {path.stem}.damaged.jsonl")
         replace(path, b"".join(line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step))
         self._metrics = path.open("a", buffering=1)
-        self._board.close()
-        self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1)
+        for tracker in self._trackers:
+            tracker.forget_after(step)
 
     def line(self, text: str) -> None:
         if self.writes:
@@ -132,17 +115,15 @@ class Run:
 
     def samples(self, kind: str, step: int, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> None:
         """Write samples/KIND-STEP.html: prompt, pictures, response, answer and the named numbers of each sample. Where
-        pictures were drawn, a PNG of that name shows them side by side; where clips were, a GIF plays them. TensorBoard
-        gets the pictures and the texts too."""
+        pictures were drawn, a PNG of that name shows them side by side; where clips were, a GIF plays them. Trackers
+        get the pictures and the texts too."""
         if not self.writes:
             return
         write_samples(self.folder / "samples" / f"{kind}-{step:06d}.html", samples, columns)
-        drawn = [picture(s.image) for s in samples if s.image is not None]
-        drawn += [one for s in samples if s.frames is not None for one in pages(s.frames)]
-        drawn = drawn or [image for s in samples for image in s.prompt.images]
-        if drawn and len({image.size for image in drawn}) == 1:
-            self._board.add_image(f"samples/{kind}", np.asarray(grid(drawn)), step, dataformats="HWC")
-        self._board.add_text(f"samples/{kind}", text_table(samples, columns), step)
+        if self._trackers:
+            sheet, table = contact_sheet(samples), text_table(samples, columns)
+            for tracker in self._trackers:
+                tracker.samples(kind, step, sheet, table)
 
     def skipped_update(self, step: int, rank: int, micro_batches: Sequence[Rollouts]) -> Path:
         """Writes the rollouts of an update that was skipped, one a line, and returns the file."""
@@ -159,10 +140,9 @@ class Run:
     def close(self) -> None:
         if self.writes:
             self._metrics.close()
-            self._board.close()
             self._lock.release()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def logged_step(line: bytes) -> int | None:
@@ -296,6 +276,14 @@ def grid(pictures: Sequence[Image.Image], columns: int = 10, least: int = 48) ->
     return sheet
 
 
+def contact_sheet(samples: Sequence[Sample]) -> Image.Image | None:
+    """What was drawn, or else what was asked about, side by side; None where it is not of one size."""
+    drawn = [picture(s.image) for s in samples if s.image is not None]
+    drawn += [one for s in samples if s.frames is not None for one in pages(s.frames)]
+    drawn = drawn or [image for s in samples for image in s.prompt.images]
+    return grid(drawn) if len({image.size for image in drawn}) == 1 else None
+
+
 def sample_table(
     samples: Sequence[Sample], columns: dict[str, Sequence[float]], films: Mapping[int, str] | None = None
 ) -> str:
@@ -309,7 +297,7 @@ def sample_table(
 
 
 def text_table(samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> str:
-    """What was said, as a table in Markdown, for TensorBoard."""
+    """What was said, as a table in Markdown."""
     lines = [["prompt", "answer", "response", *columns]]
     for i, sample in enumerate(samples):
         said = [_asked(sample), str(sample.prompt.answer), sample.response]

@@ -6,7 +6,7 @@ from mmrl.settings import Section, option
 
 
 class Log(Section):
-    """What is written about a run, beside metrics.jsonl and TensorBoard."""
+    """What is written about a run, beside metrics.jsonl."""
 
     lines_every: float = option(
         5.0,
@@ -16,4 +16,5 @@ class Log(Section):
     )
     samples_every: int = option(50, "steps between two tables of samples; 0: none", unit="steps", ge=0)
     samples: int = option(8, "samples of a table; of training prompts whole groups, so that there may be more", ge=1)
-    wandb: str | None = option(None, "a Weights & Biases project")
+    tensorboard: bool = option(False, "TensorBoard events in run_dir/tensorboard too; needs the extra tensorboard")
+    wandb: str | None = option(None, "a Weights & Biases project; needs the extra wandb")

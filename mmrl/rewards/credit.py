@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from mmrl.rewards.overlap import proper
 from mmrl.rewards.types import Reward, Score
 from mmrl.rewards.verifiers import exact_match, extract_answer
-from mmrl.rewards.visual.coordinates import boxes_in, proper
+from mmrl.rewards.visual.coordinates import boxes_in
 from mmrl.rollouts import Sample
 
 SILENCE = ("i don't know", "i do not know", "cannot be determined", "can not be determined", "not sure", "unanswerable")

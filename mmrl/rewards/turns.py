@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from mmrl.rewards.overlap import iou
 from mmrl.rewards.types import Reward
 from mmrl.rollouts import Conversation, Sample
 
@@ -49,25 +50,13 @@ def used_tool(talk: Conversation) -> bool:
     return any(turn.tool is not None and turn.error is None for turn in talk.turns)
 
 
-def overlap(one: Sequence[float], other: Sequence[float]) -> float:
-    """Intersection over union of two boxes (left, top, right, bottom)."""
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
-    common = max(0.0, width) * max(0.0, height)
-    return common / (_area(one) + _area(other) - common)
-
-
-def _area(box: Sequence[float]) -> float:
-    return (box[2] - box[0]) * (box[3] - box[1])
-
-
 def zoomed_right(sample: Sample) -> float:
     """1.0 where a tool looked at the box `target` of the prompt's metadata; NaN where there is no target."""
     target = sample.prompt.metadata.get("target")
     if target is None or sample.conversation is None:
         return math.nan
     boxes = [turn.facts["box"] for turn in sample.conversation.turns if turn.facts.get("picture") == 0]
-    return float(any(overlap(box, target) >= RIGHT for box in boxes))
+    return float(any(iou(box, target) >= RIGHT for box in boxes))
 
 
 def conversation_measures(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.rewards.overlap import Box, giou, iou, proper
 from mmrl.rewards.types import Reward
 from mmrl.rollouts import Sample
 
@@ -186,21 +187,18 @@ def answer_tag() -> Reward:
     return reward
 
 
-Box = tuple[float, float, float, float]
-
-
 def box_iou(*, threshold: float | None = None) -> Reward:
     """Intersection over union, 0 to 1, of the last [x1, y1, x2, y2] of the answer and the best gold box.
 
     With `threshold` the reward is 1 where it is reached and 0 elsewhere. No box, or a box with no area, gets 0. The
     gold answer is one box or a list of them; None where it is not.
     """
-    return _box_reward(_iou, missing=0.0, threshold=threshold)
+    return _box_reward(iou, missing=0.0, threshold=threshold)
 
 
 def box_giou(*, threshold: float | None = None) -> Reward:
     """As `box_iou` with the generalised IoU, -1 to 1 (Rezatofighi et al. 2019, arXiv:1902.09630); no box gets -1."""
-    return _box_reward(_giou, missing=-1.0, threshold=threshold)
+    return _box_reward(giou, missing=-1.0, threshold=threshold)
 
 
 def _box_reward(overlap: Callable[[Box, Box], float], missing: float, threshold: float | None) -> Reward:
@@ -209,16 +207,11 @@ def _box_reward(overlap: Callable[[Box, Box], float], missing: float, threshold:
         if not golds:
             return None
         found = _BOX.findall(extract_answer(sample.response)) or _BOX.findall(sample.response)
-        box = _proper(found[-1]) if found else None
+        box = proper(found[-1]) if found else None
         value = missing if box is None else max(overlap(box, gold) for gold in golds)
         return value if threshold is None else float(value >= threshold)
 
     return reward
-
-
-def _proper(numbers: Sequence[Any]) -> Box | None:
-    x1, y1, x2, y2 = map(float, numbers)
-    return (x1, y1, x2, y2) if x1 < x2 and y1 < y2 else None
 
 
 def _gold_boxes(answer: Any) -> list[Box]:
@@ -228,28 +221,8 @@ def _gold_boxes(answer: Any) -> list[Box]:
         rows = list(answer) if isinstance(answer[0], (list, tuple)) else [answer]
     else:
         rows = []
-    boxes = [_proper(row) if len(row) == 4 else None for row in rows]
+    boxes = [proper(row) if len(row) == 4 else None for row in rows]
     return [] if None in boxes else [box for box in boxes if box is not None]
-
-
-def _area(box: Box) -> float:
-    return max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1])
-
-
-def _intersection_union(a: Box, b: Box) -> tuple[float, float]:
-    shared = _area((max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])))
-    return shared, _area(a) + _area(b) - shared
-
-
-def _iou(a: Box, b: Box) -> float:
-    shared, union = _intersection_union(a, b)
-    return shared / union
-
-
-def _giou(a: Box, b: Box) -> float:
-    shared, union = _intersection_union(a, b)
-    hull = _area((min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])))
-    return shared / union - (hull - union) / hull
 
 
 def overlong_penalty(*, buffer: int, max_length: int | None = None) -> Reward:

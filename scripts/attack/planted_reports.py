@@ -27,7 +27,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("report: numbers are rounded", R + "figures.py",
           "clean(series.values[i]) for i", "clean(round(series.values[i], 9)) for i", REPORT),
     ("report: all curves are the first run's", R + "figures.py",
-          '"meta": {"run": number,', '"meta": {"run": 0,', REPORT),
+          '"run": number,', '"run": 0,', REPORT),
     ("report: out of gamut the wrong way round", R + "health.py",
           "late > early + 0.25 or late > 0.8", "early > late + 0.25 or late > 0.8", REPORT),
     ("report: a reward that is always 0 passes", R + "health.py",

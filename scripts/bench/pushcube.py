@@ -361,7 +361,7 @@ def ours(seed: int, options: argparse.Namespace) -> None:
     task = build_task(config)
     policy = build_policy(config, task)
     engine = build_engine(config, policy)
-    run = Run(folder, to_yaml(config), writes=True, wandb=None)
+    run = Run(folder, to_yaml(config), writes=True)
     CountedTrainer(config, policy, task, engine, run, curves).train()
     run.close()
     engine.close()

@@ -92,7 +92,7 @@ class LeRobotDemonstrations(DemonstratedEpisodes):
         try:
             from mmrl.tasks.manipulation import lerobot
         except ModuleNotFoundError as error:
-            raise UserError(f"task.demonstrations.type=lerobot: {error}; pip install -e '.[mujoco]'") from error
+            raise UserError(f"task.demonstrations.type=lerobot: {error}; pip install -e '.[mujoco,parquet]'") from error
         with task.make_simulator(1) as sim:
             like, cameras = sim.simulator, sim.cameras
         return EpisodeDemonstrations(

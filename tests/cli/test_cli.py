@@ -37,7 +37,7 @@ def test_a_run_directory_is_complete_in_itself(warm):
     assert {"python", "mmrl", "torch", "transformers", "deepspeed"} <= json.loads(
         (warm / "versions.json").read_text()
     ).keys()
-    assert [path.stat().st_size > 0 for path in (warm / "tensorboard").iterdir()] == [True]
+    assert not (warm / "tensorboard").exists()  # nobody asked for it
     assert (warm / "samples" / "evaluation-000002.html").is_file()
     rows = metrics(warm)
     assert [row["step"] for row in rows] == [0, 1, 2, 2]

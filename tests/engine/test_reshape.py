@@ -3,9 +3,13 @@
 import re
 
 import pytest
+import torch
+from torch import nn
 
 from mmrl.checkpoints.store import dealt
-from tests.whole_runs.parts import TINY, command, distance, final, metrics, start, wait
+from mmrl.engine import Engine
+from mmrl.engine.settings import AdamW, EngineSettings, ParameterGroup
+from tests.whole_runs.parts import TINY, call, command, distance, final, metrics, start, wait
 
 OPTIONS = ["checkpoint.every=2", "optim.weight_decay=0.5", "optim.lr=1e-2", "optim.ema=0.9"]
 
@@ -34,6 +38,96 @@ def test_two_ranks_then_one_then_two_and_all_zero_stages(tmp_path, optimizer):
     norms = [[(r["step"], r["grad_norm"]) for r in metrics(run) if "loss" in r] for run in (whole, parts)]
     assert [step for step, _ in norms[1]] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [norm for _, norm in norms[0]] == pytest.approx([norm for _, norm in norms[1]], rel=1e-3)
+
+
+# --- parameter groups, and weights in bfloat16: two layers without a run around them ---
+
+# Moments that count, a group with a rate of its own, and decay of matrices only: all that can be mixed up is unlike.
+OPTIM = AdamW(lr=0.02, weight_decay=0.3, betas=(0.5, 0.9), groups={"critic": ParameterGroup(lr=0.05, weight_decay=0.1)})
+
+
+class Net(nn.Module):
+    """Its group stands before what belongs to no group. Two matrices of one size; nothing can be shared evenly."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.critic, self.norm, self.body = nn.Linear(5, 3), nn.LayerNorm(5), nn.Linear(3, 5)
+
+    def forward(self, x):
+        return self.critic(self.norm(self.body(x)).tanh())
+
+
+def trained(folder, stage, first, last, before=None, dtype=torch.float32):
+    """An engine under a stage whose steps are `first` to `last`, from the checkpoint that another one left there.
+    before: its ZeRO stage, and its ranks."""
+    settings, kind = EngineSettings(zero_stage=stage), str(dtype).removeprefix("torch.")
+    engine = Engine(Net().to(dtype), OPTIM, settings, total_steps=8, dtype=kind)
+    if before is not None:
+        engine.load(folder / str(first), *before)
+    assert engine.updates == first
+    for step in range(first, last):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        share = x[engine.rank :: engine.world].to(dtype)
+        engine.backward((engine(share) - share.sin()).float().square().sum() / 8)
+        engine.step()
+    engine.save(folder / str(last), torch.save)
+    return engine
+
+
+def weights(engine):
+    """After the last step, of an engine that is not needed any more."""
+    found = {name: value.float() for name, value in engine.state().items()}
+    engine.release()
+    return found
+
+
+def unlike(one, other):
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+CHANGES = [(before, now) for before in range(4) for now in range(4) if before != now]
+
+
+@pytest.mark.parametrize(("before", "now"), CHANGES)
+def test_parameter_groups_go_on_under_another_stage(alone, tmp_path, before, now):
+    whole, begun = weights(trained(tmp_path / "whole", 0, 0, 4)), Net().state_dict()
+    half = weights(trained(tmp_path, before, 0, 2))
+    parts = weights(trained(tmp_path, now, 2, 4, (before, 1)))
+    assert unlike(whole, begun) > 0.05 and unlike(whole, half) > 0.02
+    assert unlike(whole, parts) < 1e-6
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 0), (3, 0), (0, 1), (0, 3)])
+def test_weights_in_bfloat16_go_on_under_stage_0_and_from_it(alone, tmp_path, before, now):
+    """DeepSpeed keeps fp32 weights beside them there too, and would step from those of the start."""
+    whole = weights(trained(tmp_path / "whole", before, 0, 5, dtype=torch.bfloat16))
+    half = weights(trained(tmp_path, before, 0, 4, dtype=torch.bfloat16))
+    parts = weights(trained(tmp_path, now, 4, 5, (before, 1), dtype=torch.bfloat16))
+    begun = Net().bfloat16().float().state_dict()
+    assert unlike(whole, begun) > 0.1 and unlike(half, whole) > 0.01
+    assert unlike(whole, parts) < 0.005  # the last place of a number in bfloat16
+
+
+def on_a_rank(folder, *section):
+    engine = trained(folder, *section)
+    state = engine.state()
+    if engine.rank == 0:
+        torch.save(state, folder / "weights.pt")
+    engine.close()
+
+
+def test_other_ranks_get_their_slices_of_parameters_that_can_not_be_shared_evenly(alone, tmp_path):
+    whole = weights(trained(tmp_path / "whole", 0, 0, 6))
+    sections = [(2, 3), (1, 0), (2, 2), (1, 3), (2, 1), (2, 3)]  # ranks and stages of a step each
+    before = None
+    for step, (ranks, stage) in enumerate(sections):
+        call(on_a_rank, tmp_path, stage, step, step + 1, before, log=tmp_path / f"{step}.log", ranks=ranks)
+        before = (stage, ranks)
+    assert unlike(whole, torch.load(tmp_path / "weights.pt")) < 1e-6
+
+
+# --- rollouts in the making ---
 
 
 def pool(*positions):

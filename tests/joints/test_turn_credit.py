@@ -9,7 +9,7 @@ from mmrl.config import load
 from mmrl.core.turns import discounted, turn_advantages
 from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec
-from mmrl.rewards.turns import conversation_measures, overlap
+from mmrl.rewards.turns import conversation_measures
 from mmrl.rollouts import Conversation, Message, Prompt, Sample, Turn, Turns
 from tests.joints.parts import GARBAGE, Table, close
 
@@ -183,8 +183,3 @@ def test_measures():
         "turns/zoomed_right": [1, 0, 0, 0],
     }
     assert conversation_measures([Sample(Prompt("p", "?"))]) == {}
-
-
-def test_overlap():
-    assert overlap([0, 0, 2, 2], [1, 1, 3, 3]) == pytest.approx(1 / 7)
-    assert overlap([0, 0, 1, 1], [2, 2, 3, 3]) == 0.0

@@ -30,7 +30,7 @@ class Opened:
         for place in range(0, height, 500):
             self.page.evaluate(f"window.scrollTo(0, {place})")
             self.page.wait_for_timeout(30)
-        waiting = "[...document.querySelectorAll('[data-figure]')].every((e) => e.querySelector('.main-svg'))"
+        waiting = "[...document.querySelectorAll('[data-figure]')].every((e) => e.querySelector('svg'))"
         self.wait(waiting)
         self.page.evaluate("window.scrollTo(0, 0)")
 

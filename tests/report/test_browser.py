@@ -1,5 +1,7 @@
 """The report in headless Chromium, without a network: it draws, complains of nothing, fits, plays and sorts."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,13 @@ from tests.report.browser import browser, needs_chromium, opened
 from tests.report.made import evaluations, healthy, write_run
 
 pytestmark = needs_chromium
+INK = "getComputedStyle(document.querySelector('.figure .title')).fill"
+PATHS = "[...document.querySelectorAll('path[data-metric=\"loss\"]')].map((e) => e.getAttribute('d'))"
+
+
+def points(path):
+    """[x, y] in pixels of what a path goes through."""
+    return [[float(number) for number in pair.split(",")] for pair in re.split("[ML]", path)[1:]]
 
 
 @pytest.fixture(scope="module")
@@ -44,26 +53,79 @@ def test_it_draws_and_asks_the_network_for_nothing(chromium, page, width, scheme
         assert seen.requests == [] and seen.complaints == []
         assert seen.overflow == 0
         back = seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        ink = seen.page.evaluate("document.querySelector('.gtitle').style.fill")
+        ink = seen.page.evaluate(INK)
         assert (back, ink) == {
             "light": ("rgb(255, 255, 255)", "rgb(28, 30, 33)"),
             "dark": ("rgb(21, 23, 26)", "rgb(230, 232, 235)"),
         }[scheme]
-        # Plotly's own copy of the data, as it was logged
-        drawn = seen.page.evaluate(
-            "[...document.querySelectorAll('[data-figure]')].flatMap((e) => e.data)"
-            ".filter((t) => t.meta && t.meta.metric === 'loss').map((t) => [t.x, t.y])"
+        drawn = [points(path) for path in seen.page.evaluate(PATHS)]
+        assert [len(path) for path in drawn] == [40, 9, 20]
+        for number in range(2):  # steps to the right, the value upwards, both by one scale
+            wanted = [[row["step"], row["loss"]][number] for row in healthy(40)]
+            scale, start = np.polyfit(wanted, [point[number] for point in drawn[0]], 1)
+            assert (scale > 0) == (number == 0)
+            assert np.abs(scale * np.array(wanted) + start - [point[number] for point in drawn[0]]).max() < 0.02
+
+
+def test_a_scale_says_what_is_drawn(chromium, page):
+    """Where the labels of two rows of the grid stand, the line has those values."""
+    with opened(chromium, page) as seen:
+        seen.scroll_through()
+        labels = seen.page.evaluate(
+            "[...document.querySelector('[data-metric=\"loss\"]').closest('svg').querySelectorAll('text')]"
+            ".filter((e) => e.getAttribute('text-anchor') === 'end')"
+            ".map((e) => [e.textContent, e.getAttribute('y') - 4])"
         )
-        rows = healthy(40)
-        assert drawn[0] == [[row["step"] for row in rows], [row["loss"] for row in rows]]
-        assert [len(x) for x, _ in drawn] == [40, 9, 20]
+        (low, at_low), *_, (high, at_high) = [(float(text), place) for text, place in labels]
+        place = {row["step"]: at_low + (row["loss"] - low) / (high - low) * (at_high - at_low) for row in healthy(40)}
+        drawn = points(seen.page.evaluate(PATHS)[0])
+        assert [y for _, y in drawn] == pytest.approx([place[step] for step in sorted(place)], abs=0.02)
+
+
+def test_intervals_points_and_gaps(chromium, tmp_path):
+    rows = healthy(6)
+    rows[1]["entropy"] = rows[2]["entropy"] = rows[4]["entropy"] = float("nan")
+    run = write_run(tmp_path / "run", rows, evaluations((0, 0.25), (6, 0.5)))
+    with opened(chromium, write_report([read_run(run)], tmp_path / "report.html")) as seen:
+        seen.scroll_through()
+        group = "document.querySelector('[data-metric=\"%s\"]').parentNode.querySelectorAll('%s')"
+        at = (
+            f"[...{group % ('evaluation/accuracy', '.error')}].map((e) => [e.getAttribute('y1'), e.getAttribute('y2')])"
+        )
+        ends = [[float(y) for y in pair] for pair in seen.page.evaluate(at)]
+        held = [y for _, y in points(seen.page.evaluate(PATHS.replace("loss", "evaluation/accuracy"))[0])]
+        each = (held[0] - held[1]) / 0.25 * 1.96 * 0.02  # pixels of 1.96 standard errors
+        assert ends == [pytest.approx([y + each, y - each], abs=0.02) for y in held]
+        (path,) = seen.page.evaluate(PATHS.replace("loss", "entropy"))
+        assert path.count("M") == 3 and path.count("L") == 0  # steps 1, 4 and 6, each alone
+        assert seen.page.evaluate(f"{group % ('entropy', 'circle')}.length") == 3
+
+
+def test_a_pointer_is_told_the_numbers_and_a_stretch_is_looked_at_alone(chromium, page):
+    with opened(chromium, page) as seen:
+        seen.scroll_through()
+        figure = seen.page.locator("[data-figure]", has=seen.page.locator('[data-metric="loss"]'))
+        figure.scroll_into_view_if_needed()
+        box = figure.bounding_box()
+        middle = box["y"] + 100
+        seen.page.mouse.move(box["x"] + box["width"] - 13, middle)
+        said = figure.locator(".tip").inner_text().splitlines()
+        assert said == ["step 40", f"run0: {healthy(40)[-1]['loss']:.6g}"]
+        seen.page.mouse.move(box["x"] + 61, middle)
+        assert figure.locator(".tip").inner_text().splitlines()[0] == "step 1" and figure.locator(".tip").count() == 1
+        seen.page.mouse.down()
+        seen.page.mouse.move(box["x"] + box["width"] / 2, middle)
+        seen.page.mouse.up()
+        assert 15 < len(points(seen.page.evaluate(PATHS)[0])) < 25  # of 40 steps the first half
+        figure.locator("svg").dblclick()
+        assert len(points(seen.page.evaluate(PATHS)[0])) == 40 and seen.complaints == []
 
 
 def test_the_theme_may_change_while_it_is_open(chromium, page):
     with opened(chromium, page) as seen:
         seen.scroll_through()
         seen.page.emulate_media(color_scheme="dark")
-        seen.wait("document.querySelector('.gtitle').style.fill === 'rgb(230, 232, 235)'")
+        seen.wait(f"{INK} === 'rgb(230, 232, 235)'")
         assert seen.complaints == []
 
 
@@ -85,13 +147,13 @@ def test_the_table_sorts_by_numbers_both_ways(chromium, page):
 def test_the_legend_hides_a_run_everywhere(chromium, page):
     with opened(chromium, page) as seen:
         seen.scroll_through()
-        visible = (
-            "[...document.querySelectorAll('[data-figure]')].flatMap((e) => e.data)"
-            ".filter((t) => t.meta && t.meta.run === 1).map((t) => t.visible)"
-        )
-        assert set(seen.page.evaluate(visible)) == {True}
+        there = "document.querySelectorAll('path[data-run=\"%s\"]').length"
+        before = [seen.page.evaluate(there % run) for run in range(3)]
+        assert min(before) > 20
         seen.page.locator('.legend input[data-run="1"]').uncheck()
-        assert set(seen.page.evaluate(visible)) == {False} and seen.complaints == []
+        assert [seen.page.evaluate(there % run) for run in range(3)] == [before[0], 0, before[2]]
+        seen.page.locator('.legend input[data-run="1"]').check()
+        assert seen.page.evaluate(there % 1) == before[1] and seen.complaints == []
 
 
 def test_videos_play(chromium, page):

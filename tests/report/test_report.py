@@ -28,11 +28,10 @@ def drawn(page):
     text = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.S).group(1)
     found = {}
     for figure in json.loads(text):
-        for trace in figure["data"]:
-            if "meta" in trace:
-                key = (trace["meta"]["run"], trace["meta"]["metric"])
-                assert key not in found
-                found[key] = dict(zip(trace["x"], trace["y"], strict=True))
+        for line in figure["lines"]:
+            key = (line["run"], line["metric"])
+            assert key not in found
+            found[key] = dict(zip(line["x"], line["y"], strict=True))
     return found
 
 
@@ -64,10 +63,8 @@ def test_every_number_of_a_curve_is_the_logged_one(tmp_path):
 def test_intervals_are_two_standard_errors_wide_on_each_side(tmp_path):
     page = report_html([read_run(write_run(tmp_path, healthy(4), evaluations((0, 0.25), (4, 0.5))))])
     text = re.search(r'id="figures">(.*?)</script>', page, re.S).group(1)
-    trace = next(
-        t for f in json.loads(text) for t in f["data"] if t.get("meta", {}).get("metric") == "evaluation/accuracy"
-    )
-    assert trace["error_y"]["array"] == pytest.approx([1.96 * 0.02] * 2)
+    line = next(line for f in json.loads(text) for line in f["lines"] if line["metric"] == "evaluation/accuracy")
+    assert line["errors"] == pytest.approx([1.96 * 0.02] * 2)
 
 
 def test_a_long_run_is_thinned_out_and_keeps_its_last_step(tmp_path):
@@ -77,14 +74,19 @@ def test_a_long_run_is_thinned_out_and_keeps_its_last_step(tmp_path):
     assert all(value == 1.0 / step for step, value in values.items())
 
 
-def test_plotly_takes_all_figures(tmp_path):
-    import plotly.graph_objects as go
-
-    page = report_html([read_run(write_run(tmp_path, healthy(6)))])
+def test_bars_are_mean_seconds_of_phases(tmp_path):
+    page = report_html([read_run(write_run(tmp_path / name, healthy(6))) for name in "ab"])
     figures = json.loads(re.search(r'id="figures">(.*?)</script>', page, re.S).group(1))
-    assert len(figures) > 20
-    for figure in figures:
-        go.Figure(data=figure["data"], layout=figure["layout"])  # refuses what it does not know
+    (bars,) = [figure["bars"] for figure in figures if "bars" in figure]
+    assert bars["rows"] == ["a", "b"] and len(figures) > 20
+    seconds = {part["name"]: part["values"] for part in bars["parts"]}
+    assert seconds == {
+        name: pytest.approx([s, s]) for name, s in {"rollout": 0.2, "update": 0.3, "the rest": 0.05}.items()
+    }
+
+
+def test_the_page_is_small(tmp_path):
+    assert len(report_html([read_run(write_run(tmp_path, healthy(6)))])) < 60_000
 
 
 # --- words ---

@@ -101,6 +101,12 @@ def test_the_best_assignment_is_the_best_of_all(shape):
         assert sum(gains[r][c] for r, c in pairs) == pytest.approx(best)
 
 
+def test_pairs_stand_in_the_order_of_the_rows():
+    assert best_assignment([[0.9, 0.8, 0.0], [0.85, 0.1, 0.0]]) == [(0, 1), (1, 0)]  # 0.8 + 0.85, not 0.9 + 0.1
+    assert best_assignment([[0.2], [0.7], [0.1]]) == [(1, 0)]
+    assert best_assignment([]) == []
+
+
 def test_soft_assignment():
     # exp of (1, 0; 0, 1) scaled: e / (e + 1) on the diagonal.
     weights = soft_assignment([[1.0, 0.0], [0.0, 1.0]], epsilon=1.0)

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import struct
+import sys
 import zlib
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from PIL import Image
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.runtime import jsonl
+from mmrl.tasks import visual_qa
+from mmrl.tasks.visual_qa import parquet
 from mmrl.tasks.visual_qa.data import files
 from mmrl.tasks.visual_qa.data.files import FileSource
 from mmrl.tasks.visual_qa.data.huggingface import HuggingFaceSource
@@ -342,7 +345,7 @@ def test_parquet_row_groups_are_read_once_and_as_many_kept_as_fit(tmp_path, capl
 
 
 def test_parquet_bombs_are_refused_by_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MAX_GROUP", 1 << 20)
+    monkeypatch.setattr(parquet, "MAX_GROUP", 1 << 20)
     path = tmp_path / "questions.parquet"
     wide = pa.array(["x" * 1000] * 20_000)
     table = pa.table({"problem": wide, "answer": pa.array(["1"] * 20_000)})
@@ -350,18 +353,18 @@ def test_parquet_bombs_are_refused_by_row(tmp_path, monkeypatch):
     assert path.stat().st_size < 20_000
     with pytest.raises(ValueError, match="row 1: row group 0: it unpacks to more than"):
         FileSource(path)
-    monkeypatch.setattr(files, "MAX_ROWS", 10_000)
+    monkeypatch.setattr(parquet, "MAX_ROWS", 10_000)
     with pytest.raises(ValueError, match="20000 rows in row groups of up to 20000; 10000 in groups of 4000000 are"):
         FileSource(path)
-    monkeypatch.setattr(files, "MAX_ROWS", 20_000)
-    monkeypatch.setattr(files, "MAX_GROUP_ROWS", 10_000)
+    monkeypatch.setattr(parquet, "MAX_ROWS", 20_000)
+    monkeypatch.setattr(parquet, "MAX_GROUP_ROWS", 10_000)
     with pytest.raises(ValueError, match="in groups of 10000 are read at most"):
         FileSource(path)
 
 
 def test_a_parquet_bomb_is_read_no_further_than_it_may_unpack(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MAX_GROUP", 1 << 20)
-    monkeypatch.setattr(files, "MOST_AT_ONCE", 64)
+    monkeypatch.setattr(parquet, "MAX_GROUP", 1 << 20)
+    monkeypatch.setattr(parquet, "MOST_AT_ONCE", 64)
     path, read = tmp_path / "questions.parquet", []
     pq.write_table(pa.table({"problem": ["x" * 1000] * 20_000, "answer": ["1"] * 20_000}), path)
     source = FileSource(path, validate=False)
@@ -429,6 +432,19 @@ def test_files_that_are_none(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match="no question in it"):
         FileSource(tmp_path / "a.jsonl")
+
+
+def test_a_parquet_file_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    pq.write_table(pa.Table.from_pylist(rows(1)), tmp_path / "q.parquet")
+    write_jsonl(tmp_path, [{"problem": "Why?", "answer": "1"}])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # its import fails
+    monkeypatch.delitem(sys.modules, parquet.__name__)
+    monkeypatch.delattr(visual_qa, "parquet")
+    with pytest.raises(
+        UserError, match=r"q.parquet: .*pyarrow.*; pip install -e '.\[parquet\]', or write it as .jsonl"
+    ):
+        FileSource(tmp_path / "q.parquet")
+    assert len(FileSource(tmp_path / "questions.jsonl")) == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs mmrl[huggingface]")

@@ -2,28 +2,12 @@
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const places = [...document.querySelectorAll("[data-figure]")];
-  const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const hidden = new Set();
   const drawn = new Set();
 
-  function themed(layout) {
-    const colours = getComputedStyle(document.documentElement);
-    const of = (name) => colours.getPropertyValue(name).trim();
-    const axis = { gridcolor: of("--line"), zerolinecolor: of("--line"), linecolor: of("--line") };
-    return { ...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { color: of("--text"), size: 11 }, hoverlabel: { bgcolor: of("--back"), font: { color: of("--text") } },
-      xaxis: { ...layout.xaxis, ...axis }, yaxis: { ...layout.yaxis, ...axis } };
-  }
-
-  function shown(data) {
-    return data.map((trace) => ({ ...trace, visible: !(trace.meta && hidden.has(trace.meta.run)) }));
-  }
-
   function draw(place) {
-    const figure = figures[Number(place.dataset.figure)];
     drawn.add(place);
-    Plotly.react(place, shown(figure.data), themed(figure.layout), { responsive: true, displaylogo: false,
-      modeBarButtonsToRemove: ["select2d", "lasso2d"] });
+    chart(place, figures[Number(place.dataset.figure)], hidden);
   }
 
   // A page may have a hundred figures: each is drawn when it comes near the window.
@@ -34,7 +18,7 @@
   }, { rootMargin: "600px" });
   places.forEach((place) => watcher.observe(place));
   const again = () => drawn.forEach(draw);
-  dark.addEventListener("change", again);
+  window.addEventListener("resize", again);
   window.addEventListener("beforeprint", () => places.forEach(draw));
 
   for (const box of document.querySelectorAll(".legend input")) {

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmrl.rewards.matching import best_assignment, soft_assignment
+from mmrl.rewards.overlap import Box, iou, proper
 from mmrl.rewards.types import Reward
 from mmrl.rewards.verifiers import extract_answer
-from mmrl.rewards.visual.coordinates import Box, Coordinates, boxes_in, iou, objects_in, proper
+from mmrl.rewards.visual.coordinates import Coordinates, boxes_in, objects_in
 from mmrl.rollouts import Sample
 
 Labelled = tuple[str, Box]

@@ -26,8 +26,6 @@ _BOX = re.compile(rf"[\[(]\s*+({_NUMBER})\s*+,\s*+({_NUMBER})\s*+,\s*+({_NUMBER}
 _POINT = re.compile(rf"[\[(]\s*+({_NUMBER})\s*+,\s*+({_NUMBER})\s*+[\])]")
 _OBJECT = re.compile(r"\{[^{}]*+\}")
 
-Box = tuple[float, float, float, float]
-
 
 @dataclass(frozen=True)
 class Resize:
@@ -106,15 +104,3 @@ def objects_in(text: str) -> list[dict[str, Any]]:
             continue
         found.append(value)
     return found
-
-
-def proper(numbers: Sequence[float]) -> Box | None:
-    """The numbers as a box; None unless it has an area."""
-    x1, y1, x2, y2 = numbers
-    return (x1, y1, x2, y2) if x1 < x2 and y1 < y2 else None
-
-
-def iou(a: Box, b: Box) -> float:
-    shared = max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
-    areas = [(x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in (a, b)]
-    return shared / (areas[0] + areas[1] - shared)

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from mmrl.rewards.overlap import Box
 from mmrl.rewards.types import device_of, nearest
-
-Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels of the picture
 
 COCO = (
     *("person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat", "traffic light"),
@@ -42,7 +41,7 @@ class Found:
 
     label: str
     score: float
-    box: Box
+    box: Box  # in pixels of the picture
 
 
 class Detector(Protocol):

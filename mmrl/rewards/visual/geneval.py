@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mmrl.errors import UserError
+from mmrl.rewards.overlap import Box
 from mmrl.rewards.types import Score, as_pil, nearest, picture, score_finite
-from mmrl.rewards.visual.detectors import Box, Detector, Found
+from mmrl.rewards.visual.detectors import Detector, Found
 from mmrl.rewards.visual.detectors import detector as made
 from mmrl.rollouts import Sample
 

@@ -1,9 +1,9 @@
 """Sentences that ask for a handwritten digit: real pictures to learn from, and two classifiers to judge what is drawn.
 
-The pictures are the 1797 8x8 images of scikit-learn's `load_digits` (the test part of the UCI set "Optical Recognition
-of Handwritten Digits", Alpaydin and Kaynak, 1998). Each class's every fourth picture is held out, as in the visual QA
-task; the others are dealt to the two classifiers, so that the one that rewards and the one that measures share neither
-architecture nor pictures.
+The pictures are the 1797 8x8 images of `mmrl.tasks.data.handwritten_digits` (the test part of the UCI set "Optical
+Recognition of Handwritten Digits", Alpaydin and Kaynak, 1998). Each class's every fourth picture is held out, as in the
+visual QA task; the others are dealt to the two classifiers, so that the one that rewards and the one that measures
+share neither architecture nor pictures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Questions about rows of real handwritten digits: a visual task that needs no download and no judge.
 
-The pictures are the 1797 8x8 images of scikit-learn's `load_digits` (the test part of the UCI set "Optical Recognition
-of Handwritten Digits", Alpaydin and Kaynak, 1998).
+The pictures are the 1797 8x8 images of `mmrl.tasks.data.handwritten_digits` (the test part of the UCI set "Optical
+Recognition of Handwritten Digits", Alpaydin and Kaynak, 1998).
 """
 
 from __future__ import annotations

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from mmrl.runtime.jsonl import LONGEST_LINE, RowError, parsed, places
+from mmrl.errors import UserError
+from mmrl.runtime.jsonl import LONGEST_LINE, parsed, places
 from mmrl.tasks.visual_qa import verdicts
-from mmrl.tasks.visual_qa.data.bounds import (
-    GIBIBYTE,
-    MAX_FRAMES,
-    MAX_GROUP,
-    MAX_GROUP_ROWS,
-    MAX_PIXELS,
-    MAX_ROWS,
-    PARQUET_GIB,
-)
+from mmrl.tasks.visual_qa.data.bounds import GIBIBYTE, MAX_FRAMES, MAX_PIXELS, PARQUET_GIB
 from mmrl.tasks.visual_qa.data.images import Pictures
 from mmrl.tasks.visual_qa.data.rows import Fields, Rows, RowSource
-
-PART = GIBIBYTE // 4  # bytes that rows may unpack to before they are counted
-LEAST_AT_ONCE, MOST_AT_ONCE = 64, 65536  # rows
-log = logging.getLogger(__name__)
 
 
 class FileSource(RowSource):
@@ -77,17 +58,23 @@ class FileSource(RowSource):
 
 
 def file_rows(path: Path, parquet_gib: float) -> Rows:
-    """Of a .jsonl or .parquet file. Raises FileNotFoundError, and ValueError for another kind of file."""
+    """Rows of a .jsonl or .parquet file. Raises FileNotFoundError, ValueError for another kind of file, and UserError
+    for a Parquet file without what reads it."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file of questions")
     if path.suffix == ".jsonl":
         return _JsonLines(path)
     if path.suffix == ".parquet":
-        try:
-            return _Parquet(path, int(parquet_gib * GIBIBYTE))
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{path}: not a Parquet file: {' '.join(str(error).split())}") from error
+        return parquet_rows(path, int(parquet_gib * GIBIBYTE))
     raise ValueError(f"{path}: a file of questions ends in .jsonl or .parquet")
+
+
+def parquet_rows(path: Path, keep: int) -> Rows:
+    try:
+        from mmrl.tasks.visual_qa import parquet
+    except ModuleNotFoundError as error:
+        raise UserError(f"{path}: {error}; pip install -e '.[parquet]', or write it as .jsonl") from None
+    return parquet.opened(path, keep)
 
 
 class _JsonLines:
@@ -114,92 +101,3 @@ class _JsonLines:
         with self._path.open("rb") as file:  # opened anew: a source may be read from several processes
             file.seek(place.offset)
             return parsed(file.read(min(place.size, LONGEST_LINE + 1)))
-
-
-class _Parquet:
-    """Rows of a Parquet file; the row groups used last are kept as Arrow memory, up to `keep` bytes of them."""
-
-    unit = "row"
-
-    def __init__(self, path: Path, keep: int):
-        self._path, self._file, self._keep = path, pq.ParquetFile(path), keep
-        groups = [self._file.metadata.row_group(group) for group in range(self._file.metadata.num_row_groups)]
-        self._starts = [0, *accumulate(group.num_rows for group in groups)]
-        self._kept: OrderedDict[int, pa.Table] = OrderedDict()
-        self._sizes: dict[int, int] = {}  # bytes of those that are kept; to ask Arrow takes long
-        self._refused: dict[int, str] = {}
-        self._reading = threading.Lock()
-        most = max((group.num_rows for group in groups), default=0)
-        if self._starts[-1] > MAX_ROWS or most > MAX_GROUP_ROWS:
-            raise ValueError(
-                f"{path}: {self._starts[-1]} rows in row groups of up to {most}; {MAX_ROWS} in groups of "
-                f"{MAX_GROUP_ROWS} are read at most"
-            )
-        self._advise([group.total_byte_size for group in groups])
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For a process that reads the same file: it opens it anew and keeps row groups of its own."""
-        kept = ("_path", "_keep", "_starts", "_refused")
-        return {name: vars(self)[name] for name in kept}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _file=pq.ParquetFile(state["_path"]), _kept=OrderedDict(), _sizes={})
-        self._reading = threading.Lock()
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def number(self, row: int) -> int:
-        return row + 1
-
-    def stamp(self) -> list[Any]:
-        return verdicts.stamp(self._path)
-
-    def __getitem__(self, row: int) -> Any:
-        group = bisect_right(self._starts, row) - 1
-        with self._reading:
-            table = self._table(group)
-        return table.slice(row - self._starts[group], 1).to_pylist()[0]
-
-    def _table(self, group: int) -> pa.Table:
-        """Raises RowError, the second time at once, for a row group that cannot be unpacked or would be too large."""
-        if group in self._refused:
-            raise RowError(self._refused[group])
-        if group not in self._kept:
-            try:
-                self._kept[group], self._sizes[group] = self._unpacked(group)
-            except (pa.ArrowException, OSError, RowError) as error:
-                self._refused[group] = f"row group {group}: {' '.join(str(error).split())}"
-                raise RowError(self._refused[group]) from None
-        self._kept.move_to_end(group)
-        while len(self._kept) > 1 and sum(self._sizes.values()) > self._keep:
-            dropped, _ = self._kept.popitem(last=False)
-            del self._sizes[dropped]
-        return self._kept[group]
-
-    def _unpacked(self, group: int) -> tuple[pa.Table, int]:
-        """A row group and its bytes; read in parts, since one value that is stored once may fill any number of rows.
-        No value is longer than all that is stored."""
-        told = self._file.metadata.row_group(group).total_byte_size
-        at_once = min(max(PART // max(told, 1), LEAST_AT_ONCE), MOST_AT_ONCE)
-        parts, size = [], 0
-        if told <= MAX_GROUP:
-            for part in self._file.iter_batches(at_once, row_groups=[group]):
-                parts.append(part)
-                size += part.nbytes
-                if size > MAX_GROUP:
-                    break
-        if max(told, size) > MAX_GROUP:
-            raise RowError(f"it unpacks to more than {MAX_GROUP / GIBIBYTE:g} GiB")
-        return pa.Table.from_batches(parts, self._file.schema_arrow).combine_chunks(), size
-
-    def _advise(self, sizes: list[int]) -> None:
-        if sum(sizes) > self._keep:
-            log.warning(
-                "%s unpacks to %.3g GiB, of which parquet_gib=%.3g are kept, in row groups of up to %.3g GiB: each "
-                "prompt may read one; raise parquet_gib, or write it with smaller row groups",
-                self._path,
-                sum(sizes) / GIBIBYTE,
-                self._keep / GIBIBYTE,
-                max(sizes) / GIBIBYTE,
-            )

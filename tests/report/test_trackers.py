@@ -1,0 +1,88 @@
+"""What TensorBoard is told of a run, and what is said where a tracker is missing."""
+
+import importlib.util
+import io
+
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mmrl.config import load
+from mmrl.errors import UserError
+from mmrl.job import check_start
+from mmrl.report.run import Run
+from mmrl.report.settings import Log
+from mmrl.rollouts import Prompt, Sample
+from tests.joints.parts import GIVEN
+
+
+def begun(folder, config_yaml="seed: 1\n", **log):
+    return Run(folder / "run", config_yaml, writes=True, log=Log(**log))
+
+
+def board(run):
+    return EventAccumulator(str(run.folder / "tensorboard")).Reload()
+
+
+def test_without_being_asked_for_nothing_but_the_file_is_written(tmp_path):
+    run = begun(tmp_path)
+    run.log(1, {"loss": 0.5})
+    run.close()
+    assert not (run.folder / "tensorboard").exists()
+
+
+def test_tensorboard_has_metrics_and_forgets_steps_that_are_made_again(tmp_path):
+    run = begun(tmp_path, tensorboard=True)
+    for step in range(1, 4):
+        run.log(step, {"loss": 0.5 / step})
+    run.forget_after(1)
+    run.log(2, {"loss": 9.0})
+    run.close()
+    assert [(event.step, event.value) for event in board(run).Scalars("loss")] == [(1, 0.5), (2, 9.0)]
+
+
+def test_tensorboard_has_pictures_texts_and_hyperparameters(tmp_path):
+    config = "seed: 7\noptim: {lr: 0.001, betas: [0.9, 0.99]}\nterms: [{type: kl}]\n"
+    run = begun(tmp_path, config, tensorboard=True)
+    drawn = [
+        Sample(Prompt(str(i), "a | b\nc", answer="<1>"), "said", image=torch.full((3, 8, 8), 0.5)) for i in range(3)
+    ]
+    run.samples("evaluation", 5, drawn, {"accuracy": [0.25, 0.5, 1.0]})
+    asked = [Sample(Prompt("q", "what?", (Image.new("RGB", (9, 9), "red"),)), "it")]
+    run.samples("train", 6, asked, {})
+    run.close()
+    found = board(run)
+    sheet = Image.open(io.BytesIO(found.Images("samples/evaluation")[0].encoded_image_string))
+    assert found.Images("samples/evaluation")[0].step == 5 and sheet.size == (3 * 50, 50)
+    assert sheet.getpixel((10, 10)) == (128, 128, 128)
+    shown = Image.open(io.BytesIO(found.Images("samples/train")[0].encoded_image_string))
+    assert found.Images("samples/train")[0].step == 6 and shown.getpixel((10, 10)) == (255, 0, 0)
+    text = found.Tensors("samples/evaluation/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text.splitlines()[0] == "| prompt | answer | response | accuracy |"
+    assert text.splitlines()[2] == "| a &#124; b c | &lt;1&gt; | said | 0.25 |" and len(text.splitlines()) == 2 + 3
+    assert "lr: 0.001" in found.Tensors("configuration/text_summary")[0].tensor_proto.string_val[0].decode()
+    session = found.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"optim.lr" in session and b"terms.0.type" in session and b"[0.9, 0.99]" in session
+    assert b"evaluation/accuracy" in found.summary_metadata["_hparams_/experiment"].plugin_data.content
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "log.tensorboard=true",
+            r"log.tensorboard=true: tensorboard is not installed; pip install -e '.\[tensorboard\]'",
+        ),
+        (
+            "log.wandb=mine",
+            r"log.wandb=mine: wandb is not installed; pip install -e '.\[wandb\]', or set log.wandb=null",
+        ),
+    ],
+)
+def test_what_is_missing_is_said_before_anything_slow(tmp_path, monkeypatch, override, message):
+    without, asked = (load(GIVEN, [f"run_dir={tmp_path}/run", *more]) for more in ([], [override]))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_start(without)
+    with pytest.raises(UserError, match=message):
+        check_start(asked)
