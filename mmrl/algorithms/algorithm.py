@@ -55,7 +55,6 @@ class Algorithm(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "grpo": "mmrl.algorithms.grpo:GRPO",
         "ppo": "mmrl.algorithms.ppo:PPO",
-        "decoupled_ppo": "mmrl.algorithms.decoupled:DecoupledPPO",
         "supervised": "mmrl.algorithms.supervised:Supervised",
         "contrast": "mmrl.algorithms.denoising.contrast:Contrast",
         "matching": "mmrl.algorithms.denoising.matching:Matching",
@@ -70,6 +69,7 @@ class Algorithm(Choice):
         "distribution_matching": "mmrl.algorithms.denoising.distribution_matching:DistributionMatching",
         "tilt_matching": "mmrl.algorithms.denoising.tilt_matching:TiltMatching",
     }
+    former: ClassVar[dict[str, str]] = {"decoupled_ppo": "mmrl.algorithms.former:decoupled_ppo"}
     test: ClassVar[str] = "tests/joints/test_surrogates.py"
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "groups"  # what it learns from
     collection: ClassVar[CollectionSettings] = Groups  # the settings of that, as `rollout`

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.algorithms.algorithm import Reduction
 from mmrl.algorithms.ratio import RatioAlgorithm
+from mmrl.algorithms.trace_decay import ConstantDecay, TraceDecay
 from mmrl.collection.settings import CollectionSettings, Independent
 from mmrl.protocols.critic import CriticSettings, SharedCritic
 from mmrl.protocols.requirements import Capabilities, Needs
@@ -30,16 +31,22 @@ class PPO(RatioAlgorithm):
 
     equation: ClassVar[str] = (
         "A_t = sum_l (gamma lam)^l delta_{t+l}, standardised; delta_t = r_t + gamma V_{t+1} - V_t; "
-        "surrogate(r, A) + value_coefficient (V - (A + V_old))^2; of traces A_j = A_t + (r_j - r_t) - (V_j - V_t) for "
-        "token j of step t, r_t and V_t means over the tokens of t"
+        "surrogate(r, A) + value_coefficient (V - (A + V_old))^2, this A with value_lam; of traces "
+        "A_j = A_t + (r_j - r_t) - (V_j - V_t) for token j of step t, r_t and V_t means over the tokens of t"
     )
-    source: ClassVar[str] = "arXiv 1707.06347; GAE: arXiv 1506.02438; over traces: TraceRL, arXiv 2509.06949"
+    source: ClassVar[str] = (
+        "arXiv 1707.06347; GAE: arXiv 1506.02438; over traces: TraceRL, arXiv 2509.06949; value_lam and a lambda by "
+        "length: VAPO, arXiv 2504.05118, and arXiv 2503.01491"
+    )
     test: ClassVar[str] = "tests/joints/test_ppo.py"
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "rollouts"
     collection: ClassVar[CollectionSettings] = Independent
     type: str = "ppo"
     gamma: float = option(0.99, "discount of a step", gt=0, le=1)
-    lam: float = option(0.95, "1: returns; towards 0: the critic's word", ge=0, le=1)
+    lam: TraceDecay = option(
+        ConstantDecay(), "lambda of the policy's advantages. 1: returns; towards 0: the critic's word"
+    )
+    value_lam: float | None = option(None, "lambda of the critic's targets, 1: returns; null: lam", ge=0, le=1)
     value_coefficient: float = option(0.5, "weight of the critic's loss", gt=0)
     value_clip: float | None = option(
         None, "how far a value may move from what it was before its loss stops to fall; null: as far as it likes", gt=0
@@ -115,7 +122,22 @@ class PPO(RatioAlgorithm):
 
     def estimates(self, rewards: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
         """Advantages before they are standardised, and what the critic shall learn; [rollout, step], of this rank."""
-        return self.estimated(rewards, steps, self.lam)
+        advantages, returns = self.estimated_by(self.lam.of(steps.mask.sum(1)), rewards, steps)
+        return advantages, returns if self.value_lam is None else self.estimated(rewards, steps, self.value_lam)[1]
+
+    def estimated_by(self, lam: Tensor, rewards: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
+        """Advantages and returns, each rollout with its lambda, [rollout]."""
+        import torch
+
+        present = lam.unique().tolist()
+        if len(present) == 1:
+            return self.estimated(rewards, steps, present[0])
+        advantages = torch.zeros_like(rewards + steps.values)
+        returns = torch.zeros_like(advantages)
+        for value in present:
+            rows = lam == value
+            advantages[rows], returns[rows] = self.estimated(rewards[rows], steps.select(rows), value)
+        return advantages, returns
 
     def estimates_of_traces(self, rewards: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
         """`estimates` where several decisions may be one step: of the steps, whose rewards and values are means, and by

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from mmrl import moved
+from mmrl.cli.former_kinds import with_present_kinds
 from mmrl.config import validate
 from mmrl.errors import UserError
 from mmrl.settings import recipes
@@ -57,8 +58,8 @@ Rule = str | Callable[[Any, Converted, Given], None]
 
 
 def convert_own(path: Path) -> str:
-    """Returns an earlier configuration of ours with the present names of modules, classes and recipes, comments and
-    all. Raises UserError for a file that can not be read or holds no mapping."""
+    """Returns an earlier configuration of ours with the present names of modules, classes, kinds and recipes, comments
+    and all. Raises UserError for a file that can not be read or holds no mapping."""
     try:
         before = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -67,12 +68,11 @@ def convert_own(path: Path) -> str:
         r"\b(extends|warm_start): *([\w./-]+)\.yaml", lambda match: _recipe(match, path.parent), moved.renewed(before)
     )
     try:
-        tree = yaml.safe_load(found)
+        if not isinstance(yaml.safe_load(found), dict):
+            raise UserError(f"{path}: expected a mapping at the top level")
+        return with_present_kinds(found)
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: expected a mapping at the top level")
-    return found
 
 
 def _recipe(match: re.Match[str], folder: Path) -> str:

@@ -454,7 +454,7 @@ def run_convert(options: argparse.Namespace) -> int:
     if options.chunk is not None:
         raise UserError(f"--chunk is for the folder of a checkpoint, which {options.source} is not")
     if options.source.suffix in (".yaml", ".yml"):
-        text, said = convert_own(options.source), "every key is as it was"
+        text, said = convert_own(options.source), "with the present names of modules, kinds and recipes"
     else:
         found = convert(options.source)
         text = found.text(str(options.source))

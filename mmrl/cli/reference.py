@@ -25,6 +25,7 @@ from mmrl.policies.settings import ModelSettings
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule
 from mmrl.settings import Choice, Section, kind_of, locate, make, plain
+from mmrl.terms.losses.kl import KLWeighting, OtherPolicy
 from mmrl.terms.term import Mask, Shaper, Term
 
 MODELS: list[dict[str, Any]] = [
@@ -65,7 +66,7 @@ DECISIONS: dict[str, dict[str, Any]] = {
         "action": {"head": {"type": "flow", "likelihood": {"type": "contrast"}}},
     },
 }
-NEEDY = (Baseline, Transform, Scale, Surrogate, Term, Shaper, Mask, ExtraSource)
+NEEDY = (Baseline, Transform, Scale, Surrogate, Term, Shaper, Mask, OtherPolicy, KLWeighting, ExtraSource)
 ALGORITHMS = (
     *("grpo", "ppo", "supervised", "contrast", "matching", "offline_preference", "reward_gradient"),
     *("distribution_matching", "tilt_matching"),
@@ -81,6 +82,10 @@ CHOICES = (
     "mmrl.terms.term:Term",
     "mmrl.terms.term:Shaper",
     "mmrl.terms.term:Mask",
+    "mmrl.terms.losses.kl:OtherPolicy",
+    "mmrl.terms.losses.kl:KLWeighting",
+    "mmrl.terms.shapers.entropy:AdvantageBonus",
+    "mmrl.algorithms.trace_decay:TraceDecay",
     "mmrl.prompts.views:View",
     "mmrl.samplers.settings:DenoisingTransition",
     "mmrl.samplers.settings:Window",
@@ -238,8 +243,8 @@ def written(value: Any) -> str:
 
 def type_name(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, Choice):
-        if issubclass(annotation, Schedule):
-            return f"a number, or one of {', '.join(kind for kind in Schedule.kinds if kind != 'constant')}"
+        if "constant" in annotation.kinds:
+            return f"a number, or one of {', '.join(kind for kind in annotation.kinds if kind != 'constant')}"
         return f"one of {', '.join(annotation.kinds)}, or package.module:Class"
     if typing.get_origin(annotation) is typing.Literal:
         return "one of " + ", ".join(map(str, typing.get_args(annotation)))

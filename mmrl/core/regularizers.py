@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mmrl.core.ratios import BOUND
 
-KINDS = ("k1", "k2", "k3")
+KINDS = ("k1", "k2", "k3", "absolute")
 DIVERGENCES = ("tv", "kl")
 REDUCTIONS = ("mean", "sum")
 
@@ -18,6 +18,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, *, kind: str = "k3", mask: Tenso
     With d = logp - ref_logp clamped to +-20 (Schulman, "Approximating KL divergence", 2020):
 
         k1 = d            k2 = d^2 / 2            k3 = exp(-d) + d - 1, unbiased like k1 and never negative
+        absolute = |d|, not clamped
 
     As a loss only k2 has the gradient of the KL in expectation; that of k1 is 0 and that of k3 is KL(reference ||
     policy)'s. With a `mask` [B, T], entries outside it are 0 without gradient, whatever they hold.
@@ -28,6 +29,8 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, *, kind: str = "k3", mask: Tenso
         raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}")
     if mask is not None:
         logp, ref_logp = logp.where(mask.bool(), 0), ref_logp.where(mask.bool(), 0)
+    if kind == "absolute":
+        return (logp - ref_logp).abs()
     d = (logp - ref_logp).clamp(-BOUND, BOUND)
     if kind == "k1":
         return d

@@ -5,6 +5,7 @@ from mmrl.settings.section import (
     Choice,
     Section,
     SettingsError,
+    as_yaml,
     choices_in,
     choose,
     has_key,
@@ -14,6 +15,7 @@ from mmrl.settings.section import (
     make,
     option,
     plain,
+    rewritten,
     with_types,
     without_keys,
 )
@@ -23,6 +25,7 @@ __all__ = [
     "NOTHING",
     "Section",
     "SettingsError",
+    "as_yaml",
     "choices_in",
     "choose",
     "has_key",
@@ -32,6 +35,7 @@ __all__ = [
     "make",
     "option",
     "plain",
+    "rewritten",
     "with_types",
     "without_keys",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -48,6 +49,7 @@ class Choice(Section):
 
     type: str
     kinds: ClassVar[dict[str, str]] = {}
+    former: ClassVar[dict[str, str]] = {}  # kinds that are gone or had other keys, and where `rewritten` has them from
     title: ClassVar[str] = ""  # what the kinds are, for messages: "surrogate"
     equation: ClassVar[str] = ""
     source: ClassVar[str] = ""  # the paper an equation comes from
@@ -151,6 +153,8 @@ def kind_of(base: type[Kind], tree: Any, path: Path_ = (), kinds: Mapping[str, s
     default = base.model_fields["type"].default
     name = tree.get("type") or (default if isinstance(default, str) else None)
     where = dotted((*path, "type"))
+    if now := rewritten(base, tree):
+        raise SettingsError(_told_form(where, tree, now))
     if name is None:
         raise SettingsError(f"{where} is missing; it is {one_of(kinds)}")
     if name in kinds:
@@ -164,6 +168,31 @@ def kind_of(base: type[Kind], tree: Any, path: Path_ = (), kinds: Mapping[str, s
         lacks = ", ".join(sorted(own.__abstractmethods__))
         raise SettingsError(f"{where}={name} lacks {lacks}, which {base.__module__}:{base.__name__} asks for")
     return own
+
+
+def rewritten(base: type[Choice], value: Any) -> list[dict[str, Any]]:
+    """Returns what a choice in its former form is today: one mapping, or several that together do the same; none where
+    it is in its present form. `Choice.former` names the functions that know, which take a copy of the mapping."""
+    tree = base.expand(value)
+    where = base.former.get(str(tree.get("type"))) if isinstance(tree, Mapping) else None
+    return [] if where is None else load_attribute(where)(dict(tree))
+
+
+def _told_form(where: str, tree: Mapping[str, Any], now: list[dict[str, Any]]) -> str:
+    """One line; keys that stay as they are it leaves out."""
+    gone = [key for key in tree if key not in now[0]]
+    changed = [{k: v for k, v in each.items() if k == "type" or k not in tree or tree[k] != v} for each in now]
+    return (
+        f"{where}={tree['type']}{' with ' if gone else ''}{', '.join(gone)} is "
+        f"{' and '.join(map(as_yaml, changed))} now; mmrl convert writes it"
+    )
+
+
+def as_yaml(value: Any) -> str:
+    """Returns a value as YAML in one line, as in an override."""
+    import yaml
+
+    return yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=math.inf).strip()[1:-1]
 
 
 def locate(target: str, key: str) -> Any:

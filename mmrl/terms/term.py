@@ -24,18 +24,22 @@ class Term(Choice):
         "kl": "mmrl.terms.losses.kl:KL",
         "entropy": "mmrl.terms.losses.entropy:Entropy",
         "likelihood": "mmrl.terms.losses.likelihood:LikelihoodTerm",
-        "view_kl": "mmrl.terms.losses.kl:ViewKL",
-        "double_entropy": "mmrl.terms.losses.entropy:DoubleEntropy",
-        "old_kl": "mmrl.terms.losses.kl:OldKL",
-        "ema_kl": "mmrl.terms.losses.kl:EmaKL",
-        "difficulty_kl": "mmrl.terms.losses.kl:DifficultyKL",
-        "covariance_kl": "mmrl.terms.losses.kl:CovarianceKL",
-        "entropy_likelihood": "mmrl.terms.losses.likelihood:EntropyLikelihood",
         "of_part": "mmrl.terms.losses.of_part:OfPart",
         "sampler_distillation": "mmrl.terms.losses.sampler_distillation:SamplerDistillation",
         "region": "mmrl.terms.losses.region:Region",
         "likelihood_drop": "mmrl.terms.losses.likelihood:LikelihoodDrop",
         "head_cost": "mmrl.terms.losses.head_cost:HeadCost",
+    }
+    former: ClassVar[dict[str, str]] = {
+        "kl": "mmrl.terms.former:kl",
+        "old_kl": "mmrl.terms.former:old_kl",
+        "ema_kl": "mmrl.terms.former:ema_kl",
+        "difficulty_kl": "mmrl.terms.former:difficulty_kl",
+        "covariance_kl": "mmrl.terms.former:covariance_kl",
+        "view_kl": "mmrl.terms.former:view_kl",
+        "double_entropy": "mmrl.terms.former:double_entropy",
+        "entropy_likelihood": "mmrl.terms.former:entropy_likelihood",
+        "of_part": "mmrl.terms.former:of_part",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
 
@@ -56,7 +60,7 @@ class Shaper(Choice):
 
     title: ClassVar[str] = "advantage shaper"
     kinds: ClassVar[dict[str, str]] = {
-        "entropy_bonus": "mmrl.terms.shapers.entropy:EntropyBonus",
+        "entropy": "mmrl.terms.shapers.entropy:EntropyShaping",
         "advantage_momentum": "mmrl.terms.shapers.groups:AdvantageMomentum",
         "token_baseline": "mmrl.terms.shapers.entropy:TokenBaseline",
         "turn_returns": "mmrl.terms.shapers.turns:TurnReturns",
@@ -70,11 +74,14 @@ class Shaper(Choice):
         "stratified": "mmrl.terms.shapers.groups:Stratified",
         "set_diversity": "mmrl.terms.shapers.groups:SetDiversity",
         "entropy_redistribution": "mmrl.terms.shapers.entropy:EntropyRedistribution",
-        "entropy_modulation": "mmrl.terms.shapers.entropy:EntropyModulation",
         "self_process": "mmrl.terms.shapers.segments:SelfProcess",
         "long_wrong": "mmrl.terms.shapers.groups:LongWrong",
         "shared_prefix": "mmrl.terms.shapers.segments:SharedPrefix",
         "view_information": "mmrl.terms.shapers.views:ViewInformation",
+    }
+    former: ClassVar[dict[str, str]] = {
+        "entropy_bonus": "mmrl.terms.former:entropy_bonus",
+        "entropy_modulation": "mmrl.terms.former:entropy_modulation",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
     paid_by_environment: ClassVar[bool] = False  # whether it pays what the environment gives, beside the task's rewards

@@ -58,6 +58,10 @@ PLACES = {
     "mask": "algorithm.masks=[{}]",
     "prompt sampler": "rollout.sampler={}",
     "source": "rollout.extras=[{}]",
+    "other policy of kl": "algorithm.terms=[{{type: kl, against: {}}}]",
+    "weighting of kl": "algorithm.terms=[{{type: kl, coefficient: 0.001, weighting: {}}}]",
+    "bonus by entropy": "algorithm.shaping=[{{type: entropy, bonus: {}}}]",
+    "lambda of estimates": "algorithm={{type: ppo, gamma: 1, value_lam: 1, lam: {}}}",
 }
 # What a method must be given.
 OPTIONS = {
@@ -68,7 +72,6 @@ OPTIONS = {
     "covariance_clip": "low: 0, high: 5",
     "demonstrations": "prompts: 32",
     "divergence_mask": "bound: 0.1",
-    "double_entropy": "view: blank",
     "pass_at_k": "k: 4",
     "pass_at_k_analytic": "k: 4",
     "quantile_bucket_std": "count: 4",
@@ -80,7 +83,7 @@ OPTIONS = {
     "token_budget": "budget: 400",
     "view_contrast": "view: blank",
     "view_information": "view: blank",
-    "view_kl": "view: blank",
+    "view": "view: blank",
 }
 # What goes with a method.
 BESIDE = {
@@ -88,11 +91,27 @@ BESIDE = {
     "self_imitation": ["algorithm.terms=[{type: likelihood, of: replayed}]"],
     "guided": ["rollout.extras=[guided_groups]"],
     "self_corrections": ["rollout.max_response_length=48"],
-    "entropy_likelihood": ["rollout.extras=[guided_groups]"],
     "likelihood": ["algorithm.terms=[{type: likelihood, of: positive}]"],
+    "ema": ["algorithm.terms=[{type: kl, coefficient: 0.1, against: ema}]"],
+    "covariance": [
+        "algorithm.terms=[{type: kl, coefficient: 1, against: old, estimator: absolute, weighting: covariance}]"
+    ],
+    "clarity": ["algorithm.shaping=[{type: entropy, sure: {}, bonus: clarity, centred: true}]"],
+}
+# Several terms that are one method together.
+TOGETHER = {
+    "loss term: likelihood of all, also under a view": [
+        "algorithm.terms=[{type: likelihood, of: all, coefficient: 0.03}, "
+        "{type: likelihood, of: all, coefficient: 0.03, under: blank}]"
+    ],
+    "loss term: likelihood by doubt": [
+        "algorithm.terms=[{type: likelihood, coefficient: 0.5, doubt: -1}, "
+        "{type: likelihood, of: own_positive, doubt: 1}]",
+        "rollout.extras=[guided_groups]",
+    ],
 }
 # What plain GRPO is made of, and what is the same with one reward.
-SAME = ("grpo", "clip", "permutation", "mean", "group_std", "sum", "normalise_each")
+SAME = ("grpo", "clip", "permutation", "mean", "group_std", "sum", "normalise_each", "reference", "doubt", "constant")
 
 
 @dataclass(frozen=True)
@@ -188,7 +207,7 @@ def catalogue(task: Task) -> list[Arm]:
         setting = SEVERAL if base.title == "surrogate" else Setting(FEW, (task.few,)) if remembers else USUAL
         overrides = [PLACES[base.title].format(own), *BESIDE.get(name, [])]
         found.append(Arm(f"{base.title}: {name}", tuple(overrides), setting, refused))
-    return found
+    return [*found, *(Arm(name, tuple(overrides)) for name, overrides in TOGETHER.items())]
 
 
 def may_do(needs: Needs, task: Task) -> bool:

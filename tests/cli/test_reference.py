@@ -71,9 +71,9 @@ def test_decisions_and_cost_follow_from_what_a_method_needs():
     tokens = "decisions: text token, masked token, noised token, code of a picture, word or code"
     assert f"{tokens}\n" in said("token_baseline")
     assert "before the advantages" in said("token_baseline")
-    assert f"{tokens}, action token, action\n" in said("entropy_bonus")
+    assert f"{tokens}, action token, action\n" in said("entropy_redistribution")
     assert "under the reference" in said("self_process") and "one more response a prompt" in said("greedy")
-    assert "every view" in said("view_kl") and "micro-batches that hold whole groups" in said("preference")
+    assert "every view" in said("view") and "micro-batches that hold whole groups" in said("preference")
     assert "cost: no pass of its own" in said("rank")
 
 

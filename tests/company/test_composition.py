@@ -5,12 +5,15 @@ import random
 
 import pytest
 import torch
+import yaml
 
 from mmrl.cli.reference import decisions_of, methods, needs_of
 from mmrl.errors import UserError
 from mmrl.prompts.counterfactual_views import Mirrored, ShuffledFrames
 from mmrl.rollouts import PARTS, Column, DecisionColumn, Texts
+from mmrl.settings import choose
 from mmrl.terms.shapers.segments import SegmentValues
+from mmrl.terms.term import Shaper, Term
 from tests.joints.parts import Table, close
 
 COUNT = 36  # combinations for each kind of decision
@@ -31,13 +34,25 @@ OPTIONS = {
     "stratified": "by: level",
     "token_budget": "budget: 15",
     "covariance_clip": "share: 0.2, low: -5",
-    "covariance_kl": "share: 0.3",
-    "view_kl": "view: {type: no_text}",
     "view_information": "view: {type: no_text}",
-    "double_entropy": "view: {type: no_text}",
     "modes": "n: 1",
     "set_diversity": "n: 1",
 }
+# Methods whose options make others of them, by the key that they are options of.
+VARIANTS = {
+    "terms": [
+        "{type: kl, against: ema}",
+        "{type: kl, against: old}",
+        "{type: kl, against: {type: old, direction: reverse}, estimator: k1}",
+        "{type: kl, against: {type: view, view: {type: no_text}}}",
+        "{type: kl, weighting: difficulty}",
+        "{type: kl, against: old, estimator: absolute, weighting: {type: covariance, share: 0.3}}",
+        "{type: likelihood, of: all, under: {type: no_text}}",
+        "{type: likelihood, of: own_positive, doubt: 1}",
+    ],
+    "shaping": ["{type: entropy, sure: {}, bonus: clarity, centred: true}"],
+}
+BASES = {"terms": Term, "shaping": Shaper}
 CHANCE = {"covariance_clip", "token_budget", "boundary_chance"}  # who draw by the place in the batch
 TITLES = {
     "surrogate": "surrogate", "baseline": "baseline", "scale of advantages": "scale", "components": "components",
@@ -55,6 +70,9 @@ def catalogue(decision):
             found[TITLES[base.title]].append(name)
         elif base.title == "components":
             found["components"].append(name)
+    for key, variants in VARIANTS.items():
+        made = ((variant, choose(BASES[key], yaml.safe_load(variant))) for variant in variants)
+        found[key] += [variant for variant, method in made if decision in decisions_of(method.needs)]
     return found
 
 
@@ -77,7 +95,10 @@ def drawn(decision, seed):
     reduce = chance.choice(["token_mean", "sequence_mean", "sequence_sum", "constant"])
     options = [f"type: {algorithm}", f"reduce: {reduce}", "epochs: 2"]
     for key, chosen in names.items():
-        written = [f"{{type: {name}{', ' + OPTIONS[name] if name in OPTIONS else ''}}}" for name in chosen]
+        written = [
+            name if name.startswith("{") else f"{{type: {name}{', ' + OPTIONS[name] if name in OPTIONS else ''}}}"
+            for name in chosen
+        ]
         options.append(f"{key}: [{', '.join(written)}]" if key in LISTS else f"{key}: {written[0]}")
     return names, f"algorithm={{{', '.join(options)}}}"
 

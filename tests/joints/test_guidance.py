@@ -107,8 +107,9 @@ def test_it_is_the_clip_without_demonstrations(given):
 def test_weights_by_entropy(given, shown, good):
     """The demonstration's mean entropy is 1.5, and it is no rollout of positive advantage; that of the right rollout
     0.5."""
-    term = f"algorithm.terms=[{{type: entropy_likelihood, demonstrations: {shown}, positive: {good}}}]"
-    made, _ = learned(given, term, "algorithm.surrogate=reinforce")
+    of_shown = f"{{type: likelihood, of: demonstrations, coefficient: {shown}, doubt: -1}}"
+    of_good = f"{{type: likelihood, of: own_positive, coefficient: {good}, doubt: 1}}"
+    made, _ = learned(given, f"algorithm.terms=[{of_shown}, {of_good}]", "algorithm.surrogate=reinforce")
     made.learn()
     d, g = 2 * shown * math.exp(-1.5), good * math.exp(0.5)  # two demonstrations are the same row
     expected = [[1 / 3, 0.0], [1 / 3, 0.0], [-1 / 3 - g, 0.0], [2 / 3, 0.0], [-1 - d, -1 - d]]

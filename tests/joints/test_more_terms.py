@@ -17,20 +17,23 @@ def flat(given, term, *overrides, logp=((-1.0, -2.0), (-3.0,)), **columns):
     return given(table, *ONE, f"algorithm.terms=[{term}]", *overrides)
 
 
-# --- old KL ---
+# --- KL against the old policy ---
 
 MOVES = [[0.5, -0.5], [1.0]]
 OLD_KL = [
-    ("forward", "false", lambda x: math.exp(x) - 1 - x, lambda x: math.exp(x) - 1),
-    ("forward", "true", lambda x: -x, lambda x: -1),
-    ("reverse", "false", lambda x: math.exp(x) * x - math.exp(x) + 1, lambda x: math.exp(x) * x),
-    ("reverse", "true", lambda x: math.exp(x) * x, lambda x: math.exp(x) * (x + 1)),
+    ("forward", "k3", lambda x: math.exp(x) - 1 - x, lambda x: math.exp(x) - 1),
+    ("forward", "k1", lambda x: -x, lambda x: -1),
+    ("reverse", "k3", lambda x: math.exp(x) * x - math.exp(x) + 1, lambda x: math.exp(x) * x),
+    ("reverse", "k1", lambda x: math.exp(x) * x, lambda x: math.exp(x) * (x + 1)),
+    ("unweighted", "k1", lambda x: x, lambda x: 1),
+    ("unweighted", "k3", lambda x: math.exp(-x) - 1 + x, lambda x: 1 - math.exp(-x)),
+    ("forward", "absolute", abs, lambda x: math.copysign(1, x)),
 ]
 
 
-@pytest.mark.parametrize(("direction", "normalised", "value", "slope"), OLD_KL)
-def test_old_kl(given, direction, normalised, value, slope):
-    term = f"{{type: old_kl, coefficient: 0.3, direction: {direction}, normalised: {normalised}}}"
+@pytest.mark.parametrize(("direction", "estimator", "value", "slope"), OLD_KL)
+def test_kl_against_the_old_policy(given, direction, estimator, value, slope):
+    term = f"{{type: kl, against: {{type: old, direction: {direction}}}, coefficient: 0.3, estimator: {estimator}}}"
     made = flat(given, term, "algorithm.epochs=2")
     made.prepare()
     made.move(logp=MOVES)
@@ -40,23 +43,29 @@ def test_old_kl(given, direction, normalised, value, slope):
     close(made.metrics.result()["old_kl"], total / 3)
 
 
-def test_old_kl_is_the_kl_in_expectation():
+def test_it_is_by_default_the_forward_k3(given):
+    made = flat(given, "{type: kl, against: old, coefficient: 0.3}", "algorithm.epochs=2")
+    made.prepare()
+    made.move(logp=MOVES)
+    close(made.learn(), 0.1 * sum(math.exp(x) - 1 - x for row in MOVES for x in row))
+
+
+def test_it_is_the_kl_in_expectation():
     """Of two choices, over the probabilities of the old policy."""
     old, now = torch.tensor([0.3, 0.7]).double(), torch.tensor([0.6, 0.4]).double()
     x = (now / old).log()
-    for direction, normalised, value, _ in OLD_KL:
+    for direction, estimator, value, _ in OLD_KL[:4]:
         mean = sum(float(p) * value(float(v)) for p, v in zip(old, x, strict=True))
         kl = (old * (old / now).log()).sum() if direction == "forward" else (now * (now / old).log()).sum()
-        assert mean == pytest.approx(float(kl)), (direction, normalised)
+        assert mean == pytest.approx(float(kl)), (direction, estimator)
 
 
-def test_old_kl_as_a_constraint(given):
+def test_a_coefficient_that_follows_it_makes_a_constraint(given):
     """DisCO's squared hinge: k_p x what it is above the target; below it costs nothing."""
     coefficient = "{type: multiplier, metric: old_kl, target: 0.05, k_p: 10, k_i: 0, start: 0}"
     table = Table([[-1.0], [-1.0]], rewards=[2.0, 0.0])
-    made = given(
-        table, *ONE, "algorithm.epochs=2", "steps=2", f"algorithm.terms=[{{type: old_kl, coefficient: {coefficient}}}]"
-    )  # noqa: E501
+    term = f"algorithm.terms=[{{type: kl, against: old, coefficient: {coefficient}}}]"
+    made = given(table, *ONE, "algorithm.epochs=2", "steps=2", term)
     made.trainer.train()
     first, second = made.trainer.run.rows
     drift = (math.exp(0.5) - 1.5 + math.exp(-0.5) - 0.5) / 4  # after the first update, over both epochs
@@ -64,12 +73,12 @@ def test_old_kl_as_a_constraint(given):
     close(second["control/algorithm.terms.0.coefficient"], 10 * (drift - 0.05))
 
 
-# --- EMA KL ---
+# --- KL against an average ---
 
 
-def test_ema_kl_follows_the_policy(given):
+def test_the_average_follows_the_policy(given):
     """The reference begins where the policy is, and moves by a quarter of the way after each step."""
-    term = "algorithm.terms=[{type: ema_kl, coefficient: 0, decay: 0.75, estimator: k1}]"
+    term = "algorithm.terms=[{type: kl, against: {type: ema, decay: 0.75}, coefficient: 0, estimator: k1}]"
     made = given(Table([[-1.0]] * 2, rewards=[2.0, 0.0]), *ONE, term, "steps=3")
     made.trainer.train()
     # Each step moves the two by +-0.5; the second step sees 0.5 x 0.75, the third (1 - 0.25 x 0.5 - ...) and so on.
@@ -81,8 +90,8 @@ def test_ema_kl_follows_the_policy(given):
     close(reference, [last, -last])
 
 
-def test_ema_kl(given):
-    made = flat(given, "{type: ema_kl, coefficient: 0.3, decay: 0.9, estimator: k2}")
+def test_kl_against_an_average(given):
+    made = flat(given, "{type: kl, against: {type: ema, decay: 0.9}, coefficient: 0.3, estimator: k2}")
     made.move(logp=MOVES)  # the reference is still where it began
     made.prepare()
     close(made.learn(), 0.1 * (0.125 + 0.125 + 0.5))
@@ -90,9 +99,9 @@ def test_ema_kl(given):
     close(made.metrics.result()["ema_kl"], 0.25)
 
 
-def test_ema_kl_of_denoising_steps(given):
+def test_kl_of_denoising_steps_against_an_average(given):
     # Moved by 0.5: the squared distance is 0.25, with the slope 1.
-    term = "{type: ema_kl, coefficient: 0.2, estimator: velocity}"
+    term = "{type: kl, against: ema, coefficient: 0.2, estimator: velocity}"
     made = flat(given, term, logp=((-1.0,), (-1.0,)), prediction=[[0.3], [0.7]])
     made.move(prediction=[[0.5], [-0.5]])
     made.prepare()
@@ -102,44 +111,60 @@ def test_ema_kl_of_denoising_steps(given):
 
 def test_there_is_one_reference(given):
     with pytest.raises(UserError, match="a job has one reference"):
-        flat(given, "{type: kl}, {type: ema_kl}")
+        flat(given, "{type: kl}, {type: kl, against: ema}")
     with pytest.raises(UserError, match="decay 0.5.*0.9"):
-        flat(given, "{type: ema_kl}, {type: ema_kl, decay: 0.5}")
-    flat(given, "{type: ema_kl}, {type: ema_kl, estimator: k1}")
+        flat(given, "{type: kl, against: ema}, {type: kl, against: {type: ema, decay: 0.5}}")
+    flat(given, "{type: kl, against: ema}, {type: kl, against: ema, estimator: k1}")
 
 
-# --- difficulty KL ---
+@pytest.mark.parametrize("other", ["old", "view"])
+def test_steps_of_a_denoiser_are_compared_with_the_reference_alone(given, other):
+    expected = f"algorithm.terms.0: estimator=exact is none of against={other}; use one of k1, k2, k3, absolute$"
+    with pytest.raises(UserError, match=expected):
+        flat(given, f"{{type: kl, against: {other}, estimator: exact}}")
 
 
-def test_difficulty_kl(given):
+def test_an_option_of_another_comparison_is_an_unknown_key(given):
+    with pytest.raises(UserError, match="unknown key algorithm.terms.0.against.decay"):
+        flat(given, "{type: kl, against: {type: old, decay: 0.5}}")
+
+
+# --- KL weighted by difficulty ---
+
+
+def test_kl_weighted_by_difficulty(given):
     # One of four is right: p = 0.25, its weight 1 - exp(-e / 4) = 0.493186; the wrong ones have 1.
     # All are at d = 0.5 from the reference: k3 = 0.106531, slope 0.393469.
     table = Table([[-1.0]] * 4, rewards=[1.0, 0.0, 0.0, 0.0])
     options = ["rollout.group_size=4", "algorithm.surrogate=reinforce"]
-    made = given(table, *ONE, *options, "algorithm.terms=[{type: difficulty_kl, coefficient: 0.4}]")
+    made = given(table, *ONE, *options, "algorithm.terms=[{type: kl, coefficient: 0.4, weighting: difficulty}]")
     made.move(logp=[[0.5]] * 4)
     made.prepare()
     weight = 1 - math.exp(-math.e / 4)
     close(made.learn(), 0.1 * (weight + 3) * 0.106531)
     slope = 0.1 * 0.393469
     close(made.gradient()[:, 0], [-0.75 / 4 + slope * weight, *[0.25 / 4 + slope] * 3])
+    close(made.metrics.result()["difficulty_kl"], 0.106531)  # before the weights
 
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_prompts_that_are_all_right_or_all_wrong_keep_the_whole_kl(given, right):
-    made = flat(given, "{type: difficulty_kl, coefficient: 0.3}", rewards=[right, right])
+    made = flat(given, "{type: kl, coefficient: 0.3, weighting: difficulty}", rewards=[right, right])
     made.move(logp=[[0.5, 0.5], [0.5]])
     made.prepare()
     close(made.learn(), 0.3 * 0.106531)
 
 
-# --- covariance KL ---
+# --- KL of the decisions of highest covariance ---
+
+HELD = "algorithm.terms=[{type: kl, against: {type: old, direction: %s}, coefficient: 0.5, estimator: %s, %s}]"
+THIRD = "weighting: {type: covariance, share: 0.34}"
 
 
-def test_covariance_kl(given):
+def test_kl_of_a_share_by_covariance(given):
     # As for covariance_clip: covariances 4/3, -4/3 and 0; of three decisions the first is held.
     table = Table([[0.0, -4.0], [-2.0]], rewards=[2.0, 0.0])
-    term = "algorithm.terms=[{type: covariance_kl, coefficient: 0.5, share: 0.34}]"
+    term = HELD % ("forward", "absolute", THIRD)
     made = given(table, *ONE, "algorithm.epochs=2", "algorithm.surrogate=reinforce", term)
     made.prepare()
     made.move(logp=[[-0.2, 0.3], [0.4]])
@@ -148,11 +173,17 @@ def test_covariance_kl(given):
     close(made.metrics.result()["covariance_kl"], 0.2)
 
 
-@pytest.mark.parametrize(("estimator", "value", "slope"), [("k2", 0.02, -0.2), ("k3", 0.021403, -0.221403)])
-def test_estimators_of_covariance_kl(given, estimator, value, slope):
-    # d = -0.2: d^2 / 2; exp(0.2) - 1.2, with the slope 1 - exp(0.2).
+ESTIMATES = [
+    ("unweighted", "k2", 0.02, -0.2),
+    ("unweighted", "k3", 0.021403, -0.221403),  # d = -0.2: exp(0.2) - 1.2, with the slope 1 - exp(0.2)
+    ("forward", "k3", 0.018731, -0.181269),  # exp(-0.2) - 0.8, with the slope exp(-0.2) - 1
+]
+
+
+@pytest.mark.parametrize(("direction", "estimator", "value", "slope"), ESTIMATES)
+def test_estimates_of_a_share_by_covariance(given, direction, estimator, value, slope):
     table = Table([[0.0, -4.0], [-2.0]], rewards=[2.0, 0.0])
-    term = f"algorithm.terms=[{{type: covariance_kl, coefficient: 0.5, share: 0.34, estimator: {estimator}}}]"
+    term = HELD % (direction, estimator, THIRD)
     made = given(table, *ONE, "algorithm.epochs=2", "algorithm.surrogate=reinforce", term)
     made.prepare()
     made.move(logp=[[-0.2, 0.3], [0.4]])
@@ -160,12 +191,23 @@ def test_estimators_of_covariance_kl(given, estimator, value, slope):
     close(made.gradient()[0, 0], (-1 + 0.5 * slope) / 3)
 
 
-def test_the_share_of_covariance_kl_is_of_all_ranks(given):
+def test_the_share_by_covariance_is_of_all_ranks(given):
     table = Table([[0.0, -4.0], [-2.0]], rewards=[2.0, 0.0])
-    term = "algorithm.terms=[{type: covariance_kl, share: 0.34}]"
+    term = HELD % ("forward", "absolute", THIRD)
     made = given(table, *ONE, "rollout.prompts=2", term, world=2)  # 2 of 6, one of them here
     (held,) = made.prepare().extras.values()
     assert held.values.tolist() == [[True, False], [False, False]]
+
+
+def test_two_shares_by_covariance_do_not_meet(given):
+    """The first term holds one decision of three, the second two; their estimates differ."""
+    table = Table([[0.0, -4.0], [-2.0]], rewards=[2.0, 0.0])
+    both = (HELD % ("forward", "absolute", THIRD)).removesuffix("]") + ", {type: kl, against: old, coefficient: 1, "
+    both += "estimator: k1, weighting: {type: covariance, share: 0.67}}]"
+    made = given(table, *ONE, "algorithm.epochs=2", "algorithm.surrogate=reinforce", both)
+    made.prepare()
+    made.move(logp=[[-0.2, 0.3], [0.4]])
+    close(made.learn(), (-1 + 0.5 * 0.2 + 0.2 - 0.4) / 3)  # k1 forward is -d
 
 
 # --- likelihood drop ---
@@ -201,15 +243,16 @@ def test_what_has_not_moved_costs_nothing(given):
     close(made.gradient(), torch.zeros(2, 2))
 
 
-# --- double entropy ---
+# --- likelihood of all ---
 
 
-def test_double_entropy(given):
+def test_likelihood_of_all_also_under_a_view(given):
     # -0.3 logp - 0.6 logp under the view, of three decisions: both are pulled up.
-    term = "{type: double_entropy, coefficient: 0.3, view_coefficient: 0.6, view: {type: no_text}}"
-    made = flat(given, term, view=[[-0.5, -0.5], [-2.0]])
+    likely = "{type: likelihood, of: all, coefficient: "
+    made = flat(given, f"{likely}0.3}}, {likely}0.6, under: no_text}}", view=[[-0.5, -0.5], [-2.0]])
     made.prepare()
     close(made.learn(), (0.3 * 6 + 0.6 * 3) / 3)
     close(made.gradient(), [[-0.1, -0.1], [-0.1, 0]])
     close(made.gradient("view"), [[-0.2, -0.2], [-0.2, 0]])
-    close(made.metrics.result()["view_entropy"], 1.0)
+    close(made.metrics.result()["view_likelihood"], -1.0)
+    close(made.metrics.result()["likelihood"], -2.0)

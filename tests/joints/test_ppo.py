@@ -194,21 +194,23 @@ def test_a_critic_that_did_not_speak_is_asked(given):
     close(returns(rollouts)[0], [0.2 + (0.5 * 0.6 - 0.2) + 0.25 * 0.4, 1.0])
 
 
-DECOUPLED = "algorithm={type: decoupled_ppo"
+DECOUPLED = "gamma: 1, value_lam: 1, lam: {type: by_length, scale: %s}"
 # gamma = 1: delta_1 = 1 - 0.4 and delta_0 = 0.4 - 0.2; A_0 = 0.2 + lam x 0.6.
 LAMBDAS = [
-    ("length_scale: 1", [0.5, 0.6, -0.1], [1.0, 1.0, 0.0]),  # two steps: lam = 1/2; one step: 0
-    ("length_scale: 2", [0.65, 0.6, -0.1], [1.0, 1.0, 0.0]),  # 3/4; 1/2
-    ("length_scale: 0.05", [0.2, 0.6, -0.1], [1.0, 1.0, 0.0]),  # below 0 is 0
-    ("length_scale: null, lam: 0.25", [0.35, 0.6, -0.1], [1.0, 1.0, 0.0]),
-    ("length_scale: 1, value_lam: 0.5", [0.5, 0.6, -0.1], [0.7, 1.0, 0.0]),
-    ("length_scale: 1, gamma: 0.5", [0.15, 0.6, -0.1], [0.5, 1.0, 0.0]),  # delta_0 = 0; 0.5 x 0.5 x 0.6
+    (DECOUPLED % 1, [0.5, 0.6, -0.1], [1.0, 1.0, 0.0]),  # two steps: lam = 1/2; one step: 0
+    (DECOUPLED % 2, [0.65, 0.6, -0.1], [1.0, 1.0, 0.0]),  # 3/4; 1/2
+    ("gamma: 1, value_lam: 1, lam: by_length", [0.2, 0.6, -0.1], [1.0, 1.0, 0.0]),  # scale 0.05: below 0 is 0
+    ("gamma: 1, value_lam: 1, lam: 0.25", [0.35, 0.6, -0.1], [1.0, 1.0, 0.0]),
+    ("gamma: 1, value_lam: 0.5, lam: {type: by_length, scale: 1}", [0.5, 0.6, -0.1], [0.7, 1.0, 0.0]),
+    ("gamma: 1, lam: {type: by_length, scale: 2}", [0.65, 0.6, -0.1], [0.85, 1.0, 0.0]),  # targets by the same lambdas
+    # delta_0 = 0; 0.5 x 0.5 x 0.6
+    ("gamma: 0.5, value_lam: 1, lam: {type: by_length, scale: 1}", [0.15, 0.6, -0.1], [0.5, 1.0, 0.0]),
 ]
 
 
 @pytest.mark.parametrize(("options", "advantages", "targets"), LAMBDAS)
 def test_policy_and_critic_look_ahead_differently_far(given, options, advantages, targets):
-    _, rollouts = response(given, f"{DECOUPLED}, {options}}}")
+    _, rollouts = response(given, f"algorithm={{type: ppo, {options}}}")
     found = torch.tensor(advantages)
     standard = ((found - found.mean()) / found.std()).tolist()
     close(rollouts.advantages, [standard[:2], [standard[2], 0]], atol=1e-4)
@@ -218,7 +220,7 @@ def test_policy_and_critic_look_ahead_differently_far(given, options, advantages
 def test_lambda_is_of_each_rollouts_own_length(given):
     """The critic says 0, and the end earns 1: advantages are powers of lambda, 2/3 for three steps and 1/2 for two."""
     table = Table([[-1.0] * 3, [-1.0] * 2], group=[0, 1], rewards=[1.0, 1.0], value=[[0.0] * 3, [0.0] * 2])
-    made = given(table, "rollout={prompts: 2}", f"{DECOUPLED}, length_scale: 1}}")
+    made = given(table, "rollout={prompts: 2}", f"algorithm={{type: ppo, {DECOUPLED % 1}}}")
     rollouts = table.rollouts()
     made.prepare(rollouts)
     found = torch.tensor([4 / 9, 2 / 3, 1.0, 1 / 2, 1.0])

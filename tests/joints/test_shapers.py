@@ -107,18 +107,42 @@ def test_entropy_redistribution_standardised(given):
     close(found, [[one[0], one[1]], [one[2], 0], two[:2], two[2:]], atol=2e-3)
 
 
-# --- entropy modulation ---
+# --- factors and bonuses by entropy ---
 
 
-def test_entropy_modulation(given):
+def test_advantages_by_entropy_centred(given):
     # Advantages 1, 1 and -1. H = 0.2, 1.0, 0.6 become 0, 1, 1/2. With k = 2 weights 1, e^-2, e^-1 over their mean;
     # bonus of the first decision alone, 0.1 e^(-3 x 1).
     table = Table([[-1.0, -1.0], [-1.0]], rewards=[2.0, 0.0], entropy=[[0.2, 1.0], [0.6]])
-    found = shaped(given, table, "{type: entropy_modulation, k: 2, k_future: 3, zeta: 0.1}")
+    bonus = "{type: clarity, k: 3, zeta: 0.1}"
+    found = shaped(given, table, f"{{type: entropy, sure: {{k: 2}}, bonus: {bonus}, centred: true}}")
     mean = (1 + math.exp(-2) + math.exp(-1)) / 3
     raw = [1 / mean + 0.1 * math.exp(-3), math.exp(-2) / mean, -math.exp(-1) / mean]
     raw = [r - statistics.mean(raw) for r in raw]
     close(found, [raw[:2], [raw[2], 0]], atol=1e-5)
+
+
+def test_sure_decisions_count_more(given):
+    # As above without bonus and mean: e^-2 and e^-1 over the mean of the three; what does not count is left alone.
+    table = Table([[-1.0, -1.0], [-1.0]], rewards=[2.0, 0.0], entropy=[[0.2, 1.0], [0.6]])
+    mean = (1 + math.exp(-2) + math.exp(-1)) / 3
+    found = shaped(given, table, "{type: entropy, sure: {k: 2}, bonus: null}")
+    close(found, [[1 / mean, math.exp(-2) / mean], [-math.exp(-1) / mean, 0]], atol=1e-5)
+
+
+def test_a_bonus_for_doubt_is_bounded_by_what_sureness_left(given):
+    # 0.4 x 1.0 is above e^-2 / mean / 2, half of the second advantage; the first is 0.4 x 0.2, the third as the second.
+    table = Table([[-1.0, -1.0], [-1.0]], rewards=[2.0, 0.0], entropy=[[0.2, 1.0], [0.6]])
+    mean = (1 + math.exp(-2) + math.exp(-1)) / 3
+    found = shaped(given, table, "{type: entropy, sure: {k: 2}}")
+    left = [1 / mean, math.exp(-2) / mean, -math.exp(-1) / mean]
+    close(found, [[left[0] + 0.08, 1.5 * left[1]], [left[2] + 0.24, 0]], atol=1e-5)
+
+
+def test_entropies_that_do_nothing_are_refused(given):
+    table = Table([[-1.0]] * 2, entropy=[[0.2], [0.6]])
+    with pytest.raises(UserError, match="algorithm.shaping.0: neither sure nor bonus"):
+        shaped(given, table, "{type: entropy, bonus: null}")
 
 
 # --- self process ---

@@ -83,7 +83,7 @@ def test_an_epoch_takes_every_minibatch_and_the_next_one_may_take_them_in_anothe
     "overrides",
     [
         ["algorithm.epochs=2"],  # it is learned from again when the weights have moved
-        ["algorithm.shaping=[{type: entropy_bonus, alpha: 0.4, kappa: 2}]"],  # which wants statistics of all
+        ["algorithm.shaping=[{type: entropy, bonus: {alpha: 0.4, kappa: 2}}]"],  # which wants statistics of all
     ],
 )
 def test_else_the_old_policy_is_asked_of_all(given, overrides):
@@ -186,7 +186,7 @@ def test_the_reference_is_what_the_run_started_from(given):
 
 
 def test_a_reference_that_is_taken_anew(given):
-    term = "algorithm.terms=[{type: kl, estimator: k1, coefficient: 1.0e-9, reset_every: 2}]"
+    term = "algorithm.terms=[{type: kl, estimator: k1, coefficient: 1.0e-9, against: {reset_every: 2}}]"
     made = trained(given, "algorithm.baseline=none", "steps=5", term)
     close([row["kl"] for row in made.trainer.run.rows], [0.0, 6 / 16, 0.0, 6 / 16, 0.0], atol=1e-5)
 

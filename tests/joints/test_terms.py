@@ -43,7 +43,7 @@ def test_kl(given, estimator, total, slopes):
 
 
 def test_kl_is_by_default_k3_with_a_coefficient_of_a_hundredth(given):
-    made = moved_from_reference(given, "reset_every: null")
+    made = moved_from_reference(given, "against: {reset_every: null}")
     close(made.learn(), 0.01 * 0.623131 / 3)
 
 
@@ -86,11 +86,11 @@ def test_likelihood_of_demonstrations_is_0_without_any(given):
     close(made.learn(), 0.0)
 
 
-def test_view_kl(given):
+def test_kl_against_a_view(given):
     """Both forwards get a gradient, of opposite signs, and none where the divergence is past the bound."""
     # d = 0.5, -0.5, 2: k3 0.106531, 0.148721, 1.135335, the last at most 1.
     table = Table([[-1.0, -1.0], [-1.0]], view=[[-1.5, -0.5], [-3.0]])
-    term = "{type: view_kl, coefficient: 0.3, bound: 1, view: {type: no_text}}"
+    term = "{type: kl, against: {type: view, bound: 1, view: {type: no_text}}, coefficient: 0.3}"
     made = still(given, table, f"algorithm.terms=[{term}]")
     made.prepare()
     close(made.learn(), -0.1 * (0.106531 + 0.148721 + 1))
@@ -124,20 +124,20 @@ def shaped(given, table, shaper, *overrides):
     return made, made.prepare()
 
 
-def test_entropy_bonus(given):
+def test_advantages_gain_by_entropy(given):
     # A = 1, -1; A + min(0.4 H, |A| / 2): min(0.4, 0.5), min(0.8, 0.5), min(1.2, 0.5).
     table = Table([[-1.0, -2.0], [-3.0]], rewards=[2.0, 0.0], entropy=[[1.0, 2.0], [3.0]])
-    made, rollouts = shaped(given, table, "entropy_bonus")
+    made, rollouts = shaped(given, table, "entropy")
     close(rollouts.advantages.where(rollouts.mask, 0), [[1.4, 1.5], [-0.5, 0]])
     close(made.learn(), (-1.4 - 1.5 + 0.5) / 3)
     close(made.gradient(), [[-1.4 / 3, -1.5 / 3], [0.5 / 3, 0]])
     close(made.gradient("entropy"), torch.zeros(2, 2))
 
 
-def test_the_options_of_entropy_bonus(given):
+def test_the_options_of_a_bonus_for_doubt(given):
     # alpha 0.1, kappa 4: min(0.1, 0.25), min(0.2, 0.25), min(0.3, 0.25).
     table = Table([[-1.0, -2.0], [-3.0]], rewards=[2.0, 0.0], entropy=[[1.0, 2.0], [3.0]])
-    _, rollouts = shaped(given, table, "{type: entropy_bonus, alpha: 0.1, kappa: 4}")
+    _, rollouts = shaped(given, table, "{type: entropy, bonus: {alpha: 0.1, kappa: 4}}")
     close(rollouts.advantages.where(rollouts.mask, 0), [[1.1, 1.2], [-0.75, 0]])
 
 

@@ -107,18 +107,19 @@ def test_without_discounts_tokens_are_worth_the_reward_less_their_own_value():
     values = torch.randn(1, 6, generator=chance, dtype=torch.float64)
     known = Steps.of_decisions(mask, values, moment)
     rewards = (moment == 5) * torch.tensor(0.7, dtype=torch.float64)
-    for options in ({"type": "ppo", "lam": 1.0}, {"type": "decoupled_ppo", "lam": 1.0, "length_scale": None}):
+    for options in ({"type": "ppo", "lam": 1.0}, {"type": "ppo", "lam": 0.3, "value_lam": 1.0}):
         advantages, returns = choose(Algorithm, options | {"gamma": 1.0}).estimates_of_traces(rewards, known)
-        torch.testing.assert_close(advantages, 0.7 - values)
+        if options["lam"] == 1.0:
+            torch.testing.assert_close(advantages, 0.7 - values)
         torch.testing.assert_close(returns, torch.full_like(values, 0.7))
 
 
 def test_the_length_of_a_response_is_that_of_its_trace():
-    """decoupled_ppo's lambda is 1 - 1 / (length_scale l) for l steps: two here, of four tokens."""
+    """Lambda by length is 1 - 1 / (scale l) for l steps: two here, of four tokens."""
     mask, moment = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[1, 0, 1, 0]])
     known = Steps.of_decisions(mask, torch.zeros(1, 4, dtype=torch.float64), moment)
     rewards = moment.double()
-    learner = choose(Algorithm, {"type": "decoupled_ppo", "length_scale": 1.0})
+    learner = choose(Algorithm, {"type": "ppo", "gamma": 1.0, "lam": {"type": "by_length", "scale": 1.0}})
     torch.testing.assert_close(learner.estimates_of_traces(rewards, known)[0], rewards.where(moment == 1, 0.5))
 
 

@@ -81,7 +81,7 @@ def test_what_it_can_not_be(tmp_path):
 
 
 OPTIONS = [
-    "algorithm={type: decoupled_ppo, epochs: 2, minibatches: 2, critic: {width: 8}}",
+    "algorithm={type: ppo, gamma: 1, value_lam: 1, lam: by_length, epochs: 2, minibatches: 2, critic: {width: 8}}",
     "rollout.prompts=16",
     "rollout.group_size=1",
     "optim.groups={critic: {lr: 1e-2}}",

@@ -15,27 +15,29 @@ KINDS = {
     "remembers": [
         "rollout.group_size=2",
         "algorithm={baseline: {type: running, half_life: 2}, scale: batch_std, "
-        "terms: [{type: ema_kl, decay: 0.5}], surrogate: {type: ratio_variance, price: {type: multiplier, metric: "
-        "surrogate/variance, target: 1.0e-6, k_i: 100}}, epochs: 2}",
+        "terms: [{type: kl, against: {type: ema, decay: 0.5}}], surrogate: {type: ratio_variance, price: "
+        "{type: multiplier, metric: surrogate/variance, target: 1.0e-6, k_i: 100}}, epochs: 2}",
         "rollout.sampler=volatility",
     ],
 }
 FURTHER = {
     "looks": [
         "algorithm={baseline: greedy, scale: none, shaping: [{type: view_information, view: blank}, set_diversity, "
-        "entropy_modulation], masks: [{type: token_budget, budget: 20}], terms: [{type: double_entropy, view: blank}, "
-        "{type: view_kl, view: blank}], surrogate: {type: boundary_chance}, epochs: 2}",
+        "{type: entropy, sure: {}, bonus: clarity, centred: true}], masks: [{type: token_budget, budget: 20}], terms: "
+        "[{type: likelihood, of: all}, {type: likelihood, of: all, under: blank}, "
+        "{type: kl, against: {type: view, view: blank}}], surrogate: {type: boundary_chance}, epochs: 2}",
         "rollout.sampler=success_weighted",
     ],
     "pairs": [
-        "algorithm={type: mixed_preference, terms: [{type: likelihood_drop}, {type: old_kl}], epochs: 2}",
+        "algorithm={type: mixed_preference, terms: [{type: likelihood_drop}, {type: kl, against: old}], epochs: 2}",
         "engine.micro_batch=16",
         "rollout.sampler=skip_flat",
     ],
     "groups": [
         "algorithm={transforms: [{type: pass_at_k, k: 2}], baseline: none, scale: none, level: sequence, "
         "surrogate: group_expectation, shaping: [self_process, {type: stratified, by: truncated}], "
-        "terms: [{type: difficulty_kl}, {type: covariance_kl, share: 0.2}]}",
+        "terms: [{type: kl, weighting: difficulty}, {type: kl, against: old, coefficient: 1, estimator: absolute, "
+        "weighting: {type: covariance, share: 0.2}}]}",
         "rollout.sampler=success_window",
     ],
 }

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class Discriminative(GroupLoss):
     """Right rollouts of a group shall score above its wrong ones, of which those that score highest count most. There
-    is no clip and prompts count alike, however hard. Bound the drift by a term of type old_kl, whose coefficient is a
+    is no clip and prompts count alike, however hard. Bound the drift by the term kl against old, whose coefficient is a
     multiplier with k_p that follows the metric old_kl."""
 
     equation: ClassVar[str] = (

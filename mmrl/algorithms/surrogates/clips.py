@@ -47,10 +47,10 @@ class Geometric(Surrogate):
 
 class LogClip(Clipped):
     """The policy gradient with PPO's clip, but of the logarithm of the ratio: a decision that has moved far is not
-    weighted by how far. Add a term of type old_kl, the policy drift, for the whole method."""
+    weighted by how far. Add the term kl against old, the policy drift, for the whole method."""
 
     equation: ClassVar[str] = "-min(l A, clamp(l, log(1 - low), log(1 + high)) A), l = log r"
-    source: ClassVar[str] = "CPGD, arXiv 2505.12504, whose drift is the term old_kl"
+    source: ClassVar[str] = "CPGD, arXiv 2505.12504, whose drift is the term kl against old"
     test: ClassVar[str] = TEST
     type: str = "log_clip"
     low: Schedule = number(0.2, "l gains nothing below log(1 - low)", ge=0, lt=1)

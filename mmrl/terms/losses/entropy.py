@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.prompts.views import MaskedPatches, View
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule, number
-from mmrl.settings import option
 from mmrl.terms.term import Term
 
 if TYPE_CHECKING:
@@ -31,25 +29,3 @@ class Entropy(Term):
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         assert replay.entropy is not None
         return -self.coefficient.value * replay.entropy, {}
-
-
-class DoubleEntropy(Term):
-    """It keeps the policy sure of what it says, with the prompt and under the view: the divergence between the two can
-    be made large by saying nonsense, which this forbids. Use it beside a term of type view_kl with the same view."""
-
-    equation: ClassVar[str] = "-coefficient logp - view_coefficient logp under the view, of the sampled decisions"
-    source: ClassVar[str] = "the double entropy loss of PAPO, arXiv 2507.06448"
-    test: ClassVar[str] = "tests/joints/test_more_terms.py"
-    type: str = "double_entropy"
-    coefficient: Schedule = number(0.03, "weight of the sampled entropy", ge=0)
-    view_coefficient: Schedule = number(0.03, "weight of that under the view", ge=0)
-    view: View = option(MaskedPatches(), "the other view")
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(offers=frozenset({"views"}), views=(self.view,))
-
-    def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        other = replay.views[self.view.name]
-        values = -self.coefficient.value * replay.logp - self.view_coefficient.value * other.logp
-        return values, {"view_entropy": -other.logp.detach()}

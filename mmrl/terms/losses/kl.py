@@ -1,13 +1,16 @@
-"""Divergences from a reference, from the old policy and from an average, as loss terms."""
+"""The divergence from another policy as a loss term: which policy, how it is estimated, and which decisions pay it."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import model_validator
 
 from mmrl.prompts.views import MaskedPatches, View
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule, number
-from mmrl.settings import option
+from mmrl.settings import Choice, option
 from mmrl.terms.term import Term
 
 if TYPE_CHECKING:
@@ -16,219 +19,288 @@ if TYPE_CHECKING:
     from mmrl.protocols.batch import Batch
     from mmrl.rollouts import Replay, Rollouts
 
+OF_STEPS = {"exact": "gaussian", "velocity": "velocity"}  # estimators of denoising steps, and what they need
+OF_SAMPLES = ("k1", "k2", "k3", "absolute")
 
-OFFERS = {"exact": "gaussian", "velocity": "velocity"}
+
+# --- with which policy ---
 
 
-class KL(Term):
-    """It keeps the policy near the reference, which is the policy that training started from."""
+class OtherPolicy(Choice):
+    """The policy that a KL term compares with."""
 
-    equation: ClassVar[str] = (
-        "coefficient x: k1 d; k2 d^2 / 2; k3 exp(-d) - 1 + d, with d = logp - ref_logp; "
-        "exact |mu - mu_ref|^2 / (2 std^2); velocity |v - v_ref|^2"
-    )
-    source: ClassVar[str] = "Schulman 2020, Approximating KL divergence; GRPO, arXiv 2402.03300; Flow-GRPO, 2505.05470"
-    type: str = "kl"
-    coefficient: Schedule = number(0.01, "weight of the term", ge=0)
-    estimator: Literal["k1", "k2", "k3", "exact", "velocity"] = option(
-        "k3", "k1, k2, k3: from single samples; exact, velocity: of denoising steps"
-    )
+    title: ClassVar[str] = "other policy of kl"
+    kinds: ClassVar[dict[str, str]] = {
+        "reference": "mmrl.terms.losses.kl:InitialReference",
+        "ema": "mmrl.terms.losses.kl:AverageReference",
+        "old": "mmrl.terms.losses.kl:OldPolicy",
+        "view": "mmrl.terms.losses.kl:PolicyUnderView",
+    }
+    test: ClassVar[str] = "tests/joints/test_more_terms.py"
+    metric: ClassVar[str]  # the name of the divergence among the metrics
+    estimators: ClassVar[tuple[str, ...]] = OF_SAMPLES
+
+    @property
+    def needs(self) -> Needs:
+        """Returns what the comparison asks of the job by the term's default estimator."""
+        return self.needs_of("k3")
+
+    @abstractmethod
+    def needs_of(self, estimator: str) -> Needs:
+        """Returns what the comparison by an estimator asks of the job."""
+
+    @abstractmethod
+    def logp(self, micro: Rollouts, replay: Replay) -> Tensor:
+        """Returns the other policy's log-likelihoods, [rollout, decision], on the device of `replay`."""
+
+    def divergence(self, estimator: str, micro: Rollouts, replay: Replay) -> Tensor:
+        """Returns the estimate for each decision, [rollout, decision]."""
+        from mmrl.core.regularizers import kl_estimate
+
+        return kl_estimate(replay.logp, self.logp(micro, replay), kind=estimator)
+
+    def cost(self, kl: Tensor) -> Tensor:
+        """Returns what is minimised, [rollout, decision]."""
+        return kl
+
+
+class ReferencePolicy(OtherPolicy):
+    """The job's reference, of which the steps of a denoiser can be compared too."""
+
+    estimators: ClassVar[tuple[str, ...]] = (*OF_SAMPLES, *OF_STEPS)
+
+    def needs_of(self, estimator: str) -> Needs:
+        return Needs(offers=frozenset({OF_STEPS.get(estimator, "single_sample_kl")}), reference=True)
+
+    def logp(self, micro: Rollouts, replay: Replay) -> Tensor:
+        assert micro.ref_logp is not None
+        return micro.ref_logp.to(replay.logp.device)
+
+    def divergence(self, estimator: str, micro: Rollouts, replay: Replay) -> Tensor:
+        if estimator in OF_SAMPLES:
+            return super().divergence(estimator, micro, replay)
+        of_steps = replay.reference_kl if estimator == "exact" else replay.reference_error
+        assert of_steps is not None
+        return of_steps
+
+
+class InitialReference(ReferencePolicy):
+    """The policy that training started from."""
+
+    equation: ClassVar[str] = "d = logp - ref_logp; exact |mu - mu_ref|^2 / (2 std^2); velocity |v - v_ref|^2"
+    source: ClassVar[str] = "GRPO, arXiv 2402.03300; Flow-GRPO, arXiv 2505.05470; reset_every: ProRL, arXiv 2505.24864"
+    test: ClassVar[str] = "tests/joints/test_terms.py"
+    metric: ClassVar[str] = "kl"
+    type: str = "reference"
     reset_every: int | None = option(
         None, "steps after which the present policy becomes the reference (ProRL, arXiv 2505.24864)", unit="steps", ge=1
     )
 
-    @property
-    def needs(self) -> Needs:
+    def needs_of(self, estimator: str) -> Needs:
         resets = frozenset() if self.reset_every is None else frozenset({self.reset_every})
-        offers = frozenset({OFFERS.get(self.estimator, "single_sample_kl")})
-        return Needs(offers=offers, reference=True, reference_resets=resets)
-
-    def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        kl = self._divergence(micro, replay)
-        return self.coefficient.value * kl, {"kl": kl.detach()}
-
-    def _divergence(self, micro: Rollouts, replay: Replay) -> Tensor:
-        from mmrl.core.regularizers import kl_estimate
-
-        if self.estimator in ("k1", "k2", "k3"):
-            assert micro.ref_logp is not None
-            return kl_estimate(replay.logp, micro.ref_logp.to(replay.logp.device), kind=self.estimator)
-        found = replay.reference_kl if self.estimator == "exact" else replay.reference_error
-        assert found is not None
-        return found
+        return super().needs_of(estimator) | Needs(reference_resets=resets)
 
 
-class OldKL(Term):
-    """It bounds a step's drift by a price in place of, or beside, a clip. With a coefficient of type multiplier that
-    follows the metric old_kl to a target it is a constraint."""
+class AverageReference(ReferencePolicy):
+    """An average of the policy's weights that follows it step by step, so that it is slowed down without being held
+    near where it began."""
+
+    equation: ClassVar[str] = "as of reference, with reference <- decay reference + (1 - decay) policy after every step"
+    source: ClassVar[str] = "the EMA penalty of AWM, arXiv 2509.25050"
+    metric: ClassVar[str] = "ema_kl"
+    type: str = "ema"
+    decay: float = option(0.9, "of the reference's weights a step", ge=0, lt=1)
+
+    def needs_of(self, estimator: str) -> Needs:
+        return super().needs_of(estimator) | Needs(reference_decays=frozenset({self.decay}))
+
+
+class OldPolicy(OtherPolicy):
+    """The policy that made the rollouts: a step's drift has a price in place of, or beside, a clip. With a coefficient
+    of type multiplier that follows the metric old_kl to a target it is a constraint. It acts from the second update of
+    a step on, for at the first the ratio is 1."""
 
     equation: ClassVar[str] = (
-        "coefficient x, from samples of the old policy: forward, KL(old || now), -l + (r - 1); reverse, KL(now || "
-        "old), r l - (r - 1); l = log r; normalised leaves out what is in brackets"
+        "d = logp - old_logp, r = exp(d); forward: the estimate at -d, KL(old || now), k3 is r - 1 - d; reverse: r x "
+        "the estimate at d, KL(now || old), k3 is r d - (r - 1); unweighted: the estimate at d"
     )
-    source: ClassVar[str] = "arXiv 2505.17508; the policy drift of CPGD, arXiv 2505.12504, is the forward one"
-    test: ClassVar[str] = "tests/joints/test_more_terms.py"
-    type: str = "old_kl"
-    coefficient: Schedule = number(0.01, "weight of the term", ge=0)
-    direction: Literal["forward", "reverse"] = option("forward", "forward: KL(old || now); reverse: KL(now || old)")
-    normalised: bool = option(
-        False, "leave out the correction of the mass, which makes every single estimate at least 0"
+    source: ClassVar[str] = (
+        "arXiv 2505.17508, whose normalised divergences are k1 and the others k3; the policy drift of CPGD, arXiv "
+        "2505.12504, is the forward one"
+    )
+    metric: ClassVar[str] = "old_kl"
+    type: str = "old"
+    direction: Literal["forward", "reverse", "unweighted"] = option(
+        "forward",
+        "forward: KL(old || now); reverse: KL(now || old), each sample weighs by its ratio; unweighted: without that",
     )
 
-    @property
-    def needs(self) -> Needs:
+    def needs_of(self, estimator: str) -> Needs:
         return Needs(offers=frozenset({"single_sample_kl"}), old=True)
 
-    def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+    def logp(self, micro: Rollouts, replay: Replay) -> Tensor:
+        return replay.logp.detach() if micro.old_logp is None else micro.old_logp.to(replay.logp.device)
+
+    def divergence(self, estimator: str, micro: Rollouts, replay: Replay) -> Tensor:
         from mmrl.core.ratios import BOUND
-
-        old = replay.logp.detach() if micro.old_logp is None else micro.old_logp.to(replay.logp.device)
-        log_ratio = (replay.logp - old).clamp(-BOUND, BOUND)
-        ratio = log_ratio.exp()
-        kl = -log_ratio if self.direction == "forward" else ratio * log_ratio
-        if not self.normalised:
-            kl = kl + (ratio - 1 if self.direction == "forward" else 1 - ratio)
-        return self.coefficient.value * kl, {"old_kl": kl.detach()}
-
-
-class EmaKL(Term):
-    """It slows the policy down without holding it near where it began: the reference follows it step by step."""
-
-    equation: ClassVar[str] = "kl's, with reference <- decay reference + (1 - decay) policy after every step"
-    source: ClassVar[str] = "the EMA penalty of AWM, arXiv 2509.25050"
-    test: ClassVar[str] = "tests/joints/test_more_terms.py"
-    type: str = "ema_kl"
-    coefficient: Schedule = number(0.1, "weight of the term", ge=0)
-    decay: float = option(0.9, "of the reference's weights a step", ge=0, lt=1)
-    estimator: Literal["k1", "k2", "k3", "exact", "velocity"] = option(
-        "k3", "k1, k2, k3: from single samples; exact, velocity: of denoising steps"
-    )
-
-    @property
-    def needs(self) -> Needs:
-        offers = frozenset({OFFERS.get(self.estimator, "single_sample_kl")})
-        return Needs(offers=offers, reference=True, reference_decays=frozenset({self.decay}))
-
-    def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         from mmrl.core.regularizers import kl_estimate
 
-        if self.estimator in ("k1", "k2", "k3"):
-            assert micro.ref_logp is not None
-            kl = kl_estimate(replay.logp, micro.ref_logp.to(replay.logp.device), kind=self.estimator)
-        else:
-            found = replay.reference_kl if self.estimator == "exact" else replay.reference_error
-            assert found is not None
-            kl = found
-        return self.coefficient.value * kl, {"ema_kl": kl.detach()}
+        now, old = replay.logp, self.logp(micro, replay)
+        if self.direction == "forward":
+            return kl_estimate(old, now, kind=estimator)
+        kl = kl_estimate(now, old, kind=estimator)
+        return kl if self.direction == "unweighted" else kl * (now - old).clamp(-BOUND, BOUND).exp()
 
 
-class DifficultyKL(Term):
-    """A right answer to a hard prompt may leave the reference; that to an easy one, and a wrong answer, may not."""
+class PolicyUnderView(OtherPolicy):
+    """The policy under another view of the prompt, which it is pushed away from: a response that is as likely with the
+    image masked was not read off the image."""
 
-    equation: ClassVar[str] = (
-        "coefficient w (exp(-d) - 1 + d), d = logp - ref_logp; w = 1 - exp(-e p) where A > 0 and 0 < p < 1, p the mean "
-        "accuracy of the group; else w = 1"
-    )
-    source: ClassVar[str] = "DADS of View-R1, from its released code"
+    equation: ClassVar[str] = "d = logp - logp under the view; it costs -min(estimate, bound)"
+    source: ClassVar[str] = "the implicit perception loss of PAPO, arXiv 2507.06448"
+    test: ClassVar[str] = "tests/joints/test_terms.py"
+    metric: ClassVar[str] = "view_kl"
+    type: str = "view"
+    bound: float = option(5.0, "largest divergence that is rewarded", unit="nats", gt=0)
+    view: View = option(MaskedPatches(), "the other view")
+
+    def needs_of(self, estimator: str) -> Needs:
+        return Needs(offers=frozenset({"views"}), views=(self.view,))
+
+    def logp(self, micro: Rollouts, replay: Replay) -> Tensor:
+        return replay.views[self.view.name].logp
+
+    def cost(self, kl: Tensor) -> Tensor:
+        return -kl.clamp(max=self.bound)
+
+
+# --- by which weights ---
+
+
+class KLWeighting(Choice):
+    """Weights of the decisions in a KL term, known once a step; a decision of weight 0 is in no metric."""
+
+    title: ClassVar[str] = "weighting of kl"
+    kinds: ClassVar[dict[str, str]] = {
+        "difficulty": "mmrl.terms.losses.kl:DifficultyWeighting",
+        "covariance": "mmrl.terms.losses.kl:CovarianceWeighting",
+    }
     test: ClassVar[str] = "tests/joints/test_more_terms.py"
-    type: str = "difficulty_kl"
-    coefficient: Schedule = number(0.001, "weight of the term", ge=0)
+    metric: ClassVar[str]  # the name of the divergence among the metrics, in place of the other policy's
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"single_sample_kl"}), reference=True)
+        return Needs()
 
-    def prepare(self, batch: Batch) -> None:
+    @abstractmethod
+    def weights(self, batch: Batch) -> Tensor:
+        """Returns weights of this rank's decisions, [rollout, decision], numbers or bool."""
+
+
+class DifficultyWeighting(KLWeighting):
+    """A right answer to a hard prompt may leave the other policy; that to an easy one, and a wrong answer, may not."""
+
+    equation: ClassVar[str] = (
+        "w = 1 - exp(-e p) where A > 0 and 0 < p < 1, p the mean accuracy of the group; else w = 1"
+    )
+    source: ClassVar[str] = "DADS of View-R1, from its released code"
+    metric: ClassVar[str] = "difficulty_kl"
+    type: str = "difficulty"
+
+    def weights(self, batch: Batch) -> Tensor:
         import math
 
         import torch
-
-        from mmrl.rollouts import DecisionColumn
 
         rollouts = batch.rollouts
         assert rollouts.advantages is not None
         solved = batch.mine(batch.fact("group/accuracy"))
         weight = 1 - torch.exp(-math.e * solved)
         free = (rollouts.advantages > 0) & ((solved > 0) & (solved < 1))[:, None]
-        rollouts.extras[self.key] = DecisionColumn(weight[:, None].expand(free.shape).where(free, 1.0))
-
-    def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        from mmrl.core.regularizers import kl_estimate
-        from mmrl.rollouts import DecisionColumn
-
-        weight = micro.extras[self.key]
-        assert micro.ref_logp is not None and isinstance(weight, DecisionColumn)
-        kl = kl_estimate(replay.logp, micro.ref_logp.to(replay.logp.device), kind="k3")
-        return self.coefficient.value * weight.values.to(kl) * kl, {"difficulty_kl": kl.detach()}
+        return weight[:, None].expand(free.shape).where(free, 1.0)
 
 
-class CovarianceKL(Term):
-    """The share of the decisions whose likelihood and advantage are together furthest above the mean may not leave the
-    old policy; the others may. It acts from the second update of a step on, for at the first the ratio is 1."""
+class CovarianceWeighting(KLWeighting):
+    """Only the share of the decisions whose likelihood and advantage are together furthest above the mean is held."""
 
     equation: ClassVar[str] = (
-        "coefficient |logp - old_logp| (or k2, k3 of it) for the share with the largest (logp - mean logp)(A - mean A) "
-        "over the decisions of all ranks; 0 for the others"
+        "w = 1 for the share with the largest (logp - mean logp)(A - mean A) over the decisions of all ranks; else 0"
     )
     source: ClassVar[str] = "KL-Cov, arXiv 2505.22617"
-    test: ClassVar[str] = "tests/joints/test_more_terms.py"
-    type: str = "covariance_kl"
-    coefficient: Schedule = number(1.0, "weight of the penalty", ge=0)
+    metric: ClassVar[str] = "covariance_kl"
+    type: str = "covariance"
     share: float = option(2e-4, "of the decisions that are held", gt=0, le=1)
-    estimator: Literal["absolute", "k2", "k3"] = option("absolute", "of the divergence from the old policy")
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"single_sample_kl"}), old=True, statistics=frozenset({"logp"}))
+        return Needs(offers=frozenset({"single_sample_kl"}), statistics=frozenset({"logp"}))
 
-    def prepare(self, batch: Batch) -> None:
-        from mmrl.rollouts import DecisionColumn
-
+    def weights(self, batch: Batch) -> Tensor:
         rollouts = batch.rollouts
         assert rollouts.old_logp is not None and rollouts.advantages is not None
         logp, advantages = batch.decisions(rollouts.old_logp), batch.decisions(rollouts.advantages)
         covariance = (rollouts.old_logp - logp.mean()) * (rollouts.advantages - advantages.mean())
         everyone = batch.decisions(covariance).sort(descending=True).values
-        held = rollouts.mask & False
-        if len(everyone):
-            held = rollouts.mask & (covariance >= everyone[max(1, int(self.share * len(everyone))) - 1])
-        rollouts.extras[self.key] = DecisionColumn(held)
-
-    def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        import torch
-
-        from mmrl.core.regularizers import kl_estimate
-        from mmrl.rollouts import DecisionColumn
-
-        held = micro.extras[self.key]
-        assert micro.old_logp is not None and isinstance(held, DecisionColumn)
-        old, chosen = micro.old_logp.to(replay.logp.device), held.values.to(replay.logp.device)
-        if self.estimator == "absolute":
-            apart = (replay.logp - old).abs()
-        else:
-            apart = kl_estimate(replay.logp, old, kind=self.estimator)
-        values = apart.where(chosen, 0)
-        return self.coefficient.value * values, {"covariance_kl": values.detach().where(chosen, torch.nan)}
+        if not len(everyone):
+            return rollouts.mask & False
+        return rollouts.mask & (covariance >= everyone[max(1, int(self.share * len(everyone))) - 1])
 
 
-class ViewKL(Term):
-    """It pushes the policy away from what it would say without seeing the picture: a response that is as likely with
-    the picture masked was not read off the picture."""
+# --- the term ---
 
-    equation: ClassVar[str] = "-coefficient min(k3(logp, logp under the view), bound)"
-    source: ClassVar[str] = "the implicit perception loss of PAPO, arXiv 2507.06448"
-    type: str = "view_kl"
+
+class KL(Term):
+    """It keeps the policy near another one, by default near the policy that training started from."""
+
+    equation: ClassVar[str] = (
+        "coefficient w x: k1 d; k2 d^2 / 2; k3 exp(-d) - 1 + d; absolute |d|, d = logp - logp of the other policy; "
+        "exact |mu - mu_ref|^2 / (2 std^2); velocity |v - v_ref|^2"
+    )
+    source: ClassVar[str] = "Schulman 2020, Approximating KL divergence; GRPO, arXiv 2402.03300; Flow-GRPO, 2505.05470"
+    type: str = "kl"
     coefficient: Schedule = number(0.01, "weight of the term", ge=0)
-    bound: float = option(5.0, "largest divergence that is rewarded", unit="nats", gt=0)
-    view: View = option(MaskedPatches(), "the other view")
+    against: OtherPolicy = option(InitialReference(), "the policy that it is compared with")
+    estimator: Literal["k1", "k2", "k3", "absolute", "exact", "velocity"] = option(
+        "k3", "k1, k2, k3, absolute: from single samples; exact, velocity: of denoising steps, from the reference"
+    )
+    weighting: KLWeighting | None = option(None, "how much single decisions pay; null: all alike")
+
+    @model_validator(mode="after")
+    def _comparable(self) -> KL:
+        if self.estimator not in self.against.estimators:
+            raise ValueError(
+                f"estimator={self.estimator} is none of against={self.against.type}; use one of "
+                f"{', '.join(self.against.estimators)}"
+            )
+        return self
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"views"}), views=(self.view,))
+        needs = self.against.needs_of(self.estimator)
+        return needs if self.weighting is None else needs | self.weighting.needs
+
+    def prepare(self, batch: Batch) -> None:
+        from mmrl.rollouts import DecisionColumn
+
+        if self.weighting is not None:
+            batch.rollouts.extras[self.weighting.key] = DecisionColumn(self.weighting.weights(batch))
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        from mmrl.core.regularizers import kl_estimate
+        kl = self.against.divergence(self.estimator, micro, replay)
+        values = self.coefficient.value * self.against.cost(kl)
+        if self.weighting is None:
+            return values, {self.against.metric: kl.detach()}
+        return self._weighted(self.weighting, values, kl.detach(), micro)
 
-        other = replay.views[self.view.name]
-        kl = kl_estimate(replay.logp, other.logp, kind="k3")
-        return -self.coefficient.value * kl.clamp(max=self.bound), {"view_kl": kl.detach()}
+    @staticmethod
+    def _weighted(
+        weighting: KLWeighting, values: Tensor, kl: Tensor, micro: Rollouts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        import torch
+
+        from mmrl.rollouts import DecisionColumn
+
+        column = micro.extras[weighting.key]
+        assert isinstance(column, DecisionColumn)
+        weights = column.values.to(kl)
+        return (weights * values).where(weights != 0, 0), {weighting.metric: kl.where(weights != 0, torch.nan)}

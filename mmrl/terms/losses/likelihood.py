@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from mmrl.prompts.views import View
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import option
@@ -16,32 +17,70 @@ if TYPE_CHECKING:
 
 
 class LikelihoodTerm(Term):
-    """It makes demonstrations, replayed rollouts, or those that were better than their group, more likely."""
+    """It makes demonstrations, replayed rollouts, or those that were better than their group, more likely. Of all
+    rollouts it keeps the policy sure of what it says; with `under` beside a kl against the same view, whose divergence
+    can be made large by saying nonsense."""
 
-    equation: ClassVar[str] = "-coefficient logp, of the chosen rollouts"
-    source: ClassVar[str] = "demonstrations: LUFFY, arXiv 2504.14945; positive rollouts: VAPO, arXiv 2504.05118"
+    equation: ClassVar[str] = (
+        "-coefficient exp(doubt H) logp, of the chosen rollouts; H the mean entropy of a rollout's decisions, detached"
+    )
+    source: ClassVar[str] = (
+        "demonstrations: LUFFY, arXiv 2504.14945; positive rollouts: VAPO, arXiv 2504.05118; all, also under a view: "
+        "the double entropy loss of PAPO, arXiv 2507.06448; doubt: reconstructed from SRFT, arXiv 2506.19767, where H "
+        "is of the policy"
+    )
     type: str = "likelihood"
     coefficient: Schedule = number(0.1, "weight of the term", ge=0)
-    of: Literal["demonstrations", "replayed", "positive"] = option(
+    of: Literal["demonstrations", "replayed", "positive", "own_positive", "all"] = option(
         "demonstrations",
-        "demonstrations, replayed: those of rollout.extras; positive: decisions whose advantage is above 0",
+        "demonstrations, replayed: those of rollout.extras; positive: decisions whose advantage is above 0; "
+        "own_positive: those of them that are in no demonstration; all: every decision",
     )
+    doubt: float = option(
+        0.0, "a rollout weighs exp(doubt x its mean entropy): above 0 more the more the policy was in doubt, below less"
+    )
+    under: View | None = option(None, "the view of the prompt under which the likelihood is; null: the prompt itself")
+
+    @property
+    def needs(self) -> Needs:
+        entropy = Needs(offers=frozenset({"entropy"} if self.doubt else ()))
+        return entropy if self.under is None else entropy | Needs(offers=frozenset({"views"}), views=(self.under,))
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         import torch
 
+        logp = replay.logp if self.under is None else replay.views[self.under.name].logp
+        name = "likelihood" if self.under is None else "view_likelihood"
+        chosen = self._chosen(micro).to(logp.device)
+        values, stats = -self.coefficient.value * logp.where(chosen, 0), {name: logp.detach().where(chosen, torch.nan)}
+        if self.doubt:
+            weights = (self.doubt * mean_entropy(micro, replay)).exp()
+            values, stats = weights * values, stats | {f"{name}/weight": weights.where(chosen, torch.nan)}
+        return values, stats
+
+    def _chosen(self, micro: Rollouts) -> Tensor:
+        """[rollout, decision] bool."""
+        import torch
+
         from mmrl.rollouts import DEMONSTRATION, REPLAYED
 
-        if self.of == "positive":
+        if self.of == "all":
+            return torch.ones_like(micro.mask)
+        origin = torch.zeros(len(micro), dtype=torch.long) if micro.origin is None else micro.origin
+        if self.of in ("positive", "own_positive"):
             assert micro.advantages is not None
-            chosen = micro.advantages > 0
-        else:
-            origin = torch.zeros(len(micro), dtype=torch.long) if micro.origin is None else micro.origin
-            wanted = REPLAYED if self.of == "replayed" else DEMONSTRATION
-            chosen = (origin == wanted)[:, None].expand(micro.mask.shape)
-        chosen = chosen.to(replay.logp.device)
-        values = -self.coefficient.value * replay.logp.where(chosen, 0)
-        return values, {"likelihood": replay.logp.detach().where(chosen, torch.nan)}
+            better = micro.advantages > 0
+            return better if self.of == "positive" else better & (origin != DEMONSTRATION)[:, None]
+        wanted = REPLAYED if self.of == "replayed" else DEMONSTRATION
+        return (origin == wanted)[:, None].expand(micro.mask.shape)
+
+
+def mean_entropy(micro: Rollouts, replay: Replay) -> Tensor:
+    """Returns the mean entropy of each rollout's decisions without its gradient, [rollout, 1], on the device of
+    `replay`."""
+    assert replay.entropy is not None
+    mask = micro.mask.to(replay.logp.device)
+    return replay.entropy.detach().where(mask, 0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 class LikelihoodDrop(Term):
@@ -75,36 +114,3 @@ class LikelihoodDrop(Term):
             chosen = fell & (micro.advantages.to(device) >= 0)
         values = self.coefficient.value * (-moved).relu().where(chosen, 0)
         return values, {"likelihood_fell": fell.to(values.dtype)}
-
-
-class EntropyLikelihood(Term):
-    """Demonstrations count less the more in doubt the policy is about them, so that they do not overturn it; its own
-    rollouts of positive advantage count more the more it was in doubt."""
-
-    equation: ClassVar[str] = (
-        "-demonstrations exp(-H) logp of demonstrations, -positive exp(H) logp of rollouts with A > 0; H the mean "
-        "entropy of the rollout's decisions, detached"
-    )
-    source: ClassVar[str] = "reconstructed from SRFT, arXiv 2506.19767; there H is of the policy, here of the rollout"
-    test: ClassVar[str] = "tests/joints/test_guidance.py"
-    type: str = "entropy_likelihood"
-    demonstrations: Schedule = number(0.5, "weight of demonstrations", ge=0)
-    positive: Schedule = number(0.1, "weight of rollouts whose advantage is above 0", ge=0)
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(offers=frozenset({"entropy"}))
-
-    def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        import torch
-
-        from mmrl.rollouts import DEMONSTRATION
-
-        assert replay.entropy is not None and micro.advantages is not None
-        mask = micro.mask.to(replay.logp.device)
-        entropy = replay.entropy.detach().where(mask, 0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-        origin = torch.zeros(len(micro), dtype=torch.int64) if micro.origin is None else micro.origin
-        shown = (origin == DEMONSTRATION).to(mask.device)[:, None]
-        good = (micro.advantages > 0).to(mask.device) & ~shown
-        weight = self.demonstrations.value * (-entropy).exp() * shown + self.positive.value * entropy.exp() * good
-        return -weight * replay.logp, {"entropy_likelihood/weight": weight.expand(mask.shape)}

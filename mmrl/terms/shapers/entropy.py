@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from pydantic import model_validator
+
 from mmrl.protocols.requirements import Needs
-from mmrl.settings import option
+from mmrl.settings import Choice, Section, option
 from mmrl.terms.term import Shaper
 
 if TYPE_CHECKING:
@@ -14,23 +17,113 @@ if TYPE_CHECKING:
     from mmrl.protocols.batch import Batch
 
 
-class EntropyBonus(Shaper):
-    """A decision that was in doubt gets a larger advantage, but never one of the other sign."""
+class AdvantageBonus(Choice):
+    """What a decision's advantage gains by entropies."""
 
-    equation: ClassVar[str] = "A + min(alpha H, |A| / kappa), H of the policy that made the rollout, without gradient"
+    title: ClassVar[str] = "bonus by entropy"
+    kinds: ClassVar[dict[str, str]] = {
+        "doubt": "mmrl.terms.shapers.entropy:DoubtBonus",
+        "clarity": "mmrl.terms.shapers.entropy:ClarityBonus",
+    }
+
+    @abstractmethod
+    def bonus(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """advantages: as they are without it; both [rollout, decision], of this rank's rollouts."""
+
+
+class DoubtBonus(AdvantageBonus):
+    """A decision that was in doubt gains, but no advantage gets the other sign by it."""
+
+    equation: ClassVar[str] = "min(alpha H, |A| / kappa), H of the policy that made the rollout, without gradient"
     source: ClassVar[str] = "Reasoning with Exploration, arXiv 2506.14758"
-    type: str = "entropy_bonus"
+    test: ClassVar[str] = "tests/joints/test_terms.py"
+    type: str = "doubt"
     alpha: float = option(0.4, "weight of the entropy", gt=0)
     kappa: float = option(2.0, "the bonus is at most |A| / kappa", gt=1)
+
+    def bonus(self, advantages: Tensor, batch: Batch) -> Tensor:
+        return (self.alpha * old_entropy(batch)).minimum(advantages.abs() / self.kappa)
+
+
+class ClarityBonus(AdvantageBonus):
+    """A decision after which things were clear gains."""
+
+    equation: ClassVar[str] = (
+        "zeta exp(-k H_{t+1}), H scaled to 0..1 over the decisions of the batch, none for the last"
+    )
+    source: ClassVar[str] = "reconstructed from memory of EMPG, arXiv 2509.09265, which has it for steps of agents"
+    test: ClassVar[str] = "tests/joints/test_shapers.py"
+    type: str = "clarity"
+    k: float = option(1.0, "how quickly doubt in the next decision lowers the bonus", ge=0)
+    zeta: float = option(0.05, "weight of the bonus", ge=0)
+
+    def bonus(self, advantages: Tensor, batch: Batch) -> Tensor:
+        import torch
+
+        mask = batch.rollouts.mask
+        follows = torch.zeros_like(mask)
+        follows[:, :-1] = mask[:, 1:] & mask[:, :-1]
+        return self.zeta * (-self.k * scaled_entropy(batch).roll(-1, 1)).exp().where(follows, 0)
+
+
+class SureWeight(Section):
+    """Sure decisions count more and doubtful ones less, for the gradient of a doubtful one is larger by itself."""
+
+    k: float = option(1.0, "how quickly doubt lowers an advantage", ge=0)
+
+    def factor(self, batch: Batch) -> Tensor:
+        """Returns factors of the advantages, [rollout, decision], whose mean over the batch is 1."""
+        sure = (-self.k * scaled_entropy(batch)).exp()
+        return sure / batch.decisions(sure).mean()
+
+
+class EntropyShaping(Shaper):
+    """Advantages follow the entropies of their decisions: by a factor, a bonus, or both."""
+
+    equation: ClassVar[str] = (
+        "A_t w_t + bonus_t, centred: less the mean over the batch; w_t = exp(-k H_t) / mean exp(-k H) with `sure`, "
+        "else 1; doubt min(alpha H_t, |A_t| / kappa); clarity zeta exp(-k H_{t+1}); H scaled to 0..1 in all but doubt"
+    )
+    source: ClassVar[str] = (
+        "a bonus for doubt: Reasoning with Exploration, arXiv 2506.14758; the others: reconstructed from memory of "
+        "EMPG, arXiv 2509.09265, which has them for steps of agents"
+    )
+    test: ClassVar[str] = "tests/joints/test_shapers.py"
+    type: str = "entropy"
+    sure: SureWeight | None = option(None, "sure decisions count more; null: all count alike")
+    bonus: AdvantageBonus | None = option(DoubtBonus(), "what is added; null: nothing")
+    centred: bool = option(False, "take the mean over the batch away in the end")
+
+    @model_validator(mode="after")
+    def _does_something(self) -> EntropyShaping:
+        if self.sure is None and self.bonus is None:
+            raise ValueError("neither sure nor bonus is given, by which advantages would follow entropies")
+        return self
 
     @property
     def needs(self) -> Needs:
         return Needs(offers=frozenset({"entropy"}), statistics=frozenset({"entropy"}))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        entropy = batch.rollouts.old_entropy
-        assert entropy is not None
-        return advantages + (self.alpha * entropy).minimum(advantages.abs() / self.kappa)
+        if not len(batch.decisions(old_entropy(batch))):
+            return advantages
+        shaped = advantages if self.sure is None else advantages * self.sure.factor(batch)
+        if self.bonus is not None:
+            shaped = shaped + self.bonus.bonus(shaped, batch)
+        return (shaped - batch.decisions(shaped).mean()).where(batch.rollouts.mask, 0) if self.centred else shaped
+
+
+def old_entropy(batch: Batch) -> Tensor:
+    """Returns the entropy of each decision of this rank when it was made, [rollout, decision]."""
+    entropy = batch.rollouts.old_entropy
+    assert entropy is not None
+    return entropy
+
+
+def scaled_entropy(batch: Batch) -> Tensor:
+    """Returns `old_entropy` scaled to 0..1 over the decisions of the batch, of which there is one at least."""
+    everyone = batch.decisions(old_entropy(batch))
+    return (old_entropy(batch) - everyone.min()) / (everyone.max() - everyone.min()).clamp(min=1e-12)
 
 
 class EntropyRedistribution(Shaper):
@@ -62,8 +155,7 @@ class EntropyRedistribution(Shaper):
         import torch
 
         rollouts, shaped = batch.rollouts, torch.zeros_like(advantages)
-        assert rollouts.old_entropy is not None
-        entropy, mask = rollouts.old_entropy.clamp(self.low, self.high), rollouts.mask
+        entropy, mask = old_entropy(batch).clamp(self.low, self.high), rollouts.mask
         rewards = batch.mine(batch.combined())
         right, scored = rewards > self.threshold, ~rewards.isnan()
         for group in rollouts.group.unique():  # a group lies on one rank
@@ -83,44 +175,6 @@ class EntropyRedistribution(Shaper):
             if len(everyone) > 1:
                 shaped = ((shaped - everyone.mean()) / (everyone.std() + 1e-6)).where(chosen, shaped)
         return shaped
-
-
-class EntropyModulation(Shaper):
-    """Sure decisions count more and doubtful ones less, for the gradient of a doubtful one is larger by itself; a
-    decision after which things were clear gets a bonus. In the end the mean is taken away."""
-
-    equation: ClassVar[str] = (
-        "A_t exp(-k H_t) / mean exp(-k H) + zeta exp(-k_future H_{t+1}), less the mean over the batch; H scaled to "
-        "0..1 over the decisions of the batch, no bonus for the last"
-    )
-    source: ClassVar[str] = "reconstructed from memory of EMPG, arXiv 2509.09265, which has it for steps of agents"
-    test: ClassVar[str] = "tests/joints/test_shapers.py"
-    type: str = "entropy_modulation"
-    k: float = option(1.0, "how quickly doubt lowers an advantage", ge=0)
-    k_future: float = option(1.0, "how quickly doubt in the next decision lowers the bonus", ge=0)
-    zeta: float = option(0.05, "weight of the bonus", ge=0)
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(offers=frozenset({"entropy"}), statistics=frozenset({"entropy"}))
-
-    def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        import torch
-
-        rollouts = batch.rollouts
-        assert rollouts.old_entropy is not None
-        mask = rollouts.mask
-        everyone = batch.decisions(rollouts.old_entropy)
-        if not len(everyone):
-            return advantages
-        spread = (everyone.max() - everyone.min()).clamp(min=1e-12)
-        doubt = (rollouts.old_entropy - everyone.min()) / spread
-        sure = (-self.k * doubt).exp()
-        follows = torch.zeros_like(mask)
-        follows[:, :-1] = mask[:, 1:] & mask[:, :-1]
-        clear = (-self.k_future * doubt.roll(-1, 1)).exp().where(follows, 0)
-        shaped = advantages * sure / batch.decisions(sure).mean() + self.zeta * clear
-        return (shaped - batch.decisions(shaped).mean()).where(mask, 0)
 
 
 class TokenBaseline(Shaper):

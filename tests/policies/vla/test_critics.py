@@ -394,8 +394,8 @@ class TestSingleLooks:
             ("reduce=sequence_mean", "it needs algorithm.reduce=token_mean"),
             ("level=sequence", "it needs algorithm.reduce=token_mean and algorithm.level=decision"),
             (
-                "shaping=[entropy_bonus]",
-                "shaping.0 .entropy_bonus. needs whole episodes; use algorithm.shuffle",
+                "shaping=[entropy]",
+                "shaping.0 .entropy. needs whole episodes; use algorithm.shuffle",
             ),
         ],
     )

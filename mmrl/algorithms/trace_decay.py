@@ -1,0 +1,62 @@
+"""Lambda of generalised advantage estimates: how far they look ahead, in each rollout."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mmrl.settings import Choice, option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TraceDecay(Choice):
+    """The lambda of the policy's advantages; a number stands for one that all rollouts have."""
+
+    title: ClassVar[str] = "lambda of estimates"
+    kinds: ClassVar[dict[str, str]] = {
+        "constant": "mmrl.algorithms.trace_decay:ConstantDecay",
+        "by_length": "mmrl.algorithms.trace_decay:LengthDecay",
+    }
+    test: ClassVar[str] = "tests/joints/test_ppo.py"
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return {"type": "constant", "number": value}
+        return super().expand(value)
+
+    @classmethod
+    def shorten(cls, value: Choice) -> Any:
+        return value.number if isinstance(value, ConstantDecay) else None
+
+    @abstractmethod
+    def of(self, length: Tensor) -> Tensor:
+        """length: steps of each rollout, [rollout]; returns its lambda, [rollout] float64 within 0..1."""
+
+
+class ConstantDecay(TraceDecay):
+    """The same lambda for all rollouts."""
+
+    source: ClassVar[str] = "GAE, arXiv 1506.02438"
+    type: str = "constant"
+    number: float = option(0.95, "1: returns; towards 0: the critic's word", ge=0, le=1)
+
+    def of(self, length: Tensor) -> Tensor:
+        import torch
+
+        return torch.full(length.shape, self.number, dtype=torch.float64)
+
+
+class LengthDecay(TraceDecay):
+    """A lambda that grows with the length of the rollout, so that the end is felt at the beginning of long ones too. It
+    is 0 up to 1 / scale steps, 20 by default."""
+
+    equation: ClassVar[str] = "lambda = max(0, 1 - 1 / (scale l)) for a rollout of l steps"
+    source: ClassVar[str] = "VAPO, arXiv 2504.05118"
+    type: str = "by_length"
+    scale: float = option(0.05, "lambda is 1 - 1 / (scale x steps of the rollout), at least 0", gt=0)
+
+    def of(self, length: Tensor) -> Tensor:
+        return (1 - 1 / (self.scale * length.clamp(min=1).double())).clamp(min=0)

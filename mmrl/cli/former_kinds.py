@@ -1,0 +1,106 @@
+"""Former kinds and keys in a YAML text, written as they are now, with everything around them as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from yaml.nodes import MappingNode, Node, SequenceNode
+
+from mmrl.algorithms.algorithm import Algorithm
+from mmrl.settings import Choice, as_yaml, rewritten
+from mmrl.terms.term import Shaper, Term
+
+PLACES: dict[str, type[Choice]] = {"algorithm": Algorithm, "terms": Term, "term": Term, "shaping": Shaper}
+Edit = tuple[int, int, str]  # characters from, up to, and what takes their place
+Tree = dict[str, Any]
+
+
+def with_present_kinds(text: str) -> str:
+    """Returns the text of a configuration with no former kind in it. Raises yaml.YAMLError."""
+    root = yaml.compose(text)
+    if root is None:
+        return text
+    edits = set(Rewriting(text).edits(root, OmegaConf.to_container(OmegaConf.create(text)), None))  # once an anchor
+    for start, end, new in sorted(edits, reverse=True):
+        text = text[:start] + new + text[end:]
+    return text
+
+
+class Rewriting:
+    """The changes of one text. A node comes with its value, as configurations are read."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def edits(self, node: Node, value: Any, key: str | None) -> Iterator[Edit]:
+        """key: the key that the node, or the list that it is in, is the value of."""
+        if isinstance(node, SequenceNode):
+            for item, inner in zip(node.value, value, strict=True):
+                yield from self.edits(item, inner, key)
+                yield from self._further(node, item, _now(inner, key)[1:])
+        elif not (now := _now(value, key)):
+            known = {str(name): inner for name, inner in value.items()} if isinstance(value, dict) else {}
+            for name, inner in node.value if known else ():
+                if name.value in known:  # not so <<
+                    below = key if name.value.isdigit() else name.value  # a number picks an item of a list
+                    yield from self.edits(inner, known[name.value], below)
+        elif isinstance(node, MappingNode):
+            yield from self._changed(node, value, now[0])
+        else:
+            yield node.start_mark.index, node.end_mark.index, as_yaml(now[0])
+
+    def _further(self, items: SequenceNode, before: Node, new: list[Tree]) -> Iterator[Edit]:
+        """More items behind one of a list."""
+        between = ", " if items.flow_style else f"\n{' ' * items.start_mark.column}- "
+        yield _end(before), _end(before), "".join(between + as_yaml(tree) for tree in new)
+
+    def _changed(self, node: MappingNode, before: Tree, now: Tree) -> Iterator[Edit]:
+        """Keys that stay as they are keep their text; their values may hold former kinds in turn."""
+        for name, inner in node.value:
+            if name.value in now and before[name.value] == now[name.value]:
+                yield from self.edits(inner, before[name.value], name.value)
+            elif name.value in now:
+                yield inner.start_mark.index, _end(inner), as_yaml(now[name.value])
+        yield from self._without(node, now)
+        yield self._added(node, {key: value for key, value in now.items() if key not in before})
+
+    def _without(self, node: MappingNode, now: Tree) -> Iterator[Edit]:
+        """Takes out each run of keys that are no more: up to the next key, or what is behind the key before."""
+        for stays, run in groupby(enumerate(node.value), lambda pair: pair[1][0].value in (*now, "<<")):
+            if stays:
+                continue
+            numbers = [i for i, _ in run]
+            (first, _), (_, last) = node.value[numbers[0]], node.value[numbers[-1]]
+            if numbers[-1] + 1 < len(node.value):
+                yield first.start_mark.index, node.value[numbers[-1] + 1][0].start_mark.index, ""
+            elif node.flow_style:
+                yield _end(node.value[numbers[0] - 1][1]), _end(last), ""
+            else:
+                yield self._text.rfind("\n", 0, first.start_mark.index), _end(last), ""
+
+    def _added(self, node: MappingNode, new: Tree) -> Edit:
+        """More keys behind the type."""
+        kind = next(inner for name, inner in node.value if name.value == "type")
+        if node.flow_style:
+            return _end(kind), _end(kind), "".join(f", {key}: {as_yaml(value)}" for key, value in new.items())
+        line = self._text.find("\n", _end(kind))
+        there = len(self._text) if line < 0 else line
+        between = "\n" + " " * node.value[0][0].start_mark.column
+        return there, there, "".join(f"{between}{key}: {as_yaml(value)}" for key, value in new.items())
+
+
+def _now(value: Any, key: str | None) -> list[Tree]:
+    return [] if isinstance(value, list) or key not in PLACES else rewritten(PLACES[key], value)
+
+
+def _end(node: Node) -> int:
+    """Where a node ends: a mark of a block lies behind the blank lines and comments that follow it."""
+    if isinstance(node, SequenceNode) and not node.flow_style and node.value:
+        return _end(node.value[-1])
+    if isinstance(node, MappingNode) and not node.flow_style and node.value:
+        return _end(node.value[-1][1])
+    return node.end_mark.index

@@ -1,0 +1,53 @@
+"""Faults of terms with options, of advantages by entropy, and of how former kinds are told and rewritten. A name, a
+file, a text that it holds once, what takes its place, and the tests that could notice."""
+
+from __future__ import annotations
+
+K, L, E = "mmrl/terms/losses/kl.py", "mmrl/terms/losses/likelihood.py", "mmrl/terms/shapers/entropy.py"
+T, A, S, F = "mmrl/terms/former.py", "mmrl/algorithms/former.py", "mmrl/settings/section.py", "mmrl/cli/former_kinds.py"
+MORE, SHAPERS, FORMER = ("joints/test_more_terms.py",), ("joints/test_shapers.py",), ("cli/test_former_kinds.py",)
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("kl: directions swapped", K, 'if self.direction == "forward":', 'if self.direction != "forward":', MORE),
+    ("kl: reverse without its weights", K, 'if self.direction == "unweighted" else', 'if self.direction == "reverse" else', MORE),
+    ("kl: forward looks back", K, "kl_estimate(old, now, kind=estimator)", "kl_estimate(now, old, kind=estimator)", MORE),
+    ("kl: the old policy is the reference", K, "else micro.old_logp.to(", "else 0 * micro.old_logp.to(", MORE),
+    ("kl: decay is hard-coded", K, "frozenset({self.decay})", "frozenset({0.9})", MORE),
+    ("kl: the reference is never taken anew", K, "Needs(reference_resets=resets)", "Needs()", ("joints/test_steps.py",)),
+    ("kl: steps are compared with whoever", K, "if self.estimator not in self.against.estimators:", "if False:", MORE),
+    ("kl: difficulty frees wrong answers", K, "(rollouts.advantages > 0) & ", "", MORE),
+    ("kl: difficulty without e", K, "torch.exp(-math.e * solved)", "torch.exp(-solved)", MORE),
+    ("kl: all right is hard", K, "(solved > 0) & (solved < 1)", "(solved > 0)", MORE),
+    ("kl: share is hard-coded", K, "int(self.share * len(everyone))", "int(2e-4 * len(everyone))", MORE),
+    ("kl: share of this rank", K, "batch.decisions(covariance)", "covariance[rollouts.mask]", MORE),
+    ("kl: advantages are not centred", K, "(rollouts.advantages - advantages.mean())", "rollouts.advantages", MORE),
+    ("kl: weights are left out", K, "(weights * values).where", "values.where", MORE),
+    ("kl: the metric is of all decisions", K, "kl.where(weights != 0, torch.nan)", "kl", MORE),
+    ("likelihood: the view is left out", L, "replay.logp if self.under is None else", "replay.logp if True else", MORE),
+    ("likelihood: all are demonstrations", L, 'if self.of == "all":', "if False:", MORE),
+    ("sure: its mean is not 1", E, "return sure / batch.decisions(sure).mean()", "return sure", SHAPERS),
+    ("sure: k is hard-coded", E, "(-self.k * scaled_entropy(batch)).exp()\n        return", "(-scaled_entropy(batch)).exp()\n        return", SHAPERS),
+    ("clarity: of the decision itself", E, ".roll(-1, 1)", "", SHAPERS),
+    ("clarity: the last has one", E, ".where(follows, 0)", "", SHAPERS),
+    ("doubt: bounded by what sureness had not touched", E, "self.bonus.bonus(shaped, batch)",
+     "self.bonus.bonus(advantages, batch)", SHAPERS),
+    ("entropy: never centred", E, "if self.centred else shaped", "if False else shaped", SHAPERS),
+    ("former: a kind is told as any unknown one", S, "if now := rewritten(base, tree):", "if now := []:", FORMER),
+    ("former: what is gone is not named", S, "[key for key in tree if key not in now[0]]", "[]", FORMER),
+    ("former: the coefficient of ema_kl", T, 'given(tree, "coefficient", 0.1)', 'given(tree, "coefficient", 0.01)', FORMER),
+    ("former: the coefficient of difficulty_kl", T, 'given(tree, "coefficient", 0.001)', 'given(tree, "coefficient", 0.01)',
+     FORMER),
+    ("former: normalised is k3", T, '{"estimator": "k1"} if', '{"estimator": "k3"} if', FORMER),
+    ("former: covariance_kl looks forward", T, '"direction": "unweighted"', '"direction": "forward"', FORMER),
+    ("former: a part has the first term alone", T, "for term in rewritten(Term, tree.get(\"term\"))",
+     "for term in rewritten(Term, tree.get(\"term\"))[:1]", FORMER),
+    ("former: the discount of decoupled_ppo", A, '"gamma": 1.0', '"gamma": 0.99', FORMER),
+    ("former: decoupled_ppo without a scale has one", A, "{} if scale is None else", "{} if False else", FORMER),
+    ("rewriting: an anchor is rewritten twice", F, "edits = set(", "edits = list(", FORMER),
+    ("rewriting: items by number are passed over", F, "key if name.value.isdigit() else name.value", "name.value", FORMER),
+    ("rewriting: the second of two is lost", F, "_now(inner, key)[1:]", "_now(inner, key)[2:]", FORMER),
+    ("rewriting: a block ends behind its comments", F, "return _end(node.value[-1][1])", "return node.end_mark.index", FORMER),
+    ("rewriting: a comment goes with the next key", F, 'self._text.rfind("\\n", 0, first.start_mark.index)',
+     "_end(node.value[numbers[0] - 1][1])", FORMER),
+]
