@@ -21,6 +21,7 @@ SURROGATES = ("joints/test_surrogates.py",)
 TERMS = ("joints/test_terms.py",)
 PPO = ("joints/test_ppo.py",)
 ADVANTAGES, ESTIMATOR = ("joints/test_advantages.py",), ("algorithms/test_estimator.py",)
+TRANSFORMS = ("joints/test_transforms.py",)
 CORRECTION = ("joints/test_correction.py",)
 COLLECTION = ("joints/test_collection.py",)
 STEPS = ("joints/test_steps.py",)
@@ -276,6 +277,12 @@ FAULTS = [
           "where(scored & ~silent, 0)", "where(scored, 0)", ESTIMATOR),
     Fault("a component counts what another one lacks", A + "scales/components.py",
           "column = changed[:, k].where(scored, torch.nan)", "column = changed[:, k]", ESTIMATOR),
+    Fault("rank: the score is hard-coded", A + "reward_transforms/ranking.py", "self.score.of(rewards[rows])",
+          "WinRate().of(rewards[rows])", TRANSFORMS),
+    Fault("rank: within groups alone", A + "reward_transforms/ranking.py", "batch.fact(self.by)", 'batch.fact("group")',
+          TRANSFORMS),
+    Fault("rank: the temperature is hard-coded", A + "reward_transforms/ranking.py",
+          "mean_preference(rewards, self.temperature)", "mean_preference(rewards, 1.0)", TRANSFORMS),
     Fault("statistics of groups count those of one", "mmrl/core/advantages.py", "(several & ~varying)", "(~varying)",
           ("core/test_advantages.py",)),
     Fault("lengths with what does not count", "mmrl/protocols/batch.py", "rollouts, kept: rollouts.mask.sum(1)",

@@ -23,8 +23,6 @@ class Transform(Choice):
     title: ClassVar[str] = "transform of rewards"
     kinds: ClassVar[dict[str, str]] = {
         "rank": "mmrl.algorithms.reward_transforms.ranking:Rank",
-        "pairwise": "mmrl.algorithms.reward_transforms.ranking:Pairwise",
-        "inverse_normal": "mmrl.algorithms.reward_transforms.ranking:InverseNormal",
         "best_only": "mmrl.algorithms.reward_transforms.best_of:BestOnly",
         "pass_at_k": "mmrl.algorithms.reward_transforms.best_of:PassAtK",
         "pass_at_k_analytic": "mmrl.algorithms.reward_transforms.best_of:PassAtKAnalytic",
@@ -35,6 +33,10 @@ class Transform(Choice):
         "view_agreement": "mmrl.algorithms.reward_transforms.view_agreement:ViewAgreement",
         "inverse_likelihood": "mmrl.algorithms.reward_transforms.inverse:InverseLikelihood",
         "view_contrast": "mmrl.algorithms.reward_transforms.view_contrast:ViewContrast",
+    }
+    former: ClassVar[dict[str, str]] = {
+        "pairwise": "mmrl.algorithms.reward_transforms.ranking:from_kind",
+        "inverse_normal": "mmrl.algorithms.reward_transforms.ranking:from_kind",
     }
     test: ClassVar[str] = "tests/joints/test_transforms.py"
     finished: ClassVar[bool] = False
