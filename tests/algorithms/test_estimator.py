@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import warnings
 
 import pytest
 import torch
@@ -119,7 +120,9 @@ def test_statistics_are_of_the_reward_before_transforms():
 def test_a_group_of_one_is_told():
     with pytest.warns(UserWarning, match="group of one"):
         close(advantages([5.0, 1.0, 3.0], [0, 1, 1], scale="none"), [0, -1, 1])
-    close(advantages([5.0, 1.0, 3.0], [0, 1, 1], **RAW), [5, 1, 3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        close(advantages([5.0, 1.0, 3.0], [0, 1, 1], **RAW), [5, 1, 3])
 
 
 # --- what holds for all of them ---
@@ -217,6 +220,12 @@ def test_groups_are_informative_by_what_advantages_are_made_of(weights, componen
     moved = algorithm.advantages(batch).view(4, 2).ne(0).any(1)
     assert set(moved.nonzero().flatten().tolist()) == expected
     assert batch.reports["advantages/zero_variance_groups"] == flat / 4
+
+
+def test_components_that_cancel_in_the_sum_are_still_informative_each():
+    algorithm, batch = prepared(TABLE, [0, 0, 1, 1, 2, 2, 3, 3], components="normalise_each")
+    kept = algorithm.informative(batch.rollouts, batch.reward_weights, batch.reward_names)
+    assert kept.tolist() == [True] * 6 + [False] * 2
 
 
 # --- classes of one's own ---

@@ -81,6 +81,8 @@ def test_gated_reward():
     table, weights = t(0, NAN, 3, 1, 1, 1, 0.5, 0, 2).view(3, 3), t(9, 1, 2)
     torch.testing.assert_close(gated_reward(table, weights, [0]), t(0, 3, 2))
     torch.testing.assert_close(gated_reward(table[:, [1, 2, 0]], weights[[1, 2, 0]], [2]), t(0, 3, 2))
+    # two gates, of which one is closed: the others need no score either
+    assert gated_reward(table[:1], weights, [0, 2]).tolist() == [0]
     # two gates: 0, 1 x 1 x 2, 0
     torch.testing.assert_close(gated_reward(table.nan_to_num(1), weights, [1, 0]), t(0, 2, 0))
     for gates in ([], [0, 1, 2]):
