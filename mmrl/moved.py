@@ -1,19 +1,21 @@
-"""What modules and classes of the layout before November 2026 are called now: no old name works, each is told."""
+"""What modules, classes and kinds of before November 2026 are called now: no old name works, each is told."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 NAME = r"(?<![\w.\-/])mmrl(?:\.\w+)+(?::\w+)?"
 NOT_THERE = r"cannot import name '(\w+)' from '(mmrl\.[\w.]+)'"
 
 
 @cache
-def _tables() -> dict[str, dict[str, str]]:
-    """Modules by their former names, and classes, as module:Class, by former names in former and present modules."""
+def _tables() -> dict[str, dict[str, Any]]:
+    """Modules by their former names, classes, as module:Class, by former names in former and present modules, and
+    forms of choices, see `present_forms`."""
     import json  # here, as below: every process that imports mmrl imports this module, and hardly any asks it
     from pathlib import Path
 
@@ -48,6 +50,41 @@ def renewed(text: str) -> str:
     import re
 
     return re.sub(NAME, lambda found: now(found[0]) or found[0], text)
+
+
+def present_forms(title: str, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns what a choice is written as today, where it is of a former kind or has a key that its kind has no more:
+    one mapping, or several that together do the same; else none.
+
+    The table `kinds` has them by the title of the choice and the former kind. In them "$key" is what the former mapping
+    has there, "$key|default" that or else the default, and {"$key": {value: form}} is chosen by it, "*" by any other.
+    What comes out as null is left out. Where it becomes one mapping, keys that none of this names stay as they are.
+    """
+    import json
+    import re
+
+    forms = _tables()["kinds"].get(title, {}).get(str(tree.get("type")), [])
+    used = set(re.findall(r"\$(\w+)", json.dumps(forms)))
+    if not used & tree.keys() and any(form["type"] == tree["type"] for form in forms):
+        return []
+    rest = {key: value for key, value in tree.items() if key not in used} if len(forms) == 1 else {}
+    return [rest | _filled(form, tree) for form in forms]
+
+
+def _filled(form: Any, tree: Mapping[str, Any]) -> Any:
+    import json
+
+    if isinstance(form, Mapping):
+        first = next(iter(form))
+        if first.startswith("$"):
+            value = json.dumps(tree[first[1:]], default=str) if first[1:] in tree else ""
+            return _filled(form[first].get(value, form[first].get("*")), tree)
+        filled = {key: _filled(inner, tree) for key, inner in form.items()}
+        return {key: inner for key, inner in filled.items() if inner is not None}
+    if not isinstance(form, str) or not form.startswith("$"):
+        return form
+    key, _, default = form[1:].partition("|")
+    return tree[key] if tree.get(key) is not None else json.loads(default or "null")
 
 
 class FormerModules:

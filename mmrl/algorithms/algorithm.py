@@ -69,7 +69,6 @@ class Algorithm(Choice):
         "distribution_matching": "mmrl.algorithms.denoising.distribution_matching:DistributionMatching",
         "tilt_matching": "mmrl.algorithms.denoising.tilt_matching:TiltMatching",
     }
-    former: ClassVar[dict[str, str]] = {"decoupled_ppo": "mmrl.algorithms.former:decoupled_ppo"}
     test: ClassVar[str] = "tests/joints/test_surrogates.py"
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "groups"  # what it learns from
     collection: ClassVar[CollectionSettings] = Groups  # the settings of that, as `rollout`

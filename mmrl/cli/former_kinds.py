@@ -12,6 +12,7 @@ from yaml.nodes import MappingNode, Node, SequenceNode
 
 from mmrl.algorithms.algorithm import Algorithm
 from mmrl.algorithms.reward_transforms.transform import Transform
+from mmrl.errors import UserError
 from mmrl.settings import Choice, as_yaml, rewritten
 from mmrl.terms.term import Shaper, Term
 
@@ -27,7 +28,8 @@ Tree = dict[str, Any]
 
 
 def with_present_kinds(text: str) -> str:
-    """Returns the text of a configuration with no former kind in it. Raises yaml.YAMLError."""
+    """Returns the text of a configuration with no former kind in it. Raises yaml.YAMLError, and UserError for a kind
+    that can not be rewritten where it stands."""
     root = yaml.compose(text)
     if root is None:
         return text
@@ -54,7 +56,7 @@ class Rewriting:
             for name, inner in node.value if known else ():
                 if name.value in known:  # not so <<
                     below = key if name.value.isdigit() else name.value  # a number picks an item of a list
-                    yield from self.edits(inner, known[name.value], below)
+                    yield from self.edits(inner, _alone(known[name.value], below), below)
         elif isinstance(node, MappingNode):
             yield from self._changed(node, value, now[0])
         else:
@@ -102,6 +104,13 @@ class Rewriting:
 
 def _now(value: Any, key: str | None) -> list[Tree]:
     return [] if isinstance(value, list) or key not in PLACES else rewritten(PLACES[key], value)
+
+
+def _alone(value: Any, key: str | None) -> Any:
+    """Raises UserError for what is several today, where there is room for one."""
+    if len(now := _now(value, key)) > 1:
+        raise UserError(f"{as_yaml(value)} is {' and '.join(map(as_yaml, now))} now, and {key} has room for one")
+    return value
 
 
 def _end(node: Node) -> int:

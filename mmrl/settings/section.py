@@ -49,7 +49,6 @@ class Choice(Section):
 
     type: str
     kinds: ClassVar[dict[str, str]] = {}
-    former: ClassVar[dict[str, str]] = {}  # kinds that are gone or had other keys, and where `rewritten` has them from
     title: ClassVar[str] = ""  # what the kinds are, for messages: "surrogate"
     equation: ClassVar[str] = ""
     source: ClassVar[str] = ""  # the paper an equation comes from
@@ -172,10 +171,9 @@ def kind_of(base: type[Kind], tree: Any, path: Path_ = (), kinds: Mapping[str, s
 
 def rewritten(base: type[Choice], value: Any) -> list[dict[str, Any]]:
     """Returns what a choice in its former form is today: one mapping, or several that together do the same; none where
-    it is in its present form. `Choice.former` names the functions that know, which take a copy of the mapping."""
+    it is in its present form."""
     tree = base.expand(value)
-    where = base.former.get(str(tree.get("type"))) if isinstance(tree, Mapping) else None
-    return [] if where is None else load_attribute(where)(dict(tree))
+    return moved.present_forms(base.title, tree) if isinstance(tree, Mapping) else []
 
 
 def _told_form(where: str, tree: Mapping[str, Any], now: list[dict[str, Any]]) -> str:

@@ -30,17 +30,6 @@ class Term(Choice):
         "likelihood_drop": "mmrl.terms.losses.likelihood:LikelihoodDrop",
         "head_cost": "mmrl.terms.losses.head_cost:HeadCost",
     }
-    former: ClassVar[dict[str, str]] = {
-        "kl": "mmrl.terms.former:kl",
-        "old_kl": "mmrl.terms.former:old_kl",
-        "ema_kl": "mmrl.terms.former:ema_kl",
-        "difficulty_kl": "mmrl.terms.former:difficulty_kl",
-        "covariance_kl": "mmrl.terms.former:covariance_kl",
-        "view_kl": "mmrl.terms.former:view_kl",
-        "double_entropy": "mmrl.terms.former:double_entropy",
-        "entropy_likelihood": "mmrl.terms.former:entropy_likelihood",
-        "of_part": "mmrl.terms.former:of_part",
-    }
     test: ClassVar[str] = "tests/joints/test_terms.py"
 
     @property
@@ -78,10 +67,6 @@ class Shaper(Choice):
         "long_wrong": "mmrl.terms.shapers.groups:LongWrong",
         "shared_prefix": "mmrl.terms.shapers.segments:SharedPrefix",
         "view_information": "mmrl.terms.shapers.views:ViewInformation",
-    }
-    former: ClassVar[dict[str, str]] = {
-        "entropy_bonus": "mmrl.terms.former:entropy_bonus",
-        "entropy_modulation": "mmrl.terms.former:entropy_modulation",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
     paid_by_environment: ClassVar[bool] = False  # whether it pays what the environment gives, beside the task's rewards

@@ -4,7 +4,7 @@ file, a text that it holds once, what takes its place, and the tests that could 
 from __future__ import annotations
 
 K, L, E = "mmrl/terms/losses/kl.py", "mmrl/terms/losses/likelihood.py", "mmrl/terms/shapers/entropy.py"
-T, A, S, F = "mmrl/terms/former.py", "mmrl/algorithms/former.py", "mmrl/settings/section.py", "mmrl/cli/former_kinds.py"
+M, J, S, F = "mmrl/moved.py", "mmrl/moved.json", "mmrl/settings/section.py", "mmrl/cli/former_kinds.py"
 MORE, SHAPERS, FORMER = ("joints/test_more_terms.py",), ("joints/test_shapers.py",), ("cli/test_former_kinds.py",)
 
 # fmt: off
@@ -35,17 +35,19 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("entropy: never centred", E, "if self.centred else shaped", "if False else shaped", SHAPERS),
     ("former: a kind is told as any unknown one", S, "if now := rewritten(base, tree):", "if now := []:", FORMER),
     ("former: what is gone is not named", S, "[key for key in tree if key not in now[0]]", "[]", FORMER),
-    ("former: the coefficient of ema_kl", T, 'given(tree, "coefficient", 0.1)', 'given(tree, "coefficient", 0.01)', FORMER),
-    ("former: the coefficient of difficulty_kl", T, 'given(tree, "coefficient", 0.001)', 'given(tree, "coefficient", 0.01)',
+    ("former: a default of its own is forgotten", M, 'else json.loads(default or "null")', "else None", FORMER),
+    ("former: a default wins", M, "tree[key] if tree.get(key) is not None else", "tree[key] if not default else", FORMER),
+    ("former: other keys are lost", M, "if len(forms) == 1 else {}", "if False else {}", FORMER),
+    ("former: a present kl is a former one", M, "if not used & tree.keys() and", "if False and", FORMER),
+    ("former: what is null is written", M, "if inner is not None}", "}", FORMER),
+    ("former: a choice by a value is any other", M, 'form[first].get(value, form[first].get("*"))', 'form[first].get("*")',
      FORMER),
-    ("former: normalised is k3", T, '{"estimator": "k1"} if', '{"estimator": "k3"} if', FORMER),
-    ("former: covariance_kl looks forward", T, '"direction": "unweighted"', '"direction": "forward"', FORMER),
-    ("former: a part has the first term alone", T, "for term in rewritten(Term, tree.get(\"term\"))",
-     "for term in rewritten(Term, tree.get(\"term\"))[:1]", FORMER),
-    ("former: the discount of decoupled_ppo", A, '"gamma": 1.0', '"gamma": 0.99', FORMER),
-    ("former: decoupled_ppo without a scale has one", A, "{} if scale is None else", "{} if False else", FORMER),
+    ("former: the coefficient of ema_kl", J, '"$coefficient|0.1"', '"$coefficient|0.01"', FORMER),
+    ("former: covariance_kl looks forward", J, '"direction": "unweighted"', '"direction": "forward"', FORMER),
+    ("former: the discount of decoupled_ppo", J, '"$gamma|1.0"', '"$gamma|0.99"', FORMER),
     ("rewriting: an anchor is rewritten twice", F, "edits = set(", "edits = list(", FORMER),
     ("rewriting: items by number are passed over", F, "key if name.value.isdigit() else name.value", "name.value", FORMER),
+    ("rewriting: two where there is room for one", F, "if len(now := _now(value, key)) > 1:", "if False:", FORMER),
     ("rewriting: the second of two is lost", F, "_now(inner, key)[1:]", "_now(inner, key)[2:]", FORMER),
     ("rewriting: a block ends behind its comments", F, "return _end(node.value[-1][1])", "return node.end_mark.index", FORMER),
     ("rewriting: a comment goes with the next key", F, 'self._text.rfind("\\n", 0, first.start_mark.index)',

@@ -1,8 +1,12 @@
 """Kinds and keys that are gone: each is told with what it is now; a text is rewritten with all around it as it was."""
 
+import json
+from pathlib import Path
+
 import pytest
 import yaml
 
+from mmrl import moved
 from mmrl.algorithms.algorithm import Algorithm
 from mmrl.algorithms.reward_transforms.transform import Transform
 from mmrl.cli.former_kinds import with_present_kinds
@@ -61,7 +65,7 @@ ALGORITHMS = [
     ("{type: decoupled_ppo, length_scale: null}", "{type: ppo, gamma: 1.0, value_lam: 1.0}"),
 ]
 TRANSFORMS = [
-    ("pairwise", "{type: rank, score: pairwise}"),
+    ("pairwise", "{type: rank, score: {type: pairwise}}"),
     ("{type: pairwise, temperature: 2}", "{type: rank, score: {type: pairwise, temperature: 2}}"),
     ("inverse_normal", "{type: rank, score: inverse_normal}"),
     ("{type: inverse_normal, by: kind}", "{type: rank, score: inverse_normal, by: kind}"),
@@ -120,12 +124,10 @@ def test_one_becomes_two_where_it_stood(former, now):
         assert yaml.safe_load(with_present_kinds(text))["algorithm"]["terms"] == expected
 
 
-def test_a_part_has_one_of_each():
-    text = "algorithm: {terms: [{type: of_part, part: text, term: {type: double_entropy, view: blank}}]}"
-    first, second = yaml.safe_load(with_present_kinds(text))["algorithm"]["terms"]
-    likely = {"type": "likelihood", "of": "all", "coefficient": 0.03}
-    assert first == {"type": "of_part", "part": "text", "term": likely}
-    assert second == first | {"term": likely | {"under": "blank"}}
+@pytest.mark.parametrize("terms", ["[{type: of_part, term: double_entropy}]", "{0: double_entropy}"])
+def test_two_do_not_fit_where_there_is_room_for_one(terms):
+    with pytest.raises(UserError, match="^double_entropy is {type: likelihood, .* and {type: .* has room for one$"):
+        with_present_kinds(f"algorithm: {{terms: {terms}}}")
 
 
 FORMER = """\
@@ -229,9 +231,13 @@ def test_each_is_told_in_one_line(override, said):
 
 
 def test_every_former_kind_is_gone_or_has_other_keys():
-    for base in (Term, Shaper, Transform, Algorithm):
-        for name in base.former:
-            if name not in base.kinds:
-                with pytest.raises(SettingsError, match="mmrl convert writes it"):
-                    choose(base, name)
-    assert set(Term.former) & set(Term.kinds) == {"kl", "of_part"}
+    tables = json.loads(Path(moved.__file__).with_suffix(".json").read_text())["kinds"]
+    bases = {base.title: base for base in (Term, Shaper, Transform, Algorithm)}
+    assert tables.keys() == bases.keys()
+    gone = [
+        (bases[title], name) for title, kinds in tables.items() for name in kinds.keys() - bases[title].kinds.keys()
+    ]
+    assert len(gone) == sum(map(len, tables.values())) - 1  # all but kl
+    for base, name in gone:
+        with pytest.raises(SettingsError, match="mmrl convert writes it"):
+            choose(base, name)

@@ -149,10 +149,13 @@ def test_kl_weighted_by_difficulty(given):
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_prompts_that_are_all_right_or_all_wrong_keep_the_whole_kl(given, right):
-    made = flat(given, "{type: kl, coefficient: 0.3, weighting: difficulty}", rewards=[right, right])
+    """Both are better than the baseline, which is 0, and so would be free in a group of mixed accuracy."""
+    term, plain = "{type: kl, coefficient: 0.3, weighting: difficulty}", ["algorithm.baseline=none"]
+    columns = {"rewards": [1.0, 1.0], "accuracy": [right, right]}
+    made = flat(given, term, "algorithm.surrogate=reinforce", *plain, **columns)
     made.move(logp=[[0.5, 0.5], [0.5]])
     made.prepare()
-    close(made.learn(), 0.3 * 0.106531)
+    close(made.learn(), -1 + 0.3 * 0.106531)
 
 
 # --- KL of the decisions of highest covariance ---
@@ -193,10 +196,17 @@ def test_estimates_of_a_share_by_covariance(given, direction, estimator, value, 
 
 def test_the_share_by_covariance_is_of_all_ranks(given):
     table = Table([[0.0, -4.0], [-2.0]], rewards=[2.0, 0.0])
-    term = HELD % ("forward", "absolute", THIRD)
-    made = given(table, *ONE, "rollout.prompts=2", term, world=2)  # 2 of 6, one of them here
-    (held,) = made.prepare().extras.values()
-    assert held.values.tolist() == [[True, False], [False, False]]
+    term = HELD % ("forward", "absolute", "weighting: {type: covariance, share: 0.5}")
+    made = given(table, *ONE, "rollout.prompts=2", term, world=2)
+    (held,) = made.prepare().extras.values()  # 3 of 6, whose last has an equal on the other rank; of 3 it were 1
+    assert held.values.tolist() == [[True, False], [True, False]]
+
+
+def test_covariances_are_about_the_means_of_both(given):
+    # Deviations of logp 1.5, -0.5, -1, of advantages 2/3, 2/3, -4/3: the last is held; by 1, 1, -1 it were the first.
+    table = Table([[-0.5, -2.5], [-3.0]], rewards=[2.0, 0.0])
+    (held,) = given(table, *ONE, HELD % ("forward", "absolute", THIRD)).prepare().extras.values()
+    assert held.values.tolist() == [[False, False], [True, False]]
 
 
 def test_two_shares_by_covariance_do_not_meet(given):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.algorithms.reward_transforms.transform import Transform, groups_of
 from mmrl.settings import Choice, option
@@ -85,9 +85,3 @@ class Rank(Transform):
         for rows in groups_of(rewards, batch.fact(self.by)):
             found[rows] = self.score.of(rewards[rows])
         return found
-
-
-def from_kind(tree: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the ranking that was a transform of the score's own name; see `Choice.former`."""
-    by = {"by": tree.pop("by")} if "by" in tree else {}
-    return [{"type": "rank", "score": tree if len(tree) > 1 else tree["type"], **by}]

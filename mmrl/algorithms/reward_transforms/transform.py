@@ -34,10 +34,6 @@ class Transform(Choice):
         "inverse_likelihood": "mmrl.algorithms.reward_transforms.inverse:InverseLikelihood",
         "view_contrast": "mmrl.algorithms.reward_transforms.view_contrast:ViewContrast",
     }
-    former: ClassVar[dict[str, str]] = {
-        "pairwise": "mmrl.algorithms.reward_transforms.ranking:from_kind",
-        "inverse_normal": "mmrl.algorithms.reward_transforms.ranking:from_kind",
-    }
     test: ClassVar[str] = "tests/joints/test_transforms.py"
     finished: ClassVar[bool] = False
 

@@ -1,4 +1,9 @@
-"""Advantages that follow the entropy of decisions."""
+"""Advantages that follow the entropy of decisions.
+
+Three uses of it stay apart from the shaper `entropy`: `entropy_redistribution` takes the place of advantages, the
+mask `entropy_share` changes what a loss is averaged over, and the transform `sequence_entropy` pays rewards, before
+a baseline is taken away.
+"""
 
 from __future__ import annotations
 
