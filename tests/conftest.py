@@ -51,6 +51,7 @@ TOOK: dict[str, dict[str, float]] = {}
 # What needs neither a process of its own nor a model: a minute and a half in all, with the set-up done.
 FAST = (
     "core/",
+    "algorithms/",
     "samplers/",
     "joints/",
     "report/",

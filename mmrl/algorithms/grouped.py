@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from mmrl.algorithms.algorithm import RewardedAlgorithm
 from mmrl.algorithms.baselines.baseline import Baseline, Mean
+from mmrl.algorithms.estimator import Estimator
 from mmrl.algorithms.reward_transforms.transform import Transform
-from mmrl.algorithms.scales.components import Components, Gated, SumOfComponents
+from mmrl.algorithms.scales.components import Components, SumOfComponents
 from mmrl.algorithms.scales.scale import GroupStd, Scale
 from mmrl.protocols.requirements import Capabilities, Needs
 from mmrl.settings import option
@@ -70,62 +72,24 @@ class GroupedAlgorithm(RewardedAlgorithm):
 
     def _of_groups(self, batch: Batch) -> Tensor:
         """[rollout], from the rewards of all ranks, so that sharding changes nothing."""
-        from mmrl.core.advantages import group_advantages
-
-        rewards, weights, gates = self._gates_first(batch.fact("rewards"), batch.reward_weights, batch.reward_names)
-        shared: dict[str, Any] = {
-            "scale": self.scale.known,
-            "lengths": batch.fact("length") if self.baseline.type == "length_weighted" else None,
-            "buckets": self.scale.buckets(batch),
-        }
-        plain, stats = group_advantages(
-            rewards,
-            batch.fact("group"),
-            baseline=self.baseline.type if self.baseline.known else "none",
-            components=self.components.known,
-            weights=weights,
-            gates=gates,
-            **shared,
-        )
-        batch.report({f"advantages/{name}": float(value) for name, value in stats.items()})
-        return batch.mine(self._changed(batch, shared) if self._changes else plain)
-
-    @property
-    def _changes(self) -> bool:
-        """Whether something comes between the rewards and what `core.advantages` makes of them."""
-        own = type(self.components).combine is not Components.combine
-        return bool(self.transforms) or not self.baseline.known or own
-
-    def _changed(self, batch: Batch, shared: dict[str, Any]) -> Tensor:
-        """[rollout of all ranks] with transforms, with a baseline or components that `core` does not know."""
-        from mmrl.core.advantages import group_advantages
-
         rewards, weights, names = batch.fact("rewards"), batch.reward_weights, batch.reward_names
-        group = batch.fact("group")
 
-        def total(table: Tensor) -> Tensor:
-            return self.components.total(table, weights, names)
+        def total(rewards: Tensor) -> Tensor:
+            return self.components.total(rewards, weights, names)
 
-        def compared(reward: Tensor) -> Tensor:
-            """Less the baseline, where that is not one of core's."""
-            for transform in self.transforms:
-                reward = transform.change(reward, batch)
-            return reward if self.baseline.known else reward - self.baseline.of(reward, batch, total)
+        estimate = Estimator(self.transforms, self.baseline, self.scale, batch, total)
+        varied = self.components.varied(rewards, estimate.groups[0], weights, names)
+        self._report(batch, total(rewards), varied, *estimate.groups)
+        return batch.mine(self.components.combine(estimate, rewards, weights, names))
 
-        def estimate(reward: Tensor) -> Tensor:
-            return group_advantages(compared(reward), group, baseline=known, **shared)[0]
+    def _report(self, batch: Batch, total: Tensor, varied: Tensor, index: Tensor, groups: int) -> None:
+        """Tells the statistics of the combined reward [rollout of all ranks], as it is before transforms."""
+        from mmrl.core.advantages import lone_groups, reward_statistics
 
-        known = self.baseline.type if self.baseline.known else "none"
-        own = self.components.combine(estimate, rewards, weights, names)
-        if own is not None:
-            return own
-        if self.components.known != "normalise_each":
-            return estimate(total(rewards))
-        columns = [compared(column).where(~total(rewards).isnan(), float("nan")) for column in rewards.T]
-        columns = [column if w else reward for column, reward, w in zip(columns, rewards.T, weights, strict=True)]
-        return group_advantages(
-            _stacked(columns), group, baseline=known, components="normalise_each", weights=weights, **shared
-        )[0]
+        if self.baseline.compares and lone_groups(total, index):
+            warnings.warn("a group of one rollout has no baseline: its advantage is 0", stacklevel=2)
+        stats = reward_statistics(total, varied, index, groups)
+        batch.report({f"advantages/{name}": float(value) for name, value in stats.items()})
 
     def _of_trees(self, batch: Batch) -> Tensor:
         """[rollout, decision]; a tree lies on one rank."""
@@ -138,22 +102,5 @@ class GroupedAlgorithm(RewardedAlgorithm):
 
     def informative(self, rollouts: Rollouts, weights: Any, names: list[str]) -> Tensor:
         """[rollout] bool: whether the combined reward, or with normalise_each any component, differs in its group."""
-        from mmrl.core.filters import informative_groups
-
         assert rollouts.rewards is not None
-        rewards, weights, gates = self._gates_first(rollouts.rewards, weights, names)
-        return informative_groups(rewards, rollouts.group, weights, components=self.components.known, gates=gates)
-
-    def _gates_first(self, rewards: Tensor, weights: Tensor, names: list[str]) -> tuple[Tensor, Tensor, int]:
-        """Rewards and weights with the gates in the first columns, and their number."""
-        if not isinstance(self.components, Gated):
-            return rewards, weights, 1
-        gates = [names.index(name) for name in self.components.gates]
-        order = [*gates, *(k for k in range(len(names)) if k not in gates)]
-        return rewards[:, order], weights[order], len(gates)
-
-
-def _stacked(columns: list[Tensor]) -> Tensor:
-    import torch
-
-    return torch.stack(columns, 1)
+        return self.components.varied(rollouts.rewards, rollouts.group, weights, names)

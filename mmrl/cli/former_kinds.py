@@ -11,11 +11,18 @@ from omegaconf import OmegaConf
 from yaml.nodes import MappingNode, Node, SequenceNode
 
 from mmrl.algorithms.algorithm import Algorithm
+from mmrl.algorithms.reward_transforms.transform import Transform
 from mmrl.errors import UserError
 from mmrl.settings import Choice, as_yaml, rewritten
 from mmrl.terms.term import Shaper, Term
 
-PLACES: dict[str, type[Choice]] = {"algorithm": Algorithm, "terms": Term, "term": Term, "shaping": Shaper}
+PLACES: dict[str, type[Choice]] = {
+    "algorithm": Algorithm,
+    "terms": Term,
+    "term": Term,
+    "shaping": Shaper,
+    "transforms": Transform,
+}
 Edit = tuple[int, int, str]  # characters from, up to, and what takes their place
 Tree = dict[str, Any]
 

@@ -78,6 +78,7 @@ CHOICES = (
     "mmrl.algorithms.surrogates.surrogate:Surrogate",
     "mmrl.algorithms.baselines.baseline:Baseline",
     "mmrl.algorithms.reward_transforms.transform:Transform",
+    "mmrl.algorithms.reward_transforms.ranking:RankScore",
     "mmrl.algorithms.scales.scale:Scale",
     "mmrl.algorithms.scales.components:Components",
     "mmrl.terms.term:Term",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmrl.core.advantages import COMPONENTS, Moments, combined_reward, gated_reward, group_index, moments
+from mmrl.core.advantages import Moments, combined_reward, group_index, moments
 
 
 def varied_groups(rewards: Tensor, group: Tensor) -> Tensor:
@@ -44,26 +44,14 @@ def whole_groups(group: Tensor, least: int) -> Tensor:
     return torch.tensor(found, dtype=torch.int64)
 
 
-def informative_groups(
-    rewards: Tensor, group: Tensor, weights: Tensor, *, components: str = "sum", gates: int = 1
-) -> Tensor:
-    """[rollout] bool: whether its group gets advantages other than 0 from `rewards` [rollout, component], combined as
-    `advantages.group_advantages` does it with the same options.
-
-    With components "normalise_each" a group is informative if any component that weighs something varies in it, among
-    the rollouts that are scored in all of these.
-
-    Raises ValueError for unknown components.
-    """
-    if components not in COMPONENTS:
-        raise ValueError(f"components must be one of {', '.join(COMPONENTS)}; got {components!r}")
-    if components == "gated":
-        return varied_groups(gated_reward(rewards, weights, gates), group)
-    total = combined_reward(rewards, weights)
-    if components == "sum":
-        return varied_groups(total, group)
-    columns = [rewards[:, k].where(~total.isnan(), torch.nan) for k in weights.nonzero().flatten().tolist()]
-    return torch.stack([varied_groups(column, group) for column in columns]).any(0)
+def varied_components(rewards: Tensor, group: Tensor, weights: Tensor) -> Tensor:
+    """[rollout] bool: whether any of the `rewards` [rollout, component] that weighs something varies in the rollout's
+    group, among the rollouts that are scored in all of these."""
+    scored = ~combined_reward(rewards, weights).isnan()
+    varied = torch.zeros_like(scored)
+    for k in weights.nonzero().flatten().tolist():
+        varied = varied | varied_groups(rewards[:, k].where(scored, torch.nan), group)
+    return varied
 
 
 def _of_groups(values: Tensor, group: Tensor) -> tuple[Moments, Tensor]:

@@ -20,7 +20,8 @@ class Fault(NamedTuple):
 SURROGATES = ("joints/test_surrogates.py",)
 TERMS = ("joints/test_terms.py",)
 PPO = ("joints/test_ppo.py",)
-ADVANTAGES = ("joints/test_advantages.py",)
+ADVANTAGES, ESTIMATOR = ("joints/test_advantages.py",), ("algorithms/test_estimator.py",)
+TRANSFORMS = ("joints/test_transforms.py",)
 CORRECTION = ("joints/test_correction.py",)
 COLLECTION = ("joints/test_collection.py",)
 STEPS = ("joints/test_steps.py",)
@@ -251,17 +252,39 @@ FAULTS = [
     Fault("mask of decisions not applied", P, "rollouts.mask = rollouts.mask & kept.to(rollouts.mask.device)", "pass",
           TERMS),
     # --- advantages ---
-    Fault("baseline is hard-coded", A + "grouped.py",
-          'baseline=self.baseline.type if self.baseline.known else "none"', 'baseline="mean"', ADVANTAGES),
-    Fault("scale is hard-coded", A + "grouped.py", '"scale": self.scale.known', '"scale": "group_std"', ADVANTAGES),
-    Fault("components are hard-coded", A + "grouped.py", "components=self.components.known,\n            weights",
-          'components="sum",\n            weights', ADVANTAGES),
-    Fault("weights of rewards missing", A + "grouped.py", "weights=weights,\n            gates",
-          "weights=None,\n            gates", ADVANTAGES),
-    Fault("gates are the first components", A + "grouped.py",
-          "if k not in gates)]\n        return rewards[:, order], weights[order], len(gates)",
-          "if k not in gates)]\n        order = list(range(len(names)))\n"
-          "        return rewards[:, order], weights[order], len(gates)", ADVANTAGES),
+    Fault("baseline is hard-coded", A + "estimator.py", "FUSED_BASELINES.get(type(self.baseline).centre)", '"mean"',
+          ADVANTAGES),
+    Fault("scale is hard-coded", A + "estimator.py",
+          "FUSED_SCALES.get((type(self.scale).buckets, type(self.scale).divide))", '"group_std"', ADVANTAGES),
+    Fault("components are hard-coded", A + "grouped.py", "self.components.combine(estimate",
+          "SumOfComponents().combine(estimate", ADVANTAGES),
+    Fault("weights of rewards missing", A + "grouped.py",
+          'rewards, weights, names = batch.fact("rewards"), batch.reward_weights,',
+          'rewards, weights, names = batch.fact("rewards"), batch.reward_weights * 0 + 1,', ADVANTAGES),
+    Fault("gates are the first components", A + "scales/components.py",
+          "[names.index(name) for name in self.gates]", "list(range(len(self.gates)))", ADVANTAGES),
+    Fault("lengths are not looked at", A + "baselines/baseline.py", 'batch.fact("length")',
+          'batch.fact("length") * 0 + 1', ADVANTAGES),
+    Fault("shrinkage: the others alone", "mmrl/core/advantages.py",
+          "(1 - q) * less_mean_of_others(rewards, index, m) + q *", "q *", ADVANTAGES),
+    Fault("batch_std is of the group where it is composed", A + "scales/scale.py",
+          'return torch.zeros_like(batch.fact("group"))', 'return batch.fact("group")', ESTIMATOR),
+    Fault("what is subtracted first is forgotten", A + "estimator.py",
+          "return reward - self.baseline.of(reward, self.batch, self.total)", "return reward", ESTIMATOR),
+    Fault("a scale of other buckets is fused", A + "estimator.py", "(type(self.scale).buckets, type(self.scale)",
+          "(Scale.buckets, type(self.scale)", ESTIMATOR),
+    Fault("equal rewards are moved by what is normalised together", A + "scales/components.py",
+          "where(scored & ~silent, 0)", "where(scored, 0)", ESTIMATOR),
+    Fault("a component counts what another one lacks", A + "scales/components.py",
+          "column = changed[:, k].where(scored, torch.nan)", "column = changed[:, k]", ESTIMATOR),
+    Fault("rank: the score is hard-coded", A + "reward_transforms/ranking.py", "self.score.of(rewards[rows])",
+          "WinRate().of(rewards[rows])", TRANSFORMS),
+    Fault("rank: within groups alone", A + "reward_transforms/ranking.py", "batch.fact(self.by)", 'batch.fact("group")',
+          TRANSFORMS),
+    Fault("rank: the temperature is hard-coded", A + "reward_transforms/ranking.py",
+          "mean_preference(rewards, self.temperature)", "mean_preference(rewards, 1.0)", TRANSFORMS),
+    Fault("statistics of groups count those of one", "mmrl/core/advantages.py", "(several & ~varying)", "(~varying)",
+          ("core/test_advantages.py",)),
     Fault("lengths with what does not count", "mmrl/protocols/batch.py", "rollouts, kept: rollouts.mask.sum(1)",
           "rollouts, kept: torch.full((len(rollouts),), rollouts.mask.shape[1])", ADVANTAGES),
     Fault("advantages of another rank", "mmrl/protocols/batch.py", "first = sum(self._sizes[: self._rank])", "first = 0", RANKS),
@@ -298,9 +321,8 @@ FAULTS = [
           COLLECTION),
     Fault("dynamic sampling: by unweighted rewards", B, "weights = torch.tensor(self.task.reward_weights)",
           "weights = torch.ones(len(self.task.reward_weights))", COLLECTION),
-    Fault("dynamic sampling: gates not looked at", A + "grouped.py",
-          "rollouts.group, weights, components=self.components.known, gates=gates",
-          'rollouts.group, weights, components="sum", gates=gates', COLLECTION),
+    Fault("dynamic sampling: gates not looked at", A + "grouped.py", "return self.components.varied(rollouts.rewards",
+          "return SumOfComponents().varied(rollouts.rewards", COLLECTION),
     Fault("filler teaches", P, "advantages = advantages.masked_fill(rollouts.filler[:, None], 0.0)", "pass",
           COLLECTION),
     Fault("staleness: off by one", B, 'metrics.add("generation/staleness", step - fresh.version)',

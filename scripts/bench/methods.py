@@ -51,6 +51,7 @@ PLACES = {
     "surrogate": "algorithm.surrogate={}",
     "baseline": "algorithm.baseline={}",
     "transform of rewards": "algorithm.transforms=[{}]",
+    "score of ranks": "algorithm.transforms=[{{type: rank, score: {}}}]",
     "scale of advantages": "algorithm.scale={}",
     "components": "algorithm.components={}",
     "loss term": "algorithm.terms=[{}]",
@@ -111,7 +112,10 @@ TOGETHER = {
     ],
 }
 # What plain GRPO is made of, and what is the same with one reward.
-SAME = ("grpo", "clip", "permutation", "mean", "group_std", "sum", "normalise_each", "reference", "doubt", "constant")
+SAME = (
+    *("grpo", "clip", "permutation", "mean", "group_std", "sum", "normalise_each"),
+    *("reference", "doubt", "constant", "win_rate"),
+)
 
 
 @dataclass(frozen=True)

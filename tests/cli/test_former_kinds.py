@@ -8,6 +8,7 @@ import yaml
 
 from mmrl import moved
 from mmrl.algorithms.algorithm import Algorithm
+from mmrl.algorithms.reward_transforms.transform import Transform
 from mmrl.cli.former_kinds import with_present_kinds
 from mmrl.cli.main import main
 from mmrl.config import configure
@@ -63,7 +64,13 @@ ALGORITHMS = [
     ("{type: decoupled_ppo, length_scale: null, lam: 0.5}", "{type: ppo, gamma: 1, value_lam: 1, lam: 0.5}"),
     ("{type: decoupled_ppo, length_scale: null}", "{type: ppo, gamma: 1.0, value_lam: 1.0}"),
 ]
-PLACES = {"terms": (Term, TERMS), "shaping": (Shaper, SHAPERS)}
+TRANSFORMS = [
+    ("pairwise", "{type: rank, score: {type: pairwise}}"),
+    ("{type: pairwise, temperature: 2}", "{type: rank, score: {type: pairwise, temperature: 2}}"),
+    ("inverse_normal", "{type: rank, score: inverse_normal}"),
+    ("{type: inverse_normal, by: kind}", "{type: rank, score: inverse_normal, by: kind}"),
+]
+PLACES = {"terms": (Term, TERMS), "shaping": (Shaper, SHAPERS), "transforms": (Transform, TRANSFORMS)}
 LISTED = [(key, *case) for key, (_, cases) in PLACES.items() for case in cases]
 
 
@@ -204,6 +211,11 @@ TOLD = [
         "algorithm.shaping.0.type=entropy_bonus is {type: entropy, bonus: {type: doubt}} now",
     ),
     (
+        "algorithm.transforms=[smoothing, {type: pairwise, temperature: 2}]",
+        "algorithm.transforms.1.type=pairwise with temperature is "
+        "{type: rank, score: {type: pairwise, temperature: 2}} now",
+    ),
+    (
         "algorithm={type: decoupled_ppo, epochs: 3}",
         "algorithm.type=decoupled_ppo is "
         "{type: ppo, gamma: 1.0, value_lam: 1.0, lam: {type: by_length, scale: 0.05}} now",
@@ -220,7 +232,7 @@ def test_each_is_told_in_one_line(override, said):
 
 def test_every_former_kind_is_gone_or_has_other_keys():
     tables = json.loads(Path(moved.__file__).with_suffix(".json").read_text())["kinds"]
-    bases = {base.title: base for base in (Term, Shaper, Algorithm)}
+    bases = {base.title: base for base in (Term, Shaper, Transform, Algorithm)}
     assert tables.keys() == bases.keys()
     gone = [
         (bases[title], name) for title, kinds in tables.items() for name in kinds.keys() - bases[title].kinds.keys()

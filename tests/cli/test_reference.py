@@ -38,8 +38,8 @@ def test_every_method_has_a_sentence_and_a_test_that_exists():
 
 
 COMPLETE = (
-    "algorithm", "surrogate", "baseline", "transform of rewards", "scale of advantages", "components", "loss term",
-    "advantage shaper", "mask", "view", "prompt sampler", "source", "optimizer",
+    "algorithm", "surrogate", "baseline", "transform of rewards", "score of ranks", "scale of advantages", "components",
+    "loss term", "advantage shaper", "mask", "view", "prompt sampler", "source", "optimizer",
 )  # fmt: skip
 
 

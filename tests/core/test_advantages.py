@@ -4,41 +4,120 @@ import statistics
 import pytest
 import torch
 
-from mmrl.core.advantages import BASELINES, COMPONENTS, SCALES, finite_gae, gae, group_advantages
+from mmrl.core.advantages import (
+    combined_reward,
+    finite_gae,
+    gae,
+    gated_reward,
+    group_advantages,
+    less_length_weighted_mean,
+    less_mean,
+    less_mean_of_others,
+    less_shrunken_mean,
+    lone_groups,
+    moments,
+    over_std,
+    reward_statistics,
+    whitened,
+)
 
 NAN = math.nan
+PAIRS = torch.tensor([0, 0, 1, 1, 2, 2])
 
 
 def t(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def advantages(rewards, group, **options):
-    return group_advantages(rewards, torch.as_tensor(group), **options)[0]
+def less(baseline, rewards, index, *columns):
+    """[rollout] rewards less a baseline, where index counts the groups from 0."""
+    index = torch.as_tensor(index)
+    return baseline(rewards, index, moments(rewards, index, int(index.max()) + 1), *columns)
 
 
-def test_grpo_known_value():
+def test_advantages_of_groups():
     # group 7: mean 1, deviations -1 0 1, unbiased std 1; group -2: mean 3, deviations -1 1, std sqrt(2)
-    got = advantages(t(0, 2, 1, 4, 2), [7, -2, 7, -2, 7], eps=0.0)
+    rewards, group = t(0, 2, 1, 4, 2), torch.tensor([7, -2, 7, -2, 7])
+    found, within = group_advantages(rewards, group)
     half = 1 / math.sqrt(2)
-    torch.testing.assert_close(got, t(-1, -half, 0, half, 1))
+    torch.testing.assert_close(found, t(-1, -half, 0, half, 1), atol=2e-6, rtol=0)
+    assert within.mean.tolist() == [3, 1] and within.scored.tolist() == [2, 3]  # in the order of the ids
+    torch.testing.assert_close(group_advantages(rewards, group, scale="none")[0], t(-1, -1, 0, 1, 1))
+    # 0 + 2 x 1 and 3 - 2 x 1 around 1.5: a component of weight 0 is not looked at
+    table = torch.tensor([[0.0, 1.0, NAN], [3.0, -1.0, NAN]])
+    found, _ = group_advantages(table, torch.tensor([5, 5]), weights=torch.tensor([1.0, 2.0, 0.0]), scale="none")
+    assert found.tolist() == [0.5, -0.5]
+
+
+def test_integer_and_half_rewards_become_fp32():
+    for dtype in (torch.int64, torch.bool, torch.bfloat16):
+        found, _ = group_advantages(torch.tensor([0, 1, 1], dtype=dtype), torch.zeros(3, dtype=torch.int64))
+        assert found.dtype == torch.float32 and found[0] < 0 < found[1]
+
+
+def test_what_does_not_fit_is_refused():
+    for wrong, message in (
+        ({"group": torch.zeros(3, dtype=torch.int64)}, "group must have shape"),
+        ({"weights": torch.ones(2)}, "weights must have shape"),
+        ({"scale": "mad"}, "scale one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            group_advantages(**{"rewards": t(0, 1), "group": torch.zeros(2, dtype=torch.int64)} | wrong)
+    with pytest.raises(ValueError, match="rewards have 2 components"):
+        combined_reward(torch.zeros(3, 2), torch.ones(1))
+
+
+# --- several rewards as one ---
+
+
+def test_the_weighted_sum_does_not_look_at_what_has_no_weight():
+    table = t(0, NAN, 2, NAN, 4, 1).view(3, 2)
+    assert combined_reward(table, torch.tensor([0.5, 0.0])).tolist() == [0, 1, 2]
+    torch.testing.assert_close(combined_reward(table, t(1, -1)), t(NAN, NAN, 3), equal_nan=True)
+
+
+def test_gated_reward():
+    # gate, accuracy, style with weights (ignored), 1, 2: 0, 1 x (1 + 2), 0.5 x (0 + 4); a closed gate needs no score
+    table, weights = t(0, NAN, 3, 1, 1, 1, 0.5, 0, 2).view(3, 3), t(9, 1, 2)
+    torch.testing.assert_close(gated_reward(table, weights, [0]), t(0, 3, 2))
+    torch.testing.assert_close(gated_reward(table[:, [1, 2, 0]], weights[[1, 2, 0]], [2]), t(0, 3, 2))
+    # two gates, of which one is closed: the others need no score either
+    assert gated_reward(table[:1], weights, [0, 2]).tolist() == [0]
+    # two gates: 0, 1 x 1 x 2, 0
+    torch.testing.assert_close(gated_reward(table.nan_to_num(1), weights, [1, 0]), t(0, 2, 0))
+    for gates in ([], [0, 1, 2]):
+        with pytest.raises(ValueError, match="between 1 and 2 gates"):
+            gated_reward(table, weights, gates)
+
+
+# --- less a baseline ---
 
 
 def test_baselines_known_values():
-    rewards, group = t(0, 1, 5), [3, 3, 3]
     # mean 2; others' means 3, 2.5, 0.5; lengths 1 1 2: (0 + 1 + 10) / 4 = 2.75
-    torch.testing.assert_close(advantages(rewards, group, scale="none"), t(-2, -1, 3))
-    torch.testing.assert_close(advantages(rewards, group, scale="none", baseline="leave_one_out"), t(-3, -1.5, 4.5))
-    got = advantages(rewards, group, scale="none", baseline="length_weighted", lengths=torch.tensor([1, 1, 2]))
-    torch.testing.assert_close(got, t(-2.75, -1.75, 2.25))
-    torch.testing.assert_close(advantages(rewards, group, scale="none", baseline="none"), rewards)
+    rewards, lengths = t(0, 1, 5), torch.tensor([1, 1, 2])
+    torch.testing.assert_close(less(less_mean, rewards, [0] * 3), t(-2, -1, 3))
+    torch.testing.assert_close(less(less_mean_of_others, rewards, [0] * 3), t(-3, -1.5, 4.5))
+    torch.testing.assert_close(less(less_length_weighted_mean, rewards, [0] * 3, lengths), t(-2.75, -1.75, 2.25))
+
+
+def test_baselines_leave_out_what_is_not_scored():
+    # 0 and 5 are left: mean 2.5, each other's; lengths 1 and 3: 15 / 4 = 3.75
+    rewards, lengths = t(0, NAN, 5), torch.tensor([1, 8, 3])
+    for baseline, columns, first, last in (
+        (less_mean, (), -2.5, 2.5),
+        (less_mean_of_others, (), -5.0, 5.0),
+        (less_length_weighted_mean, (lengths,), -3.75, 1.25),
+        (less_shrunken_mean, (), -5.0, 5.0),  # no other group: nothing to shrink towards
+    ):
+        torch.testing.assert_close(less(baseline, rewards, [0] * 3, *columns), t(first, NAN, last), equal_nan=True)
 
 
 def test_shrinkage_known_value():
     # Groups a = (0, 2), b = (1, 3), c = (4, 6): every variance 2, n = 2, means 1, 2, 5.
     # For a: v = 2 / 1 = 2; the other means 2, 5 have variance 4.5, noise 2 / 2 = 1, tau2 = 3.5; q = 2 / 5.5 = 4/11;
     # the others' mean is 3.5. Rollout 0: b = 7/11 * 2 + 4/11 * 3.5 = 28/11, A = -28/11. Rollout 2: b = 14/11, A = 8/11.
-    got = advantages(t(0, 2, 1, 3, 4, 6), [0, 0, 1, 1, 2, 2], baseline="shrinkage", scale="none")
+    got = less(less_shrunken_mean, t(0, 2, 1, 3, 4, 6), PAIRS)
     torch.testing.assert_close(got[:2], t(-28 / 11, 8 / 11))
 
 
@@ -73,157 +152,60 @@ def test_shrinkage_against_loop(groups):
         group = torch.arange(groups).repeat_interleave(4)
         rewards = centre[group] + torch.randn(4 * groups, generator=g, dtype=torch.float64)
         rewards[0], rewards[-4:] = NAN, rewards[-1]
-        got = advantages(rewards, group, baseline="shrinkage", scale="none")
-        torch.testing.assert_close(got, slow_shrinkage(rewards.tolist(), group.tolist()))
+        got = less(less_shrunken_mean, rewards, group)
+        torch.testing.assert_close(got.nan_to_num(0.0), slow_shrinkage(rewards.tolist(), group.tolist()))
 
 
 def test_shrinkage_baseline_does_not_see_its_own_reward():
     rewards, group = t(0, 2, 5, 1, 3, 3, 4, 6, 9), [0, 0, 0, 1, 1, 1, 2, 2, 2]
     moved = rewards.clone()
     moved[1] = 40
-    kwargs = {"baseline": "shrinkage", "scale": "none"}
-    before, after = advantages(rewards, group, **kwargs), advantages(moved, group, **kwargs)
+    before, after = less(less_shrunken_mean, rewards, group), less(less_shrunken_mean, moved, group)
     torch.testing.assert_close(rewards[1] - before[1], moved[1] - after[1])
 
 
-def test_scales_against_statistics():
-    rewards, group = [0.0, 2.0, 1.0, 4.0, 2.5, 0.5], [0, 0, 1, 1, 2, 2]
-    buckets = [9, 9, 9, 9, 4, 4]
-    mean = [1.0, 1.0, 2.5, 2.5, 1.5, 1.5]
-    whole, shared, last = (statistics.stdev(x) for x in (rewards, rewards[:4], rewards[4:]))
-    eps = 0.1
-    got = advantages(t(*rewards), group, scale="batch_std", eps=eps)
-    torch.testing.assert_close(got, t(*[(r - m) / (whole + eps) for r, m in zip(rewards, mean, strict=True)]))
-    got = advantages(t(*rewards), group, scale="bucket_std", buckets=torch.tensor(buckets), eps=eps)
-    std = [shared] * 4 + [last] * 2
-    torch.testing.assert_close(got, t(*[(r - m) / (s + eps) for r, m, s in zip(rewards, mean, std, strict=True)]))
+# --- over a scale ---
 
 
-def test_gdpo_known_value_and_resolution():
-    # One group, component columns (0 0 1 1) and (0 1 0 1) with weights 1, 2: each normalises to -+c with the same c
-    # (mean 1/2, deviations 1/2, std sqrt(1/3)); S = c (-3, 1, -1, 3), whose mean is 0 and unbiased std c sqrt(20 / 3).
-    table = t(0, 0, 0, 1, 1, 0, 1, 1).view(4, 2)
-    got = advantages(table, [5] * 4, components="normalise_each", weights=[1, 2], eps=0.0)
-    torch.testing.assert_close(got, t(-3, 1, -1, 3) / math.sqrt(20 / 3))
-    # The scale of a component does not matter here, but it does for a sum.
-    scaled = table * t(1, 100)
-    torch.testing.assert_close(advantages(scaled, [5] * 4, components="normalise_each", weights=[1, 2], eps=0.0), got)
-    a, b = (advantages(x, [5] * 4, weights=[1, 2]) for x in (table, scaled))
-    assert (a - b).abs().max() > 0.1
+def test_differences_over_the_std_of_their_unit():
+    # Units 0 2 1 4 and 2.5 0.5: stds by the standard library; the third one's values are equal
+    rewards, units = [0.0, 2.0, 1.0, 4.0, 2.5, 0.5, 3.0, 3.0], torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
+    differences, eps = [-1.0, 1.0, 7.0, 0.0, 2.0, -2.0, 5.0, 6.0], 0.1
+    first, second = statistics.stdev(rewards[:4]) + eps, statistics.stdev(rewards[4:6]) + eps
+    found = over_std(t(*differences), t(*rewards), units, 3, eps=eps)
+    torch.testing.assert_close(found, t(-1 / first, 1 / first, 7 / first, 0, 2 / second, -2 / second, 0, 0))
 
 
-def test_gdpo_against_loop():
-    g = torch.Generator().manual_seed(0)
-    table, group = torch.randn(12, 3, generator=g, dtype=torch.float64), [0, 1, 2] * 4
-    group_rows = [[i for i in range(12) if group[i] == j] for j in range(3)]
-    w, eps, mixed = [1.0, -0.5, 2.0], 1e-3, [0.0] * 12
-    for k in range(3):
-        for rows in group_rows:
-            column = [table[i, k].item() for i in rows]
-            for i in rows:
-                mixed[i] += w[k] * (table[i, k].item() - statistics.mean(column)) / (statistics.stdev(column) + eps)
-    want = [(x - statistics.mean(mixed)) / (statistics.stdev(mixed) + eps) for x in mixed]
-    got = advantages(table, group, components="normalise_each", weights=w, eps=eps)
-    torch.testing.assert_close(got, t(*want))
+def test_whitened():
+    # 1, 3, 5 around 3 with a std of 2
+    torch.testing.assert_close(whitened(t(1, NAN, 3, 5), eps=0.0), t(-1, NAN, 0, 1), equal_nan=True)
+    torch.testing.assert_close(whitened(t(1, 3, 5), eps=2.0), t(-0.5, 0, 0.5))
+    assert whitened(t(0.1, 0.1, 0.1)).tolist() == [0, 0, 0]
 
 
-def test_gated():
-    # gate, accuracy, style with weights (ignored), 1, 2: 0, 1 * (1 + 2), 0.5 * (0 + 4); a closed gate needs no score
-    table = t(0, NAN, 3, 1, 1, 1, 0.5, 0, 2).view(3, 3)
-    got = advantages(table, [0] * 3, components="gated", weights=[9, 1, 2], baseline="none", scale="none")
-    torch.testing.assert_close(got, t(0, 3, 2))
-    # two gates: 0, 1 * 1 * 2, 0
-    got = advantages(table.nan_to_num(1), [0] * 3, components="gated", weights=[9, 1, 2], gates=2, **RAW)
-    torch.testing.assert_close(got, t(0, 2, 0))
-    with pytest.raises(ValueError, match="gates"):
-        advantages(table, [0] * 3, components="gated", gates=3)
+# --- what is told of them ---
 
 
-RAW = {"baseline": "none", "scale": "none"}
-
-
-def test_nan_left_out():
-    got, stats = group_advantages(t(0, NAN, 2, 7, NAN, 7), torch.tensor([0, 0, 0, 1, 1, 1]), eps=0.0)
-    half = 1 / math.sqrt(2)  # 0 and 2: mean 1, std sqrt(2)
-    torch.testing.assert_close(got, t(-half, 0, half, 0, 0, 0))
-    assert stats["reward_nan_rate"] == pytest.approx(2 / 6)
-    assert stats["zero_variance_groups"] == 0.5
-    assert stats["groups"] == 2
-    assert stats["reward_mean"] == 4
-    # weight 0 means the component is not looked at
-    table = t(0, NAN, 2, NAN, 4, 1).view(3, 2)
-    torch.testing.assert_close(advantages(table, [0] * 3, weights=[1, 0], scale="none"), t(-2, 0, 2))
-    torch.testing.assert_close(advantages(table, [0] * 3, components="normalise_each", weights=[1, 1]), t(0, 0, 0))
-
-
-def options(baseline, scale, rollouts):
-    return {
-        "baseline": baseline,
-        "scale": scale,
-        "lengths": torch.arange(rollouts) % 5 + 1 if baseline == "length_weighted" else None,
-        "buckets": torch.arange(rollouts) // 4 % 2 if scale == "bucket_std" else None,
+def test_statistics_of_rewards():
+    # 0 and 2 with a std of sqrt(2), 7 and 7, 5 alone; all five around 4.2: squares 17.64 + 4.84 + 7.84 x 2 + 0.64
+    rewards, index = t(0, NAN, 2, 7, NAN, 7, 5), torch.tensor([0, 0, 0, 1, 1, 1, 2])
+    stats = reward_statistics(rewards, index == 0, index, 3)
+    expected = {
+        "groups": 3,
+        "zero_variance_groups": 1 / 3,
+        "small_groups": 1 / 3,
+        "reward_nan_rate": 2 / 7,
+        "reward_mean": 4.2,
+        "reward_std": math.sqrt(38.8 / 4),
+        "reward_std_within": math.sqrt(2) / 2,
     }
+    assert {name: float(value) for name, value in stats.items()} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("components", COMPONENTS)
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("baseline", [b for b in BASELINES if b != "none"])
-def test_equal_rewards_give_exactly_zero(baseline, scale, components):
-    # 0.1 seven times: the fp32 mean rounds away from 0.1; the other groups differ so that every scale is positive
-    rewards = torch.tensor([0.1] * 7 + [0.3, 0.9, 0.2, 0.7, 1.3, 0.4])
-    group = torch.tensor([4] * 7 + [1, 1, 1, 2, 2, 2])
-    table = torch.stack([rewards, rewards], 1)
-    got = advantages(table, group, components=components, **options(baseline, scale, 13))
-    assert got[:7].tolist() == [0.0] * 7
-    assert (got[7:] != 0).any()
-    assert got.isfinite().all()
-    flat = torch.full_like(table, 0.1)
-    assert advantages(flat, group, components=components, **options(baseline, scale, 13)).tolist() == [0.0] * 13
-
-
-@pytest.mark.parametrize("components", COMPONENTS)
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("baseline", BASELINES)
-def test_permutation(baseline, scale, components):
-    g = torch.Generator().manual_seed(1)
-    table, order = torch.randn(9, 2, generator=g, dtype=torch.float64), torch.randperm(9, generator=g)
-    table[2, 1] = NAN
-    group = torch.tensor([5, -3, 5, 2**40, -3, 5, 2**40, -3, 2**40])
-    chosen = options(baseline, scale, 9)
-    straight = advantages(table, group, components=components, **chosen)
-    moved = {k: v[order] if isinstance(v, torch.Tensor) else v for k, v in chosen.items()}
-    torch.testing.assert_close(advantages(table[order], group[order], components=components, **moved), straight[order])
-    assert straight[2] == 0 and straight.isfinite().all() and straight.abs().sum() > 1
-
-
-def test_group_of_one():
-    with pytest.warns(UserWarning, match="group of one"):
-        got, stats = group_advantages(t(5, 1, 3), torch.tensor([0, 1, 1]), scale="none")
-    torch.testing.assert_close(got, t(0, -1, 1))
-    assert stats["small_groups"] == 0.5
-
-
-def test_integer_and_half_rewards_become_fp32():
-    for dtype in (torch.int64, torch.bool, torch.bfloat16):
-        assert advantages(torch.tensor([0, 1, 1], dtype=dtype), [0, 0, 0]).dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"baseline": "median"}, "leave_one_out"),
-        ({"scale": "mad"}, "batch_std"),
-        ({"components": "max"}, "gated"),
-        ({"baseline": "length_weighted"}, "lengths"),
-        ({"scale": "bucket_std"}, "buckets"),
-        ({"weights": [1, 2]}, "weights"),
-    ],
-)
-def test_bad_options(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        advantages(t(0, 1), [0, 0], **wrong)
-    with pytest.raises(ValueError, match="group"):
-        advantages(t(0, 1), [0, 0, 0])
+@pytest.mark.parametrize(("rewards", "lone"), [([1.0, 2, 3], True), ([1, 2, NAN], False), ([NAN, 2, 3], True)])
+def test_a_group_of_one_counts_where_it_is_scored(rewards, lone):
+    assert bool(lone_groups(t(*rewards), torch.tensor([0, 0, 1]))) is lone
+    assert not lone_groups(t(*rewards), torch.tensor([0, 0, 0]))
 
 
 # ---------------------------------------------------------------------------------------------------------------- GAE

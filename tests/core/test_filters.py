@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from mmrl.core.advantages import group_advantages
-from mmrl.core.filters import groups_within, informative_groups, varied_groups, whole_groups
+from mmrl.core.filters import groups_within, varied_components, varied_groups, whole_groups
 
 NAN = math.nan
 
@@ -65,33 +64,16 @@ PAIRS = torch.arange(4).repeat_interleave(2)
 
 
 @pytest.mark.parametrize(
-    ("weights", "options", "expected"),
+    ("weights", "expected"),
     [
-        ([1.0, 1.0], {}, {0, 2}),
-        ([1.0, 2.0], {}, {0, 1, 2}),
-        ([1.0, 0.0], {}, {0, 1, 3}),  # a component of weight 0 is not looked at
-        ([0.0, 1.0], {}, {1, 2}),
-        ([1.0, 2.0], {"components": "normalise_each"}, {0, 1, 2}),
-        ([1.0, 0.0], {"components": "normalise_each"}, {0, 1, 3}),
-        ([1.0, 1.0], {"components": "gated"}, {0, 2}),  # 1: 0 x 1 and 1 x 0; 3: a closed gate is 0, whatever is behind
+        ([1.0, 1.0], {0, 1, 2}),  # what cancels in the sum still varies
+        ([1.0, 0.0], {0, 1, 3}),  # a component of weight 0 is not looked at
+        ([0.0, 1.0], {1, 2}),
+        ([0.0, 0.0], set()),
     ],
 )
-def test_groups_are_informative_by_the_reward_that_advantages_are_made_of(weights, options, expected):
-    weights = torch.tensor(weights)
-    keep = informative_groups(TABLE, PAIRS, weights, **options)
-    assert groups(keep, PAIRS) == expected
-    advantages, _ = group_advantages(TABLE, PAIRS, weights=weights, **options)
-    assert groups(advantages.reshape(4, 2).ne(0).any(1).repeat_interleave(2), PAIRS) == expected
-
-
-def test_components_that_cancel_in_the_sum_are_still_informative_each():
-    assert groups(informative_groups(TABLE, PAIRS, torch.ones(2)), PAIRS) == {0, 2}
-    assert groups(informative_groups(TABLE, PAIRS, torch.ones(2), components="normalise_each"), PAIRS) == {0, 1, 2}
-
-
-def test_unknown_components_are_refused():
-    with pytest.raises(ValueError, match="components must be one of sum, normalise_each, gated; got 'mean'"):
-        informative_groups(TABLE, PAIRS, torch.ones(2), components="mean")
+def test_groups_in_which_a_component_varies(weights, expected):
+    assert groups(varied_components(TABLE, PAIRS, torch.tensor(weights)), PAIRS) == expected
 
 
 @pytest.mark.parametrize(("least", "shown"), [(1, [0, 1, 5]), (3, [0, 1, 5]), (4, [0, 1, 5, 2, 3, 4]), (99, None)])

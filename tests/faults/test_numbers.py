@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmrl.algorithms.scales.components import Components
 from mmrl.collection.collector import Collector
 from mmrl.config import load
-from mmrl.core import filters
 from mmrl.protocols.batch import Batch
 from mmrl.rollouts import Rollouts, Sample
 from mmrl.training.metrics import Metrics
@@ -99,11 +99,11 @@ def test_a_filter_that_looks_at_another_reward(monkeypatch):
     group, advantages = kept()
     check_kept(group, advantages)
     assert group.tolist() == [1, 1]
-    usual = filters.informative_groups
+    usual = Components.varied
 
-    def of_the_first(rewards, group, weights, **options):
-        return usual(rewards[:, :1], group, weights[:1], **options)
+    def of_the_first(self, rewards, group, weights, names):
+        return usual(self, rewards[:, :1], group, weights[:1], names[:1])
 
-    monkeypatch.setattr(filters, "informative_groups", of_the_first)
+    monkeypatch.setattr(Components, "varied", of_the_first)
     with pytest.raises(AssertionError, match=r"kept groups \[0\], whose advantages are 0"):
         check_kept(*kept())

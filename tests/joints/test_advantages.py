@@ -39,8 +39,8 @@ def test_baseline(given, baseline, expected):
 
 
 def test_baseline_shrinkage(given):
-    """By its definition, one rollout at a time, in Python's floats."""
-    groups = [[1.0, 2.0, 6.0], [0.0, 4.0], [3.0, 3.5, 5.0]]
+    """By its definition, one rollout at a time; q is 0.03, 0.07 and, where the others are alike, 1."""
+    groups = [[1.0, 2.0, 6.0], [0.0, 4.0], [13.0, 13.5, 15.0]]
     expected = []
     for g, own in enumerate(groups):
         others = [other for h, other in enumerate(groups) if h != g]

@@ -1,4 +1,4 @@
-"""Baselines and scales beside those of `core.advantages`, from their keys to the advantages."""
+"""Baselines and scales beside the most common ones, from their keys to the advantages."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Components beside those of `core.advantages`, from their keys to the advantages."""
+"""Components beside the most common ones, from their keys to the advantages."""
 
 import pytest
 

@@ -48,31 +48,29 @@ def test_pairwise(given):
     # Differences over 2: -1, -2 for the first; 1, -1; 2, 1.
     one, two = math.tanh(1), math.tanh(2)
     expected = [-(one + two) / 2, 0, (one + two) / 2]
-    close(advantages(given, [1.0, 3.0, 5.0], "{type: pairwise, temperature: 2}", *BARE), expected)
+    close(advantages(given, [1.0, 3.0, 5.0], "{type: rank, score: {type: pairwise, temperature: 2}}", *BARE), expected)
+
+
+NORMAL = "{type: rank, score: inverse_normal}"
 
 
 def test_inverse_normal(given):
     # Places 0, 1, 2 of 3: quantiles at 1/6, 1/2, 5/6; the 5/6 quantile is 0.967422.
-    close(advantages(given, [5.0, -1.0, 700.0], "inverse_normal", *BARE), [0, -0.967422, 0.967422])
+    close(advantages(given, [5.0, -1.0, 700.0], NORMAL, *BARE), [0, -0.967422, 0.967422])
 
 
 def test_equal_rewards_share_their_quantile(given):
     # Places 0.5, 0.5, 2: quantiles at 1/3 and 5/6.
-    close(advantages(given, [1.0, 1.0, 2.0], "inverse_normal", *BARE), [-0.430727, -0.430727, 0.967422])
+    close(advantages(given, [1.0, 1.0, 2.0], NORMAL, *BARE), [-0.430727, -0.430727, 0.967422])
 
 
-def test_inverse_normal_by_task(given):
+def test_ranks_by_task(given):
     # Two groups of one task are ranked together: 0 1 2 3 of four; the quantiles at 1/8, 3/8, 5/8, 7/8.
-    found = advantages(
-        given,
-        [0.1, 0.4, 0.2, 0.9],
-        "{type: inverse_normal, by: kind}",
-        *BARE,
-        group=[0, 0, 1, 1],
-        size=2,
-        metadata=[{"kind": "count"}] * 4,
-    )
+    columns = {"group": [0, 0, 1, 1], "size": 2, "metadata": [{"kind": "count"}] * 4}
+    found = advantages(given, [0.1, 0.4, 0.2, 0.9], NORMAL.replace("}", ", by: kind}"), *BARE, **columns)
     close(found, [-1.150349, 0.318639, -0.318639, 1.150349])
+    found = advantages(given, [0.1, 0.4, 0.2, 0.9], "{type: rank, score: win_rate, by: kind}", *BARE, **columns)
+    close(found, [0, 2 / 3, 1 / 3, 1])
 
 
 def test_best_only(given):

@@ -5,11 +5,15 @@ import math
 import pytest
 import torch
 
+from mmrl.algorithms.grpo import GRPO
 from mmrl.core.advantages import group_advantages
 from mmrl.errors import UserError
+from mmrl.protocols.batch import Batch
 from mmrl.rewards import REWARDS, BatchReward, RewardSet, RewardSpec, build
 from mmrl.rewards.compose import build_reward
 from mmrl.rollouts import Prompt, Sample
+from mmrl.settings import make
+from tests.joints.parts import Table
 
 HERE = __name__
 
@@ -179,6 +183,7 @@ def test_two_scales_keep_their_columns_and_gdpo_weighs_them_alike():
     summed, _ = group_advantages(scores, group, weights=weights)
     # z of 1, 2, 3, 4 is (-1.5, -0.5, 0.5, 1.5) / 1.29099: the sum is the large one's alone
     torch.testing.assert_close(summed, torch.tensor([-1.5, -0.5, 0.5, 1.5]) / 1.29099, atol=1e-4, rtol=0)
-    each, _ = group_advantages(scores, group, components="normalise_each", weights=weights)
+    batch = Batch(Table([[-1.0]] * 4, rewards=scores.tolist()).rollouts(), rewards.names, rewards.weights)
+    each = make(GRPO, {"components": "normalise_each"}).advantages(batch)
     # and z of 1, 3, 2, 4 beside it makes (-3, 0, 0, 3) / 1.29099, whose standard deviation is 6^0.5 / 1.29099
     torch.testing.assert_close(each, torch.tensor([-3.0, 0.0, 0.0, 3.0]) / 6**0.5, atol=1e-3, rtol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,6 +12,7 @@ from mmrl.settings import Choice
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mmrl.core.advantages import Moments
     from mmrl.protocols.batch import Batch
     from mmrl.protocols.job import JobConfig
 
@@ -18,10 +20,12 @@ Total = Callable[["Tensor"], "Tensor"]  # [rollout, component] -> [rollout], as 
 
 
 class Baseline(Choice):
-    """What a reward is compared with.
+    """What a reward is compared with: a value that is known of a rollout beforehand (`of`), or statistics of its group
+    (`centre`). A class of one's own gives one of these; what it leaves as it is here changes nothing.
 
-    compares: whether it is made of the other rollouts of the group, so that a group of one has none. known: whether
-    `core.advantages` knows it by its type; the others give `of`. single: whether it is of one combined reward alone.
+    compares: whether it is made of the other rollouts of the group, so that a group of one has none. within_group:
+    whether equal rewards of a group leave exactly nothing, which then stays 0 whatever is normalised afterwards.
+    single: whether it is of one combined reward alone.
     """
 
     title: ClassVar[str] = "baseline"
@@ -38,7 +42,7 @@ class Baseline(Choice):
     }
     test: ClassVar[str] = "tests/joints/test_advantages.py"
     compares: ClassVar[bool] = True
-    known: ClassVar[bool] = False
+    within_group: ClassVar[bool] = False
     single: ClassVar[bool] = False
 
     @property
@@ -49,47 +53,81 @@ class Baseline(Choice):
         """Raises ValueError in one line for settings that do not go with it."""
 
     def of(self, rewards: Tensor, batch: Batch, total: Total) -> Tensor:
-        """[rollout of all ranks], for the combined reward [rollout of all ranks], NaN where it is unknown."""
-        raise NotImplementedError(f"algorithm.baseline={self.type} gives no values of its own")
+        """[rollout of all ranks] what is subtracted from the rewards [rollout of all ranks], NaN where one is unknown;
+        here 0. The scale then divides by a deviation of what is left."""
+        import torch
+
+        return torch.zeros_like(rewards)
+
+    def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
+        """[rollout of all ranks] the rewards, from which `of` is subtracted already, less a statistic of their groups:
+        here as they are. index: [rollout] the group's number, from 0; within: moments of the groups. NaN stays NaN. The
+        scale then divides by a deviation of the rewards."""
+        return rewards
 
 
-class Known(Baseline):
-    known: ClassVar[bool] = True
+class GroupStatistic(Baseline):
+    """A statistic of the group alone."""
+
+    within_group: ClassVar[bool] = True
+
+    @abstractmethod
+    def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor: ...
 
 
-class Mean(Known):
+class Mean(GroupStatistic):
     """The mean of the group."""
 
     equation: ClassVar[str] = "A = r - mean_j r_j"
     source: ClassVar[str] = "GRPO, arXiv 2402.03300"
     type: str = "mean"
 
+    def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
+        from mmrl.core.advantages import less_mean
 
-class LeaveOneOut(Known):
+        return less_mean(rewards, index, within)
+
+
+class LeaveOneOut(GroupStatistic):
     """The mean of the others of the group."""
 
     equation: ClassVar[str] = "A = r - mean_{j != i} r_j"
     source: ClassVar[str] = "RLOO, arXiv 2402.14740"
     type: str = "leave_one_out"
 
+    def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
+        from mmrl.core.advantages import less_mean_of_others
 
-class LengthWeighted(Known):
+        return less_mean_of_others(rewards, index, within)
+
+
+class LengthWeighted(GroupStatistic):
     """The mean of the group, in which a rollout counts as much as it has decisions."""
 
     equation: ClassVar[str] = "A = r - sum_j l_j r_j / sum_j l_j"
     source: ClassVar[str] = "OPO, arXiv 2505.23585"
     type: str = "length_weighted"
 
+    def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
+        from mmrl.core.advantages import less_length_weighted_mean
 
-class Shrinkage(Known):
+        return less_length_weighted_mean(rewards, index, within, batch.fact("length"))
+
+
+class Shrinkage(GroupStatistic):
     """The mean of the others of the group, shrunk towards the mean of the other groups."""
 
     equation: ClassVar[str] = "A = r - (1 - q) mean_{j != i} r_j - q mean of the other groups, q = v / (v + tau^2)"
     source: ClassVar[str] = "the idea of arXiv 2511.03710, with plug-in estimates of v and tau^2"
     type: str = "shrinkage"
 
+    def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
+        from mmrl.core.advantages import less_shrunken_mean
 
-class NoBaseline(Known):
+        return less_shrunken_mean(rewards, index, within)
+
+
+class NoBaseline(Baseline):
     """Nothing: the reward itself is the advantage."""
 
     equation: ClassVar[str] = "A = r"

@@ -23,8 +23,6 @@ class Transform(Choice):
     title: ClassVar[str] = "transform of rewards"
     kinds: ClassVar[dict[str, str]] = {
         "rank": "mmrl.algorithms.reward_transforms.ranking:Rank",
-        "pairwise": "mmrl.algorithms.reward_transforms.ranking:Pairwise",
-        "inverse_normal": "mmrl.algorithms.reward_transforms.ranking:InverseNormal",
         "best_only": "mmrl.algorithms.reward_transforms.best_of:BestOnly",
         "pass_at_k": "mmrl.algorithms.reward_transforms.best_of:PassAtK",
         "pass_at_k_analytic": "mmrl.algorithms.reward_transforms.best_of:PassAtKAnalytic",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.settings import Choice, option
@@ -10,12 +9,13 @@ from mmrl.settings import Choice, option
 if TYPE_CHECKING:
     from torch import Tensor
 
-Estimate = Callable[["Tensor"], "Tensor"]  # [rollout] of rewards -> [rollout] of advantages
+    from mmrl.algorithms.estimator import Estimator
 
 
 class Components(Choice):
-    """How several rewards become one advantage. known: the name that `core.advantages` has for it; a kind that it does
-    not know gives `combine`."""
+    """How several rewards become one advantage: as one reward (`total`), or by advantages of each (`combine`). A class
+    of one's own gives one of these. rewards: [rollout, component], NaN where one is unknown; weights: [component], in
+    the order of `names`."""
 
     title: ClassVar[str] = "components"
     kinds: ClassVar[dict[str, str]] = {
@@ -25,8 +25,7 @@ class Components(Choice):
         "constrained": "mmrl.algorithms.scales.constrained:Constrained",
         "projected": "mmrl.algorithms.scales.projected:Projected",
     }
-    test: ClassVar[str] = "tests/core/test_advantages.py"
-    known: ClassVar[str] = "sum"
+    test: ClassVar[str] = "tests/joints/test_advantages.py"
 
     def check_names(self, names: list[str]) -> None:
         """Raises ValueError for a name that is no reward of the task."""
@@ -37,9 +36,15 @@ class Components(Choice):
 
         return combined_reward(rewards, weights)
 
-    def combine(self, estimate: Estimate, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor | None:
-        """[rollout] advantages of all ranks, from those that `estimate` makes of one reward; None: of `total`."""
-        return None
+    def varied(self, rewards: Tensor, group: Tensor, weights: Tensor, names: list[str]) -> Tensor:
+        """[rollout] bool: whether what the rewards make differs within the rollout's group [rollout]."""
+        from mmrl.core.filters import varied_groups
+
+        return varied_groups(self.total(rewards, weights, names), group)
+
+    def combine(self, estimate: Estimator, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
+        """[rollout] advantages of all ranks, from those that `estimate` makes of one reward: here of `total`."""
+        return estimate(self.total(rewards, weights, names))
 
 
 class SumOfComponents(Components):
@@ -55,8 +60,27 @@ class NormaliseEach(Components):
 
     equation: ClassVar[str] = "S = sum_k w_k A_k; A = (S - mean S) / (std S + 1e-6), over the batch"
     source: ClassVar[str] = "GDPO, arXiv 2601.05242"
-    known: ClassVar[str] = "normalise_each"
     type: str = "normalise_each"
+
+    def varied(self, rewards: Tensor, group: Tensor, weights: Tensor, names: list[str]) -> Tensor:
+        from mmrl.core.filters import varied_components
+
+        return varied_components(rewards, group, weights)
+
+    def combine(self, estimate: Estimator, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
+        import torch
+
+        from mmrl.core.advantages import combined_reward, whitened
+
+        changed = torch.stack([estimate.transform(column) for column in rewards.T], 1)
+        scored = ~combined_reward(changed, weights).isnan()
+        together, silent = torch.zeros_like(changed[:, 0]), torch.ones_like(scored)
+        for k in weights.nonzero().flatten().tolist():
+            column = changed[:, k].where(scored, torch.nan)
+            together = together + weights[k] * estimate.compare(column)
+            silent = silent & estimate.silent(column)
+        # Subtracting the batch mean must not move the groups without signal.
+        return whitened(together.where(scored, torch.nan)).where(scored & ~silent, 0)
 
 
 class Gated(Components):
@@ -64,7 +88,6 @@ class Gated(Components):
 
     equation: ClassVar[str] = "r = prod_{k in gates} r_k x sum_{other k} w_k r_k"
     source: ClassVar[str] = "G-RA's gated aggregation"
-    known: ClassVar[str] = "gated"
     type: str = "gated"
     gates: list[str] = option(description="names of the rewards that are gates", min_length=1)
 
@@ -76,6 +99,4 @@ class Gated(Components):
     def total(self, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
         from mmrl.core.advantages import gated_reward
 
-        gates = [names.index(name) for name in self.gates]
-        order = [*gates, *(k for k in range(len(names)) if k not in gates)]
-        return gated_reward(rewards[:, order], weights[order].to(rewards), len(gates))
+        return gated_reward(rewards, weights, [names.index(name) for name in self.gates])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.algorithms.scales.components import Components, Estimate
+from mmrl.algorithms.scales.components import Components
 from mmrl.schedules.schedule import Schedule
 from mmrl.settings import option
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from mmrl.algorithms.estimator import Estimator
 
 
 class Constrained(Components):
@@ -28,7 +30,7 @@ class Constrained(Components):
             if name not in names:
                 raise ValueError(f"algorithm.components.prices.{name}: the task's rewards are {', '.join(names)}")
 
-    def combine(self, estimate: Estimate, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor | None:
+    def combine(self, estimate: Estimator, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
         prices = {name: price.value for name, price in self.prices.items()}
         found = estimate(self.total(rewards, weights, names))
         for name, price in prices.items():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.algorithms.scales.components import Components, Estimate
+from mmrl.algorithms.scales.components import Components
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import option
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from mmrl.algorithms.estimator import Estimator
 
 
 class Projected(Components):
@@ -27,7 +29,7 @@ class Projected(Components):
         if self.auxiliary not in names:
             raise ValueError(f"algorithm.components.auxiliary={self.auxiliary}: the rewards are {', '.join(names)}")
 
-    def combine(self, estimate: Estimate, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor | None:
+    def combine(self, estimate: Estimator, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
         main = estimate(self.total(rewards, weights, names))
         other = estimate(rewards[:, names.index(self.auxiliary)])
         along = (other * main).sum() / main.square().sum().clamp(min=1e-12)

@@ -26,7 +26,6 @@ class QuantileBucketStd(Scale):
     )
     source: ClassVar[str] = "difficulty-aware group normalisation, Durian, arXiv 2602.21743"
     test: ClassVar[str] = "tests/joints/test_baselines.py"
-    known: ClassVar[str] = "bucket_std"
     type: str = "quantile_bucket_std"
     by: str = option("accuracy", "the fact of `mmrl.protocols.batch`; logp is the policy's confidence")
     count: int = option(4, "buckets", ge=1)
@@ -35,7 +34,7 @@ class QuantileBucketStd(Scale):
     def needs(self) -> Needs:
         return Needs(statistics=frozenset({self.by} & STATISTICS))
 
-    def buckets(self, batch: Batch) -> Tensor | None:
+    def buckets(self, batch: Batch) -> Tensor:
         import torch
 
         group, fact = batch.fact("group"), batch.fact(f"group/{self.by}")

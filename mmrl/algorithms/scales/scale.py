@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class Scale(Choice):
-    """What the difference from the baseline is divided by. known: the name that `core.advantages` has for it."""
+    """What the difference from the baseline is divided by: a standard deviation that rollouts share (`buckets` says
+    which), or something else (`divide`). A class of one's own gives one of these."""
 
     title: ClassVar[str] = "scale of advantages"
     kinds: ClassVar[dict[str, str]] = {
@@ -25,15 +26,21 @@ class Scale(Choice):
         "none": "mmrl.algorithms.scales.scale:NoScale",
     }
     test: ClassVar[str] = "tests/joints/test_advantages.py"
-    known: ClassVar[str]
 
     @property
     def needs(self) -> Needs:
         return Needs()
 
-    def buckets(self, batch: Batch) -> Tensor | None:
-        """[rollout of all ranks] whose standard deviation is shared, for scales of buckets."""
-        return None
+    def buckets(self, batch: Batch) -> Tensor:
+        """[rollout of all ranks] equal for those that share a scale: here for a group."""
+        return batch.fact("group")
+
+    def divide(self, differences: Tensor, rewards: Tensor, buckets: Tensor) -> Tensor:
+        """[rollout of all ranks] differences from the baseline over the scale of the rewards of their bucket; of one
+        whose rewards are all equal 0. buckets: [rollout] their numbers, from 0."""
+        from mmrl.core.advantages import over_std
+
+        return over_std(differences, rewards, buckets, int(buckets.max()) + 1)
 
 
 class GroupStd(Scale):
@@ -41,7 +48,6 @@ class GroupStd(Scale):
 
     equation: ClassVar[str] = "A = (r - b) / (std of the group + 1e-6)"
     source: ClassVar[str] = "GRPO, arXiv 2402.03300"
-    known: ClassVar[str] = "group_std"
     type: str = "group_std"
 
 
@@ -50,8 +56,12 @@ class BatchStd(Scale):
 
     equation: ClassVar[str] = "A = (r - b) / (std of the batch + 1e-6)"
     source: ClassVar[str] = "REINFORCE++, arXiv 2501.03262"
-    known: ClassVar[str] = "batch_std"
     type: str = "batch_std"
+
+    def buckets(self, batch: Batch) -> Tensor:
+        import torch
+
+        return torch.zeros_like(batch.fact("group"))
 
 
 class BucketStd(Scale):
@@ -59,11 +69,10 @@ class BucketStd(Scale):
 
     equation: ClassVar[str] = "A = (r - b) / (std of the bucket + 1e-6)"
     source: ClassVar[str] = "Durian, arXiv 2602.21743"
-    known: ClassVar[str] = "bucket_std"
     type: str = "bucket_std"
     by: str = option(description="the fact: a key of the prompts' metadata, or another of `mmrl.protocols.batch`")
 
-    def buckets(self, batch: Batch) -> Tensor | None:
+    def buckets(self, batch: Batch) -> Tensor:
         return batch.fact(self.by)
 
 
@@ -72,5 +81,7 @@ class NoScale(Scale):
 
     equation: ClassVar[str] = "A = r - b"
     source: ClassVar[str] = "Dr.GRPO, arXiv 2503.20783"
-    known: ClassVar[str] = "none"
     type: str = "none"
+
+    def divide(self, differences: Tensor, rewards: Tensor, buckets: Tensor) -> Tensor:
+        return differences

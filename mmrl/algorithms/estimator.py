@@ -1,0 +1,84 @@
+"""Advantages of one reward: what is composed of transforms, a baseline and a scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from mmrl.algorithms.baselines.baseline import Baseline, LeaveOneOut, Mean
+from mmrl.algorithms.scales.scale import BatchStd, NoScale, Scale
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.algorithms.baselines.baseline import Total
+    from mmrl.algorithms.reward_transforms.transform import Transform
+    from mmrl.protocols.batch import Batch
+
+# What one fused pass computes, by the names that the kernel has for it. The keys are methods, so that a class which
+# inherits from one of these and computes something else is composed.
+FUSED_BASELINES = {Mean.centre: "mean", LeaveOneOut.centre: "leave_one_out", Baseline.centre: "none"}
+FUSED_SCALES = {
+    (Scale.buckets, Scale.divide): "group_std",
+    (BatchStd.buckets, Scale.divide): "batch_std",
+    (Scale.buckets, NoScale.divide): "none",
+}
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """Makes advantages of one reward, [rollout of all ranks] -> [rollout of all ranks]; 0 where it is NaN.
+
+    total: [rollout, component] -> [rollout], as the algorithm combines rewards.
+    """
+
+    transforms: Sequence[Transform]
+    baseline: Baseline
+    scale: Scale
+    batch: Batch
+    total: Total
+
+    def __call__(self, reward: Tensor) -> Tensor:
+        return self.compare(self.transform(reward))
+
+    def transform(self, reward: Tensor) -> Tensor:
+        """The reward after all transforms, less what the baseline knows of it beforehand. NaN stays NaN."""
+        for transform in self.transforms:
+            reward = transform.change(reward, self.batch)
+        return reward - self.baseline.of(reward, self.batch, self.total)
+
+    def compare(self, reward: Tensor) -> Tensor:
+        """A transformed reward, compared within the groups and over the scale."""
+        from mmrl import kernels
+        from mmrl.core.advantages import moments
+
+        index, groups = self.groups
+        baseline = FUSED_BASELINES.get(type(self.baseline).centre)
+        scale = FUSED_SCALES.get((type(self.scale).buckets, type(self.scale).divide))
+        if baseline is not None and scale is not None:
+            return kernels.group_advantage(reward, index, groups, baseline=baseline, scale=scale).advantages
+        difference = self.baseline.centre(reward, index, moments(reward, index, groups), self.batch)
+        return self.scale.divide(difference, reward, self.buckets).where(~reward.isnan(), 0)
+
+    def silent(self, reward: Tensor) -> Tensor:
+        """[rollout] bool: whether a transformed reward can not differ from its baseline, for the whole group has it."""
+        from mmrl.core.advantages import moments
+
+        index, groups = self.groups
+        return moments(reward, index, groups).equal[index] & self.baseline.within_group
+
+    @cached_property
+    def groups(self) -> tuple[Tensor, int]:
+        """The group of each rollout, from 0, and their number."""
+        from mmrl.core.advantages import group_index
+
+        return group_index(self.batch.fact("group"))
+
+    @cached_property
+    def buckets(self) -> Tensor:
+        """The bucket of each rollout, from 0, the same for every reward."""
+        from mmrl.core.advantages import group_index
+
+        return group_index(self.scale.buckets(self.batch))[0]
