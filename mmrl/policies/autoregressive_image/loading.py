@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from transformers import (
 
 from mmrl.errors import UserError
 from mmrl.policies import codebook
-from mmrl.policies.autoregressive_image.policy import CodePolicy, CodeScorer
-from mmrl.policies.autoregressive_image.settings import CodeDrawing, CodeEvaluation, CodeLimits, CodeModel, CodeSampling
+from mmrl.policies.autoregressive_image.policy import CodePolicy
+from mmrl.policies.autoregressive_image.scorer import CodeScorer
+from mmrl.policies.autoregressive_image.settings import CodeDrawing, CodeLimits, CodeModel, CodeSampling
 from mmrl.policies.autoregressive_image.writers import CausalWriter, ImageTokenWriter, JanusWriter, freeze_readers
+from mmrl.policies.tokenizers import Tokenizer
 from mmrl.policies.vlm.loading import adapt, described, recompute_activations, whole
 from mmrl.schedules.schedule import constant
 
@@ -28,9 +30,8 @@ if TYPE_CHECKING:
 
 def load(path: str, settings: CodeModel, config: JobConfig) -> CodePolicy:
     """The policy of a job. Raises UserError without a causal language model at `path`, or a codebook beside it."""
-    limits, drawing = config.rollout, config.section("drawing")
-    assert isinstance(limits, CodeLimits) and isinstance(drawing, CodeDrawing)
-    assert isinstance(config.evaluation, CodeEvaluation)
+    limits: CodeLimits = config.rollout
+    drawing: CodeDrawing = config.section("drawing")
     tokenizer = AutoTokenizer.from_pretrained(path)
     known, writer = described(path), None
     if isinstance(known, JanusConfig):
@@ -68,7 +69,7 @@ def beside(path: str) -> ImageTokenWriter:
     return CausalWriter(codes)
 
 
-def words_of(tokenizer: Any, writer: ImageTokenWriter) -> Tensor:
+def words_of(tokenizer: Tokenizer, writer: ImageTokenWriter) -> Tensor:
     """[word] bool over the tokens below the first code: which may be written before codes. Those are words and the end
     token, not what stands for padding, for pictures or for places in a chat. Raises UserError without an end token."""
     if tokenizer.eos_token_id is None:

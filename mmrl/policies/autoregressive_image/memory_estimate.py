@@ -16,7 +16,7 @@ from mmrl.policies.autoregressive_image.settings import CodeDemonstrations, Code
 from mmrl.policies.autoregressive_image.writers import AT_ONCE, freeze_readers
 from mmrl.policies.vlm.loading import adapt, described, recompute_activations
 from mmrl.policies.vlm.memory_estimate import read
-from mmrl.policies.vlm.policy import transformers_model
+from mmrl.policies.vlm.scorer import transformers_model
 
 if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig

@@ -181,7 +181,7 @@ def blueprint(settings: DiffusionModel, config: JobConfig, path: str) -> Bluepri
 
     def sample() -> None:
         predict(at_once)
-        made.decoded(torch.empty(1 if settings.decoding != "whole" else at_once, *shape, device="meta"))
+        made.autoencoder.decoded(torch.empty(1 if settings.decoding != "whole" else at_once, *shape, device="meta"))
 
     width = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
     beside = {f"encoder {name}": count * width for name, count in encoders.items()}

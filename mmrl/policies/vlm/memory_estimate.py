@@ -14,7 +14,7 @@ from mmrl.engine.memory import Blueprint, everything_seen, on_meta
 from mmrl.generation.settings import VLLMGenerator
 from mmrl.policies.settings import LoRA
 from mmrl.policies.vlm.loading import adapt, described, part_of, recompute_activations
-from mmrl.policies.vlm.policy import transformers_model
+from mmrl.policies.vlm.scorer import transformers_model
 from mmrl.policies.vlm.settings import TokenEngine, TokenLimits, TokenSampling, VisionLanguageModel
 
 if TYPE_CHECKING:

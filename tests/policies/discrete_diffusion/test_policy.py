@@ -62,7 +62,7 @@ def test_every_class_reads_what_stands_behind_a_place_and_writes_what_it_can(kin
     policy = policy_of(tmp_path, length=4, build=BUILDERS[kind] is None)
     batch = policy.rollout([PROMPT], 6, list(range(6)))
     written = torch.stack([record.response for record in batch.inputs])
-    assert not torch.isin(written, policy.vocabulary.suppressed).any()
+    assert not torch.isin(written, policy.layout.vocabulary.suppressed).any()
     now = policy.replay(batch, policy.module)
     with torch.no_grad():
         assert torch.equal(now.logp, policy.replay(batch, policy.module).logp)
@@ -101,11 +101,11 @@ def test_padding_changes_nothing(folder):
 
 def test_what_stands_behind_the_end_does_not_count(folder):
     policy = policy_of(folder, length=4)
-    end = policy.vocabulary.end
+    end = policy.layout.vocabulary.end
     records = policy.rollout([PROMPT], 3, [1, 2, 3]).inputs
     responses = [[4, end, 5, end], [4, 5, 6, 7], [end, 4, 4, 4]]
     records = [replace(r, response=torch.tensor(x)) for r, x in zip(records, responses, strict=True)]
-    made = policy._rollouts([PROMPT] * 3, records, 3)
+    made = policy.layout.rollouts([PROMPT] * 3, records, 3, policy._forwards)
     assert made.mask.tolist() == [[True, True, False, False], [True] * 4, [True, False, False, False]]
     assert [s.response for s in made.samples] == ["0", "0123", ""]
     assert [s.response_length for s in made.samples] == [2, 4, 1]
@@ -116,8 +116,8 @@ def test_what_stands_behind_the_end_does_not_count(folder):
 def test_demonstrations_are_scored_by_the_bound_with_other_states_for_every_seed(folder):
     policy = policy_of(folder, length=4, algorithm="supervised", unmasking={"draws": 2})
     made = policy.demonstrate([PROMPT, PROMPT], [1, 2])
-    end = policy.vocabulary.end
-    assert made.inputs[0].response.tolist() == [*policy.tokenizer("31").input_ids, end, end]
+    end = policy.layout.vocabulary.end
+    assert made.inputs[0].response.tolist() == [*policy.layout.tokenizer("31").input_ids, end, end]
     assert made.mask[0].tolist() == [True, True, True, False]
     empty = [policy.states_of(record).empty for record in made.inputs]
     assert empty[0].shape == (2, 4)
@@ -134,7 +134,7 @@ def test_a_view_is_the_same_response_to_another_prompt(folder):
     batch = policy.rollout([PROMPT], 2, [1, 2])
     viewed = policy.view(batch, lambda prompt: replace(prompt, text="9+9="))
     assert torch.equal(viewed.inputs[1].response, batch.inputs[1].response)
-    assert torch.equal(viewed.inputs[1].prompt, policy.encode(Prompt("", "9+9=")))
+    assert torch.equal(viewed.inputs[1].prompt, policy.layout.encode(Prompt("", "9+9=")))
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
@@ -171,7 +171,7 @@ def test_pictures_are_written_as_codes(tmp_path):
     prompt = DigitPromptSource(size=10, seed=0)[3]
     made = policy.rollout([prompt], 2, [1, 2])
     assert made.mask.all() and made.samples[0].image.shape == (1, 8, 8)
-    assert torch.equal(policy.codebook.tokens(made.samples[1].image[None])[0], made.inputs[1].response)
+    assert torch.equal(policy.layout.codebook.tokens(made.samples[1].image[None])[0], made.inputs[1].response)
     with torch.no_grad():
         assert torch.equal(policy.replay(made, policy.module).logp, policy.replay(made, policy.module).logp)
     shown = policy_of(tmp_path, length=16, build=False, algorithm="supervised").demonstrate([prompt], [0])
