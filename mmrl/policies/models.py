@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-Scorer = Callable[..., tuple[Tensor, ...]]  # the module of a policy, or the engine around it
+# The module of a policy, or the engine around it; and a network of another library, whose answers are that one's.
+Scorer = Callable[..., tuple[Tensor, ...]]
+NetworkCall = Callable[..., Any]
 
 
 class TrainingEngine(Protocol):

@@ -20,6 +20,7 @@ from mmrl.policies.settings import LoRA
 from mmrl.policies.vlm import loading, prompts
 from mmrl.policies.vlm import policy as vlm
 from mmrl.policies.vlm import prompts as chats
+from mmrl.policies.vlm.responses import runner
 from mmrl.policies.vlm.responses.tokens import end_tokens
 from mmrl.rollouts import Prompt, Rollouts
 from tests.policies.conftest import LENGTH, PROMPTS, loaded, mixed, picture
@@ -362,7 +363,7 @@ def test_a_family_that_is_not_known_to_share_reads_prompts_for_each_row(family, 
     want = policy.rollout(PROMPTS, 4, range(12))
     shared = replay(policy, want).logp
     assert policy.runner.shares_prompts(training=True)
-    monkeypatch.setattr(vlm, "PREFIX_SHARING", set())
+    monkeypatch.setattr(runner, "PREFIX_SHARING", set())
     assert not policy.runner.shares_prompts(training=False)
     assert ids(policy.rollout(PROMPTS, 4, range(12))) == ids(want)
     got, _, passes = gradients(policy, want)

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
-    AutoTokenizer,
     JanusConfig,
     JanusForConditionalGeneration,
 )
@@ -21,7 +20,7 @@ from mmrl.policies.autoregressive_image.scorer import CodeScorer
 from mmrl.policies.autoregressive_image.settings import CodeDrawing, CodeLimits, CodeModel, CodeSampling
 from mmrl.policies.autoregressive_image.writers import CausalWriter, ImageTokenWriter, JanusWriter, freeze_readers
 from mmrl.policies.tokenizers import Tokenizer
-from mmrl.policies.vlm.loading import adapt, described, recompute_activations, whole
+from mmrl.policies.vlm.loading import adapt, described, load_tokenizer, recompute_activations, whole
 from mmrl.schedules.schedule import constant
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def load(path: str, settings: CodeModel, config: JobConfig) -> CodePolicy:
     """The policy of a job. Raises UserError without a causal language model at `path`, or a codebook beside it."""
     limits: CodeLimits = config.rollout
     drawing: CodeDrawing = config.section("drawing")
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = load_tokenizer(path)
     known, writer = described(path), None
     if isinstance(known, JanusConfig):
         model = whole(JanusForConditionalGeneration, path, settings.dtype, settings.attention)

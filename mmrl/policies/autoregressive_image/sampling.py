@@ -52,7 +52,7 @@ class CodeSampler:
             torch.Generator(self.prompts.device).manual_seed(mixed(int(seed), TEXTS) % 2**63) for seed in seeds
         ]
         ids, there = self.prompts.collate(told)
-        cache, end = DynamicCache(), self.prompts.tokenizer.eos_token_id
+        cache, end = DynamicCache(), torch.tensor(self.prompts.tokenizer.eos_token_id)
         written = torch.zeros(len(told), 0, dtype=torch.long)
         for _ in range(self.prompts.reasoning_length):
             hidden = self.module.hidden(ids, there, past_key_values=cache, use_cache=True)

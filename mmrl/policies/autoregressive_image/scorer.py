@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.kernels import token_logprob
-from mmrl.policies.autoregressive_image.writers import ImageTokenWriter, ReadingOptions
+from mmrl.policies.autoregressive_image.writers import CacheOptions, ImageTokenWriter
 
 
 class CodeScorer(nn.Module):
@@ -22,7 +22,7 @@ class CodeScorer(nn.Module):
         self.model, self.writer = model, writer
         self.register_buffer("allowed", allowed, persistent=False)
 
-    def hidden(self, ids: Tensor, there: Tensor, **options: Unpack[ReadingOptions]) -> Tensor:
+    def hidden(self, ids: Tensor, there: Tensor, **options: Unpack[CacheOptions]) -> Tensor:
         """ids: [row, token]; there: [row, token], padded in front, which may begin before `ids`."""
         place = positions(there)[:, -ids.shape[1] :]
         return self.writer.hidden(self.model, ids, there.long(), position_ids=place, **options)

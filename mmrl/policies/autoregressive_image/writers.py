@@ -26,12 +26,17 @@ AT_ONCE = 8  # pictures that are decoded together
 FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja", "chat_template.json")
 
 
-class ReadingOptions(TypedDict, total=False):
+class CacheOptions(TypedDict, total=False):
+    """What a language model is told of keys and values."""
+
+    past_key_values: Cache
+    use_cache: bool
+
+
+class ReadingOptions(CacheOptions, total=False):
     """What a language model is told besides tokens."""
 
     position_ids: Tensor
-    past_key_values: Cache
-    use_cache: bool
 
 
 class ImageTokenWriter:
@@ -177,7 +182,7 @@ class JanusWriter(ImageTokenWriter):
     def unconditional(self, negative: Tensor, told: Tensor, tokenizer: Tokenizer) -> Tensor:
         """As the model was trained: all words are padding, of as many tokens."""
         kept = (told == tokenizer.bos_token_id) | (told == self.between[0])
-        return told.where(kept, tokenizer.pad_token_id)
+        return told.where(kept, torch.tensor(tokenizer.pad_token_id))
 
     def seen(self, tokens: Tensor, tokenizer: Tokenizer) -> Tensor:
         """Places for what its vision tower says of the pixels: it reads pictures otherwise than it draws them."""

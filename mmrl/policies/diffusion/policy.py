@@ -27,7 +27,7 @@ from mmrl.policies.diffusion.settings import (
     PictureLastSteps,
     PictureMatching,
 )
-from mmrl.policies.models import Scorer, TrainingEngine
+from mmrl.policies.models import NetworkCall, TrainingEngine
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 from mmrl.runtime.files import share
 from mmrl.samplers.chain import Sampler
@@ -44,7 +44,7 @@ class Decisions(Protocol):
 
     def recorded(self, rollouts: Rollouts) -> Replay | None: ...
 
-    def replay(self, rollouts: Rollouts, model: Scorer) -> Replay: ...
+    def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay: ...
 
 
 class DiffusionPolicy:
@@ -146,7 +146,7 @@ class DiffusionPolicy:
         """What the network said of every decision when the rollouts were made; None where that was not kept."""
         return self.decisions.recorded(rollouts)
 
-    def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool = False) -> Replay:
+    def replay(self, rollouts: Rollouts, model: NetworkCall, *, reference: bool = False) -> Replay:
         """What `model` (`self.module` or the engine around it) says of every decision; one forward for all of them."""
         return self.decisions.replay(rollouts, model)
 

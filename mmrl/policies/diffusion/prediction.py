@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mmrl.policies.diffusion.conditions import PromptConditions
 from mmrl.policies.diffusion.family import ConditionInputs, Family
 from mmrl.policies.diffusion.settings import Denoising, DenoisingDemonstrations
-from mmrl.policies.models import Scorer
+from mmrl.policies.models import NetworkCall
 from mmrl.samplers.chain import Sampler
 from mmrl.samplers.guidance import guided, moved, scale_at
 
@@ -40,7 +40,7 @@ class GuidedNetwork:
 
     def predict(
         self,
-        model: Scorer,
+        model: NetworkCall,
         x: Tensor,
         sigma: Tensor,
         time: Tensor,

@@ -12,7 +12,6 @@ from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    AutoTokenizer,
 )
 
 from mmrl.errors import UserError
@@ -34,7 +33,7 @@ from mmrl.policies.discrete_diffusion.uniform import UniformPolicy
 from mmrl.policies.discrete_diffusion.uniform_settings import Noising, UniformModel
 from mmrl.policies.tokenizers import Tokenizer
 from mmrl.policies.vlm.critic import critic_of
-from mmrl.policies.vlm.loading import adapt, described, recompute_activations, whole
+from mmrl.policies.vlm.loading import adapt, described, load_tokenizer, recompute_activations, whole
 from mmrl.policies.vlm.scorer import transformers_model
 from mmrl.protocols.critic import SharedCritic
 from mmrl.schedules.schedule import constant
@@ -92,7 +91,7 @@ def read_model(
     model = adapt(model, path, freeze=(), lora=settings.lora)
     if settings.activation_checkpointing:
         recompute_activations(model)
-    tokenizer, codes = AutoTokenizer.from_pretrained(path), codebook.read(path)
+    tokenizer, codes = load_tokenizer(path), codebook.read(path)
     if text and codes is None:
         raise UserError(
             f"rollout.reasoning_length={text} writes text before the codes of a picture, and model.path={path} has no "

@@ -12,6 +12,8 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
 )
 from transformers.core_model_loading import Transpose, WeightConverter
 
@@ -19,6 +21,7 @@ from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.settings import TransformersGenerator
 from mmrl.policies.settings import LoRA
+from mmrl.policies.tokenizers import Processor, Tokenizer
 from mmrl.policies.vlm.critic import critic_of
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
 from mmrl.policies.vlm.scorer import transformers_model
@@ -91,7 +94,7 @@ class VisionLanguageSettings(Protocol):
     def processor(self) -> dict[str, Any]: ...
 
 
-def described(path: str) -> Any:
+def described(path: str) -> PreTrainedConfig:
     """The configuration of a transformers model, or of the one that an adapter at `path` belongs to. Raises
     UserError where there is none."""
     try:
@@ -113,7 +116,13 @@ def whole(made: Any, path: str, dtype: str, attention: str) -> Any:
     return model
 
 
-def load_model(path: str, settings: VisionLanguageSettings) -> tuple[nn.Module, Any]:
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer at `path`."""
+    made: Any = AutoTokenizer
+    return made.from_pretrained(path)
+
+
+def load_model(path: str, settings: VisionLanguageSettings) -> tuple[nn.Module, Processor]:
     """An image-text model and its processor, with its LoRA if `path` is one or a new one if the settings ask for one.
 
     Raises UserError if there is no model at `path` or it is not one that reads images and writes text.
@@ -165,7 +174,7 @@ def adapt(model: Any, path: str, *, freeze: Sequence[str], lora: LoRA | None) ->
     return model
 
 
-def recompute_activations(model: Any) -> None:
+def recompute_activations(model: nn.Module) -> None:
     """Layers keep only their inputs for the backward pass."""
     core: Any = transformers_model(model)
     core.gradient_checkpointing_enable({"use_reentrant": False})

@@ -157,9 +157,9 @@ def test_what_does_not_fit_is_one_line(folder, tmp_path):
     with pytest.raises(UserError, match=r"model.mask_token=<hole> is no token"):
         policy_of(folder, mask_token="<hole>", build=False)
     with pytest.raises(UserError, match="reads a single text without pictures"):
-        policy_of(folder).encode(Prompt("p", "1+1=", (Image.new("RGB", (2, 2)),)))
+        policy_of(folder).layout.encode(Prompt("p", "1+1=", (Image.new("RGB", (2, 2)),)))
     with pytest.raises(UserError, match="prompt p has 0 tokens"):
-        policy_of(folder).encode(Prompt("p", ""))
+        policy_of(folder).layout.encode(Prompt("p", ""))
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(UserError, match="is a clip model, which does not write text"):
         policy_of(tmp_path, build=False)
@@ -198,5 +198,5 @@ def test_temperatures_reach_what_is_drawn_and_what_is_replayed(folder):
             found = policy.replay(batch, policy.module).logp[:, 0].double()
         torch.testing.assert_close(found, chance.log()[token], rtol=0, atol=1e-4)
     assert {s.response for s in hot.respond([PROMPT] * 9, list(range(9)))} == {
-        hot.tokenizer.decode(logits.argmax(-1), skip_special_tokens=True)
+        hot.layout.tokenizer.decode(logits.argmax(-1), skip_special_tokens=True)
     }

@@ -103,11 +103,11 @@ def test_blocks_of_one_place_are_the_likelihood_itself(folder):
 def test_what_is_drawn_does_not_see_what_stands_behind(folder):
     """Of the first block, in a response with more of them, the model says what it says where nothing follows."""
     long = made(folder, length=6)
-    ids, there, positions = long._begun([long.encode(PROMPT)], torch.full((1, 6), long.vocabulary.mask))
-    column = torch.arange(3) + len(long.encode(PROMPT))
+    ids, there, positions = long._begun([long.layout.encode(PROMPT)], torch.full((1, 6), long.layout.vocabulary.mask))
+    column = torch.arange(3) + len(long.layout.encode(PROMPT))
     with torch.no_grad():
         first = long.module.logits(ids, there, torch.zeros(3, dtype=torch.long), column, positions).double()
-    expected = alone(long, long.encode(PROMPT), [[None] * 3])
+    expected = alone(long, long.layout.encode(PROMPT), [[None] * 3])
     torch.testing.assert_close(first.log_softmax(-1), expected, rtol=0, atol=2e-5)
     assert (long.rollout([PROMPT], 1, [5]).inputs[0].steps[:3] < 3).all()
 

@@ -174,4 +174,4 @@ def test_wrong_options_are_one_line(folder):
     with pytest.raises(UserError, match="unknown key unmasking"):
         policy_of(folder, unmasking={"steps": 3}, build=False, **UNIFORM)
     with pytest.raises(UserError, match="model.type=uniform_diffusion reads a single text"):
-        policy_of(folder, **UNIFORM).encode(Prompt("p", "1+1=", messages=("x",)))
+        policy_of(folder, **UNIFORM).layout.encode(Prompt("p", "1+1=", messages=("x",)))

@@ -16,7 +16,7 @@ from mmrl.policies.diffusion.decisions.denoiser import Denoiser
 from mmrl.policies.diffusion.decisions.records import PictureRecord, made_samples, move, predictions_of
 from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.settings import PictureChain
-from mmrl.policies.models import Scorer
+from mmrl.policies.models import NetworkCall
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 from mmrl.samplers import score
 from mmrl.samplers.chain import Chain
@@ -134,7 +134,7 @@ class ChainDecisions:
         ).known
         return Replay(**found)
 
-    def replay(self, rollouts: Rollouts, model: Scorer) -> Replay:
+    def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay:
         """What `model` says of every step; one forward for all of them."""
         denoiser, likelihood = self.denoiser, self.likelihood
         records: list[PictureRecord] = rollouts.inputs

@@ -10,7 +10,7 @@ from mmrl.policies.diffusion.decisions.denoiser import Denoiser
 from mmrl.policies.diffusion.decisions.records import PictureRecord
 from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.settings import PictureLastSteps
-from mmrl.policies.models import Scorer
+from mmrl.policies.models import NetworkCall
 from mmrl.rollouts import Prompt, Replay, Rollouts
 from mmrl.samplers.chain import Chain
 
@@ -42,7 +42,7 @@ class LastStepDecisions:
     def recorded(self, rollouts: Rollouts) -> None:
         """Nothing is said of a picture when it is made."""
 
-    def replay(self, rollouts: Rollouts, model: Scorer) -> Replay:
+    def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay:
         """Pictures [rollout, ...] that the latents before the last steps lead to under `model`. With guidance the
         unconditional half of a step has no gradient, as in every replay."""
         records: list[PictureRecord] = rollouts.inputs

@@ -14,7 +14,7 @@ from mmrl.policies.diffusion.decisions.denoiser import Denoiser
 from mmrl.policies.diffusion.decisions.records import PictureRecord
 from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.settings import PictureContrast, PictureMatching
-from mmrl.policies.models import Scorer
+from mmrl.policies.models import NetworkCall
 from mmrl.rollouts import MatchingTargets, Prompt, Replay, Rollouts
 from mmrl.samplers import score
 from mmrl.samplers.chain import Chain
@@ -69,7 +69,7 @@ class LevelDecisions:
     def recorded(self, rollouts: Rollouts) -> None:
         """Nothing is said of noise levels when rollouts are made."""
 
-    def replay(self, rollouts: Rollouts, model: Scorer) -> Replay:
+    def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay:
         """What `model` says at every noise level; one forward for all of them."""
         records: list[PictureRecord] = rollouts.inputs
         denoiser, likelihood = self.denoiser, self.likelihood

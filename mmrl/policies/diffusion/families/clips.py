@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -21,8 +21,10 @@ from mmrl.policies.diffusion.families.autoencoders import (
     LTXAutoencoder,
     WanAutoencoder,
 )
-from mmrl.policies.diffusion.families.pipeline import FlowPipeline, checked_sides, in_rows
+from mmrl.policies.diffusion.families.components import DiffusersPipeline
+from mmrl.policies.diffusion.families.pipeline import FlowPipeline, PipelineOptions, checked_sides, in_rows
 from mmrl.policies.diffusion.family import Condition, Resolution, Shape
+from mmrl.policies.models import NetworkCall
 from mmrl.samplers.sigmas import Grid, shift_towards_noise
 
 
@@ -62,7 +64,7 @@ class Clips(FlowPipeline):
         return self.module.config.in_channels, latents, height // in_space, width // in_space
 
     def predict(
-        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+        self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
         dtype = next(self.module.parameters()).dtype
         texts = in_rows(conditions, lambda distinct: self._texts(distinct, x.device, dtype))
@@ -89,7 +91,7 @@ class Wan(Clips):
     autoencoder_kind = WanAutoencoder
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 512)
 
-    def __init__(self, pipe: Any, base: str, **options: Any) -> None:
+    def __init__(self, pipe: DiffusersPipeline, base: str, **options: Unpack[PipelineOptions]) -> None:
         super().__init__(pipe, base, **options)
         if pipe.components.get("transformer_2") is not None:
             raise UserError(
@@ -145,7 +147,7 @@ class LTXVideo(Clips):
     autoencoder_kind = LTXAutoencoder
     FRAME_RATE = 25
 
-    def __init__(self, pipe: Any, base: str, **options: Any) -> None:
+    def __init__(self, pipe: DiffusersPipeline, base: str, **options: Unpack[PipelineOptions]) -> None:
         super().__init__(pipe, base, **options)
         config = pipe.transformer.config
         if pipe.vae.config.timestep_conditioning or (config.patch_size, config.patch_size_t) != (1, 1):
@@ -179,7 +181,7 @@ class LTXVideo(Clips):
         return {"encoder_hidden_states": tokens, "encoder_attention_mask": mask}
 
     def predict(
-        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+        self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
         frames, height, width = x.shape[2:]
         sizes = {"f": frames, "h": height, "w": width}

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +17,16 @@ KEPT_INSTRUCTIONS = 64  # embeddings of instructions that are kept for other pic
 BASE_FILE = "mmrl_base.json"  # beside saved LoRA weights: the pipeline that they belong to
 
 
+class DiffusersPipeline(Protocol):
+    """Any pipeline of diffusers; which components and options it has depends on its class."""
+
+    def __getattr__(self, name: str, /) -> Any: ...
+
+
 class PipelineParts:
     """A pipeline's components. All but the one that is trained wait on the CPU and visit its device."""
 
-    def __init__(self, pipe: Any, trained: str) -> None:
+    def __init__(self, pipe: DiffusersPipeline, trained: str) -> None:
         self.pipe, self.trained = pipe, trained
         self.module: Any = pipe.components[trained]
         self._visitors: set[str] = set()  # components that are on the device for a while

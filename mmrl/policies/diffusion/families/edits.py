@@ -12,6 +12,7 @@ import torch
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as qwen_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as qwen_edit_plus
+from PIL import Image
 from torch import Tensor
 
 from mmrl.errors import UserError
@@ -56,11 +57,11 @@ class QwenImageEdit(QwenImage):
             raise UserError(f"prompt {asked.text!r}: its embedding is padded, which one prompt's never is")
         return {"encoder_hidden_states": tokens, "source": source}
 
-    def _seen(self, asked: ConditionInputs) -> Any:
+    def _seen(self, asked: ConditionInputs) -> Image.Image | list[Image.Image]:
         """The picture as the language model gets it."""
         return self._resized(asked, 1024**2)
 
-    def _resized(self, asked: ConditionInputs, area: int) -> Any:
+    def _resized(self, asked: ConditionInputs, area: int) -> Image.Image:
         """The picture at about `area` pixels, as the pipeline resizes it."""
         image = asked.images[0].convert("RGB")
         width, height, *_ = self.module_of_sizes.calculate_dimensions(area, image.width / image.height)
@@ -74,7 +75,7 @@ class QwenImageEdit(QwenImage):
         inputs["img_shapes"] = [[shape, shape] for (shape,) in inputs["img_shapes"]]
         return inputs
 
-    def _texts(self, conditions: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         texts = super()._texts(conditions, device, dtype)
         return texts | {"source": torch.stack([c["source"] for c in conditions]).to(device)}
 
@@ -84,7 +85,7 @@ class QwenImageEditPlus(QwenImageEdit):
 
     module_of_sizes = qwen_edit_plus
 
-    def _seen(self, asked: ConditionInputs) -> Any:
+    def _seen(self, asked: ConditionInputs) -> Image.Image | list[Image.Image]:
         return [self._resized(asked, 384**2)]
 
 

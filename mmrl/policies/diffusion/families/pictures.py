@@ -15,6 +15,7 @@ from mmrl.errors import UserError
 from mmrl.policies.diffusion.families.autoencoders import OneFrameAutoencoder
 from mmrl.policies.diffusion.families.pipeline import FlowPipeline, NoisePipeline
 from mmrl.policies.diffusion.family import Condition
+from mmrl.policies.models import NetworkCall
 
 
 class StableDiffusion3(FlowPipeline):
@@ -144,7 +145,7 @@ class ZImage(FlowPipeline):
         )
 
     def predict(
-        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+        self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
         dtype = next(self.module.parameters()).dtype
         said = [condition["said"].to(x.device, dtype) for condition in conditions]

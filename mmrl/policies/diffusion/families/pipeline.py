@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -18,12 +18,21 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.embeddings import Embeddings
 from mmrl.policies.diffusion.families.autoencoders import ImageAutoencoder
-from mmrl.policies.diffusion.families.components import KeptTexts, PipelineParts
+from mmrl.policies.diffusion.families.components import DiffusersPipeline, KeptTexts, PipelineParts
 from mmrl.policies.diffusion.family import Condition, ConditionInputs, Resolution, Shape
+from mmrl.policies.models import NetworkCall
 from mmrl.samplers.settings import Space
 from mmrl.samplers.sigmas import Grid, ddim_grid, dynamic_shift, shift_towards_noise
 
 PACKED, UNPACKED = "n c (h p) (w q) -> n (h w) (c p q)", "n (h w) (c p q) -> n c (h p) (w q)"
+
+
+class PipelineOptions(TypedDict, total=False):
+    """What a family is told besides its pipeline, see `Pipeline`."""
+
+    lora: bool
+    text_tokens: int | None
+    encoders_stay: bool
 
 
 class Pipeline(ABC):
@@ -44,7 +53,13 @@ class Pipeline(ABC):
     longest: ClassVar[tuple[str, int] | None] = None  # the encoder that reads most of a text, and its usual limit
 
     def __init__(
-        self, pipe: Any, base: str, *, lora: bool = False, text_tokens: int | None = None, encoders_stay: bool = False
+        self,
+        pipe: DiffusersPipeline,
+        base: str,
+        *,
+        lora: bool = False,
+        text_tokens: int | None = None,
+        encoders_stay: bool = False,
     ) -> None:
         """Raises UserError for a token limit where the encoders' own can not be changed."""
         self.pipe = pipe
@@ -149,7 +164,7 @@ class Pipeline(ABC):
     # --- the network ---
 
     def predict(
-        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+        self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
         dtype = next(self.module.parameters()).dtype
         texts = in_rows(conditions, lambda distinct: self._texts(distinct, x.device, dtype))
@@ -266,7 +281,7 @@ class NoisePipeline(Pipeline):
     trained = "unet"
     patch = 1
 
-    def __init__(self, pipe: Any, base: str, **options: Any) -> None:
+    def __init__(self, pipe: DiffusersPipeline, base: str, **options: Unpack[PipelineOptions]) -> None:
         super().__init__(pipe, base, **options)
         self._ddim = DDIMScheduler.from_config(pipe.scheduler.config)
         if self._ddim.config.prediction_type != "epsilon":
