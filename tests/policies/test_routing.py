@@ -220,7 +220,7 @@ def test_ratio_is_exactly_one_with_records_from_elsewhere(policy, rollouts, padd
 def test_recomputed_layers_get_the_experts_of_their_own_pass(policy, load, rollouts):
     """Two passes, then their backward passes in the other order."""
     recomputed = load(FAMILY, activation_checkpointing=True)
-    recomputed.replay_routing()
+    recomputed.runner.replay_routing()
     recorded = with_records(rollouts, elsewhere)
     parts = [recorded.select(torch.tensor(index)) for index in ([0, 1], [2, 3])]
     grads = []
@@ -417,7 +417,7 @@ def test_a_model_without_experts_is_refused(load):
     with pytest.raises(
         UserError, match="^rollout.generator.routing_replay is for .*qwen3_vl_moe, and .* qwen3_vl model"
     ):
-        load("qwen3_vl").replay_routing()
+        load("qwen3_vl").runner.replay_routing()
 
 
 def test_an_engine_that_tells_no_or_other_experts_is_named(policy):
