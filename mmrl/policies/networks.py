@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmrl.policies.models import NetworkCall
+
 
 class Networks(nn.Module):
     """What the engine wraps of such a policy: each network is reached through it, by its name."""
@@ -15,7 +17,7 @@ class Networks(nn.Module):
         super().__init__()
         self.parts = nn.ModuleDict(parts)
 
-    def forward(self, part: str, *inputs: Any, **options: Any) -> Any:
+    def forward(self, part: str, *inputs: object, **options: object) -> Any:
         """What the network called `part` makes of the rest."""
         return self.parts[part](*inputs, **options)
 
@@ -24,10 +26,10 @@ class Networks(nn.Module):
 class Part:
     """One of the networks inside `whole`, which is a `Networks` or the engine around it."""
 
-    whole: Any
+    whole: NetworkCall
     name: str
 
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
+    def __call__(self, *inputs: object, **options: object) -> Any:
         return self.whole(self.name, *inputs, **options)
 
 

@@ -95,7 +95,7 @@ class ModelSettings(Choice):
         """What decisions of this job support."""
 
     @abstractmethod
-    def load(self, config: JobConfig, task: Any, path: str) -> Policy:
+    def load(self, config: JobConfig, task: object, path: str) -> Policy:
         """The policy whose weights are at `path`. Raises UserError, OSError, ImportError or ValueError if it can not be
         loaded."""
 

@@ -36,8 +36,8 @@ from mmrl.build import build_generator, build_policy, build_task
 from mmrl.config import Config, load
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
-from mmrl.policies.vlm import policy as vlm
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
+from mmrl.policies.vlm.responses import runner
 from mmrl.policies.vlm.tiny_qwen import Sizes, write
 from mmrl.tasks.visual_qa.data.digits import CELL
 from mmrl.tasks.visual_qa.tiny.model import build_tokenizer
@@ -108,20 +108,20 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def endless(policy: VisionLanguagePolicy) -> None:
     """End tokens are never sampled."""
-    suppressed = (*policy.sampling.suppressed, *policy.eos)
-    policy.sampling = policy.module.sampling = replace(policy.sampling, suppressed=suppressed)
-    policy.module.suppressed = torch.tensor(suppressed, device=policy.device)
+    suppressed = (*policy.tokens.suppressed, *policy.eos)
+    policy.drafter.sampling = policy.module.sampling = replace(policy.drafter.sampling, suppressed=suppressed)
+    policy.module.suppressed = torch.tensor(suppressed, device=policy.runner.device)
 
 
 def measure(policy: VisionLanguagePolicy, generator: Any, prompts: list[Any], options: Any) -> dict[str, Any]:
-    engine, sharing = policy.engine, vlm.PREFIX_SHARING
+    engine, sharing = policy.engine, runner.PREFIX_SHARING
     servers = generator.engine.servers if options.placement == "server" else [generator.engine]
     count = options.prompts * options.group
 
     def arm(*, with_engine: bool, shared: bool) -> Callable[[int], float]:
         def run(number: int) -> float:
             policy.engine = engine if with_engine else None
-            vlm.PREFIX_SHARING = sharing if shared else set()
+            runner.PREFIX_SHARING = sharing if shared else set()
             if with_engine:
                 for own in servers:
                     own.forget()
@@ -144,7 +144,7 @@ def measure(policy: VisionLanguagePolicy, generator: Any, prompts: list[Any], op
     costs: dict[str, list[float]] = {"synchronise": [], "probe": []}
     gaps = []
     for number in range(options.rounds + 1):  # the first one warms up
-        policy.engine, vlm.PREFIX_SHARING = engine, sharing
+        policy.engine, runner.PREFIX_SHARING = engine, sharing
         with generator.generation() as measured:
             found = {name: run(number) for name, run in arms.items()}
         if number > 0:

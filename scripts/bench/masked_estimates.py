@@ -76,7 +76,7 @@ def estimates(policy: MaskedPolicy, drawn: Rollouts, seeds: int) -> Tensor:
     for seed in range(seeds):
         random = torch.Generator().manual_seed(seed)
         for i, record in enumerate(drawn.inputs):
-            order = torch.randperm(policy.length, generator=random)
+            order = torch.randperm(policy.layout.length, generator=random)
             drawn.inputs[i] = type(record)(**{**vars(record), "seed": seed * 1000 + i, "steps": order})
         found.append(policy.replay(drawn, policy.module).logp.sum(1))
     return torch.stack(found, 1)
@@ -86,7 +86,7 @@ def estimates(policy: MaskedPolicy, drawn: Rollouts, seeds: int) -> Tensor:
 def exact_logp(policy: MaskedPolicy, drawn: Rollouts) -> Tensor:
     """[response] the logarithm of the mean over all orders of the probability of writing it in that order."""
     policy.likelihood, orders = choose(MaskedLikelihood, "trace"), []
-    for order in itertools.permutations(range(policy.length)):
+    for order in itertools.permutations(range(policy.layout.length)):
         for i, record in enumerate(drawn.inputs):
             drawn.inputs[i] = type(record)(**{**vars(record), "steps": torch.tensor(order)})
         orders.append(policy.replay(drawn, policy.module).logp.sum(1))

@@ -75,7 +75,7 @@ class LockStep(turns.ThreadedSteps):
 
 
 def measured(policy: Any, prompts: list[Prompt], steps: type[turns.ThreadedSteps]) -> tuple[float, Any]:
-    policy.conversations.stepping = lambda: steps(policy.conversations.at_once)
+    policy.drafter.conversations.stepping = lambda: steps(policy.drafter.conversations.at_once)
     started = time.perf_counter()
     rollouts = policy.rollout(prompts, 1, range(len(prompts)))
     return len(prompts) / (time.perf_counter() - started), rollouts
@@ -117,9 +117,9 @@ def main() -> None:
         policy: Any = config.model.load(config, None, name)
     limits = TurnLimits(max_turns=asked.turns + 1, turn_tokens=8)
     settings = SlowSettings(count=asked.turns, mean=asked.mean, limits=limits)
-    policy.converse(settings)
-    policy.conversations.at_once = asked.rollouts  # threads alone: the environments only sleep
-    policy.conversations.make = settings.make
+    policy.drafter.converse(settings)
+    policy.drafter.conversations.at_once = asked.rollouts  # threads alone: the environments only sleep
+    policy.drafter.conversations.make = settings.make
     policy.module.model.get_output_embeddings().register_forward_hook(ending(policy.eos))
     prompts = [Prompt(str(i), "Match the count.", metadata={"seed": i}) for i in range(asked.rollouts)]
     speeds: dict[str, list[float]] = {"while others generate": [], "in lock-step": []}

@@ -132,7 +132,7 @@ def train(folder: Path, options: argparse.Namespace, meter: Meter) -> list[float
     """MiB that the rollouts of each counted step hold."""
     from mmrl import config, trainer
     from mmrl.cli import main as cli
-    from mmrl.policies.diffusion.policy import PictureRecord
+    from mmrl.policies.diffusion.decisions.records import PictureRecord
 
     stored: list[float] = []
 

@@ -8,7 +8,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 
 from mmrl.policies.diffusion import tiny
-from mmrl.policies.diffusion.families.pipeline import quiet
+from mmrl.policies.diffusion.families.components import quiet
 from mmrl.tasks.data import moving_shapes
 
 TEXT = 32  # width of the text encoder

@@ -47,7 +47,7 @@ SERVER = [f"rollout.generator={{type: vllm_server, async_steps: 1, partial: {{ov
 @pytest.fixture
 def policy():
     made = loaded(model_folder(), max_response_length=7)
-    made.eos = tuple(range(0, 340, 9))  # so that an untrained model ends its responses somewhere
+    made.tokens.eos = tuple(range(0, 340, 9))  # so that an untrained model ends its responses somewhere
     return made
 
 
@@ -67,7 +67,7 @@ def replayed(policy, drafts):
 def test_the_likeliest_response_is_the_same_in_segments(policy):
     engine = Copy(policy, PROMPTS)
     whole, parts = (policy.draft(PROMPTS, 1, [1, 2, 3], temperature=0.0) for _ in range(2))
-    policy.eos = policy.eos[:1]
+    policy.tokens.eos = policy.eos[:1]
     policy.extend(engine, whole, 7)
     for count in (2, 1, 3, 3):
         assert {len(r) for r in responses(parts)} != {7}
@@ -97,7 +97,7 @@ def test_segments_do_not_draw_the_same_noise_again(policy):
     with torch.no_grad():
         for parameter in policy.module.parameters():
             parameter.zero_()
-    policy.eos = (0,)
+    policy.tokens.eos = (0,)
     engine, drafts = Copy(policy, PROMPTS), policy.draft(PROMPTS[1:2], 1, [5])
     for _ in range(3):
         policy.extend(engine, drafts, 2)
@@ -106,7 +106,7 @@ def test_segments_do_not_draw_the_same_noise_again(policy):
 
 
 def test_each_token_keeps_the_likelihood_of_the_weights_that_drew_it(policy):
-    policy.eos = policy.eos[:1]
+    policy.tokens.eos = policy.eos[:1]
     later, drafts = moved(policy), policy.draft(PROMPTS, 2, range(6))
     policy.extend(Copy(policy, PROMPTS), drafts, 3)
     policy.extend(Copy(later, PROMPTS), drafts, 4)
@@ -126,7 +126,7 @@ def start(folder, *overrides, prompts=18) -> SimpleNamespace:
     torch.manual_seed(config.seed)
     task = Fixed(spread, image=False, size=prompts)
     policy = build.build_policy(config, task)
-    policy.eos = tuple(range(0, 340, 5))
+    policy.tokens.eos = tuple(range(0, 340, 5))
     engine = build.build_engine(config, policy)
     generator = Synced(policy, Copy(policy, task.train), task.train[:1], limit=1e-3, gather=engine.gather)
     trainer = Trainer(config, policy, task, engine, Run(Path(folder), to_yaml(config), writes=True), generator)

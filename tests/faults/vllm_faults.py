@@ -104,7 +104,7 @@ def out_of_step(policy, engine, prompt: Prompt) -> str:
     """The trainer's own reading of a prompt has one token of its picture less."""
     request = policy.draft([prompt], 1, [0])[0].next(4)
     try:
-        engine.generate([replace(request, ids=request.ids[:-1])], sampling=policy.sampling, eos=policy.eos)
+        engine.generate([replace(request, ids=request.ids[:-1])], sampling=policy.drafter.sampling, eos=policy.eos)
     except UserError as error:
         return str(error)
     return ""

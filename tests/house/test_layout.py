@@ -7,6 +7,7 @@ from collections import Counter
 from tests.house.layout import ROOT, modules
 
 AT_THE_ROOT, IN_A_FOLDER, RECIPES_IN_A_FOLDER = 9, 15, 20
+IN_A_CLASS = 25  # methods, properties among them
 MODULES = modules()
 
 
@@ -27,6 +28,18 @@ def test_no_two_classes_have_one_name():
                 named.setdefault(node.name, []).append(module)
     assert len(named) > 700
     assert {name: places for name, places in named.items() if len(places) > 1} == {}
+
+
+def test_no_class_has_too_many_methods():
+    """Who has more is made of parts, each a class of its own that says what it does."""
+    counts = {
+        f"{module}:{node.name}": sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert counts["mmrl.protocols.parts:Drafting"] == 4 and counts["mmrl.policies.vlm.policy:VisionLanguagePolicy"] > 20
+    assert {name: count for name, count in counts.items() if count > IN_A_CLASS} == {}
 
 
 def test_every_folder_is_a_package_that_says_what_lives_in_it():

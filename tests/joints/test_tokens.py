@@ -9,7 +9,7 @@ import torch
 from mmrl import build
 from mmrl.config import load
 from mmrl.errors import UserError
-from mmrl.policies.vlm import policy as module
+from mmrl.policies.vlm.responses import runner as module
 from mmrl.schedules.schedule import Schedules
 
 TINY = Path(__file__).parent / "tiny.yaml"
@@ -57,7 +57,7 @@ def test_evaluation_is_by_default_greedy(tmp_path):
 def logits(policy, rollouts, i):
     """Of the response's tokens, by transformers alone."""
     tokens = rollouts.inputs[i]
-    inputs = policy.collate([tokens], padding_side="right")
+    inputs = policy.runner.collate([tokens], padding_side="right")
     with torch.no_grad():
         found = policy.module.model(**inputs).logits[0]
     return found[len(tokens.prompt) - 1 : len(tokens.prompt) + len(tokens.response) - 1].double()
@@ -70,7 +70,7 @@ def test_replay_is_the_distribution_at_the_temperature_of_the_rollout(tmp_path, 
     replay = policy.replay(rollouts, policy.module)
     for i, tokens in enumerate(rollouts.inputs):
         scores = logits(policy, rollouts, i) / heat
-        scores[:, list(policy.sampling.suppressed)] = -torch.inf
+        scores[:, list(policy.tokens.suppressed)] = -torch.inf
         distribution = torch.distributions.Categorical(logits=scores)
         n = len(tokens.response)
         close = {"atol": 1e-4, "rtol": 0, "check_dtype": False}
@@ -121,7 +121,7 @@ def test_another_view_replays_the_same_response_to_a_changed_prompt(tmp_path):
     for i, tokens in enumerate(seen.inputs):
         assert torch.equal(tokens.response, rollouts.inputs[i].response)
         scores = logits(policy, seen, i)
-        scores[:, list(policy.sampling.suppressed)] = -torch.inf
+        scores[:, list(policy.tokens.suppressed)] = -torch.inf
         expected = torch.distributions.Categorical(logits=scores).log_prob(tokens.response)
         close = {"atol": 1e-4, "rtol": 0, "check_dtype": False}
         torch.testing.assert_close(found.logp[i, : len(expected)].detach(), expected, **close)

@@ -15,6 +15,7 @@ from mmrl.generation.transformers import generate
 from mmrl.generation.vllm.responses import Answer
 from mmrl.generation.weight_sync.checksums import Report, checksum
 from mmrl.policies.vlm import policy as vlm
+from mmrl.policies.vlm.scorer import recompute
 from mmrl.policies.vlm.synced import adapter_checksums, weights
 
 
@@ -27,7 +28,7 @@ class Copy:
         model = copy.deepcopy(policy.module.model)
         if hasattr(model, "merge_and_unload") and not adapters:
             model = model.merge_and_unload()
-        self.own = vlm.VisionLanguagePolicy(model, policy.processor, sampling=policy.sampling)
+        self.own = vlm.VisionLanguagePolicy(model, policy.tokens.processor, sampling=policy.drafter.sampling)
         self.prompts = {prompt.id: prompt for prompt in prompts}
         self.awake = True
 
@@ -41,26 +42,26 @@ class Copy:
     def generate(self, requests, *, sampling: Sampling, eos):
         own, prompts = self.own, [self.prompts[request.name] for request in requests]
         rows = []
-        for tokens, request in zip(own.encode(prompts), requests, strict=True):
+        for tokens, request in zip(own.tokens.encode(prompts), requests, strict=True):
             more = len(request.ids) - len(tokens.prompt)
             assert torch.equal(request.ids[: len(tokens.prompt)], tokens.prompt)
             sequence = {name: pad(value, (0, more)) for name, value in tokens.sequence.items()}
             heat = sampling.temperature or 1.0
             rows.append(replace(tokens, prompt=request.ids, sequence=sequence, temperature=heat))
-        own._recompute(False)
+        recompute(own.module, False)
         drawn = generate(
             own.module.model,
-            own.collate(rows, padding_side="left"),
+            own.runner.collate(rows, padding_side="left"),
             sampling=sampling,
             seeds=[request.seed for request in requests],
             eos=eos,
-            pad=own.pad,
+            pad=own.tokens.pad,
             max_new_tokens=max(request.limit for request in requests),
         )
-        own._recompute(True)
+        recompute(own.module, True)
         rows = [replace(row, response=ids[: r.limit]) for row, ids, r in zip(rows, drawn, requests, strict=True)]
         with torch.no_grad():
-            logp = own.replay(own._rollouts(prompts, rows, 1), own.module).logp
+            logp = own.replay(own.tokens.rollouts(prompts, rows, 1), own.module).logp
         return [Answer(row.response, found[: len(row.response)]) for row, found in zip(rows, logp, strict=True)]
 
     def load(self, weights):

@@ -32,8 +32,10 @@ def alone(policy, prompt, response):
     """[token] log-probabilities by the model itself, of one prompt as transformers' own processor reads it."""
     (clip,) = prompt.videos
     content = [{"type": "video"}, {"type": "text", "text": prompt.text}]
-    text = policy.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    inputs = policy.processor(
+    text = policy.tokens.processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
+    inputs = policy.tokens.processor(
         text=[text],
         videos=[list(clip.frames)],
         video_metadata=[{"total_num_frames": 5, "fps": 2.0, "frames_indices": [0, 1, 2, 3, 4]}],
@@ -46,7 +48,7 @@ def alone(policy, prompt, response):
         inputs[key] = torch.cat([inputs[key], more[None]], 1)
     with torch.no_grad():
         logits = policy.module.model(**inputs).logits[0, length - 1 : -1].clone()
-    logits[:, list(policy.sampling.suppressed)] = -math.inf
+    logits[:, list(policy.tokens.suppressed)] = -math.inf
     return logits.log_softmax(-1)[torch.arange(len(response)), response]
 
 
@@ -83,9 +85,9 @@ def test_the_order_of_frames_is_seen(policy):
 def test_clips_of_other_lengths_go_through_in_one_batch(policy):
     clip = SOURCE[0].videos[0]
     short = replace(SOURCE[0], id="short", videos=(Video(clip.frames[:2], 2.0),))
-    together = policy.encode([SOURCE[0], short, SOURCE[2]])
+    together = policy.tokens.encode([SOURCE[0], short, SOURCE[2]])
     for tokens, prompt in zip(together, [SOURCE[0], short, SOURCE[2]], strict=True):
-        (one,) = policy.encode([prompt])
+        (one,) = policy.tokens.encode([prompt])
         assert torch.equal(tokens.prompt, one.prompt)
         assert all(torch.equal(tokens.pictures[key], value) for key, value in one.pictures.items())
     assert len(together[1].prompt) < len(together[0].prompt)

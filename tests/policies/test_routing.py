@@ -36,7 +36,7 @@ FAMILY, LAYERS, EXPERTS, K = "qwen3_vl_moe", 2, 8, 2
 @pytest.fixture
 def policy(load):
     made = load(FAMILY)
-    made.replay_routing()
+    made.runner.replay_routing()
     return made
 
 
@@ -101,7 +101,7 @@ class Recording(Copy):
         return [replace(a, experts=self.record(r, a)) for r, a in zip(requests, answers, strict=True)]
 
     def record(self, request, answer):
-        (tokens,) = self.own.encode([self.prompts[request.name]])
+        (tokens,) = self.own.tokens.encode([self.prompts[request.name]])
         response = torch.cat([request.ids[len(tokens.prompt) :], answer.ids])
         return own_choice(self.own.module.model, replace(tokens, response=response))
 
@@ -220,7 +220,7 @@ def test_ratio_is_exactly_one_with_records_from_elsewhere(policy, rollouts, padd
 def test_recomputed_layers_get_the_experts_of_their_own_pass(policy, load, rollouts):
     """Two passes, then their backward passes in the other order."""
     recomputed = load(FAMILY, activation_checkpointing=True)
-    recomputed.replay_routing()
+    recomputed.runner.replay_routing()
     recorded = with_records(rollouts, elsewhere)
     parts = [recorded.select(torch.tensor(index)) for index in ([0, 1], [2, 3])]
     grads = []
@@ -249,7 +249,7 @@ def test_outside_replay_tokens_are_routed_by_the_model_itself(policy, load, roll
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0, "targets": "all-linear"}], ids=["full", "lora"])
 def test_the_reference_routes_tokens_by_itself(load, rollouts, lora):
     policy = load(FAMILY, lora=lora)
-    policy.replay_routing()
+    policy.runner.replay_routing()
     recorded = with_records(rollouts, elsewhere)
     want = replay(policy, rollouts).logp.detach()
     torch.testing.assert_close(replay(policy, recorded, reference=True).logp.detach(), want, atol=1e-6, rtol=0)
@@ -259,7 +259,7 @@ def test_the_reference_routes_tokens_by_itself(load, rollouts, lora):
 def test_a_picture_that_keeps_ranks_in_step_has_no_record(policy, rollouts):
     text = with_records(rollouts, elsewhere).select(torch.tensor([1]))
     want = replay(policy, text).logp
-    policy.lockstep = vlm.Lockstep(lambda chunks: chunks, nullcontext)
+    policy.runner.lockstep = vlm.Lockstep(lambda chunks: chunks, nullcontext)
     torch.testing.assert_close(replay(policy, text).logp, want, atol=1e-5, rtol=0)
 
 
@@ -270,7 +270,7 @@ def test_layers_without_experts_have_a_place_in_the_record(folders, rollouts):
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
     policy = vlm.VisionLanguagePolicy(model, AutoProcessor.from_pretrained(folders[FAMILY]))
-    policy.replay_routing()
+    policy.runner.replay_routing()
 
     def changed(layer):
         def record(tokens):
@@ -305,7 +305,7 @@ def test_replay_finds_what_an_engine_with_other_routes_found_and_no_other(policy
 
 def in_two_segments(policy, later):
     """Three tokens by one engine, the rest by one with later weights."""
-    policy.eos = policy.eos[:1]
+    policy.tokens.eos = policy.eos[:1]
     drafts = policy.draft(PROMPTS, 2, range(6))
     policy.extend(Recording(policy, PROMPTS), drafts, 3)
     policy.extend(Recording(later, PROMPTS), drafts, LENGTH - 3)
@@ -393,7 +393,7 @@ def test_a_run_asks_for_experts_and_replays_them(load, monkeypatch):
 @pytest.mark.usefixtures("alone")
 def test_a_run_says_how_much_of_the_routing_is_not_its_own(load, tmp_path):
     policy, task = load(FAMILY), Fixed(spread, image=False, size=8)
-    policy.replay_routing()
+    policy.runner.replay_routing()
     overrides = [f"run_dir={tmp_path}", "steps=1", "evaluation.prompts=1", "rollout.generator=vllm_colocated"]
     config = load_config(TINY, overrides)
     engine = build.build_engine(config, policy)
@@ -417,7 +417,7 @@ def test_a_model_without_experts_is_refused(load):
     with pytest.raises(
         UserError, match="^rollout.generator.routing_replay is for .*qwen3_vl_moe, and .* qwen3_vl model"
     ):
-        load("qwen3_vl").replay_routing()
+        load("qwen3_vl").runner.replay_routing()
 
 
 def test_an_engine_that_tells_no_or_other_experts_is_named(policy):

@@ -42,8 +42,8 @@ def test_the_tokenizer_does_not_depend_on_what_was_tokenised_last(load, tmp_path
     for number, prompts in enumerate([PROMPTS[:1], PROMPTS[1:], []]):
         policy = load("qwen2_5_vl")
         if prompts:
-            policy.encode(prompts)
-            policy.tokenizer(["short", "rather longer than that"], padding=True, truncation=True, max_length=4)
+            policy.tokens.encode(prompts)
+            policy.tokens.tokenizer(["short", "rather longer than that"], padding=True, truncation=True, max_length=4)
         policy.save(tmp_path / str(number), policy.module.state_dict())
         written.append((tmp_path / str(number) / "tokenizer.json").read_bytes())
     assert written[0] == written[1] == written[2]

@@ -66,7 +66,7 @@ def favour_end(policy, by=6.0):
 def conversing(folder, *, end=6.0, length=200, **settings):
     policy = loaded(folder, sampling=Sampling(temperature=0.7), max_response_length=length, logp_chunk=4)
     limits = TurnLimits(turn_tokens=6)
-    policy.converse(EchoSettings(**({"limits": limits} | settings)))
+    policy.drafter.converse(EchoSettings(**({"limits": limits} | settings)))
     favour_end(policy, end)
     return policy
 
@@ -93,10 +93,10 @@ def whole(policy, sample, responses):
     said = list(record.messages)
     for turn, text in zip(record.turns, responses, strict=True):
         said += [Message("assistant", (text,)), *turn.observation]
-    text = policy.processor.apply_chat_template([prompts.as_template(m) for m in said], tokenize=False)
+    text = policy.tokens.processor.apply_chat_template([prompts.as_template(m) for m in said], tokenize=False)
     pictures = [image for message in said for image in message.images]
     given = {"images": [pictures]} if pictures else {}
-    return policy.processor(text=[text], return_tensors="pt", **given)
+    return policy.tokens.processor(text=[text], return_tensors="pt", **given)
 
 
 def test_tokens_are_those_of_the_whole_conversation(family, folders):
@@ -111,18 +111,18 @@ def test_tokens_are_those_of_the_whole_conversation(family, folders):
         ids = torch.cat([tokens.prompt, tokens.response])
         full = want["input_ids"][0]
         if family in COUNTS_PICTURES:
-            picture = policy.processor.image_token_id
+            picture = policy.tokens.processor.image_token_id
             full = full[full != picture]
             assert ids[ids != picture].tolist() == full[: int((ids != picture).sum())].tolist()
             continue
         assert ids.tolist() == full[: len(ids)].tolist()
-        rest = policy.tokenizer.decode(full[len(ids) :])
+        rest = policy.tokens.tokenizer.decode(full[len(ids) :])
         assert rest.strip() == ""  # what the template puts behind the last response
         with torch.no_grad():  # pictures and further inputs: families lay several pictures out in their own ways
-            got = policy.module.model(**policy.collate([tokens], padding_side="right")).logits[0]
+            got = policy.module.model(**policy.runner.collate([tokens], padding_side="right")).logits[0]
             close(got, policy.module.model(**want).logits[0, : len(ids)], 1e-4)
-        chosen = policy.tokenizer.decode(tokens.response[tokens.chosen])
-        end = policy.tokenizer.decode(policy.eos[:1])
+        chosen = policy.tokens.tokenizer.decode(tokens.response[tokens.chosen])
+        end = policy.tokens.tokenizer.decode(policy.eos[:1])
         assert chosen == f"The sum{end}is 3{end}left{end}"
 
 
@@ -143,9 +143,9 @@ def test_decided_tokens_have_the_likelihoods_of_a_full_forward(talks):
     model = copy.deepcopy(policy.module.model).double()
     model.set_experts_implementation("eager")
     model.get_output_embeddings()._forward_hooks.clear()  # of `favour_end`, which is for sampling alone
-    never = list(policy.sampling.suppressed)
+    never = list(policy.tokens.suppressed)
     for row, tokens in enumerate(rollouts.inputs):
-        inputs = policy.collate([tokens], padding_side="right")
+        inputs = policy.runner.collate([tokens], padding_side="right")
         inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
         with torch.no_grad():
             logits = model(**inputs).logits[0, len(tokens.prompt) - 1 : -1]
@@ -161,8 +161,8 @@ def test_what_is_sampled_is_drawn_from_the_replayed_distribution(talks):
     rollouts = policy.rollout(PROMPTS, 1, [7, 8, 9], temperature=0.0)
     for tokens in rollouts.inputs:
         with torch.no_grad():
-            logits = policy.module.model(**policy.collate([tokens], padding_side="right")).logits[0]
-        logits[:, list(policy.sampling.suppressed)] = -torch.inf
+            logits = policy.module.model(**policy.runner.collate([tokens], padding_side="right")).logits[0]
+        logits[:, list(policy.tokens.suppressed)] = -torch.inf
         best = logits[len(tokens.prompt) - 1 : -1].argmax(-1)
         assert torch.equal(best[tokens.chosen], tokens.response[tokens.chosen])
 
@@ -175,7 +175,7 @@ def test_observations_are_read_but_never_scored(talks):
     for tokens in rollouts.inputs:
         spot = int((~tokens.chosen).nonzero()[-3])  # text of the last observation or of the template after it
         response = tokens.response.clone()
-        response[spot] = policy.tokenizer("9").input_ids[-1]
+        response[spot] = policy.tokens.tokenizer("9").input_ids[-1]
         changed.append((spot, replace(tokens, response=response)))
     got = replay(policy, replace(rollouts, inputs=[tokens for _, tokens in changed])).logp
     for row, (spot, _) in enumerate(changed):
@@ -226,7 +226,7 @@ def test_turns_and_their_rewards_by_decision(folders):
     assert turns.rewards.tolist() == [[1.0, 2.0]] and turns.mask.tolist() == [[True, True]]
     chosen = rollouts.inputs[0].chosen
     numbers = turns.number[0, : len(chosen)][chosen]
-    first = len(policy.tokenizer("left").input_ids) + 1
+    first = len(policy.tokens.tokenizer("left").input_ids) + 1
     assert numbers.tolist() == [0] * first + [1] * (len(numbers) - first)
     assert [turn.response for turn in rollouts.samples[0].conversation.turns] == ["left", "right"]
 
@@ -279,7 +279,7 @@ class Own:
                       and d.next(request.limit).seed == request.seed]  # fmt: skip
             rows.append(row.tokens)
         longest = max(request.limit for request in requests)
-        drawn = self.policy.generate(rows, [r.seed for r in requests], sampling, longest)
+        drawn = self.policy.runner.generate(rows, [r.seed for r in requests], sampling, longest)
         return [
             Answer(ids[: r.limit], torch.full((min(len(ids), r.limit),), -0.5))
             for ids, r in zip(drawn, requests, strict=True)
@@ -301,7 +301,7 @@ def test_an_engine_is_asked_for_each_turn_with_all_that_came_before(folders):
     assert [t.response.tolist() for t in made.inputs] == [t.response.tolist() for t in want.inputs]
     assert torch.equal(made.mask, want.mask)
     assert torch.equal(made.behaviour_logp, -0.5 * made.mask)
-    markers = policy.processor.image_token_id
+    markers = policy.tokens.processor.image_token_id
     for request in engine.asked:  # one marker a picture for the engine, all of its tokens for the trainer
         assert request.marked.count(markers) == len(request.images)
         assert [i for i in request.marked if i != markers] == [i for i in request.ids.tolist() if i != markers]
@@ -351,7 +351,7 @@ def test_environments_elsewhere_give_the_same_conversations(folders):
 def test_a_lost_conversation_costs_its_rollout_only(folders):
     """One environment fails at its start; the others go on to their ends."""
     policy = conversing(folders["qwen2_5_vl"], end=50.0)
-    policy.converse(HostileSettings(limits=TurnLimits(max_turns=5)))
+    policy.drafter.converse(HostileSettings(limits=TurnLimits(max_turns=5)))
     asked = [Prompt("start", "raise"), Prompt("answer", "hello"), Prompt("text", "go on")]
     rollouts = policy.rollout(asked, 1, [1, 2, 3])
     ends = [s.conversation.end for s in rollouts.samples]
@@ -366,7 +366,7 @@ def test_a_lost_conversation_costs_its_rollout_only(folders):
 def test_a_batch_of_lost_conversations_is_replayed_and_told(folders, caplog):
     """Nothing was said in any of them, so there is nothing to score, and a step goes on without them."""
     policy = conversing(folders["qwen2_5_vl"])
-    policy.converse(HostileSettings(limits=TurnLimits(max_turns=5)))
+    policy.drafter.converse(HostileSettings(limits=TurnLimits(max_turns=5)))
     rollouts = policy.rollout([Prompt(f"p{i}", "raise") for i in range(6)], 2, list(range(12)))
     assert not rollouts.mask.any() and [s.conversation.end for s in rollouts.samples] == ["lost"] * 12
     got = replay(policy, rollouts)

@@ -20,6 +20,8 @@ from mmrl.policies.settings import LoRA
 from mmrl.policies.vlm import loading, prompts
 from mmrl.policies.vlm import policy as vlm
 from mmrl.policies.vlm import prompts as chats
+from mmrl.policies.vlm.responses import runner
+from mmrl.policies.vlm.responses.tokens import end_tokens
 from mmrl.rollouts import Prompt, Rollouts
 from tests.policies.conftest import LENGTH, PROMPTS, loaded, mixed, picture
 
@@ -45,9 +47,9 @@ def part(name):
 
 def forbidden(policy):
     """What no answer may hold, from the tokenizer alone."""
-    tok = policy.tokenizer
+    tok = policy.tokens.tokenizer
     special = {number for number, token in tok.added_tokens_decoder.items() if token.special}
-    assert {policy.processor.image_token_id, tok.pad_token_id} <= special
+    assert {policy.tokens.processor.image_token_id, tok.pad_token_id} <= special
     rows = policy.module.model.get_output_embeddings().weight.shape[0]
     return sorted(special - {tok.eos_token_id}) + list(range(len(tok), rows))
 
@@ -153,7 +155,7 @@ def test_pictures_matter(shared):
         if prompt.images:
             swapped = replace(prompt, images=tuple(i.transpose(0).point(lambda v: 255 - v) for i in prompt.images))
             other = rollouts.select(torch.tensor([row]))
-            other.inputs = [replace(policy.encode([swapped])[0], response=rollouts.inputs[row].response)]
+            other.inputs = [replace(policy.tokens.encode([swapped])[0], response=rollouts.inputs[row].response)]
             change = (
                 (replay(policy, other).logp - replay(policy, rollouts.select(torch.tensor([row]))).logp).abs().max()
             )
@@ -181,7 +183,7 @@ def test_logits_of_a_batch_never_exist(shared, fused, lockstep, monkeypatch):
     handle = head.register_forward_hook(watch)
     monkeypatch.setattr(ops, "_chunks", watched)
     if lockstep:
-        monkeypatch.setattr(policy, "lockstep", vlm.Lockstep(lambda chunks: chunks, nullcontext))
+        monkeypatch.setattr(policy.runner, "lockstep", vlm.Lockstep(lambda chunks: chunks, nullcontext))
     if not fused:
         monkeypatch.setitem(policy.module._modules, "fused", None)
     kernels.use("cpu")
@@ -190,12 +192,12 @@ def test_logits_of_a_batch_never_exist(shared, fused, lockstep, monkeypatch):
     (got.logp.sum() + got.entropy.sum()).backward()
     policy.module.zero_grad()
     kernels.use("auto")
-    policy.lockstep = None
+    policy.runner.lockstep = None
     assert bool(through) == (not fused)
     seen_by_replay, seen[:] = list(seen), []
     policy.rollout(PROMPTS, 1, [1, 2, 3])
     handle.remove()
-    decisions, vocabulary = int(rollouts.mask.sum()), len(policy.tokenizer)
+    decisions, vocabulary = int(rollouts.mask.sum()), len(policy.tokens.tokenizer)
     assert decisions > 3 * policy.module.chunk
     assert all(shape == (shape[0], vocabulary) and shape[0] <= 4 for shape in seen_by_replay)
     assert sum(shape[0] for shape in seen_by_replay[:forward]) == decisions
@@ -205,7 +207,7 @@ def test_logits_of_a_batch_never_exist(shared, fused, lockstep, monkeypatch):
 
 def test_ids_are_replayed_as_sampled(shared):
     policy, rollouts = shared
-    tok = policy.tokenizer
+    tok = policy.tokens.tokenizer
     whole = tok("hundred").input_ids
     pieces = [tok.convert_tokens_to_ids(c) for c in "hundred"]
     assert len(pieces) > len(whole) and tok.decode(pieces) == "hundred"
@@ -340,7 +342,7 @@ def test_a_groups_rollouts_do_not_depend_on_the_other_prompts(family, load):
 def test_responses_that_have_ended_leave_and_the_others_are_what_they_were(load, monkeypatch):
     """A tenth of the vocabulary ends a response. With LEAVING = 0 nobody leaves."""
     policy, found = load("qwen2_5_vl", max_response_length=24), {}
-    policy.eos = tuple(range(0, policy.module.model.config.get_text_config().vocab_size, 10))
+    policy.tokens.eos = tuple(range(0, policy.module.model.config.get_text_config().vocab_size, 10))
     for leaving in (0, 4, 1_000_000):
         monkeypatch.setattr(generation, "LEAVING", leaving)
         rows = []
@@ -360,9 +362,9 @@ def test_a_family_that_is_not_known_to_share_reads_prompts_for_each_row(family, 
     policy = load(family)
     want = policy.rollout(PROMPTS, 4, range(12))
     shared = replay(policy, want).logp
-    assert policy.shares_prompts(training=True)
-    monkeypatch.setattr(vlm, "PREFIX_SHARING", set())
-    assert not policy.shares_prompts(training=False)
+    assert policy.runner.shares_prompts(training=True)
+    monkeypatch.setattr(runner, "PREFIX_SHARING", set())
+    assert not policy.runner.shares_prompts(training=False)
     assert ids(policy.rollout(PROMPTS, 4, range(12))) == ids(want)
     got, _, passes = gradients(policy, want)
     assert passes == 1
@@ -371,7 +373,7 @@ def test_a_family_that_is_not_known_to_share_reads_prompts_for_each_row(family, 
 
 def test_recomputed_activations_zero_3_and_sliding_windows_do_not_share(load):
     policy = load("qwen2_5_vl", activation_checkpointing=True)
-    assert policy.shares_prompts(training=False) and not policy.shares_prompts(training=True)
+    assert policy.runner.shares_prompts(training=False) and not policy.runner.shares_prompts(training=True)
     rollouts = policy.rollout(PROMPTS, 4, range(12))
     got, grads, _ = gradients(policy, rollouts)
     want, expected, _ = gradients(load("qwen2_5_vl"), rollouts)
@@ -379,12 +381,12 @@ def test_recomputed_activations_zero_3_and_sliding_windows_do_not_share(load):
     assert all((grads[n] - expected[n]).norm() <= 1e-5 * expected[n].norm() + 1e-6 for n in expected)
     policy = load("qwen2_5_vl")
     config = policy.module.model.config.get_text_config()
-    policy.lockstep = vlm.Lockstep(lambda chunks: chunks, nullcontext)
-    assert not policy.shares_prompts(training=False) and gradients(policy, rollouts)[2] == 1
-    policy.lockstep = None
-    assert policy.shares_prompts(training=True)
+    policy.runner.lockstep = vlm.Lockstep(lambda chunks: chunks, nullcontext)
+    assert not policy.runner.shares_prompts(training=False) and gradients(policy, rollouts)[2] == 1
+    policy.runner.lockstep = None
+    assert policy.runner.shares_prompts(training=True)
     config.sliding_window, config.layer_types = 8, ["full_attention", "sliding_attention"]
-    assert not policy.shares_prompts(training=False)
+    assert not policy.runner.shares_prompts(training=False)
 
 
 # --- sampling ---
@@ -416,7 +418,7 @@ def test_sampler_and_replay_are_one_distribution(family, load, monkeypatch, samp
         possible = drawn.isfinite().sum(-1)
         assert possible.max() <= 9 and possible.min() >= 1
     else:
-        assert (drawn.isfinite().sum(-1) == len(policy.tokenizer) - len(forbidden(policy))).all()
+        assert (drawn.isfinite().sum(-1) == len(policy.tokens.tokenizer) - len(forbidden(policy))).all()
 
 
 def test_replay_keeps_a_token_that_fell_out(family, load):
@@ -441,17 +443,17 @@ def test_forbidden_tokens_are_never_sampled(family, load):
     """All that may not be sampled, a padded output matrix included, is made near certain; none comes."""
     policy = load(family)
     model = policy.module.model
-    model.resize_token_embeddings(len(policy.tokenizer) + 16)
-    policy = vlm.VisionLanguagePolicy(model, policy.processor, max_response_length=LENGTH)
+    model.resize_token_embeddings(len(policy.tokens.tokenizer) + 16)
+    policy = vlm.VisionLanguagePolicy(model, policy.tokens.processor, max_response_length=LENGTH)
     banned = forbidden(policy)
     assert len(banned) >= 16 + 4
     favour(model, banned, 50.0)
     for temperature in (1.0, 5.0, 0.0):
         rollouts = policy.rollout(PROMPTS, 3, range(9), temperature=temperature)
         sampled = {token for row in ids(rollouts) for token in row}
-        assert not sampled & set(banned) and max(sampled) < len(policy.tokenizer)
+        assert not sampled & set(banned) and max(sampled) < len(policy.tokens.tokenizer)
     assert replay(policy, rollouts).logp.isfinite().all()
-    policy.sampling = replace(policy.sampling, suppressed=())  # the bias does what it should
+    policy.drafter.sampling = replace(policy.drafter.sampling, suppressed=())  # the bias does what it should
     sampled = {token for row in ids(policy.rollout(PROMPTS, 1, range(3))) for token in row}
     assert sampled & set(banned)
 
@@ -504,7 +506,7 @@ def test_responses_end_with_any_end_token(load, folders, tmp_path):
     for row, sample in zip(ids(rollouts), rollouts.samples, strict=True):
         assert not {other, 2} & set(row[:-1]) and sample.response_length == len(row)
         assert sample.truncated == (row[-1] not in (other, 2))
-        assert sample.response == policy.tokenizer.decode(row, skip_special_tokens=True)
+        assert sample.response == policy.tokens.tokenizer.decode(row, skip_special_tokens=True)
         lasts |= {row[-1]}
     assert {other, 2} <= lasts
     assert rollouts.mask.sum(-1).tolist() == [len(row) for row in ids(rollouts)]
@@ -692,7 +694,7 @@ def test_lockstep_adds_a_picture_and_changes_nothing(family, load):
     tower.register_forward_hook(lambda *_: calls.append(1))
     replay(policy, rollouts)
     assert not calls
-    policy.lockstep = vlm.Lockstep(lambda chunks: chunks + 9, nullcontext)
+    policy.runner.lockstep = vlm.Lockstep(lambda chunks: chunks + 9, nullcontext)
     got = replay(policy, rollouts)
     assert calls
     close(got.logp, want.logp)
@@ -711,10 +713,10 @@ def test_prompts_are_encoded_as_the_processor_itself_does(shared, prompt):
         for piece in message["content"]:
             if piece["type"] == "image":
                 piece["image"] = next(pictures)
-    want = policy.processor.apply_chat_template(
+    want = policy.tokens.processor.apply_chat_template(
         conversation, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
-    got = policy.encode([prompt])[0]
+    got = policy.tokens.encode([prompt])[0]
     assert got.prompt.tolist() == want.pop("input_ids")[0].tolist()
     assert set(want) - {"attention_mask"} == {*got.sequence, *got.pictures}
     for key, value in got.pictures.items():
@@ -731,10 +733,10 @@ def test_prompts_are_encoded_together_as_alone(shared, monkeypatch):
         patch.setattr(
             chats, "_read_alike", lambda p, rows, inside: calls.append(len(rows)) or processed(p, rows, inside)
         )
-        encoded = policy.encode(prompts)
+        encoded = policy.tokens.encode(prompts)
     assert calls == [1, 2, 2, 1]  # one for each set of picture sizes
     for prompt, together in zip(prompts, encoded, strict=True):
-        (alone,) = policy.encode([prompt])
+        (alone,) = policy.tokens.encode([prompt])
         assert together.prompt.tolist() == alone.prompt.tolist() and len(together.response) == 0
         for one, other in ((together.sequence, alone.sequence), (together.pictures, alone.pictures)):
             assert one.keys() == other.keys()
@@ -747,7 +749,7 @@ def test_demonstration_is_the_answer_and_the_end(shared):
     rollouts = policy.demonstrate([*PROMPTS, other])
     assert [s.response for s in rollouts.samples] == ["9", "12 and", "5", "The answer is 8"]
     for tokens, sample in zip(rollouts.inputs, rollouts.samples, strict=True):
-        assert policy.tokenizer.decode(tokens.response) == sample.response + policy.tokenizer.eos_token
+        assert policy.tokens.tokenizer.decode(tokens.response) == sample.response + policy.tokens.tokenizer.eos_token
         assert tokens.response[-1] in policy.eos and not sample.truncated
         assert tokens.response.dtype == tokens.prompt.dtype
     assert rollouts.group.tolist() == [0, 1, 2, 3]
@@ -758,7 +760,7 @@ def test_bad_prompts_and_demonstrations_name_themselves(load, family):
     policy = load(family, max_prompt_length=60, max_response_length=3)
     long = replace(PROMPTS[1], id="row-7", text="sum " * 100)
     with pytest.raises(UserError, match=r"row-7.*rollout\.max_prompt_length=60"):
-        policy.encode([long])
+        policy.tokens.encode([long])
     with pytest.raises(UserError, match=r"two.*rollout\.max_prompt_length=60"):
         policy.rollout(PROMPTS, 1, [1, 2, 3])
     with pytest.raises(UserError, match=r"row-8.*rollout\.max_response_length=3"):
@@ -767,7 +769,7 @@ def test_bad_prompts_and_demonstrations_name_themselves(load, family):
         policy.demonstrate([replace(PROMPTS[1], id="row-9", answer="<image>")])
     for text, images in (("<image> <image>", 1), ("<image>", 2), ("<image>", 0)):
         with pytest.raises(UserError, match=rf"row-10 has {text.count('<')} <image> markers and {images} images"):
-            policy.encode([Prompt("row-10", text, (picture(16, 16),) * images)])
+            policy.tokens.encode([Prompt("row-10", text, (picture(16, 16),) * images)])
 
 
 def test_pictures_go_where_the_markers_are():
@@ -798,6 +800,6 @@ def test_a_model_without_an_end_is_refused(shared):
     policy, _ = shared
     generation_config = type("G", (), {"eos_token_id": None})()
     with pytest.raises(UserError, match="eos_token_id"):
-        vlm.end_tokens(generation_config, type("T", (), {"eos_token_id": None})())
+        end_tokens(generation_config, type("T", (), {"eos_token_id": None})())
     generation_config.eos_token_id = [7, 2, 7]
-    assert vlm.end_tokens(generation_config, policy.tokenizer) == (7, 2)
+    assert end_tokens(generation_config, policy.tokens.tokenizer) == (7, 2)

@@ -33,7 +33,7 @@ def test_the_value_is_of_what_came_before_the_token(tmp_path):
     value = policy.replay(fresh, policy.module).value
     assert value.shape == fresh.mask.shape and value.dtype == torch.float32
     for row, tokens in enumerate(fresh.inputs):
-        inputs = policy.collate([tokens], padding_side="right")
+        inputs = policy.runner.collate([tokens], padding_side="right")
         with torch.no_grad():
             states = policy.module.model(**inputs, output_hidden_states=True).hidden_states[-1][0]
         first, count = len(tokens.prompt), len(tokens.response)

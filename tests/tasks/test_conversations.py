@@ -107,7 +107,7 @@ def whole(policy, row):
         shown = shown.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
         own = message["role"] == "assistant"
         for piece, learned in ((f"<|im_start|>{message['role']}\n", False), (f"{shown}<|im_end|>", own), ("\n", False)):
-            new = policy.tokenizer(piece, add_special_tokens=False).input_ids
+            new = policy.tokens.tokenizer(piece, add_special_tokens=False).input_ids
             ids, said = ids + new, said + [learned] * len(new)
     return ids[:-1], said[:-1]  # nothing comes after the last response
 
@@ -132,13 +132,13 @@ def test_every_response_is_learned_from_and_nothing_else(folder):
         assert torch.cat([tokens.prompt, tokens.response]).tolist() == ids
         assert tokens.chosen.tolist() == said[len(tokens.prompt) :] and not any(said[: len(tokens.prompt)])
         pictures = [Image.open(folder / name).convert("RGB") for name in row.get("images", [])]
-        shown = policy.processor.image_processor(pictures, return_tensors="pt") if pictures else {}
+        shown = policy.tokens.processor.image_processor(pictures, return_tensors="pt") if pictures else {}
         inputs = {"input_ids": torch.tensor([ids]), **shown}
         if pictures:
-            inputs["mm_token_type_ids"] = (inputs["input_ids"] == policy.processor.image_token_id).long()
+            inputs["mm_token_type_ids"] = (inputs["input_ids"] == policy.tokens.processor.image_token_id).long()
         with torch.no_grad():
             logits = policy.module.model(**inputs).logits[0, :-1]
-        logits[:, list(policy.sampling.suppressed)] = -torch.inf
+        logits[:, list(policy.tokens.suppressed)] = -torch.inf
         logp = logits.log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
         want += logp[torch.tensor(said[1:])].tolist()
     trainer.train()

@@ -97,7 +97,7 @@ def test_two_responses_become_one(tmp_path):
     begun = one[:-1] if int(one[-1]) in policy.eos else one
     count = len(other)
     assert torch.equal(whole[: len(begun)], begun) and torch.equal(whole[-count:], other)
-    between = policy.tokenizer(" or", add_special_tokens=False).input_ids
+    between = policy.tokens.tokenizer(" or", add_special_tokens=False).input_ids
     assert whole[len(begun) : -count].tolist() == between != []
     assert both.mask[0].tolist() == [False] * (len(whole) - count) + [True] * count
     with torch.no_grad():

@@ -74,7 +74,7 @@ PARTIAL = ["rollout.generator.partial={oversample: 2, segment: 3, max_staleness:
 
 def with_ends(trainer: Any) -> Any:
     """Many tokens end a response, so that those of an untrained model differ in length."""
-    trainer.policy.eos = trainer.policy.conversations.eos = tuple(range(0, 340, 5))
+    trainer.policy.tokens.eos = trainer.policy.drafter.conversations.eos = tuple(range(0, 340, 5))
     return trainer
 
 
@@ -109,8 +109,10 @@ def beside(folder: Path) -> None:
     gaps, model = [], policy.module.model
     for row, tokens in enumerate(sampled.inputs):
         with torch.no_grad():
-            logits = model(**policy.collate([tokens], padding_side="right")).logits[0, len(tokens.prompt) - 1 : -1]
-        logits[:, list(policy.sampling.suppressed)] = -torch.inf
+            logits = model(**policy.runner.collate([tokens], padding_side="right")).logits[
+                0, len(tokens.prompt) - 1 : -1
+            ]
+        logits[:, list(policy.tokens.suppressed)] = -torch.inf
         logp = logits.log_softmax(-1)[torch.arange(len(tokens.response)), tokens.response]
         said = sampled.behaviour_logp[row, : len(logp)]
         gaps += (logp - said)[tokens.chosen].abs().tolist()

@@ -51,7 +51,7 @@ def one_rank(folder: Path) -> None:
     trainer = make(folder / "one", *VLLM, "optim.lr=1e-2", "steps=4", LONG)
     policy, generator, engine = trainer.policy, trainer.generator, trainer.generator.engine
     prompts = [trainer.task.train[i] for i in range(4)]
-    found: dict = {"suppressed": list(policy.sampling.suppressed)}
+    found: dict = {"suppressed": list(policy.tokens.suppressed)}
     with generator.generation():
         ours = policy.rollout(prompts, 4, range(16))
         alone = policy.rollout(prompts[2:], 4, range(8, 16))
@@ -120,7 +120,7 @@ PARTIAL = [
 
 def with_ends(trainer):
     """Many tokens end a response, so that those of an untrained model differ in length."""
-    trainer.policy.eos = tuple(range(0, 340, 5))
+    trainer.policy.tokens.eos = tuple(range(0, 340, 5))
     return trainer
 
 

@@ -19,7 +19,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from safetensors import SafetensorError
@@ -47,6 +47,8 @@ from mmrl.generation.weight_sync.checksums import Report, report
 from mmrl.generation.weight_sync.folders import Exchange, remove_abandoned
 from mmrl.generation.weight_sync.transfer import Broadcast, Folder, Transfer, unwritten
 from mmrl.runtime.ray import Cluster
+
+T = TypeVar("T")
 
 
 class Servers:
@@ -170,7 +172,7 @@ class Servers:
         try:
             step()
         except (UserError, ConnectionError) as error:
-            return f"{error}{self._last_words()}"
+            return f"{error}{last_words(self.processes)}"
         return None
 
     def adapt(self, write: Callable[[Path | None], None]) -> None:
@@ -215,8 +217,7 @@ class Servers:
     def _start(self) -> None:
         """Engines that do not run yet. Raises UserError and ConnectionError, see `Process.start`."""
         new = [process for process in self.processes if process.running is None]
-        with ThreadPoolExecutor(max(1, len(new))) as pool:
-            list(pool.map(lambda process: process.start(self.transfer.model(self.current)), new))
+        at_once(lambda process: process.start(self.transfer.model(self.current)), new)
         if self.processes and not self._keeper.is_alive():
             self._keeper.start()
 
@@ -224,24 +225,16 @@ class Servers:
         server.refresh(self.current, self.transfer.give, alive)
 
     def _give(self) -> str | None:
-        """What went wrong."""
-        if problem := self._tried(self._refresh_all):
+        """What went wrong. Each engine takes the weights in its own time."""
+        if problem := self._tried(lambda: at_once(lambda server: self._refresh(server, self._bearable), self.servers)):
             return problem
         for process in self.processes:
             process.failures = 0
         return None
 
-    def _refresh_all(self) -> None:
-        with ThreadPoolExecutor(len(self.servers)) as pool:  # each takes the weights in its own time
-            list(pool.map(lambda server: self._refresh(server, self._bearable), self.servers))
-
     def _bearable(self) -> bool:
         """Whether an engine still may come up: one that ends each time it is started does not."""
         return all(process.failures < 3 for process in self.processes)
-
-    def _last_words(self) -> str:
-        failing = [process for process in self.processes if process.failures]
-        return "".join(f"; {process.state()}" for process in failing[:1])
 
     def _keep_alive(self) -> None:
         """Starts engines again that have ended, and gives them the weights of now: other ranks may wait for that."""
@@ -277,7 +270,8 @@ class Servers:
             check_length(request, self.options.context)
         share = -(-len(requests) // len(servers))  # so that there is something for each of them
         requests = bundled(requests, min(share, self.options.settings.max_sequences))
-        batch = RequestBatch(requests, self._bodies(requests, sampling, eos))
+        model = None if self.current.adapter is None else self.current.version
+        batch = RequestBatch(requests, bodies(requests, model, sampling, eos))
         room = min(self.in_flight, len(requests))
         with ThreadPoolExecutor(room * len(servers)) as pool:
             work = [pool.submit(self._work, i, batch, sampling, eos) for i in servers for _ in range(room)]
@@ -289,15 +283,6 @@ class Servers:
         if batch.left:
             raise next(iter(batch.lost.values()))
         return [answer for found in batch.found for answer in found]
-
-    def _bodies(self, requests: Sequence[Request], sampling: Sampling, eos: tuple[int, ...]) -> list[dict[str, Any]]:
-        """As /inference/v1/generate takes them."""
-        model = {} if self.current.adapter is None else {"model": self.current.version}
-        pictures = {id(r.images): [data_url(image) for image in r.images] for r in requests}
-        return [
-            {**content(r, pictures[id(r.images)]), **model, "sampling_params": sampling_parameters(r, sampling, eos)}
-            for r in requests
-        ]
 
     def _work(self, number: int, batch: RequestBatch, sampling: Sampling, eos: tuple[int, ...]) -> None:
         """Takes requests to one server until all of the batch are answered, or the server is lost. Raises UserError for
@@ -316,7 +301,7 @@ class Servers:
                 batch.lost[number] = error
                 return
             try:
-                found = self._answered(server, batch, place, sampling, eos)
+                found = answers(server, batch, place, lambda: self.current.version, sampling, eos)
             except (LOST, BadAnswer) as error:
                 self.asked_again += 1
                 batch.failed(place, number, server, error)
@@ -324,17 +309,6 @@ class Servers:
                 batch.put(place, number, found)
                 server.failures = 0
                 self.answered[number] += len(found)
-
-    def _answered(
-        self, server: Server, batch: RequestBatch, place: int, sampling: Sampling, eos: tuple[int, ...]
-    ) -> list[Answer]:
-        request = batch.requests[place]
-        found = server.post("inference/v1/generate", batch.bodies[place])
-        if (other := responses.versions(found) - {self.current.version}) != set():
-            raise BadAnswer(f"it was made with the weights {min(map(str, other))}, not {self.current.version}")
-        checked = responses.read(found, request.count, request.limit, sampling, eos)
-        check_read(request, responses.prompt_ids(found))
-        return checked
 
     # --- life ---
 
@@ -434,6 +408,48 @@ class RequestBatch:
 def read(store: TCPStore, number: int) -> str:
     """The address of an engine, as rank 0 told it."""
     return store.get(str(number)).decode()
+
+
+def at_once(step: Callable[[T], object], each: Sequence[T]) -> None:
+    """The step of all of them, side by side."""
+    with ThreadPoolExecutor(max(1, len(each))) as pool:
+        list(pool.map(step, each))
+
+
+def last_words(processes: Sequence[Process]) -> str:
+    """What the first of those that failed says of it."""
+    failing = [process for process in processes if process.failures]
+    return "".join(f"; {process.state()}" for process in failing[:1])
+
+
+def answers(
+    server: Server,
+    batch: RequestBatch,
+    place: int,
+    version: Callable[[], str],
+    sampling: Sampling,
+    eos: tuple[int, ...],
+) -> list[Answer]:
+    """What the server answers one request. version: the weights of now. Raises `BadAnswer` for others' answers."""
+    request = batch.requests[place]
+    found = server.post("inference/v1/generate", batch.bodies[place])
+    if (other := responses.versions(found) - {now := version()}) != set():
+        raise BadAnswer(f"it was made with the weights {min(map(str, other))}, not {now}")
+    checked = responses.read(found, request.count, request.limit, sampling, eos)
+    check_read(request, responses.prompt_ids(found))
+    return checked
+
+
+def bodies(
+    requests: Sequence[Request], model: str | None, sampling: Sampling, eos: tuple[int, ...]
+) -> list[dict[str, Any]]:
+    """Requests as /inference/v1/generate takes them. model: the name of an adapter, where there is one."""
+    named = {} if model is None else {"model": model}
+    pictures = {id(r.images): [data_url(image) for image in r.images] for r in requests}
+    return [
+        {**content(r, pictures[id(r.images)]), **named, "sampling_params": sampling_parameters(r, sampling, eos)}
+        for r in requests
+    ]
 
 
 def content(request: Request, pictures: Sequence[str]) -> dict[str, Any]:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
-    AutoTokenizer,
     JanusConfig,
     JanusForConditionalGeneration,
 )
 
 from mmrl.errors import UserError
 from mmrl.policies import codebook
-from mmrl.policies.autoregressive_image.policy import CodePolicy, CodeScorer
-from mmrl.policies.autoregressive_image.settings import CodeDrawing, CodeEvaluation, CodeLimits, CodeModel, CodeSampling
+from mmrl.policies.autoregressive_image.policy import CodePolicy
+from mmrl.policies.autoregressive_image.scorer import CodeScorer
+from mmrl.policies.autoregressive_image.settings import CodeDrawing, CodeLimits, CodeModel, CodeSampling
 from mmrl.policies.autoregressive_image.writers import CausalWriter, ImageTokenWriter, JanusWriter, freeze_readers
-from mmrl.policies.vlm.loading import adapt, described, recompute_activations, whole
+from mmrl.policies.tokenizers import Tokenizer
+from mmrl.policies.vlm.loading import adapt, described, load_tokenizer, recompute_activations, whole
 from mmrl.schedules.schedule import constant
 
 if TYPE_CHECKING:
@@ -28,10 +29,9 @@ if TYPE_CHECKING:
 
 def load(path: str, settings: CodeModel, config: JobConfig) -> CodePolicy:
     """The policy of a job. Raises UserError without a causal language model at `path`, or a codebook beside it."""
-    limits, drawing = config.rollout, config.section("drawing")
-    assert isinstance(limits, CodeLimits) and isinstance(drawing, CodeDrawing)
-    assert isinstance(config.evaluation, CodeEvaluation)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    limits: CodeLimits = config.rollout
+    drawing: CodeDrawing = config.section("drawing")
+    tokenizer = load_tokenizer(path)
     known, writer = described(path), None
     if isinstance(known, JanusConfig):
         model = whole(JanusForConditionalGeneration, path, settings.dtype, settings.attention)
@@ -68,7 +68,7 @@ def beside(path: str) -> ImageTokenWriter:
     return CausalWriter(codes)
 
 
-def words_of(tokenizer: Any, writer: ImageTokenWriter) -> Tensor:
+def words_of(tokenizer: Tokenizer, writer: ImageTokenWriter) -> Tensor:
     """[word] bool over the tokens below the first code: which may be written before codes. Those are words and the end
     token, not what stands for padding, for pictures or for places in a chat. Raises UserError without an end token."""
     if tokenizer.eos_token_id is None:

@@ -7,16 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import peft
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, JanusConfig, JanusForConditionalGeneration
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    JanusConfig,
+    JanusForConditionalGeneration,
+    PreTrainedConfig,
+)
 
 from mmrl.engine.memory import Blueprint, on_meta
 from mmrl.errors import UserError
 from mmrl.policies import codebook
 from mmrl.policies.autoregressive_image.settings import CodeDemonstrations, CodeDrawing, CodeLimits, CodeModel
-from mmrl.policies.autoregressive_image.writers import AT_ONCE, freeze_readers
+from mmrl.policies.autoregressive_image.writers import AT_ONCE, core_of, freeze_readers
 from mmrl.policies.vlm.loading import adapt, described, recompute_activations
-from mmrl.policies.vlm.memory_estimate import read
-from mmrl.policies.vlm.policy import transformers_model
+from mmrl.policies.vlm.memory_estimate import head_size, read
 
 if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
@@ -41,7 +47,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-def described_model(path: str) -> Any:
+def described_model(path: str) -> PreTrainedConfig:
     """The configuration of a model, from this file where it is a published one. Raises UserError."""
     if path not in PUBLISHED:
         return described(path)
@@ -55,7 +61,7 @@ def described_model(path: str) -> Any:
     )
 
 
-def network(settings: CodeModel, path: str) -> Any:
+def network(settings: CodeModel, path: str) -> nn.Module:
     """The model at `path`, as `loading.load` makes it, without weights. Raises UserError for another kind."""
     config = described_model(path)
     if not isinstance(config, JanusConfig) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -80,10 +86,10 @@ def network(settings: CodeModel, path: str) -> Any:
 
 def blueprint(settings: CodeModel, config: JobConfig, path: str) -> Blueprint:
     """Of a job. Raises UserError as `described`, and for a model without a codebook."""
-    limits, drawing = config.rollout, config.section("drawing")
-    assert isinstance(limits, CodeLimits) and isinstance(drawing, CodeDrawing)
+    limits: CodeLimits = config.rollout
+    drawing: CodeDrawing = config.section("drawing")
     model = network(settings, path)
-    core = transformers_model(model)
+    core = core_of(model)
     janus = isinstance(core.config, JanusConfig)
     text = core.config.get_text_config()
     if janus:
@@ -95,10 +101,10 @@ def blueprint(settings: CodeModel, config: JobConfig, path: str) -> Blueprint:
         places = found.places
     longest = limits.max_prompt_length + limits.reasoning_length + janus + places
     both = 1 if isinstance(drawing, CodeDemonstrations) or drawing.guidance == 1 else 2
-    at_once = min(config.rollouts_per_step, vars(limits).get("micro_batch") or config.rollouts_per_step)
+    at_once = min(config.rollouts_per_step, config.rollout.generated_at_once or config.rollouts_per_step)
     width = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
 
-    def train(rows: int) -> Any:
+    def train(rows: int) -> tuple[Tensor, Tensor]:
         """Hidden states of all tokens; logits of codes, those of both halves and of the guided one; words'."""
         hidden = read(model, both * rows, longest, given=settings.lora is None)
         head = core.model.generation_head if janus else core.lm_head
@@ -107,19 +113,18 @@ def blueprint(settings: CodeModel, config: JobConfig, path: str) -> Blueprint:
         words = core.lm_head(hidden[:rows, : limits.reasoning_length]).float() if limits.reasoning_length else codes
         return codes, words
 
-    def sample() -> Any:
+    def sample() -> Tensor:
         drawn = read(model, both * at_once, limits.max_prompt_length + limits.reasoning_length, given=False)
         if janus:
             core.model.vqmodel.decode(torch.zeros(min(AT_ONCE, at_once), places, dtype=torch.long, device="meta"))
         return drawn
 
     heads = text.num_key_value_heads or text.num_attention_heads
-    size = vars(text).get("head_dim") or text.hidden_size // text.num_attention_heads
     return Blueprint(
         model,
         train,
         sample=sample,
-        cache=2.0 * width * text.num_hidden_layers * heads * size * longest * both * at_once,
+        cache=2.0 * width * text.num_hidden_layers * heads * head_size(text) * longest * both * at_once,
         words=[
             f"a micro-batch is {config.engine.micro_batch} x {both} rows of up to {longest} tokens, {places} are codes"
         ],

@@ -105,13 +105,13 @@ class CodeModel(ModelSettings):
             Inverting,
             "reference_rollouts",
         }
-        assert isinstance(config.rollout, CodeLimits)
-        if config.rollout.reasoning_length:
+        limits: CodeLimits = config.rollout
+        if limits.reasoning_length:
             offers |= {"text", "parts", "segments"}
         return Capabilities("model.type=picture_codes", frozenset(offers))
 
     def blueprint(self, config: JobConfig, path: str) -> Blueprint | None:
         return load_attribute("mmrl.policies.autoregressive_image.memory_estimate:blueprint")(self, config, path)
 
-    def load(self, config: JobConfig, task: Any, path: str) -> Policy:
+    def load(self, config: JobConfig, task: object, path: str) -> Policy:
         return load_attribute("mmrl.policies.autoregressive_image.loading:load")(path, self, config)

@@ -7,21 +7,36 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 from transformers.utils import cached_file
 
 from mmrl.errors import UserError
 from mmrl.policies import codebook
 from mmrl.policies.codebook import Codebook
+from mmrl.policies.tokenizers import Tokenizer
 from mmrl.policies.vlm.scorer import transformers_model
 
 # Parts of Janus that read pictures and make pixels of codes: they have no part in what is written.
 UNTRAINED = {"vision_model", "aligner", "vqmodel"}
 AT_ONCE = 8  # pictures that are decoded together
 FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja", "chat_template.json")
+
+
+class CacheOptions(TypedDict, total=False):
+    """What a language model is told of keys and values."""
+
+    past_key_values: Cache
+    use_cache: bool
+
+
+class ReadingOptions(CacheOptions, total=False):
+    """What a language model is told besides tokens."""
+
+    position_ids: Tensor
 
 
 class ImageTokenWriter:
@@ -36,44 +51,46 @@ class ImageTokenWriter:
     places: int
     between: tuple[int, ...] = ()
 
-    def check(self, model: Any, tokenizer: Any) -> None:
+    def check(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         """Raises UserError where codes and words are no tokens of the model."""
 
-    def content(self, text: str) -> Any:
+    def content(self, text: str) -> str | list[dict[str, str]]:
         """A user's words as the chat template wants them."""
         return text
 
-    def hidden(self, model: Any, ids: Tensor, there: Tensor, **cache: Any) -> Any:
+    def hidden(self, model: nn.Module, ids: Tensor, there: Tensor, **options: Unpack[ReadingOptions]) -> Tensor:
         """What the model says behind each of the tokens `ids` [row, token]: something that `words` and `codes` read, of
         which places can be chosen as of a tensor [row, token, ...]."""
         raise NotImplementedError
 
-    def words(self, model: Any, hidden: Tensor) -> Tensor:
+    def words(self, model: nn.Module, hidden: Tensor) -> Tensor:
         """[..., word] logits of tokens below `first`."""
         raise NotImplementedError
 
-    def codes(self, model: Any, hidden: Tensor) -> Tensor:
+    def codes(self, model: nn.Module, hidden: Tensor) -> Tensor:
         """[..., code] logits of the codes."""
         raise NotImplementedError
 
-    def unconditional(self, negative: Tensor, told: Tensor, tokenizer: Any) -> Tensor:
+    def unconditional(self, negative: Tensor, told: Tensor, tokenizer: Tokenizer) -> Tensor:
         """[token] what stands before the codes where guidance leads away from it. negative: the tokens of the negative
         prompt; told: what stands there with the prompt."""
         raise NotImplementedError
 
-    def seen(self, tokens: Tensor, tokenizer: Any) -> Tensor:
+    def seen(self, tokens: Tensor, tokenizer: Tokenizer) -> Tensor:
         """[token] how a picture, [place], stands among words that ask about it."""
         raise NotImplementedError
 
-    def reads(self, model: Any, ids: Tensor, there: Tensor, pictures: Tensor, **cache: Any) -> Any:
+    def reads(
+        self, model: nn.Module, ids: Tensor, there: Tensor, pictures: Tensor, **options: Unpack[ReadingOptions]
+    ) -> Tensor:
         """`hidden` of rows with a picture each, as `seen` has it. pictures: [row, channel, height, width]."""
-        return self.hidden(model, ids, there, **cache)
+        return self.hidden(model, ids, there, **options)
 
-    def pictures(self, model: Any, tokens: Tensor) -> Tensor:
+    def pictures(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """[picture, channel, height, width] fp32 on the CPU of tokens [picture, place]."""
         raise NotImplementedError
 
-    def tokens(self, model: Any, pictures: Tensor) -> Tensor:
+    def tokens(self, model: nn.Module, pictures: Tensor) -> Tensor:
         """[picture, place] int64 of pictures [picture, channel, height, width] of 0 to 1. Raises UserError for another
         size."""
         raise NotImplementedError
@@ -88,30 +105,30 @@ class CausalWriter(ImageTokenWriter):
     def __init__(self, book: Codebook) -> None:
         self.codebook, self.first, self.count, self.places = book, book.first, len(book.patches), book.places
 
-    def check(self, model: Any, tokenizer: Any) -> None:
+    def check(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         self.codebook.outside(transformers_model(model).get_output_embeddings().weight.shape[0])
 
-    def hidden(self, model: Any, ids: Tensor, there: Tensor, **cache: Any) -> Any:
+    def hidden(self, model: nn.Module, ids: Tensor, there: Tensor, **options: Unpack[ReadingOptions]) -> Tensor:
         """The logits themselves."""
-        return model(input_ids=ids, attention_mask=there, **cache)[0]
+        return model(input_ids=ids, attention_mask=there, **options)[0]
 
-    def words(self, model: Any, hidden: Tensor) -> Tensor:
+    def words(self, model: nn.Module, hidden: Tensor) -> Tensor:
         return hidden[..., : self.first]
 
-    def codes(self, model: Any, hidden: Tensor) -> Tensor:
+    def codes(self, model: nn.Module, hidden: Tensor) -> Tensor:
         return hidden[..., self.first : self.first + self.count]
 
-    def unconditional(self, negative: Tensor, told: Tensor, tokenizer: Any) -> Tensor:
+    def unconditional(self, negative: Tensor, told: Tensor, tokenizer: Tokenizer) -> Tensor:
         return negative
 
-    def seen(self, tokens: Tensor, tokenizer: Any) -> Tensor:
+    def seen(self, tokens: Tensor, tokenizer: Tokenizer) -> Tensor:
         """As it was drawn."""
         return tokens
 
-    def pictures(self, model: Any, tokens: Tensor) -> Tensor:
+    def pictures(self, model: nn.Module, tokens: Tensor) -> Tensor:
         return self.codebook.pictures(tokens)
 
-    def tokens(self, model: Any, pictures: Tensor) -> Tensor:
+    def tokens(self, model: nn.Module, pictures: Tensor) -> Tensor:
         return self.codebook.tokens(pictures)
 
     def save(self, folder: Path) -> None:
@@ -121,7 +138,7 @@ class CausalWriter(ImageTokenWriter):
 class JanusWriter(ImageTokenWriter):
     """A model of transformers' Janus: codes have embeddings and a head of their own, a decoder makes the picture."""
 
-    def __init__(self, model: Any, tokenizer: Any, path: str) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, path: str) -> None:
         """path: where the files of the processor are, which are saved beside what is trained."""
         config = transformers_model(model).config
         self.files = [found for name in FILES if (found := cached(path, name)) is not None]
@@ -139,22 +156,22 @@ class JanusWriter(ImageTokenWriter):
             )
         self.between = (tokenizer.convert_tokens_to_ids(str(begin)),)
 
-    def hidden(self, model: Any, ids: Tensor, there: Tensor, **cache: Any) -> Any:
-        core: Any = transformers_model(model)
+    def hidden(self, model: nn.Module, ids: Tensor, there: Tensor, **options: Unpack[ReadingOptions]) -> Tensor:
+        core = core_of(model)
         code = ids >= self.first
         words = core.get_input_embeddings()(ids.masked_fill(code, 0))
         drawn = core.prepare_embeddings_for_image_generation((ids - self.first).clamp(min=0))
         read = drawn.to(words.dtype).where(code[..., None], words)
-        return core.model.language_model(inputs_embeds=read, attention_mask=there, **cache).last_hidden_state
+        return core.model.language_model(inputs_embeds=read, attention_mask=there, **options).last_hidden_state
 
-    def words(self, model: Any, hidden: Tensor) -> Tensor:
-        core: Any = transformers_model(model)
+    def words(self, model: nn.Module, hidden: Tensor) -> Tensor:
+        core = core_of(model)
         return core.lm_head(hidden)
 
-    def codes(self, model: Any, hidden: Tensor) -> Tensor:
-        return transformers_model(model).model.generation_head(hidden)
+    def codes(self, model: nn.Module, hidden: Tensor) -> Tensor:
+        return core_of(model).model.generation_head(hidden)
 
-    def content(self, text: str) -> Any:
+    def content(self, text: str) -> str | list[dict[str, str]]:
         return [{"type": "text", "text": text}]
 
     def save(self, folder: Path) -> None:
@@ -162,42 +179,49 @@ class JanusWriter(ImageTokenWriter):
             if not (folder / file.name).exists():
                 shutil.copy(file, folder / file.name)
 
-    def unconditional(self, negative: Tensor, told: Tensor, tokenizer: Any) -> Tensor:
+    def unconditional(self, negative: Tensor, told: Tensor, tokenizer: Tokenizer) -> Tensor:
         """As the model was trained: all words are padding, of as many tokens."""
         kept = (told == tokenizer.bos_token_id) | (told == self.between[0])
-        return told.where(kept, tokenizer.pad_token_id)
+        return told.where(kept, torch.tensor(tokenizer.pad_token_id))
 
-    def seen(self, tokens: Tensor, tokenizer: Any) -> Tensor:
+    def seen(self, tokens: Tensor, tokenizer: Tokenizer) -> Tensor:
         """Places for what its vision tower says of the pixels: it reads pictures otherwise than it draws them."""
         end = tokenizer.special_tokens_map.get("eoi_token")
         last = [] if end is None else [tokenizer.convert_tokens_to_ids(str(end))]
         first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         return torch.tensor([*first, self.between[0], *[self.placeholder] * self.patches, *last])
 
-    def reads(self, model: Any, ids: Tensor, there: Tensor, pictures: Tensor, **cache: Any) -> Any:
-        core: Any = transformers_model(model)
+    def reads(
+        self, model: nn.Module, ids: Tensor, there: Tensor, pictures: Tensor, **options: Unpack[ReadingOptions]
+    ) -> Tensor:
+        core = core_of(model)
         weight = next(core.model.vision_model.parameters())
         found = core.model(
-            input_ids=ids, attention_mask=there, pixel_values=pictures.to(weight).clamp(0, 1) * 2 - 1, **cache
+            input_ids=ids, attention_mask=there, pixel_values=pictures.to(weight).clamp(0, 1) * 2 - 1, **options
         )
         return found.last_hidden_state
 
     @torch.no_grad()
-    def pictures(self, model: Any, tokens: Tensor) -> Tensor:
+    def pictures(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """A few at a time: a decoder takes a hundred times the memory of its picture."""
-        decoder: Any = transformers_model(model).model.vqmodel
+        decoder = core_of(model).model.vqmodel
         device = next(decoder.parameters()).device
         parts = [decoder.decode(part.to(device)).float().cpu() for part in (tokens - self.first).split(AT_ONCE)]
         return (torch.cat(parts) + 1) / 2
 
     @torch.no_grad()
-    def tokens(self, model: Any, pictures: Tensor) -> Tensor:
+    def tokens(self, model: nn.Module, pictures: Tensor) -> Tensor:
         if tuple(pictures.shape[1:]) != self.size:
             raise UserError(f"pictures of {list(pictures.shape[1:])} do not fit a model that draws {list(self.size)}")
-        encoder: Any = transformers_model(model).model.vqmodel
+        encoder = core_of(model).model.vqmodel
         weight = next(encoder.parameters())
         found = encoder.encode(pictures.to(weight) * 2 - 1).image_tokens
         return self.first + found.view(len(pictures), self.places).cpu()
+
+
+def core_of(model: nn.Module) -> Any:
+    """The Janus model itself; torch's types take what it holds for tensors."""
+    return transformers_model(model)
 
 
 def freeze_readers(model: nn.Module) -> None:

@@ -6,11 +6,12 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from PIL import Image
 from torch import Tensor, nn
 
+from mmrl.policies.models import NetworkCall
 from mmrl.rollouts import Prompt
 from mmrl.samplers.settings import Space
 from mmrl.samplers.sigmas import Grid
@@ -83,7 +84,7 @@ class Family(Protocol):
         ...
 
     def predict(
-        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+        self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
         """Velocity (or noise) like x, fp32, of latents x [n, ...] at times [n].
 

@@ -170,10 +170,10 @@ def blueprint(settings: DiffusionModel, config: JobConfig, path: str) -> Bluepri
     shape = made.latent_shape(drawn.resolution, drawn.frames)
     blank = made.blank(shape)
     steps = draws(config)
-    engine, micro = config.engine, config.engine.micro_batch
-    assert isinstance(engine, PictureEngine)
+    engine: PictureEngine = config.engine
+    micro = config.engine.micro_batch
     at_most = engine.steps_at_once or micro * steps  # others are computed again
-    at_once = min(config.rollouts_per_step, vars(config.rollout).get("micro_batch") or config.rollouts_per_step)
+    at_once = min(config.rollouts_per_step, config.rollout.generated_at_once or config.rollouts_per_step)
 
     def predict(rows: int) -> Tensor:
         x = torch.empty(rows, *shape, device="meta")
@@ -181,7 +181,7 @@ def blueprint(settings: DiffusionModel, config: JobConfig, path: str) -> Bluepri
 
     def sample() -> None:
         predict(at_once)
-        made.decoded(torch.empty(1 if settings.decoding != "whole" else at_once, *shape, device="meta"))
+        made.autoencoder.decoded(torch.empty(1 if settings.decoding != "whole" else at_once, *shape, device="meta"))
 
     width = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
     beside = {f"encoder {name}": count * width for name, count in encoders.items()}

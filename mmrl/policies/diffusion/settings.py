@@ -257,8 +257,7 @@ class DiffusionModel(ModelSettings):
         denoising = config.section("denoising")
         if isinstance(denoising, DenoisingDemonstrations):
             return Capabilities(f"model.type={self.type}", frozenset({"matching", "reference_ratio", "steering"}))
-        assert isinstance(denoising, Denoising)
-        likelihood = denoising.likelihood
+        likelihood: PictureLikelihood = denoising.likelihood
         return Capabilities(
             f"denoising.likelihood.type={likelihood.type}",
             likelihood.offers | {"views", "reference_rollouts", "steering"},
@@ -291,7 +290,6 @@ class DiffusionModel(ModelSettings):
                     f"denoising.likelihood.type={likelihood.type} gives no likelihood, which algorithm.type="
                     f"{config.algorithm.type} needs; use chain or matching"
                 )
-            assert isinstance(denoising, Denoising)
             if likelihood.steps > denoising.steps:
                 raise ValueError(
                     f"denoising.likelihood.steps={likelihood.steps} are more than denoising.steps={denoising.steps}"
@@ -309,14 +307,14 @@ class DiffusionModel(ModelSettings):
             return None
         return load_attribute("mmrl.policies.diffusion.memory_estimate:blueprint")(self, config, path)
 
-    def load(self, config: JobConfig, task: Any, path: str) -> Policy:
+    def load(self, config: JobConfig, task: object, path: str) -> Policy:
         denoising = config.section("denoising")
-        assert isinstance(config.engine, PictureEngine)
+        engine: PictureEngine = config.engine
         chain = denoising.likelihood if isinstance(denoising, Denoising) else None
         of_use = config.needs.old and (config.algorithm.updates > 1 or denoising.guidance != 1)
         ahead = config.generator is not None and config.generator.steps_ahead > 0  # then they are of older weights
         keep = of_use and not ahead and isinstance(chain, PictureChain) and chain.keeps_predictions(self.dtype)
         family = load_attribute("mmrl.policies.diffusion.loading:load")(path, self)
         return load_attribute("mmrl.policies.diffusion.policy:DiffusionPolicy")(
-            family, denoising, keep_predictions=keep, steps_at_once=config.engine.steps_at_once
+            family, denoising, keep_predictions=keep, steps_at_once=engine.steps_at_once
         )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.family import Condition, ConditionInputs, Resolution, Shape
 from mmrl.policies.embeddings import sinusoids
+from mmrl.policies.models import NetworkCall
 from mmrl.samplers.settings import Space
 from mmrl.samplers.sigmas import Grid, shift_towards_noise, shifted
 
@@ -220,7 +221,7 @@ class SmallFamily:
         return torch.tensor(ids + [0] * (self.config.max_words - len(ids)))
 
     def predict(
-        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+        self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
         words = torch.stack([c["words"] for c in conditions]).to(x.device)
         dtype = next(self.module.parameters()).dtype

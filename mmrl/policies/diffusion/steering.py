@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
+from mmrl.policies.diffusion.decisions.records import made_samples, noise_of
 from mmrl.policies.diffusion.family import ConditionInputs
-from mmrl.policies.diffusion.policy import DiffusionPolicy, made_samples, noise_of
+from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.rollouts import Prompt, Sample
 from mmrl.samplers.chain import INITIAL, Sampler, data_of, gaussian, mixed, run
 from mmrl.samplers.settings import AllSteps, DenoisingTransition, Euler
@@ -55,7 +56,7 @@ def particles(
     each = [prompt for prompt in prompts for _ in range(count)]
     group = torch.arange(len(prompts)).repeat_interleave(count)
     own = [mixed(int(seed), n) for seed in seeds for n in range(count)]
-    predict = policy.predictor(sampler, [ConditionInputs.of(prompt) for prompt in each], guidance)
+    predict = policy.network.predictor(sampler, [ConditionInputs.of(prompt) for prompt in each], guidance)
     drawn = set(usable_steps(AllSteps(), sampler.std))
     x = gaussian(own, INITIAL, shape).to(policy.device)
     earned = torch.zeros(len(each))

@@ -7,13 +7,13 @@ frozen; what makes them useful is that a word's state has unit scale. The VAE is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from diffusers import AutoencoderKL, AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -27,6 +27,13 @@ from transformers import (
 
 PAD, UNKNOWN, START, END = "<pad>", "<unknown>", "<start>", "<end>"
 MARGIN = 1000.0  # of the channels that make a norm of the identity VAE a division by a constant, in units of a pixel
+
+
+class Convolution(Protocol):
+    """A layer whose weights are set by hand."""
+
+    weight: Tensor
+    bias: Tensor
 
 
 def word_tokenizer(words: Sequence[str], max_length: int) -> PreTrainedTokenizerFast:
@@ -121,7 +128,9 @@ def silence_blocks(module: nn.Module, last: tuple[str, ...]) -> None:
 
 
 @torch.no_grad()
-def pass_through(enter: Any, norm: Any, leave: Any, channels: int, gain: float, margins: int | None = None) -> None:
+def pass_through(
+    enter: Convolution, norm: nn.Module, leave: Convolution, channels: int, gain: float, margins: int | None = None
+) -> None:
     """conv_in writes x, -x and the margins (None: in all channels that are left); the norm multiplies by `gain` what it
     divided; conv_out reads x again. Where time is convolved too, the present is the last of its taps."""
     for part in (enter, leave):
@@ -170,7 +179,7 @@ def _t5(tokenizer: PreTrainedTokenizerFast, width: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def halving_wan_vae(channels: int = 3) -> Any:
+def halving_wan_vae(channels: int = 3) -> AutoencoderKLWan:
     """An AutoencoderKLWan that halves the sides and keeps every frame, by weights set by hand: latents are the means of
     2 x 2 pixels, decoding repeats them. Clips that are drawn in cells of 2 x 2 pixels pass unchanged.
 
@@ -198,14 +207,15 @@ def halving_wan_vae(channels: int = 3) -> Any:
         pass_through(half.conv_in, half.norm_out, half.conv_out, channels, gain, margins=2)
     for part in (vae.quant_conv, vae.post_quant_conv):
         copy_channels(part, part.weight.shape[0], (0, 0, 0))
-    average_pairs(next(part for part in vae.encoder.down_blocks if isinstance(part, WanResample)).resample[1], used)
+    halves: Any = next(part for part in vae.encoder.down_blocks if isinstance(part, WanResample))
+    average_pairs(halves.resample[1], used)
     copy_channels(vae.decoder.up_blocks[0].upsamplers[0].resample[1], used, (1, 1))
     copy_channels(vae.decoder.up_blocks[1].resnets[0].conv_shortcut, used, (0, 0, 0))
     return vae
 
 
 @torch.no_grad()
-def copy_channels(convolution: Any, count: int, tap: tuple[int, ...]) -> None:
+def copy_channels(convolution: Convolution, count: int, tap: tuple[int, ...]) -> None:
     """The convolution copies its first `count` channels from the place `tap` of its kernel, and nothing else."""
     convolution.weight.zero_()
     convolution.bias.zero_()
@@ -214,7 +224,7 @@ def copy_channels(convolution: Any, count: int, tap: tuple[int, ...]) -> None:
 
 
 @torch.no_grad()
-def average_pairs(convolution: Any, count: int) -> None:
+def average_pairs(convolution: Convolution, count: int) -> None:
     """The convolution, of stride 2 and padded to the right and below, gives the means of 2 x 2 pixels of each of its
     first `count` channels."""
     copy_channels(convolution, count, (0, 0))

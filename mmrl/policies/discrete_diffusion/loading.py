@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from transformers import (
@@ -12,15 +12,15 @@ from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    AutoTokenizer,
 )
 
 from mmrl.errors import UserError
 from mmrl.policies import codebook
 from mmrl.policies.codebook import Codebook
-from mmrl.policies.discrete_diffusion.policy import MaskedPolicy, MaskScorer, Vocabulary
+from mmrl.policies.discrete_diffusion.policy import MaskedPolicy, TokenDiffusionOptions
+from mmrl.policies.discrete_diffusion.responses import ResponseLayout
+from mmrl.policies.discrete_diffusion.scorer import MaskScorer, Vocabulary
 from mmrl.policies.discrete_diffusion.settings import (
-    MaskedEvaluation,
     MaskedLimits,
     MaskedModel,
     MaskedSampling,
@@ -31,8 +31,11 @@ from mmrl.policies.discrete_diffusion.settings import (
 )
 from mmrl.policies.discrete_diffusion.uniform import UniformPolicy
 from mmrl.policies.discrete_diffusion.uniform_settings import Noising, UniformModel
-from mmrl.policies.vlm.loading import adapt, described, recompute_activations, whole
-from mmrl.policies.vlm.policy import transformers_model
+from mmrl.policies.tokenizers import Tokenizer
+from mmrl.policies.vlm.critic import critic_of
+from mmrl.policies.vlm.loading import adapt, described, load_tokenizer, recompute_activations, whole
+from mmrl.policies.vlm.scorer import transformers_model
+from mmrl.protocols.critic import SharedCritic
 from mmrl.schedules.schedule import constant
 
 if TYPE_CHECKING:
@@ -43,30 +46,33 @@ NO_MASK = -1  # in the place of a mask token, of policies that have no empty pla
 
 def load(path: str, settings: MaskedModel, config: JobConfig) -> MaskedPolicy:
     """The policy of a job. Raises UserError if there is no model at `path`, or none that can fill empty places."""
-    unmasking = config.section("unmasking")
-    assert isinstance(unmasking, UnmaskingRollouts | UnmaskingDemonstrations)
-    scorer, tokenizer, vocabulary, shared = read(path, settings, config, lambda tokenizer: mask_of(tokenizer, settings))
-    policy = MaskedPolicy(scorer, tokenizer, vocabulary, unmasking, unmasking.likelihood, **shared)
-    if config.needs.critic is not None:
-        policy.judge(config.needs.critic, Path(path))
-    return policy
+    unmasking: UnmaskingRollouts | UnmaskingDemonstrations = config.section("unmasking")
+    read = read_model(path, settings, config, MaskedPolicy.kind, lambda tokenizer: mask_of(tokenizer, settings))
+    if isinstance(config.needs.critic, SharedCritic):
+        read.scorer.critic = critic_of(transformers_model(read.scorer.model), config.needs.critic, Path(path))
+    return MaskedPolicy(*read, unmasking, unmasking.likelihood)
 
 
 def load_uniform(path: str, settings: UniformModel, config: JobConfig) -> UniformPolicy:
     """The policy of a job. Raises UserError if there is no model at `path`, or none that writes text."""
-    noising = config.section("noising")
-    assert isinstance(noising, Noising)
-    scorer, tokenizer, vocabulary, shared = read(path, settings, config, lambda tokenizer: NO_MASK)
-    return UniformPolicy(scorer, tokenizer, vocabulary, noising, **shared)
+    noising: Noising = config.section("noising")
+    return UniformPolicy(*read_model(path, settings, config, UniformPolicy.kind, lambda tokenizer: NO_MASK), noising)
 
 
-def read(
-    path: str, settings: TokenDiffusionModel, config: JobConfig, mask: Callable[[Any], int]
-) -> tuple[MaskScorer, Any, Vocabulary, dict[str, Any]]:
-    """What policies of discrete diffusion are made of: the model, its tokenizer, what tokens mean, and what
-    `DiscreteDiffusionPolicy` takes besides. mask: the token of empty places, of a tokenizer. Raises UserError."""
-    limits = config.rollout
-    assert isinstance(limits, MaskedLimits) and isinstance(config.evaluation, MaskedEvaluation)
+class ReadModel(NamedTuple):
+    """What policies of discrete diffusion are made of."""
+
+    scorer: MaskScorer
+    layout: ResponseLayout
+    options: TokenDiffusionOptions
+
+
+def read_model(
+    path: str, settings: TokenDiffusionModel, config: JobConfig, kind: str, mask: Callable[[Tokenizer], int]
+) -> ReadModel:
+    """The model at `path`. kind: of it, as `model.type` has it. mask: the token of empty places, of a tokenizer. Raises
+    UserError."""
+    limits: MaskedLimits = config.rollout
     known = described(path)
     causal = type(known) not in MODEL_FOR_MASKED_LM_MAPPING
     if causal and type(known) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -85,7 +91,7 @@ def read(
     model = adapt(model, path, freeze=(), lora=settings.lora)
     if settings.activation_checkpointing:
         recompute_activations(model)
-    tokenizer, codes = AutoTokenizer.from_pretrained(path), codebook.read(path)
+    tokenizer, codes = load_tokenizer(path), codebook.read(path)
     if text and codes is None:
         raise UserError(
             f"rollout.reasoning_length={text} writes text before the codes of a picture, and model.path={path} has no "
@@ -97,19 +103,24 @@ def read(
         )
     size = transformers_model(model).get_output_embeddings().weight.shape[0]
     vocabulary = vocabulary_of(tokenizer, mask(tokenizer), size, codes, text=text > 0)
-    shared = {
-        "length": length,
-        "reasoning_length": text,
-        "max_prompt_length": min(limits.max_prompt_length, most - length),
-        "temperature": limits.temperature if isinstance(limits, MaskedSampling) else constant(1.0),
-        "evaluation_temperature": config.evaluation.temperature,
-        "codes": codes,
-        "keeps_distributions": "distribution" in config.needs.offers,
-    }
-    return MaskScorer(model, vocabulary, causal=causal, shifted=settings.shifted), tokenizer, vocabulary, shared
+    layout = ResponseLayout(
+        kind,
+        tokenizer,
+        vocabulary,
+        length=length,
+        max_prompt_length=min(limits.max_prompt_length, most - length),
+        codes=codes,
+        reasoning_length=text,
+    )
+    options = TokenDiffusionOptions(
+        temperature=limits.temperature if isinstance(limits, MaskedSampling) else constant(1.0),
+        evaluation_temperature=config.evaluation.temperature,
+        keeps_distributions="distribution" in config.needs.offers,
+    )
+    return ReadModel(MaskScorer(model, vocabulary, causal=causal, shifted=settings.shifted), layout, options)
 
 
-def mask_of(tokenizer: Any, settings: MaskedModel) -> int:
+def mask_of(tokenizer: Tokenizer, settings: MaskedModel) -> int:
     """The token of empty places. Raises UserError without one."""
     mask = tokenizer.mask_token_id
     if settings.mask_token is not None:
@@ -122,7 +133,9 @@ def mask_of(tokenizer: Any, settings: MaskedModel) -> int:
     return int(mask)
 
 
-def vocabulary_of(tokenizer: Any, mask: int, size: int, codes: Codebook | None, *, text: bool = False) -> Vocabulary:
+def vocabulary_of(
+    tokenizer: Tokenizer, mask: int, size: int, codes: Codebook | None, *, text: bool = False
+) -> Vocabulary:
     """size: rows of the output layer. Never drawn are special tokens other than the end, and rows beyond the tokenizer;
     with `codes` whatever is none of them. With both codes and `text` each has places of its own; text holds no code.
 

@@ -391,15 +391,15 @@ class MaskedModel(TokenDiffusionModel):
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         known = super().capabilities(config)
-        assert isinstance(config.rollout, WritingLimits)
-        parts = {"parts", "segments"} if config.rollout.reasoning_length else set()
+        limits: WritingLimits = config.rollout
+        parts = {"parts", "segments"} if limits.reasoning_length else set()
         return Capabilities(known.of, known.offers | {"critic"} | parts, groups=("critic",))
 
     def check(self, config: JobConfig) -> None:
         from mmrl.policies.discrete_diffusion.schedule import in_parts
 
-        unmasking, limits = config.section("unmasking"), config.rollout
-        assert isinstance(unmasking, UnmaskingRollouts | UnmaskingDemonstrations) and isinstance(limits, WritingLimits)
+        unmasking: UnmaskingRollouts | UnmaskingDemonstrations = config.section("unmasking")
+        limits: WritingLimits = config.rollout
         text, own = limits.reasoning_length, unmasking.reasoning_steps
         if own is not None and not text:
             raise ValueError(
@@ -415,7 +415,7 @@ class MaskedModel(TokenDiffusionModel):
                 "the model answers at the place before; choose another likelihood, such as step_merge"
             )
 
-    def load(self, config: JobConfig, task: Any, path: str) -> Policy:
+    def load(self, config: JobConfig, task: object, path: str) -> Policy:
         return load_attribute("mmrl.policies.discrete_diffusion.loading:load")(path, self, config)
 
 

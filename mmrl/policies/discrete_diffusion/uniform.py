@@ -4,15 +4,18 @@ the model says."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mmrl.generation.sampling import draw
 from mmrl.policies.discrete_diffusion.likelihoods import States
-from mmrl.policies.discrete_diffusion.policy import DiscreteDiffusionPolicy, MaskedRecord, MaskScorer, Vocabulary
+from mmrl.policies.discrete_diffusion.policy import DiscreteDiffusionPolicy, TokenDiffusionOptions
+from mmrl.policies.discrete_diffusion.responses import MaskedRecord, ResponseLayout
+from mmrl.policies.discrete_diffusion.scorer import MaskScorer
 from mmrl.policies.discrete_diffusion.uniform_settings import Noising
+from mmrl.policies.vlm.scorer import transformers_model
 
 APART = 1 << 40  # added to a rollout's seed: the noise that it is replayed under is not that which it was made from
 
@@ -24,15 +27,13 @@ class UniformPolicy(DiscreteDiffusionPolicy):
     kind: ClassVar[str] = "uniform_diffusion"
 
     def __init__(
-        self, scorer: MaskScorer, tokenizer: Any, vocabulary: Vocabulary, noising: Noising, **shared: Any
+        self, scorer: MaskScorer, layout: ResponseLayout, options: TokenDiffusionOptions, noising: Noising
     ) -> None:
-        """shared: as `DiscreteDiffusionPolicy` has it."""
-        super().__init__(scorer, tokenizer, vocabulary, **shared)
+        super().__init__(scorer, layout, options)
         self.noising = noising
-        model: Any = scorer.model
-        size = model.get_output_embeddings().weight.shape[0]
+        size = transformers_model(scorer.model).get_output_embeddings().weight.shape[0]
         allowed = torch.ones(size, dtype=torch.bool)
-        allowed[vocabulary.suppressed] = False
+        allowed[layout.vocabulary.suppressed] = False
         self.allowed = allowed.nonzero().flatten()  # [n] tokens that noise is made of, and that are drawn
 
     def _draw(self, prompts: list[Tensor], seeds: Sequence[int], temperature: float) -> list[MaskedRecord]:
@@ -40,18 +41,18 @@ class UniformPolicy(DiscreteDiffusionPolicy):
         is kept at s < t, (t - s) / t, becomes what the model says; the last step leaves nothing."""
         generators = [torch.Generator(self.device).manual_seed(int(seed)) for seed in seeds]
         response = self._tokens(self._uniform(generators))
-        rows = torch.arange(len(prompts)).repeat_interleave(self.length).to(self.device)
-        place = torch.arange(self.length).repeat(len(prompts)).to(self.device)
+        rows = torch.arange(len(prompts)).repeat_interleave(self.layout.length).to(self.device)
+        place = torch.arange(self.layout.length).repeat(len(prompts)).to(self.device)
         first = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         for turn in range(self.noising.steps):
-            ids, there = self._collate([torch.cat(pair) for pair in zip(prompts, response, strict=True)])
+            ids, there = self.collator.collate([torch.cat(pair) for pair in zip(prompts, response, strict=True)])
             logits = self.module.logits(ids, there, rows, first[rows] + place)
-            logits = logits.view(len(prompts), self.length, -1) / (temperature or 1.0)
+            logits = logits.view(len(prompts), self.layout.length, -1) / (temperature or 1.0)
             tokens = (draw(logits, generators) if temperature else logits).argmax(-1).cpu()
             now = self._uniform(generators) < 1 / (self.noising.steps - turn)
             response = torch.where(now, tokens, response)
         heat = temperature or 1.0  # responses of the most likely tokens are replayed as they are
-        none = torch.zeros(self.length, dtype=torch.long)
+        none = torch.zeros(self.layout.length, dtype=torch.long)
         return [MaskedRecord(prompt, response[i], none, int(seeds[i]), heat) for i, prompt in enumerate(prompts)]
 
     def _forwards(self, record: MaskedRecord) -> int:
@@ -59,7 +60,7 @@ class UniformPolicy(DiscreteDiffusionPolicy):
 
     def _uniform(self, generators: Sequence[torch.Generator]) -> Tensor:
         """[row, place] from 0 to 1, on the CPU."""
-        drawn = [torch.rand(self.length, generator=generator, device=self.device) for generator in generators]
+        drawn = [torch.rand(self.layout.length, generator=generator, device=self.device) for generator in generators]
         return torch.stack(drawn).cpu()
 
     def _tokens(self, uniform: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ class UniformPolicy(DiscreteDiffusionPolicy):
         return self.allowed[(uniform * len(self.allowed)).long().clamp(max=len(self.allowed) - 1)]
 
     def states_of(self, record: MaskedRecord) -> States:
-        return noised(record.seed, self.length, self.noising.draws, self.noising.levels)
+        return noised(record.seed, self.layout.length, self.noising.draws, self.noising.levels)
 
     def _shown(self, record: MaskedRecord, states: States, state: int) -> Tensor:
         assert states.noise is not None

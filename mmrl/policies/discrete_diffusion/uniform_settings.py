@@ -72,5 +72,5 @@ class UniformModel(TokenDiffusionModel):
             "evaluation": MaskedEvaluation,
         }
 
-    def load(self, config: JobConfig, task: Any, path: str) -> Policy:
+    def load(self, config: JobConfig, task: object, path: str) -> Policy:
         return load_attribute("mmrl.policies.discrete_diffusion.loading:load_uniform")(path, self, config)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mmrl.policies.diffusion import loading
-from mmrl.policies.diffusion.policy import DiffusionPolicy, PictureRecord, noise_of
+from mmrl.policies.diffusion.decisions.records import PictureRecord
+from mmrl.policies.diffusion.family import ConditionInputs
+from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.few_step_diffusion.settings import POLICY, SAMPLER, FewStepModel, FewStepSampler
+from mmrl.policies.models import Scorer, TrainingEngine
 from mmrl.policies.networks import Networks, Part, state_of
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 from mmrl.samplers import score
-from mmrl.samplers.chain import Sampler, run
+from mmrl.samplers.chain import Sampler
 from mmrl.samplers.sigmas import Grid
 
 if TYPE_CHECKING:
@@ -46,12 +49,11 @@ class FewStepPolicy:
         denoising = policy.denoising.model_copy(
             update={"guidance": 1.0, "evaluation_guidance": 1.0, "evaluation_steps": settings.steps}
         )
-        self.student = DiffusionPolicy(policy.family, denoising)
-        self.student.module = network
+        self.student = DiffusionPolicy(policy.family, denoising, module=network)
         fine = policy.sampler
         self.every = len(fine.grid) // settings.steps
         grid = Grid(fine.grid.sigmas[:: self.every], fine.grid.times[:: self.every])
-        self.student.sampler = Sampler(grid, None, fine.tail, fine.space)
+        self.student.denoiser.sampler = Sampler(grid, None, fine.tail, fine.space)
         self.module = Networks(**{POLICY: policy.module, SAMPLER: network})
 
     @property
@@ -91,14 +93,14 @@ class FewStepPolicy:
 
     # --- pictures to likelihoods ---
 
-    def replay(self, rollouts: Rollouts, model: Any, *, reference: bool = False) -> Replay:
+    def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool = False) -> Replay:
         """What the model says of every decision, and where a gradient is wanted how far the copy is from the model."""
         found = self.policy.replay(rollouts, Part(model, POLICY), reference=reference)
         if torch.is_grad_enabled():
             found.extras["sampler_error"] = self.errors(rollouts, Part(model, SAMPLER))
         return found
 
-    def errors(self, rollouts: Rollouts, network: Any) -> Tensor:
+    def errors(self, rollouts: Rollouts, network: Scorer) -> Tensor:
         """[rollout, decision] the mean square of v - (x' - a x) / b over the elements of a latent: x is a final picture
         with the noise of a point of the copy's grid, x' where the model's own steps under its guidance lead from there
         to the copy's next point, v what `network`, the copy, predicts at x, and a x + b v its jump."""
@@ -113,25 +115,23 @@ class FewStepPolicy:
         x = score.noisy_samples(data, noise, sigma, space)[0].flatten(0, 1)
         said = [record.asked for record in records for _ in range(count)]
         target = self._secant(x, point, said)
-        v = student.guided_prediction(network, x, grid.sigmas[point], grid.times[point], said, 1.0).float()
+        v = student.network.predict(network, x, grid.sigmas[point], grid.times[point], said, 1.0).float()
         return (v - target).square().flatten(1).mean(1).view(len(records), count)
 
     @torch.no_grad()
-    def _secant(self, x: Tensor, point: Tensor, said: Sequence[Any]) -> Tensor:
+    def _secant(self, x: Tensor, point: Tensor, said: Sequence[ConditionInputs]) -> Tensor:
         """What the copy has to predict at x [n, ...], at points [n] of its grid, to jump where the model goes."""
-        policy = self.policy
-        predict = policy.predictor(policy.sampler, said, policy.denoising.guidance)
         none: list[list[int]] = [[]] * len(x)
         start = (point * self.every).tolist()
         stop = [place + self.every for place in start]
-        reached = run(predict, x, policy.sampler, none, noise_of([], policy.shape), start=start, stop=stop).final
+        reached = self.policy.denoiser.go_on(x, said, none, start=start, stop=stop).final
         step = self.student.sampler.at(point, point + 1, torch.zeros_like(point, dtype=torch.bool))
         a_x, a_v = (part.to(x).view(-1, *[1] * (x.dim() - 1)) for part in (step.a_x, step.a_v))
         return (reached - a_x * x) / a_v
 
     # --- the rest of a policy ---
 
-    def trained_by(self, engine: Any) -> None:
+    def trained_by(self, engine: TrainingEngine) -> None:
         self.policy.trained_by(engine)
 
     def counts(self) -> dict[str, float]:

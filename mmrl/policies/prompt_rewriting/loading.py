@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import loading as diffusion
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FOR_THE_WRITER = ("attention", "freeze", "lora", "processor")
 
 
-def load(path: str, settings: RewrittenModel, config: JobConfig, task: Any) -> RewrittenPolicy:
+def load(path: str, settings: RewrittenModel, config: JobConfig, task: object) -> RewrittenPolicy:
     """The policy of a job: the generator at `path`, and the writer that the settings name, or both from a folder that a
     run left. Raises UserError where the writer is neither named nor there, and as the loaders of the two."""
     both = Path(path) / WRITER

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmrl.policies.diffusion.policy import DiffusionPolicy, PictureRecord
+from mmrl.policies.diffusion.decisions.records import PictureRecord
+from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.small import SmallFamily
+from mmrl.policies.models import Scorer, TrainingEngine
 from mmrl.policies.networks import Networks, Part, state_of
 from mmrl.policies.prompt_rewriting.settings import GENERATOR, WRITER, PromptWriter
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
@@ -95,7 +96,7 @@ class RewrittenPolicy:
 
     # --- pictures to likelihoods ---
 
-    def replay(self, rollouts: Rollouts, model: Any, *, reference: bool = False) -> Replay:
+    def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool = False) -> Replay:
         """What `model` (`self.module`, or the engine around it) says of every decision; a forward of each network."""
         records: list[RewrittenRecord] = rollouts.inputs
         width = self.writer.max_decisions
@@ -118,7 +119,7 @@ class RewrittenPolicy:
 
     # --- the rest of a policy ---
 
-    def trained_by(self, engine: Any) -> None:
+    def trained_by(self, engine: TrainingEngine) -> None:
         self.writer.trained_by(engine)
         self.generator.trained_by(engine)
 

@@ -111,5 +111,5 @@ class RewrittenModel(DiffusionModel):
         refuse_estimate(self.type, path)
         return None
 
-    def load(self, config: JobConfig, task: Any, path: str) -> Policy:  # type: ignore[override]
+    def load(self, config: JobConfig, task: object, path: str) -> Policy:  # type: ignore[override]
         return load_attribute("mmrl.policies.prompt_rewriting.loading:load")(path, self, config, task)

@@ -45,12 +45,12 @@ LEROBOT = ("smolvla", "pi0", "pi05")  # types of policies that can be trained
 SHAPING = ("chunk", "proprioception")  # keys of `action` that the saved weights depend on, whatever the head
 
 
-def load(config: JobConfig, task: Any, path: str) -> VisionLanguageActionPolicy:
+def load(config: JobConfig, task: object, path: str) -> VisionLanguageActionPolicy:
     """The policy at `path` that `config` describes, in the simulator of `task`. Raises UserError as `open_policy`, and
     for a task without a simulator."""
-    model, action, rollout = config.model, config.section("action"), config.rollout
-    assert isinstance(model, VisionLanguageActionModel) and isinstance(action, Actions)
-    assert isinstance(rollout, EpisodePrompts)
+    model: VisionLanguageActionModel = config.model
+    action: Actions = config.section("action")
+    rollout: EpisodePrompts = config.rollout
     if not isinstance(task, SimulatedTask):
         raise UserError(
             "model.type=vision_language_action needs a task with a simulator, such as task.type=manipulation"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,17 @@ from mmrl.errors import UserError
 from mmrl.policies.vla.backbones import small, states_only
 from mmrl.policies.vla.backbones.backbone import CachedReading
 from mmrl.policies.vla.heads.flow import ExpertHead
-from mmrl.policies.vla.settings import Actions, EpisodePrompts, FlowActions, L1Actions, VisionLanguageActionModel
+from mmrl.policies.vla.settings import (
+    ActionChain,
+    Actions,
+    EpisodePrompts,
+    FlowActions,
+    L1Actions,
+    VisionLanguageActionModel,
+)
 from mmrl.policies.vlm import loading
 from mmrl.policies.vlm import memory_estimate as vlm
+from mmrl.settings import plain
 
 if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
@@ -109,13 +118,12 @@ def _told(path: str) -> dict[str, Any]:
 
 def looks_of(config: JobConfig) -> tuple[int, int]:
     """The looks of an episode, and how many of a micro-batch's are computed at once."""
-    action = config.section("action")
-    assert isinstance(action, Actions)
+    action: Actions = config.section("action")
     looks = math.ceil(action.horizon / action.chunk)
-    return looks, vars(config.engine).get("looks_at_once") or looks * config.engine.micro_batch
+    return looks, config.engine.looks_at_once or looks * config.engine.micro_batch
 
 
-def in_parts(score: Any, rows: int, config: JobConfig) -> Any:
+def in_parts(score: Callable[[int], Tensor], rows: int, config: JobConfig) -> Tensor | list[Tensor]:
     """`score(looks)` of the looks of so many episodes, as the policy's network computes parts of them."""
     looks, at_once = looks_of(config)
     every = looks * rows
@@ -182,12 +190,11 @@ def openvla(settings: VisionLanguageActionModel, config: JobConfig, told: dict[s
 
 def with_head(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> Blueprint:
     """A vision-language model with a head of ours. Of a frozen one the head alone computes."""
-    action = config.section("action")
-    assert isinstance(action, Actions)
+    action: Actions = config.section("action")
+    rollout: EpisodePrompts = config.rollout
     model = vlm.network(path, dtype=settings.dtype, freeze=list(settings.freeze), lora=settings.lora)
     width = vlm.decoder(model).get_input_embeddings().embedding_dim
-    assert isinstance(config.rollout, EpisodePrompts)
-    length, dtype = config.rollout.max_prompt_length, getattr(torch, settings.dtype)
+    length, dtype = rollout.max_prompt_length, getattr(torch, settings.dtype)
     if action.head.core is not action.head:  # it holds still what it is built around
         model.requires_grad_(False)
     frozen = not any(p.requires_grad for p in model.parameters())
@@ -255,8 +262,8 @@ def lerobot(settings: VisionLanguageActionModel, config: JobConfig, path: str) -
 
 def _points(head: FlowActions) -> int:
     """Denoising steps of a chunk that are scored."""
-    window = vars(head.likelihood).get("window")
-    return int((vars(window).get("size") if window is not None else None) or head.steps)
+    window = plain(head.likelihood.window) if isinstance(head.likelihood, ActionChain) else {}
+    return int(window.get("size") or head.steps)
 
 
 def _played(config: JobConfig) -> int:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
+from mmrl.policies.models import NetworkCall, TrainingEngine
 from mmrl.policies.parts import by_parts
 from mmrl.policies.vla.backbones.backbone import Backbone
 from mmrl.policies.vla.critic import Critic
@@ -34,6 +35,7 @@ from mmrl.settings import plain
 from mmrl.sims import Observation, Step, VectorSim, play
 
 DESCRIPTION, WEIGHTS = "vla.json", "vla.safetensors"
+Numbers = TypeVar("Numbers", Tensor, NDArray[np.float32])  # of states
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Network(nn.Module):
         super().__init__()
         self.backbone, self.head, self.critic, self.privileged = backbone, head, critic, privileged
 
-    def own(self, state: Any) -> Any:
+    def own(self, state: Numbers) -> Numbers:
         """What the policy itself may read of states [n, state]."""
         return state[:, : state.shape[1] - self.privileged]
 
@@ -268,7 +270,7 @@ class VisionLanguageActionPolicy:
         ]
         return self._rollouts([Sample(prompt) for prompt in prompts], looks)
 
-    def trained_by(self, engine: Any) -> None:
+    def trained_by(self, engine: TrainingEngine) -> None:
         """It has nothing to keep step with."""
 
     def counts(self) -> dict[str, float]:
@@ -285,7 +287,7 @@ class VisionLanguageActionPolicy:
 
     # --- episodes to likelihoods ---
 
-    def replay(self, rollouts: Rollouts, model: Any, *, reference: bool = False) -> Replay:
+    def replay(self, rollouts: Rollouts, model: NetworkCall, *, reference: bool = False) -> Replay:
         """What `model` (`self.module` or the engine around it) says of every decision. What does not count holds 0.
 
         Takes the looks of all episodes in one batch, or `looks_at_once` of them at a time, which a backward pass then

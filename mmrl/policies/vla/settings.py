@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from pydantic import model_validator
 
@@ -26,6 +26,21 @@ if TYPE_CHECKING:
     from mmrl.protocols.parts import Policy
 
 PROMPT = "What action should the robot take to {}?"
+
+
+class HeadBackbone(Protocol):
+    """What a head asks of the backbone that it is built for."""
+
+    @property
+    def width(self) -> int: ...
+
+    def requires_grad_(self, requires_grad: bool = True, /) -> object: ...
+
+    def flow_head(
+        self, settings: FlowActions | TaughtFlow, action: Actions, action_dim: int, state_dim: int
+    ) -> nn.Module: ...
+
+    def l1_head(self, settings: L1Actions, action: Actions, action_dim: int) -> nn.Module: ...
 
 
 class ActionHead(Choice):
@@ -65,7 +80,7 @@ class ActionHead(Choice):
         """Raises ValueError in one line for a chunk that it can not make."""
 
     @abstractmethod
-    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
         """The head's network. Raises UserError where it does not fit the backbone.
 
         action_dim, state_dim: numbers of an action and of the robot's state."""
@@ -97,7 +112,7 @@ class TokenActions(ActionHead):
     def together(self) -> bool:
         return self.decoding == "bidirectional"
 
-    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
         return load_attribute("mmrl.policies.vla.heads.head:TokenHead")(self, action, backbone, action_dim, state_dim)
 
     @property
@@ -191,7 +206,7 @@ class FlowActions(ActionFlow):
     steps: int = option(10, "denoising steps of a chunk in training", unit="steps", ge=1)
     likelihood: ActionLikelihood = option(ActionChain(), "what a decision is")
 
-    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
         return backbone.flow_head(self, action, action_dim, state_dim)
 
     @property
@@ -209,7 +224,7 @@ class TaughtFlow(ActionFlow):
     def likelihood(self) -> ActionMatching:
         return ActionMatching(draws=self.draws, reduction=self.reduction)
 
-    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
         return backbone.flow_head(self, action, action_dim, state_dim)
 
     @property
@@ -237,7 +252,7 @@ class RegressionActions(LaplaceActions):
 
     type: str = "regression"
 
-    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
         return load_attribute("mmrl.policies.vla.heads.head:RegressionHead")(
             self, action, action_dim, state_dim, backbone.width
         )
@@ -253,7 +268,7 @@ class BridgeActions(LaplaceActions):
     depth: int = option(3, "blocks, one for each of the backbone's last layers", ge=1)
     queries: int = option(16, "queries that the backbone reads", ge=1)
 
-    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
         return load_attribute("mmrl.policies.vla.heads.head:BridgeHead")(
             self, action, action_dim, state_dim, backbone.width
         )
@@ -293,7 +308,7 @@ class GaussianActions(NormalActions):
     layers: int = option(3, "hidden layers of the perceptron; 0: the mean is linear", ge=0)
     last_gain: float = option(0.01, "size of the last layer's weights, before training", gt=0)
 
-    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
         return load_attribute("mmrl.policies.vla.heads.gaussian:GaussianHead")(
             self, action, action_dim, state_dim, backbone.width
         )
@@ -313,7 +328,7 @@ class L1Actions(NormalActions):
     def together(self) -> bool:
         return True
 
-    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
         return backbone.l1_head(self, action, action_dim)
 
 
@@ -338,7 +353,7 @@ class InvertibleActions(ActionHead):
     layers: int = option(3, "hidden layers of the perceptron", ge=1)
     last_gain: float = option(0.01, "size of the last layer's weights, before training", gt=0)
 
-    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
         return load_attribute("mmrl.policies.vla.heads.invertible:InvertibleHead")(
             self, action, action_dim, state_dim, backbone.width
         )
@@ -377,7 +392,7 @@ class LatentActions(NormalActions):
         0.01, "size of the last layers' weights, before training; of the one that makes latents it is 1", gt=0
     )
 
-    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
         return load_attribute("mmrl.policies.vla.heads.latent:LatentHead")(
             self, action, action_dim, state_dim, backbone.width
         )
@@ -515,19 +530,18 @@ class VisionLanguageActionModel(ModelSettings):
         return found
 
     def capabilities(self, config: JobConfig) -> Capabilities:
-        action = config.section("action")
-        assert isinstance(action, Actions)
+        action: Actions = config.section("action")
         added: frozenset[Offer] = frozenset({"critic", Stepwise})
         offers = action.head.offers | added
         # Under ZeRO-3 every forward pass gathers weights, but ranks play episodes of different lengths.
         return Capabilities(f"action.head.type={action.head.type}", offers, zero_stages=(0, 1, 2), groups=("critic",))
 
     def check(self, config: JobConfig) -> None:
-        rollout, action = config.rollout, config.section("action")
+        rollout = config.rollout
+        action: Actions = config.section("action")
         if isinstance(rollout, WorkerSampling) and rollout.workers is not None:
             temperature = rollout.temperature if isinstance(rollout, EpisodeSampling) else None
             rollout.workers.check(config.needs, action.head.offers, temperature)
-        assert isinstance(action, Actions)
         if self.lora is not None and action.head.core is not action.head:
             raise ValueError(
                 f"model.lora trains the backbone, which action.head.type={action.head.type} holds still with its base; "
@@ -543,5 +557,5 @@ class VisionLanguageActionModel(ModelSettings):
     def blueprint(self, config: JobConfig, path: str) -> Blueprint | None:
         return load_attribute("mmrl.policies.vla.memory_estimate:blueprint")(self, config, path)
 
-    def load(self, config: JobConfig, task: Any, path: str) -> Policy:
+    def load(self, config: JobConfig, task: object, path: str) -> Policy:
         return load_attribute("mmrl.policies.vla.loading:load")(config, task, path)

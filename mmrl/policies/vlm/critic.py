@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mmrl.errors import UserError
-from mmrl.protocols.critic import CriticSettings, SharedCritic
+from mmrl.protocols.critic import SharedCritic
 
 WEIGHTS = "critic.safetensors"
 
@@ -17,10 +17,9 @@ WEIGHTS = "critic.safetensors"
 class TokenCritic(nn.Module):
     """The value of a prompt and the response so far, of what the model made of its last token. It begins at 0."""
 
-    def __init__(self, settings: CriticSettings, width: int) -> None:
+    def __init__(self, settings: SharedCritic, width: int) -> None:
         """width: of the model's states."""
         super().__init__()
-        assert isinstance(settings, SharedCritic), "the settings of the model refuse others"
         sizes, layers = [width, *[settings.width] * settings.layers], list[nn.Module]()
         for a, b in zip(sizes[:-1], sizes[1:], strict=True):
             layers += [nn.Linear(a, b), nn.GELU()]
@@ -34,7 +33,7 @@ class TokenCritic(nn.Module):
         return self.layers(hidden.detach() if self.detach else hidden).squeeze(1).float()
 
 
-def critic_of(model: PreTrainedModel, settings: CriticSettings, folder: Path) -> TokenCritic:
+def critic_of(model: PreTrainedModel, settings: SharedCritic, folder: Path) -> TokenCritic:
     """A critic of what the model makes of tokens, with its dtype and on its device. folder: where its weights may lie;
     else it begins anew. Raises UserError as `read_critic`."""
     critic = TokenCritic(settings, model.config.get_text_config().hidden_size)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from mmrl.engine import Ranks
 from mmrl.generation.settings import VLLMGenerator, VLLMServer
 from mmrl.generation.vllm.engine import VLLM, EngineOptions, Generator, check_installed
-from mmrl.policies.vlm.policy import VisionLanguagePolicy, transformers_model
+from mmrl.policies.vlm.policy import VisionLanguagePolicy
+from mmrl.policies.vlm.scorer import transformers_model
 from mmrl.policies.vlm.synced import Synced, adapter_rank, describe
 from mmrl.protocols.parts import Source
 
@@ -27,7 +28,7 @@ def synced(
     """
     options = engine_options(config, settings, policy)
     if settings.routing_replay:
-        policy.replay_routing()
+        policy.runner.replay_routing()
     if isinstance(settings, VLLMServer):
         from mmrl.generation.vllm.servers import Servers
 
@@ -55,10 +56,10 @@ def synced(
 def engine_options(config: JobConfig, settings: VLLMGenerator, policy: VisionLanguagePolicy) -> EngineOptions:
     """What an engine of the job is made with."""
     positions = transformers_model(policy.module.model).config.get_text_config().max_position_embeddings
-    talks = policy.conversations
+    talks = policy.drafter.conversations
     return EngineOptions(
         observed=0 if talks is None else talks.settings.limits.max_pictures,
-        context=min(policy.max_prompt_length + policy.max_decisions, positions),
+        context=min(policy.tokens.max_prompt_length + policy.max_decisions, positions),
         settings=settings,
         dtype=config.model.dtype,
         seed=config.seed,

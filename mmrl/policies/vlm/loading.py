@@ -12,6 +12,8 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
 )
 from transformers.core_model_loading import Transpose, WeightConverter
 
@@ -19,14 +21,17 @@ from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.settings import TransformersGenerator
 from mmrl.policies.settings import LoRA
-from mmrl.policies.vlm.policy import VisionLanguagePolicy, transformers_model
+from mmrl.policies.tokenizers import Processor, Tokenizer
+from mmrl.policies.vlm.critic import critic_of
+from mmrl.policies.vlm.policy import VisionLanguagePolicy
+from mmrl.policies.vlm.scorer import transformers_model
 from mmrl.policies.vlm.settings import (
     TokenEngine,
-    TokenEvaluation,
     TokenLimits,
     TokenSampling,
     VisionLanguageModel,
 )
+from mmrl.protocols.critic import SharedCritic
 from mmrl.protocols.parts import ConversationTask
 
 if TYPE_CHECKING:
@@ -37,14 +42,13 @@ CONNECTORS = {"merger", "deepstack_merger_list", "connector", "multi_modal_proje
 VISION_TOWERS = {"visual", "vision_model", "vision_tower", "vision_backbone"}
 
 
-def load(path: str, settings: VisionLanguageModel, config: JobConfig, task: Any = None) -> VisionLanguagePolicy:
+def load(path: str, settings: VisionLanguageModel, config: JobConfig, task: object = None) -> VisionLanguagePolicy:
     """The policy of a job from a folder or a hub name. Raises UserError as `load_model` does."""
-    rollout, engine = config.rollout, config.engine
-    assert isinstance(rollout, TokenLimits) and isinstance(engine, TokenEngine)
-    assert isinstance(config.evaluation, TokenEvaluation)
+    rollout: TokenLimits = config.rollout
+    engine: TokenEngine = config.engine
     model, processor = load_model(path, settings)
-    description: Any = model.config
-    longest, most = rollout.max_response_length.extremes[1], description.get_text_config().max_position_embeddings
+    text = transformers_model(model).config.get_text_config()
+    longest, most = rollout.max_response_length.extremes[1], text.max_position_embeddings
     if longest >= most:
         raise UserError(
             f"rollout.max_response_length={longest:g} leaves no room for a prompt in the {most} tokens that "
@@ -64,10 +68,10 @@ def load(path: str, settings: VisionLanguageModel, config: JobConfig, task: Any 
         segment=rollout.segment if isinstance(rollout, TokenSampling) else None,
         gathers=not isinstance(config.generator, TransformersGenerator) or config.generator.gather,
     )
-    if config.needs.critic is not None:
-        policy.judge(config.needs.critic, Path(path))
+    if isinstance(config.needs.critic, SharedCritic):
+        policy.module.critic = critic_of(transformers_model(model), config.needs.critic, Path(path))
     if isinstance(task, ConversationTask) and task.environment is not None:
-        policy.converse(task.environment)
+        policy.drafter.converse(task.environment)
     return policy
 
 
@@ -90,7 +94,7 @@ class VisionLanguageSettings(Protocol):
     def processor(self) -> dict[str, Any]: ...
 
 
-def described(path: str) -> Any:
+def described(path: str) -> PreTrainedConfig:
     """The configuration of a transformers model, or of the one that an adapter at `path` belongs to. Raises
     UserError where there is none."""
     try:
@@ -112,7 +116,13 @@ def whole(made: Any, path: str, dtype: str, attention: str) -> Any:
     return model
 
 
-def load_model(path: str, settings: VisionLanguageSettings) -> tuple[nn.Module, Any]:
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer at `path`."""
+    made: Any = AutoTokenizer
+    return made.from_pretrained(path)
+
+
+def load_model(path: str, settings: VisionLanguageSettings) -> tuple[nn.Module, Processor]:
     """An image-text model and its processor, with its LoRA if `path` is one or a new one if the settings ask for one.
 
     Raises UserError if there is no model at `path` or it is not one that reads images and writes text.
@@ -164,7 +174,7 @@ def adapt(model: Any, path: str, *, freeze: Sequence[str], lora: LoRA | None) ->
     return model
 
 
-def recompute_activations(model: Any) -> None:
+def recompute_activations(model: nn.Module) -> None:
     """Layers keep only their inputs for the backward pass."""
     core: Any = transformers_model(model)
     core.gradient_checkpointing_enable({"use_reentrant": False})

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import peft
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, Qwen2_5_VLConfig
 
 from mmrl.engine.memory import Blueprint, everything_seen, on_meta
 from mmrl.generation.settings import VLLMGenerator
 from mmrl.policies.settings import LoRA
 from mmrl.policies.vlm.loading import adapt, described, part_of, recompute_activations
-from mmrl.policies.vlm.policy import transformers_model
+from mmrl.policies.vlm.scorer import transformers_model
 from mmrl.policies.vlm.settings import TokenEngine, TokenLimits, TokenSampling, VisionLanguageModel
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-def described_model(path: str) -> Any:
+def described_model(path: str) -> PreTrainedConfig:
     """The configuration of a transformers model, from this file where it is a published one. Raises UserError."""
     if path not in PUBLISHED:
         return described(path)
@@ -57,7 +58,7 @@ def described_model(path: str) -> Any:
     return Qwen2_5_VLConfig(text_config={**text, **ROPE}, vision_config=vision, tie_word_embeddings=tied)
 
 
-def network(path: str, *, dtype: str, freeze: list[Any], lora: LoRA | None) -> Any:
+def network(path: str, *, dtype: str, freeze: Sequence[str], lora: LoRA | None) -> nn.Module:
     """The image-text model at `path`, or the one that the adapter there belongs to, as `loading.load_model` makes it,
     without weights."""
     made: Any = AutoModelForImageTextToText
@@ -91,8 +92,8 @@ def read(model: nn.Module, rows: int, length: int, *, given: bool) -> Tensor:
 
 def blueprint(settings: VisionLanguageModel, config: JobConfig, path: str) -> Blueprint:
     """Of a job; what is read of a picture counts as tokens of the prompt. Raises UserError as `described`."""
-    rollout, engine = config.rollout, config.engine
-    assert isinstance(rollout, TokenLimits) and isinstance(engine, TokenEngine)
+    rollout: TokenLimits = config.rollout
+    engine: TokenEngine = config.engine
     model = network(path, dtype=settings.dtype, freeze=list(settings.freeze), lora=settings.lora)
     if settings.activation_checkpointing:
         recompute_activations(model)
@@ -101,12 +102,12 @@ def blueprint(settings: VisionLanguageModel, config: JobConfig, path: str) -> Bl
     length = rollout.max_prompt_length + response
     core = decoder(model)
     text, width = core.config, torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
-    at_once = min(config.rollouts_per_step, vars(rollout).get("micro_batch") or config.rollouts_per_step)
+    at_once = min(config.rollouts_per_step, config.rollout.generated_at_once or config.rollouts_per_step)
     shared = config.group_size if config.engine.zero_stage < 3 else 1
     together = engine.longest_at_once(config.engine.micro_batch, length)
     words = [f"a micro-batch is {together} responses of up to {length} tokens, prompts included"]
 
-    def train(rows: int) -> Any:
+    def train(rows: int) -> Tensor:
         words_given = settings.lora is None and "language" in settings.freeze
         return read(model, engine.longest_at_once(rows, length), length, given=not words_given)
 
@@ -123,18 +124,22 @@ def blueprint(settings: VisionLanguageModel, config: JobConfig, path: str) -> Bl
     colocated = isinstance(rollout, TokenSampling) and isinstance(rollout.generator, VLLMGenerator)
     if isinstance(rollout, TokenSampling) and not colocated:
         heads = text.num_key_value_heads or text.num_attention_heads
-        size = vars(text).get("head_dim") or text.hidden_size // text.num_attention_heads
-        made.cache = 2 * width * text.num_hidden_layers * heads * size * length * at_once
+        made.cache = 2 * width * text.num_hidden_layers * heads * head_size(text) * length * at_once
     if colocated:
         made.sample = None
     return made
 
 
-def pictures(model: Any, rows: int, rollout: TokenLimits, settings: VisionLanguageModel) -> float:
+def head_size(text: PreTrainedConfig) -> int:
+    """Numbers of a key, which only some families name."""
+    return text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
+
+
+def pictures(model: nn.Module, rows: int, rollout: TokenLimits, settings: VisionLanguageModel) -> float:
     """Bytes that a vision tower which is trained keeps of the pictures of a micro-batch, of at most as many tokens as a
     prompt has; four patches are one of them in Qwen's towers, which is the most among those known here."""
     vision = transformers_model(model).config.vision_config
-    depth = vars(vision).get("depth") or vision.num_hidden_layers
+    depth = vision.to_dict().get("depth") or vision.num_hidden_layers
     patches = rows * rollout.max_prompt_length * 4
     kept = 2 if settings.activation_checkpointing else A_LAYER
     return float(kept * patches * vision.hidden_size * depth + A_LAYER * patches * vision.hidden_size)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from mmrl.errors import UserError
+from mmrl.policies.tokenizers import Processor
 from mmrl.rollouts import Message, Prompt, Video
 
 # What a processor returns with one value a token. Listed by name: by shape, a picture's [1, 3] grid looks like three
@@ -91,7 +92,7 @@ def _to_length(values: Tensor | None, length: int, like: Tensor) -> Tensor:
     return torch.cat([held, held.new_zeros(length - len(held))])
 
 
-def save_processor(processor: Any, folder: Path) -> None:
+def save_processor(processor: Processor, folder: Path) -> None:
     """As it was loaded: a fast tokenizer remembers how it padded and cut the last texts, and would write that down."""
     if isinstance(processor.tokenizer, PreTrainedTokenizerFast):
         processor.tokenizer.backend_tokenizer.no_padding()
@@ -99,7 +100,7 @@ def save_processor(processor: Any, folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
-def encode(processor: Any, prompts: Sequence[Prompt], max_length: int) -> list[RolloutTokens]:
+def encode(processor: Processor, prompts: Sequence[Prompt], max_length: int) -> list[RolloutTokens]:
     """The prompts through the chat template and the processor, with empty responses.
 
     Raises UserError if a prompt is longer than max_length tokens; cutting it would cut picture tokens.
@@ -120,7 +121,7 @@ def encode(processor: Any, prompts: Sequence[Prompt], max_length: int) -> list[R
 class PromptEncoder:
     """`encode` of one prompt, for another process."""
 
-    processor: Any
+    processor: Processor
     max_length: int
 
     def __call__(self, prompt: Prompt) -> RolloutTokens:
@@ -128,7 +129,7 @@ class PromptEncoder:
 
 
 def read(
-    processor: Any,
+    processor: Processor,
     texts: Sequence[str],
     images: Sequence[Sequence[Image.Image]],
     names: Sequence[str],
@@ -164,7 +165,7 @@ class _Row:
     clips: list[Video]
 
 
-def _read_alike(processor: Any, rows: Sequence[_Row], inside: bool) -> list[RolloutTokens]:
+def _read_alike(processor: Processor, rows: Sequence[_Row], inside: bool) -> list[RolloutTokens]:
     texts = [row.text for row in rows]
     more: dict[str, Any] = {"add_special_tokens": False} if inside else {}
     if rows[0].images:
@@ -189,12 +190,12 @@ def _read_alike(processor: Any, rows: Sequence[_Row], inside: bool) -> list[Roll
     return found
 
 
-def chat_texts(processor: Any, prompts: Sequence[Prompt]) -> list[str]:
+def chat_texts(processor: Processor, prompts: Sequence[Prompt]) -> list[str]:
     """The prompts through the chat template, with one marker a picture or clip."""
     return [rendered(processor, chat(prompt), prompt.tools) for prompt in prompts]
 
 
-def rendered(processor: Any, talk: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
+def rendered(processor: Processor, talk: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
     """Messages through the chat template, up to where the policy's next response begins."""
     shown = {"tools": list(tools)} if tools else {}
     return processor.apply_chat_template(
@@ -202,7 +203,7 @@ def rendered(processor: Any, talk: Sequence[Message], tools: Sequence[dict[str, 
     )
 
 
-def between(processor: Any, talk: Sequence[Message], observation: Sequence[Message], ending: str) -> str:
+def between(processor: Processor, talk: Sequence[Message], observation: Sequence[Message], ending: str) -> str:
     """What the chat template puts between a response to `talk` that ended with the text `ending` and the next response,
     which the policy gives after `observation`. Where the template closes a response with another text than `ending`,
     that is a part of it.

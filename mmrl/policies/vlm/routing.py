@@ -20,6 +20,7 @@ from mmrl.errors import UserError
 from mmrl.policies.vlm.prompts import RolloutTokens
 
 NONE = -1  # instead of an expert where there is no record
+Inputs = tuple[object, ...]  # of a module, by position
 ROUTES = "recorded_experts"  # argument of a decoder layer
 
 
@@ -87,16 +88,16 @@ class Routing:
         chosen; NaN where there is no record."""
         return torch.stack(list(self.differing.values())).mean(0)
 
-    def _enter(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _enter(self, decoder: nn.Module, args: Inputs, kwargs: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:
         return args, kwargs if self.routes is None else kwargs | {ROUTES: self.routes}
 
-    def _enter_layer(self, number: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _enter_layer(self, number: int, layer: nn.Module, args: Inputs, kwargs: dict[str, Any]) -> tuple[Inputs, Any]:
         """An argument of a layer is there again when the layer is recomputed; state would be that of a later pass."""
         routes = kwargs.get(ROUTES)
         self.current = None if routes is None else routes[:, :, number].flatten(0, 1)
         return args, {name: value for name, value in kwargs.items() if name != ROUTES}
 
-    def _choose(self, number: int, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _choose(self, number: int, router: nn.Module, args: Inputs, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         logits, weights, own = output
         if self.current is None:
             return output

@@ -10,6 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mmrl.generation.sampling import Sampling, shape_logits
 from mmrl.generation.transformers import Prefix
@@ -133,6 +134,13 @@ class TokenScorer(nn.Module):
             return logits.sum(-1), logits.sum(-1), logits.sum(-1)
         found = token_logprob(logits, targets)
         return found.logp, found.entropy, found.square_sum
+
+
+def recompute(module: nn.Module, on: bool) -> None:
+    """Layers recompute their activations only in training mode, and then ignore the key-value cache."""
+    for layer in module.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = on
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:

@@ -86,6 +86,11 @@ class TokenEngine(UnevenEngine):
         return rows if self.micro_tokens is None else min(rows, max(1, self.micro_tokens // length))
 
 
+def converses(config: JobConfig) -> bool:
+    """Whether an environment or a game answers the responses of a job."""
+    return any(vars(config.task).get(key) is not None for key in ("environment", "game"))
+
+
 class VisionLanguageModel(ModelSettings):
     """Any image-text model of transformers. One decision a response token."""
 
@@ -114,7 +119,7 @@ class VisionLanguageModel(ModelSettings):
             offers |= {"segments"}
         if not (config.generator is not None and config.generator.steps_ahead):  # the engine is busy with the next step
             offers |= {"temperatures", Continuing}
-        if any(vars(config.task).get(key) is not None for key in ("environment", "game")):
+        if converses(config):
             # what an environment said belongs to the prompt that it was said to, and no critic is asked about it
             offers -= {"views", Storing, "critic", Continuing, Recombining}
             offers |= {"turns"}
@@ -129,8 +134,8 @@ class VisionLanguageModel(ModelSettings):
             )
         if not isinstance(sampling, TokenSampling):
             return
-        talks = any(vars(config.task).get(key) is not None for key in ("environment", "game"))
-        if talks and isinstance(sampling.generator, TransformersGenerator) and not sampling.generator.gather:
+        generator = sampling.generator
+        if converses(config) and isinstance(generator, TransformersGenerator) and not generator.gather:
             raise ValueError(
                 "rollout.generator.gather=false has ranks generate in step, and conversations differ in their turns; "
                 "set it to true, or use vLLM"
@@ -167,5 +172,5 @@ class VisionLanguageModel(ModelSettings):
     def blueprint(self, config: JobConfig, path: str) -> Blueprint | None:
         return load_attribute("mmrl.policies.vlm.memory_estimate:blueprint")(self, config, path)
 
-    def load(self, config: JobConfig, task: Any, path: str) -> Policy:
+    def load(self, config: JobConfig, task: object, path: str) -> Policy:
         return load_attribute("mmrl.policies.vlm.loading:load")(path, self, config, task)

@@ -21,9 +21,10 @@ from mmrl.errors import UserError
 from mmrl.generation.vllm.engine import Answering, Generator
 from mmrl.generation.weight_sync.checksums import Checksum, Ledger, checksum
 from mmrl.policies.vlm.loading import part_of
-from mmrl.policies.vlm.policy import VisionLanguagePolicy, transformers_model
+from mmrl.policies.vlm.policy import VisionLanguagePolicy
 from mmrl.policies.vlm.prompts import save_processor
 from mmrl.policies.vlm.proof import Arrivals, Gap, Limit
+from mmrl.policies.vlm.scorer import transformers_model
 from mmrl.rollouts import Prompt
 
 PROBE_TOKENS = 16
@@ -116,8 +117,8 @@ class Synced:
     @torch.no_grad()
     def probe(self, engine: Answering) -> Gap:
         """How far engine and model are apart on the engine's answers to the probes."""
-        policy, longest = self.policy, min(PROBE_TOKENS, self.policy.max_response_length)
-        answers = policy.ask(engine, self.probes, 1, range(len(self.probes)), limit=longest)
+        policy, longest = self.policy, min(PROBE_TOKENS, self.policy.tokens.max_response_length)
+        answers = policy.drafter.ask(engine, self.probes, 1, range(len(self.probes)), limit=longest)
         assert answers.behaviour_logp is not None
         away = (policy.replay(answers, policy.module).logp.cpu() - answers.behaviour_logp).abs()
         pictures = torch.tensor([len(prompt.images) + len(prompt.videos) > 0 for prompt in self.probes])
@@ -137,7 +138,7 @@ def describe(policy: VisionLanguagePolicy, folder: Path) -> None:
     core = transformers_model(policy.module.model)
     core.config.save_pretrained(folder)
     core.generation_config.save_pretrained(folder)
-    save_processor(policy.processor, folder)
+    save_processor(policy.tokens.processor, folder)
 
 
 def adapter_rank(model: nn.Module) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.generation.vllm.engine import Answering, Request
+from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vlm.drafts import Draft, continued_seed
 from mmrl.policies.vlm.prompts import RolloutTokens, between, chat, read
 from mmrl.rollouts import Message, Prompt, Rollouts, Sample, Turns
@@ -113,7 +114,7 @@ class ConversingPolicy(Protocol):
 class Conversations:
     """Makes and goes on with conversations of a policy with environments."""
 
-    def __init__(self, settings: EnvironmentSettings, processor: Any, eos: tuple[int, ...]) -> None:
+    def __init__(self, settings: EnvironmentSettings, processor: Processor, eos: tuple[int, ...]) -> None:
         self.settings, self.processor, self.tokenizer, self.eos = settings, processor, processor.tokenizer, eos
         isolation = settings.isolated
         self.make = settings.make if isolation is None else Processes(settings, isolation).make

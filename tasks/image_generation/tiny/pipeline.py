@@ -16,7 +16,7 @@ from diffusers import (
 )
 
 from mmrl.policies.diffusion import tiny
-from mmrl.policies.diffusion.families.pipeline import quiet
+from mmrl.policies.diffusion.families.components import quiet
 from mmrl.policies.diffusion.sentences import SentenceDenoiser
 from mmrl.tasks.image_generation.data import digits, edits, named_images
 from mmrl.tasks.image_generation.rewards import minilm

@@ -25,7 +25,7 @@ def test_the_most_likely_codes_are_those_of_transformers_own_generation(folder):
     sample = made.respond(PROMPTS[1:], [0])[0]
     model = JanusForConditionalGeneration.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = torch.cat([made.encode(PROMPTS[1].text), torch.tensor([tokenizer.boi_token_id])])[None]
+    ids = torch.cat([made.prompts.encode(PROMPTS[1].text), torch.tensor([tokenizer.boi_token_id])])[None]
     model.generation_config.generation_kwargs = {"boi_token_id": tokenizer.boi_token_id}
     model.model.vision_model.config.num_image_tokens = 4
     codes = model.generate(

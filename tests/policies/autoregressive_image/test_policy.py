@@ -42,7 +42,7 @@ def by_hand(policy, record, guidance):
     rows = []
     for place in range(policy.writer.places):
         found = []
-        for prompt in (record.prompt, policy.encode(policy.drawing.negative_prompt)):
+        for prompt in (record.prompt, policy.prompts.encode(policy.drawing.negative_prompt)):
             with torch.no_grad():
                 read = torch.cat([prompt, record.tokens[:place]])[None]
                 found.append(model(input_ids=read).logits[0, -1, first : first + count].double())
@@ -114,7 +114,7 @@ def test_demonstrations_are_pictures_as_codes_some_without_their_prompt(folder):
     source = digits.DigitPromptSource(size=40, seed=0)
     prompts = [source[i] for i in range(40)]
     made = policy.demonstrate(prompts, list(range(40)))
-    empty = policy.encode("")
+    empty = policy.prompts.encode("")
     dropped = sum(torch.equal(record.prompt, empty) for record in made.inputs)
     assert 8 < dropped < 32
     target = torch.stack([p.metadata["target"] for p in prompts])
@@ -130,7 +130,7 @@ def test_a_view_is_the_same_picture_under_another_prompt(folder):
     policy = policy_of(folder)
     batch = policy.rollout(PROMPTS, 1, [1, 2])
     viewed = policy.view(batch, lambda prompt: replace(prompt, text="draw a one"))
-    assert torch.equal(viewed.inputs[0].prompt, policy.encode("draw a one"))
+    assert torch.equal(viewed.inputs[0].prompt, policy.prompts.encode("draw a one"))
     assert torch.equal(policy.numbers(viewed), policy.numbers(batch))
 
 
@@ -172,4 +172,7 @@ def test_what_does_not_fit_is_one_line(folder, tmp_path):
 
 def test_every_word_of_a_prompt_is_read(folder):
     policy = policy_of(folder)
-    assert len({tuple(policy.encode(text).tolist()) for text in ("draw a seven", "draw a one", "draw a 7", "")}) == 4
+    assert (
+        len({tuple(policy.prompts.encode(text).tolist()) for text in ("draw a seven", "draw a one", "draw a 7", "")})
+        == 4
+    )

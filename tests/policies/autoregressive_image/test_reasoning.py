@@ -43,7 +43,7 @@ def by_hand(policy, record, guidance, heat):
         logits[~policy.module.allowed] = -torch.inf
         found.append((logits / heat).log_softmax(-1)[word])
     told = torch.cat([record.prompt, record.text, torch.tensor(writer.between, dtype=torch.long)])
-    untold = policy.encode("")
+    untold = policy.prompts.encode("")
     if writer.between:  # Janus: padding in place of words, as many tokens
         kept = torch.tensor([int(i) in (policy.tokenizer.bos_token_id, *writer.between) for i in told])
         untold = torch.where(kept, told, policy.tokenizer.pad_token_id)
@@ -106,7 +106,7 @@ def test_text_and_picture_depend_on_the_seed_alone(folder):
     whole, alone = made.rollout(PROMPTS, 3, [1, 2, 3, 4, 5, 6]), made.rollout(PROMPTS[1:], 1, [6])
     assert torch.equal(whole.inputs[5].text, alone.inputs[0].text)
     assert torch.equal(whole.inputs[5].tokens, alone.inputs[0].tokens)
-    made.in_step = True  # as under ZeRO-3, where no rank stops early
+    made.sampler.in_step = True  # as under ZeRO-3, where no rank stops early
     again = made.rollout(PROMPTS[1:], 1, [6])
     assert torch.equal(again.inputs[0].text, alone.inputs[0].text)
 
@@ -125,9 +125,9 @@ def test_first_words_are_drawn_as_likely_as_they_are(folder):
 
 def test_the_most_likely_codes_are_those_behind_the_text(folder):
     made = policy(folder, guidance=2.0)
-    record = made._draw(PROMPTS[1:], [3], 0.0, 2.0)[0]
+    record = made.sampler.draw(PROMPTS[1:], [3], 0.0, 2.0)[0]
     told = torch.cat([record.prompt, record.text, torch.tensor(made.writer.between, dtype=torch.long)])
-    untold = made.writer.unconditional(made.encode(""), told, made.tokenizer)
+    untold = made.writer.unconditional(made.prompts.encode(""), told, made.tokenizer)
     c, u = (made.writer.codes(made.module.model, read(made, row))[0, -1] for row in (told, untold))
     plain = made.writer.codes(made.module.model, read(made, record.prompt))[0, -1]
     assert int((u + 2 * (c - u)).argmax()) == int(record.tokens[0]) - made.writer.first
@@ -157,7 +157,7 @@ def test_demonstrations_are_texts_and_pictures(folder):
     shown = digits._digits()[1][prompts[3].metadata["image"]]
     assert batch.samples[3].response == f"the digit {digits.NAMES[shown]}" and not batch.samples[3].truncated
     assert batch.mask[:, :LONGEST].sum(1).tolist() == [4] * 20  # three words and the end
-    empty = made.encode("")
+    empty = made.prompts.encode("")
     assert 4 < sum(torch.equal(record.prompt, empty) for record in batch.inputs) < 16
     torch.testing.assert_close(
         made.replay(batch, made.module).logp[2][batch.mask[2]].double(), by_hand(made, batch.inputs[2], 1.0, 1.0),
@@ -176,7 +176,7 @@ def test_demonstrations_are_texts_and_pictures(folder):
 def test_a_template_asks_for_the_prompt(folder):
     made = policy(folder, drawing={"template": "draw {} in pencil"})
     batch = made.rollout(PROMPTS[:1], 1, [0])
-    assert torch.equal(batch.inputs[0].prompt, made.encode("draw draw a seven in pencil"))
+    assert torch.equal(batch.inputs[0].prompt, made.prompts.encode("draw draw a seven in pencil"))
     with pytest.raises(UserError, match=r"template must hold {} once"):
         policy(folder, drawing={"template": "draw it"})
 

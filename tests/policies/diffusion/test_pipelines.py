@@ -247,7 +247,7 @@ class TestIdleParts:
     def log(self, name, load_family, monkeypatch):
         """A family on the device `meta`, and the moves of its parts."""
         family, moves = load_family(name), []
-        monkeypatch.setattr(type(family), "device", torch.device("meta"))
+        monkeypatch.setattr(type(family.parts), "device", torch.device("meta"))
         for part in (*family.encoders, "vae"):
             if family.pipe.components[part] is not None:
                 monkeypatch.setattr(
@@ -269,7 +269,7 @@ class TestIdleParts:
             moves.append(latents.device.type)
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr(family, "_decode", fail)
+        monkeypatch.setattr(family.autoencoder, "to_pixels", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             family.decode(noise())
         assert moves == [("vae", "meta"), "meta", ("vae", "cpu")]

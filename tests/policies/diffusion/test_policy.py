@@ -66,7 +66,7 @@ def policy_of(family, likelihood="chain", *, transition=None, supervised=False, 
 
 def keeping(policy):
     """Its rollouts hold what the network said."""
-    policy.keep_predictions = True
+    policy.denoiser.keep_predictions = True
     return policy
 
 
@@ -147,7 +147,7 @@ class TestOnPolicy:
         batch, found, calls = draw(keeping(policy)), [], []
         hook = policy.module.register_forward_pre_hook(lambda *_: calls.append(1))
         for keep in (False, True):
-            policy.keep_predictions = keep
+            policy.denoiser.keep_predictions = keep
             policy.module.zero_grad()
             replay = policy.replay(batch, policy.module)
             (replay.log_ratio * torch.tensor([1.0, -2.0, 0.5, 3.0])[:, None]).sum().backward()
@@ -334,11 +334,11 @@ def test_a_text_is_encoded_once_while_it_is_kept():
     policy.replay(draw(policy), policy.module)
     assert sorted(sum(asked, [])) == ["", "red cat", "two dog"]
     asked.clear()
-    policy.conditions(said("red cat"))
-    policy.conditions(said("cat"))  # the fourth: the one that was asked for longest ago goes
-    policy.conditions(said("red cat", "cat"))
+    policy.network.conditions.of(said("red cat"), policy.shape)
+    policy.network.conditions.of(said("cat"), policy.shape)  # the fourth: the one that was asked for longest ago goes
+    policy.network.conditions.of(said("red cat", "cat"), policy.shape)
     assert asked == [["cat"]]
-    found = policy.conditions(said("red", "dog", "two", "cat", "red"))  # more than are kept
+    found = policy.network.conditions.of(said("red", "dog", "two", "cat", "red"), policy.shape)  # more than are kept
     assert all(
         torch.equal(f["words"], encode(said(t))[0]["words"])
         for f, t in zip(found, ["red", "dog", "two", "cat", "red"], strict=True)

@@ -33,7 +33,7 @@ def test_parts_change_memory_only(load_family, case):
     batch, network = draw(policy), policy.module
     found, kept = {}, {}
     for size in (None, 5, 1):  # of 12 rows: parts of 12; 5, 5 and 2; 1
-        policy.steps_at_once = size
+        policy.denoiser.steps_at_once = size
         network.zero_grad()
         saved = Saved(network)
         with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
@@ -50,12 +50,12 @@ def test_parts_change_memory_only(load_family, case):
 
 def test_the_first_ratio_is_one_and_a_later_one_that_of_all_at_once(load_family):
     policy = policy_of(load_family("sd3"), guidance=3.0)
-    policy.steps_at_once = 5
+    policy.denoiser.steps_at_once = 5
     batch = remember(policy, draw(policy))
     assert not policy.replay(batch, policy.module).log_ratio.any()
     shift(policy.family)
     found = policy.replay(batch, policy.module).log_ratio
-    policy.steps_at_once = None
+    policy.denoiser.steps_at_once = None
     whole = policy.replay(batch, policy.module).log_ratio
     assert found.abs().max() > 1e-3
     torch.testing.assert_close(found, whole, rtol=1e-3, atol=1e-4)
@@ -67,7 +67,7 @@ def test_what_the_sampler_said_is_split_with_its_steps(load_family):
     batch = draw(policy)
     recorded = torch.stack([record.prediction for record in batch.inputs])
     for size in (None, 5):
-        policy.steps_at_once = size
+        policy.denoiser.steps_at_once = size
         torch.testing.assert_close(policy.replay(batch, policy.module).prediction, recorded, rtol=0, atol=1e-6)
     marked = replace(batch, inputs=[replace(r, prediction=r.prediction + i) for i, r in enumerate(batch.inputs)])
     gaps = (policy.replay(marked, policy.module).prediction - recorded).flatten(1).mean(1)

@@ -42,7 +42,7 @@ def policy_of(folder, *, perturbed=0.2, length=3, rollout=None, algorithm="grpo"
 
 def forget_end(policy):
     """From now on nothing ends a response, so that every place counts."""
-    policy.vocabulary = type(policy.vocabulary)(**{**vars(policy.vocabulary), "end": None})
+    policy.layout.vocabulary = type(policy.layout.vocabulary)(**{**vars(policy.layout.vocabulary), "end": None})
     return policy
 
 
@@ -62,17 +62,17 @@ class Exact:
     """log p(token | what is written elsewhere) of one prompt, straight from the transformers model."""
 
     def __init__(self, policy, length, prompt=PROMPT):
-        self.policy, self.length, self.prompt, self._known = policy, length, policy.encode(prompt), {}
+        self.policy, self.length, self.prompt, self._known = policy, length, policy.layout.encode(prompt), {}
 
     def table(self, written):
         """[place, vocabulary] log-probabilities where `written` [place] holds ids, or None for an empty place."""
         key = tuple(written)
         if key not in self._known:
-            ids = [self.policy.vocabulary.mask if i is None else i for i in written]
+            ids = [self.policy.layout.vocabulary.mask if i is None else i for i in written]
             with torch.no_grad():
                 whole = torch.cat([self.prompt, torch.tensor(ids)])[None]
                 logits = self.policy.module.model(input_ids=whole).logits[0, -self.length :].double()
-            logits[:, self.policy.vocabulary.suppressed] = -math.inf
+            logits[:, self.policy.layout.vocabulary.suppressed] = -math.inf
             self._known[key] = logits.log_softmax(-1)
         return self._known[key]
 

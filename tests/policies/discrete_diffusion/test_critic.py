@@ -38,9 +38,9 @@ def test_the_value_is_of_the_state_that_a_place_was_filled_in(folder, likelihood
     spoken(policy)
     told = policy.replay(batch, policy.module)
     assert told.moment.tolist() == [moments]
-    prompt = policy.encode(PROMPT)
+    prompt = policy.layout.encode(PROMPT)
     for place, moment in enumerate(moments):
-        written = [i if m < moment else policy.vocabulary.mask for i, m in zip(RESPONSE, moments, strict=True)]
+        written = [i if m < moment else policy.layout.vocabulary.mask for i, m in zip(RESPONSE, moments, strict=True)]
         with torch.no_grad():
             ids = torch.cat([prompt, torch.tensor(written)])[None]
             hidden = policy.module.model(input_ids=ids, output_hidden_states=True).hidden_states[-1]

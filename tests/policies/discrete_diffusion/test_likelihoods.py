@@ -117,7 +117,7 @@ def test_a_trace_is_exact_for_its_order(made, order):
     policy = made("trace", length=3)
     exact = Exact(policy, 3)
     steps = [order.index(place) for place in range(3)]
-    letters = [i for i in range(16) if i not in policy.vocabulary.suppressed.tolist()]
+    letters = [i for i in range(16) if i not in policy.layout.vocabulary.suppressed.tolist()]
     responses = [list(r) for r in itertools.product(letters, repeat=3)]
     with torch.no_grad():
         rows = given(policy, responses, [steps] * len(responses))
@@ -145,7 +145,7 @@ def test_what_is_drawn_has_the_likelihood_that_enumeration_gives(made):
     exact, count = Exact(policy, 2), 4000
     drawn = policy.rollout([given(policy, [[5, 6]]).samples[0].prompt], count, list(range(count)))
     found = torch.stack([record.response for record in drawn.inputs])
-    letters = [i for i in range(16) if i not in policy.vocabulary.suppressed.tolist()]
+    letters = [i for i in range(16) if i not in policy.layout.vocabulary.suppressed.tolist()]
     chances = {pair: math.exp(exact.logp(pair)) for pair in itertools.product(letters, repeat=2)}
     assert sum(chances.values()) == pytest.approx(1, abs=1e-6)
     likely = sorted(chances, key=chances.get)[-5:]
@@ -178,7 +178,7 @@ def test_entropy_is_a_mean_over_states_with_the_weights_of_the_likelihood(made, 
     with torch.no_grad():
         for parameter in policy.module.parameters():
             parameter.zero_()
-    letters = 16 - len(policy.vocabulary.suppressed)
+    letters = 16 - len(policy.layout.vocabulary.suppressed)
     found = policy.replay(given(policy, [RESPONSE]), policy.module)
     weight = policy.states_of(given(policy, [RESPONSE]).inputs[0]).weight.sum(0)
     torch.testing.assert_close(found.logp[0], -math.log(letters) * weight, rtol=1e-5, atol=0)

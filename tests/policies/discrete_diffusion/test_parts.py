@@ -35,13 +35,13 @@ def policy(folder, *, unmasking=None, rollout=None, **more):
 
 def said(policy, prompt, written):
     """[place, word] float64 log-probabilities, straight from the model; None stands for an empty place."""
-    ids = [policy.vocabulary.mask if i is None else int(i) for i in written]
+    ids = [policy.layout.vocabulary.mask if i is None else int(i) for i in written]
     with torch.no_grad():
         row = torch.cat([prompt, torch.tensor(ids)])[None]
         logits = policy.module.model(input_ids=row).logits[0, -len(ids) :].double()
-    codes = torch.arange(logits.shape[1]) >= policy.codebook.first
+    codes = torch.arange(logits.shape[1]) >= policy.layout.codebook.first
     words = torch.ones_like(codes)
-    words[policy.vocabulary.suppressed] = False
+    words[policy.layout.vocabulary.suppressed] = False
     assert not bool((codes & words).any()) and bool(words.any())
     may = torch.stack([words] * LONGEST + [codes] * PLACES)
     return logits.masked_fill(~may, -torch.inf).log_softmax(-1)
@@ -51,15 +51,18 @@ def test_text_and_codes_have_places_of_their_own(folder):
     made = policy(folder)
     batch = made.rollout(PROMPTS, 12, list(range(24)))
     assert made.max_decisions == LONGEST + PLACES
-    end = made.vocabulary.end
+    end = made.layout.vocabulary.end
     for i, (record, sample) in enumerate(zip(batch.inputs, batch.samples, strict=True)):
         text, codes = record.response[:LONGEST], record.response[LONGEST:]
-        assert not torch.isin(text, made.vocabulary.suppressed).any() and (codes >= made.codebook.first).all()
+        assert (
+            not torch.isin(text, made.layout.vocabulary.suppressed).any()
+            and (codes >= made.layout.codebook.first).all()
+        )
         assert record.steps[:LONGEST].max() < 3 <= record.steps[LONGEST:].min()  # text is finished first
         count = int((text == end).nonzero()[0]) + 1 if (text == end).any() else LONGEST
         assert batch.mask[i].tolist() == [t < count or t >= LONGEST for t in range(LONGEST + PLACES)]
-        assert torch.equal(sample.image, made.codebook.pictures(codes[None])[0])
-        assert sample.response == made.tokenizer.decode(text[:count], skip_special_tokens=True)
+        assert torch.equal(sample.image, made.layout.codebook.pictures(codes[None])[0])
+        assert sample.response == made.layout.tokenizer.decode(text[:count], skip_special_tokens=True)
         assert (sample.response_length, sample.max_response_length) == (count, LONGEST)
         assert sample.truncated == (not bool((text == end).any()))
     assert len({int(batch.mask[i, :LONGEST].sum()) for i in range(24)}) > 1, "or ends are not tested"
@@ -157,7 +160,7 @@ def test_demonstrations_are_texts_and_pictures(folder):
     assert batch.mask[:, :LONGEST].sum(1).tolist() == [4] * 20 and batch.mask[:, LONGEST:].all()
     assert (batch.samples[3].image - prompts[3].metadata["target"]).square().mean() < 0.05
     tail = torch.stack([record.response[3:LONGEST] for record in batch.inputs])
-    assert (tail == made.vocabulary.end).all()
+    assert (tail == made.layout.vocabulary.end).all()
     assert made.replay(batch, made.module).logp.isfinite().all()
     with pytest.raises(UserError, match=r"has no text to learn from: metadata\['reasoning'\]"):
         made.demonstrate([replace(prompts[0], metadata={"target": prompts[0].metadata["target"]})], [0])

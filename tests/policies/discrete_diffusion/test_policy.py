@@ -62,7 +62,7 @@ def test_every_class_reads_what_stands_behind_a_place_and_writes_what_it_can(kin
     policy = policy_of(tmp_path, length=4, build=BUILDERS[kind] is None)
     batch = policy.rollout([PROMPT], 6, list(range(6)))
     written = torch.stack([record.response for record in batch.inputs])
-    assert not torch.isin(written, policy.vocabulary.suppressed).any()
+    assert not torch.isin(written, policy.layout.vocabulary.suppressed).any()
     now = policy.replay(batch, policy.module)
     with torch.no_grad():
         assert torch.equal(now.logp, policy.replay(batch, policy.module).logp)
@@ -101,11 +101,11 @@ def test_padding_changes_nothing(folder):
 
 def test_what_stands_behind_the_end_does_not_count(folder):
     policy = policy_of(folder, length=4)
-    end = policy.vocabulary.end
+    end = policy.layout.vocabulary.end
     records = policy.rollout([PROMPT], 3, [1, 2, 3]).inputs
     responses = [[4, end, 5, end], [4, 5, 6, 7], [end, 4, 4, 4]]
     records = [replace(r, response=torch.tensor(x)) for r, x in zip(records, responses, strict=True)]
-    made = policy._rollouts([PROMPT] * 3, records, 3)
+    made = policy.layout.rollouts([PROMPT] * 3, records, 3, policy._forwards)
     assert made.mask.tolist() == [[True, True, False, False], [True] * 4, [True, False, False, False]]
     assert [s.response for s in made.samples] == ["0", "0123", ""]
     assert [s.response_length for s in made.samples] == [2, 4, 1]
@@ -116,8 +116,8 @@ def test_what_stands_behind_the_end_does_not_count(folder):
 def test_demonstrations_are_scored_by_the_bound_with_other_states_for_every_seed(folder):
     policy = policy_of(folder, length=4, algorithm="supervised", unmasking={"draws": 2})
     made = policy.demonstrate([PROMPT, PROMPT], [1, 2])
-    end = policy.vocabulary.end
-    assert made.inputs[0].response.tolist() == [*policy.tokenizer("31").input_ids, end, end]
+    end = policy.layout.vocabulary.end
+    assert made.inputs[0].response.tolist() == [*policy.layout.tokenizer("31").input_ids, end, end]
     assert made.mask[0].tolist() == [True, True, True, False]
     empty = [policy.states_of(record).empty for record in made.inputs]
     assert empty[0].shape == (2, 4)
@@ -134,7 +134,7 @@ def test_a_view_is_the_same_response_to_another_prompt(folder):
     batch = policy.rollout([PROMPT], 2, [1, 2])
     viewed = policy.view(batch, lambda prompt: replace(prompt, text="9+9="))
     assert torch.equal(viewed.inputs[1].response, batch.inputs[1].response)
-    assert torch.equal(viewed.inputs[1].prompt, policy.encode(Prompt("", "9+9=")))
+    assert torch.equal(viewed.inputs[1].prompt, policy.layout.encode(Prompt("", "9+9=")))
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
@@ -157,9 +157,9 @@ def test_what_does_not_fit_is_one_line(folder, tmp_path):
     with pytest.raises(UserError, match=r"model.mask_token=<hole> is no token"):
         policy_of(folder, mask_token="<hole>", build=False)
     with pytest.raises(UserError, match="reads a single text without pictures"):
-        policy_of(folder).encode(Prompt("p", "1+1=", (Image.new("RGB", (2, 2)),)))
+        policy_of(folder).layout.encode(Prompt("p", "1+1=", (Image.new("RGB", (2, 2)),)))
     with pytest.raises(UserError, match="prompt p has 0 tokens"):
-        policy_of(folder).encode(Prompt("p", ""))
+        policy_of(folder).layout.encode(Prompt("p", ""))
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(UserError, match="is a clip model, which does not write text"):
         policy_of(tmp_path, build=False)
@@ -171,13 +171,13 @@ def test_pictures_are_written_as_codes(tmp_path):
     prompt = DigitPromptSource(size=10, seed=0)[3]
     made = policy.rollout([prompt], 2, [1, 2])
     assert made.mask.all() and made.samples[0].image.shape == (1, 8, 8)
-    assert torch.equal(policy.codebook.tokens(made.samples[1].image[None])[0], made.inputs[1].response)
+    assert torch.equal(policy.layout.codebook.tokens(made.samples[1].image[None])[0], made.inputs[1].response)
     with torch.no_grad():
         assert torch.equal(policy.replay(made, policy.module).logp, policy.replay(made, policy.module).logp)
     shown = policy_of(tmp_path, length=16, build=False, algorithm="supervised").demonstrate([prompt], [0])
     assert (shown.samples[0].image - prompt.metadata["target"]).square().mean() < 0.05
     policy.save(tmp_path / "again", policy.module.state_dict())
-    assert policy_of(tmp_path / "again", length=16, build=False).codebook.places == 16
+    assert policy_of(tmp_path / "again", length=16, build=False).layout.codebook.places == 16
     with pytest.raises(UserError, match="writes pictures of 16 codes; set rollout.response_length=16"):
         policy_of(tmp_path, length=4, build=False)
 
@@ -198,5 +198,5 @@ def test_temperatures_reach_what_is_drawn_and_what_is_replayed(folder):
             found = policy.replay(batch, policy.module).logp[:, 0].double()
         torch.testing.assert_close(found, chance.log()[token], rtol=0, atol=1e-4)
     assert {s.response for s in hot.respond([PROMPT] * 9, list(range(9)))} == {
-        hot.tokenizer.decode(logits.argmax(-1), skip_special_tokens=True)
+        hot.layout.tokenizer.decode(logits.argmax(-1), skip_special_tokens=True)
     }

@@ -27,7 +27,7 @@ def made(folder, *, block=3, length=5, draws=2, **more):
 def alone(policy, prompt, blocks):
     """[place, word] log-probabilities in the last of some blocks of ids (None: empty), which nothing stands behind: a
     forward of its own, in which each block sees the prompt, those before it and itself."""
-    ids = [policy.vocabulary.mask if i is None else i for block in blocks for i in block]
+    ids = [policy.layout.vocabulary.mask if i is None else i for block in blocks for i in block]
     number = torch.tensor([b for b, block in enumerate(blocks) for _ in block])
     n, count = len(prompt), len(prompt) + len(ids)
     seen = torch.zeros(count, count, dtype=torch.bool)
@@ -40,7 +40,7 @@ def alone(policy, prompt, blocks):
             position_ids=torch.arange(count)[None],
         ).logits[0, -len(blocks[-1]) :]
     logits = logits.double()
-    logits[:, policy.vocabulary.suppressed] = -torch.inf
+    logits[:, policy.layout.vocabulary.suppressed] = -torch.inf
     return logits.log_softmax(-1)
 
 
@@ -88,7 +88,7 @@ def test_one_row_equals_a_forward_for_every_block(folder):
 def test_blocks_of_one_place_are_the_likelihood_itself(folder):
     """Then the bound is none: responses of two places sum to one, and are drawn as often as they are likely."""
     policy = made(folder, block=1, length=2, draws=1)
-    letters = [i for i in range(16) if i not in policy.vocabulary.suppressed.tolist()]
+    letters = [i for i in range(16) if i not in policy.layout.vocabulary.suppressed.tolist()]
     pairs = [list(pair) for pair in itertools.product(letters, repeat=2)]
     with torch.no_grad():
         chance = policy.replay(given(policy, pairs), policy.module).logp.double().sum(1).exp()
@@ -103,11 +103,11 @@ def test_blocks_of_one_place_are_the_likelihood_itself(folder):
 def test_what_is_drawn_does_not_see_what_stands_behind(folder):
     """Of the first block, in a response with more of them, the model says what it says where nothing follows."""
     long = made(folder, length=6)
-    ids, there, positions = long._begun([long.encode(PROMPT)], torch.full((1, 6), long.vocabulary.mask))
-    column = torch.arange(3) + len(long.encode(PROMPT))
+    ids, there, positions = long._begun([long.layout.encode(PROMPT)], torch.full((1, 6), long.layout.vocabulary.mask))
+    column = torch.arange(3) + len(long.layout.encode(PROMPT))
     with torch.no_grad():
         first = long.module.logits(ids, there, torch.zeros(3, dtype=torch.long), column, positions).double()
-    expected = alone(long, long.encode(PROMPT), [[None] * 3])
+    expected = alone(long, long.layout.encode(PROMPT), [[None] * 3])
     torch.testing.assert_close(first.log_softmax(-1), expected, rtol=0, atol=2e-5)
     assert (long.rollout([PROMPT], 1, [5]).inputs[0].steps[:3] < 3).all()
 

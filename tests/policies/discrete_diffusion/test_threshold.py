@@ -15,7 +15,7 @@ def folder(tmp_path_factory):
 
 
 def drawn(policy, temperature=0.0):
-    return policy._draw([policy.encode(PROMPT)], [0], temperature)[0]
+    return policy._draw([policy.layout.encode(PROMPT)], [0], temperature)[0]
 
 
 def test_all_places_that_are_likely_enough_are_filled_at_once(folder):
@@ -35,7 +35,10 @@ def test_all_places_that_are_likely_enough_are_filled_at_once(folder):
             assert record.steps[place] == number and record.response[place] == token[place]
             written[place] = int(token[place])
     assert not any(k is None for k in written) and record.steps.max() < 3
-    assert policy._sample(PROMPT, record, torch.ones(4, dtype=torch.bool)).forwards == int(record.steps.max()) + 1
+    assert (
+        policy.layout.sample(PROMPT, record, torch.ones(4, dtype=torch.bool), policy._forwards).forwards
+        == int(record.steps.max()) + 1
+    )
 
 
 def test_blocks_wait_for_one_another_and_what_is_done_stays(folder):

@@ -64,8 +64,8 @@ def alone(policy, response, order, place):
     """[vocabulary] of one place's mask token, from no more tokens than it may see: the prompt and what `order` [place]
     put before it, in that order, each of which is read with those before it alone."""
     before = sorted((k for k in range(len(response)) if order[k] < order[place]), key=lambda k: order[k])
-    prompt = policy.encode(PROMPT)
-    ids = torch.cat([prompt, torch.tensor([*(response[k] for k in before), policy.vocabulary.mask])])
+    prompt = policy.layout.encode(PROMPT)
+    ids = torch.cat([prompt, torch.tensor([*(response[k] for k in before), policy.layout.vocabulary.mask])])
     n = len(prompt)
     positions = torch.tensor([*range(n), *(n + k for k in before), n + place])
     seen = torch.tril(torch.ones(len(ids), len(ids), dtype=torch.bool))
@@ -73,7 +73,7 @@ def alone(policy, response, order, place):
     model = policy.module.model
     logits = model(input_ids=ids[None], attention_mask=seen[None, None], position_ids=positions[None]).logits[0, -1]
     logits = logits.double()
-    logits[policy.vocabulary.suppressed] = -torch.inf
+    logits[policy.layout.vocabulary.suppressed] = -torch.inf
     return logits.log_softmax(-1)
 
 
@@ -88,7 +88,7 @@ def test_one_pass_is_what_decoding_place_by_place_in_this_order_says(made, order
 
 def test_one_pass_is_a_distribution_of_responses(made):
     policy = made("any_order", length=2)
-    letters = [i for i in range(16) if i not in policy.vocabulary.suppressed.tolist()]
+    letters = [i for i in range(16) if i not in policy.layout.vocabulary.suppressed.tolist()]
     pairs = [list(pair) for pair in itertools.product(letters, repeat=2)]
     for order in ([0, 1], [1, 0]):
         found = replayed(policy, pairs, [order] * len(pairs)).sum(1)

@@ -69,18 +69,21 @@ def test_noise_is_made_of_all_tokens_that_may_be_drawn_and_of_no_others(made):
     policy = made()
     numbers = torch.arange(0, 1, 1 / 64)
     found = policy._tokens(numbers)
-    assert set(found.tolist()) == set(range(16)) - set(policy.vocabulary.suppressed.tolist())
+    assert set(found.tolist()) == set(range(16)) - set(policy.layout.vocabulary.suppressed.tolist())
     counts = torch.bincount(found, minlength=16)[policy.allowed]
     assert counts.max() - counts.min() <= 1
     # The tokenizer's mask token stands in no state, and is not needed.
-    assert policy.tokenizer.mask_token_id in policy.vocabulary.suppressed and policy.vocabulary.mask == -1
+    assert (
+        policy.layout.tokenizer.mask_token_id in policy.layout.vocabulary.suppressed
+        and policy.layout.vocabulary.mask == -1
+    )
 
 
 def test_what_is_drawn_has_the_chances_of_the_chain(made):
     """Of one token in two steps: half are drawn once from what the noise means, the others twice."""
     policy, count = made({"steps": 2}, length=1), 4000
     table = 1.5 * torch.randn(16, 16, generator=torch.Generator().manual_seed(1))  # what a token that is seen means
-    table[:, policy.vocabulary.suppressed] = -torch.inf
+    table[:, policy.layout.vocabulary.suppressed] = -torch.inf
     policy.module.logits = lambda ids, there, row, column: table[ids[row, column]]
     chances = table.softmax(-1)[policy.allowed]  # [seen, vocabulary]
     once = chances.mean(0)
@@ -171,4 +174,4 @@ def test_wrong_options_are_one_line(folder):
     with pytest.raises(UserError, match="unknown key unmasking"):
         policy_of(folder, unmasking={"steps": 3}, build=False, **UNIFORM)
     with pytest.raises(UserError, match="model.type=uniform_diffusion reads a single text"):
-        policy_of(folder, **UNIFORM).encode(Prompt("p", "1+1=", messages=("x",)))
+        policy_of(folder, **UNIFORM).layout.encode(Prompt("p", "1+1=", messages=("x",)))

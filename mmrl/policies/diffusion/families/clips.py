@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -15,13 +15,23 @@ from einops import rearrange
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.policies.diffusion.families.pipeline import FlowPipeline, checked_sides
+from mmrl.policies.diffusion.families.autoencoders import (
+    ClipAutoencoder,
+    ImageAutoencoder,
+    LTXAutoencoder,
+    WanAutoencoder,
+)
+from mmrl.policies.diffusion.families.components import DiffusersPipeline
+from mmrl.policies.diffusion.families.pipeline import FlowPipeline, PipelineOptions, checked_sides, in_rows
 from mmrl.policies.diffusion.family import Condition, Resolution, Shape
+from mmrl.policies.models import NetworkCall
 from mmrl.samplers.sigmas import Grid, shift_towards_noise
 
 
 class Clips(FlowPipeline):
     """What families of clips share: VAEs that compress time, whose first frame stands alone."""
+
+    autoencoder_kind: ClassVar[type[ImageAutoencoder]] = ClipAutoencoder
 
     @property
     def patches(self) -> tuple[int, int, int]:
@@ -54,10 +64,10 @@ class Clips(FlowPipeline):
         return self.module.config.in_channels, latents, height // in_space, width // in_space
 
     def predict(
-        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+        self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
         dtype = next(self.module.parameters()).dtype
-        texts = self._rows(conditions, x.device, dtype)
+        texts = in_rows(conditions, lambda distinct: self._texts(distinct, x.device, dtype))
         inputs = self._clip_inputs(time, texts, tuple(x.shape[2:]), guidance)
         (out,) = model(x.to(dtype), **inputs, return_dict=False)
         return out.float()
@@ -73,24 +83,15 @@ class Clips(FlowPipeline):
     ) -> dict[str, Any]:
         raise NotImplementedError("clips have `_clip_inputs`")
 
-    def _latent_scale(self) -> tuple[Tensor, Tensor]:
-        scale, shift = super()._latent_scale()
-        return scale[:, None], shift[:, None]
-
-    def _decode(self, z: Tensor) -> Tensor:
-        return rearrange(super()._decode(z), "n c f h w -> n f c h w")
-
-    def _to_z(self, pixels: Tensor) -> Tensor:
-        return super()._to_z(rearrange(pixels, "n f c h w -> n c f h w"))
-
 
 class Wan(Clips):
     """Wan 2.1 and the 5B model of Wan 2.2 (arXiv 2503.20314)."""
 
     encoders = ("text_encoder",)
+    autoencoder_kind = WanAutoencoder
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 512)
 
-    def __init__(self, pipe: Any, base: str, **options: Any) -> None:
+    def __init__(self, pipe: DiffusersPipeline, base: str, **options: Unpack[PipelineOptions]) -> None:
         super().__init__(pipe, base, **options)
         if pipe.components.get("transformer_2") is not None:
             raise UserError(
@@ -136,11 +137,6 @@ class Wan(Clips):
             time = time[:, None].expand(-1, tokens)
         return {"timestep": time, **texts}
 
-    def _latent_scale(self) -> tuple[Tensor, Tensor]:
-        config = self.pipe.vae.config
-        spread, mean = (torch.tensor(v, device=self.device) for v in (config.latents_std, config.latents_mean))
-        return spread.view(-1, 1, 1, 1), mean.view(-1, 1, 1, 1)
-
 
 class LTXVideo(Clips):
     """LTX-Video (arXiv 2501.00103), at 25 frames a second. Every latent pixel of a frame is a token."""
@@ -148,9 +144,10 @@ class LTXVideo(Clips):
     encoders = ("text_encoder",)
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 128)
     patch = 1  # the scheduler counts latent pixels
+    autoencoder_kind = LTXAutoencoder
     FRAME_RATE = 25
 
-    def __init__(self, pipe: Any, base: str, **options: Any) -> None:
+    def __init__(self, pipe: DiffusersPipeline, base: str, **options: Unpack[PipelineOptions]) -> None:
         super().__init__(pipe, base, **options)
         config = pipe.transformer.config
         if pipe.vae.config.timestep_conditioning or (config.patch_size, config.patch_size_t) != (1, 1):
@@ -184,7 +181,7 @@ class LTXVideo(Clips):
         return {"encoder_hidden_states": tokens, "encoder_attention_mask": mask}
 
     def predict(
-        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+        self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
         frames, height, width = x.shape[2:]
         sizes = {"f": frames, "h": height, "w": width}
@@ -193,7 +190,7 @@ class LTXVideo(Clips):
         (out,) = model(
             rearrange(x, "n c f h w -> n (f h w) c").to(dtype),
             timestep=time,
-            **self._rows(conditions, x.device, dtype),
+            **in_rows(conditions, lambda distinct: self._texts(distinct, x.device, dtype)),
             num_frames=frames,
             height=height,
             width=width,
@@ -201,11 +198,6 @@ class LTXVideo(Clips):
             return_dict=False,
         )
         return rearrange(out, "n (f h w) c -> n c f h w", **sizes).float()
-
-    def _latent_scale(self) -> tuple[Tensor, Tensor]:
-        vae = self.pipe.vae
-        spread, mean = (part.to(self.device).float().view(-1, 1, 1, 1) for part in (vae.latents_std, vae.latents_mean))
-        return spread / vae.config.scaling_factor, mean
 
 
 class HunyuanVideo(Clips):

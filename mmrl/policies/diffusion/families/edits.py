@@ -12,10 +12,11 @@ import torch
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as qwen_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as qwen_edit_plus
-from einops import rearrange
+from PIL import Image
 from torch import Tensor
 
 from mmrl.errors import UserError
+from mmrl.policies.diffusion.families.autoencoders import PatchedAutoencoder
 from mmrl.policies.diffusion.families.pictures import Flux, QwenImage
 from mmrl.policies.diffusion.families.pipeline import FlowPipeline, checked_sides
 from mmrl.policies.diffusion.family import Condition, ConditionInputs, Resolution, Shape
@@ -27,7 +28,7 @@ class FluxKontext(Flux):
     condition_parts = ("vae",)
 
     def _condition(self, asked: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
-        return {**self._words(asked.text), "source": self._source(asked, shape)}
+        return {**self.words.of(asked.text), "source": self._source(asked, shape)}
 
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
@@ -56,11 +57,11 @@ class QwenImageEdit(QwenImage):
             raise UserError(f"prompt {asked.text!r}: its embedding is padded, which one prompt's never is")
         return {"encoder_hidden_states": tokens, "source": source}
 
-    def _seen(self, asked: ConditionInputs) -> Any:
+    def _seen(self, asked: ConditionInputs) -> Image.Image | list[Image.Image]:
         """The picture as the language model gets it."""
         return self._resized(asked, 1024**2)
 
-    def _resized(self, asked: ConditionInputs, area: int) -> Any:
+    def _resized(self, asked: ConditionInputs, area: int) -> Image.Image:
         """The picture at about `area` pixels, as the pipeline resizes it."""
         image = asked.images[0].convert("RGB")
         width, height, *_ = self.module_of_sizes.calculate_dimensions(area, image.width / image.height)
@@ -74,7 +75,7 @@ class QwenImageEdit(QwenImage):
         inputs["img_shapes"] = [[shape, shape] for (shape,) in inputs["img_shapes"]]
         return inputs
 
-    def _texts(self, conditions: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         texts = super()._texts(conditions, device, dtype)
         return texts | {"source": torch.stack([c["source"] for c in conditions]).to(device)}
 
@@ -84,7 +85,7 @@ class QwenImageEditPlus(QwenImageEdit):
 
     module_of_sizes = qwen_edit_plus
 
-    def _seen(self, asked: ConditionInputs) -> Any:
+    def _seen(self, asked: ConditionInputs) -> Image.Image | list[Image.Image]:
         return [self._resized(asked, 384**2)]
 
 
@@ -97,6 +98,7 @@ class Flux2Klein(FlowPipeline):
     condition_parts = ("vae",)
     packed = True
     patch = 1
+    autoencoder_kind = PatchedAutoencoder
     SOURCE = 10  # the first of the four places of a source's tokens
 
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
@@ -116,7 +118,7 @@ class Flux2Klein(FlowPipeline):
         return compute_empirical_mu(tokens, steps)
 
     def _condition(self, asked: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
-        said = self._words(asked.text)
+        said = self.words.of(asked.text)
         return {**said, "source": self._source(asked, shape)} if asked.images else said
 
     def _pixels(self, shape: Shape) -> tuple[int, int]:
@@ -161,14 +163,3 @@ class Flux2Klein(FlowPipeline):
             "img_ids": places,
             "guidance": torch.full_like(time, guidance or 0.0) if self.module.config.guidance_embeds else None,
         }
-
-    def _latent_scale(self) -> tuple[Tensor, Tensor]:
-        norm = self.pipe.vae.bn
-        spread = (norm.running_var + self.pipe.vae.config.batch_norm_eps).sqrt()
-        return spread.view(-1, 1, 1).to(self.device), norm.running_mean.view(-1, 1, 1).to(self.device)
-
-    def _decode(self, z: Tensor) -> Tensor:
-        return super()._decode(rearrange(z, "n (c p q) h w -> n c (h p) (w q)", p=2, q=2))
-
-    def _to_z(self, pixels: Tensor) -> Tensor:
-        return rearrange(super()._to_z(pixels), "n c (h p) (w q) -> n (c p q) h w", p=2, q=2)

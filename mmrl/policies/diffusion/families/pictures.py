@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.errors import UserError
+from mmrl.policies.diffusion.families.autoencoders import OneFrameAutoencoder
 from mmrl.policies.diffusion.families.pipeline import FlowPipeline, NoisePipeline
 from mmrl.policies.diffusion.family import Condition
+from mmrl.policies.models import NetworkCall
 
 
 class StableDiffusion3(FlowPipeline):
@@ -89,6 +91,7 @@ class QwenImage(FlowPipeline):
     encoders = ("text_encoder",)
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 1024)
     packed = True
+    autoencoder_kind = OneFrameAutoencoder
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         # An editing one reads its source too, as about so many tokens again.
@@ -113,12 +116,6 @@ class QwenImage(FlowPipeline):
         height, width = size
         shapes = [[(1, height // self.patch, width // self.patch)]] * len(time)
         return {"timestep": time / 1000, "img_shapes": shapes, **texts}
-
-    def _decode(self, z: Tensor) -> Tensor:
-        return super()._decode(rearrange(z, "n c h w -> n c 1 h w")).squeeze(2)
-
-    def _to_z(self, pixels: Tensor) -> Tensor:
-        return super()._to_z(rearrange(pixels, "n c h w -> n c 1 h w")).squeeze(2)
 
 
 class ZImage(FlowPipeline):
@@ -148,7 +145,7 @@ class ZImage(FlowPipeline):
         )
 
     def predict(
-        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+        self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
         dtype = next(self.module.parameters()).dtype
         said = [condition["said"].to(x.device, dtype) for condition in conditions]

@@ -3,15 +3,11 @@ only read for the noise levels."""
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -21,13 +17,22 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.embeddings import Embeddings
+from mmrl.policies.diffusion.families.autoencoders import ImageAutoencoder
+from mmrl.policies.diffusion.families.components import DiffusersPipeline, KeptTexts, PipelineParts
 from mmrl.policies.diffusion.family import Condition, ConditionInputs, Resolution, Shape
+from mmrl.policies.models import NetworkCall
 from mmrl.samplers.settings import Space
 from mmrl.samplers.sigmas import Grid, ddim_grid, dynamic_shift, shift_towards_noise
 
-KEPT_INSTRUCTIONS = 64  # embeddings of instructions that are kept for other pictures
 PACKED, UNPACKED = "n c (h p) (w q) -> n (h w) (c p q)", "n (h w) (c p q) -> n c (h p) (w q)"
-BASE_FILE = "mmrl_base.json"  # beside saved LoRA weights: the pipeline that they belong to
+
+
+class PipelineOptions(TypedDict, total=False):
+    """What a family is told besides its pipeline, see `Pipeline`."""
+
+    lora: bool
+    text_tokens: int | None
+    encoders_stay: bool
 
 
 class Pipeline(ABC):
@@ -44,10 +49,17 @@ class Pipeline(ABC):
     optional: ClassVar[tuple[str, ...]] = ()  # encoders that a folder may lack
     patch: ClassVar[int] = 2  # latent sides are multiples of it
     packed: ClassVar[bool] = False  # the network takes patches [n, token, channel] instead of a picture
+    autoencoder_kind: ClassVar[type[ImageAutoencoder]] = ImageAutoencoder
     longest: ClassVar[tuple[str, int] | None] = None  # the encoder that reads most of a text, and its usual limit
 
     def __init__(
-        self, pipe: Any, base: str, *, lora: bool = False, text_tokens: int | None = None, encoders_stay: bool = False
+        self,
+        pipe: DiffusersPipeline,
+        base: str,
+        *,
+        lora: bool = False,
+        text_tokens: int | None = None,
+        encoders_stay: bool = False,
     ) -> None:
         """Raises UserError for a token limit where the encoders' own can not be changed."""
         self.pipe = pipe
@@ -55,9 +67,10 @@ class Pipeline(ABC):
         self.lora = lora
         self.encoders_stay = encoders_stay
         self.embeddings: Embeddings | None = None  # in place of the encoders
-        self._visitors: set[str] = set()  # components that are on the device for a while
-        self._said: OrderedDict[str, dict[str, Tensor]] = OrderedDict()  # words that several source pictures share
-        self.module: Any = pipe.components[self.trained]
+        self.words = KeptTexts(self._encode)  # that several source pictures share
+        self.parts = PipelineParts(pipe, self.trained)
+        self.module = self.parts.module
+        self.autoencoder = self.autoencoder_kind(self.parts)
         if text_tokens is not None and self.longest is None:
             raise UserError(
                 f"model.text_tokens={text_tokens}: the text encoder of {type(pipe).__name__} reads a fixed number of "
@@ -67,7 +80,7 @@ class Pipeline(ABC):
 
     @property
     def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        return self.parts.device
 
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
         """Raises UserError unless `resolution` is a multiple of what the VAE and the network's patches shrink it by."""
@@ -100,7 +113,7 @@ class Pipeline(ABC):
         if self.embeddings is not None:
             found = self.embeddings.find(asked, shape)
             return [{key: value.to(self.device) for key, value in condition.items()} for condition in found]
-        with self._visiting(*self.encoders, *self.condition_parts, stay=self.encoders_stay):
+        with self.parts.visiting(*self.encoders, *self.condition_parts, stay=self.encoders_stay):
             made = (self._condition(one, shape) for one in asked)
             return [{key: value[0].to(self.device) for key, value in condition.items()} for condition in made]
 
@@ -125,15 +138,6 @@ class Pipeline(ABC):
     @abstractmethod
     def _encode(self, text: str) -> dict[str, Tensor]:
         """A batch of one."""
-
-    def _words(self, text: str) -> dict[str, Tensor]:
-        """As `_encode`, kept for the pictures that share their instruction."""
-        if text not in self._said:
-            self._said[text] = self._encode(text)
-        self._said.move_to_end(text)
-        while len(self._said) > KEPT_INSTRUCTIONS:
-            self._said.popitem(last=False)
-        return self._said[text]
 
     def cut(self, text: str) -> int:
         if self.embeddings is not None:
@@ -160,10 +164,10 @@ class Pipeline(ABC):
     # --- the network ---
 
     def predict(
-        self, model: Any, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
+        self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
         dtype = next(self.module.parameters()).dtype
-        texts = self._rows(conditions, x.device, dtype)
+        texts = in_rows(conditions, lambda distinct: self._texts(distinct, x.device, dtype))
         height, width = x.shape[-2:]
         inputs = self._inputs(time, texts, (height, width), guidance)
         if not self.packed:
@@ -174,20 +178,6 @@ class Pipeline(ABC):
         (out,) = model(torch.cat(tokens, 1).to(dtype), **inputs, return_dict=False)
         out = out[:, : tokens[0].shape[1]]  # what it says of the source's tokens means nothing
         return rearrange(out, UNPACKED, **sizes).float()
-
-    def _rows(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The conditions as one batch, under the names of the network's inputs; distinct ones are batched once."""
-        places: dict[int, int] = {}
-        distinct: list[Condition] = []
-        for condition in conditions:
-            if id(condition) not in places:
-                places[id(condition)] = len(distinct)
-                distinct.append(condition)
-        texts = self._texts(distinct, device, dtype)
-        if len(distinct) == len(conditions):
-            return texts
-        index = torch.tensor([places[id(condition)] for condition in conditions], device=device)
-        return {key: value[index] for key, value in texts.items()}
 
     def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """Distinct conditions as one batch."""
@@ -202,38 +192,14 @@ class Pipeline(ABC):
 
     # --- pictures ---
 
-    @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        with self._visiting("vae"):
-            return self.decoded(latents)
-
-    def decoded(self, latents: Tensor) -> Tensor:
-        """`decode` by a VAE that is on the device."""
-        scale, shift = self._latent_scale()
-        return self._decode(latents.float().to(self.device) * scale + shift) / 2 + 0.5
+        return self.autoencoder.decode(latents)
 
     def decode_with_gradient(self, latents: Tensor) -> Tensor:
-        self.pipe.vae.to(self.device).requires_grad_(False)
-        return self.decoded(latents)
+        return self.autoencoder.decode_with_gradient(latents)
 
-    @torch.no_grad()
     def to_latents(self, pixels: Tensor) -> Tensor:
-        scale, shift = self._latent_scale()
-        with self._visiting("vae"):
-            return (self._to_z(pixels.float().to(self.device) * 2 - 1) - shift) / scale
-
-    def _latent_scale(self) -> tuple[Tensor, Tensor]:
-        """What latents are multiplied by and what is added before the VAE decodes them, [channel or 1, 1, 1]."""
-        config = self.pipe.vae.config
-        scale = torch.tensor(config.get("latents_std") or 1.0) / config.get("scaling_factor", 1.0)
-        shift = torch.tensor(config.get("latents_mean") or config.get("shift_factor") or 0.0)
-        return scale.reshape(-1, 1, 1).to(self.device), shift.reshape(-1, 1, 1).to(self.device)
-
-    def _decode(self, z: Tensor) -> Tensor:
-        return self.pipe.vae.decode(z, return_dict=False)[0]
-
-    def _to_z(self, pixels: Tensor) -> Tensor:
-        return self.pipe.vae.encode(pixels).latent_dist.mode()  # the mean: a demonstration is the same every time
+        return self.autoencoder.encode(pixels)
 
     def _pixels(self, shape: Shape) -> tuple[int, int]:
         """Height and width of what latents of `shape` decode to."""
@@ -256,46 +222,15 @@ class Pipeline(ABC):
         pixels = torch.from_numpy(np.array(image.convert(mode))).float() / 255
         return self.to_latents(rearrange(pixels.view(*pixels.shape[:2], -1), "h w c -> 1 c h w"))
 
-    @contextmanager
-    def _visiting(self, *names: str, stay: bool = False) -> Iterator[None]:
-        """The named components on the network's device, and unless they stay back on the CPU afterwards, also after an
-        error."""
-        new = [name for name in names if self.pipe.components[name] is not None and name not in self._visitors]
-        self._visitors.update(new)
-        try:
-            for name in new:
-                self.pipe.components[name].to(self.device)
-            yield
-        finally:
-            self._visitors.difference_update(new)
-            for name in new if not stay else []:
-                self.pipe.components[name].to("cpu")
-
     # --- files ---
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         """With LoRA what `pipe.load_lora_weights(folder)` takes, and the name of the base beside it; else the whole
         pipeline, as `DiffusionPipeline.from_pretrained(folder)` takes it."""
         if self.lora:
-            from peft import get_peft_model_state_dict  # it is loaded already
-
-            layers = get_peft_model_state_dict(self.module, state_dict=state)
-            settings = self.module.peft_config["default"].to_dict()
-            self.pipe.save_lora_weights(
-                folder,
-                **{f"{self.trained}_lora_layers": layers, f"{self.trained}_lora_adapter_metadata": settings},
-            )
-            (folder / BASE_FILE).write_text(json.dumps({"base": self.base}))
-            return
-        with torch.device("meta"):  # `module` itself may hold only a shard
-            whole = type(self.module).from_config(self.module.config)
-        whole.load_state_dict(state, assign=True)
-        self.pipe.register_modules(**{self.trained: whole})
-        try:
-            with quiet():
-                self.pipe.save_pretrained(folder)
-        finally:
-            self.pipe.register_modules(**{self.trained: self.module})
+            self.parts.save_adapter(folder, state, self.base)
+        else:
+            self.parts.save_whole(folder, state)
 
 
 class FlowPipeline(Pipeline):
@@ -346,7 +281,7 @@ class NoisePipeline(Pipeline):
     trained = "unet"
     patch = 1
 
-    def __init__(self, pipe: Any, base: str, **options: Any) -> None:
+    def __init__(self, pipe: DiffusersPipeline, base: str, **options: Unpack[PipelineOptions]) -> None:
         super().__init__(pipe, base, **options)
         self._ddim = DDIMScheduler.from_config(pipe.scheduler.config)
         if self._ddim.config.prediction_type != "epsilon":
@@ -366,6 +301,23 @@ class NoisePipeline(Pipeline):
         return (1 - alphas.double()[index]).sqrt(), index.float()
 
 
+def in_rows(
+    conditions: Sequence[Condition], batch: Callable[[list[Condition]], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """The conditions as one batch, under the names of the network's inputs; distinct ones are batched once."""
+    places: dict[int, int] = {}
+    distinct: list[Condition] = []
+    for condition in conditions:
+        if id(condition) not in places:
+            places[id(condition)] = len(distinct)
+            distinct.append(condition)
+    texts = batch(distinct)
+    if len(distinct) == len(conditions):
+        return texts
+    index = torch.tensor([places[id(condition)] for condition in conditions])
+    return {key: value[index.to(value.device)] for key, value in texts.items()}
+
+
 def checked_sides(resolution: Resolution, own: tuple[int, int], multiple: int) -> tuple[int, int]:
     """Height and width in pixels. Raises UserError unless both are multiples of `multiple`."""
     sides = own if resolution is None else (resolution, resolution) if isinstance(resolution, int) else resolution
@@ -373,15 +325,3 @@ def checked_sides(resolution: Resolution, own: tuple[int, int], multiple: int) -
         if side < 1 or side % multiple:
             raise UserError(f"resolution {side} is not a multiple of {multiple}, as this model needs")
     return sides
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without diffusers' word on every component that is None, which belongs to a pipeline that lacks an encoder."""
-    log = logging.getLogger("diffusers.pipelines.pipeline_utils")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)

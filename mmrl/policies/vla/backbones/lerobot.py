@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -98,7 +98,7 @@ class LeRobotUnits:
 class LeRobotBackbone(Backbone):
     """A whole LeRobot policy, its action expert too. What is not the expert's makes the prefix."""
 
-    def __init__(self, policy: Any, folder: Path, features: Sequence[str]) -> None:
+    def __init__(self, policy: PreTrainedPolicy | peft.PeftModel, folder: Path, features: Sequence[str]) -> None:
         """policy: LeRobot's, or peft's model around it. features: which of the checkpoint's pictures are shown, one for
         each of the policy's cameras."""
         super().__init__()
@@ -114,7 +114,7 @@ class LeRobotBackbone(Backbone):
         self.features = tuple(features)
 
     @property
-    def core(self) -> Any:
+    def core(self) -> PreTrainedPolicy:
         """LeRobot's policy itself, out of its LoRA if it has one."""
         return self.policy if isinstance(self.policy, PreTrainedPolicy) else self.policy.get_base_model()
 
@@ -193,7 +193,7 @@ class LeRobotBackbone(Backbone):
             return
         told = json.loads(self.beside[CONFIG])
         (folder / CONFIG).write_text(json.dumps({**told, "use_peft": True}, indent=4))
-        self.policy.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
+        self.policy.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=False)
 
     @classmethod
     def freeze(cls, policy: nn.Module, parts: Sequence[str]) -> None:
@@ -217,12 +217,12 @@ class LeRobotBackbone(Backbone):
 
 
 class SmolVLABackbone(LeRobotBackbone):
-    def __init__(self, policy: Any, folder: Path, features: Sequence[str]) -> None:
+    def __init__(self, policy: PreTrainedPolicy | peft.PeftModel, folder: Path, features: Sequence[str]) -> None:
         super().__init__(policy, folder, features)
         self.width: int = self.core.model.vlm_with_expert.config.text_config.hidden_size
 
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
-        model: Any = self.core.model
+        model = self.core.model
         images, there = self.core.prepare_images(inputs)
         state = self.core.prepare_state(inputs)
         words = inputs[OBS_LANGUAGE_TOKENS], inputs[OBS_LANGUAGE_ATTENTION_MASK]
@@ -236,7 +236,7 @@ class SmolVLABackbone(LeRobotBackbone):
         return made_prefix(cache, mask, state, hidden)
 
     def velocity(self, prefix: ExpertPrefix, x: Tensor, sigma: Tensor) -> Tensor:
-        model: Any = self.core.model
+        model = self.core.model
         return model.denoise_step(prefix.mask, prefix.cache(), x, sigma)
 
     @classmethod
@@ -247,13 +247,13 @@ class SmolVLABackbone(LeRobotBackbone):
 
 
 class Pi0Backbone(LeRobotBackbone):
-    def __init__(self, policy: Any, folder: Path, features: Sequence[str]) -> None:
+    def __init__(self, policy: PreTrainedPolicy | peft.PeftModel, folder: Path, features: Sequence[str]) -> None:
         super().__init__(policy, folder, features)
         _tell_nothing_that_transformers_dropped()
         self.width: int = self.core.model.paligemma_with_expert.paligemma.config.text_config.hidden_size
 
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
-        model: Any = self.core.model
+        model = self.core.model
         both = model.paligemma_with_expert
         images, there = self.core._preprocess_images(inputs)
         words = inputs[OBS_LANGUAGE_TOKENS], inputs[OBS_LANGUAGE_ATTENTION_MASK]
@@ -273,7 +273,7 @@ class Pi0Backbone(LeRobotBackbone):
         return state
 
     def velocity(self, prefix: ExpertPrefix, x: Tensor, sigma: Tensor) -> Tensor:
-        model: Any = self.core.model
+        model = self.core.model
         return model.denoise_step(prefix.state, prefix.mask, prefix.cache(), x, sigma)
 
     @classmethod
@@ -285,7 +285,7 @@ class Pi05Backbone(Pi0Backbone):
     """It reads the state among its words, as LeRobot's own processor writes it there."""
 
     def velocity(self, prefix: ExpertPrefix, x: Tensor, sigma: Tensor) -> Tensor:
-        model: Any = self.core.model
+        model = self.core.model
         return model.denoise_step(prefix.mask, prefix.cache(), x, sigma)
 
     def _state(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -315,7 +315,7 @@ class LeRobotHead(FlowHead):
 BACKBONES: dict[str, type[LeRobotBackbone]] = {"smolvla": SmolVLABackbone, "pi0": Pi0Backbone, "pi05": Pi05Backbone}
 
 
-def made_prefix(cache: Any, mask: Tensor, state: Tensor, hidden: Tensor) -> Reading:
+def made_prefix(cache: Iterable[tuple[Tensor, ...]], mask: Tensor, state: Tensor, hidden: Tensor) -> Reading:
     end = mask.long().cumsum(1).argmax(1)
     last = hidden[torch.arange(len(mask), device=mask.device), end]
     layers = [(keys, values) for keys, values, *_ in cache]
@@ -414,7 +414,7 @@ class PreciseLinear(nn.Linear):
         return F.linear(x.float(), self.weight.float(), bias)
 
 
-def compute_precisely(policy: Any) -> None:
+def compute_precisely(policy: PreTrainedPolicy) -> None:
     """Has layers that take in states, noisy actions and noise levels, and the one that gives velocities, compute in
     fp32: eight bits of an action are coarser than what a step of the chain changes. LeRobot keeps these layers in fp32;
     attention, norms and rotary embeddings compute in fp32 by its own code."""
@@ -427,7 +427,7 @@ def compute_precisely(policy: Any) -> None:
                 setattr(part, name, made)
 
 
-def with_lora(policy: Any, base: str, lora: LoRA) -> Any:
+def with_lora(policy: PreTrainedPolicy, base: str, lora: LoRA) -> peft.PeftModel:
     """`policy`, whose files are at `base`, with adapters for linear layers that would be trained otherwise. Raises
     UserError where there are none."""
     told = peft.LoraConfig(

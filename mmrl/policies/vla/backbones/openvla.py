@@ -30,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTra
 
 from mmrl.errors import UserError
 from mmrl.generation.transformers import Prefix, positions
+from mmrl.policies.models import write_model
 from mmrl.policies.vla.backbones import oft
 from mmrl.policies.vla.backbones.backbone import Backbone
 from mmrl.policies.vla.heads.codec import StateQuantiles, load_state_quantiles
@@ -289,9 +290,7 @@ class OpenVLABackbone(Backbone):
         return head
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        weights = {n.removeprefix("model."): value for n, value in state.items() if n.startswith("model.")}
-        model: Any = self.model
-        model.save_pretrained(folder, state_dict=weights)
+        write_model(self.model, folder, state)
         for name, content in self.beside.items():
             (folder / name).write_bytes(content)
         if projector := {n.removeprefix("proprio."): t for n, t in state.items() if n.startswith("proprio.")}:

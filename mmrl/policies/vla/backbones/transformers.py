@@ -13,12 +13,15 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from mmrl.errors import UserError
 from mmrl.generation.transformers import Prefix
+from mmrl.policies.models import write_model
+from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vla.backbones.backbone import Backbone
 from mmrl.policies.vla.heads.head import Reading
 from mmrl.policies.vla.settings import VisionLanguageActionModel
 from mmrl.policies.vlm import loading
-from mmrl.policies.vlm import policy as vlm
+from mmrl.policies.vlm import scorer as vlm
 from mmrl.policies.vlm.prompts import RolloutTokens, collate, encode, save_processor
 from mmrl.rollouts import Prompt
 
@@ -26,11 +29,14 @@ from mmrl.rollouts import Prompt
 class VisionLanguageBackbone(Backbone):
     """A model of the foundation's families (`mmrl.policies.vlm`), its prompt read once and continued by embeddings."""
 
-    def __init__(self, model: nn.Module, processor: Any, max_prompt_length: int) -> None:
+    def __init__(self, model: nn.Module, processor: Processor, max_prompt_length: int) -> None:
         super().__init__()
         self.model, self.processor, self.max_prompt_length = model, processor, max_prompt_length
         tokenizer = processor.tokenizer
-        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        if pad is None:
+            raise UserError("the model's tokenizer has neither a padding token nor an end token (eos_token)")
+        self.pad = pad
         core = vlm.transformers_model(model)
         self.width: int = core.config.get_text_config().hidden_size
         self.vocabulary: int = tokenizer.vocab_size
@@ -60,9 +66,7 @@ class VisionLanguageBackbone(Backbone):
         return Prefix(vlm.transformers_model(self.model), inputs, every_layer=every_layer)
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        weights = {name.removeprefix("model."): value for name, value in state.items()}
-        model: Any = self.model
-        model.save_pretrained(folder, state_dict=weights)
+        write_model(self.model, folder, state)
         save_processor(self.processor, folder)
 
 

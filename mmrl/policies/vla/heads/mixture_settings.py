@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import model_validator
 
-from mmrl.policies.vla.settings import ActionHead, Actions, NormalActions, TokenActions
+from mmrl.policies.vla.settings import ActionHead, Actions, HeadBackbone, NormalActions, TokenActions
 from mmrl.protocols.offers import Offer
 from mmrl.settings import load_attribute, option
 
@@ -72,7 +72,7 @@ class ResidualActions(NormalActions):
     def offers(self) -> frozenset[Offer]:
         return super().offers | ({"information"} if self.noise else set())
 
-    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
         backbone.requires_grad_(False)  # else what the base proposes would change
         base = self.base.build(action, backbone, action_dim, state_dim)
         return load_attribute("mmrl.policies.vla.heads.residual:ResidualHead")(
@@ -125,7 +125,7 @@ class HorizonActions(NormalActions):
         if lengths[-1] != chunk:
             raise ValueError(f"head.horizons must end with action.chunk={chunk}, but it ends with {lengths[-1]}")
 
-    def build(self, action: Actions, backbone: Any, action_dim: int, state_dim: int) -> nn.Module:
+    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
         return load_attribute("mmrl.policies.vla.heads.horizons:HorizonHead")(
             self, action, action_dim, state_dim, backbone.width
         )

@@ -1,0 +1,117 @@
+"""Latents to pixels and back, by the VAEs of pipelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from mmrl.policies.diffusion.families.components import PipelineParts
+
+
+class ImageAutoencoder:
+    """A VAE of pictures, which visits the network's device."""
+
+    def __init__(self, parts: PipelineParts) -> None:
+        self.parts = parts
+
+    @property
+    def vae(self) -> Any:
+        return self.parts.pipe.vae
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """See `Family.decode`."""
+        with self.parts.visiting("vae"):
+            return self.decoded(latents)
+
+    def decoded(self, latents: Tensor) -> Tensor:
+        """`decode` by a VAE that is on the device."""
+        scale, shift = self.latent_scale()
+        return self.to_pixels(latents.float().to(self.parts.device) * scale + shift) / 2 + 0.5
+
+    def decode_with_gradient(self, latents: Tensor) -> Tensor:
+        """See `Family.decode_with_gradient`."""
+        self.vae.to(self.parts.device).requires_grad_(False)
+        return self.decoded(latents)
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> Tensor:
+        """The inverse of `decode`."""
+        scale, shift = self.latent_scale()
+        with self.parts.visiting("vae"):
+            return (self.to_z(pixels.float().to(self.parts.device) * 2 - 1) - shift) / scale
+
+    def latent_scale(self) -> tuple[Tensor, Tensor]:
+        """What latents are multiplied by and what is added before the VAE decodes them, [channel or 1, 1, 1]."""
+        config, device = self.vae.config, self.parts.device
+        scale = torch.tensor(config.get("latents_std") or 1.0) / config.get("scaling_factor", 1.0)
+        shift = torch.tensor(config.get("latents_mean") or config.get("shift_factor") or 0.0)
+        return scale.reshape(-1, 1, 1).to(device), shift.reshape(-1, 1, 1).to(device)
+
+    def to_pixels(self, z: Tensor) -> Tensor:
+        """What the VAE decodes, -1 to 1."""
+        return self.vae.decode(z, return_dict=False)[0]
+
+    def to_z(self, pixels: Tensor) -> Tensor:
+        """The inverse of `to_pixels`."""
+        return self.vae.encode(pixels).latent_dist.mode()  # the mean: a demonstration is the same every time
+
+
+class OneFrameAutoencoder(ImageAutoencoder):
+    """A VAE of clips, for pictures: clips of one frame."""
+
+    def to_pixels(self, z: Tensor) -> Tensor:
+        return super().to_pixels(rearrange(z, "n c h w -> n c 1 h w")).squeeze(2)
+
+    def to_z(self, pixels: Tensor) -> Tensor:
+        return super().to_z(rearrange(pixels, "n c h w -> n c 1 h w")).squeeze(2)
+
+
+class PatchedAutoencoder(ImageAutoencoder):
+    """A VAE whose latents are taken in patches of 2 x 2 and normalised by running statistics (FLUX.2)."""
+
+    def latent_scale(self) -> tuple[Tensor, Tensor]:
+        norm, device = self.vae.bn, self.parts.device
+        spread = (norm.running_var + self.vae.config.batch_norm_eps).sqrt()
+        return spread.view(-1, 1, 1).to(device), norm.running_mean.view(-1, 1, 1).to(device)
+
+    def to_pixels(self, z: Tensor) -> Tensor:
+        return super().to_pixels(rearrange(z, "n (c p q) h w -> n c (h p) (w q)", p=2, q=2))
+
+    def to_z(self, pixels: Tensor) -> Tensor:
+        return rearrange(super().to_z(pixels), "n c (h p) (w q) -> n (c p q) h w", p=2, q=2)
+
+
+class ClipAutoencoder(ImageAutoencoder):
+    """A VAE of clips: latents [n, channel, frame, height, width], pixels [n, frame, channel, height, width]."""
+
+    def latent_scale(self) -> tuple[Tensor, Tensor]:
+        scale, shift = super().latent_scale()
+        return scale[:, None], shift[:, None]
+
+    def to_pixels(self, z: Tensor) -> Tensor:
+        return rearrange(super().to_pixels(z), "n c f h w -> n f c h w")
+
+    def to_z(self, pixels: Tensor) -> Tensor:
+        return super().to_z(rearrange(pixels, "n f c h w -> n c f h w"))
+
+
+class WanAutoencoder(ClipAutoencoder):
+    """The VAE of Wan, whose statistics of latents are in its configuration."""
+
+    def latent_scale(self) -> tuple[Tensor, Tensor]:
+        config, device = self.vae.config, self.parts.device
+        spread, mean = (torch.tensor(v, device=device) for v in (config.latents_std, config.latents_mean))
+        return spread.view(-1, 1, 1, 1), mean.view(-1, 1, 1, 1)
+
+
+class LTXAutoencoder(ClipAutoencoder):
+    """The VAE of LTX-Video, which holds the statistics of its latents."""
+
+    def latent_scale(self) -> tuple[Tensor, Tensor]:
+        parts = (self.vae.latents_std, self.vae.latents_mean)
+        spread, mean = (part.to(self.parts.device).float().view(-1, 1, 1, 1) for part in parts)
+        return spread / self.vae.config.scaling_factor, mean

@@ -1,0 +1,143 @@
+"""What the places of a response mean: words up to an end token, codes of a picture, or one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.policies.codebook import Codebook
+from mmrl.policies.discrete_diffusion.scorer import Vocabulary
+from mmrl.policies.tokenizers import Tokenizer
+from mmrl.rollouts import PARTS, DecisionColumn, Prompt, Rollouts, Sample, text_and_picture
+
+
+@dataclass(frozen=True)
+class MaskedRecord:
+    """A prompt and its response, on the CPU."""
+
+    prompt: Tensor  # [token] int64
+    response: Tensor  # [place] int64
+    steps: Tensor  # [place] int64, in which step of its rollout a place was filled; 0 where none is known
+    seed: int  # of the states in which it is scored
+    temperature: float
+
+
+class ResponseLayout:
+    """Prompts to tokens, and the places of responses to texts and pictures."""
+
+    def __init__(
+        self,
+        kind: str,
+        tokenizer: Tokenizer,
+        vocabulary: Vocabulary,
+        *,
+        length: int,
+        max_prompt_length: int,
+        codes: Codebook | None = None,
+        reasoning_length: int = 0,
+    ) -> None:
+        """kind: of the model, as `model.type` has it. length: places of a response. codes: of a model that writes
+        pictures; None: it writes text. reasoning_length: so many of the places of a model that writes pictures are text
+        before the codes."""
+        self.kind, self.tokenizer, self.vocabulary = kind, tokenizer, vocabulary
+        self.length, self.codebook, self.max_prompt_length = length, codes, max_prompt_length
+        self.text_length = length if codes is None else reasoning_length  # places of text; codes come behind them
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a response has text and codes."""
+        return 0 < self.text_length < self.length
+
+    def codes_at(self, place: Tensor) -> Tensor | None:
+        """[n] bool, which of the places [n] are of codes; None where all are alike."""
+        return place >= self.text_length if self.in_parts else None
+
+    def encode(self, prompt: Prompt) -> Tensor:
+        """[token] int64. Raises UserError for pictures, and for a prompt that is too long."""
+        if prompt.images or prompt.videos or prompt.messages:
+            raise UserError(f"prompt {prompt.id}: model.type={self.kind} reads a single text without pictures")
+        if self.tokenizer.chat_template is not None:
+            said = [{"role": "system", "content": prompt.system}] if prompt.system else []
+            said.append({"role": "user", "content": prompt.text})
+            ids = self.tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+        else:
+            ids = self.tokenizer(f"{prompt.system or ''}{prompt.text}", add_special_tokens=False).input_ids
+        if not 0 < len(ids) <= self.max_prompt_length:
+            raise UserError(
+                f"prompt {prompt.id} has {len(ids)} tokens; rollout.max_prompt_length={self.max_prompt_length}, and at "
+                "least one is needed"
+            )
+        return torch.tensor(ids)
+
+    def demonstrated(self, prompt: Prompt) -> Tensor:
+        """[place] the response that a prompt carries. Raises UserError where there is none, or one that the policy
+        could not give."""
+        if self.codebook is None:
+            return self._words(prompt, str(prompt.metadata.get("demonstration", prompt.answer)), "response_length")
+        for key, what in (("target", "picture"), ("reasoning", "text")):
+            if key not in prompt.metadata and (key == "target" or self.text_length):
+                raise UserError(f"prompt {prompt.id} has no {what} to learn from: metadata[{key!r}] is missing")
+        codes = self.codebook.tokens(prompt.metadata["target"][None])[0]
+        if not self.text_length:
+            return codes
+        return torch.cat([self._words(prompt, str(prompt.metadata["reasoning"]), "reasoning_length"), codes])
+
+    def _words(self, prompt: Prompt, text: str, limit: str) -> Tensor:
+        """[place] of a text, filled up with end tokens. limit: the key of its length."""
+        end = self.vocabulary.end
+        assert end is not None
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) > self.text_length:
+            raise UserError(
+                f"the demonstration of prompt {prompt.id} has {len(ids)} tokens, more than "
+                f"rollout.{limit}={self.text_length}"
+            )
+        if impossible := set(ids) & set(self.vocabulary.suppressed.tolist()):
+            raise UserError(
+                f"the demonstration of prompt {prompt.id} holds {self.tokenizer.decode(list(impossible))}, which the "
+                "policy never writes"
+            )
+        return torch.tensor(ids + [end] * (self.text_length - len(ids)))
+
+    def rollouts(
+        self,
+        prompts: list[Prompt],
+        records: list[MaskedRecord],
+        group_size: int,
+        forwards: Callable[[MaskedRecord], int],
+    ) -> Rollouts:
+        """forwards: times that the model had to be asked for a response."""
+        responses = torch.stack([record.response for record in records])
+        mask = torch.ones_like(responses, dtype=torch.bool)
+        if self.vocabulary.end is not None:
+            ends = (responses[:, : self.text_length] == self.vocabulary.end).long()
+            mask[:, : self.text_length] = ends.cumsum(1) - ends == 0  # up to the first end token, and it too
+        samples = [self.sample(*row, forwards) for row in zip(prompts, records, mask, strict=True)]
+        made = Rollouts(samples, records, torch.arange(len(records)) // group_size, mask)
+        if self.in_parts:
+            made.extras[PARTS] = DecisionColumn(text_and_picture(len(records), self.text_length, self.length))
+        return made
+
+    def sample(
+        self, prompt: Prompt, record: MaskedRecord, mask: Tensor, forwards: Callable[[MaskedRecord], int]
+    ) -> Sample:
+        """mask: [place] which places count."""
+        image = None
+        if self.codebook is not None:
+            image = self.codebook.pictures(record.response[None, self.text_length :])[0]
+        if not self.text_length:
+            return Sample(prompt, image=image)
+        said = record.response[: self.text_length][mask[: self.text_length]]
+        return Sample(
+            prompt,
+            image=image,
+            response=self.tokenizer.decode(said, skip_special_tokens=True),
+            response_length=len(said),
+            truncated=self.vocabulary.end is not None and int(said[-1]) != self.vocabulary.end,
+            max_response_length=self.text_length,
+            forwards=forwards(record),
+        )

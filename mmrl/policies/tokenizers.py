@@ -1,0 +1,101 @@
+"""What policies ask of transformers' tokenizers and processors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, overload
+
+from torch import Tensor
+
+
+class TokenIds(Protocol):
+    """A text as tokens."""
+
+    @property
+    def input_ids(self) -> list[int]: ...
+
+
+class TokenIdLists(Protocol):
+    """Texts as tokens."""
+
+    @property
+    def input_ids(self) -> list[list[int]]: ...
+
+
+class SpecialToken(Protocol):
+    """A token that was added to a vocabulary."""
+
+    @property
+    def special(self) -> bool: ...
+
+
+class Tokenizer(Protocol):
+    """Texts to ids and back."""
+
+    pad_token_id: int | None
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def sep_token_id(self) -> int | None: ...
+
+    @property
+    def mask_token_id(self) -> int | None: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, SpecialToken]: ...
+
+    @property
+    def special_tokens_map(self) -> Mapping[str, object]: ...
+
+    @property
+    def chat_template(self) -> object: ...
+
+    def __len__(self) -> int: ...
+
+    @overload
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> TokenIds: ...
+
+    @overload
+    def __call__(self, text: list[str], *, add_special_tokens: bool = True) -> TokenIdLists: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+    def convert_tokens_to_ids(self, tokens: str, /) -> int: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, add_generation_prompt: bool, return_dict: bool
+    ) -> list[int]: ...
+
+    def decode(self, ids: Tensor | Sequence[int], /, *, skip_special_tokens: bool = False) -> str: ...
+
+    def batch_decode(self, ids: Sequence[Tensor], /, *, skip_special_tokens: bool = False) -> list[str]: ...
+
+    def save_pretrained(self, folder: Path, /) -> object: ...
+
+
+class Processor(Protocol):
+    """Chats to texts, and texts with images and clips to the inputs of a model."""
+
+    tokenizer: Tokenizer
+
+    def __call__(
+        self, *, text: list[str], return_tensors: str, padding: bool, **more: object
+    ) -> Mapping[str, Tensor]: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, add_generation_prompt: bool, tokenize: bool, **more: object
+    ) -> str: ...
+
+    def save_pretrained(self, folder: Path, /) -> object: ...

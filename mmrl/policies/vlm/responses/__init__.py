@@ -1,0 +1,1 @@
+"""Parts of a vision-language policy, by what they do with responses."""

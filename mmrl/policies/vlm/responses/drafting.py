@@ -1,0 +1,163 @@
+"""Responses in the making: begun, gone on with by the model or by an engine, and finished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.generation.sampling import Sampling
+from mmrl.generation.vllm.engine import Answering, Request
+from mmrl.policies.vlm.drafts import Draft
+from mmrl.policies.vlm.prompts import chat_texts, clips_of, pictures_of
+from mmrl.policies.vlm.responses.demonstrations import demonstrated_ids
+from mmrl.policies.vlm.responses.runner import ModelRunner
+from mmrl.policies.vlm.turns import Conversations, conversing
+from mmrl.rollouts import Prompt, Rollouts
+from mmrl.schedules.schedule import Schedule
+from mmrl.sims.turns.settings import EnvironmentSettings
+
+
+class Drafter:
+    """Has the model, or an engine, draw responses. temperature: of those for which none is given.
+
+    conversations: where an environment answers responses.
+    """
+
+    def __init__(self, runner: ModelRunner, sampling: Sampling, temperature: Schedule) -> None:
+        self.runner, self.tokens, self.sampling, self.temperature = runner, runner.tokens, sampling, temperature
+        self.conversations: Conversations | None = None
+
+    def converse(self, settings: EnvironmentSettings) -> None:
+        """From now on responses are answered by environments, and rollouts are conversations."""
+        self.conversations = Conversations(settings, self.tokens.processor, self.tokens.eos)
+
+    @property
+    def max_response_length(self) -> int:
+        """Tokens of the longest response that is sampled now."""
+        return self.tokens.max_response_length
+
+    def anywhere(self, count: int) -> bool:
+        """Whether it is more than 0; under ZeRO-3, on any rank."""
+        return self.runner.anywhere(count)
+
+    def demonstrated_ids(self, prompt: Prompt, text: str) -> Tensor:
+        """[token] of a response that ends. Raises UserError for one that the policy could not give."""
+        return demonstrated_ids(self.tokens, prompt, text)
+
+    def sample(
+        self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], temperature: float, limit: int
+    ) -> Rollouts:
+        """Rollouts by the model itself, of at most `limit` tokens."""
+        if self.conversations is not None:
+            drafts = self.draft(prompts, group_size, seeds, limit=limit, temperature=temperature)
+            self.extend(None, drafts, limit)
+            return self.complete(drafts, group_size, drawn_here=True)
+        rows = [tokens for tokens in self.tokens.encode(prompts) for _ in range(group_size)]
+        each = [prompt for prompt in prompts for _ in range(group_size)]
+        with self.runner.own_weights():
+            responses = self.runner.generate(rows, seeds, replace(self.sampling, temperature=temperature), limit)
+        heat = temperature or 1.0  # greedy responses are replayed as they are
+        answered = [replace(t, response=r, temperature=heat) for t, r in zip(rows, responses, strict=True)]
+        return self.tokens.rollouts(each, answered, group_size)
+
+    def ask(
+        self,
+        engine: Answering,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        seeds: Sequence[int],
+        *,
+        limit: int,
+        temperature: float | None = None,
+    ) -> Rollouts:
+        """Rollouts by an engine, whose likelihoods are kept as behaviour_logp. The model has no part in it."""
+        drafts = self.draft(prompts, group_size, seeds, limit=limit, temperature=temperature)
+        self.extend(engine, drafts, limit)
+        return self.complete(drafts, group_size)
+
+    def draft(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        seeds: Sequence[int],
+        *,
+        limit: int | None = None,
+        temperature: float | None = None,
+    ) -> list[Draft]:
+        """Responses of no tokens yet, `group_size` a prompt. A group is drawn with the first of its seeds and those
+        that follow it, by which an engine takes it as one request. All of a draft is sampled at one temperature, by
+        default that of now."""
+        heat = self.temperature.value if temperature is None else temperature
+        talks = None if self.conversations is None else self.conversations.open(prompts, group_size)
+        if talks is not None:
+            prompts = [dialogue.prompt for dialogue in talks[::group_size]]
+        encoded = [replace(tokens, temperature=heat) for tokens in self.tokens.encode(prompts)]
+        marked = self.tokens.tokenizer(chat_texts(self.tokens.processor, prompts)).input_ids
+        limit, found = limit or self.max_response_length, []
+        for prompt, ids, tokens, seed in zip(prompts, marked, encoded, seeds[::group_size], strict=True):
+            first = Request(prompt.id, ids, pictures_of(prompt), tokens.prompt, seed, limit, clips=clips_of(prompt))
+            group = [replace(first, seed=seed + i) for i in range(group_size)]
+            found += [Draft(prompt, request, tokens, torch.zeros(0)) for request in group]
+        return found if talks is None else conversing(found, talks)
+
+    def extend(self, engine: Answering | None, drafts: Sequence[Draft], count: int) -> None:
+        """Gives each draft that is not finished up to `count` tokens more. What is drawn depends on the draft's seed
+        and temperature, its tokens so far and the weights; not on when that is. Without an engine the model draws."""
+        with self.runner.own_weights() if engine is None else nullcontext():
+            if self.conversations is not None:
+                self.conversations.extend(self, engine, drafts, count)  # type: ignore[arg-type]
+                return
+            unfinished = [draft for draft in drafts if not draft.finished(self.tokens.eos)]
+            self.continue_all(engine, [(draft, draft.next(count)) for draft in unfinished])
+
+    def continue_all(self, engine: Answering | None, asked: Sequence[tuple[Draft, Request]]) -> None:
+        """Has each draft grow by the answer to its request; those of one temperature go together."""
+        for heat in dict.fromkeys(draft.tokens.temperature for draft, _ in asked):
+            drafts, requests = zip(*[pair for pair in asked if pair[0].tokens.temperature == heat], strict=True)
+            sampling = replace(self.sampling, temperature=heat)
+            if engine is None:
+                self._draw(drafts, requests, sampling)
+            else:
+                self._ask(engine, drafts, requests, sampling)
+
+    def _draw(self, drafts: Sequence[Draft], requests: Sequence[Request], sampling: Sampling) -> None:
+        longest = max(request.limit for request in requests)
+        rows, seeds = [draft.tokens for draft in drafts], [request.seed for request in requests]
+        answers = self.runner.generate(rows, seeds, sampling, longest)
+        for draft, request, ids in zip(drafts, requests, answers, strict=True):
+            draft.grow(ids[: request.limit], torch.zeros(min(len(ids), request.limit)), None)
+
+    def _ask(self, engine: Answering, drafts: Sequence[Draft], requests: Sequence[Request], sampling: Sampling) -> None:
+        drawn = engine.generate(requests, sampling=sampling, eos=self.tokens.eos)
+        for draft, request, answer in zip(drafts, requests, drawn, strict=True):
+            experts = None
+            if self.runner.routing is not None:
+                length = len(request.ids) + len(answer.ids) - 1
+                experts = self.runner.routing.check(request.name, length, answer.experts)
+            draft.grow(answer.ids, answer.logp, experts)
+
+    def restore(self, drafts: Sequence[Draft], states: Sequence[dict[str, Any]]) -> None:
+        """Makes new drafts those that once had these states. Raises UserError where an environment does not repeat what
+        it did."""
+        for draft, state in zip(drafts, states, strict=True):
+            if self.conversations is not None:
+                self.conversations.restore(draft, state)  # type: ignore[arg-type]
+            else:
+                draft.grow(state["response"], state["logp"], state["experts"])
+
+    def complete(self, drafts: Sequence[Draft], group_size: int, *, drawn_here: bool = False) -> Rollouts:
+        """Finished drafts as rollouts, `group_size` a prompt. drawn_here: by the model itself, so that the generator's
+        likelihoods are none of their own."""
+        rows = [replace(draft.tokens, temperature=draft.tokens.temperature or 1.0) for draft in drafts]
+        if self.conversations is not None:
+            rollouts = self.conversations.rollouts(drafts, rows, group_size, self)  # type: ignore[arg-type]
+        else:
+            rollouts = self.tokens.rollouts([draft.prompt for draft in drafts], rows, group_size)
+        if not drawn_here:
+            rollouts.behaviour_logp = nn.utils.rnn.pad_sequence([draft.logp for draft in drafts], batch_first=True)
+        return rollouts

@@ -1,0 +1,155 @@
+"""Passes of the model on rows of tokens, in step with other ranks where these wait for one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from mmrl.generation.sampling import Sampling
+from mmrl.generation.transformers import generate, generate_groups
+from mmrl.policies.vlm.prompts import RolloutTokens, collate
+from mmrl.policies.vlm.responses.tokens import ChatTokenizer
+from mmrl.policies.vlm.routing import Routing
+from mmrl.policies.vlm.scorer import TokenScorer, recompute, transformers_model
+from mmrl.rollouts import Prompt
+
+# Families (model_type) whose prompts are read once for all of their responses.
+PREFIX_SHARING = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "llava_onevision", "internvl"}
+
+
+@dataclass
+class Lockstep:
+    """What keeps ranks doing the same collectives under ZeRO-3. `max` is the maximum of a number over the ranks; inside
+    `whole` passes of the network are no collectives."""
+
+    max: Callable[[int], int]
+    whole: Callable[[], AbstractContextManager[None]]
+    ballast: RolloutTokens | None = None
+
+
+class ModelRunner:
+    """Runs the model that is trained: generates with it, and lays out what it reads.
+
+    lockstep: under ZeRO-3. routing: where engines told the experts they routed tokens to, and replay repeats them.
+    """
+
+    def __init__(self, module: TokenScorer, tokens: ChatTokenizer, *, gathers: bool) -> None:
+        """gathers: see `own_weights`."""
+        self.module, self.tokens, self.gathers = module, tokens, gathers
+        self.lockstep: Lockstep | None = None
+        self.routing: Routing | None = None
+
+    @property
+    def core(self) -> PreTrainedModel:
+        return transformers_model(self.module.model)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @contextmanager
+    def own_weights(self) -> Iterator[None]:
+        """Inside it this rank generates without the others, also under ZeRO-3, which gathers all weights for that long:
+        otherwise every token would gather them layer by layer. A collective at both ends."""
+        lockstep = self.lockstep
+        if lockstep is None or not self.gathers:
+            yield
+            return
+        with lockstep.whole():
+            self.lockstep = None
+            try:
+                yield
+            finally:
+                self.lockstep = lockstep
+
+    def anywhere(self, count: int) -> bool:
+        """Whether it is more than 0; under ZeRO-3, on any rank."""
+        return (count if self.lockstep is None else self.lockstep.max(count)) > 0
+
+    def replay_routing(self) -> None:
+        """From now on engines have to tell the experts they routed tokens to, and replay repeats their choice.
+
+        Raises UserError as `Routing` does."""
+        self.routing = Routing(self.core)
+
+    def shares_prompts(self, *, training: bool) -> bool:
+        """Whether a prompt is read once for all of its responses, and these then continue from its cache.
+
+        Not in a family for which it was not tested, nor where a layer remembers less than all keys and values; nor
+        under ZeRO-3, where ranks would make different numbers of passes; nor in training if activations are
+        recomputed, which does without a cache.
+        """
+        core = self.core
+        layers = DynamicCache(config=core.config.get_text_config()).layers
+        return (
+            core.config.model_type in PREFIX_SHARING
+            and all(type(layer) is DynamicLayer for layer in layers)
+            and self.lockstep is None
+            and not (training and core.is_gradient_checkpointing)
+        )
+
+    def generate(self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limit: int) -> list[Tensor]:
+        """The model's own continuations of `rows`, of at most `limit` tokens: [token] int64 each."""
+        recompute(self.module, False)
+        draw = self._generate_shared if self.shares_prompts(training=False) else self._generate_apart
+        responses = draw(rows, seeds, sampling, limit)
+        recompute(self.module, True)
+        return responses[: len(rows)]
+
+    def _generate_shared(
+        self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limit: int
+    ) -> list[Tensor]:
+        distinct, which = distinct_rows(rows)
+        return generate_groups(
+            self.core,
+            self.collate(distinct, padding_side="left"),
+            rows=torch.tensor(which),
+            sampling=sampling,
+            seeds=list(seeds),
+            eos=self.tokens.eos,
+            max_new_tokens=limit,
+        )
+
+    def _generate_apart(
+        self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limit: int
+    ) -> list[Tensor]:
+        padded = self.with_ballast(rows)
+        return generate(
+            self.core,
+            self.collate(padded, padding_side="left"),
+            sampling=sampling,
+            seeds=[*seeds, *[0] * (len(padded) - len(rows))],
+            pad=self.tokens.pad,
+            synced=self.lockstep is not None,
+            eos=self.tokens.eos,
+            max_new_tokens=limit,
+        )
+
+    def collate(self, rows: Sequence[RolloutTokens], *, padding_side: str) -> dict[str, Tensor]:
+        return collate(rows, pad=self.tokens.pad, padding_side=padding_side, device=self.device)
+
+    def with_ballast(self, rows: list[RolloutTokens]) -> list[RolloutTokens]:
+        """Under ZeRO-3 a rank whose batch holds no picture would skip the vision tower, whose parameters the others
+        wait for. It gets one more row with a picture; nothing of that row is ever counted."""
+        if self.lockstep is None or any(r.pictures for r in rows):
+            return rows
+        if self.lockstep.ballast is None:
+            blank = Prompt("ballast", "<image>", (Image.new("RGB", (64, 64)),))
+            self.lockstep.ballast = replace(self.tokens.encode([blank])[0], response=torch.tensor(self.tokens.eos[:1]))
+        return [*rows, self.lockstep.ballast]
+
+
+def distinct_rows(rows: Sequence[RolloutTokens]) -> tuple[list[RolloutTokens], list[int]]:
+    """What is to be continued, each once: prompts without a response are shared by their group. And for each row its
+    place among them."""
+    place: dict[tuple[int, int], int] = {}
+    keys = [(id(t.prompt), -1 if len(t.response) == 0 else number) for number, t in enumerate(rows)]
+    which = [place.setdefault(key, len(place)) for key in keys]
+    return [rows[which.index(number)] for number in range(len(place))], which

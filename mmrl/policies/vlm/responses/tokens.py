@@ -1,0 +1,104 @@
+"""Prompts to tokens, and tokens to rollouts, by the model's own processor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from transformers import GenerationConfig, PreTrainedModel
+
+from mmrl.errors import UserError
+from mmrl.policies.tokenizers import Processor, Tokenizer
+from mmrl.policies.vlm.prompts import PromptEncoder, RolloutTokens, encode
+from mmrl.protocols.parts import PromptReader
+from mmrl.rollouts import Prompt, Rollouts, Sample
+from mmrl.schedules.schedule import Schedule
+
+# Keys of a model's configuration whose token stands for pixels and so can not be an answer.
+PLACEHOLDER_KEYS = (
+    "image_token_id",
+    "image_token_index",
+    "video_token_id",
+    "video_token_index",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "vision_token_id",
+)
+
+
+class ChatTokenizer:
+    """What texts and tokens are to one another, and how long prompts and responses may be."""
+
+    def __init__(
+        self, processor: Processor, model: PreTrainedModel, max_prompt_length: int, response_limit: Schedule
+    ) -> None:
+        self.processor, self.tokenizer = processor, processor.tokenizer
+        self.eos = end_tokens(model.generation_config, self.tokenizer)
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token_id = self.eos[0]
+        self.pad = self.tokenizer.pad_token_id
+        self.suppressed = never_sampled(model, self.tokenizer, self.eos)
+        self.max_prompt_length, self.response_limit = max_prompt_length, response_limit
+        self.reader: PromptReader | None = None  # who may have encoded prompts already
+
+    @property
+    def max_response_length(self) -> int:
+        """Tokens of the longest response that is sampled now."""
+        return int(self.response_limit.value)
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[RolloutTokens]:
+        """The prompts with empty responses; see `mmrl.policies.vlm.prompts.encode`."""
+        made = [None if self.reader is None else self.reader.encoded(prompt) for prompt in prompts]
+        rest = [prompt for prompt, known in zip(prompts, made, strict=True) if known is None]
+        encoded = iter(encode(self.processor, rest, self.max_prompt_length))
+        return [next(encoded) if known is None else known for known in made]
+
+    def encoder(self) -> PromptEncoder:
+        """Encodes one prompt, in another process."""
+        return PromptEncoder(self.processor, self.max_prompt_length)
+
+    def ids(self, text: str) -> list[int]:
+        """Tokens of a text inside a response."""
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def rollouts(self, prompts: Sequence[Prompt], rows: list[RolloutTokens], group_size: int) -> Rollouts:
+        """Rows as the rollouts of these prompts, `group_size` of them a prompt."""
+        lengths = torch.tensor([len(r.response) for r in rows])
+        texts = self.tokenizer.batch_decode([r.response for r in rows], skip_special_tokens=True)
+        samples = [
+            Sample(
+                prompt=prompt,
+                response=text,
+                response_length=len(row.response),
+                truncated=int(row.response[-1]) not in self.eos,
+                max_response_length=self.max_response_length,
+            )
+            for prompt, row, text in zip(prompts, rows, texts, strict=True)
+        ]
+        return Rollouts(
+            samples=samples,
+            inputs=rows,
+            group=torch.arange(len(rows)) // group_size,
+            mask=torch.arange(int(lengths.max())) < rearrange(lengths, "b -> b 1"),
+        )
+
+
+def end_tokens(generation: GenerationConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """All ids that end a response, the model's own first."""
+    declared = generation.eos_token_id
+    ids = declared if isinstance(declared, list) else [declared]
+    found = [i for i in dict.fromkeys([*ids, tokenizer.eos_token_id]) if i is not None]
+    if not found:
+        raise UserError("the model declares no end token: set eos_token_id in its generation_config.json")
+    return tuple(found)
+
+
+def never_sampled(model: PreTrainedModel, tokenizer: Tokenizer, eos: tuple[int, ...]) -> tuple[int, ...]:
+    """Ids that can not be part of an answer: placeholders of pictures and videos, special tokens that do not end a
+    response, and rows of the output matrix beyond the tokenizer's last id."""
+    declared = model.config.to_dict()
+    placeholders = {declared[key] for key in PLACEHOLDER_KEYS if declared.get(key) is not None}
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    beyond = set(range(len(tokenizer), model.get_output_embeddings().weight.shape[0]))
+    return tuple(sorted((placeholders | special | beyond) - set(eos)))
