@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -283,9 +283,15 @@ def text_and_picture(rollouts: int, text: int, decisions: int) -> Tensor:
 
 def in_part(rollouts: Rollouts, part: int) -> Tensor:
     """[rollout, decision] bool: which decisions are in a part of their response, TEXT or PICTURE."""
-    found = rollouts.extras[PARTS]
-    assert isinstance(found, DecisionColumn)
-    return found.values == part
+    return parts_of(rollouts) == part
+
+
+def parts_of(rollouts: Rollouts) -> Tensor:
+    """[rollout, decision] int64: TEXT or PICTURE. Raises TypeError for responses that have no parts."""
+    found = rollouts.extras.get(PARTS)
+    if not isinstance(found, DecisionColumn):
+        raise TypeError(f"the responses have no parts: their extras are {', '.join(rollouts.extras) or 'none'}")
+    return found.values
 
 
 def alike(part: Rollouts, fresh: Rollouts) -> Rollouts:
@@ -370,7 +376,8 @@ class MatchingTargets:
 
 @dataclass
 class Replay:
-    """What a policy says of a batch of rollouts now; all [rollout, decision], float32."""
+    """What a policy says of a batch of rollouts now; all [rollout, decision], float32. What only some policies or
+    methods know is in `extras`, see `ReplayColumn`."""
 
     logp: Tensor
     entropy: Tensor | None = None  # None where it is constant (a Gaussian step of fixed variance)
@@ -378,23 +385,55 @@ class Replay:
     log_ratio: Tensor | None = None  # given where the policy has a more exact form than logp - old_logp
     divergence: Tensor | None = None  # exact KL to the old policy, where there is one, with its gradient
     reference_kl: Tensor | None = None  # exact, to the reference policy, where rollouts.ref_prediction is given
-    reference_log_ratio: Tensor | None = None  # given where it has a more exact form than logp - ref_logp
-    reference_error: Tensor | None = None  # squared distance of predictions from the reference policy's, likewise
     prediction: Tensor | None = None  # [rollout, decision, ...] detached: what old and reference are compared by
-    old_cross_entropy: Tensor | None = None  # to the old policy's whole distribution, where old_prediction holds it
     std: Tensor | None = None  # of a Gaussian step
     weight: Tensor | None = None  # detached, of the decision in the loss; None: all alike
-    segments: Tensor | None = None  # int64, the unit of level "segment" that a decision belongs to
-    looks: Tensor | None = None  # int64, at which look of its episode a decision was made; None: a rollout is one
-    pictures: Tensor | None = None  # [rollout, channel, height, width] with their gradient, 0 to 1 in gamut
-    matching: MatchingTargets | None = None  # of a policy whose decisions compare final samples
     value: Tensor | None = None  # [rollout, step], of a policy with a critic
-    moment: Tensor | None = None  # int64, when a decision was made, where the critic is asked about several at once
-    # Fraction of the recorded experts that the trainer's router would not have picked for the previous token; NaN where
-    # nothing was recorded
-    routing_differs: Tensor | None = None
-    extras: dict[str, Tensor] = field(default_factory=dict)  # what only some policies know of decisions, by name
-    measured: dict[str, Any] = field(default_factory=dict)  # of a `ReplayedMeasurement`, by its name
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Any]) -> Replay:
+        """A replay of columns by name: its own fields, and those of `extras`; None where one is not known."""
+        own = {f.name for f in fields(cls)}
+        known = {name: values for name, values in columns.items() if values is not None}
+        extras = {name: values for name, values in known.items() if name not in own}
+        return cls(**{name: values for name, values in known.items() if name in own}, extras=extras)
+
+    def column(self, name: str) -> Any:
+        """A field, or a column of `extras`; None where it is not known."""
+        return self.extras.get(name) if name not in vars(self) else vars(self)[name]
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ReplayColumn(Generic[T]):
+    """A column of `Replay.extras`, by its name."""
+
+    name: str
+
+    def get(self, replay: Replay) -> T | None:
+        """The column; None where the policy does not give it."""
+        found: T | None = replay.extras.get(self.name)
+        return found
+
+    def of(self, replay: Replay) -> T:
+        """The column. Raises ValueError where the policy does not give it."""
+        return given(self.get(replay), f"{self.name} of a replay")
+
+
+SEGMENTS = ReplayColumn[Tensor]("segments")  # int64, the unit of level "segment" that a decision belongs to
+LOOKS = ReplayColumn[Tensor]("looks")  # int64, at which look of its episode a decision was made; none: a rollout is one
+MOMENTS = ReplayColumn[Tensor]("moment")  # int64, when a decision was made, where a critic is asked about several
+IMAGES = ReplayColumn[Tensor]("images")  # [rollout, channel, height, width] with their gradient, 0 to 1 in gamut
+MATCHING = ReplayColumn[MatchingTargets]("matching")  # of a policy whose decisions compare final samples
+OLD_CROSS_ENTROPY = ReplayColumn[Tensor]("old_cross_entropy")  # to the whole distribution in rollouts.old_prediction
+REFERENCE_LOG_RATIO = ReplayColumn[Tensor]("reference_log_ratio")  # where it is more exact than logp - ref_logp
+REFERENCE_ERROR = ReplayColumn[Tensor]("reference_error")  # squared distance from the reference policy's prediction
+# Fraction of the recorded experts that the trainer's router would not have picked for the previous token; NaN where
+# nothing was recorded
+ROUTING_DIFFERS = ReplayColumn[Tensor]("routing_differs")
 
 
 def old_logp(micro: Rollouts, replay: Replay) -> Tensor:

@@ -26,7 +26,7 @@ from mmrl.protocols.checks import check_loss, check_values
 from mmrl.protocols.measurement import ReplayedContext
 from mmrl.protocols.parts import Policy, SyncedGenerator, Task
 from mmrl.report.run import Run
-from mmrl.rollouts import Replay, Rollouts, old_logp
+from mmrl.rollouts import ROUTING_DIFFERS, Replay, Rollouts, old_logp
 from mmrl.runtime.progress import Interval, Work, display
 from mmrl.schedules.schedule import Schedules
 from mmrl.settings import plain
@@ -167,7 +167,7 @@ class Trainer:
         decision]. totals: the algorithm's denominators, of the whole minibatch on all ranks."""
         replay = self.policy.replay(micro, self.engine)
         for measurement in self.needs.replayed:
-            replay.measured[measurement.name] = measurement.measure(micro, self.replayed)
+            replay.extras[measurement.name] = measurement.measure(micro, self.replayed)
         stats = self.correct(micro, replay)
         over = Reduction(self.algorithm.reduce, micro.mask.to(replay.logp.device), totals, self.policy.max_decisions)
         loss, more = self.algorithm.objective(micro, replay, over)
@@ -201,8 +201,8 @@ class Trainer:
         weight, stats = correction_weight(old, sampled, mask, **options)
         weight = weight.to(replay.logp.device)
         replay.weight = weight if replay.weight is None else replay.weight * weight
-        if replay.routing_differs is not None:
-            stats["routing_differs"] = replay.routing_differs
+        if (differs := ROUTING_DIFFERS.get(replay)) is not None:
+            stats[ROUTING_DIFFERS.name] = differs
         return {f"correction/{name}": value for name, value in stats.items()}
 
     def _report_bad_step(self, minibatch: Minibatch, what: str) -> None:

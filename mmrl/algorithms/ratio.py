@@ -71,14 +71,14 @@ class RatioAlgorithm(RewardedAlgorithm):
     def _log_ratio(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         """To the policy that made the rollouts, at the algorithm's level, and statistics; [rollout, decision]."""
         from mmrl.core.ratios import by_unit, normalised
-        from mmrl.rollouts import log_ratio
+        from mmrl.rollouts import SEGMENTS, log_ratio
 
         ratio = log_ratio(micro, replay)
         if self.ratio == "normalised":
             assert replay.divergence is not None and replay.std is not None
             ratio = normalised(ratio, replay.divergence, replay.std)
         mask = micro.mask.to(ratio.device)
-        ratio = by_unit(ratio, mask, level=self.level, segments=replay.segments)
+        ratio = by_unit(ratio, mask, level=self.level, segments=SEGMENTS.get(replay))
         stats = {"surrogate/ratio_gap": (ratio.detach().exp() - 1).abs()}
         if self.target_kl is not None:
             stats["surrogate/old_kl"] = ratio.detach().exp() - 1 - ratio.detach()

@@ -79,7 +79,7 @@ class ViewReplay(ReplayedMeasurement["Replay"]):
 
     def of(self, replay: Replay) -> Replay:
         """What was measured beside this replay."""
-        found: Replay = replay.measured[self.name]
+        found: Replay = replay.extras[self.name]
         return found
 
 

@@ -81,8 +81,12 @@ def read(folder: str | Path) -> Codebook | None:
 
 
 def trained(pictures: Tensor, count: int, patch: int, first: int, seed: int = 0) -> Codebook:
-    """`count` codes for square patches of [picture, channel, height, width], by k-means."""
-    from sklearn.cluster import KMeans
+    """`count` codes for square patches of [picture, channel, height, width], by k-means. Raises UserError where
+    scikit-learn is missing."""
+    try:
+        from sklearn.cluster import KMeans
+    except ModuleNotFoundError:
+        raise UserError("making a codebook needs scikit-learn: pip install -e '.[codebook]'") from None
 
     cut = rearrange(pictures, "n k (r h) (c w) -> (n r c) (k h w)", h=patch, w=patch)
     found = KMeans(count, n_init=1, random_state=seed).fit(cut.numpy())

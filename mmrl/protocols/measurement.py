@@ -113,7 +113,7 @@ class PreparedMeasurement(Measurement[R_co]):
 
 class ReplayedMeasurement(Measurement[R_co]):
     """Something that is computed with its gradient in every update, beside the replay of a micro-batch, for
-    `Replay.measured`."""
+    `Replay.extras`."""
 
     @abstractmethod
     def measure(self, micro: Rollouts, context: ReplayedContext) -> R_co: ...

@@ -259,12 +259,12 @@ class Answers:
         return self
 
     def given(self, name: str) -> Tensor:
-        """A field of `Replay` that this policy gives. Raises ValueError where it does not."""
+        """A column of `Replay` that this policy gives. Raises ValueError where it does not."""
         return given(self.column(name), name)
 
     def column(self, name: str) -> Tensor | None:
-        """A field of `Replay`, NaN for rollouts of which it is not known; None where the policy does not give it."""
-        found = [(rows, vars(replay)[name]) for rows, replay in self._found]
+        """A column of `Replay`, NaN for rollouts of which it is not known; None where the policy does not give it."""
+        found = [(rows, replay.column(name)) for rows, replay in self._found]
         values = found[0][1]
         if values is None:
             return None

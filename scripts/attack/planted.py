@@ -91,7 +91,7 @@ FAULTS = [
           "length=self.mask.shape[1]", SURROGATES),
     Fault("supervised: sign", A + "supervised.py", "return -replay.logp, {}", "return replay.logp, {}", SURROGATES),
     Fault("contrast: nft_beta does not reach the errors", "mmrl/algorithms/denoising/contrast.py",
-          "implicit_errors(replay.matching, self.nft_beta)", "implicit_errors(replay.matching, 1.0)", SURROGATES),
+          "implicit_errors(MATCHING.of(replay), self.nft_beta)", "implicit_errors(MATCHING.of(replay), 1.0)", SURROGATES),
     Fault("contrast: nft_beta does not reach the loss", "mmrl/algorithms/denoising/contrast.py", "strength=self.nft_beta", "strength=1.0",
           SURROGATES),
     Fault("contrast: bound is hard-coded", "mmrl/algorithms/denoising/contrast.py", "bound=self.bound", "bound=5.0", SURROGATES),

@@ -42,7 +42,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("tilt_matching: rewards are not tilted by", "mmrl/algorithms/denoising/tilt_matching.py", "(self.tilt.value * batch.combined()).exp()",
      "(1.0 * batch.combined()).exp()", TILT),
     ("tilt_matching: the old policy is left", "mmrl/algorithms/denoising/tilt_matching.py",
-     "+ factor.values.to(where)[:, None] * replay", "- factor.values.to(where)[:, None] * replay", TILT),
+     "+ factor.values.to(where)[:, None] * cross_entropy", "- factor.values.to(where)[:, None] * cross_entropy", TILT),
     ("tilt_matching: a rollout is one of its others", "mmrl/algorithms/denoising/tilt_matching.py",
      "(worth[rows].sum() - worth[rows]) / (len(rows) - 1)", "worth[rows].mean()", TILT),
     ("tilt_matching: filler is pulled back", "mmrl/algorithms/denoising/tilt_matching.py", "mine.masked_fill(batch.rollouts.filler, 0.0)",

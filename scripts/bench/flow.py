@@ -138,8 +138,8 @@ def step_of(family: Family, settings: Denoising, prompts: list[Prompt], group: i
         counter.phase = "replay"
         replay = policy.replay(rollouts, mine.module)
         if isinstance(settings.likelihood, PictureContrast):
-            assert replay.matching is not None
-            values, _ = contrast(*implicit_errors(replay.matching, 1.0), advantages)
+            assert replay.extras["matching"] is not None
+            values, _ = contrast(*implicit_errors(replay.extras["matching"], 1.0), advantages)
         else:
             assert replay.log_ratio is not None
             values, _ = surrogate(replay.log_ratio, advantages, clip_low=1e-4, clip_high=1e-4)

@@ -244,12 +244,13 @@ class GivenPolicy:
         if "value" in given:
             found.value = given["value"] + moved["value"]
         if "old_cross_entropy" in given:
-            found.old_cross_entropy = given["old_cross_entropy"] + moved["entropy"]
+            found.extras["old_cross_entropy"] = given["old_cross_entropy"] + moved["entropy"]
         if "log_ratio" in given:
             found.log_ratio = given["log_ratio"] + moved["logp"]
-        for name in ("square_sum", "std", "segments", "looks"):
+        for name in ("square_sum", "std"):
             if name in given:
                 vars(found)[name] = given[name]
+        found.extras |= {name: given[name] for name in ("segments", "looks") if name in given}
         if "prediction" in given:  # as a denoiser: mean and distance to others are those of the prediction
             now = given["prediction"] + moved["prediction"]
             found.prediction = now.detach()[..., None]
@@ -263,8 +264,8 @@ class GivenPolicy:
         found.divergence = (now - old).square() / (2 * std.square())
         if rollouts.ref_prediction is not None:
             apart = (now - rollouts.ref_prediction[..., 0]).square()
-            found.reference_kl, found.reference_error = apart / (2 * std.square()), apart
-        found.matching = MatchingTargets(
+            found.reference_kl, found.extras["reference_error"] = apart / (2 * std.square()), apart
+        found.extras["matching"] = MatchingTargets(
             noisy=torch.ones_like(now)[..., None],  # 1 = (1 - sigma) data + sigma noise
             prediction=now[..., None],
             old=old[..., None],

@@ -120,6 +120,6 @@ def test_steps_have_the_weight_that_the_policy_gives_them():
     )
     loss, _ = StepwisePreference(beta=constant(0.5)).of_group(torch.tensor([0]), torch.tensor([1]), micro, now)
     close(loss, (0.5 * softplus(-0.15) + 1.5 * softplus(-0.25)) / 2)
-    exact = Replay(now.logp, reference_log_ratio=torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+    exact = Replay(now.logp, extras={"reference_log_ratio": torch.tensor([[1.0, 0.0], [0.0, 0.0]])})
     loss, _ = StepwisePreference(beta=constant(0.5)).of_group(torch.tensor([0]), torch.tensor([1]), micro, exact)
     close(loss, (softplus(-0.5) + softplus(0.0)) / 2)

@@ -111,10 +111,10 @@ def test_more_steps_have_another_gradient_and_the_same_picture(folder):
         batch = policy.rollout(PROMPTS, 1, [1, 2])
         now = policy.replay(batch, policy.module)
         torch.testing.assert_close(
-            now.pictures.detach(), torch.stack([s.image for s in batch.samples]), rtol=0, atol=1e-5
+            now.extras["images"].detach(), torch.stack([s.image for s in batch.samples]), rtol=0, atol=1e-5
         )
         values, _ = algorithm.loss(batch, now)
-        found.append((now.pictures.detach(), torch.autograd.grad(values.sum(), policy.module.leave.weight)[0]))
+        found.append((now.extras["images"].detach(), torch.autograd.grad(values.sum(), policy.module.leave.weight)[0]))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-5)
     assert (found[0][1] - found[1][1]).abs().max() > 1e-4
 

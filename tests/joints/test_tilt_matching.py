@@ -110,7 +110,9 @@ def test_the_target_is_on_average_the_tilted_posterior(factor):
     def loss(logits):
         said = logits.log_softmax(0)
         cross = -(chance * said).sum().expand(4, 1)
-        return (chance[:, None] * TiltMatching().loss(micro, Replay(said[:, None], old_cross_entropy=cross))[0]).sum()
+        return (
+            chance[:, None] * TiltMatching().loss(micro, Replay(said[:, None], extras={"old_cross_entropy": cross}))[0]
+        ).sum()
 
     tilted = (chance * worth).log().requires_grad_()
     (slope,) = torch.autograd.grad(loss(tilted), tilted)

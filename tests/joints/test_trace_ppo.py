@@ -61,7 +61,7 @@ def test_what_the_policy_says_of_time_is_asked_for_with_its_values(given):
 
     def told(rollouts, model, *, reference=False):
         found = replay(rollouts, model, reference=reference)
-        found.moment = moments[torch.tensor(rollouts.inputs)]
+        found.extras["moment"] = moments[torch.tensor(rollouts.inputs)]
         return found
 
     made.trainer.policy.replay = told

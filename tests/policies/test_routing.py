@@ -125,7 +125,7 @@ def test_replaying_its_own_routes_changes_nothing(policy, rollouts):
     (got.logp.sum() + got.entropy.sum()).backward()
     assert torch.equal(got.logp, want.logp) and torch.equal(got.entropy, want.entropy)
     assert all(torch.equal(policy.module.get_parameter(name).grad, grad) for name, grad in grads.items())
-    assert want.routing_differs is None and (got.routing_differs[rollouts.mask] == 0).all()
+    assert "routing_differs" not in want.extras and (got.extras["routing_differs"][rollouts.mask] == 0).all()
 
 
 def by_hand(mlp, hidden, experts):
@@ -161,8 +161,8 @@ def test_recorded_experts_are_used_where_they_belong(policy, rollouts, padding_s
                 experts[:-1] = tokens.experts[:, number]
             want = by_hand(mlp, hidden[row, place].detach(), experts)
             torch.testing.assert_close(out[row, place].double(), want, atol=1e-6, rtol=1e-5)
-    assert got.routing_differs[1].isnan()[rollouts.mask[1]].all()
-    assert (got.routing_differs[[0, 2, 3]][rollouts.mask[[0, 2, 3]]] > 0).float().mean() > 0.5
+    assert got.extras["routing_differs"][1].isnan()[rollouts.mask[1]].all()
+    assert (got.extras["routing_differs"][[0, 2, 3]][rollouts.mask[[0, 2, 3]]] > 0).float().mean() > 0.5
 
 
 def test_the_metric_counts_experts_that_the_router_would_not_choose(policy, rollouts):

@@ -33,9 +33,10 @@ class Contrast(GroupedAlgorithm):
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         from mmrl.core.contrast import contrast, implicit_errors
+        from mmrl.rollouts import MATCHING
 
-        assert replay.matching is not None and micro.advantages is not None
-        errors = implicit_errors(replay.matching, self.nft_beta)
+        assert micro.advantages is not None
+        errors = implicit_errors(MATCHING.of(replay), self.nft_beta)
         advantages = micro.advantages.to(replay.logp.device)
         values, stats = contrast(*errors, advantages, strength=self.nft_beta, bound=self.bound)
         return values, {f"surrogate/{name}": value for name, value in stats.items()}

@@ -44,9 +44,10 @@ class RewardGradient(Algorithm):
         return torch.ones(len(batch.rollouts))
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        assert replay.pictures is not None
+        from mmrl.rollouts import IMAGES
+
         reward = differentiable(self.reward.model_dump_json())
-        found = reward.differentiable(replay.pictures, [sample.prompt for sample in micro.samples])
+        found = reward.differentiable(IMAGES.of(replay), [sample.prompt for sample in micro.samples])
         values = found[:, None].to(replay.logp.device)
         return -self.reward.weight * values, {"reward_gradient/reward": values.detach()}
 

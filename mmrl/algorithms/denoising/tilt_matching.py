@@ -74,10 +74,11 @@ class TiltMatching(RewardedAlgorithm):
         return batch.mine(worth - factor)
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        from mmrl.rollouts import Column
+        from mmrl.rollouts import OLD_CROSS_ENTROPY, Column
 
         factor = micro.extras[KEY]
-        assert isinstance(factor, Column) and micro.advantages is not None and replay.old_cross_entropy is not None
+        assert isinstance(factor, Column) and micro.advantages is not None
+        cross_entropy = OLD_CROSS_ENTROPY.of(replay)
         where = replay.logp.device
-        values = -micro.advantages.to(where) * replay.logp + factor.values.to(where)[:, None] * replay.old_cross_entropy
-        return values, {"tilt/old_cross_entropy": replay.old_cross_entropy.detach()}
+        values = -micro.advantages.to(where) * replay.logp + factor.values.to(where)[:, None] * cross_entropy
+        return values, {"tilt/old_cross_entropy": cross_entropy.detach()}

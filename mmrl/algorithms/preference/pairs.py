@@ -95,8 +95,10 @@ class OfflinePreference(StepwisePreference):
 
 def gains(micro: Rollouts, replay: Replay) -> Tensor:
     """[rollout, decision] log-ratios to the reference, in their exact form where there is one."""
-    if replay.reference_log_ratio is not None:
-        return replay.reference_log_ratio
+    from mmrl.rollouts import REFERENCE_LOG_RATIO
+
+    if (exact := REFERENCE_LOG_RATIO.get(replay)) is not None:
+        return exact
     assert micro.ref_logp is not None
     return replay.logp - micro.ref_logp.to(replay.logp.device)
 

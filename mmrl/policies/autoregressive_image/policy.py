@@ -17,7 +17,7 @@ from mmrl.policies.autoregressive_image.settings import CodeDemonstrations, Code
 from mmrl.policies.models import Scorer, TrainingEngine, write_model
 from mmrl.policies.tokenizers import Tokenizer
 from mmrl.policies.vlm.scorer import recompute
-from mmrl.rollouts import PARTS, DecisionColumn, Prompt, Replay, Rollouts, Sample, text_and_picture
+from mmrl.rollouts import PARTS, SEGMENTS, DecisionColumn, Prompt, Replay, Rollouts, Sample, text_and_picture
 from mmrl.runtime.files import share
 from mmrl.schedules.schedule import Schedule
 
@@ -134,7 +134,7 @@ class CodePolicy:
             if self.reasoning_length
             else None
         )
-        return Replay(logp, entropy, square_sum, segments=segments)
+        return Replay(logp, entropy, square_sum, extras={} if segments is None else {SEGMENTS.name: segments})
 
     @torch.no_grad()
     def inverse(self, rollouts: Rollouts) -> Tensor:

@@ -21,7 +21,7 @@ from mmrl.policies.discrete_diffusion.scorer import MaskScorer
 from mmrl.policies.discrete_diffusion.settings import MaskedLikelihood, Unmasking
 from mmrl.policies.models import Scorer, TrainingEngine, write_model
 from mmrl.policies.vlm.critic import write_critic
-from mmrl.rollouts import Prompt, Replay, Rollouts, Sample, text_and_picture
+from mmrl.rollouts import MOMENTS, OLD_CROSS_ENTROPY, SEGMENTS, Prompt, Replay, Rollouts, Sample, text_and_picture
 from mmrl.runtime.files import share
 from mmrl.schedules.schedule import Schedule
 
@@ -131,16 +131,16 @@ class DiscreteDiffusionPolicy(ABC):
         told = Replay(logp, entropy, square_sum)
         if self.layout.in_parts:
             parts = text_and_picture(len(records), self.layout.text_length, self.layout.length)
-            told.segments = parts.to(self.device)
+            told.extras[SEGMENTS.name] = parts.to(self.device)
         if self.module.critic is not None:
             told.value = blank.index_put(where, scored[-1] * (w / total), accumulate=True)
-            told.moment = torch.stack([moments(states) for states in found])
+            told.extras[MOMENTS.name] = torch.stack([moments(states) for states in found])
         if self.keeps_distributions:
             kept = torch.zeros(len(records), self.layout.length, weight.shape[1], scored[3].shape[-1])
             kept[rollout, place, state] = scored[3].cpu()
             told.prediction = kept
         if "old" in options:
-            told.old_cross_entropy = blank.index_put(where, scored[4] * w, accumulate=True)
+            told.extras[OLD_CROSS_ENTROPY.name] = blank.index_put(where, scored[4] * w, accumulate=True)
         return told
 
     def _inputs(

@@ -18,7 +18,7 @@ from mmrl.policies.networks import Networks, Part, state_of
 from mmrl.policies.prompt_rewriting.settings import GENERATOR, WRITER, PromptWriter
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
 from mmrl.policies.vlm.prompts import RolloutTokens
-from mmrl.rollouts import PARTS, DecisionColumn, Prompt, Replay, Rollouts, Sample, text_and_picture
+from mmrl.rollouts import PARTS, SEGMENTS, DecisionColumn, Prompt, Replay, Rollouts, Sample, parts_of, text_and_picture
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class RewrittenPolicy:
         return Replay(
             logp=torch.cat([text.logp, picture.logp], 1),
             weight=weight,
-            segments=rollouts.extras[PARTS].values.to(text.logp.device),  # type: ignore[attr-defined]
+            extras={SEGMENTS.name: parts_of(rollouts).to(text.logp.device)},
         )
 
     def lengths(self, rollouts: Rollouts) -> Tensor:

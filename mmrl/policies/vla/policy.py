@@ -27,7 +27,7 @@ from mmrl.policies.vla.heads.head import EXTRA, ActionSampling, Chosen, Head, Re
 from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
 from mmrl.report.settings import Log
-from mmrl.rollouts import Episode, MatchingTargets, Prompt, Replay, Rollouts, Sample, Steps
+from mmrl.rollouts import LOOKS, MATCHING, Episode, MatchingTargets, Prompt, Replay, Rollouts, Sample, Steps
 from mmrl.runtime.files import share
 from mmrl.samplers.chain import mixed
 from mmrl.schedules.schedule import Schedule
@@ -331,17 +331,12 @@ class VisionLanguageActionPolicy:
         value = scored.pop("value", None)
         fields: dict[str, Any] = {n: rearrange(spread(v), "b s d ... -> b (s d) ...") for n, v in scored.items()}
         if "noisy" in fields:
-            fields["matching"] = matching_of(fields)
-        extras = {n: fields.pop(n) for n in list(fields) if n.startswith(EXTRA)}
+            fields[MATCHING.name] = matching_of(fields)
         if "std" in fields:
             fields["std"] = fields["std"].where(fields["std"] > 0, 1)  # of looks that do not exist
         numbers = torch.arange(shape[1], device=self.device).repeat_interleave(decisions).expand(len(rollouts), -1)
-        return Replay(
-            **fields,
-            looks=numbers,
-            value=None if value is None else spread(value),
-            extras={name.removeprefix(EXTRA): known for name, known in extras.items()},
-        )
+        columns = {name.removeprefix(EXTRA): known for name, known in fields.items()}
+        return Replay.of({**columns, LOOKS.name: numbers, "value": None if value is None else spread(value)})
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
         """[rollout] int64: looks."""

@@ -80,9 +80,9 @@ class ReferencePolicy(OtherPolicy):
     def divergence(self, estimator: str, micro: Rollouts, replay: Replay) -> Tensor:
         if estimator in OF_SAMPLES:
             return super().divergence(estimator, micro, replay)
-        of_steps = replay.reference_kl if estimator == "exact" else replay.reference_error
-        assert of_steps is not None
-        return of_steps
+        from mmrl.rollouts import REFERENCE_ERROR, given
+
+        return given(replay.reference_kl, "exact KLs") if estimator == "exact" else REFERENCE_ERROR.of(replay)
 
 
 class InitialReference(ReferencePolicy):

@@ -48,9 +48,11 @@ class Region(Term):
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         from mmrl.core.contrast import optimality, predicted_data
         from mmrl.core.regularizers import masked_distance
+        from mmrl.rollouts import MATCHING
 
-        assert replay.matching is not None and micro.advantages is not None
-        data, source = predicted_data(replay.matching, replay.matching.prediction), replay.matching.source
+        assert micro.advantages is not None
+        matching = MATCHING.of(replay)
+        data, source = predicted_data(matching, matching.prediction), matching.source
         if source is None:
             raise UserError(
                 "this model edits no picture, so that there is no source that the term region could compare with; use "

@@ -94,7 +94,7 @@ def test_parts_and_what_counts(folder):
         assert (record.tokens >= made.writer.first).all()
     assert in_part(batch, TEXT)[0].tolist() == [True] * LONGEST + [False] * made.writer.places
     assert torch.equal(in_part(batch, PICTURE), ~in_part(batch, TEXT))
-    assert torch.equal(made.replay(batch, made.module).segments, in_part(batch, PICTURE).long())
+    assert torch.equal(made.replay(batch, made.module).extras["segments"], in_part(batch, PICTURE).long())
     numbers = made.numbers(batch)
     assert numbers[0][: len(batch.inputs[0].text)].tolist() == batch.inputs[0].text.tolist()
     assert (numbers[~batch.mask] == -1).all() and torch.equal(numbers[:, LONGEST:][2], batch.inputs[2].tokens)

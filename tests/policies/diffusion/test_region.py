@@ -29,7 +29,7 @@ def replayed(noisy, prediction, old, *, noise_space=False):
         source=SOURCE[None, None, None],
     )  # fmt: skip
     matching.prediction = matching.prediction.requires_grad_()
-    return Replay(torch.zeros(1, 1).double(), matching=matching)
+    return Replay(torch.zeros(1, 1).double(), extras={"matching": matching})
 
 
 def micro(advantage, mask=MASK):
@@ -58,7 +58,7 @@ def test_by_hand(advantage, good):
     # The data's slope by v is -1/2; outside the mask it is 0.5 and -0.5 from the source, inside 0 and 0.5.
     slope = torch.tensor([[0.0, 0.5], [0.0, -0.5]]).double() * 2 * good * -0.5
     slope += torch.tensor([[0.0, 0.0], [0.5, 0.0]]).double() * -3 * (1 - good) * -0.5
-    torch.testing.assert_close(told.matching.prediction.grad[0, 0, 0], slope)
+    torch.testing.assert_close(told.extras["matching"].prediction.grad[0, 0, 0], slope)
 
 
 def test_a_step_down_the_gradient_keeps_what_should_stay_and_changes_what_should():
@@ -68,7 +68,7 @@ def test_a_step_down_the_gradient_keeps_what_should_stay_and_changes_what_should
         term = choose(Term, {"type": "region", "far": 2.0})
         values, before = term.values(micro(advantage), told)
         values.sum().backward()
-        moved = (told.matching.prediction - 0.1 * told.matching.prediction.grad)[0, 0, 0].tolist()
+        moved = (told.extras["matching"].prediction - 0.1 * told.extras["matching"].prediction.grad)[0, 0, 0].tolist()
         _, after = term.values(micro(advantage), replayed(NOISY, moved, OLD))
         assert sign * (after[f"region/{name}"] - before[f"region/{name}"]).item() > 0.004
 
@@ -78,7 +78,7 @@ def test_thresholds_are_where_it_stops():
         told = replayed(NOISY, V, OLD)
         values, _ = choose(Term, {"type": "region", **options}).values(micro(0.5), told)
         values.sum().backward()
-        assert values.item() == 0 and not told.matching.prediction.grad.any()
+        assert values.item() == 0 and not told.extras["matching"].prediction.grad.any()
 
 
 def test_predicted_noise():
@@ -147,14 +147,14 @@ def test_the_source_is_that_of_the_prompt_and_the_gradient_is_the_terms(folder, 
         for i, sample in enumerate(rows.samples):
             pixels = torch.from_numpy(np.array(sample.prompt.images[0].convert("RGB"))).permute(2, 0, 1)[None] / 255
             source = policy.family.to_latents(pixels)
-            torch.testing.assert_close(told.matching.source[i], source, atol=1e-6, rtol=0)
+            torch.testing.assert_close(told.extras["matching"].source[i], source, atol=1e-6, rtol=0)
             alone = rows.select(torch.tensor([i]))
             torch.testing.assert_close(
                 term.values(alone, policy.replay(alone, policy.module))[0], values[i : i + 1], atol=1e-5, rtol=1e-5
             )
             before, wanted = (sample.prompt.metadata[key] for key in ("before", "wanted"))
             cells = (before != wanted).any(0).view(8, 2, 8, 2).any(3).any(1)
-            matching = told.matching
+            matching = told.extras["matching"]
             for k in range(values.shape[1]):
                 good = (rows.advantages[i, k] / 10 + 0.5).clamp(0, 1)
                 made = matching.noisy[i, k] - matching.sigma[i, k] * matching.prediction[i, k]
@@ -174,6 +174,6 @@ def test_what_can_not_be_compared_is_one_line(folder, tmp_path):
         chain["algorithm"]["type"] = "grpo"
         validate(chain, "test")
     told = replayed(NOISY, V, OLD)
-    told.matching.source = None  # of a model that draws from words
+    told.extras["matching"].source = None  # of a model that draws from words
     with pytest.raises(UserError, match="edits no picture, so that there is no source that the term region"):
         choose(Term, {"type": "region"}).values(micro(0.0), told)

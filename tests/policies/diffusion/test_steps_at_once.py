@@ -22,7 +22,7 @@ CASES = {
 
 def weighted(replay):
     """A number that no two decisions enter alike."""
-    values = replay.logp if replay.matching is None else replay.matching.prediction
+    values = replay.logp if "matching" not in replay.extras else replay.extras["matching"].prediction
     return (values * torch.randn(values.shape, generator=torch.Generator().manual_seed(0))).sum()
 
 

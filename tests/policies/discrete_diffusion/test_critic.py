@@ -37,7 +37,7 @@ def test_the_value_is_of_the_state_that_a_place_was_filled_in(folder, likelihood
     batch = given(policy, [RESPONSE], [STEPS])
     spoken(policy)
     told = policy.replay(batch, policy.module)
-    assert told.moment.tolist() == [moments]
+    assert told.extras["moment"].tolist() == [moments]
     prompt = policy.layout.encode(PROMPT)
     for place, moment in enumerate(moments):
         written = [i if m < moment else policy.layout.vocabulary.mask for i, m in zip(RESPONSE, moments, strict=True)]
@@ -48,7 +48,7 @@ def test_the_value_is_of_the_state_that_a_place_was_filled_in(folder, likelihood
         torch.testing.assert_close(told.value[0, place].detach(), expected, atol=1e-5, rtol=0)
     plain = made_by(folder, likelihood, algorithm="grpo")
     without = plain.replay(batch, plain.module)
-    assert without.value is None and without.moment is None  # who needs no critic, has none
+    assert without.value is None and "moment" not in without.extras  # who needs no critic, has none
     torch.testing.assert_close(told.logp, without.logp, atol=0, rtol=0)
 
 
@@ -56,7 +56,7 @@ def test_one_pass_asks_the_mask_tokens_beside_the_response(folder):
     policy = made_by(folder, "any_order")
     spoken(policy)
     told = policy.replay(given(policy, [RESPONSE] * 2, [STEPS, [0, 0, 1]]), policy.module)
-    assert told.moment.tolist() == [STEPS, [0, 0, 1]]
+    assert told.extras["moment"].tolist() == [STEPS, [0, 0, 1]]
     same = policy.replay(given(policy, [[9, 13, 11]], [STEPS]), policy.module)
     torch.testing.assert_close(same.value[0, 1:], told.value[0, 1:])  # the first place to be filled saw nothing
     assert abs(same.value[0, 0] - told.value[0, 0]) > 1e-4

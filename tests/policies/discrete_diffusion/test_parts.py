@@ -68,7 +68,7 @@ def test_text_and_codes_have_places_of_their_own(folder):
     assert len({int(batch.mask[i, :LONGEST].sum()) for i in range(24)}) > 1, "or ends are not tested"
     assert in_part(batch, TEXT)[0].tolist() == [True] * LONGEST + [False] * PLACES
     assert torch.equal(in_part(batch, PICTURE), ~in_part(batch, TEXT))
-    assert torch.equal(made.replay(batch, made.module).segments, in_part(batch, PICTURE).long())
+    assert torch.equal(made.replay(batch, made.module).extras["segments"], in_part(batch, PICTURE).long())
     alone = made.rollout(PROMPTS[1:], 1, [18])
     assert torch.equal(alone.inputs[0].response, batch.inputs[18].response)  # of its seed alone
     kept = batch.select(torch.tensor([3, 1])).extras["parts"].values

@@ -45,7 +45,7 @@ def by_hand(policy, look, old):
 def test_errors_of_implicit_policies_by_hand(moved):
     policy, rollouts = moved
     replay = policy.replay(rollouts, policy.module)
-    positive, negative = implicit_errors(replay.matching, BETA)
+    positive, negative = implicit_errors(replay.extras["matching"], BETA)
     assert positive.shape == rollouts.mask.shape and not torch.allclose(positive, negative)
     cut = 0
     for row, looks in enumerate(rollouts.inputs):
@@ -74,7 +74,7 @@ def test_good_chunks_are_drawn_near_and_bad_ones_pushed_away(make):
         advantages[good] = 5.0
         policy.module.zero_grad()
         before = errors()
-        pair = implicit_errors(policy.replay(rollouts, policy.module).matching, BETA)
+        pair = implicit_errors(policy.replay(rollouts, policy.module).extras["matching"], BETA)
         values, stats = contrast(*pair, advantages, strength=BETA)
         values[rollouts.mask].sum().backward()
         assert stats["optimality"][:, 0].tolist() == [1.0 - good, float(good)]
@@ -98,7 +98,7 @@ def test_the_key_reaches_the_loss(tmp_path, alone):
 
     def losses(micro, totals):
         parts, stats = usual(micro, totals)
-        error = implicit_errors(trainer.policy.replay(micro, trainer.policy.module).matching, 1.0)[0]
+        error = implicit_errors(trainer.policy.replay(micro, trainer.policy.module).extras["matching"], 1.0)[0]
         seen.append((micro.mask, error.detach(), stats))
         return parts, stats
 

@@ -17,7 +17,7 @@ from mmrl.policies.diffusion.decisions.records import PictureRecord, made_sample
 from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.settings import PictureChain
 from mmrl.policies.models import NetworkCall
-from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
+from mmrl.rollouts import SEGMENTS, Prompt, Replay, Rollouts, Sample
 from mmrl.samplers import score
 from mmrl.samplers.chain import Chain
 from mmrl.samplers.settings import DenoisingTransition
@@ -132,7 +132,7 @@ class ChainDecisions:
         found: dict[str, Any] = score.chain_likelihood(
             v.to(x.device), x, x_next, self.denoiser.sampler.drawn(points), reduction=self.likelihood.reduction
         ).known
-        return Replay(**found)
+        return Replay.of(found)
 
     def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay:
         """What `model` says of every step; one forward for all of them."""
@@ -163,7 +163,8 @@ class ChainDecisions:
             reduction=likelihood.reduction,
         ).known
         weight, segments = self._weight(points), segment_ids(likelihood.chunks, len(records))
-        return Replay(**found, weight=move(weight, denoiser.device), segments=move(segments, denoiser.device))
+        added = {"weight": move(weight, denoiser.device), SEGMENTS.name: move(segments, denoiser.device)}
+        return Replay.of({**found, **added})
 
     def _steps(self, records: Sequence[PictureRecord]) -> tuple[Tensor, Tensor, Tensor]:
         """Where the drawn steps are on the grid [rollout, decision], and latents before and after them, on the

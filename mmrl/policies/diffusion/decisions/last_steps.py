@@ -11,7 +11,7 @@ from mmrl.policies.diffusion.decisions.records import PictureRecord
 from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.settings import PictureLastSteps
 from mmrl.policies.models import NetworkCall
-from mmrl.rollouts import Prompt, Replay, Rollouts
+from mmrl.rollouts import IMAGES, Prompt, Replay, Rollouts
 from mmrl.samplers.chain import Chain
 
 
@@ -58,4 +58,4 @@ class LastStepDecisions:
             a_x, a_v = (part.to(x).view(-1, *[1] * (x.dim() - 1)) for part in (step.a_x, step.a_v))
             x = a_x * x + a_v * v
         pictures = denoiser.family.decode_with_gradient(x).float()
-        return Replay(torch.zeros(len(records), 1, device=denoiser.device), pictures=pictures)
+        return Replay(torch.zeros(len(records), 1, device=denoiser.device), extras={IMAGES.name: pictures})

@@ -15,7 +15,7 @@ from mmrl.policies.diffusion.decisions.records import PictureRecord
 from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.settings import PictureContrast, PictureMatching
 from mmrl.policies.models import NetworkCall
-from mmrl.rollouts import MatchingTargets, Prompt, Replay, Rollouts
+from mmrl.rollouts import MATCHING, MatchingTargets, Prompt, Replay, Rollouts
 from mmrl.samplers import score
 from mmrl.samplers.chain import Chain
 
@@ -104,7 +104,7 @@ class LevelDecisions:
             noise_space=space == "noise",
             source=self._sources(records),
         )
-        return Replay(**found, matching=matching)
+        return Replay.of({**found, MATCHING.name: matching})
 
     def _sources(self, records: Sequence[PictureRecord]) -> Tensor | None:
         """[rollout, 1, ...] the latents of the pictures that were edited; None where there is none."""

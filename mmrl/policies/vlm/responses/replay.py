@@ -15,7 +15,7 @@ from mmrl.policies.vlm.prompts import RolloutTokens
 from mmrl.policies.vlm.responses.runner import ModelRunner
 from mmrl.policies.vlm.routing import collate_routes
 from mmrl.policies.vlm.scorer import PrefixContinuations
-from mmrl.rollouts import Replay, Rollouts
+from mmrl.rollouts import ROUTING_DIFFERS, SEGMENTS, Replay, Rollouts
 
 
 class Layout(NamedTuple):
@@ -54,10 +54,10 @@ class ResponseReplay:
         found = Replay(logp, entropy, square_sum, value=value[0] if value else None)
         if self.segment is not None:
             places = torch.arange(rollouts.mask.shape[1], device=runner.device) // self.segment
-            found.segments = places.expand(rollouts.mask.shape)
+            found.extras[SEGMENTS.name] = places.expand(rollouts.mask.shape)
         if routing is not None and routes is not None:
             differing = routing.differences().view(routes.shape[:2])[row, column]
-            found.routing_differs = blank.index_put(place, differing)
+            found.extras[ROUTING_DIFFERS.name] = blank.index_put(place, differing)
         return found
 
     def _layout(
