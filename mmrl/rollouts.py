@@ -281,6 +281,13 @@ def text_and_picture(rollouts: int, text: int, decisions: int) -> Tensor:
     return torch.full_like(place, PICTURE).where(place >= text, TEXT).repeat(rollouts, 1)
 
 
+def alternatives_of(rollouts: Rollouts) -> Tensor | None:
+    """[rollout, decision, k] int64: what might have been decided at each decision, of which a replay shall say how
+    likely it is, where rollouts bring that along in `extras`."""
+    found = rollouts.extras.get("alternatives")
+    return found.values if isinstance(found, DecisionColumn) else None
+
+
 def in_part(rollouts: Rollouts, part: int) -> Tensor:
     """[rollout, decision] bool: which decisions are in a part of their response, TEXT or PICTURE."""
     return parts_of(rollouts) == part
@@ -423,6 +430,7 @@ class ReplayColumn(Generic[T]):
         return given(self.get(replay), f"{self.name} of a replay")
 
 
+ALTERNATIVES = ReplayColumn[Tensor]("alternatives")  # [rollout, decision, k], how likely those of the rollouts are
 SEGMENTS = ReplayColumn[Tensor]("segments")  # int64, the unit of level "segment" that a decision belongs to
 LOOKS = ReplayColumn[Tensor]("looks")  # int64, at which look of its episode a decision was made; none: a rollout is one
 MOMENTS = ReplayColumn[Tensor]("moment")  # int64, when a decision was made, where a critic is asked about several

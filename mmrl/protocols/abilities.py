@@ -96,6 +96,31 @@ class Latent(Protocol):
         """[rollout, decision, number]: what a small network can read of the state before each decision."""
 
 
+@ability("the likeliest alternatives to each of its decisions")
+class Ranking(Protocol):
+    """A policy that says what else might have been decided. Where `Rollouts.extras["alternatives"]` brings such numbers
+    along, its replay says how likely they are, with a gradient; see `mmrl.rollouts.ALTERNATIVES`."""
+
+    def likeliest(self, rollouts: Rollouts, model: Any, count: int) -> Tensor:
+        """[rollout, decision, count] int64, best first; model: as in `Policy.replay`."""
+
+
+@ability("responses whose text is known decision by decision")
+class Spelling(Protocol):
+    """A policy whose decisions add text."""
+
+    def pieces(self, rollouts: Rollouts) -> list[list[str]]:
+        """The text that each decision of each rollout adds."""
+
+
+@ability("what it would do now where it was, with its gradient")
+class Acting(Protocol):
+    """A policy whose actions follow from its weights without a draw between them."""
+
+    def actions(self, rollouts: Rollouts) -> Tensor:
+        """[look, chunk, action] with their gradient, of all looks of the first rollout, then of the next."""
+
+
 @ability("steps of an episode that can be learned from one by one")
 class Stepwise(Protocol):
     """A policy whose rollouts are episodes of steps that can be replayed one by one."""

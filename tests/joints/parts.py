@@ -18,7 +18,7 @@ from mmrl.config import load, to_yaml
 from mmrl.generation.settings import GeneratorSettings, TransformersGenerator
 from mmrl.policies.settings import ModelSettings
 from mmrl.policies.vlm.settings import TokenEngine
-from mmrl.protocols.abilities import SENTENCES, Stepwise
+from mmrl.protocols.abilities import Completing, Continuing, Inverting, Latent, Numbered, Recombining, Storing
 from mmrl.protocols.batch import Batch
 from mmrl.protocols.offers import OFFERS
 from mmrl.protocols.requirements import Capabilities
@@ -113,7 +113,8 @@ class GivenModel(ModelSettings):
         return own | ({} if collects == "demonstrations" else {"rollout": GivenSampling})
 
     def capabilities(self, config):
-        offers = frozenset({*OFFERS, *SENTENCES} - {"nodes", Stepwise})
+        abilities = {Completing, Continuing, Inverting, Latent, Numbered, Recombining, Storing}
+        offers = frozenset({*OFFERS, *abilities} - {"nodes"})
         return Capabilities("model.type=given", offers, groups=("critic",))
 
     def load(self, config, task, path):

@@ -72,7 +72,7 @@ def load(config: JobConfig, task: object, path: str) -> VisionLanguageActionPoli
         ),
         looks_at_once=config.engine.looks_at_once if isinstance(config.engine, EpisodeEngine) else None,
         log=config.log,
-        watched=task.watched,
+        watched=task.watched or any(measurement.films for measurement in config.needs.measurements),
     )
 
 

@@ -338,6 +338,14 @@ class VisionLanguageActionPolicy:
         columns = {name.removeprefix(EXTRA): known for name, known in fields.items()}
         return Replay.of({**columns, LOOKS.name: numbers, "value": None if value is None else spread(value)})
 
+    def actions(self, rollouts: Rollouts) -> Tensor:
+        """[look, chunk, action], what the head would choose now at every look, at temperature 0, with its gradient."""
+        looks = [look for episode in rollouts.inputs for look in episode]
+        state = torch.stack([look.state for look in looks]).to(self.device)
+        reading = self.module.read(self._collate([look.seen for look in looks]))
+        how = ActionSampling([0] * len(looks), temperature=0.0, training=False)
+        return self.module.head.act(reading, self.module.own(state), how)["actions"]
+
     def lengths(self, rollouts: Rollouts) -> Tensor:
         """[rollout] int64: looks."""
         return torch.tensor([len(looks) for looks in rollouts.inputs])

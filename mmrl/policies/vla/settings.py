@@ -11,7 +11,7 @@ from pydantic import model_validator
 from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import WorkerSampling
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
-from mmrl.protocols.abilities import Stepwise
+from mmrl.protocols.abilities import Acting, Stepwise
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
 from mmrl.samplers.settings import ChainLikelihood, Draws, Likelihood, MatchingLikelihood
@@ -292,8 +292,8 @@ class NormalActions(ActionHead):
 
     @property
     def offers(self) -> frozenset[Offer]:
-        offered = frozenset({"divergence", "single_sample_kl"})
-        return offered if self.fixed else offered | {"entropy"}
+        offered: set[Offer] = {"divergence", "single_sample_kl", Acting}
+        return frozenset(offered if self.fixed else offered | {"entropy"})
 
 
 class GaussianActions(NormalActions):

@@ -202,6 +202,14 @@ class VisionLanguagePolicy:
             found[row, : len(tokens.response)] = tokens.response.cpu()
         return found.where(rollouts.mask, -1)
 
+    def likeliest(self, rollouts: Rollouts, model: Scorer, count: int) -> Tensor:
+        """[rollout, decision, count] int64, the likeliest tokens of each decision under `model`, best first."""
+        return self.likelihoods.likeliest(rollouts, model, count)
+
+    def pieces(self, rollouts: Rollouts) -> list[list[str]]:
+        """The text that each token adds to the response before it, the end token included."""
+        return [self.tokens.pieces(tokens.response) for tokens in rollouts.inputs]
+
     # --- files ---
 
     def counts(self) -> dict[str, float]:

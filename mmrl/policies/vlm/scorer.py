@@ -45,16 +45,30 @@ class FusedHead(nn.Module):
         return self._layer[0].weight
 
     def forward(
-        self, hidden: Tensor, targets: Tensor, temperature: float | Tensor, excluded: Tensor | None, chunk: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden: [decision, hidden], targets: [decision]. Returns logp, entropy and square sum, [decision] fp32."""
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float | Tensor,
+        excluded: Tensor | None,
+        chunk: int,
+        others: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """hidden: [decision, hidden], targets: [decision]. Returns logp, entropy and square sum, [decision] fp32; with
+        others [decision, k] the logp of these tokens too."""
         if len(targets) == 0:  # the gradient is 0, but other ranks wait for this one to take part
             nothing = (hidden @ self.weight.t()).float().sum(1)
-            return nothing, nothing.clone(), nothing.clone()
+            empty = () if others is None else (nothing[:, None].expand(others.shape),)
+            return nothing, nothing.clone(), nothing.clone(), *empty
         if isinstance(temperature, Tensor):  # (h / t) W = (h W) / t
             hidden, temperature = (hidden / temperature[:, None]).to(hidden.dtype), 1.0
         found = hidden_logprob(hidden, self.weight, targets, temperature=temperature, excluded=excluded, chunk=chunk)
-        return found.logp, found.entropy, found.square_sum
+        scored = found.logp, found.entropy, found.square_sum
+        if others is None:
+            return scored
+        # log softmax = logit - normaliser, and the normaliser is the target's logit less its logp
+        logits = torch.einsum("dh,dkh->dk", hidden.float(), self.weight[others].float()) / temperature
+        target = (hidden.float() * self.weight[targets].float()).sum(1) / temperature
+        return *scored, logits - (target - found.logp)[:, None]
 
 
 class TokenScorer(nn.Module):
@@ -86,11 +100,14 @@ class TokenScorer(nn.Module):
         targets: Tensor,
         chunks: int | None,
         temperature: float | Tensor,
+        others: Tensor | None = None,
+        count: int = 0,
     ) -> tuple[Tensor, ...]:
         """inputs: the model's own, with input_ids [row, length]. row, column, targets: [decision], the token targets[i]
         is predicted at position column[i] of row row[i]. temperature: of the distribution, or [decision]. Returns logp,
         entropy and the sum of squared probabilities, and where there is a critic the value of what came before the
-        decision: [decision] fp32.
+        decision: [decision] fp32. With others [decision, k], tokens that might have been, the logp of these comes last.
+        With a count above 0 it returns in place of all this the ids of so many likeliest tokens [decision, count].
 
         With `continuations` the inputs are prompts; rows are then responses, and columns count from a prompt's end.
         `chunks` is the number of passes through an output layer that can not be fused, which under ZeRO-3 must be the
@@ -102,23 +119,43 @@ class TokenScorer(nn.Module):
         else:
             states = self._continued(core, inputs, continuations)
         hidden = states[row, column]
-        scored = self._scored(core, hidden, targets, chunks, temperature)
-        return scored if self.critic is None else (*scored, self.critic(hidden))
+        if count:
+            return (self._likeliest(core.get_output_embeddings(), hidden, targets, temperature, count),)
+        scored = self._scored(core, hidden, targets, chunks, temperature, others)
+        if self.critic is None:
+            return scored
+        return *scored[:3], self.critic(hidden), *scored[3:]
+
+    @torch.no_grad()
+    def _likeliest(
+        self, head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float | Tensor, count: int
+    ) -> Tensor:
+        heat = torch.as_tensor(temperature, device=hidden.device).expand(len(targets))
+        pieces = zip(*(values.split(self.chunk) for values in (hidden, targets, heat)), strict=True)
+        logits = (shape_logits(head(h).float() / t[:, None], self.sampling, keep=chosen) for h, chosen, t in pieces)
+        return torch.cat([part.topk(count).indices for part in logits])
 
     def _scored(
-        self, core: PreTrainedModel, hidden: Tensor, targets: Tensor, chunks: int | None, temperature: float | Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        core: PreTrainedModel,
+        hidden: Tensor,
+        targets: Tensor,
+        chunks: int | None,
+        temperature: float | Tensor,
+        others: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         """hidden: [decision, hidden], of the tokens before. Else as `forward`."""
         if self.fused is not None:
             excluded = self.suppressed if len(self.suppressed) else None
-            return self.fused(hidden, targets, temperature, excluded, self.chunk)
+            scored: tuple[Tensor, ...] = self.fused(hidden, targets, temperature, excluded, self.chunk, others)
+            return scored
         head = core.get_output_embeddings()
         chunks = max(1, -(-len(targets) // self.chunk)) if chunks is None else chunks
         heat = torch.as_tensor(temperature, device=hidden.device).expand(len(targets))
-        pieces = (values.tensor_split(chunks) for values in (hidden, targets, heat))
+        columns = (hidden, targets, heat, *(() if others is None else (others,)))
+        pieces = (values.tensor_split(chunks) for values in columns)
         parts = [checkpoint(self._score, head, *piece, use_reentrant=False) for piece in zip(*pieces, strict=True)]
-        logp, entropy, square_sum = (torch.cat(values) for values in zip(*parts, strict=True))
-        return logp, entropy, square_sum
+        return tuple(torch.cat(values) for values in zip(*parts, strict=True))
 
     def _continued(self, core: PreTrainedModel, inputs: dict[str, Tensor], after: PrefixContinuations) -> Tensor:
         """Hidden states [response, 1 + token, hidden]: of the prompt's last token, and of the response's."""
@@ -127,13 +164,14 @@ class TokenScorer(nn.Module):
         return last if after.ids.shape[1] == 0 else torch.cat([last, prefix.extend(after.ids, after.mask)], 1)
 
     def _score(
-        self, head: nn.Module, hidden: Tensor, targets: Tensor, temperature: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, head: nn.Module, hidden: Tensor, targets: Tensor, temperature: Tensor, others: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         logits = shape_logits(head(hidden).float() / temperature[:, None], self.sampling, keep=targets)
+        more = () if others is None else (logits.log_softmax(-1).gather(1, others),)
         if len(targets) == 0:
-            return logits.sum(-1), logits.sum(-1), logits.sum(-1)
+            return logits.sum(-1), logits.sum(-1), logits.sum(-1), *more
         found = token_logprob(logits, targets)
-        return found.logp, found.entropy, found.square_sum
+        return found.logp, found.entropy, found.square_sum, *more
 
 
 def recompute(module: nn.Module, on: bool) -> None:

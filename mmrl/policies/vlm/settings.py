@@ -11,7 +11,7 @@ from pydantic import model_validator
 from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import GeneratorSettings, TransformersGenerator, VLLMGenerator
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
-from mmrl.protocols.abilities import Continuing, Numbered, Recombining, Storing
+from mmrl.protocols.abilities import Continuing, Numbered, Ranking, Recombining, Spelling, Storing
 from mmrl.protocols.critic import SharedCritic
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
@@ -109,7 +109,7 @@ class VisionLanguageModel(ModelSettings):
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         offers: set[Offer] = {"entropy", "square_sum", "tokens", "text", Numbered, "single_sample_kl", "views"}
-        offers |= {"reference_ratio", "demonstrations", Storing, "critic", Recombining}
+        offers |= {"reference_ratio", "demonstrations", Storing, "critic", Recombining, Ranking, Spelling}
         sampling = config.rollout
         if isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator):
             offers |= {"drafts"}
@@ -121,7 +121,7 @@ class VisionLanguageModel(ModelSettings):
             offers |= {"temperatures", Continuing}
         if converses(config):
             # what an environment said belongs to the prompt that it was said to, and no critic is asked about it
-            offers -= {"views", Storing, "critic", Continuing, Recombining}
+            offers -= {"views", Storing, "critic", Continuing, Recombining, Spelling}
             offers |= {"turns"}
         return Capabilities("model.type=vision_language", frozenset(offers), groups=("critic",))
 

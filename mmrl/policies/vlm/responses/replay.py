@@ -15,7 +15,7 @@ from mmrl.policies.vlm.prompts import RolloutTokens
 from mmrl.policies.vlm.responses.runner import ModelRunner
 from mmrl.policies.vlm.routing import collate_routes
 from mmrl.policies.vlm.scorer import PrefixContinuations
-from mmrl.rollouts import ROUTING_DIFFERS, SEGMENTS, Replay, Rollouts
+from mmrl.rollouts import ALTERNATIVES, ROUTING_DIFFERS, SEGMENTS, Replay, Rollouts, alternatives_of
 
 
 class Layout(NamedTuple):
@@ -34,24 +34,24 @@ class ResponseReplay:
 
     def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool, padding_side: str = "right") -> Replay:
         """See `VisionLanguagePolicy.replay`."""
-        runner = self.runner
+        runner, routing = self.runner, self.runner.routing
         rows: list[RolloutTokens] = rollouts.inputs
         if reference:
             rows = [replace(tokens, experts=None) for tokens in rows]
-        targets = torch.cat([tokens.response[tokens.chosen] for tokens in rows]).to(runner.device)
-        chosen = nn.utils.rnn.pad_sequence([tokens.chosen for tokens in rows], batch_first=True).to(runner.device)
-        row, decision = chosen.nonzero().unbind(1)
-        routing = runner.routing
+        row, decision, targets, heat = self._decisions(rows)
         routes = None if routing is None else collate_routes(runner.with_ballast(rows), padding_side, runner.device)
         inputs, continuations, column = self._layout(rows, row, decision, routes is not None, padding_side)
-        heats = [tokens.temperature for tokens in rows]
-        heat: float | Tensor = heats[0] if len(set(heats)) == 1 else torch.tensor(heats, device=runner.device)[row]
+        known = alternatives_of(rollouts)
+        others = None if known is None else known.to(runner.device)[row, decision]
         with nullcontext() if routing is None else routing.replayed(routes):
-            scored = model(inputs, continuations, row, column, targets, self._chunks(len(targets)), heat)
+            scored = model(inputs, continuations, row, column, targets, self._chunks(len(targets)), heat, others)
         blank = torch.zeros(rollouts.mask.shape, device=runner.device)
-        place = (row, decision)
-        logp, entropy, square_sum, *value = (blank.index_put(place, values) for values in scored)
+        place, columns = (row, decision), list(scored)
+        said = None if others is None else columns.pop()
+        logp, entropy, square_sum, *value = (blank.index_put(place, values) for values in columns)
         found = Replay(logp, entropy, square_sum, value=value[0] if value else None)
+        if said is not None:
+            found.extras[ALTERNATIVES.name] = blank[..., None].repeat(1, 1, said.shape[1]).index_put(place, said)
         if self.segment is not None:
             places = torch.arange(rollouts.mask.shape[1], device=runner.device) // self.segment
             found.extras[SEGMENTS.name] = places.expand(rollouts.mask.shape)
@@ -59,6 +59,26 @@ class ResponseReplay:
             differing = routing.differences().view(routes.shape[:2])[row, column]
             found.extras[ROUTING_DIFFERS.name] = blank.index_put(place, differing)
         return found
+
+    def likeliest(self, rollouts: Rollouts, model: Scorer, count: int) -> Tensor:
+        """See `VisionLanguagePolicy.likeliest`."""
+        rows: list[RolloutTokens] = rollouts.inputs
+        row, decision, targets, heat = self._decisions(rows)
+        inputs, continuations, column = self._layout(rows, row, decision, False, "right")
+        (ids,) = model(inputs, continuations, row, column, targets, None, heat, None, count)
+        blank = torch.zeros((*rollouts.mask.shape, count), dtype=torch.int64, device=self.runner.device)
+        return blank.index_put((row, decision), ids).cpu()
+
+    def _decisions(self, rows: list[RolloutTokens]) -> tuple[Tensor, Tensor, Tensor, float | Tensor]:
+        """[decision] each: its row, its place in the response, the token that was decided, and the temperature, which
+        is one number where that is the same for all."""
+        device = self.runner.device
+        targets = torch.cat([tokens.response[tokens.chosen] for tokens in rows]).to(device)
+        chosen = nn.utils.rnn.pad_sequence([tokens.chosen for tokens in rows], batch_first=True).to(device)
+        row, decision = chosen.nonzero().unbind(1)
+        heats = [tokens.temperature for tokens in rows]
+        heat = heats[0] if len(set(heats)) == 1 else torch.tensor(heats, device=device)[row]
+        return row, decision, targets, heat
 
     def _layout(
         self, rows: list[RolloutTokens], row: Tensor, decision: Tensor, routed: bool, padding_side: str

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from einops import rearrange
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from mmrl.errors import UserError
@@ -61,6 +63,11 @@ class ChatTokenizer:
     def ids(self, text: str) -> list[int]:
         """Tokens of a text inside a response."""
         return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def pieces(self, ids: Tensor) -> list[str]:
+        """The text that each token [token] adds to those before it; a letter that takes several comes with the last."""
+        texts = [self.tokenizer.decode(ids[:end]).rstrip("\ufffd") for end in range(len(ids) + 1)]
+        return [text[len(before) :] for before, text in pairwise(texts)]
 
     def rollouts(self, prompts: Sequence[Prompt], rows: list[RolloutTokens], group_size: int) -> Rollouts:
         """Rows as the rollouts of these prompts, `group_size` of them a prompt."""
