@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mmrl.algorithms.baselines.baseline import Baseline, LeaveOneOut, Mean
@@ -27,18 +25,24 @@ FUSED_SCALES = {
 }
 
 
-@dataclass(frozen=True)
 class Estimator:
     """Makes advantages of one reward, [rollout of all ranks] -> [rollout of all ranks]; 0 where it is NaN.
 
-    total: [rollout, component] -> [rollout], as the algorithm combines rewards.
+    total: [rollout, component] -> [rollout], as the algorithm combines rewards. groups: the group of each rollout, from
+    0, and their number.
     """
 
-    transforms: Sequence[Transform]
-    baseline: Baseline
-    scale: Scale
-    batch: Batch
-    total: Total
+    def __init__(
+        self, transforms: Sequence[Transform], baseline: Baseline, scale: Scale, batch: Batch, total: Total
+    ) -> None:
+        from mmrl.core.advantages import group_index
+
+        self.transforms, self.baseline, self.scale, self.batch, self.total = transforms, baseline, scale, batch, total
+        self.groups = group_index(batch.fact("group"))
+        methods = (type(scale).buckets, type(scale).divide)
+        self._names = FUSED_BASELINES.get(type(baseline).centre), FUSED_SCALES.get(methods)
+        # Once for all rewards; the fused pass needs none.
+        self._buckets = self.groups[0] if all(self._names) else group_index(scale.buckets(batch))[0]
 
     def __call__(self, reward: Tensor) -> Tensor:
         return self.compare(self.transform(reward))
@@ -54,13 +58,11 @@ class Estimator:
         from mmrl import kernels
         from mmrl.core.advantages import moments
 
-        index, groups = self.groups
-        baseline = FUSED_BASELINES.get(type(self.baseline).centre)
-        scale = FUSED_SCALES.get((type(self.scale).buckets, type(self.scale).divide))
+        (index, groups), (baseline, scale) = self.groups, self._names
         if baseline is not None and scale is not None:
             return kernels.group_advantage(reward, index, groups, baseline=baseline, scale=scale).advantages
         difference = self.baseline.centre(reward, index, moments(reward, index, groups), self.batch)
-        return self.scale.divide(difference, reward, self.buckets).where(~reward.isnan(), 0)
+        return self.scale.divide(difference, reward, self._buckets).where(~reward.isnan(), 0)
 
     def silent(self, reward: Tensor) -> Tensor:
         """[rollout] bool: whether a transformed reward can not differ from its baseline, for the whole group has it."""
@@ -68,17 +70,3 @@ class Estimator:
 
         index, groups = self.groups
         return moments(reward, index, groups).equal[index] & self.baseline.within_group
-
-    @cached_property
-    def groups(self) -> tuple[Tensor, int]:
-        """The group of each rollout, from 0, and their number."""
-        from mmrl.core.advantages import group_index
-
-        return group_index(self.batch.fact("group"))
-
-    @cached_property
-    def buckets(self) -> Tensor:
-        """The bucket of each rollout, from 0, the same for every reward."""
-        from mmrl.core.advantages import group_index
-
-        return group_index(self.scale.buckets(self.batch))[0]
