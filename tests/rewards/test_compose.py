@@ -6,9 +6,9 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from mmrl.children.limits import Limits
 from mmrl.rewards import RewardSet, RewardSpec, build, registry
 from mmrl.rewards.compose import build_reward
-from mmrl.rewards.services.limits import Limits
 from mmrl.rollouts import Prompt, Sample
 
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from mmrl.children.limits import LINUX, Limits
 from mmrl.errors import UserError
-from mmrl.rewards.services.limits import LINUX, Limits
 from mmrl.rollouts import Prompt
 from mmrl.sims.turns.dialogue import Dialogue
 from mmrl.sims.turns.processes import Processes
