@@ -52,7 +52,7 @@ class Here:
 
     def __call__(self, service: str) -> Started:
         pair = Pair()
-        environment = devices.without_launcher(dict(os.environ)) | module_path(self.python) | self.environment
+        environment = devices.without_launcher(dict(os.environ)) | module_path(self.python) | dict(self.environment)
         with pair.theirs as theirs:
             command = [self.python or sys.executable, "-m", _MAIN, service, str(theirs.fileno())]
             return LocalProcess(command, environment, log=self.log, descriptors=[theirs.fileno()]), pair

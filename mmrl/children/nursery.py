@@ -143,23 +143,28 @@ class ForkedProcess:
         self._asked = 0
 
     def call(self, request: Any, deadline_s: float, most: int = MAX_ANSWER) -> dict[str, Any]:
-        """What the service answers, in at most so many bytes. Raises TimeoutError, ConnectionError, and ValueError for
-        an answer that cannot be read."""
+        """Returns what the service answers, in at most so many bytes. Raises TimeoutError, and ConnectionError for what
+        is no answer and where its process ended, or had to; then it serves no more."""
         self._asked += 1
-        received = self.channel.ask(pickle.dumps((self._asked, request)), Patience(deadline_s), most)
-        answer = answer_of(received, self.nursery.records)
-        if answer.get("number") != self._asked:
-            raise ValueError("an answer to nothing that was asked")
+        try:
+            received = self.channel.ask(pickle.dumps((self._asked, request)), Patience(deadline_s), most)
+            answer = answer_of(received, self.nursery.records)
+            if answer.get("number") != self._asked:
+                raise ValueError("an answer to nothing that was asked")
+        except (TimeoutError, ConnectionError, ValueError) as error:
+            if (why := self.nursery.dismiss(self)) is None and isinstance(error, TimeoutError):
+                raise
+            what = " ".join(str(error).split())
+            raise ConnectionAbortedError(why or f"its process ended or answered nonsense ({what})") from error
         self._spent = answer.get("spent") is True
         return answer
 
-    def release(self, *, fit: bool = True) -> str | None:
-        """Lets others hire it, unless it is spent or not fit to go on: then it is dismissed, and what that says is
-        returned."""
-        if fit and not self._spent:
+    def release(self) -> None:
+        """Lets others hire it, unless it is spent."""
+        if self._spent:
+            self.nursery.dismiss(self)
+        else:
             self.nursery.idle.append(self)
-            return None
-        return self.nursery.dismiss(self)
 
 
 def answer_of(message: bytearray, records: Collection[type] = ()) -> dict[str, Any]:

@@ -82,21 +82,15 @@ class RemoteEnvironment(Environment):
     def _asked(self, request: tuple[str, Any]) -> dict[str, Any]:
         deadline = self._processes.deadline_s
         try:
-            if self._worker is None:
-                self._worker = self._processes.hire()
+            self._worker = self._worker or self._processes.hire()
             answer = self._worker.call(request, deadline, self._processes.most)
-        except TimeoutError:
-            why = f"no answer in {deadline:g} s; task.environment.isolated.deadline_s"
-        except (ConnectionError, ValueError) as error:
-            why = f"its process ended or answered nonsense ({' '.join(str(error).split())})"
-        else:
-            if "raised" in answer:
-                raise Fault(str(answer["raised"]))
-            return answer
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.release(fit=False)
-        raise Fault(why)
+        except (TimeoutError, ConnectionError) as error:
+            self._worker = None
+            late = f"no answer in {deadline:g} s; task.environment.isolated.deadline_s"
+            raise Fault(late if isinstance(error, TimeoutError) else str(error)) from None
+        if "raised" in answer:
+            raise Fault(str(answer["raised"]))
+        return answer
 
 
 def serve(settings: EnvironmentSettings) -> Callable[[tuple[str, Any]], dict[str, Any]]:

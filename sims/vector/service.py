@@ -42,7 +42,7 @@ class SimulatorService(Service):
         if wrong := misfit(moved, len(rows), length, simulator):
             raise (SimulatorFault if kind in self._fitted else UserError)(f"simulator {self.name!r}: {kind} {wrong}")
         self._fitted.add(kind)
-        found = {name: _plain(vars(moved)[name]) for name in ARRAYS}
+        found: dict[str, Any] = {name: _plain(vars(moved)[name]) for name in ARRAYS}
         found["errors"] = [None if error is None else told(error) for error in moved.errors]
         if kind == "reset":
             begun = zip(rows, moved.errors, strict=True)

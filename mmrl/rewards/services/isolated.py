@@ -71,18 +71,15 @@ class IsolatedReward:
         return self.failures.lost(sample, answer) if isinstance(answer, Failure) else answer
 
     def _asked(self, sample: Sample) -> Score | Failure:
-        worker = answer = None
         try:
             worker = self._nursery.hire()
             answer = worker.call(sample, self.deadline_s)
         except TimeoutError:
-            failure = self.failures.waited(self.deadline_s)
-        except (ConnectionError, ValueError) as error:
-            failure = Failure("crash", f"its process ended or answered nonsense ({' '.join(str(error).split())})")
-        why = None if worker is None else worker.release(fit=answer is not None)
-        if answer is not None:
-            return _read(answer)
-        return failure if why is None else Failure("crash", why)
+            return self.failures.waited(self.deadline_s)
+        except ConnectionError as error:
+            return Failure("crash", str(error))
+        worker.release()
+        return _read(answer)
 
 
 def _read(answer: dict[str, Any]) -> Score | Failure:
