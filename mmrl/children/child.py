@@ -14,7 +14,7 @@ from typing import Any
 
 from mmrl.children.channel import Channel, Patience
 from mmrl.children.door import KEY, Door, Pair
-from mmrl.children.frames import decode
+from mmrl.children.frames import decode_mapping
 from mmrl.children.processes import LocalProcess, module_path
 from mmrl.children.ray import Cluster, RayProcess
 from mmrl.errors import UserError
@@ -103,7 +103,7 @@ class Child:
         """
         try:
             answer = self._connected(limit_s).ask(message, Patience(limit_s, silent_s, self._look))
-            found = decode(answer, shared, self.records)
+            found = decode_mapping(answer, shared, self.records)
         except (ConnectionError, ValueError) as error:
             raise self._lost(error) from error
         if "refused" in found:

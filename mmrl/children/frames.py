@@ -45,6 +45,16 @@ def decode(message: bytes | bytearray, shared: Sequence[Any] = (), records: Coll
         raise ValueError(f"no message of ours ({error!r:.200})") from None
 
 
+def decode_mapping(
+    message: bytes | bytearray, shared: Sequence[Any] = (), records: Collection[type] | None = None
+) -> dict[str, Any]:
+    """`decode`. Raises ValueError for anything but a mapping too."""
+    found = decode(message, shared, records)
+    if not isinstance(found, dict):
+        raise ValueError("an answer that is no object")
+    return found
+
+
 class MessageWriter:
     """Turns a value into a tree for JSON and the bytes beside it."""
 

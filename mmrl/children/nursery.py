@@ -23,7 +23,7 @@ from typing import Any
 
 from mmrl.children.channel import Channel, Patience
 from mmrl.children.forked import DISMISS, ENLIST, ORDER
-from mmrl.children.frames import decode
+from mmrl.children.frames import decode_mapping
 from mmrl.children.limits import Limits, clean_environment
 from mmrl.children.processes import LocalProcess, end_group, module_path
 from mmrl.errors import UserError
@@ -80,7 +80,8 @@ class NurseryProcess:
                 stdin=subprocess.DEVNULL,
             )
         try:
-            problem = answer_of(self._control.ask(pickle.dumps(first), Patience(START_S), MAX_ANSWER))["problem"]
+            answer = self._control.ask(pickle.dumps(first), Patience(START_S), MAX_ANSWER)
+            problem = decode_mapping(answer, records=())["problem"]
         except (OSError, ValueError, KeyError) as error:
             problem = f"its process did not start: {error!r}"
         if problem is not None:
@@ -127,7 +128,7 @@ class NurseryProcess:
             try:
                 self._control.socket.settimeout(ORDER_S)
                 socket.send_fds(self._control.socket, [ORDER.pack(kind, pid)], descriptors)
-                answer = answer_of(self._control.receive(Patience(ORDER_S), MAX_ANSWER))
+                answer = decode_mapping(self._control.receive(Patience(ORDER_S), MAX_ANSWER), records=())
                 return {"done": int(answer["done"]), "why": answer["why"]}
             except (OSError, ValueError, KeyError) as error:
                 self._end()
@@ -148,7 +149,7 @@ class ForkedProcess:
         self._asked += 1
         try:
             received = self.channel.ask(pickle.dumps((self._asked, request)), Patience(deadline_s), most)
-            answer = answer_of(received, self.nursery.records)
+            answer = decode_mapping(received, records=self.nursery.records)
             if answer.get("number") != self._asked:
                 raise ValueError("an answer to nothing that was asked")
         except (TimeoutError, ConnectionError, ValueError) as error:
@@ -165,14 +166,6 @@ class ForkedProcess:
             self.nursery.dismiss(self)
         else:
             self.nursery.idle.append(self)
-
-
-def answer_of(message: bytearray, records: Collection[type] = ()) -> dict[str, Any]:
-    """Raises ValueError for what is no mapping."""
-    answer = decode(message, (), records)
-    if not isinstance(answer, dict):
-        raise ValueError("an answer that is no object")
-    return answer
 
 
 _LIVE: weakref.WeakSet[Nursery] = weakref.WeakSet()

@@ -133,7 +133,7 @@ def packed(messages: Sequence[Message], limits: TurnLimits | None = None) -> lis
 def _packed(part: str | Image.Image | Video) -> Any:
     if isinstance(part, Video):
         return replace(part, frames=tuple(map(_packed, part.frames)))
-    return part if isinstance(part, str) else part.convert("RGB")
+    return part.convert("RGB") if isinstance(part, Image.Image) else part
 
 
 def _plain(text: Any) -> Any:

@@ -124,7 +124,6 @@ def test_of_one_that_nobody_vouches_for_only_some_records_are_made():
 
 
 FORGED = [
-    {"image": ["RGB", [1 << 16, 1 << 16], 0, 8]},  # 12 GiB, of which eight bytes are there
     {"image": ["RGB", [-1, -1], 0, 8]},
     {"image": ["CMYK", [1, 2], 0, 8]},
     {"array": ["|O", [1], 0, 8]},
@@ -150,6 +149,12 @@ FORGED = [
 def test_what_nobody_would_send_is_one_kind_of_error(tree):
     text = json.dumps(tree).encode()
     with pytest.raises(ValueError):
+        decode(len(text).to_bytes(8, "little") + text + bytes(8))
+
+
+def test_no_room_is_made_for_an_image_that_is_not_there():
+    text = json.dumps({"image": ["RGB", [1 << 16, 1 << 16], 0, 8]}).encode()  # 12 GiB, of which eight bytes are there
+    with pytest.raises(ValueError, match=r"^no image: RGB \[65536, 65536\] of 8 bytes$"):
         decode(len(text).to_bytes(8, "little") + text + bytes(8))
 
 

@@ -84,6 +84,7 @@ def test_trouble_costs_the_episodes_of_one_worker(behind, trouble, says):
     assert after.valid.any(1).tolist() == [True, True, False, False]
     sim.reset(range(10, 14), ["go"] * 4)
     assert not sim.step(chunk(4)).dropped.any() and sim.counters["dropped_episodes"] == 2
+    assert sim.counters["restarts"] == 1, "each is told of once"
 
 
 def test_a_worker_killed_between_steps_costs_its_episode_only(behind):
