@@ -1,4 +1,4 @@
-"""What one process tells another over a socket, and how long the other may take.
+"""Frames that one process sends another over a socket, and the time that the other may take.
 
 Everything is a frame: eight bytes of length, and so many bytes. An empty frame is a sign of life, by which a stopped
 process is told from a slow one.
@@ -18,7 +18,7 @@ LOOK_S = 0.5  # between two looks at whether the other side is still there
 
 
 class Patience:
-    """How long somebody waits. limit_s: seconds for all of an answer. silent_s: seconds without any byte of it, or a
+    """Limits of a wait. limit_s: seconds for all of an answer. silent_s: seconds without any byte of it, or a
     sign of life. look: called about every LOOK_S seconds of silence; raises where there is nothing to wait for."""
 
     def __init__(

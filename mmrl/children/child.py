@@ -34,11 +34,11 @@ class Lost(ConnectionError):
 
 
 class Refused(UserError):
-    """What the service of a child says that it will not do."""
+    """The service of a child will not do what it was asked."""
 
 
 class Raised(RuntimeError):
-    """What the service of a child raised, in words. What state it is in, nobody knows."""
+    """The service of a child raised something, here in words. What state it is in, nobody knows."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where a process that was started elsewhere calls in. Whoever comes without its key is sent away."""
+"""The door at which a process that was started elsewhere calls in. Whoever comes without its key is sent away."""
 
 from __future__ import annotations
 

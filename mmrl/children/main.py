@@ -30,7 +30,7 @@ BEAT_S = 1.0  # between signs of life
 
 
 class Service(ABC):
-    """What a process does for the one that started it; made of the first message. facts: the answer to that."""
+    """The work of a process for the one that started it; made of the first message. facts: the answer to that."""
 
     facts: Any = None
 
@@ -38,7 +38,7 @@ class Service(ABC):
     def answer(self, request: Any) -> Any: ...
 
     def shared(self, request: Any) -> Sequence[Any]:
-        """What the answer need not repeat of the request."""
+        """Returns what the answer need not repeat of the request."""
         return ()
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close

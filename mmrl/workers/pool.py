@@ -222,7 +222,7 @@ class WorkerPool:
 
 
 def launched(settings: RolloutWorkers, logs: Sequence[Path]) -> list[Launch]:
-    """How each worker of this process is started. Raises UserError as `WorkerPool`."""
+    """Says how each worker of this process is started. Raises UserError as `WorkerPool`."""
     there = torch.cuda.is_available()
     if settings.ray is not None:
         cluster = Cluster(settings.ray, "rollout.workers.ray")

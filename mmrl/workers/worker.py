@@ -26,7 +26,7 @@ from mmrl.settings import load_attribute
 
 @contextmanager
 def logged() -> Iterator[None]:
-    """What goes wrong is told in one line, and stands in the log."""
+    """Writes what goes wrong into the log, too: it is told in one line."""
     try:
         yield
     except UserError:
@@ -94,5 +94,5 @@ class RolloutWorker(Service):
 
 
 def objects_of(prompts: Sequence[Prompt]) -> list[Any]:
-    """What the answers to prompts share with them: the prompts and their pictures."""
+    """Returns what the answers to prompts share with them: the prompts and their pictures."""
     return [*prompts, *(image for prompt in prompts for image in prompt.images)]

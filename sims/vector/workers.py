@@ -159,7 +159,7 @@ class Workers:
         lost: Mapping[int, SimulatorError],
         ask: Callable[[SimulatorWorker, list[int], list[int]], Mapping[str, Any]],
     ) -> Transition:
-        """What workers say of their rows, put together. lost: errors of rows, by their places, that nobody is asked
+        """Puts together what workers say of their rows. lost: errors of rows, by their places, that nobody is asked
         of."""
         out = Transition.empty(len(rows), length, self.image_shape, self.state_dim)
         out.errors = [lost.get(i) for i in range(len(rows))]
@@ -259,7 +259,7 @@ class SimulatorWorker:
 
 
 def launched(name: str, python: str | None, ray: str | None) -> Launch:
-    """How each worker is started; see `Workers`."""
+    """Says how each worker is started; see `Workers`."""
     if ray is None:
         return Here(python, devices.of_children())
     return OnCluster(Cluster(ray, f"simulator {name!r}: ray"), python=python)
