@@ -69,7 +69,7 @@ FAST = (
 )
 # Half a minute to a minute each: they are begun first, so that of two processes neither is left with one at the end.
 LONG = (
-    "runtime/test_ray.py",
+    "children/test_ray.py",
     "whole_runs/test_vllm_servers.py",
     "whole_runs/test_vllm.py",
     "whole_runs/",

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
+from mmrl.children.processes import free_port
 from mmrl.doctor.findings import Finding, advice_for
 from mmrl.errors import UserError, told
 
@@ -59,7 +58,7 @@ def ranks(folder: Path) -> list[Finding]:
 
     gpus = torch.cuda.device_count()
     world = gpus or 2
-    port = free_port()
+    port = free_port("127.0.0.1")
     children = []
     for rank in range(world):
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
@@ -322,12 +321,6 @@ def estimated(file: Path, overrides: list[str], size: float, folder: Path) -> fl
 def last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return (lines or ["it says nothing"])[-1][:300]
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmrl.children.processes import LocalProcess
 from mmrl.doctor.findings import Finding, advice_for
 
 Run = Callable[[Sequence[str], Path, float], str | None]
@@ -38,17 +38,14 @@ class Check:
 
 def in_process(command: Sequence[str], log: Path, limit: float) -> str | None:
     """Runs a command for at most `limit` seconds. Returns what went wrong; its children end with it."""
-    with log.open("w") as file:
-        child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            code = child.wait(limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            return f"it took longer than its time limit of {limit:g} s"
-        except BaseException:
-            os.killpg(child.pid, signal.SIGKILL)
-            raise
+    log.unlink(missing_ok=True)
+    child = LocalProcess(command, os.environ, log=log)
+    try:
+        code = child.wait(limit)
+    except subprocess.TimeoutExpired:
+        return f"it took longer than its time limit of {limit:g} s"
+    finally:
+        child.kill()
     return None if code == 0 else f"its process ended with {code}"
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from mmrl.children.limits import Limits
 from mmrl.errors import told
 from mmrl.rewards import credit, guards, intervals, turns, twins, verifiers
 from mmrl.rewards.judges import text, visual
 from mmrl.rewards.services import http
 from mmrl.rewards.services.failures import Failures
 from mmrl.rewards.services.isolated import WORKERS, IsolatedReward
-from mmrl.rewards.services.limits import Limits
 from mmrl.rewards.types import BatchReward, Reward, load_object, nearest
 from mmrl.rewards.visual import boxes, clip, findings, framewise, geneval, images, pointing, sets, viewing
 

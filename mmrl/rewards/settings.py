@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from mmrl.rewards.services.limits import Limits
+from mmrl.children.limits import Limits
 from mmrl.settings import Section, option
 
 

@@ -17,6 +17,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from mmrl.children.child import Here, Launch, Lost, OnCluster
+from mmrl.children.frames import encode
+from mmrl.children.ray import Cluster
 from mmrl.config import Config
 from mmrl.engine import Ranks, gathered
 from mmrl.errors import UserError
@@ -26,13 +29,11 @@ from mmrl.generation.weight_sync.folders import Exchange, remove_abandoned, writ
 from mmrl.protocols.parts import Policy
 from mmrl.rollouts import Prompt, Rollouts, Sample
 from mmrl.runtime import devices
-from mmrl.runtime.ray import Cluster
 from mmrl.schedules.schedule import Schedules
 from mmrl.settings import plain
-from mmrl.workers.handles import Handle, Here, Launch, Lost, OnCluster
+from mmrl.workers.handles import Handle
 from mmrl.workers.local import without_workers
-from mmrl.workers.rendezvous import Door
-from mmrl.workers.serialization import decode, encode, objects_of
+from mmrl.workers.worker import objects_of
 
 ATTEMPTS = 3  # starts of a worker for one request
 
@@ -62,12 +63,9 @@ class WorkerPool:
         self.config, self.settings, self.policy, self.ranks = config, settings, policy, ranks
         self.folder = Path(settings.exchange or Path(config.run_dir) / "workers").absolute()
         logs = Path(config.run_dir) / "workers"
-        host, launches = launched(settings)
-        self.handles = [
-            Handle(i, logs / f"worker-{ranks.rank * settings.count + i}.log", launch)
-            for i, launch in enumerate(launches)
-        ]
-        self.door = Door(host)
+        first = ranks.rank * settings.count
+        files = [logs / f"worker-{first + i}.log" for i in range(settings.count)]
+        self.handles = [Handle(i, *own) for i, own in enumerate(zip(files, launched(settings, files), strict=True))]
         self.exchange = Exchange(self.folder, ranks.gather(uuid4().hex[:8])[0])
         self.current: WorkerWeights | None = None
         self.frozen: dict[str, Checksum] = {}
@@ -137,26 +135,19 @@ class WorkerPool:
         """Starts it where it does not run, and gives it the weights of now where it has others. Raises Lost and
         UserError."""
         assert self.current is not None
-        fresh = not handle.up
+        fresh = not handle.child.up
         if fresh:
-            handle.start(self.door, self.settings.timeout)
-            self._told(handle, self._order)
+            handle.child.start()
+            handle.ask(self._order, self.settings.timeout)
         if handle.weights == self.current.number:
             return
         frozen = self.frozen if fresh else {}
         order = {"take": str(self.current.folder), "also": list(frozen), "controls": self.current.controls}
-        held = self._told(handle, encode(order))["held"]
+        held = handle.ask(encode(order), self.settings.timeout)["held"]
         found = {name: Checksum(*value) for name, value in held.items()}
         compare(handle.number, frozen, {name: found.pop(name) for name in frozen if name in found}, trained=False)
         compare(handle.number, self.current.given, found, trained=True)
         handle.weights = self.current.number
-
-    def _told(self, handle: Handle, message: bytes, shared: Sequence[Any] = ()) -> Any:
-        """What it answers. Raises UserError for what went wrong there."""
-        answer = decode(handle.ask(message, self.settings.timeout), shared)
-        if "problem" in answer:
-            raise UserError(f"rollout worker {handle.number}: {answer['problem']}")
-        return answer
 
     def _ask(self, handle: Handle, message: bytes | None, shared: Sequence[Any] = ()) -> Any:
         """What it answers to a message, with the weights of now; it is started again as often as it may be. Raises
@@ -165,7 +156,7 @@ class WorkerPool:
         for _ in range(ATTEMPTS):
             try:
                 self._bring_up(handle)
-                return None if message is None else self._told(handle, message, shared)
+                return None if message is None else handle.ask(message, self.settings.timeout, shared)
             except Lost as error:
                 last = str(error)
                 handle.stop()
@@ -226,19 +217,19 @@ class WorkerPool:
     def close(self) -> None:
         for handle in self.handles:
             handle.stop()
-        self.door.close()
         if self.ranks.rank == 0:
             self.exchange.clear()
 
 
-def launched(settings: RolloutWorkers) -> tuple[str, list[Launch]]:
-    """Where this process listens, and how each of its workers is started. Raises UserError as `WorkerPool`."""
+def launched(settings: RolloutWorkers, logs: Sequence[Path]) -> list[Launch]:
+    """Says how each worker of this process is started. Raises UserError as `WorkerPool`."""
     there = torch.cuda.is_available()
     if settings.ray is not None:
         cluster = Cluster(settings.ray, "rollout.workers.ray")
-        return cluster.host, [OnCluster(cluster, int(there), settings.timeout)] * settings.count
-    places: list[int | None] = [*devices_of(settings, torch.cuda.device_count())] if there else [None] * settings.count
-    return "127.0.0.1", [Here(place) for place in places]
+        return [OnCluster(cluster, int(there), log=log) for log in logs]
+    gpus = devices_of(settings, torch.cuda.device_count()) if there else []
+    seen = [{devices.VISIBLE: devices.names([gpu])} for gpu in gpus] or [{}] * len(logs)
+    return [Here(environment=own, log=log) for own, log in zip(seen, logs, strict=True)]
 
 
 def devices_of(settings: RolloutWorkers, visible: int) -> list[int]:

@@ -1,43 +1,49 @@
-"""`python -m mmrl.workers.worker HOST PORT NAME`: a worker, which ends when the process that started it does.
-
-It is told a configuration and what builds the policy of one, builds it, and answers what it is asked, one thing after
-the other, until the connection is closed.
-"""
+"""The process that samples in place of the training process: it is told a configuration and what builds the policy of
+one, builds it, and answers what it is asked."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 import traceback
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmrl.config import Config
-from mmrl.errors import UserError, told
+from mmrl.children.main import Service
+from mmrl.errors import UserError
 from mmrl.generation.weight_sync.checksums import checksum
 from mmrl.generation.weight_sync.receiver import read_folder
 from mmrl.protocols.abilities import Recording
-from mmrl.protocols.parts import Policy
-from mmrl.rollouts import Rollouts
-from mmrl.runtime.logging import quieten_environment
-from mmrl.runtime.ray import end_with_parent
+from mmrl.rollouts import Prompt, Rollouts
 from mmrl.schedules.schedule import Schedules
 from mmrl.settings import load_attribute
-from mmrl.workers.rendezvous import KEY, dial
-from mmrl.workers.serialization import decode, encode, objects_of
 
 
-class RolloutWorker:
+@contextmanager
+def logged() -> Iterator[None]:
+    """Writes what goes wrong into the log, too: it is told in one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        raise
+
+
+class RolloutWorker(Service):
     """A policy apart from its training."""
 
-    def __init__(self, config: Config, policy: Policy) -> None:
-        self.config, self.policy = config, policy
+    @logged()
+    def __init__(self, order: dict[str, Any]) -> None:
+        os.chdir(order["folder"])
+        sys.path.append(order["folder"])  # as the command line does, for modules of the user's own
+        self.config, self.policy = load_attribute(order["builder"])(order["config"])
         module = self.policy.module
         if self.config.model.dtype == "bfloat16":
             module.bfloat16()  # as the engine does
@@ -76,44 +82,17 @@ class RolloutWorker:
             [self.policy.replay(made.select(part), self.policy.module).logp.float().cpu() for part in parts]
         )
 
+    @logged()
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
         if "take" in order:
             return {"held": self.take(Path(order["take"]), order["also"], order["controls"])}
         made: Any = self.rollout(order) if "rollout" in order else self.policy.respond(order["prompts"], order["seeds"])
         return {"made": made, "counts": self.policy.counts()}
 
-
-def serve(link: Connection) -> None:
-    """Answers until nobody listens any more. What goes wrong is told in one line, and stands in the log."""
-    worker: RolloutWorker | None = None
-    while True:
-        order = decode(link.recv_bytes())
-        try:
-            if worker is None:
-                os.chdir(order["folder"])
-                sys.path.append(order["folder"])  # as the command line does, for modules of the user's own
-                worker = RolloutWorker(*load_attribute(order["builder"])(order["config"]))
-                answer = encode({})
-            else:
-                answer = encode(worker.answer(order), objects_of(order.get("prompts", [])))
-        except UserError as error:
-            answer = encode({"problem": str(error)})
-        except Exception as error:  # any fault of a policy, a task or a simulator
-            traceback.print_exc()
-            answer = encode({"problem": told(error)})
-        link.send_bytes(answer)
+    def shared(self, request: dict[str, Any]) -> Sequence[Any]:
+        return objects_of(request.get("prompts", []))
 
 
-def main() -> None:
-    quieten_environment()
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    host, port, name = sys.argv[1:]
-    link = dial(host, int(port), os.environ.pop(KEY), name)
-    try:
-        serve(link)
-    except (EOFError, ConnectionError):  # the training process has ended, or has no more use for this one
-        os.killpg(0, signal.SIGKILL)  # with the processes of simulators
-
-
-if __name__ == "__main__":
-    main()
+def objects_of(prompts: Sequence[Prompt]) -> list[Any]:
+    """Returns what the answers to prompts share with them: the prompts and their pictures."""
+    return [*prompts, *(image for prompt in prompts for image in prompt.images)]

@@ -37,7 +37,11 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "                if False:", STEPS),
     ("watch: a thread a call", "sims/vector/watch.py", "begins, self._looks = not self._looks, True", "begins = True",
      WATCHED),
-    ("watch: it ends and nobody knows", "sims/vector/watch.py", "                    self._looks = False\n",
-     "", WATCHED),
-    ("watch: a call is told of again and again", "sims/vector/watch.py", "                call.told = True\n", "", WATCHED),
+    ("watch: it ends and nobody knows", "sims/vector/watch.py",
+     "            self._looks = bool(self._calls) and not self._closed.is_set()\n"
+     "            return min(end for _, end in self._calls.values()) - now if self._looks else None",
+     "            looks = bool(self._calls) and not self._closed.is_set()\n"
+     "            return min(end for _, end in self._calls.values()) - now if looks else None", WATCHED),
+    ("watch: a call is told of again and again", "sims/vector/watch.py",
+     "                    del self._calls[call]\n", "", WATCHED),
 ]

@@ -3,8 +3,9 @@ place, and the tests that could notice."""
 
 from __future__ import annotations
 
-P, W, D, H = "mmrl/workers/pool.py", "mmrl/workers/worker.py", "mmrl/workers/rendezvous.py", "mmrl/workers/handles.py"
-POOL, WIRE = ("workers/test_pool.py",), ("workers/test_serialization.py",)
+P, W, D, H = "mmrl/workers/pool.py", "mmrl/workers/worker.py", "mmrl/children/door.py", "mmrl/workers/handles.py"
+POOL, WIRE, DOOR = ("workers/test_pool.py",), ("children/test_frames.py",), ("children/test_door.py",)
+C, CHANNEL, SIMULATORS = "mmrl/children/channel.py", ("children/test_channel.py",), ("sims/test_workers.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -23,20 +24,34 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      POOL),
     ("workers: groups of the first worker alone", P, "return replace(Rollouts.concat(parts), group=group)",
      "return Rollouts.concat(parts)", POOL),
-    ("workers: one that is started again counts as up to date", H, "self._link = self._running = None\n"
-     "        self.weights = 0", "self._link = self._running = None", POOL),
+    ("workers: one that is started again counts as up to date", H, "        self.child.stop()\n"
+     "        self.weights = 0", "        self.child.stop()", POOL),
     ("workers: predictions of older weights pass for those of now", "mmrl/policies/diffusion/settings.py",
      "of_use and not ahead and isinstance", "of_use and isinstance", POOL),
     ("workers: more of them than prompts", "mmrl/collection/checks.py", "(most := prompts_at_once(config, world))",
      "(most := prompts_at_once(config, 1))", POOL),
-    ("workers: any class is made of a message", "mmrl/workers/serialization.py", "isinstance(kind, type) and is_dataclass(kind)",
+    ("workers: any class is made of a message", "mmrl/children/frames.py", "isinstance(kind, type) and is_dataclass(kind)",
      "isinstance(kind, type)", WIRE),
-    ("workers: every run has the same key", D, "self.key = secrets.token_hex(32)", 'self.key = "another key"', WIRE),
+    ("workers: every run has the same key", D, "self.key = secrets.token_hex(32)", 'self.key = "another key"', DOOR),
+    ("children: a deadline is none", C, "        if now >= self._end:", "        if False:", CHANNEL),
+    ("children: a stopped process is awaited", C, "        if now >= self._silent:", "        if False:", CHANNEL),
+    ("children: signs of life are not heard", C, "            patience.heard()\n", "", CHANNEL),
+    ("children: any length is read", C, "        if size > most:", "        if False:", CHANNEL),
+    ("children: whoever calls is taken in", D, "_challenge(caller, key, answer_challenge, deliver_challenge)",
+     "_challenge(caller, key, answer_challenge)", DOOR),
+    ("children: no record that is allowed means all", "mmrl/children/frames.py", "self.records is None or",
+     "not self.records or", WIRE),
+    ("children: none gives a sign of life", "mmrl/children/main.py", "                channel.send()\n",
+     "                pass\n", SIMULATORS),
+    ("children: orphans stay", "mmrl/children/main.py",
+     "    threading.Thread(target=end_with_parent, daemon=True).start()\n", "", ("workers/test_processes.py",)),
+    ("children: a late worker is hired again", "mmrl/children/nursery.py", "if (why := self.nursery.dismiss(self)) is None",
+     "if (why := None) is None", ("rewards/test_isolated.py",)),
     ("workers: an evaluation hides a restart", "mmrl/trainer.py", "in measured.items() if not name",
      "in {}.items() if not name", POOL),
     ("report: what evaluations lost is not counted", "mmrl/report/health.py",
      'values = [*run.series(name).finite, *run.series(f"evaluation/{name}").finite]',
      "values = run.series(name).finite", ("report/test_report.py",)),
     ("workers: the log of a host that was lost", "mmrl/workers/handles.py", "if not self.log.exists():", "if False:",
-     ("runtime/test_ray.py::test_rollout_workers_on_another_host_make_what_training_would",)),
+     ("children/test_ray.py::test_rollout_workers_on_another_host_make_what_training_would",)),
 ]

@@ -25,9 +25,9 @@ from pathlib import Path
 import hostile_rewards
 from table import Table
 
+from mmrl.children.limits import Limits
 from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec, build
-from mmrl.rewards.services.limits import Limits
 from mmrl.rollouts import Prompt, Sample
 
 SECONDS = 0.2  # of CPU time that a verifier may take for a response

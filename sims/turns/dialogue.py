@@ -126,7 +126,15 @@ def _checked(messages: object) -> tuple[Message, ...]:
     found = tuple(messages) if isinstance(messages, list | tuple) else ()
     if not found or not all(isinstance(m, Message) and m.role in ROLES and m.parts for m in found):
         raise Fault("the environment gave no messages: a list of Message is wanted, each with a role and parts")
+    if not all(map(_is_part, (part for message in found for part in message.parts))):
+        raise Fault("the environment gave a message with a part that is no text, no picture and no clip")
     return found
+
+
+def _is_part(part: object) -> bool:
+    if isinstance(part, Video):
+        return len(part.frames) > 0 and all(isinstance(frame, Image.Image) and _is_part(frame) for frame in part.frames)
+    return isinstance(part, str) or (isinstance(part, Image.Image) and min(part.size) > 0)
 
 
 def _alike(one: tuple[Message, ...], other: tuple[Message, ...]) -> bool:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from mmrl.rewards.services.limits import Limits
+from mmrl.children.limits import Limits
 from mmrl.settings import Choice, Section, locate, option
 
 if TYPE_CHECKING:

@@ -9,6 +9,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+ARRAYS = ("images", "state", "reward", "terminated", "truncated", "success", "valid")  # of a `Transition`
+
 
 @dataclass
 class Transition:

@@ -7,16 +7,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class WatchedCall:
-    what: str
-    deadline: float  # of `time.monotonic`
-    told: bool = False
 
 
 class CallWatch:
@@ -26,7 +18,7 @@ class CallWatch:
     def __init__(self, name: str, limit_s: float | None) -> None:
         """limit_s: seconds that a call may take before a warning; None: nobody wants to know."""
         self.name, self.limit_s = name, limit_s
-        self._calls: set[WatchedCall] = set()
+        self._calls: dict[object, tuple[str, float]] = {}  # not told of: what, and when that shall be
         self._books = threading.Lock()
         self._looks = False  # whether the thread runs
         self._thread: threading.Thread | None = None
@@ -38,9 +30,9 @@ class CallWatch:
         if self.limit_s is None:
             yield
             return
-        call = WatchedCall(what, time.monotonic() + self.limit_s)
+        call = object()
         with self._books:
-            self._calls.add(call)
+            self._calls[call] = what, time.monotonic() + self.limit_s
             begins, self._looks = not self._looks, True
         if begins:
             self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
@@ -49,7 +41,7 @@ class CallWatch:
             yield
         finally:
             with self._books:
-                self._calls.discard(call)
+                self._calls.pop(call, None)
 
     def close(self) -> None:
         """Ends the thread, which would sleep until the last call's time is up."""
@@ -58,19 +50,19 @@ class CallWatch:
             self._thread.join()
 
     def _look(self) -> None:
-        while True:
-            now = time.monotonic()
-            with self._books:
-                open_calls = [call for call in self._calls if not call.told]
-                if not open_calls or self._closed.is_set():
-                    self._looks = False
-                    return
-                late = [call for call in open_calls if call.deadline <= now]
-            for call in late:
-                call.told = True
-                self._tell(call.what)
-            if not late:  # a call that begins meanwhile has more time than these
-                self._closed.wait(min(call.deadline for call in open_calls) - now)
+        while (wait := self._late()) is not None:
+            self._closed.wait(wait)  # a call that begins meanwhile has more time than these
+
+    def _late(self) -> float | None:
+        """Tells of calls that take too long. Seconds until the next one will; None where there is none."""
+        now = time.monotonic()
+        with self._books:
+            for call, (what, end) in list(self._calls.items()):
+                if end <= now:
+                    del self._calls[call]
+                    self._tell(what)
+            self._looks = bool(self._calls) and not self._closed.is_set()
+            return min(end for _, end in self._calls.values()) - now if self._looks else None
 
     def _tell(self, what: str) -> None:
         log.warning(

@@ -29,6 +29,19 @@ from tests.whole_runs.parts import ROBOTS, distance, final, make, metrics, relea
 HERE = "tests.company.test_seams"
 
 
+def goes_on_exactly(folder, options):
+    """A run of four steps, which another one that goes on from its second step equals; its metrics."""
+    whole, cut, step = folder / "whole", folder / "cut", "step-000002"
+    train(whole, *options, "checkpoint.every=2")
+    shutil.copytree(whole / "checkpoints" / step, cut / "checkpoints" / step)
+    shutil.copy(whole / "metrics.jsonl", cut)
+    train(cut, *options, "checkpoint.every=2", "checkpoint.resume=true", resume=True)
+    rows, again = ([row for row in timeless(metrics(path)) if "loss" in row] for path in (whole, cut))
+    assert len(rows) == 4 and again == rows
+    assert distance(final(whole), final(cut)) == 0
+    return rows
+
+
 def prepared(trainer, step=0):
     """A step's rollouts, and its micro-batches as they are learned from."""
     made = Metrics(trainer.engine)
@@ -92,10 +105,12 @@ class Distilled(Term):
 
 
 def test_a_student_comes_nearer_to_its_teacher(tmp_path):
-    options = ["steps=12", "optim.lr=0.01", "task.rewards=[{name: random}]", "engine.micro_batch=16"]
-    train(tmp_path, *options, f"algorithm={{type: grpo, terms: ['{HERE}:Distilled']}}", "algorithm.surrogate=reinforce")
+    """Its rewards are worth nothing: what it learns is the teacher's."""
+    options = ["steps=16", "optim.lr=0.003", "rollout.prompts=16", "rollout.max_response_length=4"]
+    options += ["task.rewards=[{name: 'tests.whole_runs.parts:spread', weight: 0.0}]", "engine.micro_batch=64"]
+    train(tmp_path, *options, f"algorithm={{type: grpo, surrogate: reinforce, terms: ['{HERE}:Distilled']}}")
     gaps = [row["own/gap"] for row in metrics(tmp_path) if "own/gap" in row]
-    assert len(gaps) == 12 and sum(gaps[-3:]) < 0.7 * sum(gaps[:3]) and gaps[0] > 0
+    assert len(gaps) == 16 and sum(gaps[-4:]) < 0.7 * sum(gaps[:4]) and gaps[0] > 0
 
 
 # --- spans of text ---
@@ -127,7 +142,11 @@ class BySpan(Shaper):
 
 
 def test_spans_of_a_text_reach_their_tokens(tmp_path):
-    trainer = make(tmp_path, f"algorithm.shaping=['{HERE}:BySpan']", "task.rewards=[{name: length, weight: 0.0}]")
+    trainer = make(
+        tmp_path,
+        f"algorithm.shaping=['{HERE}:BySpan']",
+        "task.rewards=[{name: 'tests.whole_runs.parts:spread', weight: 0.0}]",
+    )
     batch, _ = prepared(trainer)
     pieces = trainer.policy.pieces(batch.rollouts)
     release(trainer)
@@ -143,36 +162,38 @@ def test_spans_of_a_text_reach_their_tokens(tmp_path):
 
 
 @dataclass(frozen=True)
-class Brightness(CollectedMeasurement[Column]):
-    """What a judge says of the pictures of an episode: how bright the last one is against the first."""
+class FilmLength(CollectedMeasurement[Column]):
+    """What a judge says of the frames of an episode: how many there are."""
 
     films: ClassVar[bool] = True
-    cost: ClassVar[str] = "a judge of pictures"
-    name: ClassVar[str] = "brightness"
+    cost: ClassVar[str] = "a judge of films"
+    name: ClassVar[str] = "film_length"
 
     def measure(self, rollouts, context):
-        films = [sample.episode.frames for sample in rollouts.samples]
-        return Column(torch.tensor([float(film[-1].mean()) - float(film[0].mean()) for film in films]))
+        return Column(torch.tensor([float(len(sample.episode.frames)) for sample in rollouts.samples]))
 
 
-class ByBrightness(Shaper):
+class ByFilm(Shaper):
     @property
     def needs(self):
-        return Needs(measurements=(Brightness(),))
+        return Needs(measurements=(FilmLength(),))
 
     def shape(self, advantages, batch):
-        return advantages + batch.measured(Brightness()).values[:, None]
+        return advantages + batch.measured(FilmLength()).values[:, None]
 
 
 def test_a_judge_sees_what_a_robot_saw(tmp_path):
-    trainer = make(tmp_path, f"algorithm.shaping=['{HERE}:ByBrightness']", "algorithm.scale=none", base=ROBOTS)
-    batch, _ = prepared(trainer)
-    release(trainer)
-    seen = [sample.episode.frames for sample in batch.rollouts.samples]
-    assert all(len(film) > 1 for film in seen) and len({film[-1].tobytes() for film in seen}) > 1
-    plain = batch.rollouts.rewards[:, 0] - batch.rollouts.rewards[:, 0].view(-1, 4).mean(1).repeat_interleave(4)
-    told = torch.tensor([float(film[-1].mean()) - float(film[0].mean()) for film in seen])
-    close(batch.rollouts.advantages[:, 0], plain + told, atol=1e-4)
+    plain, judged = (
+        make(tmp_path / name, *options, "algorithm.scale=none", base=ROBOTS)
+        for name, options in (("plain", []), ("judged", [f"algorithm.shaping=['{HERE}:ByFilm']"]))
+    )
+    batches = [prepared(trainer)[0].rollouts for trainer in (plain, judged)]
+    release(plain)
+    release(judged)
+    assert all(sample.episode.frames is None for sample in batches[0].samples)  # who does not ask has no film
+    films = torch.tensor([float(len(sample.episode.frames)) for sample in batches[1].samples])
+    assert len(films.unique()) > 1 and films.min() > 1
+    close(batches[1].advantages[:, 0] - batches[0].advantages[:, 0], films, atol=1e-5)
 
 
 # --- forks inside a group ---
@@ -259,12 +280,13 @@ class Learned(Shaper):
         expected = critic.ask(lengths)
         for _ in range(20):
             critic.update((critic.module(lengths) - earned).square().mean())
-        batch.report({"own/error": float((expected - earned).square().mean())})
+        errors = {"before": expected, "after": critic.ask(lengths)}
+        batch.report({f"own/{name}": float((found - earned).square().mean()) for name, found in errors.items()})
         return batch.mine(earned - expected)[:, None].expand(advantages.shape)
 
 
 def test_a_second_network_learns_and_goes_on_from_a_checkpoint(tmp_path):
-    options = [f"algorithm.shaping=['{HERE}:Learned']", "checkpoint.every=2"]
+    options = [f"algorithm.shaping=['{HERE}:Learned']"]
     train(tmp_path / "whole", *options)
     shutil.copytree(
         tmp_path / "whole" / "checkpoints" / "step-000002", tmp_path / "cut" / "checkpoints" / "step-000002"
@@ -274,8 +296,7 @@ def test_a_second_network_learns_and_goes_on_from_a_checkpoint(tmp_path):
     rows, again = (timeless(metrics(tmp_path / name)) for name in ("whole", "cut"))
     assert [row for row in again if "loss" in row] == [row for row in rows if "loss" in row]
     assert distance(final(tmp_path / "whole"), final(tmp_path / "cut")) == 0
-    errors = [row["own/error"] for row in rows if "own/error" in row]
-    assert errors[-1] < errors[0]
+    assert all(row["own/after"] < row["own/before"] for row in rows if "own/before" in row)
 
 
 # --- a distribution's top k at replay ---
@@ -290,11 +311,11 @@ class Alternatives(PreparedMeasurement[DecisionColumn]):
     name: ClassVar[str] = ALTERNATIVES.name
 
     def measure(self, rollouts, context):
-        return DecisionColumn(context.policy.likeliest(rollouts, context.policy.module, 3))
+        return DecisionColumn(context.policy.likeliest(rollouts, context.policy.module, 40))
 
 
 class Sharpened(Term):
-    """The three likeliest tokens of a decision shall be likely."""
+    """The likeliest tokens of a decision shall be likely."""
 
     @property
     def needs(self):
@@ -311,14 +332,9 @@ def test_the_likeliest_tokens_of_a_decision_have_a_gradient(tmp_path):
     _, minibatches = prepared(trainer)
     micro = minibatches[0][0]
     replay = trainer.policy.replay(micro, trainer.policy.module)
-    row = micro.inputs[0]
-    model = trainer.policy.module.model
-    ids = torch.cat([row.prompt, row.response])[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **row.sequence_of(ids)} if False else None
-    assert inputs is None and model is not None
     said, numbers = ALTERNATIVES.of(replay), trainer.policy.numbers(micro)
     best = micro.extras[ALTERNATIVES.name].values
-    assert said.requires_grad and said.shape == best.shape == (*micro.mask.shape, 3)
+    assert said.requires_grad and said.shape == best.shape == (*micro.mask.shape, 40)
     known = said.detach()[micro.mask]
     assert (known.diff(dim=1) <= 1e-6).all()  # best first
     assert (known.exp().sum(1) <= 1 + 1e-5).all() and (known < 0).all()
@@ -328,7 +344,7 @@ def test_the_likeliest_tokens_of_a_decision_have_a_gradient(tmp_path):
     release(trainer)
     train(tmp_path / "run", *options)
     covered = [row["own/covered"] for row in metrics(tmp_path / "run") if "own/covered" in row]
-    assert covered[-1] > covered[0] + 0.05
+    assert covered[-1] > covered[0] + 0.02
 
 
 # --- successor values ---
@@ -364,8 +380,14 @@ class OneStep(Shaper):
 def test_values_of_what_follows_a_decision(tmp_path):
     """Values are 1, 2, 4 and 3, 5; rewards 10 and 20."""
     table = Table([[-1.0, -1.0, -1.0], [-1.0, -1.0]], group=[0, 0], rewards=[10.0, 20.0], value=[[1, 2, 4], [3, 5]])
-    options = ["algorithm={type: ppo, standardise: none}" if False else "algorithm.type=ppo", "rollout.prompts=1"]
-    made = job(tmp_path, table, *options, "rollout.group_size=2", f"algorithm.shaping=['{HERE}:OneStep']")
+    made = job(
+        tmp_path,
+        table,
+        "algorithm.type=ppo",
+        "rollout.prompts=1",
+        "rollout.group_size=2",
+        f"algorithm.shaping=['{HERE}:OneStep']",
+    )
     rollouts = made.prepare()
     close(rollouts.advantages, [[1, 2, 6], [2, 15, 0]])
     made.close()
@@ -438,7 +460,7 @@ def test_a_ring_belongs_to_its_rank(tmp_path):
 
 
 def test_a_ring_trains_and_goes_on_exactly(tmp_path):
-    options = [f"rollout.extras=['{HERE}:Ring']", "checkpoint.every=2", "engine.micro_batch=10"]
+    options = [f"rollout.extras=['{HERE}:Ring']", "engine.micro_batch=10"]
     train(tmp_path / "whole", *options)
     shutil.copytree(
         tmp_path / "whole" / "checkpoints" / "step-000002", tmp_path / "cut" / "checkpoints" / "step-000002"
@@ -478,8 +500,13 @@ class Towards(RewardedAlgorithm):
 
 
 def test_a_cost_of_actions_is_climbed_down(tmp_path):
-    options = ["steps=8", "optim.lr=0.01", f"algorithm={{type: '{HERE}:Towards'}}", "action.head={type: gaussian}"]
-    train(tmp_path, *options, "model={build: null, path: null}", "action.chunk=2", base=ROBOTS)
+    options = [
+        "steps=8",
+        "optim.lr=0.01",
+        f"algorithm={{type: '{HERE}:Towards'}}",
+        "action.head={type: gaussian, width: 16, layers: 1}",
+    ]
+    train(tmp_path, *options, "model.build=mmrl.tasks.manipulation.tiny_model:build_states", base=ROBOTS)
     away = [row["own/away"] for row in metrics(tmp_path) if "own/away" in row]
     assert len(away) == 8 and away[-1] < 0.5 * away[0]
 

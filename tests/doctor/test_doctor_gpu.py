@@ -16,6 +16,7 @@ from mmrl.doctor.checks import CHECKS, against_estimate, judged, of_rows
 from mmrl.doctor.findings import Finding, advice_for
 from mmrl.doctor.run import RECIPE, Check, diagnose, in_process
 from mmrl.sims.registry import RendererStatus
+from tests.helpers.processes import gone
 
 HERE = {"torch": "2.13.0", "gpus": "none"}
 
@@ -218,8 +219,9 @@ def test_errors_have_advice(error, advice):
 
 
 def test_a_process_that_takes_too_long_ends_with_its_children(tmp_path):
-    sleeps = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    assert "time limit of 1 s" in in_process([sys.executable, "-c", sleeps], tmp_path / "log", 1)
+    sleeps = "import subprocess; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); child.wait()"
+    assert "time limit of 5 s" in in_process([sys.executable, "-c", sleeps], tmp_path / "log", 5)
+    assert gone([int((tmp_path / "log").read_text())])
     assert (
         in_process([sys.executable, "-c", "import sys; sys.exit(3)"], tmp_path / "log", 60)
         == "its process ended with 3"

@@ -11,6 +11,7 @@ from tests.house.layout import ROOT, Arrow, arrows, circles, modules, owner
 FLOORS = (
     ("configs", "errors", "kernels", "moved", "rollouts", "version"),  # configs: no code, the recipes
     ("core", "runtime", "settings"),
+    ("children",),
     ("engine", "monitors", "prompts", "report", "rewards", "samplers", "schedules"),
     ("checkpoints", "protocols", "sims"),
     ("generation", "measurements", "training"),

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from mmrl.children.limits import LINUX, Limits, clean_environment, end_descendants
 from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec, build
 from mmrl.rewards.compose import build_reward
-from mmrl.rewards.services.limits import LINUX, Limits, clean_environment, end_descendants
 from mmrl.rollouts import Prompt, Sample
 from tests.helpers.processes import gone, running
 
@@ -118,7 +118,7 @@ def no_failures_yet(request):
 
 
 def nursery_of(reward):
-    return reward._nursery.process.pid
+    return reward._nursery._running.process.pid
 
 
 def family(pid):

@@ -44,6 +44,10 @@ class Hostile(Environment):
             return "no reply"
         if order == "silent":
             return Reply([])
+        if order == "part":
+            return Reply([Message("user", ("see", 7))])
+        if order == "empty picture":
+            return Reply([Message("user", (Image.new("RGB", (0, 5)),))])
         if order == "nan":
             return Reply([Message("user", ("a",))], reward=float("nan"))
         if order == "text":

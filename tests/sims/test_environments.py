@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from mmrl.children.limits import LINUX, Limits
 from mmrl.errors import UserError
-from mmrl.rewards.services.limits import LINUX, Limits
 from mmrl.rollouts import Prompt
 from mmrl.sims.turns.dialogue import Dialogue
 from mmrl.sims.turns.processes import Processes
@@ -64,6 +64,8 @@ def test_the_last_turn_that_is_allowed_ends_the_conversation(make):
         ("raise", "KeyError: 'no such thing'"),
         ("nothing", ""),
         ("silent", "no messages"),
+        ("part", "a part that is no text, no picture and no clip"),
+        ("empty picture", "a part that is no text, no picture and no clip"),
         ("text", "5000 characters; limits.max_text=4000"),
         ("pixels", "9000000 pixels in observations; limits.max_pixels=4000000"),
         ("pictures", "20 pictures in observations; limits.max_pictures=16"),

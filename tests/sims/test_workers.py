@@ -84,20 +84,21 @@ def test_trouble_costs_the_episodes_of_one_worker(behind, trouble, says):
     assert after.valid.any(1).tolist() == [True, True, False, False]
     sim.reset(range(10, 14), ["go"] * 4)
     assert not sim.step(chunk(4)).dropped.any() and sim.counters["dropped_episodes"] == 2
+    assert sim.counters["restarts"] == 1, "each is told of once"
 
 
 def test_a_worker_killed_between_steps_costs_its_episode_only(behind):
     sim = behind(LINE, 2, 2, end_of_episode="auto_reset", seed_stride=1000)
     sim.reset([1, 2], ["go", "go"])
     os.kill(sim.simulator.pids[1], signal.SIGKILL)
-    sim.simulator._workers[1].process.wait()
+    sim.simulator._workers[1].child.process.wait()
     with pytest.warns(RuntimeWarning, match=r"environment 1 \(task go, seed 2\).*ended with -9"):
         step = sim.step(chunk(2))
     assert step.dropped.tolist() == [False, True] and sim.running.all() and sim.seeds == [1, 1002]
     np.testing.assert_allclose(step.observation.state[:, 0], [0.21, 10.02], rtol=1e-6)
     assert step.observation.instructions == ["go from 0.01", "go from 10.02"]
     os.kill(sim.simulator.pids[0], signal.SIGKILL)
-    sim.simulator._workers[0].process.wait()
+    sim.simulator._workers[0].child.process.wait()
     sim.reset([3, 4], ["go", "go"])  # nothing was being played that matters, so nothing is lost
     assert sim.counters["dropped_episodes"] == 1 and sim.simulator.restarts == 2
 
@@ -136,7 +137,7 @@ def test_a_lost_expert_is_reported_by_the_next_step(behind):
     sim = behind(TROUBLE, 2, 2)
     sim.reset([1, 2], ["go", "go"])
     os.kill(sim.simulator.pids[0], signal.SIGKILL)
-    sim.simulator._workers[0].process.wait()
+    sim.simulator._workers[0].child.process.wait()
     assert sim.expert(length=2).tolist() == [[[0.0], [0.0]], [[0.25], [0.25]]]
     with pytest.warns(RuntimeWarning, match="ended with -9"):
         assert sim.step(chunk(2)).dropped.tolist() == [True, False]
@@ -241,7 +242,7 @@ def test_replaced_workers_leave_no_handles_behind(behind):
     before = len(list(Path("/proc/self/fd").iterdir()))
     for k in range(5):
         os.kill(sim.simulator.pids[0], signal.SIGKILL)
-        sim.simulator._workers[0].process.wait()
+        sim.simulator._workers[0].child.process.wait()
         sim.reset([k], ["go"])
     assert sim.simulator.restarts == 5
     assert len(list(Path("/proc/self/fd").iterdir())) == before

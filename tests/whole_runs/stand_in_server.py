@@ -11,10 +11,10 @@ from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from mmrl.children.processes import end_with_parent
 from mmrl.generation.weight_sync.checksums import checksum
 from mmrl.generation.weight_sync.nccl import Late, Receiver
 from mmrl.generation.weight_sync.receiver import read_folder
-from mmrl.runtime.ray import end_with_parent
 
 VOCABULARY, SUPPRESSED, END = 1000, 7, 999  # that requests of tests have
 DELAY = 0.1  # seconds

@@ -9,16 +9,18 @@ import pytest
 import torch
 
 from mmrl import build
+from mmrl.children.child import Lost
+from mmrl.children.door import Pair
+from mmrl.children.frames import decode
 from mmrl.collection.checks import check_batch
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.generation.settings import RolloutWorkers
 from mmrl.tasks.settings import TaskSettings
 from mmrl.workers import pool
-from mmrl.workers.handles import Handle, Lost
+from mmrl.workers.handles import Handle
 from mmrl.workers.local import without_workers
 from mmrl.workers.pool import devices_of, shares
-from mmrl.workers.serialization import decode
 from tests.whole_runs.parts import IMAGES, ROBOTS, TINY, Pictures, make, metrics, release
 from tests.workers.runs import COOLING, GUIDED, ONE, PPO, alike, run
 from tests.workers.threads import InThread, Running
@@ -31,9 +33,12 @@ def threads(monkeypatch):
     """Workers are threads; what was launched."""
     made = []
 
-    def launched(settings):
+    def launched(settings, logs):
         made.append(InThread())
-        return "127.0.0.1", [made[-1]] * settings.count
+        for log in logs:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.touch()
+        return [made[-1]] * settings.count
 
     monkeypatch.setattr(pool, "launched", launched)
     return made
@@ -46,7 +51,7 @@ def threads(monkeypatch):
 def test_three_workers_make_what_one_does(tmp_path, threads, base, options):
     plain = run(tmp_path / "plain", *options, base=base)
     alike(plain, run(tmp_path / "apart", *options, "rollout.workers.count=3", base=base), rel=2e-4)
-    assert len(threads[0].links) == 3
+    assert len(threads[0].started) == 3
     log = tmp_path / "apart" / "workers"
     assert {path.name for path in log.iterdir()} == {f"worker-{i}.log" for i in range(3)}, "weights are cleared away"
 
@@ -122,11 +127,11 @@ def test_a_worker_that_is_lost_later_goes_on_with_the_weights_of_then(
     plain = run(tmp_path / "plain", "steps=3", *evaluations, base=IMAGES)
     asked, ask = [], Handle.ask
 
-    def losing(handle, message, seconds):
+    def losing(handle, message, seconds, shared=()):
         asked.append("rollout" in decode(message))
         if asked[-1] and sum(asked) == 2:
             raise Lost("it ended")
-        return ask(handle, message, seconds)
+        return ask(handle, message, seconds, shared)
 
     monkeypatch.setattr(Handle, "ask", losing)
     alike(plain, run(tmp_path / "apart", "steps=3", *evaluations, ONE, base=IMAGES))
@@ -135,7 +140,7 @@ def test_a_worker_that_is_lost_later_goes_on_with_the_weights_of_then(
         for row in metrics(tmp_path / "apart"):
             told[row["step"]] += row.get(name, 0) + row.get(f"evaluation/{name}", 0)
         assert told == counts, name
-    assert set(threads[0].links) == {"0-1", "0-2"}
+    assert len(threads[0].started) == 2
 
 
 class OnlyHere(TaskSettings):
@@ -143,7 +148,7 @@ class OnlyHere(TaskSettings):
 
     def build(self, seed):
         main = sys.modules["__main__"].__spec__
-        if threading.current_thread() is not threading.main_thread() or (main and main.name == "mmrl.workers.worker"):
+        if threading.current_thread() is not threading.main_thread() or (main and main.name == "mmrl.children.main"):
             raise ArithmeticError("not on this\nhost")
         return Pictures().build(seed)
 
@@ -154,9 +159,8 @@ def test_a_worker_that_raises_says_why_in_one_line(tmp_path, threads):
 
 
 def test_a_worker_that_is_silent_is_given_up(tmp_path, threads, monkeypatch):
-    def silent(self, arguments, environment, log):
-        log.touch()
-        return Running()
+    def silent(self, service):
+        return Running(), Pair()
 
     monkeypatch.setattr(InThread, "__call__", silent)
     trainer = make(tmp_path, "rollout.workers={timeout: 0.2}", base=IMAGES)

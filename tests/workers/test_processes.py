@@ -7,9 +7,10 @@ import threading
 
 import pytest
 
-from mmrl.workers.handles import Handle, Here, Lost
-from mmrl.workers.rendezvous import Door
-from mmrl.workers.serialization import decode
+from mmrl.children.child import Here, Lost
+from mmrl.children.frames import decode, encode
+from mmrl.errors import UserError
+from mmrl.workers.handles import Handle
 from tests.helpers.processes import gone, running
 from tests.whole_runs.parts import IMAGES, ROBOTS, distance, final, metrics
 from tests.workers.runs import COOLING, GUIDED, ONE, PPO, alike, run
@@ -41,14 +42,14 @@ def killed_while_asked(monkeypatch, what):
     """The worker that is asked for `what` the second time is killed before it answers; processes that were asked."""
     pids, asked, killed, ask = [], [], [], Handle.ask
 
-    def dangerous(handle, message, seconds):
-        pids.append(handle._running.pid)
+    def dangerous(handle, message, seconds, shared=()):
+        pids.append(handle.child.process.pid)
         asked.append(what in decode(message))
         if not killed and asked[-1] and sum(asked) == 2:
-            killed.append(handle._running.pid)
+            killed.append(handle.child.process.pid)
             os.kill(killed[0], signal.SIGSTOP)
             threading.Timer(0.3, os.kill, (killed[0], signal.SIGKILL)).start()
-        return ask(handle, message, seconds)
+        return ask(handle, message, seconds, shared)
 
     monkeypatch.setattr(Handle, "ask", dangerous)
     return pids
@@ -66,20 +67,20 @@ def test_a_worker_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path, 
 
 def test_a_worker_that_never_comes_up_is_named_with_its_last_words(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/sh")
-    handle = Handle(3, tmp_path / "log", Here(None))
-    door = Door("127.0.0.1")
+    handle = Handle(3, tmp_path / "log", Here(log=tmp_path / "log"))
+    handle.child.start()
     with pytest.raises(Lost, match=r"it ended with \d+; .*log says: .+"):
-        handle.start(door, 20)
+        handle.ask(encode({}), 20)
     handle.stop()
-    door.close()
 
 
 def test_workers_end_with_the_training(tmp_path):
-    handle, door = Handle(0, tmp_path / "log", Here(None)), Door("127.0.0.1")
-    handle.start(door, 120)
-    pid = handle._running.pid
+    handle = Handle(0, tmp_path / "log", Here(log=tmp_path / "log"))
+    handle.child.start()
+    with pytest.raises(UserError, match="rollout worker 0: KeyError"):
+        handle.ask(encode({}), 120)
+    pid = handle.child.process.pid
     assert running(pid) and os.getpgid(pid) == pid
-    handle._running.stdin.close()  # as it is when the process that started it has ended, however that was
+    handle.child.process.running.stdin.close()  # as it is when the process that started it has ended, however that was
     assert gone([pid])
     handle.stop()
-    door.close()

@@ -1,9 +1,12 @@
 """Workers in threads of this process, over the same sockets: the same code without a start of seconds."""
 
+import socket
 import threading
 
-from mmrl.workers.rendezvous import KEY, dial
-from mmrl.workers.worker import serve
+from mmrl.children.channel import Channel
+from mmrl.children.door import Pair
+from mmrl.children.main import serve
+from mmrl.workers.worker import RolloutWorker
 
 NOBODY = 1 << 23  # no process has this id
 
@@ -14,25 +17,22 @@ class Running:
     def poll(self):
         return None
 
-    def wait(self):
+    def wait(self, timeout=None):
         return None
+
+    def kill(self):
+        pass
 
 
 class InThread:
-    """A launch. links: of the workers that were started, by their names."""
+    """A launch. started: services, one for each thread."""
 
     def __init__(self):
-        self.links = {}
+        self.started = []
 
-    def __call__(self, arguments, environment, log):
-        host, port, name = arguments[-3:]
-        link = self.links[name] = dial(host, int(port), environment[KEY], name)
-        threading.Thread(target=self._serve, args=(link,), daemon=True).start()
-        log.touch()
-        return Running()
-
-    def _serve(self, link):
-        try:
-            serve(link)
-        except (EOFError, OSError):
-            link.close()
+    def __call__(self, service):
+        pair = Pair()
+        theirs = Channel(socket.socket(fileno=pair.theirs.detach()))
+        self.started.append(service)
+        threading.Thread(target=serve, args=(theirs, RolloutWorker, theirs.close), daemon=True).start()
+        return Running(), pair

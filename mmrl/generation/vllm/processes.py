@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mmrl.children.processes import LocalProcess
+from mmrl.children.ray import Cluster, RayProcess
 from mmrl.errors import UserError
 from mmrl.generation.settings import VLLMServer
 from mmrl.generation.vllm.api_key import KEY
 from mmrl.generation.vllm.engine import ENVIRONMENT, EngineOptions, last_error, versions
 from mmrl.runtime import devices
-from mmrl.runtime.ray import Cluster, RayProcess
 
 NAME = "mmrl"  # of the model, for the servers
 MIDDLEWARE = "mmrl.generation.vllm.api_key.Keyed"
@@ -35,7 +33,7 @@ class Process:
     log: Path
     address: str = ""
     device: int = 0  # the first of its GPUs, as torch counts in this process
-    running: subprocess.Popen | RayProcess | None = None
+    running: LocalProcess | RayProcess | None = None
     failures: int = 0  # how often it ended since all engines last had the same weights
     loading: dict[str, Any] = field(default_factory=dict)  # arguments that say how its weights come
 
@@ -45,16 +43,8 @@ class Process:
         if torch.cuda.is_available():
             mine = range(self.device, self.device + self.options.tensor_parallel)
             environment[devices.VISIBLE] = devices.names(mine)
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("a") as file:
-            self.running = subprocess.Popen(
-                [sys.executable, *self.arguments(model, host, int(port))],
-                env=environment,
-                stdin=subprocess.PIPE,  # it ends when this is closed
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
+        command = [sys.executable, *self.arguments(model, host, int(port))]
+        self.running = LocalProcess(command, environment, log=self.log)
 
     def arguments(self, model: Path, host: str, port: int) -> list[str]:
         own = {"model": str(model), "served_model_name": NAME, "host": host, "port": port}
@@ -75,13 +65,12 @@ class Process:
         if self.running is None or self.running.poll() is None:
             return False
         self.failures += 1
-        self._kill()  # what it may have left
+        self.running.kill()  # what it may have left
         return True
 
     def stop(self) -> None:
         if self.running is not None:
-            self._kill()
-            self.running.wait()
+            self.running.kill()
 
     def state(self) -> str:
         """Of one that ended, in words: why, where it said so."""
@@ -91,11 +80,6 @@ class Process:
         if "rror" not in text:
             return f"it ended and did not say why, see {self.log}"
         return f"{self.log} says: {last_error(text)}; {versions()}"
-
-    def _kill(self) -> None:
-        assert self.running is not None
-        with suppress(ProcessLookupError):  # all have ended
-            os.killpg(self.running.pid, signal.SIGKILL)
 
 
 @dataclass(kw_only=True)
@@ -108,17 +92,12 @@ class PlacedProcess(Process):
 
     def start(self, model: Path) -> None:
         """Raises UserError if there is no room, ConnectionError if the host is lost."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         gpus = self.options.tensor_parallel if torch.cuda.is_available() else 0
         self.running = placed = self.cluster.place(gpus=gpus, log=self.log)
         host, port = placed.room(self.patience)
         self.address = f"http://{host}:{port}"
         self.tell(self.address)
         placed.run(self.arguments(model, host, port), self.environment())
-
-    def _kill(self) -> None:
-        assert isinstance(self.running, RayProcess)
-        self.running.kill()
 
 
 def devices_of(settings: VLLMServer, gather: Callable[[Any], list[Any]]) -> list[int]:

@@ -7,8 +7,8 @@ import sys
 import threading
 from pathlib import Path
 
+from mmrl.children.processes import end_with_parent
 from mmrl.runtime.logging import quieten_environment
-from mmrl.runtime.ray import end_with_parent
 
 
 def main() -> None:

@@ -11,11 +11,10 @@ import os
 import queue
 import secrets
 import shutil
-import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from mmrl.children.processes import free_port
+from mmrl.children.ray import Cluster
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.settings import VLLMServer
@@ -46,7 +47,6 @@ from mmrl.generation.vllm.responses import Answer, BadAnswer
 from mmrl.generation.weight_sync.checksums import Report, report
 from mmrl.generation.weight_sync.folders import Exchange, remove_abandoned
 from mmrl.generation.weight_sync.transfer import Broadcast, Folder, Transfer, unwritten
-from mmrl.runtime.ray import Cluster
 
 T = TypeVar("T")
 
@@ -467,9 +467,3 @@ def data_url(image: Any) -> str:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-def free_port(host: str) -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]

@@ -93,7 +93,7 @@ def clean_environment() -> dict[str, str]:
     }
 
 
-def end_with_parent() -> None:
+def end_with_forker() -> None:
     """This process is killed when the thread that has forked it ends."""
     if LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -103,12 +103,6 @@ def adopt_orphans() -> None:
     """Descendants whose parent ends become children of this process, also those that left its process group."""
     if LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def end_group(leader: int) -> None:
-    """Kills all processes of a group, at once and so that none can fork away."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
 
 
 def end_descendants(keep: Collection[int] = ()) -> None:

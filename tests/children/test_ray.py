@@ -16,18 +16,17 @@ import pytest
 import torch
 
 import mmrl.sims.vector.workers
+from mmrl.children import ray as placement
+from mmrl.children.frames import decode
+from mmrl.children.ray import Cluster, RayProcess
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.settings import VLLMServer
 from mmrl.generation.vllm import processes
 from mmrl.generation.vllm import servers as engines
 from mmrl.generation.vllm.engine import EngineOptions, Request
-from mmrl.runtime import ray as placement
-from mmrl.runtime.ray import Cluster, RayProcess
 from mmrl.sims import build
-from mmrl.sims.vector.workers import IncomingCall
 from mmrl.workers.handles import Handle
-from mmrl.workers.serialization import decode
 from tests.helpers.processes import SOON, environment, family, gone, running
 from tests.helpers.threads import together
 from tests.sims.alike import assert_alike
@@ -116,7 +115,7 @@ def moves(count, amount=0.1):
 
 
 def script(words):
-    return ["-c", f"import os, sys, threading, time; from mmrl.runtime.ray import end_with_parent\n{words}"]
+    return ["-c", f"import os, sys, threading, time; from mmrl.children.processes import end_with_parent\n{words}"]
 
 
 def test_a_process_is_looked_after_from_here(nodes, tmp_path):
@@ -208,7 +207,7 @@ def test_workers_on_other_hosts_change_nothing(nodes, behind):
     assert_alike(plain, split)
     pids = family(*split.simulator.pids)
     split.close()
-    assert len(pids) == 4 and not any(running(pid) for pid in pids)
+    assert len(pids) == 4 and gone(pids)
 
 
 def test_a_lost_host_costs_the_episodes_it_was_playing(nodes, behind):
@@ -251,20 +250,6 @@ def test_trouble_is_told_from_other_hosts_too(behind):
         behind(LINE, 1, 1, python="/nowhere/python")
 
 
-def test_only_the_worker_itself_may_call():
-    with subprocess.Popen(["sleep", "60"]) as process:
-        waiting = IncomingCall("127.0.0.1")
-        intruder, worker = (socket.create_connection(waiting.address) for _ in range(2))
-        intruder.sendall(b"0" * len(waiting.token))
-        worker.sendall(waiting.token.encode())
-        with waiting.accept(process, SOON) as channel:
-            assert channel.getpeername() == worker.getsockname() and intruder.recv(1) == b""
-        process.kill()
-        process.wait()
-        with pytest.raises(ConnectionError, match="its process ended"):
-            waiting.accept(process, SOON)
-
-
 @pytest.mark.parametrize(
     ("how", "then"),
     [
@@ -304,14 +289,14 @@ def test_rollout_workers_on_another_host_make_what_training_would(nodes, tmp_pat
     """Its host is lost in the second step, and it goes on on another one."""
     asked, ask = [], Handle.ask
 
-    def losing(handle, message, seconds):
-        assert isinstance(handle._running, RayProcess)
+    def losing(handle, message, seconds, shared=()):
+        assert isinstance(handle.child.process, RayProcess)
         if "rollout" in decode(message):
-            asked.append(handle._running.pid)
+            asked.append(handle.child.process.pid)
             if len(asked) == 2:
                 nodes.lose(nodes.of(asked[1]))
                 assert gone(asked[1:])
-        return ask(handle, message, seconds)
+        return ask(handle, message, seconds, shared)
 
     plain = run(tmp_path / "plain", "steps=3", base=IMAGES)
     monkeypatch.setattr(Handle, "ask", losing)

@@ -14,10 +14,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mmrl.children.processes import LocalProcess, end_with_parent, free_port, tail
 from mmrl.errors import UserError
 
 NOTICE_S = 10.0  # of waiting for room, after which the user is told
@@ -95,6 +96,8 @@ class RayProcess:
     def __init__(self, cluster: Cluster, gpus: int, log: Path | None) -> None:
         import ray
 
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
         self.cluster, self.gpus, self.log = cluster, gpus, log
         self.returncode: int | None = None
         actor: Any = ray.remote(Holder)
@@ -189,15 +192,14 @@ class Holder:
     """The Ray actor of one process, which it starts, awaits and ends."""
 
     def __init__(self) -> None:
-        self.process: subprocess.Popen | None = None
+        self.process: LocalProcess | None = None
         self.over, self.ended = threading.Event(), (0, "")
 
     def room(self) -> tuple[str, int]:
         import ray
 
         host = ray.util.get_node_ip_address()
-        with closing(socket.create_server((host, 0))) as probe:
-            return host, probe.getsockname()[1]
+        return host, free_port(host)
 
     def run(self, python: str | None, arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
         """Its `outcome`."""
@@ -211,28 +213,19 @@ class Holder:
         return self.ended
 
     def _run(self, python: str | None, arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
-        with tempfile.TemporaryFile() as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "mmrl.runtime.ray", python or sys.executable, *arguments],
-                env=os.environ | environment,
-                stdin=subprocess.PIPE,  # see `guard`
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        with tempfile.NamedTemporaryFile() as file:
+            command = [sys.executable, "-m", "mmrl.children.ray", python or sys.executable, *arguments]  # see `guard`
+            self.process = LocalProcess(command, os.environ | environment, log=Path(file.name))
             code = self.process.wait()
-            self.stop()  # what it may have left
-            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
-            return code, log.read().decode(errors="replace")
+            self.process.kill()  # what it may have left
+            return code, tail(Path(file.name), TAIL)
 
     def pid(self) -> int | None:
         return None if self.process is None else self.process.pid
 
     def stop(self) -> None:
         if self.process is not None:
-            with suppress(ProcessLookupError):  # all have ended
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            self.process.kill()
 
 
 def guard(command: list[str]) -> int:
@@ -247,13 +240,6 @@ def guard(command: list[str]) -> int:
     if code < 0:  # a signal's number: as if it had been for us
         os.kill(os.getpid(), -code)
     return code
-
-
-def end_with_parent() -> None:
-    """For a thread. The parent holds the other end of our standard input and never writes; it closes however the parent
-    ends, and we do then, with all that we started."""
-    sys.stdin.read()
-    os.killpg(0, signal.SIGKILL)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,92 @@
+"""Frames that one process sends another over a socket, and the time that the other may take.
+
+Everything is a frame: eight bytes of length, and so many bytes. An empty frame is a sign of life, by which a stopped
+process is told from a slow one.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+LENGTH = 8  # bytes
+SHORT = 1 << 16  # bytes that are copied rather than sent by a second call
+LOOK_S = 0.5  # between two looks at whether the other side is still there
+
+
+class Patience:
+    """Limits of a wait. limit_s: seconds for all of an answer. silent_s: seconds without any byte of it, or a
+    sign of life. look: called about every LOOK_S seconds of silence; raises where there is nothing to wait for."""
+
+    def __init__(
+        self, limit_s: float = math.inf, silent_s: float = math.inf, look: Callable[[], None] | None = None
+    ) -> None:
+        self.limit_s, self.silent_s, self.look = limit_s, silent_s, look
+        self._end = time.monotonic() + limit_s
+        self.heard()
+
+    def heard(self) -> None:
+        self._silent = time.monotonic() + self.silent_s
+
+    def left(self) -> float | None:
+        """Returns the seconds to listen for, None for ever. Raises TimeoutError, which says what was too long."""
+        now = time.monotonic()
+        if now >= self._end:
+            raise TimeoutError(f"no answer in {self.limit_s:g} s")
+        if now >= self._silent:
+            raise TimeoutError(f"no sign of life in {self.silent_s:g} s")
+        left = min(self._end - now, self._silent - now, math.inf if self.look is None else LOOK_S)
+        return None if left == math.inf else left
+
+
+class Channel:
+    """One end of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket, self._sending = connection, threading.Lock()
+
+    def send(self, data: bytes = b"", limit_s: float | None = None) -> None:
+        """Sends a frame, by default a sign of life. Raises TimeoutError, and OSError where nobody listens any more."""
+        head = len(data).to_bytes(LENGTH, "big")
+        with self._sending:
+            self.socket.settimeout(limit_s)
+            for part in [head + data] if len(data) < SHORT else [head, data]:
+                self.socket.sendall(part)
+
+    def receive(self, patience: Patience | None = None, most: float = math.inf) -> bytearray:
+        """Returns the next frame that is no sign of life. Raises TimeoutError, ConnectionError where the other side
+        ended, and ValueError for a frame of more than `most` bytes."""
+        patience = patience or Patience()
+        while not (size := int.from_bytes(self._exactly(LENGTH, patience), "big")):
+            pass
+        if size > most:
+            raise ValueError(f"an answer of {size} bytes")
+        return self._exactly(size, patience)
+
+    def ask(self, data: bytes, patience: Patience, most: float = math.inf) -> bytearray:
+        """Sends a frame and returns the next one; raises as `receive`."""
+        self.send(data, min(patience.limit_s, patience.silent_s))
+        return self.receive(patience, most)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _exactly(self, count: int, patience: Patience) -> bytearray:
+        data = bytearray(count)
+        view = memoryview(data)
+        while view:
+            self.socket.settimeout(patience.left())
+            try:
+                got = self.socket.recv_into(view)
+            except TimeoutError:
+                if patience.look is not None:
+                    patience.look()
+                continue
+            if not got:
+                raise ConnectionResetError("the other side ended")
+            view = view[got:]
+            patience.heard()
+        return data

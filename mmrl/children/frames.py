@@ -1,0 +1,164 @@
+"""Records, tensors, arrays and images as bytes and back, to the bit: what passes between a process and its children.
+Nothing that is read can run code.
+
+A message is the length of a JSON text, the text, and the numbers of all tensors, arrays and images, one after the
+other. Both sides may hold `shared` objects, such as the prompts that were asked: the message names them by their place.
+torch and Pillow are imported where a message needs them, for simulators run under interpreters that lack them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+ALIGNED = 8  # bytes: a tensor is read from where it lies
+LENGTH = 8  # bytes of the text's own length
+MODES = ("1", "L", "RGB", "RGBA", "I", "F")  # of images that their pixels alone say everything about
+
+
+def encode(value: Any, shared: Sequence[Any] = ()) -> bytes:
+    """Returns the message of plain values, lists, tuples, mappings, dataclasses, tensors, arrays and images. Raises
+    TypeError for anything else."""
+    writer = MessageWriter(shared)
+    text = json.dumps(writer.tree(value)).encode()
+    text += b" " * (-len(text) % ALIGNED)
+    return b"".join([len(text).to_bytes(LENGTH, "little"), text, *writer.parts])
+
+
+def decode(message: bytes | bytearray, shared: Sequence[Any] = (), records: Collection[type] | None = None) -> Any:
+    """Returns what `encode` was given; arrays and tensors lie in the message where that is a bytearray. Raises
+    ValueError for what `encode` has not made.
+
+    records: dataclasses that may be made, for messages that nobody vouches for; None: any of a module that has been
+    imported here.
+    """
+    message = message if isinstance(message, bytearray) else bytearray(message)  # tensors may be written into
+    begin = LENGTH + int.from_bytes(message[:LENGTH], "little")
+    try:
+        return Reader(memoryview(message)[begin:], shared, records).value(json.loads(message[LENGTH:begin]))
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:  # RuntimeError: too deep
+        raise ValueError(f"no message of ours ({error!r:.200})") from None
+
+
+def decode_mapping(
+    message: bytes | bytearray, shared: Sequence[Any] = (), records: Collection[type] | None = None
+) -> dict[str, Any]:
+    """`decode`. Raises ValueError for anything but a mapping too."""
+    found = decode(message, shared, records)
+    if not isinstance(found, dict):
+        raise ValueError("an answer that is no object")
+    return found
+
+
+class MessageWriter:
+    """Turns a value into a tree for JSON and the bytes beside it."""
+
+    def __init__(self, shared: Sequence[Any]) -> None:
+        self.places = {id(one): place for place, one in enumerate(shared)}
+        self.parts: list[bytes] = []
+        self.size = 0
+
+    def tree(self, value: Any) -> Any:
+        """Returns `value` for JSON; its numbers are added to `parts`."""
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if id(value) in self.places:
+            return {"shared": self.places[id(value)]}
+        if type(value) is list:
+            return [self.tree(one) for one in value]
+        if type(value) is tuple:
+            return {"tuple": [self.tree(one) for one in value]}
+        if type(value) is dict:
+            return {"dict": [[self.tree(key), self.tree(one)] for key, one in value.items()]}
+        if isinstance(value, np.ndarray | np.generic):
+            if value.dtype.hasobject:
+                raise TypeError("an array of Python objects")
+            kind = "array" if isinstance(value, np.ndarray) else "scalar"
+            return {kind: [value.dtype.str, list(value.shape), *self.put(value.tobytes())]}
+        if is_dataclass(value) and not isinstance(value, type):
+            own, held = type(value), {field.name: self.tree(vars(value)[field.name]) for field in fields(value)}
+            return {"record": [own.__module__, own.__qualname__, held]}
+        return self.of_a_library(value)
+
+    def of_a_library(self, value: Any) -> Any:
+        """Returns a tensor or an image for JSON: where nobody has imported its library there is none."""
+        if "torch" in sys.modules:
+            import torch
+
+            if isinstance(value, torch.Tensor):
+                flat = value.detach().cpu().contiguous().flatten()
+                name = str(value.dtype).removeprefix("torch.")
+                return {"tensor": [name, list(value.shape), *self.put(flat.view(torch.uint8).numpy().tobytes())]}
+        if "PIL.Image" in sys.modules:
+            from PIL import Image
+
+            if isinstance(value, Image.Image):
+                if value.mode not in MODES:
+                    raise TypeError(f"a picture of mode {value.mode}")
+                return {"image": [value.mode, list(value.size), *self.put(value.tobytes())]}
+        raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
+
+    def put(self, part: bytes) -> tuple[int, int]:
+        """Returns where it begins, and how many bytes it has."""
+        begin, padding = self.size, -len(part) % ALIGNED
+        self.parts += [part, b"\0" * padding]
+        self.size += len(part) + padding
+        return begin, len(part)
+
+
+class Reader:
+    """Turns a tree and the bytes beside it back into the value."""
+
+    def __init__(self, numbers: memoryview, shared: Sequence[Any], records: Collection[type] | None) -> None:
+        self.numbers, self.shared, self.records = numbers, shared, records
+
+    def value(self, tree: Any) -> Any:
+        if isinstance(tree, list):
+            return [self.value(one) for one in tree]
+        if not isinstance(tree, dict):
+            return tree
+        ((kind, held),) = tree.items()
+        if kind == "shared":
+            return self.shared[held]
+        if kind == "tuple":
+            return tuple(self.value(one) for one in held)
+        if kind == "dict":
+            return {self.value(key): self.value(one) for key, one in held}
+        if kind == "record":
+            module, name, values = held
+            return self.record(module, name)(**{key: self.value(one) for key, one in values.items()})
+        name, shape, begin, size = held
+        return self.numeric(kind, name, shape, self.numbers[begin : begin + size])
+
+    def numeric(self, kind: str, name: str, shape: list[int], part: memoryview) -> Any:
+        if kind == "image":
+            return image(name, shape, part)
+        if kind == "tensor":
+            import torch
+
+            flat = torch.from_numpy(np.frombuffer(part, np.uint8))
+            return flat.view(vars(torch)[name]).view(shape)
+        array = np.frombuffer(part, np.dtype(name)).reshape(shape)
+        return array if kind == "array" else array[()]
+
+    def record(self, module: str, name: str) -> type[Any]:
+        """Returns a dataclass. Raises ValueError for anything else, and for one that may not be made."""
+        kind = vars(sys.modules[module])[name] if module in sys.modules else None
+        if isinstance(kind, type) and is_dataclass(kind) and (self.records is None or kind in self.records):
+            return kind
+        raise ValueError(f"{module}:{name} is no record that is known here")
+
+
+def image(mode: str, size: list[int], pixels: memoryview) -> Any:
+    """Returns an image. Raises ValueError for a size that its pixels have not; Pillow makes room before it looks."""
+    from PIL import Image
+
+    width, height = size
+    if mode not in MODES or width * height > 8 * len(pixels):  # of mode 1 a byte holds eight pixels
+        raise ValueError(f"no image: {mode} {size} of {len(pixels)} bytes")
+    return Image.frombytes(mode, (width, height), bytes(pixels))

@@ -1,0 +1,99 @@
+"""`python -m mmrl.children.main SERVICE DESCRIPTOR`, or SERVICE HOST PORT: what a `mmrl.children.child.Child` runs.
+
+Of its first message it makes the service, then it answers one message after the other. While it works it gives a sign
+of life every second, by which it also notices that nobody is left to answer to. It ends with the process that started
+it, however that ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from mmrl.children.channel import Channel
+from mmrl.children.door import KEY, dial
+from mmrl.children.frames import decode, encode
+from mmrl.children.processes import end_group, end_with_parent
+from mmrl.errors import UserError, told
+from mmrl.runtime.logging import quieten_environment
+
+BEAT_S = 1.0  # between signs of life
+
+
+class Service(ABC):
+    """The work of a process for the one that started it; made of the first message. facts: the answer to that."""
+
+    facts: Any = None
+
+    @abstractmethod
+    def answer(self, request: Any) -> Any: ...
+
+    def shared(self, request: Any) -> Sequence[Any]:
+        """Returns what the answer need not repeat of the request."""
+        return ()
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Called when nobody listens any more."""
+
+
+def serve(channel: Channel, make: Callable[[Any], Service], abandoned: Callable[[], None]) -> None:
+    """Answers until the other side closes. abandoned: called where that is noticed amid the work."""
+    busy, made = threading.Event(), list[Service]()
+    threading.Thread(target=_beat, args=(channel, busy, abandoned), daemon=True).start()
+    with suppress(ConnectionError):
+        while True:
+            request = decode(channel.receive())
+            busy.set()
+            answer = _answer(made, make, request)
+            busy.clear()
+            channel.send(answer)
+    for service in made:
+        service.close()
+
+
+def _answer(made: list[Service], make: Callable[[Any], Service], request: Any) -> bytes:
+    try:
+        if not made:
+            made.append(make(request))
+            return encode({"answer": made[0].facts})
+        return encode({"answer": made[0].answer(request)}, made[0].shared(request))
+    except UserError as error:
+        return encode({"refused": str(error)})
+    except Exception as error:  # any fault of a policy, a task or a simulator
+        return encode({"raised": told(error)})
+
+
+def _beat(channel: Channel, busy: threading.Event, abandoned: Callable[[], None]) -> None:
+    with suppress(OSError):
+        while busy.wait():
+            time.sleep(BEAT_S)
+            if busy.is_set():
+                channel.send()
+    abandoned()
+
+
+def main() -> None:
+    quieten_environment()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    service, *where = sys.argv[1:]
+    module, _, name = service.partition(":")
+    if len(where) == 1:
+        channel = Channel(socket.socket(fileno=int(where[0])))
+    else:
+        channel = dial(where[0], int(where[1]), os.environ.pop(KEY))
+    end = partial(end_group, 0)  # with all that it started
+    serve(channel, vars(importlib.import_module(module))[name], end)
+    end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Processes of somebody else's code that are killed at a deadline, and replaced in milliseconds.
+
+A nursery, a fresh interpreter, builds a service once and forks a worker whenever one is needed. The process that owns
+it is never forked itself: it holds threads and perhaps a CUDA context. Requests go out as pickles, which a worker may
+trust; answers come back as bounded messages of `mmrl.children.frames`, for nothing that comes from a worker is trusted.
+`mmrl.children.forked` is the other side.
+
+It is a net, no prison: a worker has the user's name, files and network.
+"""
+
+from __future__ import annotations
+
+import atexit
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import Any
+
+from mmrl.children.channel import Channel, Patience
+from mmrl.children.forked import DISMISS, ENLIST, ORDER
+from mmrl.children.frames import decode_mapping
+from mmrl.children.limits import Limits, clean_environment
+from mmrl.children.processes import LocalProcess, end_group, module_path
+from mmrl.errors import UserError
+
+MAX_ANSWER = 1 << 16  # bytes
+START_S = 120.0  # a new interpreter that imports torch on a busy machine
+ORDER_S = 20.0  # for a nursery to fork or end a worker
+
+
+class Nursery:
+    """A service of somebody else's code and the processes that serve. It is opened when one is needed, anew where it
+    has ended, and ends with this process."""
+
+    def __init__(self, service: str, arguments: Sequence[Any], limits: Limits, records: Collection[type] = ()) -> None:
+        """service: the "module:function" that makes the service of `arguments`. records: what answers may hold."""
+        self._first, self._records = (service, tuple(arguments), limits), records
+        self._opening = threading.Lock()
+        self._running: NurseryProcess | None = None
+        _LIVE.add(self)
+
+    def hire(self) -> ForkedProcess:
+        """Returns one that has nothing to do, or a new one. Raises UserError where the service cannot be built, and
+        ConnectionError where the nursery ends or does not answer."""
+        with self._opening:
+            if self._running is not None and self._running.process.poll() is not None:
+                self._running.close()
+                self._running = None
+            self._running = self._running or NurseryProcess(self._first, self._records)
+            return self._running.hire()
+
+    def close(self) -> None:
+        """Ends all of them; others may be hired later."""
+        with self._opening:
+            if self._running is not None:
+                self._running.close()
+            self._running = None
+
+
+class NurseryProcess:
+    """The process that builds a service and forks its workers. first: what it is told. idle: workers to be hired.
+    Raises UserError where it cannot build it."""
+
+    def __init__(self, first: tuple[str, tuple[Any, ...], Limits], records: Collection[type]) -> None:
+        self.records, self.idle = records, list[ForkedProcess]()
+        self._ordering = threading.Lock()
+        self._workers: dict[int, ForkedProcess] = {}
+        ours, theirs = socket.socketpair()
+        self._control = Channel(ours)
+        with theirs:
+            self.process = LocalProcess(
+                [sys.executable, "-m", "mmrl.children.forked", str(theirs.fileno())],
+                clean_environment() | module_path(None) | {"CUDA_VISIBLE_DEVICES": ""},
+                descriptors=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        try:
+            answer = self._control.ask(pickle.dumps(first), Patience(START_S), MAX_ANSWER)
+            problem = decode_mapping(answer, records=())["problem"]
+        except (OSError, ValueError, KeyError) as error:
+            problem = f"its process did not start: {error!r}"
+        if problem is not None:
+            self.close()
+            raise UserError(str(problem))
+
+    def hire(self) -> ForkedProcess:
+        """Raises ConnectionError where this process has ended or does not answer."""
+        with suppress(IndexError):
+            return self.idle.pop()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            pid = int(self._order(ENLIST, 0, theirs.fileno())["done"])
+        self._workers[pid] = ForkedProcess(self, pid, Channel(ours))
+        return self._workers[pid]
+
+    def dismiss(self, worker: ForkedProcess) -> str | None:
+        """Kills the worker and all that it has started; why the nursery had done so before, where it had."""
+        self._workers.pop(worker.pid, None)
+        worker.channel.close()
+        with suppress(ConnectionError):  # then it has ended with its nursery
+            return self._order(DISMISS, worker.pid)["why"]
+        return None
+
+    def close(self) -> None:
+        """The nursery kills its workers and ends when nobody listens to it."""
+        self._control.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(ORDER_S)
+        self._end()
+
+    def _end(self) -> None:
+        """A worker may have stopped or killed the nursery, or kept it busy: then its workers' groups end from here."""
+        if self.process.poll() != 0:
+            self.process.kill()
+            for pid in self._workers:
+                end_group(pid)
+        for worker in self._workers.values():
+            worker.channel.close()
+        self._workers = {}
+
+    def _order(self, kind: bytes, pid: int, *descriptors: int) -> dict[str, Any]:
+        with self._ordering:
+            try:
+                self._control.socket.settimeout(ORDER_S)
+                socket.send_fds(self._control.socket, [ORDER.pack(kind, pid)], descriptors)
+                answer = decode_mapping(self._control.receive(Patience(ORDER_S), MAX_ANSWER), records=())
+                return {"done": int(answer["done"]), "why": answer["why"]}
+            except (OSError, ValueError, KeyError) as error:
+                self._end()
+                raise ConnectionAbortedError(f"its nursery ended: {error!r}") from error
+
+
+class ForkedProcess:
+    """One process that serves; its process group has its id."""
+
+    def __init__(self, nursery: NurseryProcess, pid: int, channel: Channel) -> None:
+        self.nursery, self.pid, self.channel = nursery, pid, channel
+        self._spent = False  # it wants to be replaced
+        self._asked = 0
+
+    def call(self, request: Any, deadline_s: float, most: int = MAX_ANSWER) -> dict[str, Any]:
+        """Returns what the service answers, in at most so many bytes. Raises TimeoutError, and ConnectionError for what
+        is no answer and where its process ended, or had to; then it serves no more."""
+        self._asked += 1
+        try:
+            received = self.channel.ask(pickle.dumps((self._asked, request)), Patience(deadline_s), most)
+            answer = decode_mapping(received, records=self.nursery.records)
+            if answer.get("number") != self._asked:
+                raise ValueError("an answer to nothing that was asked")
+        except (TimeoutError, ConnectionError, ValueError) as error:
+            if (why := self.nursery.dismiss(self)) is None and isinstance(error, TimeoutError):
+                raise
+            what = " ".join(str(error).split())
+            raise ConnectionAbortedError(why or f"its process ended or answered nonsense ({what})") from error
+        self._spent = answer.get("spent") is True
+        return answer
+
+    def release(self) -> None:
+        """Lets others hire it, unless it is spent."""
+        if self._spent:
+            self.nursery.dismiss(self)
+        else:
+            self.nursery.idle.append(self)
+
+
+_LIVE: weakref.WeakSet[Nursery] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for nursery in list(_LIVE):
+        nursery.close()
