@@ -26,19 +26,19 @@ from mmrl.training.metrics import Metrics
 from tests.joints.parts import Table, close, job
 from tests.whole_runs.parts import ROBOTS, distance, final, make, metrics, release, timeless, train
 
+pytestmark = pytest.mark.usefixtures("alone")
 HERE = "tests.company.test_seams"
 
 
 def goes_on_exactly(folder, options):
-    """A run of four steps, which another one that goes on from its second step equals; its metrics."""
-    whole, cut, step = folder / "whole", folder / "cut", "step-000002"
-    train(whole, *options, "checkpoint.every=2")
-    shutil.copytree(whole / "checkpoints" / step, cut / "checkpoints" / step)
-    shutil.copy(whole / "metrics.jsonl", cut)
-    train(cut, *options, "checkpoint.every=2", "checkpoint.resume=true", resume=True)
-    rows, again = ([row for row in timeless(metrics(path)) if "loss" in row] for path in (whole, cut))
+    """A run of four steps, and one of two that goes on for two more, which equals it; the metrics of its steps."""
+    whole, parts = folder / "whole", folder / "parts"
+    train(whole, *options)
+    train(parts, *options, "steps=2", "checkpoint.every=2")
+    train(parts, *options, "checkpoint.every=2", resume=True)
+    rows, again = ([row for row in timeless(metrics(path)) if "loss" in row] for path in (whole, parts))
     assert len(rows) == 4 and again == rows
-    assert distance(final(whole), final(cut)) == 0
+    assert distance(final(whole), final(parts)) == 0
     return rows
 
 
@@ -152,7 +152,7 @@ def test_spans_of_a_text_reach_their_tokens(tmp_path):
     release(trainer)
     assert any(len(row) > 1 and row[0] != row[1] for row in pieces)
     for row, sample in zip(pieces, batch.rollouts.samples, strict=True):
-        assert "".join(row).startswith(sample.response)  # and then the token that ends it
+        assert "".join(row) == sample.response
     first = pieces[0][0]
     share = sum(letter in "aeiou" for letter in first) / max(1, len(first))
     close(batch.rollouts.advantages[0, 0], share)
@@ -184,7 +184,7 @@ class ByFilm(Shaper):
 
 def test_a_judge_sees_what_a_robot_saw(tmp_path):
     plain, judged = (
-        make(tmp_path / name, *options, "algorithm.scale=none", base=ROBOTS)
+        make(tmp_path / name, *options, "algorithm.scale=none", "action.chunk=1", base=ROBOTS)
         for name, options in (("plain", []), ("judged", [f"algorithm.shaping=['{HERE}:ByFilm']"]))
     )
     batches = [prepared(trainer)[0].rollouts for trainer in (plain, judged)]
@@ -192,7 +192,7 @@ def test_a_judge_sees_what_a_robot_saw(tmp_path):
     release(judged)
     assert all(sample.episode.frames is None for sample in batches[0].samples)  # who does not ask has no film
     films = torch.tensor([float(len(sample.episode.frames)) for sample in batches[1].samples])
-    assert len(films.unique()) > 1 and films.min() > 1
+    assert films.min() > 1
     close(batches[1].advantages[:, 0] - batches[0].advantages[:, 0], films, atol=1e-5)
 
 
@@ -286,17 +286,8 @@ class Learned(Shaper):
 
 
 def test_a_second_network_learns_and_goes_on_from_a_checkpoint(tmp_path):
-    options = [f"algorithm.shaping=['{HERE}:Learned']"]
-    train(tmp_path / "whole", *options)
-    shutil.copytree(
-        tmp_path / "whole" / "checkpoints" / "step-000002", tmp_path / "cut" / "checkpoints" / "step-000002"
-    )
-    shutil.copy(tmp_path / "whole" / "metrics.jsonl", tmp_path / "cut")
-    train(tmp_path / "cut", *options, "checkpoint.resume=true", resume=True)
-    rows, again = (timeless(metrics(tmp_path / name)) for name in ("whole", "cut"))
-    assert [row for row in again if "loss" in row] == [row for row in rows if "loss" in row]
-    assert distance(final(tmp_path / "whole"), final(tmp_path / "cut")) == 0
-    assert all(row["own/after"] < row["own/before"] for row in rows if "own/before" in row)
+    rows = goes_on_exactly(tmp_path, [f"algorithm.shaping=['{HERE}:Learned']"])
+    assert all(row["own/after"] < row["own/before"] for row in rows)
 
 
 # --- a distribution's top k at replay ---
@@ -460,16 +451,8 @@ def test_a_ring_belongs_to_its_rank(tmp_path):
 
 
 def test_a_ring_trains_and_goes_on_exactly(tmp_path):
-    options = [f"rollout.extras=['{HERE}:Ring']", "engine.micro_batch=10"]
-    train(tmp_path / "whole", *options)
-    shutil.copytree(
-        tmp_path / "whole" / "checkpoints" / "step-000002", tmp_path / "cut" / "checkpoints" / "step-000002"
-    )
-    shutil.copy(tmp_path / "whole" / "metrics.jsonl", tmp_path / "cut")
-    train(tmp_path / "cut", *options, "checkpoint.resume=true", resume=True)
-    rows, again = (timeless(metrics(tmp_path / name)) for name in ("whole", "cut"))
-    assert [row for row in again if "loss" in row] == [row for row in rows if "loss" in row]
-    assert distance(final(tmp_path / "whole"), final(tmp_path / "cut")) == 0
+    rows = goes_on_exactly(tmp_path, [f"rollout.extras=['{HERE}:Ring']", "engine.micro_batch=10"])
+    assert all(row["grad_norm"] > 0 for row in rows)
 
 
 # --- gradients through actions ---
@@ -506,7 +489,7 @@ def test_a_cost_of_actions_is_climbed_down(tmp_path):
         f"algorithm={{type: '{HERE}:Towards'}}",
         "action.head={type: gaussian, width: 16, layers: 1}",
     ]
-    train(tmp_path, *options, "model.build=mmrl.tasks.manipulation.tiny_model:build_states", base=ROBOTS)
+    train(tmp_path, *options, base=ROBOTS)
     away = [row["own/away"] for row in metrics(tmp_path) if "own/away" in row]
     assert len(away) == 8 and away[-1] < 0.5 * away[0]
 

@@ -66,7 +66,8 @@ class ChatTokenizer:
 
     def pieces(self, ids: Tensor) -> list[str]:
         """The text that each token [token] adds to those before it; a letter that takes several comes with the last."""
-        texts = [self.tokenizer.decode(ids[:end]).rstrip("\ufffd") for end in range(len(ids) + 1)]
+        whole = [self.tokenizer.decode(ids[:end], skip_special_tokens=True) for end in range(len(ids) + 1)]
+        texts = [*(text.rstrip("\ufffd") for text in whole[:-1]), whole[-1]]
         return [text[len(before) :] for before, text in pairwise(texts)]
 
     def rollouts(self, prompts: Sequence[Prompt], rows: list[RolloutTokens], group_size: int) -> Rollouts:
