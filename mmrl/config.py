@@ -67,7 +67,7 @@ class Config(Section):
     @property
     def generator(self) -> GeneratorSettings | RolloutWorkers | None:
         """Who samples for the policy, where anybody does."""
-        return vars(self.rollout).get("generator") or vars(self.rollout).get("workers")
+        return self.rollout.producer
 
     @property
     def correction(self) -> Correction:

@@ -167,6 +167,7 @@ class Record:
         return cls(**{f.name: _joined(f, [vars(part)[f.name] for part in parts]) for f in fields(cls)})
 
 
+ExtraKind = TypeVar("ExtraKind", bound=Record)
 BY_DECISION = ("advantages",)  # columns by decision that are not padded
 
 
@@ -204,6 +205,15 @@ class Rollouts(Record):
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def extra(self, name: str, kind: type[ExtraKind]) -> ExtraKind:
+        """A record of `extras`. Raises TypeError where there is none of this kind."""
+        found = self.extras.get(name)
+        if not isinstance(found, kind):
+            raise TypeError(
+                f"the rollouts have no {kind.__name__} as {name}; they have {', '.join(self.extras) or 'no extras'}"
+            )
+        return found
 
     def by_step(self, inputs: list[list[Any]]) -> Rollouts:
         """Every step of every rollout as a rollout of its own, and a group of its own; a step is as many decisions as
@@ -295,10 +305,7 @@ def in_part(rollouts: Rollouts, part: int) -> Tensor:
 
 def parts_of(rollouts: Rollouts) -> Tensor:
     """[rollout, decision] int64: TEXT or PICTURE. Raises TypeError for responses that have no parts."""
-    found = rollouts.extras.get(PARTS)
-    if not isinstance(found, DecisionColumn):
-        raise TypeError(f"the responses have no parts: their extras are {', '.join(rollouts.extras) or 'none'}")
-    return found.values
+    return rollouts.extra(PARTS, DecisionColumn).values
 
 
 def alike(part: Rollouts, fresh: Rollouts) -> Rollouts:

@@ -235,6 +235,4 @@ def moments_of(steps: Steps) -> tuple[Tensor, Tensor]:
 def _steps(rollouts: Rollouts) -> Steps:
     from mmrl.rollouts import Steps
 
-    found = rollouts.extras["steps"]
-    assert isinstance(found, Steps)
-    return found
+    return rollouts.extra("steps", Steps)

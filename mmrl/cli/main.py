@@ -515,7 +515,7 @@ def arithmetic(config: Any, world: int, module: Any) -> str:
     from mmrl.engine import memory_estimate
 
     rollouts, micro = config.rollouts_per_step, config.engine.micro_batch
-    mine, tokens = rollouts // world // config.algorithm.minibatches, vars(config.engine).get("micro_tokens")
+    mine, tokens = rollouts // world // config.algorithm.minibatches, config.engine.token_limit
     moments = len(config.optim.moments)
     memory = memory_estimate(module, config.engine.zero_stage, world, config.model.dtype, moments)
     return "\n".join(

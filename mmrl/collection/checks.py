@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mmrl.errors import UserError
+from mmrl.generation.settings import RolloutWorkers
 from mmrl.protocols.job import JobConfig
 
 
@@ -22,8 +23,8 @@ def check_batch(config: JobConfig, world: int) -> None:
     for key, count in shared.items():
         if count % world:
             raise UserError(f"{key}={count} can not be shared by {world} ranks; make it a multiple")
-    workers = vars(rollout).get("workers")
-    if workers is not None and workers.count > (most := prompts_at_once(config, world)):
+    workers = config.generator
+    if isinstance(workers, RolloutWorkers) and workers.count > (most := prompts_at_once(config, world)):
         raise UserError(
             f"rollout.workers.count={workers.count} is more than the {most} prompts that a rank samples at once "
             "(rollout.prompts / ranks, rollout.micro_batch / group_size); lower it"
@@ -36,7 +37,7 @@ def check_batch(config: JobConfig, world: int) -> None:
             f"{mine} rollouts a rank (rollout.prompts x group_size / ranks) can not be cut into "
             f"algorithm.minibatches={minibatches} equal parts"
         )
-    if config.needs.whole_groups and vars(config.engine).get("micro_tokens") is not None:
+    if config.needs.whole_groups and config.engine.token_limit is not None:
         raise UserError(
             f"engine.micro_tokens cuts groups, which algorithm.type={config.algorithm.type} needs whole; set it to null"
         )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pydantic import model_validator
 
 from mmrl.collection.extra_sources import ExtraSource
 from mmrl.prompts.sampler import Permutation, PromptSampler
 from mmrl.settings import Section, option
+
+if TYPE_CHECKING:
+    from mmrl.generation.settings import GeneratorSettings, RolloutWorkers
 
 
 class DynamicSampling(Section):
@@ -57,6 +62,11 @@ class Demonstrations(Section):
     def longest_silence(self) -> int:
         """Steps in a row without a score after which the run ends."""
         return 1
+
+    @property
+    def producer(self) -> GeneratorSettings | RolloutWorkers | None:
+        """Who makes rollouts in place of the policy, where anybody does."""
+        return None
 
     @property
     def filters(self) -> DynamicSampling | None:

@@ -72,17 +72,22 @@ def reshaped(states: list[dict[str, Tensor]], sliced: bool, parameters: list[nn.
 def share(parameter: nn.Parameter) -> Tensor:
     """What of a parameter lies on this rank: under ZeRO-3 a slice of its elements in order, without the padding of the
     last one, else all of it."""
-    kept = vars(parameter).get("ds_tensor")
-    if kept is None:
+    if not _sliced(parameter):
         return parameter.data
+    kept: Tensor = vars(parameter)["ds_tensor"]
     return kept.narrow(0, 0, _own_slice(parameter)[1])
 
 
 def take(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     """Of the elements of a parameter, [element], those that lie on this rank, shaped as `share` gives them."""
-    if vars(parameter).get("ds_tensor") is None:
+    if not _sliced(parameter):
         return whole.view_as(parameter)
     return whole.narrow(0, *_own_slice(parameter))
+
+
+def _sliced(parameter: nn.Parameter) -> bool:
+    """Whether ZeRO-3 has cut the parameter, which it tells by fields of its own."""
+    return "ds_tensor" in vars(parameter)
 
 
 def _own_slice(parameter: nn.Parameter) -> tuple[int, int]:
@@ -96,7 +101,7 @@ def _own_slice(parameter: nn.Parameter) -> tuple[int, int]:
 def gather_again(parameters: list[nn.Parameter]) -> None:
     """After slices have changed: ZeRO-3 keeps small parameters whole between steps, as copies of what the slices were.
     A collective under ZeRO-3."""
-    whole: list[Any] = [p for p in parameters if vars(p).get("ds_status") is ZeroParamStatus.AVAILABLE]
+    whole: list[Any] = [p for p in parameters if _sliced(p) and vars(p)["ds_status"] is ZeroParamStatus.AVAILABLE]
     if whole:
         whole[0].partition(param_list=whole)  # drops the copies
         whole[0].all_gather(param_list=whole)

@@ -143,6 +143,11 @@ class EngineSettings(Section):
         1800.0, "the longest that ranks wait for one that is missing before the run ends", unit="s", gt=0
     )
 
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens that are replayed at once on a rank; None: as many as there are."""
+        return None
+
     @model_validator(mode="after")
     def _offload_needs_zero(self) -> EngineSettings:
         if self.offload == "all" and self.zero_stage != 3:

@@ -258,3 +258,7 @@ class WorkerSampling(Section):
     workers: RolloutWorkers | None = option(
         None, "processes that make rollouts apart from training; null: the training process makes them itself"
     )
+
+    @property
+    def producer(self) -> RolloutWorkers | None:
+        return self.workers

@@ -127,7 +127,7 @@ class Preparation:
     def by_length(self, rollouts: Rollouts, parts: list[list[Tensor]]) -> list[list[Tensor]]:
         """The micro-batches of each minibatch with similar lengths together, and of no more tokens than there may be,
         where either is asked for. All ranks have as many, for they meet in every backward pass."""
-        tokens: int | None = vars(self.config.engine).get("micro_tokens")
+        tokens = self.config.engine.token_limit
         if not self.balances and tokens is None:
             return parts
         lengths = able(self.policy, Uneven).lengths(rollouts)

@@ -88,7 +88,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("micro_tokens: only where ranks balance", P, "if not self.balances and tokens is None:", "if not self.balances:",
      JOINTS),
     ("micro_tokens: cuts groups that are needed whole", "mmrl/collection/checks.py",
-     'if config.needs.whole_groups and vars(config.engine).get("micro_tokens") is not None:', "if False:", JOINTS),
+     "if config.needs.whole_groups and config.engine.token_limit is not None:", "if False:", JOINTS),
     ("parcels: a part is sent with the whole", "mmrl/engine/packing.py", "> obj.numel() * obj.element_size()",
      "> 1e12", RUNS),
     ("parcels: as many bytes come as go", "mmrl/engine/deepspeed.py", "coming.tolist(), sizes, group",

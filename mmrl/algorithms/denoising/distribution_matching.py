@@ -113,9 +113,7 @@ class DistributionMatching(RewardedAlgorithm):
 def _column(micro: Rollouts) -> Tensor:
     from mmrl.rollouts import Column
 
-    found = micro.extras[KEY]
-    assert isinstance(found, Column)
-    return found.values
+    return micro.extra(KEY, Column).values
 
 
 def _members(micro: Rollouts) -> list[Tensor]:

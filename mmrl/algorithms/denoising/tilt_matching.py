@@ -76,8 +76,8 @@ class TiltMatching(RewardedAlgorithm):
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         from mmrl.rollouts import OLD_CROSS_ENTROPY, Column
 
-        factor = micro.extras[KEY]
-        assert isinstance(factor, Column) and micro.advantages is not None
+        factor = micro.extra(KEY, Column)
+        assert micro.advantages is not None
         cross_entropy = OLD_CROSS_ENTROPY.of(replay)
         where = replay.logp.device
         values = -micro.advantages.to(where) * replay.logp + factor.values.to(where)[:, None] * cross_entropy

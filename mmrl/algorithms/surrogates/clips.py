@@ -117,8 +117,7 @@ class BoundaryChance(Clipped):
         from mmrl.core.surrogates import surrogate
         from mmrl.rollouts import DecisionColumn
 
-        drawn = micro.extras[self.key]
-        assert isinstance(drawn, DecisionColumn)
+        drawn = micro.extra(self.key, DecisionColumn)
         values, stats = surrogate(log_ratio, advantages, kind="clip", **self.bounds)
         ratio, low, high = log_ratio.exp(), 1 - self.low.value, 1 + self.high.value
         near = ((advantages > 0) & (ratio > high) & (ratio <= high + self.band)) | (

@@ -158,6 +158,4 @@ class GroupExpectation(Surrogate):
 def _column(micro: Rollouts, key: str) -> Tensor:
     from mmrl.rollouts import Column
 
-    found = micro.extras[key]
-    assert isinstance(found, Column)
-    return found.values
+    return micro.extra(key, Column).values

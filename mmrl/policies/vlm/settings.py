@@ -51,6 +51,10 @@ class TokenSampling(TokenLimits):
     )
     generator: GeneratorSettings = option(TransformersGenerator(), "who samples")
 
+    @property
+    def producer(self) -> GeneratorSettings:
+        return self.generator
+
     @model_validator(mode="after")
     def _truncation_by_name(self) -> TokenSampling:
         if (self.top_p < 1 or self.top_k > 0) and not self.allow_truncated_sampling:
@@ -84,6 +88,10 @@ class TokenEngine(UnevenEngine):
     def longest_at_once(self, rows: int, length: int) -> int:
         """Of so many rollouts of this length, how many a micro-batch may hold."""
         return rows if self.micro_tokens is None else min(rows, max(1, self.micro_tokens // length))
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.micro_tokens
 
 
 def converses(config: JobConfig) -> bool:

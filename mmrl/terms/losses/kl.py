@@ -303,7 +303,5 @@ class KL(Term):
 
         from mmrl.rollouts import DecisionColumn
 
-        column = micro.extras[weighting.key]
-        assert isinstance(column, DecisionColumn)
-        weights = column.values.to(kl)
+        weights = micro.extra(weighting.key, DecisionColumn).values.to(kl)
         return (weights * values).where(weights != 0, 0), {weighting.metric: kl.where(weights != 0, torch.nan)}

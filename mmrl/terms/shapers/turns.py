@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmrl.protocols.batch import Batch
+    from mmrl.rollouts import Conversation
 
 
 class TurnReturns(Shaper):
@@ -49,8 +50,7 @@ class TurnReturns(Shaper):
         from mmrl.core.turns import discounted, turn_advantages
         from mmrl.rollouts import Turns
 
-        turns = batch.rollouts.extras["turns"]
-        assert isinstance(turns, Turns)
+        turns = batch.rollouts.extra("turns", Turns)
         rewards = turns.rewards * turns.mask
         if self.gate is not None:
             rewards = rewards * (batch.mine(batch.fact(f"reward/{self.gate}")) > 0)[:, None]
@@ -90,8 +90,7 @@ class Milestones(Shaper):
         from mmrl.core.turns import milestone_segments, turn_advantages
         from mmrl.rollouts import Turns
 
-        turns = batch.rollouts.extras["turns"]
-        assert isinstance(turns, Turns)
+        turns = batch.rollouts.extra("turns", Turns)
         number, worth, there = milestone_segments(turns.rewards, turns.mask, self.gamma)
         found = turn_advantages(worth, there & batch.kept[:, None], batch.rollouts.group, scale=self.scale)
         return self.outcome * advantages + self.weight * found.gather(1, number.gather(1, turns.number))
@@ -115,7 +114,9 @@ class Curiosity(Shaper):
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         import torch
 
-        used = torch.tensor([float(uses_tool(s.conversation)) for s in batch.rollouts.samples])
+        from mmrl.rollouts import given
+
+        used = torch.tensor([float(uses_tool(given(s.conversation, "conversations"))) for s in batch.rollouts.samples])
         group = batch.rollouts.group
         share = torch.stack([used[group == g].mean() for g in group])
         bonus = self.weight * (self.target - share).clamp_min(0) * used * batch.kept
@@ -123,9 +124,6 @@ class Curiosity(Shaper):
         return advantages + bonus[:, None]
 
 
-def uses_tool(conversation: object) -> bool:
+def uses_tool(conversation: Conversation) -> bool:
     """Whether a tool was called and did what it was asked for."""
-    from mmrl.rollouts import Conversation
-
-    assert isinstance(conversation, Conversation)
     return any(turn.tool is not None and turn.error is None for turn in conversation.turns)
