@@ -63,11 +63,22 @@ class Notices(logging.Handler):
         display.line(self.format(record))
 
 
+Commands = argparse._SubParsersAction  # of parsers
+
+
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="mmrl", description="Post-train multimodal models with reinforcement learning.")
     # torchrun and the deepspeed launcher both end up here; the latter adds --local_rank
     root.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    commands: Commands = root.add_subparsers(required=True, metavar="COMMAND")
+    _add_training(commands)
+    _add_looking(commands)
+    _add_making(commands)
+    return root
+
+
+def _add_training(commands: Commands) -> None:
+    """Commands that load a model."""
     for name, words, run in (
         ("train", "train a model from a configuration", run_train),
         (
@@ -103,6 +114,10 @@ def parser() -> argparse.ArgumentParser:
     embed.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, as of mmrl train")
     embed.add_argument("--out", type=Path, required=True, help="the folder that they are written to")
     embed.set_defaults(run=run_embed)
+
+
+def _add_looking(commands: Commands) -> None:
+    """Commands that tell of runs, recipes and methods."""
     report = commands.add_parser("report", help="one HTML file about a run, or several: curves, health, pictures")
     report.add_argument("runs", nargs="+", metavar="RUN", help="a run directory, whatever became of the run")
     report.add_argument("--output", type=Path, help="default: RUN/report.html; of several runs report.html here")
@@ -122,6 +137,10 @@ def parser() -> argparse.ArgumentParser:
     )
     methods.add_argument("name", nargs="?")
     methods.set_defaults(run=run_methods)
+
+
+def _add_making(commands: Commands) -> None:
+    """Commands that write files of one's own, and the one that checks the machine."""
     new = commands.add_parser("new", help="write something of your own that trains at once, with its recipe and test")
     new.add_argument("kind", choices=KINDS_OF_NEW)
     new.add_argument("name", help="of the class, such as MyAlgorithm")
@@ -152,7 +171,6 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--recipe", help="with --gpu: a configuration of yours too, three steps, memory as estimated")
     doctor.add_argument("overrides", nargs="*", metavar="key=value", help="of --recipe, such as model.path=FOLDER")
     doctor.set_defaults(run=run_doctor)
-    return root
 
 
 def at_least_one(text: str) -> int:

@@ -80,5 +80,6 @@ def reader_of(source: Source, policy: Policy) -> ReadAhead | None:
         return None
     if not isinstance(policy, Encoding):
         return ReadAhead(source, None)
-    policy.reader = found = ReadAhead(source, policy.encoder())
+    found = ReadAhead(source, policy.encoder())
+    policy.read_by(found)
     return found

@@ -125,7 +125,8 @@ class PromptReader(Protocol):
 class Encoding(Protocol):
     """A policy that makes something of a prompt before it answers it, which can be done in another process."""
 
-    reader: PromptReader | None
+    def read_by(self, reader: PromptReader) -> None:
+        """Told once who reads ahead and may have encoded a prompt already."""
 
     def encoder(self) -> Callable[[Prompt], Any] | None:
         """Can be pickled. None: what it would make is of no use here."""

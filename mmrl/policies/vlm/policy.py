@@ -79,12 +79,8 @@ class VisionLanguagePolicy:
         """All ids that end a response."""
         return self.tokens.eos
 
-    @property
-    def reader(self) -> PromptReader | None:
-        return self.tokens.reader
-
-    @reader.setter
-    def reader(self, reader: PromptReader | None) -> None:
+    def read_by(self, reader: PromptReader) -> None:
+        """From now on prompts are asked for here first, where they may have been encoded."""
         self.tokens.reader = reader
 
     @property
