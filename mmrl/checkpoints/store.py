@@ -223,22 +223,31 @@ def load(path: Path, engine: Engine) -> dict[str, Any]:
     averages = {name: [own["averages"][name] for own in everyone] for name in rank["own"]["averages"]}
     return {
         "averages": {name: engine.reshaped(states, before) for name, states in averages.items()},
-        "pending": dealt([own["pending"] for own in everyone], engine.rank, engine.world),
+        "pending": redealt([own["pending"] for own in everyone], engine, path),
+        "modules": rank["own"]["modules"],
     }
 
 
+def redealt(pending: list[dict[str, Any]], engine: Engine, path: Path) -> dict[str, Any]:
+    """What several ranks had in the making (`Collector.state`), for this rank of another number of them. Raises
+    UserError where a source keeps what each rank saw."""
+    for i, kept in enumerate(zip(*(own["extras"] for own in pending), strict=True)):
+        if any(kept) and len(pending) != engine.world:
+            ranks = f"{path} was made by {len(pending)}, not {engine.world}"
+            raise UserError(f"rollout.extras.{i} keeps what each rank saw, and {ranks}")
+    rounds = dealt([own["rounds"] for own in pending], engine.rank, engine.world)
+    return {"rounds": rounds, "extras": pending[engine.rank % len(pending)]["extras"]}
+
+
 def dealt(pools: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
-    """Groups in the making of several ranks (`batches.Pool.state`), dealt out anew, oldest first; those of `rank`."""
-    if not pools[0]:
-        return {}
+    """Groups in the making of several ranks (`Pool.state`), dealt out anew, oldest first; those of `rank`."""
     columns: dict[str, list[Any]] = {name: [] for name in pools[0]}
     for pool in pools:
-        size = len(pool["responses"]) // max(1, len(pool["positions"]))
         for name, column in pool.items():
-            step = 1 if len(column) == len(pool["positions"]) else size
-            columns[name] += [column[i : i + step] for i in range(0, len(column), step)]
-    order = sorted(range(len(columns["positions"])), key=lambda i: columns["positions"][i])[rank::world]
-    return {name: [value for i in order for value in groups[i]] for name, groups in columns.items()}
+            size = len(column) // max(1, len(pool["positions"]))  # drafts of a group, or one number
+            columns[name] += [column[i : i + size] for i in range(0, len(column), max(1, size))]
+    oldest = sorted(range(len(columns.get("positions", []))), key=lambda i: columns["positions"][i])
+    return {name: [value for i in oldest[rank::world] for value in groups[i]] for name, groups in columns.items()}
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """A run goes on with another number of ranks, and under another ZeRO stage."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from mmrl.checkpoints.store import dealt
+from mmrl.checkpoints.store import dealt, redealt
 from mmrl.engine import Engine
 from mmrl.engine.settings import AdamW, EngineSettings, ParameterGroup
+from mmrl.errors import UserError
 from tests.whole_runs.parts import TINY, call, command, distance, final, metrics, start, wait
 
 OPTIONS = ["checkpoint.every=2", "optim.weight_decay=0.5", "optim.lr=1e-2", "optim.ema=0.9"]
@@ -131,9 +133,10 @@ def test_other_ranks_get_their_slices_of_parameters_that_can_not_be_shared_evenl
 
 
 def pool(*positions):
-    """Groups of two responses; a response says where it belongs."""
-    texts = [f"{position}{which}" for position in positions for which in "ab"]
-    return {"positions": list(positions), "versions": [p * 10 for p in positions], "responses": texts, "logp": texts}
+    """Groups of two drafts, as `Pool.state` has them; a draft says where it belongs."""
+    drafts = [{"response": f"{position}{which}"} for position in positions for which in "ab"]
+    numbers = {"prompts": [p + 1 for p in positions], "versions": [p * 10 for p in positions]}
+    return {"positions": list(positions), **numbers, "drafts": drafts}
 
 
 def test_rollouts_in_the_making_are_dealt_out_by_hand():
@@ -142,3 +145,14 @@ def test_rollouts_in_the_making_are_dealt_out_by_hand():
     assert dealt(pools, 0, 2) == pool(0, 4) and dealt(pools, 1, 2) == pool(1)
     assert dealt([pool(7), pool(3)], 2, 4) == pool()
     assert dealt([{}, {}], 0, 1) == {}
+
+
+def test_what_a_source_keeps_of_its_rank_does_not_go_on_with_other_ranks(tmp_path):
+    pending = [{"rounds": {}, "extras": [{}, {"kept": rank}]} for rank in (0, 1)]
+    here = SimpleNamespace(rank=1, world=2)
+    assert redealt(pending, here, tmp_path) == pending[1]
+    with pytest.raises(UserError, match=r"^rollout.extras.1 keeps what each rank saw, and .* was made by 2, not 1$"):
+        redealt(pending, SimpleNamespace(rank=0, world=1), tmp_path)
+    empty = [{"rounds": pool(rank), "extras": [{}]} for rank in (4, 1)]
+    found = redealt(empty, SimpleNamespace(rank=0, world=1), tmp_path)
+    assert found == {"rounds": pool(1, 4), "extras": [{}]}

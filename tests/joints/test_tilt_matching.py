@@ -78,11 +78,13 @@ def test_the_old_distribution_is_that_of_the_states_that_are_asked_about(folder)
     tables = [before.table([None] * 3), before.table([None, *response[1:]])]
     with torch.no_grad():
         first = policy.replay(batch, policy.module)
-    assert first.old_cross_entropy is None and first.prediction.shape == (1, 3, 2, 16)
+    assert "old_cross_entropy" not in first.extras and first.prediction.shape == (1, 3, 2, 16)
     batch.old_prediction = first.prediction
     same = policy.replay(batch, policy.module)
-    torch.testing.assert_close(same.old_cross_entropy, first.entropy)  # to itself it is the entropy
-    slope = torch.autograd.grad(same.old_cross_entropy.sum(), list(policy.module.parameters()), allow_unused=True)
+    torch.testing.assert_close(same.extras["old_cross_entropy"], first.entropy)  # to itself it is the entropy
+    slope = torch.autograd.grad(
+        same.extras["old_cross_entropy"].sum(), list(policy.module.parameters()), allow_unused=True
+    )
     assert max(float(g.abs().max()) for g in slope if g is not None) < 1e-5  # and nothing pulls
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -94,8 +96,8 @@ def test_the_old_distribution_is_that_of_the_states_that_are_asked_about(folder)
     expected = torch.stack(
         [-(tables[s][k].exp() * moved[s][k].clamp(min=-1e9)).sum() for k, s in ((0, 1), (1, 0), (2, 0))]
     )
-    torch.testing.assert_close(now.old_cross_entropy[0].double(), expected, rtol=0, atol=3e-5)
-    assert (now.old_cross_entropy[0] - same.old_cross_entropy[0]).abs().max() > 0.01
+    torch.testing.assert_close(now.extras["old_cross_entropy"][0].double(), expected, rtol=0, atol=3e-5)
+    assert (now.extras["old_cross_entropy"][0] - same.extras["old_cross_entropy"][0]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.0, 1.3])

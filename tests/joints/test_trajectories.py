@@ -274,8 +274,8 @@ def test_looks_taken_apart_are_chains_of_their_own(tmp_path):
     with torch.no_grad():
         whole = trainer.policy.replay(batch, trainer.policy.module)
         apart = trainer.policy.replay(trainer.policy.by_step(batch), trainer.policy.module)
-    assert whole.looks.tolist() == [[0] * 4 + [1] * 4] * 2
-    assert apart.looks.tolist() == [[0] * 4] * 4
+    assert whole.extras["looks"].tolist() == [[0] * 4 + [1] * 4] * 2
+    assert apart.extras["looks"].tolist() == [[0] * 4] * 4
 
 
 def test_a_gaussian_chunk_is_compared_as_a_whole(tmp_path):

@@ -176,7 +176,7 @@ def test_the_metric_counts_experts_that_the_router_would_not_choose(policy, roll
             experts[place, 0, 1] = free[0]
         return experts.flip(-1)  # the order says nothing
 
-    differs = replay(policy, with_records(rollouts, record)).routing_differs
+    differs = replay(policy, with_records(rollouts, record)).extras["routing_differs"]
     assert differs[0, 0] == 0.25  # of two experts in two layers
 
 

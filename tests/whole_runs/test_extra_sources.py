@@ -11,8 +11,7 @@ from tests.whole_runs.parts import call, distance, final, make, metrics, timeles
 REPLAYED = [
     "rollout.extras=[{type: success_replay, accuracy: 0, keep: 2}, {type: guided_groups, groups: failed},"
     " {type: self_imitation, accuracy: 0, count: 2, likelihoods: present}, {type: demonstrations, prompts: 2}]",
-    "algorithm={type: grpo, surrogate: guided, epochs: 2,"
-    " terms: [{type: likelihood, of: replayed}, {type: entropy_likelihood}]}",
+    "algorithm={type: grpo, surrogate: guided, epochs: 2, terms: [{type: likelihood, of: replayed}]}",
     "task.data.train_size=8",
 ]
 # Under ZeRO-3 ranks generate together: here only one of them may have something to ask.

@@ -220,7 +220,7 @@ def test_workers_change_nothing_and_a_dead_one_costs_its_episodes(tmp_path):
 
     def step(*arguments):
         if trainer.step == 1 and not killed:
-            killed.append(sim.simulator._workers[0].process)
+            killed.append(sim.simulator._workers[0].child.process)
             killed[0].kill()
         return usual(*arguments)
 

@@ -81,7 +81,8 @@ def test_both_networks_learn_and_are_saved(folder_of, writer, tmp_path, kind):
         old = policy.replay(batch, policy.module)
     now = policy.replay(batch, policy.module)
     assert torch.equal(now.logp, old.logp) and now.logp[batch.mask].isfinite().all()
-    (now.logp[batch.mask].sum() + sum(part.sum() for part in now.extras.values())).backward()
+    extras = [part.sum() for part in now.extras.values() if isinstance(part, torch.Tensor)]
+    (now.logp[batch.mask].sum() + sum(extras)).backward()
     for part, network in policy.module.parts.items():
         found = [p.grad for p in network.parameters() if p.requires_grad]
         assert any(grad is not None and grad.abs().sum() > 0 for grad in found), part

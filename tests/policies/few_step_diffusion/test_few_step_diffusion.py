@@ -142,7 +142,8 @@ def test_each_network_learns_from_its_own_part(folder):
     assert touched(config.algorithm.terms[0].values(batch, policy.replay(batch, policy.module))[0]) == {SAMPLER}
     assert touched(config.algorithm.loss(batch, policy.replay(batch, policy.module))[0]) == {POLICY}
     with torch.no_grad():
-        assert not policy.replay(batch, policy.module).extras  # nobody asks for the old or the reference copy
+        # nobody asks for the old or the reference copy
+        assert policy.replay(batch, policy.module).extras.keys() <= {"matching"}
 
 
 @pytest.mark.parametrize(
