@@ -90,7 +90,13 @@ def cluster():
 
 @pytest.fixture
 def nodes(cluster):
+    """Two nodes whose rooms are all free: what an earlier test has ended may give its room back late."""
+    import ray
+
     cluster.fill()
+    end = time.monotonic() + SOON
+    while ray.is_initialized() and ray.available_resources().get("CPU", 0) < 4 and time.monotonic() < end:
+        time.sleep(0.1)
     return cluster
 
 
@@ -105,6 +111,17 @@ def behind(nodes):
     yield make
     for sim in opened:
         sim.close()
+
+
+def on_two_hosts(nodes, behind, name, count):
+    """A simulator of two workers, one on each node."""
+    for _ in range(20):  # Ray spreads as well as it can; a host that has just joined is not always known yet
+        sim = behind(name, count, 2)
+        if len({nodes.of(pid) for pid in sim.simulator.pids}) == 2:
+            return sim
+        sim.close()
+        time.sleep(1)
+    pytest.fail("Ray put both workers on one host, twenty times")
 
 
 def moves(count, amount=0.1):
@@ -202,8 +219,7 @@ def test_a_cluster_that_can_not_be_joined_is_one_line(nodes, monkeypatch):
 
 
 def test_workers_on_other_hosts_change_nothing(nodes, behind):
-    plain, split = build(LINE, 5), behind(LINE, 5, 2)
-    assert len({nodes.of(pid) for pid in split.simulator.pids}) == 2
+    plain, split = build(LINE, 5), on_two_hosts(nodes, behind, LINE, 5)
     assert_alike(plain, split)
     pids = family(*split.simulator.pids)
     split.close()
@@ -211,20 +227,13 @@ def test_workers_on_other_hosts_change_nothing(nodes, behind):
 
 
 def test_a_lost_host_costs_the_episodes_it_was_playing(nodes, behind):
-    for _ in range(20):  # Ray spreads as well as it can; a host that has just joined is not always known yet
-        sim = behind(TROUBLE, 4, 2)
-        healthy, sick = sim.simulator.pids
-        if nodes.of(healthy) is not nodes.of(sick):
-            break
-        sim.close()
-        time.sleep(1)
-    else:
-        pytest.fail("Ray put both workers on one host, twenty times")
+    sim = on_two_hosts(nodes, behind, TROUBLE, 4)
+    healthy, sick = sim.simulator.pids
     sim.reset(range(4), ["go"] * 4)
     staying = nodes.of(healthy)
-    nodes.lose(nodes.of(sick))
-    assert gone([sick])
     with pytest.warns(RuntimeWarning, match="its (process|connection) ended"):
+        nodes.lose(nodes.of(sick))
+        assert gone([sick])
         step = sim.step(moves(4))
     assert step.dropped.tolist() == [False, False, True, True]
     np.testing.assert_allclose(step.observation.state[:2, 0], [0.2, 0.21], rtol=1e-6)
