@@ -22,7 +22,11 @@ CHECKS, COLLECTED, MORE = (
 )
 POOL, RECORDS, FACTS = ("collection/test_partial_rollouts.py",), ("test_rollouts.py",), ("protocols/test_batch.py",)
 PICTURES, VALUES = ("policies/diffusion/test_policy.py",), ("joints/test_latent_values.py",)
-SEAMS, JOINED, BROWSER = ("company/test_seams.py",), ("whole_runs/test_extra_sources.py",), ("report/test_browser.py",)
+SEAMS, JOINED, BROWSER = (
+    ("company/test_seams.py",),
+    ("whole_runs/test_extra_sources.py::test_a_response_goes_on_from_inside",),
+    ("report/test_browser.py",),
+)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -92,7 +96,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "step - self.partial.max_staleness", POOL),
     # --- preparation and the loop ---
     ("centre: the reference is asked as the policy itself", P, "ask(every, reference=True)", "ask(every)",
-     ("policies/test_routing.py", "joints/test_terms.py")),
+     ("policies/test_routing.py::test_the_reference_routes_tokens_by_itself", "joints/test_terms.py")),
     ("centre: what was kept replaces what was asked", P, "        for rows, values in found:", "        for rows, values in reversed(found):",
      ("joints/test_steps.py",)),
     ("centre: views are seen by the present policy", P, "applied(self.sampling_policy):\n                return Answers",
@@ -139,7 +143,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "self.send(data, min(patience.limit_s, patience.silent_s))", "self.send(data)", ("children/test_channel.py",)),
     ("centre: second moments are the first ones", "mmrl/engine/reshape.py",
      "safe_set_full_optimizer_state(parameter, whole(name, key), key)",
-     "safe_set_full_optimizer_state(parameter, whole(name, moments[0]), key)", ("engine/test_reshape.py",)),
+     "safe_set_full_optimizer_state(parameter, whole(name, moments[0]), key)", ("engine/test_reshape.py::test_parameter_groups_go_on_under_another_stage",)),
     # --- policies ---
     ("centre: alternatives are not normalised", VLM + "scorer.py", "logits - (target - found.logp)[:, None]",
      "logits - target[:, None]", SEAMS + ("engine/test_fused_head.py",)),
