@@ -126,8 +126,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("centre: every token that fell is held", L, "(moved.detach().sum(1, keepdim=True) < 0).expand_as(moved)",
      "moved.detach() < 0", MORE),
     ("centre: entropies are shared among those that ended too", E, "mask[rows].sum(0)\n", "rows.sum()\n", SHAPERS),
-    ("centre: targets of traces are those of their steps", PPO, "(returns + more).where", "returns.where",
-     ("joints/test_trace_ppo.py",)),
+    ("centre: a minibatch's deviation divides by all it has", PPO, "max(count - 1, 1.0)", "max(count, 1.0)",
+     ("joints/test_ppo.py",)),
     ("centre: single steps may need what is of whole episodes", PPO, "needs.whole_groups or needs.prepared:",
      "needs.whole_groups:", ("policies/vla/test_critics.py", "joints/test_measurements.py", "company/test_composition.py")),
     # --- names, processes, checkpoints ---
