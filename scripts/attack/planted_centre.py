@@ -122,7 +122,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("centre: ratios of a reverse kl have no gradient", K, "(now - old).clamp(-BOUND, BOUND).exp()",
      "(now - old).detach().clamp(-BOUND, BOUND).exp()", MORE),
     ("centre: likelihoods of others' replays are one's own", L, "(origin != DEMONSTRATION)[:, None]",
-     "(origin != REPLAYED)[:, None]", MORE),
+     "(origin != REPLAYED)[:, None]", ("joints/test_guidance.py",)),
     ("centre: every token that fell is held", L, "(moved.detach().sum(1, keepdim=True) < 0).expand_as(moved)",
      "moved.detach() < 0", MORE),
     ("centre: entropies are shared among those that ended too", E, "mask[rows].sum(0)\n", "rows.sum()\n", SHAPERS),
