@@ -15,18 +15,19 @@ from mmrl.algorithms.algorithm import Reduction
 from mmrl.collection.checks import check_batch
 from mmrl.collection.collector import Collector, awake
 from mmrl.config import Config
-from mmrl.core.correction import correction_weight, effective_sample_size
+from mmrl.core.correction import effective_sample_size
 from mmrl.core.filters import whole_groups
 from mmrl.engine import Engine, Interruption, Shadow, applied, ramp, warmed_up
 from mmrl.engine.snapshot import AdaptersOff, Snapshot, start_of
 from mmrl.errors import UserError
 from mmrl.evaluation.evaluate import evaluate, worth
+from mmrl.generation.correction import corrected
 from mmrl.monitors.guards import Guards
 from mmrl.protocols.checks import check_loss, check_values
 from mmrl.protocols.measurement import ReplayedContext
 from mmrl.protocols.parts import Policy, SyncedGenerator, Task
 from mmrl.report.run import Run
-from mmrl.rollouts import ROUTING_DIFFERS, Replay, Rollouts, old_logp
+from mmrl.rollouts import Rollouts
 from mmrl.runtime.progress import Interval, Work, display
 from mmrl.schedules.schedule import Schedules
 from mmrl.settings import plain
@@ -168,7 +169,7 @@ class Trainer:
         replay = self.policy.replay(micro, self.engine)
         for measurement in self.needs.replayed:
             replay.extras[measurement.name] = measurement.measure(micro, self.replayed)
-        stats = self.correct(micro, replay)
+        stats = {} if micro.behaviour_logp is None else corrected(micro, replay, self.config.correction)
         over = Reduction(self.algorithm.reduce, micro.mask.to(replay.logp.device), totals, self.policy.max_decisions)
         loss, more = self.algorithm.objective(micro, replay, over)
         key = f"algorithm.type={self.algorithm.type}"
@@ -184,26 +185,6 @@ class Trainer:
         if replay.entropy is not None:
             stats["entropy"] = replay.entropy.detach()
         return parts, stats
-
-    def correct(self, micro: Rollouts, replay: Replay) -> dict[str, Tensor]:
-        """Gives decisions that a generator sampled their weight in the loss, as `replay.weight`; statistics."""
-        if micro.behaviour_logp is None:
-            return {}
-        old = old_logp(micro, replay)
-        sampled = micro.behaviour_logp.to(old.device)
-        sampled = sampled.where(~sampled.isnan(), old)  # of rollouts that no generator made
-        mask, correction = micro.mask.to(old.device), self.config.correction
-        options: dict[str, Any] = {"weight": None}
-        if correction.weight is not None:
-            options = {"weight": correction.weight.level, "cap": correction.weight.cap}
-        if correction.reject is not None:
-            options |= {"reject": correction.reject.level, "low": correction.reject.low, "high": correction.reject.high}
-        weight, stats = correction_weight(old, sampled, mask, **options)
-        weight = weight.to(replay.logp.device)
-        replay.weight = weight if replay.weight is None else replay.weight * weight
-        if (differs := ROUTING_DIFFERS.get(replay)) is not None:
-            stats[ROUTING_DIFFERS.name] = differs
-        return {f"correction/{name}": value for name, value in stats.items()}
 
     def _report_bad_step(self, minibatch: Minibatch, what: str) -> None:
         path = self.run.skipped_update(self.step + 1, self.engine.rank, minibatch)

@@ -138,6 +138,8 @@ class PooledRounds(ScoredRounds):
     """What is finished first of more groups in the making than a step needs. Every rank has as many of them; towards
     the end of the run no more than will be trained on."""
 
+    one_at_once: ClassVar[bool] = True
+
     def __init__(
         self,
         config: JobConfig,

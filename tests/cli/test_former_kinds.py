@@ -191,6 +191,14 @@ def test_lists_by_number_and_shared_nodes_are_rewritten_too():
     assert with_present_kinds("steps: 3  # only\n") == "steps: 3  # only\n" and with_present_kinds("") == ""
 
 
+def test_what_a_mapping_takes_over_from_another_stays():
+    text = "near: &near {coefficient: 0.3}\nalgorithm:\n  terms:\n"
+    found = with_present_kinds(text + "  - type: old_kl\n    <<: *near\n    normalised: true\n")
+    assert "    <<: *near" in found
+    expected = {"type": "kl", "coefficient": 0.3, "against": {"type": "old"}, "estimator": "k1"}
+    assert yaml.safe_load(found)["algorithm"]["terms"] == [expected]
+
+
 TOLD = [
     (
         "algorithm.terms=[kl, {type: ema_kl, decay: 0.5}]",

@@ -297,6 +297,9 @@ class Planned:
     def finished(self, eos):
         return self.now >= self.length
 
+    def state(self):
+        return {"now": self.now}
+
 
 class Lengths:
     """Drafts of many lengths, a few of them very long."""
@@ -350,6 +353,20 @@ def test_ranks_share_the_prompts_and_leave_none_in_the_making_at_the_end():
             trained.update(batch.group.tolist())
         assert ranks[0].draws.drawn == ranks[1].draws.drawn
     assert trained == {position: 2 for position in range(200)}
+
+
+def test_what_a_pool_has_in_the_making_is_not_given_up():
+    """It has begun, and grows the same drafts as what would be made in its place."""
+    config = load(TINY, ["run_dir=r", *PARTIAL, *SERVER, "steps=50"])
+    task = SimpleNamespace(
+        train=range(64), score=lambda samples, group: torch.zeros(len(group), 1), accuracy=lambda samples: None
+    )
+    ranks, generator = SimpleNamespace(rank=0, world=1, max=int), SimpleNamespace(synchronise=dict)
+    collector = Collector(config, Lengths(), task, ranks, generator)
+    collector.next(0, SimpleNamespace(set=lambda values: None, add=lambda *words: None))
+    (pending,) = collector.pending.batches
+    collector.give_up()
+    assert list(collector.pending.batches) == [pending] and len(pending.rollouts.result(10).group) == 6
 
 
 def test_what_ranks_can_not_share_is_refused():

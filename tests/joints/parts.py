@@ -96,6 +96,10 @@ class GivenSampling(Section):
     temperature: Schedule = number(1.0, "of rollouts", gt=0)
     generator: GeneratorSettings = option(TransformersGenerator(), "who samples")
 
+    @property
+    def producer(self):
+        return self.generator
+
 
 class GivenEvaluation(Section):
     temperature: float = option(0.0, "of evaluation", ge=0)

@@ -1,6 +1,7 @@
 """Candidates of a step, from how they are drawn to the loss: shared states, completions, pairs (SPO)."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from mmrl.config import validate
 from mmrl.errors import UserError
 from mmrl.measurements.chains import CandidateCompletions
+from mmrl.protocols.measurement import CollectedContext
 from mmrl.rollouts import Column
 from tests.joints.parts import Table, close
 from tests.joints.test_step_gains import drawn as drawn_for
@@ -95,6 +97,15 @@ def test_candidates_share_their_state_and_are_completed_by_hand(folder):  # noqa
     read = policy.latents(batch)
     assert read.shape == (6, 3, 65) and torch.equal(read[2, 1, :64], batch.inputs[2].x[1].flatten())
     assert torch.equal(read[:, :, 64], sigmas[torch.stack([r.points for r in batch.inputs])])
+
+
+def test_completions_are_scored_in_the_groups_of_their_rollouts():
+    """A reward that is the number of the group tells in which one each completion was scored."""
+    policy = SimpleNamespace(complete_steps=lambda rollouts, *, ends: [None] * 6)
+    task = SimpleNamespace(score=lambda samples, group: group[:, None].float(), reward_weights=[2.0])
+    context = CollectedContext(policy, task, 0, 0, 2, int, None)
+    rollouts = Table([[-1.0, -1.0]] * 3, group=[5, 5, 9]).rollouts()
+    close(CandidateCompletions().measure(rollouts, context).values, [[10, 10], [10, 10], [18, 18]])
 
 
 def test_a_chain_of_its_own_states_is_refused(folder):  # noqa: F811

@@ -1,7 +1,10 @@
 """Which rollouts a step learns from: rounds of dynamic sampling, demonstrations beside them, seeds, staleness."""
 
 import math
+import threading
+from concurrent.futures import wait
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ import torch
 from pydantic import PrivateAttr
 
 from mmrl.collection.extra_sources import ExtraSource
+from mmrl.collection.rounds import SampledRounds
 from mmrl.rollouts import REPLAYED
 from tests.joints.parts import Table, close
 
@@ -213,6 +217,24 @@ def test_every_rollout_of_two_epochs_has_a_seed_of_its_own(given):
     assert not set(flat) & {seed for step in seeds(given(table, "seed=1"), 8) for seed in step}
 
 
+@pytest.mark.parametrize(("at_once", "lots"), [(None, [[4, 4, 7, 7, 9, 9]]), (2, [[4, 4], [7, 7], [9, 9]])])
+def test_each_lot_is_scored_with_the_groups_of_its_own(at_once, lots):
+    told = []
+
+    def score(samples, group):
+        told.append(group.tolist())
+        return torch.zeros(len(samples), 1)
+
+    def rollout(prompts, group_size, seeds, *, step):
+        return Table([[-1.0]] * len(seeds)).rollouts()
+
+    settings = SimpleNamespace(generated_at_once=at_once, paired=False, scores_in_background=False)
+    config = SimpleNamespace(rollout=settings, group_size=2, seed=0, generator=None)
+    task, sampling = SimpleNamespace(score=score), SimpleNamespace(rollout=rollout)
+    made = SampledRounds(config, None, None, sampling, task, None).sampled([None] * 3, [4, 7, 9], 0)
+    assert told == lots and made.group.tolist() == [4, 4, 7, 7, 9, 9]
+
+
 def test_seeds_do_not_depend_on_the_number_of_ranks(given):
     table = Table([[-1.0]] * 4, group=[0, 0, 1, 1])
     alone = seeds(given(table), 3)
@@ -313,6 +335,33 @@ def test_what_was_given_up_is_made_again(given):
         made.trainer.collector.give_up()
         assert not made.trainer.collector.pending
     assert found == expected
+
+
+def held_up(made):
+    """After its first step: the thread that makes the next two batches waits in the first of them. What ends that, and
+    the two."""
+    policy, come, go = made.trainer.policy, threading.Event(), threading.Event()
+    sample = policy.rollout
+
+    def rollout(*words, **named):
+        if policy.calls:
+            come.set()
+            assert go.wait(10)
+        return sample(*words, **named)
+
+    policy.rollout = rollout
+    made.next()
+    assert come.wait(10)
+    return go, [batch.rollouts for batch in made.trainer.collector.pending.batches]
+
+
+def test_what_is_given_up_before_it_was_begun_is_not_made(given):
+    made = two_ahead(given)
+    go, (first, second) = held_up(made)
+    made.trainer.collector.give_up()
+    go.set()
+    wait([first, second], 10)
+    assert second.cancelled() and not first.cancelled() and len(made.trainer.policy.calls) == 2
 
 
 def test_a_step_that_lacks_groups_takes_the_next_batch_in_the_making(given):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmrl.core.values import ValueNetwork, fit_values, tilted_loss, word_counts
-from mmrl.protocols.auxiliary import AuxiliaryModule
+from mmrl.protocols.auxiliary import AuxiliaryModule, AuxiliaryModules
 from mmrl.rollouts import Column
 from mmrl.terms.shapers.denoising_steps import segment_returns
 from tests.joints.parts import Table, close
@@ -53,6 +53,33 @@ def test_it_learns_a_value_and_goes_on_from_its_state():
     last = fit(whole, 1)
     assert fit(rest, 1) == last < first < 0.2
     assert torch.equal(whole.ask(x), rest.ask(x)) and (whole.ask(x) - outcome).square().mean() < 0.05
+
+
+def one_weight():
+    """A network that gives back its input: Adam moves its weight by the learning rate in each of its first steps."""
+    line = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(line.weight)
+    return line
+
+
+def test_a_state_stays_what_it_was():
+    modules = AuxiliaryModules()
+    own = modules.get("own", one_weight, lr=0.25)
+    for _ in range(2):
+        kept = modules.state()["own"]
+        own.update(own.module(torch.ones(1, 1)).sum())
+    close(kept["module"]["weight"], [[0.75]])
+    assert kept["updates"] == 1 and kept["optimizer"]["state"][0]["step"] == 1
+    close(own.module.weight.detach(), [[0.5]], atol=1e-4)
+
+
+def test_a_state_whose_owner_has_not_come_yet_is_in_the_next_checkpoint():
+    modules, later = AuxiliaryModules(), AuxiliaryModules()
+    own = modules.get("own", one_weight, lr=0.25)
+    own.update(own.module(torch.ones(1, 1)).sum())
+    later.load(modules.state())
+    assert later.state().keys() == {"own"}
+    close(later.state()["own"]["module"]["weight"], [[0.75]])
 
 
 def known(given, options, *, latents=True, rewards=(2.0, 4.0)):

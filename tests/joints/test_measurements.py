@@ -8,11 +8,12 @@ import pytest
 from mmrl.build import check_abilities
 from mmrl.cli.reference import DECISIONS, offers
 from mmrl.errors import UserError
+from mmrl.measurements.chains import Completions
 from mmrl.protocols.abilities import Completing
 from mmrl.protocols.measurement import CollectedMeasurement, PreparedMeasurement
-from mmrl.protocols.requirements import Needs, together
+from mmrl.protocols.requirements import Capabilities, Needs, check, together
 from mmrl.rollouts import Column, DecisionColumn, Prompt
-from mmrl.settings import locate
+from mmrl.settings import SettingsError, locate
 from mmrl.terms.term import Shaper, Term
 from tests.joints.parts import Table, close
 
@@ -82,13 +83,14 @@ class Chained(Length):
     requires: ClassVar[type] = Completing
 
 
-def lengths(given, *shaping):
+def lengths(given, *shaping, sampling_policy="null"):
     table = Table(
         [[-1.0, -2.0, -0.5], [-1.0], [-1.0, -2.0], [-3.0]], group=[0, 0, 1, 1], rewards=[1.0, 1.0, 0.0, 0.0],
         view=[[-4.0, -5.0, -6.0], [-7.0, 0, 0], [-8.0, -9.0, 0], [-2.0, 0, 0]],
     )  # fmt: skip
     TAKEN.clear()
-    return given(table, f"algorithm.shaping=[{', '.join(shaping)}]", "algorithm.terms=['" + HERE + ":Away']")
+    options = [f"algorithm.shaping=[{', '.join(shaping)}]", f"algorithm.sampling_policy={sampling_policy}"]
+    return given(table, *options, "algorithm.terms=['" + HERE + ":Away']")
 
 
 def test_what_is_measured_reaches_its_part(given):
@@ -101,6 +103,13 @@ def test_what_is_measured_reaches_its_part(given):
     assert TAKEN[2:] == [("unlikely", 4, 2, 2)]
     close(rollouts.advantages[:, 0], [15.0, 5.0, 10.0, 5.0])
     close(rollouts.extras["unlikely"].values, [[-4, -5, -6], [-7, 0, 0], [-8, -9, 0], [-2, 0, 0]])
+
+
+def test_others_than_the_rollouts_are_seen_by_the_policy_that_made_them(given):
+    """The present weights have moved, those that sample are still where the run began."""
+    own = lengths(given, sampling_policy="{slope: 0, most: 0}")
+    own.move(view=[[0.5, 0.5, 0.5], [0.5], [0.5, 0.5], [0.5]])
+    close(own.prepare().extras["unlikely"].values[:, 0], [-4, -7, -8, -2])
 
 
 def test_nothing_is_measured_that_no_part_lists(given):
@@ -117,6 +126,17 @@ def test_needs_are_put_together_without_doubles():
     assert whole.measurements == (Length(), Unlikely(), Length(2.0))
     assert whole.collected == [Length(), Length(2.0)] and whole.prepared == [Unlikely()]
     assert Needs(measurements=(Chained(),)).required == {Completing}
+    assert Needs(measurements=(Completions(),)).required == {Completing, "separate_chains"}
+
+
+def test_what_a_measurement_requires_is_asked_of_the_decisions():
+    asked, policy = [("algorithm.shaping.0", Needs(measurements=(Completions(),)))], Capabilities("model.type=own")
+    refused = "^algorithm.shaping.0 needs chains that can be completed .* which model.type=own does not have$"
+    with pytest.raises(SettingsError, match=refused):
+        check(asked, policy)
+    with pytest.raises(SettingsError, match="needs chains apart from the others of the group"):
+        check(asked, Capabilities("model.type=own", frozenset({Completing})))
+    check(asked, Capabilities("model.type=own", frozenset({Completing, "separate_chains"})))
 
 
 @pytest.mark.parametrize("decision", POLICIES)

@@ -1,5 +1,6 @@
 """Credit by segments: `segment_values`, from what comes of going on from the edges of segments."""
 
+import numpy as np
 import torch
 
 from mmrl.core.credit import segment_gains
@@ -40,6 +41,17 @@ def test_seeds_do_not_depend_on_the_batch(given):
     other = made_of(given, "seed=1")
     other.next()
     assert not set(made.trainer.policy.calls[-1].seeds) & set(other.trainer.policy.calls[-1].seeds)
+
+
+def test_a_seed_is_of_the_run_the_draw_the_member_the_cut_and_the_number(given):
+    """The second group's second rollout is row 3 of this batch; elsewhere it would be another row."""
+    logp = [[-1.0] * 3, [-1.0], [-1.0], [-1.0] * 3, [-1.0], [-1.0]]
+    made = given(Table(logp, group=[0, 0, 1, 1, 2, 2]), *SHAPED[1:])
+    made.trainer.policy.continues = {(0, 2): [4, 5], (3, 2): [4, 5]}
+    made.next()
+    words = [(0, 0, 0, 2, 0), (0, 0, 0, 2, 1), (0, 1, 1, 2, 0), (0, 1, 1, 2, 1)]
+    expected = [int(np.random.SeedSequence(each).generate_state(1)[0]) for each in words]
+    assert made.trainer.policy.calls[-1].seeds == expected
 
 
 def test_rewards_are_weighted(given):

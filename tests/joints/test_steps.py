@@ -191,6 +191,15 @@ def test_a_reference_that_is_taken_anew(given):
     close([row["kl"] for row in made.trainer.run.rows], [0.0, 6 / 16, 0.0, 6 / 16, 0.0], atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("against", "kept"),
+    [("reference", []), ("{reset_every: 2}", ["reference"]), ("{type: ema, decay: 0.5}", ["reference"])],
+)
+def test_checkpoints_hold_a_reference_that_moves(given, against, kept):
+    made = given(Table([[-1.0]] * 2), f"algorithm.terms=[{{type: kl, against: {against}}}]", "rollout.prompts=1")
+    assert list(made.trainer._copies()) == kept
+
+
 # --- averages of weights ---
 
 

@@ -27,6 +27,22 @@ def moved_from_reference(given, term, **columns):
     return made
 
 
+def test_the_reference_is_asked_as_the_reference(given):
+    """A policy may have to leave out what belongs to the rollouts' own policy, such as its choice of experts."""
+    made = still(given, Table([[-1.0, -2.0], [-3.0]]), "algorithm.terms=[kl]", "algorithm.epochs=2")
+    policy, told = made.trainer.policy, []
+    replay = policy.replay
+
+    def told_replay(rollouts, model, *, reference=False):
+        told.append(reference)
+        return replay(rollouts, model, reference=reference)
+
+    policy.replay = told_replay
+    made.prepare()
+    made.learn()
+    assert told == [False, True, False]  # the old policy's word, the reference's, and the update's
+
+
 ESTIMATORS = [
     ("k1", 0.5 - 0.5 + 1, [1, 1, 1]),
     ("k2", (0.25 + 0.25 + 1) / 2, [0.5, -0.5, 1]),

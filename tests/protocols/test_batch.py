@@ -154,6 +154,15 @@ def test_decisions_are_those_that_count(parts):
         assert torch.equal(by_step, by_decision)
 
 
+def test_statistics_are_means_over_the_decisions_that_count(parts):
+    """Of -1, 0, 1, as far as a rollout goes: two, one, three, one and two decisions."""
+    for part in parts:
+        part.old_logp = (torch.arange(part.mask.shape[1]) - 1.0).expand(part.mask.shape)
+        part.old_entropy = 4 + 2 * part.old_logp
+    for logp, entropy in together(lambda batch: (batch.fact("logp"), batch.fact("entropy")), *parts):
+        assert logp.tolist() == [-0.5, -1, 0, -1, -0.5] and entropy.tolist() == [3, 2, 4, 2, 3]
+
+
 def test_chance_is_of_the_rank_and_the_seed_alone(parts):
     def draw(seed):
         return [f.tolist() for f in together(lambda b: torch.rand(4, generator=b.generator()), *parts, seed=seed)]

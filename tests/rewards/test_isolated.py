@@ -5,10 +5,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from mmrl.children.frames import encode
 from mmrl.children.limits import LINUX, Limits, clean_environment, end_descendants
+from mmrl.children.nursery import ForkedProcess
 from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec, build
 from mmrl.rewards.compose import build_reward
@@ -344,6 +347,21 @@ def test_killing_descendants_spares_those_to_keep():
     assert not running(sleeping[0].pid) and not running(sleeping[1].pid) and running(sleeping[2].pid)
     sleeping[2].kill()
     [one.wait() for one in sleeping]
+
+
+def test_an_answer_to_another_question_is_none():
+    """A worker that writes two answers would otherwise score the next sample by the second."""
+    dismissed = []
+    nursery = SimpleNamespace(records=(), dismiss=dismissed.append)
+    for number, expected in ((1, {"number": 1, "score": 0.5}), (0, None), (2, None)):
+        channel = SimpleNamespace(ask=lambda *_, number=number: encode({"number": number, "score": 0.5}))
+        worker = ForkedProcess(nursery, 1, channel)
+        if expected is not None:
+            assert worker.call("first", 1.0) == expected and dismissed == []
+            continue
+        with pytest.raises(ConnectionError, match="an answer to nothing that was asked"):
+            worker.call("first", 1.0)
+        assert dismissed.pop() is worker
 
 
 def test_math_and_its_place_in_a_set():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.runtime.lazy_imports import eager
+from mmrl.runtime.lazy_imports import Deferred, eager, importing
 
 ROOT = Path(__file__).parents[2]
 # Half a second or more: scikit-learn and what it brings.
@@ -122,6 +122,15 @@ def test_a_stand_in_is_called_asked_and_derived_from():
     assert not isinstance({}, never) and not issubclass(dict, never)
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
         never()
+
+
+def test_names_that_are_asked_for_beside_others_are_the_library_s_own():
+    from collections import Counter, OrderedDict
+
+    ask = importing({"collections": ("OrderedDict",)})
+    alone, both = (ask("collections", {}, {}, names) for names in (("OrderedDict",), ("OrderedDict", "Counter")))
+    assert type(alone.OrderedDict) is Deferred
+    assert both.OrderedDict is OrderedDict and both.Counter is Counter
 
 
 def test_nothing_else_is_deferred():

@@ -397,6 +397,7 @@ class TestSingleLooks:
                 "shaping=[entropy]",
                 "shaping.0 .entropy. needs whole episodes; use algorithm.shuffle",
             ),
+            ("terms=['tests.joints.test_measurements:Away']", "terms.0 .*Away. needs whole episodes"),
         ],
     )
     def test_what_needs_whole_episodes_is_refused(self, trainer, option, message):

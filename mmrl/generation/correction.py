@@ -1,0 +1,29 @@
+"""The weight in the loss of decisions that a generator sampled, whose likelihoods differ from the trainer's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mmrl.core.correction import correction_weight
+from mmrl.generation.settings import Correction
+from mmrl.rollouts import ROUTING_DIFFERS, Replay, Rollouts, given, old_logp
+
+
+def corrected(micro: Rollouts, replay: Replay, correction: Correction) -> dict[str, Tensor]:
+    """Gives decisions that a generator sampled their weight in the loss, as `replay.weight`; statistics."""
+    old = old_logp(micro, replay)
+    sampled = given(micro.behaviour_logp, "likelihoods of a generator").to(old.device)
+    sampled = sampled.where(~sampled.isnan(), old)  # of rollouts that no generator made
+    options: dict[str, Any] = {"weight": None}
+    if correction.weight is not None:
+        options = {"weight": correction.weight.level, "cap": correction.weight.cap}
+    if correction.reject is not None:
+        options |= {"reject": correction.reject.level, "low": correction.reject.low, "high": correction.reject.high}
+    weight, stats = correction_weight(old, sampled, micro.mask.to(old.device), **options)
+    weight = weight.to(replay.logp.device)
+    replay.weight = weight if replay.weight is None else replay.weight * weight
+    if (differs := ROUTING_DIFFERS.get(replay)) is not None:
+        stats[ROUTING_DIFFERS.name] = differs
+    return {f"correction/{name}": value for name, value in stats.items()}
