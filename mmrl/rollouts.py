@@ -252,11 +252,12 @@ class Column(Extra):
 class DecisionColumn(Extra):
     """Something that a part of an algorithm knows of each decision; in `Rollouts.extras`, by a name of its own."""
 
-    values: Tensor = field(metadata={"pad": 0})  # [rollout, decision]
+    values: Tensor = field(metadata={"pad": 0})  # [rollout, decision, ...]
 
     def blank(self, rollouts: Rollouts) -> DecisionColumn:
         """0 everywhere."""
-        return DecisionColumn(torch.zeros(rollouts.mask.shape, dtype=self.values.dtype))
+        shape = (*rollouts.mask.shape, *self.values.shape[2:])
+        return DecisionColumn(torch.zeros(shape, dtype=self.values.dtype))
 
 
 @dataclass

@@ -181,7 +181,7 @@ class Trainer:
             name = f"algorithm.terms.{i} ({term.type})"
             check_values(name, values, micro.mask.shape)
             parts[name] = over(values)
-            stats |= more
+            stats |= {f"{known}/{i}" if known in stats else known: found for known, found in more.items()}
         if replay.entropy is not None:
             stats["entropy"] = replay.entropy.detach()
         return parts, stats

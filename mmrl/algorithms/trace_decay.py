@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.settings import Choice, option
 
@@ -20,16 +20,7 @@ class TraceDecay(Choice):
         "by_length": "mmrl.algorithms.trace_decay:LengthDecay",
     }
     test: ClassVar[str] = "tests/joints/test_ppo.py"
-
-    @classmethod
-    def expand(cls, value: Any) -> Any:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return {"type": "constant", "number": value}
-        return super().expand(value)
-
-    @classmethod
-    def shorten(cls, value: Choice) -> Any:
-        return value.number if isinstance(value, ConstantDecay) else None
+    of_numbers: ClassVar[bool] = True
 
     @abstractmethod
     def of(self, length: Tensor) -> Tensor:

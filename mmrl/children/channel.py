@@ -52,7 +52,7 @@ class Channel:
         """Sends a frame, by default a sign of life. Raises TimeoutError, and OSError where nobody listens any more."""
         head = len(data).to_bytes(LENGTH, "big")
         with self._sending:
-            self.socket.settimeout(limit_s)
+            self.socket.settimeout(None if limit_s == math.inf else limit_s)
             for part in [head + data] if len(data) < SHORT else [head, data]:
                 self.socket.sendall(part)
 

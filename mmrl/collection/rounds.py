@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -19,15 +20,15 @@ from mmrl.rollouts import Prompt, Rollouts
 from mmrl.runtime.seeds import rollout_seeds
 
 
+@dataclass(eq=False)
 class Rounds(ABC):
     """Makes the rollouts of this rank's share of prompts, scored and measured, in whole groups.
 
     one_at_once: whether one at most is in the making."""
 
     one_at_once: ClassVar[bool] = False
-
-    def __init__(self, config: JobConfig, draws: PromptDraws) -> None:
-        self.config, self.draws = config, draws
+    config: JobConfig
+    draws: PromptDraws
 
     def ahead(self) -> Draw | None:
         """A draw for a round that is made later, so that it does not depend on when that is; None: the round draws
@@ -55,12 +56,11 @@ class Rounds(ABC):
         return chosen, prompts
 
 
+@dataclass(eq=False)
 class DemonstratedRounds(Rounds):
     """Known answers to prompts, without rewards."""
 
-    def __init__(self, config: JobConfig, draws: PromptDraws, policy: Policy) -> None:
-        super().__init__(config, draws)
-        self.policy = policy
+    policy: Policy
 
     def make(self, step: int, version: int, draw: Draw | None = None) -> Rollouts:
         size, (draw, prompts) = self.config.group_size, self.drawn(draw)
@@ -71,22 +71,18 @@ class DemonstratedRounds(Rounds):
         return batch
 
 
+@dataclass(eq=False)
 class ScoredRounds(Rounds):
-    """Rollouts of the policy, which the task scores."""
+    """Rollouts of the policy, which the task scores. sampling: who is asked for rollouts."""
 
-    def __init__(
-        self,
-        config: JobConfig,
-        draws: PromptDraws,
-        policy: Policy,
-        sampling: RolloutSource,
-        task: Task,
-        ranks: Ranks,
-    ) -> None:
-        """sampling: who is asked for rollouts."""
-        super().__init__(config, draws)
-        self.policy, self.sampling, self.task, self.ranks = policy, sampling, task, ranks
-        self.steps_ahead = 0 if config.generator is None else config.generator.steps_ahead
+    policy: Policy
+    sampling: RolloutSource
+    task: Task
+    ranks: Ranks
+
+    @property
+    def steps_ahead(self) -> int:
+        return 0 if self.config.generator is None else self.config.generator.steps_ahead
 
     def measure(self, batch: Rollouts, step: int) -> Rollouts:
         """The round with all that methods want to know of it beside its rewards."""
@@ -134,31 +130,21 @@ class SampledRounds(ScoredRounds):
         return batch
 
 
+@dataclass(eq=False)
 class PooledRounds(ScoredRounds):
     """What is finished first of more groups in the making than a step needs. Every rank has as many of them; towards
     the end of the run no more than will be trained on."""
 
     one_at_once: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        config: JobConfig,
-        draws: PromptDraws,
-        policy: Policy,
-        sampling: RolloutSource,
-        task: Task,
-        ranks: Ranks,
-        pool: Pool,
-    ) -> None:
-        super().__init__(config, draws, policy, sampling, task, ranks)
-        self.pool, self.room = pool, draws.share + pool.partial.oversample // ranks.world
+    pool: Pool
 
     def ahead(self) -> Draw | None:
         return None
 
     def make(self, step: int, version: int, draw: Draw | None = None) -> Rollouts:
         share = self.draws.share
-        room = max(share, min(self.room, share * (self.config.steps - step)))
+        most = share + self.pool.partial.oversample // self.ranks.world
+        room = max(share, min(most, share * (self.config.steps - step)))
         added = self.draws.draw(max(0, room - len(self.pool.groups)))
         self.pool.add(added.positions, added.indices)
         if not self.steps_ahead:

@@ -6,12 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.prompts.views import View
-from mmrl.protocols.measurement import (
-    CollectedContext,
-    CollectedMeasurement,
-    PreparedContext,
-    PreparedMeasurement,
-)
+from mmrl.protocols.measurement import CollectedContext, CollectedMeasurement, PreparedContext, PreparedMeasurement
 from mmrl.protocols.offers import Offer
 
 if TYPE_CHECKING:

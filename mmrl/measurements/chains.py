@@ -6,12 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.protocols.abilities import Completing, Latent
-from mmrl.protocols.measurement import (
-    CollectedContext,
-    CollectedMeasurement,
-    PreparedContext,
-    PreparedMeasurement,
-)
+from mmrl.protocols.measurement import CollectedContext, CollectedMeasurement, PreparedContext, PreparedMeasurement
 from mmrl.protocols.offers import Offer
 
 if TYPE_CHECKING:
@@ -37,12 +32,10 @@ class Completions(CollectedMeasurement["Column"]):
     def measure(self, rollouts: Rollouts, context: CollectedContext) -> Column:
         import torch
 
-        from mmrl.core.advantages import combined_reward
-        from mmrl.rollouts import Column, given
+        from mmrl.rollouts import Column
 
-        weights = torch.tensor(context.task.reward_weights)
-        after = combined_reward(given(rollouts.rewards, "rewards"), weights)
-        return Column(torch.cat([_completed(rollouts, context, ends=False), after[:, None]], 1))
+        after = context.rewards(rollouts)[:, None]
+        return Column(torch.cat([_completed(rollouts, context, ends=False), after], 1))
 
 
 @dataclass(frozen=True)

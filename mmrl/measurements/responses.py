@@ -119,11 +119,10 @@ class SegmentGains(CollectedMeasurement["DecisionColumn"]):
     def measure(self, rollouts: Rollouts, context: CollectedContext) -> DecisionColumn:
         import torch
 
-        from mmrl.core.advantages import combined_reward
         from mmrl.core.credit import segment_gains
-        from mmrl.rollouts import DecisionColumn, given
+        from mmrl.rollouts import DecisionColumn
 
-        own = combined_reward(given(rollouts.rewards, "rewards"), torch.tensor(context.task.reward_weights))
+        own = context.rewards(rollouts)
         worth = torch.full((len(rollouts), -(-rollouts.mask.shape[1] // self.every)), torch.nan)
         worth[:, 0] = torch.stack([own[rollouts.group == group].nanmean() for group in rollouts.group])
         lengths = rollouts.mask.sum(1).tolist()

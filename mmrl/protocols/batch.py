@@ -70,7 +70,9 @@ class Batch:
         return torch.cat(widened(parts, 0) if column.dim() > 1 and column.dtype == torch.bool else parts)
 
     def measured(self, measurement: Measurement[R]) -> R:
-        """This rank's record of a measurement that a part asked for."""
+        """This rank's record of a measurement. Raises KeyError for one that no part lists in its needs."""
+        if measurement.name not in self.rollouts.extras:
+            raise KeyError(f"{measurement.name} was not measured; list it in Needs.measurements")
         record: R = self.rollouts.extras[measurement.name]  # type: ignore[assignment]  # which it has made
         return record
 

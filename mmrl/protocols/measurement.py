@@ -31,6 +31,15 @@ class MeasurementContext:
     group_size: int
     most: Callable[[int], int]
 
+    def rewards(self, rollouts: Rollouts) -> Tensor:
+        """[rollout] the combined reward of scored rollouts, NaN as in `earned`."""
+        import torch
+
+        from mmrl.core.advantages import combined_reward
+        from mmrl.rollouts import given
+
+        return combined_reward(given(rollouts.rewards, "rewards"), torch.tensor(self.task.reward_weights))
+
     def earned(self, samples: list[Sample], group: Tensor) -> Tensor:
         """[sample] the combined reward; NaN where a component that counts could not be scored."""
         import torch

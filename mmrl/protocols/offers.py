@@ -44,4 +44,4 @@ OFFERS = {
 
 def sentence_of(offer: Offer) -> str:
     """What a part needs that needs this offer."""
-    return OFFERS[offer] if isinstance(offer, str) else SENTENCES[offer]
+    return OFFERS[offer] if isinstance(offer, str) else SENTENCES.get(offer, offer.__name__)

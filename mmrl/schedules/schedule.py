@@ -35,17 +35,7 @@ class Schedule(Choice):
         "band": "mmrl.schedules.schedule:Band",
     }
     test: ClassVar[str] = "tests/schedules/test_schedule.py"
-
-    @classmethod
-    def expand(cls, value: Any) -> Any:
-        """A number stands for a constant."""
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return {"type": "constant", "number": value}
-        return super().expand(value)
-
-    @classmethod
-    def shorten(cls, value: Choice) -> Any:
-        return value.number if isinstance(value, Constant) else None
+    of_numbers: ClassVar[bool] = True
 
     @property
     @abstractmethod

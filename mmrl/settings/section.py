@@ -53,6 +53,7 @@ class Choice(Section):
     equation: ClassVar[str] = ""
     source: ClassVar[str] = ""  # the paper an equation comes from
     test: ClassVar[str] = ""  # the test that pins it
+    of_numbers: ClassVar[bool] = False  # whether a number alone stands for the kind `constant` with this `number`
 
     @property
     def key(self) -> str:
@@ -62,11 +63,15 @@ class Choice(Section):
     @classmethod
     def expand(cls, value: Any) -> Any:
         """The mapping that a shorter way to write this choice stands for: a name alone is a kind with its defaults."""
+        if cls.of_numbers and isinstance(value, int | float) and not isinstance(value, bool):
+            return {"type": "constant", "number": value}
         return {"type": value} if isinstance(value, str) else value
 
     @classmethod
     def shorten(cls, value: Choice) -> Any:
         """The shorter way to write `value`, where there is one that says the same; else None."""
+        if cls.of_numbers and value.type == "constant":
+            return vars(value)["number"]
         return value.type if list(type(value).model_fields) == ["type"] else None
 
 

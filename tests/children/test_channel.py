@@ -109,3 +109,9 @@ def test_an_end_is_noticed_and_so_is_what_looking_finds(ends):
     theirs.close()
     with pytest.raises(ConnectionError, match="the other side ended"):
         ours.receive()
+
+
+def test_who_sets_no_limit_waits(ends):
+    ours, theirs = ends
+    later(0.2, theirs.send, b"answer")
+    assert ours.ask(b"question", Patience()) == b"answer" and theirs.receive() == b"question"

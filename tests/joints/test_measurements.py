@@ -1,9 +1,10 @@
 """Measurements from outside: taken once a step for those that list them, beside the rollouts or before the updates."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import pytest
+import torch
 
 from mmrl.build import check_abilities
 from mmrl.cli.reference import DECISIONS, offers
@@ -159,3 +160,43 @@ def test_a_policy_that_lacks_what_its_settings_offer_is_refused(given):
     lacking = "Poor lacks complete_steps of Completing, which its settings offer"
     with pytest.raises(UserError, match=f"^model.type=tests.joints.parts:GivenModel: {lacking}$"):
         check_abilities(made.trainer.config, Poor())
+
+
+class Unknown(Protocol):
+    def unknown(self): ...
+
+
+@dataclass(frozen=True)
+class Undeclared(Length):
+    requires: ClassVar[type] = Unknown
+
+
+class ByUndeclared(ByLength):
+    @property
+    def needs(self):
+        return Needs(measurements=(Undeclared(),))
+
+
+class Forgetful(ByLength):
+    @property
+    def needs(self):
+        return Needs()
+
+
+def test_an_ability_without_a_sentence_is_refused_by_its_name(given):
+    with pytest.raises(UserError, match=r"algorithm.shaping.0 .*needs Unknown, which model.type=given does not have"):
+        lengths(given, f"'{HERE}:ByUndeclared'")
+
+
+def test_what_was_not_listed_was_not_measured(given):
+    made = lengths(given, f"'{HERE}:Forgetful'")
+    with pytest.raises(KeyError, match=r"length 1.0 was not measured; list it in Needs.measurements"):
+        made.prepare(made.next())
+
+
+def test_what_is_known_of_decisions_is_blank_in_all_of_its_dimensions(given):
+    made = lengths(given)
+    known = DecisionColumn(torch.ones(4, 3, 5))
+    blank = known.blank(made.table.rollouts([1]))
+    assert blank.values.shape == (1, 3, 5) and not blank.values.any()
+    assert DecisionColumn.concat([known, blank]).values.shape == (5, 3, 5)

@@ -95,6 +95,18 @@ def test_likelihood_of_positive_rollouts(given):
     close(made.gradient(), [[-1.3 / 3, -1.3 / 3], [1 / 3, 0]])
 
 
+def test_terms_of_one_kind_have_metrics_of_their_own(given):
+    # Of the good rollout -1 and -2, of all -1, -2 and -3.
+    table = Table([[-1.0, -2.0], [-3.0]], rewards=[2.0, 0.0])
+    terms = "algorithm.terms=[{type: likelihood, of: positive}, {type: likelihood, of: all}]"
+    made = given(table, *ONE, terms)
+    made.prepare()
+    made.learn()
+    values = made.metrics.result()
+    close(values["likelihood"], -1.5)
+    close(values["likelihood/1"], -2.0)
+
+
 def test_likelihood_of_demonstrations_is_0_without_any(given):
     table = Table([[-1.0, -2.0], [-3.0]])
     made = still(given, table, "algorithm.terms=[{type: likelihood, coefficient: 0.3}]")
