@@ -129,16 +129,13 @@ def test_micro_batches_and_ranks_change_nothing(given, options, reduce):
 
 def test_weights_of_decisions_are_not_those_of_their_divergence(given):
     """Weights of the sampling engine's gap: 0.5 for the first rollout, 1 for the second."""
-    made = given(table(), *ONE, "algorithm.surrogate={type: trajectory_trust_region, price: 2}")
-    made.prepare()
+    rows = table()
+    generator = "rollout.generator={type: vllm_colocated, correction: {max_gap: 9}}"
+    made = given(rows, *ONE, "algorithm.surrogate={type: trajectory_trust_region, price: 2}", generator)
+    rollouts = rows.rollouts()
+    rollouts.behaviour_logp = rows.padded([[-1.0 - math.log(0.5)] * 4, [-1.0] * 2])
+    made.prepare(rollouts)
     made.move(logp=[[math.log(ratio) for ratio in row] for row in RATIOS], prediction=MOVED)
-    usual = made.trainer.correct
-
-    def correct(micro, replay):
-        replay.weight = torch.tensor([[0.5], [1.0]]).expand(micro.mask.shape)
-        return usual(micro, replay)
-
-    made.trainer.correct = correct
     _, gains, slopes = by_hand([[1] * 4, [1] * 2], 2.0)
     made.learn()
     close(made.gradient() * 6, padded([[0.5 * gain for gain in gains[0]], gains[1]]))
