@@ -14,8 +14,8 @@ NOT_THERE = r"cannot import name '(\w+)' from '(mmrl\.[\w.]+)'"
 
 @cache
 def _tables() -> dict[str, dict[str, Any]]:
-    """Modules by their former names, classes, as module:Class, by former names in former and present modules, and
-    forms of choices, see `present_forms`."""
+    """Modules by their former names, classes, as module:Class, by former names in former and present modules,
+    keys of sections, and forms of choices, see `present_forms`."""
     import json  # here, as below: every process that imports mmrl imports this module, and hardly any asks it
     from pathlib import Path
 
@@ -50,6 +50,11 @@ def renewed(text: str) -> str:
     import re
 
     return re.sub(NAME, lambda found: now(found[0]) or found[0], text)
+
+
+def present_key(name: str) -> str:
+    """Returns what a key of a configuration is called now: the name itself where it is no former one."""
+    return _tables()["keys"].get(name, name)
 
 
 def present_forms(title: str, tree: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Video:
-    """A moving picture: `frames` of one size, in order, `fps` of them a second."""
+    """A moving image: `frames` of one size, in order, `fps` of them a second."""
 
     frames: tuple[Image.Image, ...]
     fps: float = 2.0
@@ -36,7 +36,7 @@ class Video:
 
 @dataclass(frozen=True)
 class Message:
-    """What one side of a conversation says: texts, pictures and clips, in order."""
+    """What one side of a conversation says: texts, images and clips, in order."""
 
     role: str  # system, user, assistant or tool
     parts: tuple[str | Image.Image | Video, ...]
@@ -59,8 +59,8 @@ class Message:
 class Prompt:
     """One question put to a policy.
 
-    `text` may hold `<image>` once per picture and `<video>` once per clip, at the place where it belongs; without any
-    marker the pictures come first, in order, and the clips after them. `answer` is what a verifier compares with;
+    `text` may hold `<image>` once per image and `<video>` once per clip, at the place where it belongs; without any
+    marker the images come first, in order, and the clips after them. `answer` is what a verifier compares with;
     `metadata` is for rewards and tables. `messages`, where there are any, are what the policy reads in place of system,
     text, images and videos, and `tools` are the JSON schemas of functions that its chat template shows it.
     """
@@ -76,7 +76,7 @@ class Prompt:
     videos: tuple[Video, ...] = ()
 
     def redrawn(self, change: Callable[[Image.Image], Image.Image]) -> Prompt:
-        """With every picture and every frame changed, one after the other."""
+        """With every image and every frame changed, one after the other."""
         images = tuple(change(image) for image in self.images)
         clips = tuple(replace(clip, frames=tuple(change(frame) for frame in clip.frames)) for clip in self.videos)
         return replace(self, images=images, videos=clips)
@@ -121,7 +121,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a reward function sees of one rollout: the prompt, and the response, picture or episode it led to. Of a
+    """What a reward function sees of one rollout: the prompt, and the response, image or episode it led to. Of a
     conversation `response` is the last one, and `response_length` counts the tokens of all."""
 
     prompt: Prompt
@@ -137,7 +137,7 @@ class Sample:
 
 
 FRESH, DEMONSTRATION, REPLAYED, EXTRA = range(4)  # origins of a rollout
-TEXT, PICTURE = range(2)  # parts of a response that draws: what is written about the picture, and the picture
+TEXT, IMAGE = range(2)  # parts of a response that draws: what is written about the image, and the image
 PARTS = "parts"  # `Rollouts.extras` has them under this name, by decision, where responses have parts
 
 
@@ -175,7 +175,7 @@ BY_DECISION = ("advantages",)  # columns by decision that are not padded
 class Rollouts(Record):
     """A batch of rollouts, whatever the policy: B rollouts, at most T decisions each, K reward components.
 
-    `inputs` belongs to the policy that made the batch (tokens and pictures, latents, observations); nobody else looks
+    `inputs` belongs to the policy that made the batch (tokens and images, latents, observations); nobody else looks
     inside. Fields that are filled in later are None until then. `extras` holds what only some policies and algorithms
     know of, by name, each a record of its own.
     """
@@ -286,10 +286,10 @@ def given(value: Given | None, name: str) -> Given:
     return value
 
 
-def text_and_picture(rollouts: int, text: int, decisions: int) -> Tensor:
-    """[rollout, decision] int64: the first `text` of so many decisions are TEXT, and the others PICTURE."""
+def text_and_image(rollouts: int, text: int, decisions: int) -> Tensor:
+    """[rollout, decision] int64: the first `text` of so many decisions are TEXT, and the others IMAGE."""
     place = torch.arange(decisions)
-    return torch.full_like(place, PICTURE).where(place >= text, TEXT).repeat(rollouts, 1)
+    return torch.full_like(place, IMAGE).where(place >= text, TEXT).repeat(rollouts, 1)
 
 
 def alternatives_of(rollouts: Rollouts) -> Tensor | None:
@@ -300,12 +300,12 @@ def alternatives_of(rollouts: Rollouts) -> Tensor | None:
 
 
 def in_part(rollouts: Rollouts, part: int) -> Tensor:
-    """[rollout, decision] bool: which decisions are in a part of their response, TEXT or PICTURE."""
+    """[rollout, decision] bool: which decisions are in a part of their response, TEXT or IMAGE."""
     return parts_of(rollouts) == part
 
 
 def parts_of(rollouts: Rollouts) -> Tensor:
-    """[rollout, decision] int64: TEXT or PICTURE. Raises TypeError for responses that have no parts."""
+    """[rollout, decision] int64: TEXT or IMAGE. Raises TypeError for responses that have no parts."""
     return rollouts.extra(PARTS, DecisionColumn).values
 
 
@@ -386,7 +386,7 @@ class MatchingTargets:
     sigma: Tensor  # [rollout, decision] the noise level
     signal: Tensor  # [rollout, decision] how much of the sample is left in `noisy`
     noise_space: bool  # whether the noise is predicted, rather than the velocity
-    source: Tensor | None = None  # [rollout, 1, ...] the latents of the picture that was edited, where there was one
+    source: Tensor | None = None  # [rollout, 1, ...] the latents of the image that was edited, where there was one
 
 
 @dataclass

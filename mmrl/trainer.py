@@ -17,7 +17,7 @@ from mmrl.collection.collector import Collector, awake
 from mmrl.config import Config
 from mmrl.core.correction import effective_sample_size
 from mmrl.core.filters import whole_groups
-from mmrl.engine import Engine, Interruption, Shadow, applied, ramp, warmed_up
+from mmrl.engine import EMA, Engine, Interruption, applied, ramp, warmed_up
 from mmrl.engine.snapshot import AdaptersOff, Snapshot, start_of
 from mmrl.errors import UserError
 from mmrl.evaluation.evaluate import evaluate, worth
@@ -31,7 +31,7 @@ from mmrl.rollouts import Rollouts
 from mmrl.runtime.progress import Interval, Work, display
 from mmrl.schedules.schedule import Schedules
 from mmrl.settings import plain
-from mmrl.training.metrics import Metrics, Silence, Standstill, evaluation_line, step_line
+from mmrl.training.metrics import Metrics, UnscoredMonitor, ZeroGradientMonitor, evaluation_line, step_line
 from mmrl.training.preparation import Minibatch, Preparation
 
 
@@ -50,9 +50,9 @@ class Trainer:
         self.generator = generator
         self.algorithm, self.needs, self.controls = config.algorithm, config.needs, Schedules(config)
         self.collector = Collector(config, policy, task, engine, generator)
-        self.ema = None if config.optim.ema is None else Shadow(policy.module, warmed_up(config.optim.ema))
+        self.ema = None if config.optim.ema is None else EMA(policy.module, warmed_up(config.optim.ema))
         slow = self.algorithm.slow_sampling
-        self.sampling_policy = None if slow is None else Shadow(policy.module, ramp(slow.slope, slow.most, slow.start))
+        self.sampling_policy = None if slow is None else EMA(policy.module, ramp(slow.slope, slow.most, slow.start))
         self.replayed = ReplayedContext(policy, engine)
         kept = self.needs.reference
         self.reference: Snapshot | AdaptersOff | None = None
@@ -63,8 +63,8 @@ class Trainer:
         self.step = 0  # finished steps
         self.bad_steps = 0  # skipped updates in a row
         self.guards = Guards(config.guards)
-        self.silence = Silence(config.rollout.longest_silence)
-        self.standstill = Standstill(config.rollout.max_idle_steps)
+        self.silence = UnscoredMonitor(config.rollout.longest_silence)
+        self.standstill = ZeroGradientMonitor(config.rollout.max_idle_steps)
         self.best: float | None = None
         self.accuracies: dict[str, float] = {}  # held-out accuracy by step
         self.saver = checkpoints.Saver(run.folder / "checkpoints", config.checkpoint, engine, run.line)
@@ -309,8 +309,8 @@ class Trainer:
             origin = checkpoints.origin_of(self.step, plain(self.config))
             checkpoints.save_weights(self.run.folder / name, self.policy, self.engine, origin)
 
-    def _copies(self) -> dict[str, Shadow | Snapshot]:
-        named: dict[str, Shadow | Snapshot | None] = {"ema": self.ema, "sampling_policy": self.sampling_policy}
+    def _copies(self) -> dict[str, EMA | Snapshot]:
+        named: dict[str, EMA | Snapshot | None] = {"ema": self.ema, "sampling_policy": self.sampling_policy}
         if isinstance(self.reference, Snapshot) and self.needs.reference is not None and self.needs.reference.moves:
             named["reference"] = self.reference  # else it is what the run started from
         return {name: copy for name, copy in named.items() if copy is not None}

@@ -73,7 +73,7 @@ class CenterNet(nn.Module):
 
 
 def convert(model: nn.Module, side: int, path: Path) -> float:
-    """Writes an ONNX file; returns the largest gap of its scores to torch's on a picture of noise."""
+    """Writes an ONNX file; returns the largest gap of its scores to torch's on an image of noise."""
     torch.onnx.export(
         model,
         (torch.zeros(1, 3, side, side),),
@@ -86,10 +86,10 @@ def convert(model: nn.Module, side: int, path: Path) -> float:
     stored = onnx.load(str(path))
     stored.metadata_props.add(key="labels", value=json.dumps(COCO))
     onnx.save(stored, str(path))
-    picture = torch.rand(1, 3, side, side, generator=torch.Generator().manual_seed(0)) * 255
+    image = torch.rand(1, 3, side, side, generator=torch.Generator().manual_seed(0)) * 255
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    made = session.run(["scores"], {"image": picture.numpy()})[0]
-    return float(np.abs(made - model(picture)[1].numpy()).max())
+    made = session.run(["scores"], {"image": image.numpy()})[0]
+    return float(np.abs(made - model(image)[1].numpy()).max())
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Pictures of nothing that one detector takes for an object, shown to another: why `image_detector` has a second judge.
+"""Images of nothing that one detector takes for an object, shown to another: why `image_detector` has a second judge.
 
     python scripts/convert_detectors.py package/models detectors
     python scripts/fool_detector.py package/models detectors/centernet.onnx
@@ -23,7 +23,7 @@ CLASSES = ("dog", "zebra", "banana", "bus", "clock")
 
 
 def fooled(model: NanoDet, label: str, steps: int, size: float) -> tuple[Tensor, float]:
-    """A picture [1, 3, side, side] of 0 to 255 and the model's best score for `label` in it."""
+    """An image [1, 3, side, side] of 0 to 255 and the model's best score for `label` in it."""
     noise = torch.rand(1, 3, model.side, model.side, generator=torch.Generator().manual_seed(0))
     image = 112 + 32 * noise
     for _ in range(steps):

@@ -46,7 +46,7 @@ class Levels(gymnasium.Env):
 
     A level has two tasks: NAME, whose instructions name nothing of UNSEEN, and NAME/unseen, whose instructions do. A
     world whose instruction is of the other part is skipped: the next has the seed STRIDE further on. Observations are
-    the picture of the 7 x 7 squares before the agent, or of `around` squares a side with the agent in the middle, with
+    the image of the 7 x 7 squares before the agent, or of `around` squares a side with the agent in the middle, with
     what it carries in its place, and the mission.
 
     A reset without a seed makes no world: nobody looks at the row, and its steps change nothing until it gets a seed.
@@ -106,7 +106,7 @@ class Levels(gymnasium.Env):
 
     def _shown(self, seen: dict[str, Any]) -> dict[str, Any]:
         squares = all_round(self.unwrapped, self._codes, self._around) if self._around else seen["image"]
-        shown = picture(squares, self._tile) if self._tile else np.ascontiguousarray(squares.transpose(1, 0, 2))
+        shown = image(squares, self._tile) if self._tile else np.ascontiguousarray(squares.transpose(1, 0, 2))
         self._last = {"image": shown, "mission": seen["mission"]}
         return self._last
 
@@ -186,7 +186,7 @@ def all_round(world: Any, codes: NDArray[np.uint8], side: int) -> NDArray[np.uin
     return turned.transpose(1, 0, 2)
 
 
-def picture(squares: NDArray[np.uint8], tile: int) -> NDArray[np.uint8]:
+def image(squares: NDArray[np.uint8], tile: int) -> NDArray[np.uint8]:
     """squares [x, y, (object, colour, state)], n a side, minigrid's codes -> RGB [n tile, n tile, 3]; what is not seen
     is black.
 

@@ -69,7 +69,7 @@ class GymnasiumSimulator:
     """A gymnasium vector environment whose actions are a flat `Box` [A], or `Discrete` (see `Choices`).
 
     env: an environment id, or a function `count -> VectorEnv`. One made from an id runs with render_mode "rgb_array".
-    image: the key of the picture (uint8 [H, W, 3]) in a Dict observation, or "render" for what render() shows.
+    image: the key of the image (uint8 [H, W, 3]) in a Dict observation, or "render" for what render() shows.
     state: the key of the state in a Dict observation; None: the whole observation if it is a Box, else nothing.
     instruction: what the task is called in words; a dict gives the words of each of several tasks, and the task's name
         goes to the environments as options={"task": name}.
@@ -233,14 +233,14 @@ class GymnasiumSimulator:
         return str(keys[self._mission][row])
 
     def _seen(self, observation: Any) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        """Pictures [B, H, W, 3] and states [B, S] in what an environment observes."""
+        """Images [B, H, W, 3] and states [B, S] in what an environment observes."""
         keys = observation if isinstance(observation, dict) else {}
         for key in (self._state, None if self._image == RENDER else self._image):
             if key is not None and key not in keys:
                 raise UserError(f"gymnasium observation has no {key!r}; it has {', '.join(keys) or 'no keys'}")
         images = np.stack(self._env.render()) if self._image == RENDER else keys[self._image]  # type: ignore[arg-type]
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
-            raise UserError(f"pictures must be uint8 [B, H, W, 3], not {images.dtype} {list(images.shape)}")
+            raise UserError(f"images must be uint8 [B, H, W, 3], not {images.dtype} {list(images.shape)}")
         state = keys[self._state] if self._state is not None else np.zeros((self.count, 0)) if keys else observation
         return images, np.asarray(state, np.float32).reshape(self.count, -1)
 

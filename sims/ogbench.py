@@ -43,9 +43,9 @@ class OGBench:
     draws what stands where and what is asked for; a world whose drawer or window is locked, where that is to be moved,
     is skipped.
 
-    observation: "state" shows the 40 numbers of OGBench and where the cube shall be (0 in other tasks), with pictures
-        of 0 x 0 pixels; "rgb" shows a picture from the front, and of the numbers the robot's own 19.
-    image_size: height and width of the pictures, in pixels.
+    observation: "state" shows the 40 numbers of OGBench and where the cube shall be (0 in other tasks), with images
+        of 0 x 0 pixels; "rgb" shows an image from the front, and of the numbers the robot's own 19.
+    image_size: height and width of the images, in pixels.
     max_steps: of an episode.
     reward: "sparse" gives 1 for the step that solves the task; "shaped" adds how many decimetres a step has shortened
         the way: the hand's to what is to be moved, and from there to where that belongs.
@@ -75,9 +75,9 @@ class OGBench:
         if reward not in ("sparse", "shaped"):
             raise UserError(f"ogbench: reward must be 'sparse' or 'shaped', not {reward!r}")
         self._shaped, self._sides = reward == "shaped", sides
-        self._pictured, self._size, self._max_steps = observation == "rgb", image_size, max_steps
-        self.count, self.state_dim = count, ROBOT_DIM if self._pictured else SCENE_DIM + PLACE_DIM
-        self.image_shape = (image_size, image_size, 3) if self._pictured else (0, 0, 3)
+        self._shows_images, self._size, self._max_steps = observation == "rgb", image_size, max_steps
+        self.count, self.state_dim = count, ROBOT_DIM if self._shows_images else SCENE_DIM + PLACE_DIM
+        self.image_shape = (image_size, image_size, 3) if self._shows_images else (0, 0, 3)
         self._rows = EnvironmentRows[OGBenchRow](count)
         self._worlds: dict[tuple[str, int], int] = {}  # task and seed: the seed of the world that has the task
         self._renderer: Renderer | None = None  # one for all: their models have the same meshes
@@ -131,7 +131,7 @@ class OGBench:
 
     def _show(self, playing: OGBenchRow, out: Transition, i: int) -> None:
         out.state[i] = playing.state[: self.state_dim]
-        if self._pictured:
+        if self._shows_images:
             model = playing.env.model
             if self._renderer is None:
                 self._renderer = Renderer(model, choose_backend(), self._size, MAX_GEOMS)
@@ -157,7 +157,7 @@ class OGBenchRow:
         else:
             raise UserError(f"ogbench: no world with task {task!r} among {TRIES}")
         quality = self.env.model.vis.quality
-        quality.shadowsize = quality.offsamples = 0  # nearly the whole cost of a picture on a CPU
+        quality.shadowsize = quality.offsamples = 0  # nearly the whole cost of an image on a CPU
         self.steps, self._expert = 0, None
         return world
 

@@ -55,7 +55,7 @@ def build(
     and `VectorSim` for end_of_episode and seed_stride. workers: 0 runs the simulator in this process, otherwise in so
     many of their own, with deadline_s, python and ray as in `Workers`. turns: in so many shares the workers move, one
     while a policy acts for the others, see `play`; 1: all at once. Raises UserError in one line for an unknown name or
-    option, for a package that is not installed, and where no picture can be rendered.
+    option, for a package that is not installed, and where no image can be rendered.
     """
     if count < 1:
         raise UserError(f"simulator {name!r}: the number of environments must be at least 1, not {count}")

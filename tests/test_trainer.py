@@ -14,7 +14,7 @@ from mmrl.engine.deepspeed import learning_rate
 from mmrl.errors import UserError
 from mmrl.evaluation.evaluate import worth
 from mmrl.prompts.sampler import Permutation
-from mmrl.training.metrics import Metrics, Standstill
+from mmrl.training.metrics import Metrics, ZeroGradientMonitor
 from tests.whole_runs import parts
 from tests.whole_runs.parts import TINY, Fixed, distance, final, make, metrics, release, spread, train, under
 
@@ -294,7 +294,7 @@ def test_tables_of_training_show_whole_groups_and_their_films(tmp_path):
 
 
 def test_only_idle_steps_in_a_row_count():
-    standstill = Standstill(3)
+    standstill = ZeroGradientMonitor(3)
     said = [standstill.judge(step, {"grad_norm": norm}) for step, norm in enumerate([0.0, 1e-9, 0.0, 0.0])]
     assert [text is not None for text in said] == [True, False, True, False]
     with pytest.raises(UserError, match="step 4: nothing was learned in 3 steps"):
@@ -303,7 +303,7 @@ def test_only_idle_steps_in_a_row_count():
 
 def test_groups_without_a_signal_are_told_where_only_terms_move_the_weights():
     """The gradient is not 0, for a loss term has one; it is said once for each two steps or more in a row."""
-    standstill = Standstill(10)
+    standstill = ZeroGradientMonitor(10)
     shares = [1.0, 1.0, 1.0, 0.99, 1.0, 1.0]
     said = [
         standstill.judge(step, {"grad_norm": 0.5, "advantages/zero_variance_groups": share})
@@ -312,9 +312,9 @@ def test_groups_without_a_signal_are_told_where_only_terms_move_the_weights():
     assert [text is not None for text in said] == [False, True, False, False, False, True]
     assert said[1].startswith("step 1: the rewards taught nothing in 2 steps in a row")
     flat = {"grad_norm": 0.0, "advantages/zero_variance_groups": 1.0}
-    standstill = Standstill(10)
+    standstill = ZeroGradientMonitor(10)
     assert "gradient was 0" in [standstill.judge(step, flat) for step in range(2)][1]  # one of the two is enough
-    standstill = Standstill(10)  # an algorithm without groups
+    standstill = ZeroGradientMonitor(10)  # an algorithm without groups
     assert [standstill.judge(step, {"grad_norm": 0.5}) for step in range(4)] == [None] * 4
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Supervised(Algorithm):
-    """The likelihood of demonstrations: answers, pictures, or chunks of an expert's actions."""
+    """The likelihood of demonstrations: answers, images, or chunks of an expert's actions."""
 
     equation: ClassVar[str] = "-logp"
     source: ClassVar[str] = "maximum likelihood, as in behaviour cloning"

@@ -14,7 +14,7 @@ import torch
 from mmrl.checkpoints import files
 from mmrl.checkpoints.training import MAY_CHANGE, WORTH_SAYING, differences, digest
 from mmrl.checkpoints.writing import Writing, one_line
-from mmrl.engine import Engine, Shadow, weights_only
+from mmrl.engine import EMA, Engine, weights_only
 from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
 
@@ -155,7 +155,7 @@ def newest_intact(folder: Path, engine: Engine, say: Callable[[str], None]) -> P
     return None
 
 
-def go_back(folder: Path, engine: Engine, copies: Mapping[str, Shadow | Snapshot], say: Callable[[str], None]) -> str:
+def go_back(folder: Path, engine: Engine, copies: Mapping[str, EMA | Snapshot], say: Callable[[str], None]) -> str:
     """Weights, their averages and the optimizer as the newest intact checkpoint in `folder` has them, while schedules
     go on; its name. A collective. Raises UserError where there is none."""
     path = newest_intact(folder, engine, say)

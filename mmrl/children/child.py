@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.children.channel import Channel, Patience
-from mmrl.children.door import KEY, Door, Pair
 from mmrl.children.frames import decode_mapping
+from mmrl.children.listener import KEY, Listener, Pair
 from mmrl.children.processes import LocalProcess, module_path
 from mmrl.children.ray import Cluster, RayProcess
 from mmrl.errors import UserError
 from mmrl.runtime import devices
 
-Started = tuple[LocalProcess | RayProcess, Pair | Door]  # a process, and where it calls in
+Started = tuple[LocalProcess | RayProcess, Pair | Listener]  # a process, and where it calls in
 Launch = Callable[[str], Started]  # of a service, by its name
 _MAIN = "mmrl.children.main"
 
@@ -42,7 +42,7 @@ class Raised(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Here:
+class OnThisHost:
     """On this host. python: the interpreter, None for this one. environment: what differs from ours. log: the file to
     which what it writes is added; None: our standard error."""
 
@@ -60,7 +60,7 @@ class Here:
 
 @dataclass(frozen=True)
 class OnCluster:
-    """On a host that Ray chooses; see `Here`."""
+    """On a host that Ray chooses; see `OnThisHost`."""
 
     cluster: Cluster
     gpus: int = 0
@@ -68,7 +68,7 @@ class OnCluster:
     log: Path | None = None
 
     def __call__(self, service: str) -> Started:
-        door, placed = Door(self.cluster.host), self.cluster.place(gpus=self.gpus, log=self.log)
+        door, placed = Listener(self.cluster.host), self.cluster.place(gpus=self.gpus, log=self.log)
         host, port = door.address
         flags = [] if self.python in (None, sys.executable) else ["-E"]  # it must not see the packages of Ray's
         placed.run([*flags, "-m", _MAIN, service, host, str(port)], {KEY: door.key}, self.python)
@@ -88,7 +88,7 @@ class Child:
     def __init__(self, service: str, launch: Launch, records: Collection[type] | None = None) -> None:
         """service: "package.module:Class" of a `mmrl.children.main.Service`. records: as `decode` has them."""
         self.service, self.launch, self.records, self.starts = service, launch, records, 0
-        self._door: Pair | Door | None = None
+        self._door: Pair | Listener | None = None
         self._channel: Channel | None = None
 
     def start(self) -> None:

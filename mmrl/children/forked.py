@@ -1,8 +1,8 @@
-"""`python -m mmrl.children.forked DESCRIPTOR`: a nursery that builds a service of somebody else's code, and workers
-that it forks, which serve. A reward is one, an environment of turns another; see `mmrl.children.nursery`.
+"""`python -m mmrl.children.forked DESCRIPTOR`: a fork server that builds a service of somebody else's code, and workers
+that it forks, which serve. A reward is one, an environment of turns another; see `mmrl.children.fork_server`.
 
-An order to the nursery is one letter and a process id, with a socket where a worker shall be forked; its answer is
-{"done": process id, "why": text where the nursery itself has ended that worker, else None}.
+An order to the fork server is one letter and a process id, with a socket where a worker shall be forked; its answer is
+{"done": process id, "why": text where the fork server itself has ended that worker, else None}.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ ENLIST, DISMISS = b"+", b"-"
 ORDER = struct.Struct("!cQ")
 
 
-def nursery(control: Channel) -> None:
+def fork_server(control: Channel) -> None:
     """Builds the service that the first frame names, then forks workers as it is ordered; never returns. At the other
     side's end it kills all that it has started."""
     adopt_orphans()
     workers: set[int] = set()
-    ended: dict[int, str] = {}  # by the nursery, until the other side knows
+    ended: dict[int, str] = {}  # by the fork server, until the other side knows
     try:
         service, limits = _built(control)
         while order := _watched(control.socket, workers, ended, limits):
@@ -112,7 +112,7 @@ def _fork_worker(control: Channel, descriptor: int, service: ForkedService, limi
             control.close()
             _work(Channel(socket.socket(fileno=descriptor)), service, limits)
         finally:
-            os._exit(0)  # whatever happened, the nursery's own frames must not run on in a copy
+            os._exit(0)  # whatever happened, the fork server's own frames must not run on in a copy
     os.close(descriptor)
     return pid
 
@@ -130,4 +130,4 @@ def _work(channel: Channel, service: ForkedService, limits: Limits) -> None:
 
 
 if __name__ == "__main__":
-    nursery(Channel(socket.socket(fileno=int(sys.argv[1]))))
+    fork_server(Channel(socket.socket(fileno=int(sys.argv[1]))))

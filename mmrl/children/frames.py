@@ -99,7 +99,7 @@ class MessageWriter:
 
             if isinstance(value, Image.Image):
                 if value.mode not in MODES:
-                    raise TypeError(f"a picture of mode {value.mode}")
+                    raise TypeError(f"an image of mode {value.mode}")
                 return {"image": [value.mode, list(value.size), *self.put(value.tobytes())]}
         raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
 

@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any
 
 from mmrl.children.channel import Channel
-from mmrl.children.door import KEY, dial
 from mmrl.children.frames import decode, encode
+from mmrl.children.listener import KEY, dial
 from mmrl.children.processes import end_group, end_with_parent
 from mmrl.errors import UserError, told
 from mmrl.runtime.logging import quieten_environment

@@ -100,7 +100,7 @@ class RayProcess:
             log.parent.mkdir(parents=True, exist_ok=True)
         self.cluster, self.gpus, self.log = cluster, gpus, log
         self.returncode: int | None = None
-        actor: Any = ray.remote(Holder)
+        actor: Any = ray.remote(RayActor)
         actor = actor.options(num_cpus=1, num_gpus=gpus, max_concurrency=THREADS, scheduling_strategy="SPREAD")
         self._holder = actor.remote()
         self._room = self._holder.room.remote()
@@ -188,7 +188,7 @@ class RayProcess:
                 file.write(said)
 
 
-class Holder:
+class RayActor:
     """The Ray actor of one process, which it starts, awaits and ends."""
 
     def __init__(self) -> None:

@@ -164,7 +164,7 @@ COMMON: dict[str, Any] = {
     "action.proprioception": False,
     "engine.zero_stage": 1,
     "engine.micro_batch": 1,
-    "engine.looks_at_once": 4,  # an episode's looks at a 7B model at once fit no GPU
+    "engine.steps_at_once": 4,  # an episode's looks at a 7B model at once fit no GPU
 }
 
 
@@ -194,7 +194,7 @@ def weights(value: Any, found: Converted, given: Given) -> None:
     found.remarks.append(f"action.statistics={value} must be a folder with dataset_statistics.json.")
 
 
-def pictures(value: Any, found: Converted, given: Given) -> None:
+def images(value: Any, found: Converted, given: Given) -> None:
     if value not in (1, 2):
         raise UserError(f"num_images_in_input={value}: LIBERO has two cameras")
     if value == 2:
@@ -258,8 +258,8 @@ SIMPLEVLA: dict[str, Rule] = {
     A + "clip_ratio_low": "algorithm.surrogate.low",
     A + "clip_ratio_high": "algorithm.surrogate.high",
     A + "entropy_coeff": term("entropy"),
-    A + "num_images_in_input": pictures,
-    R + "num_images_in_input": pictures,
+    A + "num_images_in_input": images,
+    R + "num_images_in_input": images,
     R + "use_proprio": "action.proprioception",
     R + "temperature": "rollout.temperature",
     R + "unnorm_key": "action.statistics_key",
@@ -316,8 +316,8 @@ COSMOS: dict[str, Rule] = {
     "validation.freq": "evaluation.every",
     "vla.vla_type": kind_of_policy,
     "vla.use_proprio": "action.proprioception",
-    "vla.num_images_in_input": pictures,
-    "vla.training_chunk_size": "engine.looks_at_once",
+    "vla.num_images_in_input": images,
+    "vla.training_chunk_size": "engine.steps_at_once",
     "vla.num_envs": "task.rows",
 }
 MEMORY_OF_COSMOS = (

@@ -13,10 +13,15 @@ from yaml.nodes import MappingNode, Node, SequenceNode
 from mmrl.algorithms.algorithm import Algorithm
 from mmrl.algorithms.reward_transforms.transform import Transform
 from mmrl.errors import UserError
+from mmrl.moved import present_key
+from mmrl.policies.settings import ModelSettings
 from mmrl.settings import Choice, as_yaml, rewritten
+from mmrl.tasks.visual_qa.settings import Questions
 from mmrl.terms.term import Shaper, Term
 
 PLACES: dict[str, type[Choice]] = {
+    "model": ModelSettings,
+    "data": Questions,
     "algorithm": Algorithm,
     "terms": Term,
     "term": Term,
@@ -55,6 +60,7 @@ class Rewriting:
             known = {str(name): inner for name, inner in value.items()} if isinstance(value, dict) else {}
             for name, inner in node.value if known else ():
                 if name.value in known:  # not so <<
+                    yield from _renamed(name)
                     below = key if name.value.isdigit() else name.value  # a number picks an item of a list
                     yield from self.edits(inner, _alone(known[name.value], below), below)
         elif isinstance(node, MappingNode):
@@ -71,6 +77,7 @@ class Rewriting:
         """Keys that stay as they are keep their text; their values may hold former kinds in turn."""
         for name, inner in node.value:
             if name.value in now and before[name.value] == now[name.value]:
+                yield from _renamed(name)
                 yield from self.edits(inner, before[name.value], name.value)
             elif name.value in now:
                 yield inner.start_mark.index, _end(inner), as_yaml(now[name.value])
@@ -120,3 +127,9 @@ def _end(node: Node) -> int:
     if isinstance(node, MappingNode) and not node.flow_style and node.value:
         return _end(node.value[-1][1])
     return node.end_mark.index
+
+
+def _renamed(name: Node) -> Iterator[Edit]:
+    """Yields the present name of a key that has another one."""
+    if (now := present_key(name.value)) != name.value:
+        yield name.start_mark.index, name.end_mark.index, now

@@ -102,7 +102,7 @@ def _add_training(commands: Commands) -> None:
     evaluation = commands.add_parser("eval", help="held-out accuracy of a run or a model, as a line and a JSON file")
     evaluation.add_argument("model", help="a run directory, or a model's folder or hub name")
     evaluation.set_defaults(run=run_eval)
-    sample = commands.add_parser("sample", help="write an HTML table of prompts, responses and pictures")
+    sample = commands.add_parser("sample", help="write an HTML table of prompts, responses and images")
     sample.add_argument("model", help="a run directory, or a model's folder or hub name")
     sample.add_argument("--count", type=at_least_one, default=16, help="held-out prompts; default: 16")
     sample.set_defaults(run=run_sample)
@@ -118,7 +118,7 @@ def _add_training(commands: Commands) -> None:
 
 def _add_looking(commands: Commands) -> None:
     """Commands that tell of runs, recipes and methods."""
-    report = commands.add_parser("report", help="one HTML file about a run, or several: curves, health, pictures")
+    report = commands.add_parser("report", help="one HTML file about a run, or several: curves, health, images")
     report.add_argument("runs", nargs="+", metavar="RUN", help="a run directory, whatever became of the run")
     report.add_argument("--output", type=Path, help="default: RUN/report.html; of several runs report.html here")
     report.set_defaults(run=run_report)
@@ -376,7 +376,7 @@ def run_sample(options: argparse.Namespace) -> int:
     with job:
         _, samples, marks = job.measure(options.count)
     for sample, mark in zip(samples, marks, strict=True):
-        drawn = "a picture" if sample.image is not None else "a clip"
+        drawn = "an image" if sample.image is not None else "a clip"
         told = sample.image is None and sample.frames is None
         made = repr(sample.response) if told else f"{drawn}, accuracy {mark:.3g}"
         gold = "" if sample.prompt.answer is None else f" (answer {sample.prompt.answer!r})"

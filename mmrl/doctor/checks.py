@@ -27,7 +27,7 @@ LANGUAGE: Recipe = {
     "rollout": {"prompts": 8, "group_size": 4, "max_response_length": 8, "max_prompt_length": 128},
     "engine": {"micro_batch": 8},
 }
-PICTURES: Recipe = {
+IMAGES: Recipe = {
     "model": {"type": "diffusion", "build": "mmrl.tasks.image_generation.tiny.pipeline:build_digits", "text_tokens": 1},
     "task": {"type": "image_generation", "data": {"type": "digits", "train_size": 200}},
     "rollout": {"prompts": 4, "group_size": 4},
@@ -146,7 +146,7 @@ def with_vllm(folder: Path, kind: str, on_gpus: list[str]) -> list[Finding]:
 
 
 def renderers(folder: Path) -> list[Finding]:
-    """MuJoCo's pictures, on the rank's own GPU where there is one."""
+    """MuJoCo's images, on the rank's own GPU where there is one."""
     if importlib.util.find_spec("mujoco") is None:
         return [Finding("MuJoCo renders", "not installed", "no MuJoCo here", "pip install -e '.[mujoco]'")]
     from mmrl import sims
@@ -159,9 +159,9 @@ def renderers(folder: Path) -> list[Finding]:
         sim.reset([0, 1], ["reach", "reach"])
         lit = int(sim.observation().images.max())
     backend = sims.renderers()["mujoco"].said
-    said = f"by {backend}, two pictures in {time.perf_counter() - begun:.1f} s"
+    said = f"by {backend}, two images in {time.perf_counter() - begun:.1f} s"
     if lit == 0:
-        return [Finding("MuJoCo renders", "fails", f"pictures by {backend} are black", advice_for("EGL"))]
+        return [Finding("MuJoCo renders", "fails", f"images by {backend} are black", advice_for("EGL"))]
     works = Finding("MuJoCo renders", "works", said)
     if not has_gpu():
         return [works, Finding("EGL on the rank's GPU", GPU_ONLY, f"no GPU here; {backend} renders on the CPU")]
@@ -197,8 +197,8 @@ def language(folder: Path) -> list[Finding]:
     return recipe(folder, "a vision-language model trains", LANGUAGE)
 
 
-def pictures(folder: Path) -> list[Finding]:
-    return recipe(folder, "a diffusion model trains", PICTURES)
+def images(folder: Path) -> list[Finding]:
+    return recipe(folder, "a diffusion model trains", IMAGES)
 
 
 def robots(folder: Path) -> list[Finding]:
@@ -222,7 +222,7 @@ CHECKS: dict[str, Callable[[Path], list[Finding]]] = {
     "renderers": renderers,
     "physics": physics,
     "language": language,
-    "pictures": pictures,
+    "images": images,
     "robots": robots,
     "vllm_colocated": vllm_colocated,
     "vllm_server": vllm_server,

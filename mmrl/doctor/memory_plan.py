@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mmrl.config import Config
-from mmrl.engine.memory import GIB, Blueprint, peak, standing
+from mmrl.engine.memory import GIB, MemoryModel, peak, standing
 from mmrl.errors import UserError
 from mmrl.generation.settings import TransformersGenerator, VLLMColocated
 from mmrl.settings import plain
@@ -88,7 +88,7 @@ class Peaks:
     def __init__(self) -> None:
         self._known: dict[str, float] = {}
 
-    def of(self, config: Config, made: Blueprint, *, trains: bool) -> float:
+    def of(self, config: Config, made: MemoryModel, *, trains: bool) -> float:
         told = plain(config)
         engine = told.pop("engine")
         told.pop("optim")
@@ -105,7 +105,7 @@ class Peaks:
         return self._known[key]
 
 
-def plan(config: Config, made: Blueprint, ranks: int, gpu: Gpu, peaks: Peaks) -> Plan:
+def plan(config: Config, made: MemoryModel, ranks: int, gpu: Gpu, peaks: Peaks) -> Plan:
     """Parts of a job on one of `ranks` GPUs; gpu: of which a colocated vLLM takes its share."""
     engine, dtype = config.engine, config.model.dtype
     kept = standing(made.module, engine.zero_stage, ranks, dtype, len(config.optim.moments))
@@ -148,8 +148,8 @@ def simulators(config: Config) -> float:
     options = task.get("options") or {}
     if "simulator" not in task:
         return 0.0
-    pictures = 224**2 if not options.get("image_size") else options["image_size"] ** 2
-    cameras = task["rows"] * pictures * (4 + 4 + 4)  # colour, depth and segmentation
+    images = 224**2 if not options.get("image_size") else options["image_size"] ** 2
+    cameras = task["rows"] * images * (4 + 4 + 4)  # colour, depth and segmentation
     if options.get("sim_backend") == "physx_cuda":
         return PHYSX + cameras
     return (task.get("workers") or 1) * RENDERER if task["simulator"] != "tabletop" else 0.0
@@ -168,15 +168,15 @@ def moves(config: Config, ranks: int) -> list[str]:
         found.append("model.dtype=bfloat16")
     if engine["zero_stage"] < 2 and ranks > 1:
         found.append("engine.zero_stage=2")
-    looks = engine.get("looks_at_once")
+    looks = engine.get("steps_at_once")
     if looks is not None and looks > 1:
-        found.append(f"engine.looks_at_once={looks // 2}")
+        found.append(f"engine.steps_at_once={looks // 2}")
     if (engine.get("micro_tokens") or 1) > 1:
         found.append(f"engine.micro_tokens={engine['micro_tokens'] // 2}")
     if engine["micro_batch"] > 1:
         found.append(f"engine.micro_batch={engine['micro_batch'] // 2}")
-    if "looks_at_once" in engine and looks is None:
-        found.append("engine.looks_at_once=4")
+    if "steps_at_once" in engine and looks is None:
+        found.append("engine.steps_at_once=4")
     if engine.get("steps_at_once", 1) is None and engine["micro_batch"] == 1:
         found.append("engine.steps_at_once=1")
     if engine.get("logp_chunk", 0) > 256:

@@ -6,7 +6,7 @@ from mmrl.runtime import lazy_attributes
 
 if TYPE_CHECKING:
     from mmrl.engine.deepspeed import Engine, Ranks, gathered
-    from mmrl.engine.ema import Shadow, applied, ramp, warmed_up
+    from mmrl.engine.ema import EMA, applied, ramp, warmed_up
     from mmrl.engine.files import weights_only
     from mmrl.engine.interruption import Interruption
     from mmrl.engine.launcher import end_with_launcher, take_device
@@ -16,7 +16,7 @@ __all__ = [
     "Engine",
     "Interruption",
     "Ranks",
-    "Shadow",
+    "EMA",
     "applied",
     "end_with_launcher",
     "gathered",
@@ -33,5 +33,5 @@ __getattr__ = lazy_attributes.attributes(
     | {"memory_estimate": "mmrl.engine.memory"}
     | {"weights_only": "mmrl.engine.files", "Interruption": "mmrl.engine.interruption"}
     | {name: "mmrl.engine.launcher" for name in ("end_with_launcher", "take_device")}
-    | {name: "mmrl.engine.ema" for name in ("Shadow", "applied", "ramp", "warmed_up")},
+    | {name: "mmrl.engine.ema" for name in ("EMA", "applied", "ramp", "warmed_up")},
 )

@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 
-class Shadow:
+class EMA:
     """An exponential moving average of the trained parameters of `module`, in fp32, of this rank's share of them.
 
     `decay(updates)` is the weight of the past in update number `updates` (from 0).

@@ -18,7 +18,7 @@ BEATS_MISSED = 4  # after so many a rank is taken for silent
 
 
 @dataclass
-class Life:
+class RankState:
     """What a rank says of itself. marks: how many phases and collectives it has begun; all ranks begin the same."""
 
     rank: int
@@ -38,9 +38,10 @@ class Heartbeat:
 
     def __init__(self, folder: Path, rank: int, world: int, limit: float) -> None:
         self.folder, self.world, self.limit = folder / FOLDER, world, limit
-        self.life = Life(rank, socket.gethostname(), os.getpid())
+        self.life = RankState(rank, socket.gethostname(), os.getpid())
         self.interval = min(15.0, max(0.2, limit / 100))
-        self._seen: dict[int, tuple[Life, float, float]] = {}  # with the times of the last beat and of the last mark
+        # by rank, with the times of the last beat and of the last mark
+        self._seen: dict[int, tuple[RankState, float, float]] = {}
         self._told = False
         self._ended = threading.Event()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,7 @@ class Heartbeat:
             self._path(self.life.rank).unlink(missing_ok=True)
             self.folder.rmdir()
 
-    def dead(self) -> Life | None:
+    def dead(self) -> RankState | None:
         """A rank of this host whose process is gone."""
         known = [life for life, _, _ in self._seen.values() if life.host == self.life.host]
         return next((life for life in known if not runs(life.process)), None)
@@ -83,7 +84,7 @@ class Heartbeat:
         now = time.monotonic()
         for rank in range(self.world):
             with suppress(OSError, ValueError, TypeError):  # not there yet, or not whole
-                life = Life(**json.loads(self._path(rank).read_text()))
+                life = RankState(**json.loads(self._path(rank).read_text()))
                 before, beat, mark = self._seen.get(rank, (None, now, now))
                 if before is None or before.process != life.process or before.marks != life.marks:
                     mark = now
@@ -113,8 +114,8 @@ class Heartbeat:
 
 
 def missing_rank(
-    seen: dict[int, tuple[Life, float, float]], me: int, now: float, silent_after: float
-) -> tuple[Life, str, float] | None:
+    seen: dict[int, tuple[RankState, float, float]], me: int, now: float, silent_after: float
+) -> tuple[RankState, str, float] | None:
     """Whom rank `me` waits for, why, and for how many seconds he has not moved: a rank that is not heard of any more,
     or one that has begun fewer phases and collectives. None where nobody can be named."""
     others = [(life, now - beat, now - mark) for rank, (life, beat, mark) in seen.items() if rank != me]

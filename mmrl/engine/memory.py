@@ -18,7 +18,7 @@ MIB, GIB = 2**20, 2**30
 
 
 @dataclass
-class Blueprint:
+class MemoryModel:
     """A job's network as the meta device has it, without weights, and what is computed with it.
 
     module: with adapters, and with what is not trained frozen. train: the outputs of a micro-batch of so many rollouts,

@@ -42,7 +42,7 @@ class Snapshot:
             self._write(now)
 
     def state(self) -> dict[str, Tensor]:
-        """Laid out as a `Shadow`'s, so that it can be reshaped for other ranks like one."""
+        """Laid out as a `EMA`'s, so that it can be reshaped for other ranks like one."""
         return {**{str(i): kept for i, kept in enumerate(self.kept)}, "updates": torch.tensor(0)}
 
     def load(self, state: dict[str, Tensor]) -> None:

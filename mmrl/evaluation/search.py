@@ -58,7 +58,7 @@ class BestOf(Search):
 
 
 class Particles(Search):
-    """Chains of a prompt are stochastic, and at some of their steps those go on, several times, whose picture is
+    """Chains of a prompt are stochastic, and at some of their steps those go on, several times, whose image is
     expected to earn more (Feynman-Kac steering with potentials of differences). The best at the end is kept."""
 
     equation: ClassVar[str] = "resampled with weights softmax_i strength (r(E[x_0 | x_s]) - the same where it was last)"

@@ -101,7 +101,7 @@ class VLLMGenerator(GeneratorSettings):
         None, "cache of keys and values; default: the rest of `memory`, on a CPU 1", unit="GiB", gt=0
     )
     max_sequences: int = option(256, "responses in the making at the same time", ge=1)
-    images: int = option(1, "the most pictures that one prompt holds", ge=0)
+    images: int = option(1, "the most images that one prompt holds", ge=0)
     videos: int = option(0, "the most clips that one prompt holds", ge=0)
     lora: Literal["merged", "adapter"] = option(
         "merged",
@@ -227,7 +227,7 @@ class RolloutWorkers(Section):
         ahead = f"rollout.workers.async_steps={self.async_steps}"
         if not self.async_steps:
             return
-        if offers & {"matching", "contrast", "picture_gradient"}:
+        if offers & {"matching", "contrast", "image_gradient"}:
             raise ValueError(
                 f"{ahead} is corrected by likelihoods of decisions, which this job's have not: take a likelihood of "
                 "type chain, or set async_steps to 0"

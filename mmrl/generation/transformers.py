@@ -56,7 +56,7 @@ def generate(
 class Prefix:
     """Prompts that a model has read, to be continued: by drawn tokens in generation, by known ones in replay.
 
-    Gradients pass from what continues a prompt into the prompt and its pictures. Positions are given to the model and
+    Gradients pass from what continues a prompt into the prompt and its images. Positions are given to the model and
     not left to it, so that it keeps no state between calls (Qwen's models would remember an offset).
     """
 
@@ -107,7 +107,7 @@ class Prefix:
         return output.last_hidden_state
 
 
-# What places of tokens depend on in models with pictures and clips; the seconds between two rows of a clip's grid among
+# What places of tokens depend on in models with images and clips; the seconds between two rows of a clip's grid among
 # them, where a family goes by seconds.
 PLACED_BY = (
     "input_ids",
@@ -120,7 +120,7 @@ PLACED_BY = (
 
 
 def positions(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-    """Of each token: [row, length], or [3, row, length] where tokens of pictures and clips have a time and a place."""
+    """Of each token: [row, length], or [3, row, length] where tokens of images and clips have a time and a place."""
     if "image_grid_thw" in inputs or "video_grid_thw" in inputs:
         base: Any = model.base_model
         return base.get_rope_index(**{key: inputs[key] for key in PLACED_BY if key in inputs})[0]

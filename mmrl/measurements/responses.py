@@ -88,7 +88,7 @@ class PromptLikelihoods(PreparedMeasurement["Column"]):
     """How likely [rollout] the policy finds the prompt where it sees what it made of it, a mean over tokens."""
 
     requires: ClassVar[type] = Inverting
-    cost: ClassVar[str] = "a pass over every picture and its prompt"
+    cost: ClassVar[str] = "a pass over every image and its prompt"
     name: ClassVar[str] = "inverse"
 
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> Column:

@@ -1,4 +1,4 @@
-"""Pictures as rows of codes: a codebook of patches, saved beside the model that writes the codes."""
+"""Images as rows of codes: a codebook of patches, saved beside the model that writes the codes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NAME = "codebook"
 
 @dataclass(frozen=True)
 class Codebook:
-    """Code c is the patch `patches[c]`, and the token `first + c` of the model. A picture is read row by row."""
+    """Code c is the patch `patches[c]`, and the token `first + c` of the model. An image is read row by row."""
 
     patches: Tensor  # [code, channel, height, width] fp32, 0 to 1
-    rows: int  # of patches in a picture
+    rows: int  # of patches in an image
     columns: int
     first: int  # the token of code 0
 
@@ -31,7 +31,7 @@ class Codebook:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Channels, height and width of a picture."""
+        """Channels, height and width of an image."""
         channels, height, width = self.patches.shape[1:]
         return channels, self.rows * height, self.columns * width
 
@@ -45,19 +45,19 @@ class Codebook:
             )
         return torch.cat([torch.arange(self.first), torch.arange(last, vocabulary)])
 
-    def tokens(self, pictures: Tensor) -> Tensor:
-        """[picture, channel, height, width] of 0 to 1 -> [picture, place] int64, the nearest code's token each.
+    def tokens(self, images: Tensor) -> Tensor:
+        """[image, channel, height, width] of 0 to 1 -> [image, place] int64, the nearest code's token each.
 
-        Raises UserError for pictures of another size."""
-        if tuple(pictures.shape[1:]) != self.size:
-            raise UserError(f"pictures of {list(pictures.shape[1:])} do not fit a codebook for {list(self.size)}")
+        Raises UserError for images of another size."""
+        if tuple(images.shape[1:]) != self.size:
+            raise UserError(f"images of {list(images.shape[1:])} do not fit a codebook for {list(self.size)}")
         shape = {"r": self.rows, "c": self.columns}
-        cut = rearrange(pictures.float(), "n k (r h) (c w) -> (n r c) (k h w)", **shape)
+        cut = rearrange(images.float(), "n k (r h) (c w) -> (n r c) (k h w)", **shape)
         nearest = torch.cdist(cut, self.patches.flatten(1)).argmin(1)
-        return self.first + nearest.view(len(pictures), self.places)
+        return self.first + nearest.view(len(images), self.places)
 
-    def pictures(self, tokens: Tensor) -> Tensor:
-        """[picture, place] -> [picture, channel, height, width] fp32."""
+    def images(self, tokens: Tensor) -> Tensor:
+        """[image, place] -> [image, channel, height, width] fp32."""
         shape = {"r": self.rows, "c": self.columns}
         return rearrange(self.patches[tokens - self.first], "n (r c) k h w -> n k (r h) (c w)", **shape)
 
@@ -80,15 +80,15 @@ def read(folder: str | Path) -> Codebook | None:
         raise UserError(f"the codebook in {folder} can not be read: {error}") from None
 
 
-def trained(pictures: Tensor, count: int, patch: int, first: int, seed: int = 0) -> Codebook:
-    """`count` codes for square patches of [picture, channel, height, width], by k-means. Raises UserError where
+def trained(images: Tensor, count: int, patch: int, first: int, seed: int = 0) -> Codebook:
+    """`count` codes for square patches of [image, channel, height, width], by k-means. Raises UserError where
     scikit-learn is missing."""
     try:
         from sklearn.cluster import KMeans
     except ModuleNotFoundError:
         raise UserError("making a codebook needs scikit-learn: pip install -e '.[codebook]'") from None
 
-    cut = rearrange(pictures, "n k (r h) (c w) -> (n r c) (k h w)", h=patch, w=patch)
+    cut = rearrange(images, "n k (r h) (c w) -> (n r c) (k h w)", h=patch, w=patch)
     found = KMeans(count, n_init=1, random_state=seed).fit(cut.numpy())
-    patches = torch.from_numpy(found.cluster_centers_).float().view(count, pictures.shape[1], patch, patch)
-    return Codebook(patches, pictures.shape[2] // patch, pictures.shape[3] // patch, first)
+    patches = torch.from_numpy(found.cluster_centers_).float().view(count, images.shape[1], patch, patch)
+    return Codebook(patches, images.shape[2] // patch, images.shape[3] // patch, first)

@@ -12,7 +12,7 @@ from mmrl.protocols.requirements import Capabilities
 from mmrl.settings import Choice, Section, option
 
 if TYPE_CHECKING:
-    from mmrl.engine.memory import Blueprint
+    from mmrl.engine.memory import MemoryModel
     from mmrl.protocols.job import JobConfig
     from mmrl.protocols.parts import Policy
 
@@ -61,9 +61,9 @@ class ModelSettings(Choice):
         "diffusion": "mmrl.policies.diffusion.settings:DiffusionModel",
         "vision_language_action": "mmrl.policies.vla.settings:VisionLanguageActionModel",
         "few_step_diffusion": "mmrl.policies.few_step_diffusion.settings:FewStepModel",
-        "rewritten_diffusion": "mmrl.policies.prompt_rewriting.settings:RewrittenModel",
-        "picture_codes": "mmrl.policies.autoregressive_image.settings:CodeModel",
-        "masked_diffusion": "mmrl.policies.discrete_diffusion.settings:MaskedModel",
+        "prompt_rewriting": "mmrl.policies.prompt_rewriting.settings:RewrittenModel",
+        "autoregressive_image": "mmrl.policies.autoregressive_image.settings:CodeModel",
+        "discrete_diffusion": "mmrl.policies.discrete_diffusion.settings:MaskedModel",
         "uniform_diffusion": "mmrl.policies.discrete_diffusion.uniform_settings:UniformModel",
     }
     type: str = "vision_language"
@@ -99,7 +99,7 @@ class ModelSettings(Choice):
         """The policy whose weights are at `path`. Raises UserError, OSError, ImportError or ValueError if it can not be
         loaded."""
 
-    def blueprint(self, config: JobConfig, path: str) -> Blueprint | None:
+    def blueprint(self, config: JobConfig, path: str) -> MemoryModel | None:
         """The network at `path` and what this job computes with it, without weights, for an estimate of memory; None
         for networks so small that nobody asks. Raises UserError where only the weights would tell."""
         return None

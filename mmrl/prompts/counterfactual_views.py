@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Blank(View):
-    """The prompt with grey pictures in the place of its own: what is said under it is said without seeing."""
+    """The prompt with grey images in the place of its own: what is said under it is said without seeing."""
 
     equation: ClassVar[str] = "every pixel = level"
-    source: ClassVar[str] = "the picture that pointwise mutual information leaves out, as for MIRL"
+    source: ClassVar[str] = "the image that pointwise mutual information leaves out, as for MIRL"
     test: ClassVar[str] = "tests/prompts/test_counterfactual_views.py"
     type: str = "blank"
     level: int = option(127, "of every pixel and channel", ge=0, le=255)
@@ -29,7 +29,7 @@ class Blank(View):
 
 
 class Mirrored(View):
-    """The prompt with its pictures and frames mirrored, left to right: what is where changes in a known way."""
+    """The prompt with its images and frames mirrored, left to right: what is where changes in a known way."""
 
     equation: ClassVar[str] = "x <- width - 1 - x"
     source: ClassVar[str] = "consistency under flips, as for OT-GRPO"
@@ -49,9 +49,7 @@ class HiddenRegions(View):
     source: ClassVar[str] = "CFPO, arXiv 2606.23206: critical visual cues are suppressed; whose boxes they are is ours"
     test: ClassVar[str] = "tests/prompts/test_counterfactual_views.py"
     type: str = "hidden_regions"
-    boxes: str = option(
-        "boxes", "key of the prompts' metadata with [x1, y1, x2, y2] of the first picture", unit="pixels"
-    )
+    boxes: str = option("boxes", "key of the prompts' metadata with [x1, y1, x2, y2] of the first image", unit="pixels")
 
     def change(self, prompt: Prompt) -> Prompt:
         from dataclasses import replace
@@ -60,9 +58,7 @@ class HiddenRegions(View):
 
         boxes = prompt.metadata.get(self.boxes)
         if boxes is None or not prompt.images:
-            raise UserError(
-                f"prompt {prompt.id!r} has no metadata {self.boxes!r} or no picture; set view.boxes to a key"
-            )
+            raise UserError(f"prompt {prompt.id!r} has no metadata {self.boxes!r} or no image; set view.boxes to a key")
         image = prompt.images[0].convert("RGB")  # a copy
         draw = ImageDraw.Draw(image)
         for x1, y1, x2, y2 in boxes:
@@ -71,7 +67,7 @@ class HiddenRegions(View):
 
 
 class ShuffledPatches(View):
-    """The patches of every picture in another order, drawn by chance from the prompt's id: what is there stays, where
+    """The patches of every image in another order, drawn by chance from the prompt's id: what is there stays, where
     it is is lost."""
 
     equation: ClassVar[str] = "a permutation of whole patches; what is left at the right and at the bottom stays"

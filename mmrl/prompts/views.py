@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class View(Choice):
-    """A change of a prompt: pictures masked, words left out, a counterfactual. It depends on the prompt alone, so that
+    """A change of a prompt: images masked, words left out, a counterfactual. It depends on the prompt alone, so that
     all rollouts of a group see the same."""
 
     title: ClassVar[str] = "view"
@@ -49,7 +49,7 @@ class View(Choice):
 
 
 class MaskedPatches(View):
-    """Square patches of every picture and frame are black, drawn by chance from the prompt's id."""
+    """Square patches of every image and frame are black, drawn by chance from the prompt's id."""
 
     equation: ClassVar[str] = "a patch is black with probability `share`"
     source: ClassVar[str] = "PAPO, arXiv 2507.06448"
@@ -76,7 +76,7 @@ class MaskedPatches(View):
 
 
 class NoText(View):
-    """The prompt without its words: only its pictures and clips are left."""
+    """The prompt without its words: only its images and clips are left."""
 
     equation: ClassVar[str] = "text = its <image> and <video> markers"
     source: ClassVar[str] = "language-prior ablations of visual question answering, arXiv 1612.00837"

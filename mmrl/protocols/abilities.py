@@ -80,7 +80,7 @@ class Completing(Protocol):
         first rollout, then of the next."""
 
 
-@ability("pictures that it can read again (model.type=picture_codes)")
+@ability("images that it can read again (model.type=autoregressive_image)")
 class Inverting(Protocol):
     """A policy that can read what it makes."""
 

@@ -17,12 +17,12 @@ OFFERS = {
     "velocity": "predictions of a denoiser",
     "steering": "chains that can be steered while they are drawn (model.type=diffusion)",
     "matching": "decisions that compare the final sample with a prediction",
-    "source": "pictures to compare with those that were edited (denoising.likelihood.type=contrast or matching)",
+    "source": "images to compare with those that were edited (denoising.likelihood.type=contrast or matching)",
     "contrast": "decisions that are errors of implicit policies (denoising.likelihood.type=contrast, or "
     "action.head.likelihood.type=contrast of a flow head)",
-    "picture_gradient": "pictures with their gradient (denoising.likelihood.type=last_steps)",
+    "image_gradient": "images with their gradient (denoising.likelihood.type=last_steps)",
     "segments": "decisions in segments (denoising.likelihood.chunks, rollout.segment)",
-    "parts": "responses in parts, text before a picture (model.type=rewritten_diffusion, or rollout.reasoning_length "
+    "parts": "responses in parts, text before an image (model.type=prompt_rewriting, or rollout.reasoning_length "
     "of a model that writes codes)",
     "reference_ratio": "a likelihood that can be compared with the reference policy's",
     "single_sample_kl": "a KL divergence estimated from single samples",

@@ -137,7 +137,7 @@ class SimulatedTask(Protocol):
     """A task whose prompts are start states of episodes."""
 
     simulator_rows: int  # environments that may exist at once on a rank
-    watched: bool  # whether what is measured or earned depends on pictures of whole episodes
+    watched: bool  # whether what is measured or earned depends on images of whole episodes
 
     def make_simulator(self, rows: int) -> Any: ...
 

@@ -1,4 +1,4 @@
-"""Conversations in tables of samples: every turn with its pictures, the boxes that tools looked at, and its reward."""
+"""Conversations in tables of samples: every turn with its images, the boxes that tools looked at, and its reward."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ROLE = '<b class="role">{}</b>'
 
 
 def conversation_html(talk: Conversation) -> str:
-    """The whole conversation. A box in a turn's facts is drawn into the picture that it is a part of."""
+    """The whole conversation. A box in a turn's facts is drawn into the image that it is a part of."""
     boxes: dict[int, list[list[float]]] = {}
     for turn in talk.turns:
         if "box" in turn.facts:
-            boxes.setdefault(int(turn.facts.get("picture", 0)), []).append(list(turn.facts["box"]))
-    number = iter(range(1_000_000))  # pictures are counted in the order in which the policy saw them
+            boxes.setdefault(int(turn.facts.get("image", 0)), []).append(list(turn.facts["box"]))
+    number = iter(range(1_000_000))  # images are counted in the order in which the policy saw them
     parts = [_said(message, boxes, number) for message in talk.messages]
     for turn in talk.turns:
         parts.append(f"{ROLE.format('response')} <pre>{html.escape(turn.response)}</pre>")
@@ -51,22 +51,22 @@ def _outcome(reward: float, tool: str | None, error: str | None) -> str:
     return f"<i>{html.escape('; '.join(told))}</i>" if told else ""
 
 
-def with_boxes(picture: Image.Image, boxes: list[list[float]]) -> Image.Image:
+def with_boxes(image: Image.Image, boxes: list[list[float]]) -> Image.Image:
     """A copy, enlarged where it is small, with frames around boxes, which are in shares of its width and height."""
     if not boxes:
-        return picture
-    scale = max(1, -(-96 // max(1, min(picture.size))))
-    width, height = picture.width * scale, picture.height * scale
-    drawn = picture.convert("RGB").resize((width, height), Image.Resampling.NEAREST)
+        return image
+    scale = max(1, -(-96 // max(1, min(image.size))))
+    width, height = image.width * scale, image.height * scale
+    drawn = image.convert("RGB").resize((width, height), Image.Resampling.NEAREST)
     pen = ImageDraw.Draw(drawn)
     for x0, y0, x1, y1 in boxes:
         pen.rectangle((x0 * width, y0 * height, x1 * width - 1, y1 * height - 1), outline="red", width=2)
     return drawn
 
 
-def data_url(picture: Image.Image) -> str:
+def data_url(image: Image.Image) -> str:
     buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
+    image.save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 

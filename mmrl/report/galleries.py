@@ -1,4 +1,4 @@
-"""What a run wrote for people to look at, as parts of a page: tables of samples, pictures, clips and videos."""
+"""What a run wrote for people to look at, as parts of a page: tables of samples, images, clips and videos."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Moment:
 
     step: int | None  # None: by mmrl sample
     table: str = ""  # HTML that has been cleaned
-    pictures: list[str] = field(default_factory=list)  # data URLs
+    images: list[str] = field(default_factory=list)  # data URLs
     videos: list[str] = field(default_factory=list)
 
     @property
     def size(self) -> int:
-        return len(self.table) + sum(map(len, [*self.pictures, *self.videos]))
+        return len(self.table) + sum(map(len, [*self.images, *self.videos]))
 
     @property
     def title(self) -> str:
@@ -51,9 +51,9 @@ class Gallery:
 
     @property
     def compared(self) -> list[Moment]:
-        """The first and the last moment, where they have pictures of the same prompts from the same noise."""
+        """The first and the last moment, where they have images of the same prompts from the same noise."""
         ends = [self.moments[0], self.moments[-1]] if len(self.moments) > 1 else []
-        return ends if self.title == TITLES["evaluation"] and all(moment.pictures for moment in ends) else []
+        return ends if self.title == TITLES["evaluation"] and all(moment.images for moment in ends) else []
 
 
 def galleries(run: RunRecord, budget: int = BUDGET) -> list[Gallery]:
@@ -106,7 +106,7 @@ def moment_of(step: int | None, paths: Sequence[Path]) -> Moment:
     """Videos stand in the rows of the table that name them; others above it."""
     shown = {path: data_url(path) for path in paths if path.suffix in KINDS}
     videos = {path.name: url for path, url in shown.items() if path.suffix == ".mp4"}
-    moment = Moment(step, pictures=[url for path, url in shown.items() if path.suffix != ".mp4"])
+    moment = Moment(step, images=[url for path, url in shown.items() if path.suffix != ".mp4"])
     for page in (path.read_text(errors="replace") for path in paths if path.suffix == ".html"):
         named = {name: url for name, url in videos.items() if f'<video src="{name}"' in page}
         for name, url in named.items():

@@ -356,7 +356,7 @@ def guards(run: RunRecord) -> Iterator[HealthFinding]:
             f"{course}"
             f"{', while ' + ', '.join(up) + ' rises' if up else ''}: the reward is hacked with values that nobody can "
             "see.",
-            "Add a kl term, lower optim.lr, or stop at an earlier checkpoint; look at the pictures before and after.",
+            "Add a kl term, lower optim.lr, or stop at an earlier checkpoint; look at the images before and after.",
             gamut.name,
             *up,
             verdict=BAD,
@@ -382,8 +382,8 @@ def guards(run: RunRecord) -> Iterator[HealthFinding]:
         yield judged(
             "Diversity",
             late < 0.3 * early,
-            f"Pictures of a group differ by {late:.3g} in the last quarter, {early:.3g} in the first.",
-            f"Pictures of a group look alike: they differ by {late:.3g} in the last quarter, {early:.3g} in the first.",
+            f"Images of a group differ by {late:.3g} in the last quarter, {early:.3g} in the first.",
+            f"Images of a group look alike: they differ by {late:.3g} in the last quarter, {early:.3g} in the first.",
             "Add a kl term, or raise the noise of the transition.",
             diversity.name,
         )

@@ -114,9 +114,9 @@ class Run:
             replace(self.folder / END, json.dumps({"state": state, "sentence": sentence}, indent=2).encode())
 
     def samples(self, kind: str, step: int, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> None:
-        """Write samples/KIND-STEP.html: prompt, pictures, response, answer and the named numbers of each sample. Where
-        pictures were drawn, a PNG of that name shows them side by side; where clips were, a GIF plays them. Trackers
-        get the pictures and the texts too."""
+        """Write samples/KIND-STEP.html: prompt, images, response, answer and the named numbers of each sample. Where
+        images were drawn, a PNG of that name shows them side by side; where clips were, a GIF plays them. Trackers
+        get the images and the texts too."""
         if not self.writes:
             return
         write_samples(self.folder / "samples" / f"{kind}-{step:06d}.html", samples, columns)
@@ -184,15 +184,15 @@ def commit_of(checkout: Path) -> str | None:
 
 
 def write_samples(target: Path, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> list[Path]:
-    """The HTML page `target`, and a PNG grid beside it where pictures were drawn, an animated GIF and a PNG of all
-    frames where clips were, a video of each episode that was filmed; returns what was written. Pictures and clips of a
+    """The HTML page `target`, and a PNG grid beside it where images were drawn, an animated GIF and a PNG of all
+    frames where clips were, a video of each episode that was filmed; returns what was written. Images and clips of a
     group stand in a row."""
     target.parent.mkdir(exist_ok=True)
     episodes = {number: s.episode for number, s in enumerate(samples) if s.episode is not None}
     films = {n: f"{target.stem}-{n:03d}.mp4" for n, episode in episodes.items() if episode.frames is not None}
     target.write_text(sample_table(samples, columns, films))
     written, together = [target], group_size([sample.prompt for sample in samples])
-    drawn = [picture(s.image) for s in samples if s.image is not None]
+    drawn = [pil_image(s.image) for s in samples if s.image is not None]
     if drawn:
         grid(drawn, columns=together or 10).save(target.with_suffix(".png"))
         written.append(target.with_suffix(".png"))
@@ -204,8 +204,8 @@ def write_samples(target: Path, samples: Sequence[Sample], columns: dict[str, Se
 
 
 def pages(clip: Tensor) -> list[Image.Image]:
-    """The frames of [frame, 1 or 3, height, width] as PIL pictures."""
-    return [picture(frame) for frame in clip]
+    """The frames of [frame, 1 or 3, height, width] as PIL images."""
+    return [pil_image(frame) for frame in clip]
 
 
 def write_clips(target: Path, clips: Sequence[list[Image.Image]], columns: int = 8) -> list[Path]:
@@ -256,20 +256,20 @@ def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def picture(image: Tensor) -> Image.Image:
-    """[1 or 3, height, width] of 0 to 1, clamped, as a PIL picture."""
+def pil_image(image: Tensor) -> Image.Image:
+    """[1 or 3, height, width] of 0 to 1, clamped, as a PIL image."""
     pixels = (image.clamp(0, 1) * 255).round().byte()
     return Image.fromarray(rearrange(pixels, "c h w -> h w c").squeeze(-1).numpy())
 
 
-def grid(pictures: Sequence[Image.Image], columns: int = 10, least: int = 48) -> Image.Image:
-    """Pictures of one size in rows, enlarged by whole pixels to at least `least`, in the order they came."""
-    width, height = pictures[0].size
+def grid(images: Sequence[Image.Image], columns: int = 10, least: int = 48) -> Image.Image:
+    """Images of one size in rows, enlarged by whole pixels to at least `least`, in the order they came."""
+    width, height = images[0].size
     scale = max(1, -(-least // width))
     width, height = width * scale, height * scale
-    columns = min(columns, len(pictures))
-    sheet = Image.new("RGB", (columns * (width + 2), -(-len(pictures) // columns) * (height + 2)), "white")
-    for place, one in enumerate(pictures):
+    columns = min(columns, len(images))
+    sheet = Image.new("RGB", (columns * (width + 2), -(-len(images) // columns) * (height + 2)), "white")
+    for place, one in enumerate(images):
         row, column = divmod(place, columns)
         enlarged = one.convert("RGB").resize((width, height), Image.Resampling.NEAREST)
         sheet.paste(enlarged, (column * (width + 2) + 1, row * (height + 2) + 1))
@@ -278,7 +278,7 @@ def grid(pictures: Sequence[Image.Image], columns: int = 10, least: int = 48) ->
 
 def contact_sheet(samples: Sequence[Sample]) -> Image.Image | None:
     """What was drawn, or else what was asked about, side by side; None where it is not of one size."""
-    drawn = [picture(s.image) for s in samples if s.image is not None]
+    drawn = [pil_image(s.image) for s in samples if s.image is not None]
     drawn += [one for s in samples if s.frames is not None for one in pages(s.frames)]
     drawn = drawn or [image for s in samples for image in s.prompt.images]
     return grid(drawn) if len({image.size for image in drawn}) == 1 else None
@@ -289,7 +289,7 @@ def sample_table(
 ) -> str:
     """One self-contained HTML page, but for `films`: names of videos beside it, by sample."""
     named = films or {}
-    heads = "".join(f"<th>{html.escape(h)}</th>" for h in ("pictures", "prompt", "answer", "response", *columns))
+    heads = "".join(f"<th>{html.escape(h)}</th>" for h in ("images", "prompt", "answer", "response", *columns))
     alike = groups_of([sample.prompt for sample in samples])
     rows = [_row(s, [v[i] for v in columns.values()], alike[i], named.get(i)) for i, s in enumerate(samples)]
     body = f"<table><tr>{heads}</tr>{''.join(rows)}</table>"
@@ -333,15 +333,15 @@ def group_size(prompts: Sequence[Prompt], most: int = 16) -> int | None:
 def _row(sample: Sample, numbers: Sequence[float], same: int, video: str | None) -> str:
     """same: how many rows share the prompt, which is shown in the first of them; 0: it is shown above. video: its name,
     where the episode was filmed."""
-    shown = [data_url(picture(sample.image))] if sample.image is not None else []
+    shown = [data_url(pil_image(sample.image))] if sample.image is not None else []
     shown += [] if sample.frames is None else [clip_url(sample.frames)]
     response = f"<pre>{html.escape(sample.response)}</pre>"
     own = response if sample.conversation is None else conversation_html(sample.conversation)
     own += "" if video is None else VIDEO.format(html.escape(video))
-    cells = [f"<td>{_pictures(shown)}{own}</td>", *(f"<td>{number:.3g}</td>" for number in numbers)]
+    cells = [f"<td>{_images(shown)}{own}</td>", *(f"<td>{number:.3g}</td>" for number in numbers)]
     if same:
         asked = [
-            _pictures(_asked_with(sample.prompt)),
+            _images(_asked_with(sample.prompt)),
             f"<pre>{html.escape(_asked(sample))}</pre>",
         ]
         asked.append(f"<pre>{html.escape(str(sample.prompt.answer))}</pre>")
@@ -350,11 +350,11 @@ def _row(sample: Sample, numbers: Sequence[float], same: int, video: str | None)
 
 
 def _asked_with(prompt: Prompt) -> list[str]:
-    """Data URLs of a prompt's pictures and clips."""
+    """Data URLs of a prompt's images and clips."""
     return [*map(data_url, prompt.images), *(film_url(c.frames, round(1000 / c.fps)) for c in prompt.videos)]
 
 
-def _pictures(urls: Sequence[str]) -> str:
+def _images(urls: Sequence[str]) -> str:
     return "".join(f'<img src="{url}">' for url in urls)
 
 

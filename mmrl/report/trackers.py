@@ -22,7 +22,7 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def samples(self, kind: str, step: int, sheet: Image.Image | None, table: str) -> None:
-        """Pictures side by side, where there are any, and a table in Markdown."""
+        """Images side by side, where there are any, and a table in Markdown."""
 
     def forget_after(self, step: int) -> None:
         """Steps beyond `step` are made again."""
@@ -31,7 +31,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in FOLDER/tensorboard: metrics, pictures, texts, and the configuration as a text and as
+    """Event files in FOLDER/tensorboard: metrics, images, texts, and the configuration as a text and as
     hyperparameters beside held-out accuracy."""
 
     def __init__(self, folder: Path, config_yaml: str) -> None:

@@ -1,7 +1,7 @@
 """Guards: what is measured beside a reward, because a policy that hacks the reward moves it.
 
-Each takes a batch of pictures [rollout, channel, height, width] in 0..1, or where it says so of clips, and gives
-[rollout], float32. Pictures are
+Each takes a batch of images [rollout, channel, height, width] in 0..1, or where it says so of clips, and gives
+[rollout], float32. Images are
 clamped as a viewer would see them, but for `out_of_gamut`. A held-out second scorer is a reward of weight 0.
 """
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmrl.rewards.types import Score, clip, picture
+from mmrl.rewards.types import Score, clip, image_of
 from mmrl.rollouts import Sample
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
@@ -22,7 +22,7 @@ _LAPLACIAN = ((0.0, 1.0, 0.0), (1.0, -4.0, 1.0), (0.0, 1.0, 0.0))
 
 
 def out_of_gamut(images: Tensor, tolerance: float = 0.0) -> Tensor:
-    """Share of a picture's values outside [-tolerance, 1 + tolerance]; NaN counts as outside."""
+    """Share of an image's values outside [-tolerance, 1 + tolerance]; NaN counts as outside."""
     inside = (images >= -tolerance) & (images <= 1 + tolerance)
     return 1 - inside.flatten(1).float().mean(1)
 
@@ -33,7 +33,7 @@ def sharpness(images: Tensor) -> Tensor:
     A reward that is gained by blur lowers it, one gained by noise raises it. Raises ValueError under 3 x 3 pixels.
     """
     if min(images.shape[2:]) < 3:
-        raise ValueError(f"sharpness needs pictures of at least 3 x 3 pixels, not {tuple(images.shape[2:])}")
+        raise ValueError(f"sharpness needs images of at least 3 x 3 pixels, not {tuple(images.shape[2:])}")
     kernel = torch.tensor(_LAPLACIAN, device=images.device)[None, None]
     return F.conv2d(_luma(images)[:, None], kernel).flatten(1).var(1, correction=0)
 
@@ -49,7 +49,7 @@ def diversity(images: Tensor, group: Tensor) -> Tensor:
         (index,) = (group == key).nonzero(as_tuple=True)
         if len(index) > 1:
             members = pixels[index]
-            # Differences, not the matrix product: that leaves equal pictures at a distance of 1e-4.
+            # Differences, not the matrix product: that leaves equal images at a distance of 1e-4.
             distance = torch.cdist(members, members, compute_mode="donot_use_mm_for_euclid_dist")
             result[index] = distance.sum(1) / (len(index) - 1) / pixels.shape[1] ** 0.5
     return result
@@ -80,7 +80,7 @@ def flicker(clips: Tensor) -> Tensor:
 
 
 def brightness(images: Tensor) -> Tensor:
-    """Mean luma, 0.299 R + 0.587 G + 0.114 B; a picture of one channel is its own luma."""
+    """Mean luma, 0.299 R + 0.587 G + 0.114 B; an image of one channel is its own luma."""
     return _luma(images).flatten(1).mean(1)
 
 
@@ -109,7 +109,7 @@ OF_CLIPS: dict[str, Callable[[Tensor], Tensor]] = {"motion": motion, "static": s
 
 class GuardReward:
     """A guard as a reward: with weight 0 it is reported as reward/<label> and may be the fact of a mask of type=band.
-    Of clips the guards of pictures are means over the frames. None for what holds NaN or inf."""
+    Of clips the guards of images are means over the frames. None for what holds NaN or inf."""
 
     scope: Literal["sample"] = "sample"
 
@@ -121,7 +121,7 @@ class GuardReward:
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         made: list[Score] = []
         for sample in samples:  # one by one: sizes may differ
-            shown = picture(sample)[None] if sample.frames is None else clip(sample)
+            shown = image_of(sample)[None] if sample.frames is None else clip(sample)
             value = OF_CLIPS[self.of](clip(sample)[None]) if self.of in OF_CLIPS else MEASURES[self.of](shown)
             made.append(float(value.mean()) if bool(shown.isfinite().all()) else None)
         return made

@@ -1,4 +1,4 @@
-"""Text in pictures, read by RapidOCR on the CPU (the extra `ocr`)."""
+"""Text in images, read by RapidOCR on the CPU (the extra `ocr`)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def check_engine() -> None:
 
 @lru_cache
 def reader(threads: int) -> Callable[[Image.Image], list[str]]:
-    """A function from a picture to the texts in it, from top to bottom. Raises ValueError without the engine."""
+    """A function from an image to the texts in it, from top to bottom. Raises ValueError without the engine."""
     try:
         from rapidocr_onnxruntime import RapidOCR
     except ImportError as error:
         raise ValueError(f"{MISSING} ({error})") from error
-    # As Flow-GRPO's reader: no enlarging of small pictures (fifty times the time) and no turned text.
+    # As Flow-GRPO's reader: no enlarging of small images (fifty times the time) and no turned text.
     engine = RapidOCR(intra_op_num_threads=threads, det_limit_type="max", use_cls=False)
 
-    def read(picture: Image.Image) -> list[str]:
-        lines, _ = engine(np.asarray(picture.convert("RGB"))[:, :, ::-1])  # it expects BGR
+    def read(image: Image.Image) -> list[str]:
+        lines, _ = engine(np.asarray(image.convert("RGB"))[:, :, ::-1])  # it expects BGR
         return [text for _, text, _ in lines or []]
 
     return read

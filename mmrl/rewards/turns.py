@@ -55,7 +55,7 @@ def zoomed_right(sample: Sample) -> float:
     target = sample.prompt.metadata.get("target")
     if target is None or sample.conversation is None:
         return math.nan
-    boxes = [turn.facts["box"] for turn in sample.conversation.turns if turn.facts.get("picture") == 0]
+    boxes = [turn.facts["box"] for turn in sample.conversation.turns if turn.facts.get("image") == 0]
     return float(any(iou(box, target) >= RIGHT for box in boxes))
 
 

@@ -1,4 +1,4 @@
-"""Prompts with a twin, which differs from them in little, and what a picture is worth more under its own."""
+"""Prompts with a twin, which differs from them in little, and what an image is worth more under its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def twin_of(prompt: Prompt) -> Prompt:
 
 
 class TwinMargin:
-    """What another reward says of a picture under its own prompt, less what it says under the prompt's twin: only what
+    """What another reward says of an image under its own prompt, less what it says under the prompt's twin: only what
     tells the two apart is earned (FocusDiff, arXiv 2506.05501, reconstructed).
 
     reward, options: of a reward that scores samples one by one or in batches. None where either could not be scored.

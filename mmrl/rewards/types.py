@@ -1,4 +1,4 @@
-"""The two kinds of reward, and what the pictures of samples look like to one."""
+"""The two kinds of reward, and what the images of samples look like to one."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class BatchReward(Protocol):
 
 @runtime_checkable
 class DifferentiableReward(Protocol):
-    """A reward of pictures that has a gradient."""
+    """A reward of images that has a gradient."""
 
-    def differentiable(self, pictures: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[rollout] of pictures [rollout, channel, height, width], as decoded, with their gradient."""
+    def differentiable(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """[rollout] of images [rollout, channel, height, width], as decoded, with their gradient."""
 
 
 def device_of(device: str | None) -> torch.device:
@@ -50,10 +50,10 @@ def device_of(device: str | None) -> torch.device:
     return torch.device(device or (named("cuda") if torch.cuda.is_available() else "cpu"))
 
 
-def picture(sample: Sample) -> Tensor:
-    """The picture that was made, [channel, height, width]. Raises UserError where the rollout holds none."""
+def image_of(sample: Sample) -> Tensor:
+    """The image that was made, [channel, height, width]. Raises UserError where the rollout holds none."""
     if sample.image is None:
-        raise UserError(f"the rollout of prompt {sample.prompt.id!r} holds no picture to score")
+        raise UserError(f"the rollout of prompt {sample.prompt.id!r} holds no image to score")
     return sample.image
 
 
@@ -71,8 +71,8 @@ def as_pil(image: Tensor) -> Image.Image:
 
 
 def score_finite(samples: Sequence[Sample], score: Callable[[list[Sample]], Sequence[Score]]) -> list[Score]:
-    """`score` of the samples whose picture is finite, put back in place; None for pictures that hold NaN or inf."""
-    finite = [bool(picture(sample).isfinite().all()) for sample in samples]
+    """`score` of the samples whose image is finite, put back in place; None for images that hold NaN or inf."""
+    finite = [bool(image_of(sample).isfinite().all()) for sample in samples]
     kept = [sample for sample, good in zip(samples, finite, strict=True) if good]
     values = iter(score(kept) if kept else [])
     return [next(values) if good else None for good in finite]

@@ -15,7 +15,7 @@ class RowError(ValueError):
     """A row cannot be used; the message is one line that names the field."""
 
 
-class Place(NamedTuple):
+class LineSpan(NamedTuple):
     """Where a line lies: its number from 1, its offset and its length in bytes."""
 
     line: int
@@ -23,7 +23,7 @@ class Place(NamedTuple):
     size: int
 
 
-def places(file: BinaryIO) -> Iterator[Place]:
+def places(file: BinaryIO) -> Iterator[LineSpan]:
     """Of all lines that are not blank. No more than LONGEST_LINE bytes are held in memory."""
     line = offset = 0
     while text := file.readline(LONGEST_LINE):
@@ -31,7 +31,7 @@ def places(file: BinaryIO) -> Iterator[Place]:
         while not text.endswith(b"\n") and (text := file.readline(LONGEST_LINE)):
             size += len(text)
         if not blank:
-            yield Place(line, offset, size)
+            yield LineSpan(line, offset, size)
         offset += size
 
 

@@ -1,6 +1,6 @@
 """How likely denoised samples are: the one place where steps of chains and final samples are scored.
 
-Samples are pictures, clips or chunks of actions: latents are [rollout, decision, ...] here, of any shape.
+Samples are images, clips or chunks of actions: latents are [rollout, decision, ...] here, of any shape.
 """
 
 from __future__ import annotations

@@ -311,8 +311,10 @@ def keys_of(model: type[Section]) -> list[str]:
 
 
 def unknown(key: Any, model: type[Section], path: Path_) -> str:
-    """What to say of a key that `model` does not have: the nearest one that it has, else all."""
+    """Returns what to say of a key that `model` does not have: its present name, the nearest one, else all."""
     valid = keys_of(model)
+    if (now := moved.present_key(str(key))) in valid:
+        return f"unknown key {dotted((*path, str(key)))}; it is {now} now; mmrl convert writes it"
     near = difflib.get_close_matches(str(key), valid, n=1, cutoff=0.5)
     hint = f"did you mean {dotted((*path, near[0]))}?" if near else f"valid keys: {', '.join(valid)}"
     return f"unknown key {dotted((*path, str(key)))}; {hint}"

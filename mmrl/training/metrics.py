@@ -139,7 +139,7 @@ def stragglers(times: list[dict[str, float]]) -> dict[str, float]:
     return found
 
 
-class Silence:
+class UnscoredMonitor:
     """Steps in a row in which no rollout was scored, so that nothing could be learned."""
 
     def __init__(self, most: int) -> None:
@@ -160,7 +160,7 @@ class Silence:
             )
 
 
-class Standstill:
+class ZeroGradientMonitor:
     """Steps in a row whose gradient was exactly 0, so that nothing was learned: rewards that never differ within a
     group, a weight of 0, a mask that leaves nothing. And steps in a row in which no group had a signal, so that only
     loss terms may have moved the weights."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl.core.filters import whole_groups
 from mmrl.core.partition import halved, longest_first, partition, within_tokens
-from mmrl.engine import Ranks, Shadow, applied
+from mmrl.engine import EMA, Ranks, applied
 from mmrl.engine.settings import UnevenEngine
 from mmrl.engine.snapshot import AdaptersOff, Snapshot
 from mmrl.protocols.abilities import Recording, Stepwise, Uneven, able
@@ -42,7 +42,7 @@ class Preparation:
         policy: Policy,
         task: Task,
         engine: Ranks,
-        sampling_policy: Shadow | None,
+        sampling_policy: EMA | None,
         reference: Snapshot | AdaptersOff | None,
     ) -> None:
         """engine: around the policy's module; sampling_policy, reference: weights of other policies, where there are

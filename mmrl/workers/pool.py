@@ -17,14 +17,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from mmrl.children.child import Here, Launch, Lost, OnCluster
+from mmrl.children.child import Launch, Lost, OnCluster, OnThisHost
 from mmrl.children.frames import encode
 from mmrl.children.ray import Cluster
 from mmrl.config import Config
 from mmrl.engine import Ranks, gathered
 from mmrl.errors import UserError
 from mmrl.generation.settings import RolloutWorkers
-from mmrl.generation.weight_sync.checksums import Checksum, Ledger, absent, checksum, differing
+from mmrl.generation.weight_sync.checksums import Checksum, SentWeights, absent, checksum, differing
 from mmrl.generation.weight_sync.folders import Exchange, remove_abandoned, write_weights
 from mmrl.protocols.parts import Policy
 from mmrl.rollouts import Prompt, Rollouts, Sample
@@ -102,7 +102,7 @@ class WorkerPool:
 
     def _write(self) -> str | None:
         """Writes what is trained, on rank 0, and remembers checksums; what went wrong."""
-        module, problem, ledger = self.policy.module, None, Ledger()
+        module, problem, ledger = self.policy.module, None, SentWeights()
         if not self.frozen:
             self.frozen = {name: checksum(value) for name, value in weights(module, trained=False)}
         number = 1 if self.current is None else self.current.number + 1
@@ -229,7 +229,7 @@ def launched(settings: RolloutWorkers, logs: Sequence[Path]) -> list[Launch]:
         return [OnCluster(cluster, int(there), log=log) for log in logs]
     gpus = devices_of(settings, torch.cuda.device_count()) if there else []
     seen = [{devices.VISIBLE: devices.names([gpu])} for gpu in gpus] or [{}] * len(logs)
-    return [Here(environment=own, log=log) for own, log in zip(seen, logs, strict=True)]
+    return [OnThisHost(environment=own, log=log) for own, log in zip(seen, logs, strict=True)]
 
 
 def devices_of(settings: RolloutWorkers, visible: int) -> list[int]:

@@ -94,5 +94,5 @@ class RolloutWorker(Service):
 
 
 def objects_of(prompts: Sequence[Prompt]) -> list[Any]:
-    """Returns what the answers to prompts share with them: the prompts and their pictures."""
+    """Returns what the answers to prompts share with them: the prompts and their images."""
     return [*prompts, *(image for prompt in prompts for image in prompt.images)]

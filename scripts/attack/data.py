@@ -1,4 +1,4 @@
-"""Attacks data files: pictures that a file may not open, bombs, rows that nothing can be done with, damaged files.
+"""Attacks data files: images that a file may not open, bombs, rows that nothing can be done with, damaged files.
 
     python scripts/attack/data.py [--part]
 
@@ -66,16 +66,16 @@ ROWS = {
     "image for images": '{"problem": "?", "answer": "1", "image": "good.png"}',
     "Images for images": '{"problem": "?", "answer": "1", "Images": ["good.png"]}',
     "image_s": '{"problem": "?", "answer": "1", "images": null, "image": ["good.png"]}',
-    "markers without pictures": '{"problem": "<image>?", "answer": "1"}',
+    "markers without images": '{"problem": "<image>?", "answer": "1"}',
     "too many markers": '{"problem": "<image><image>?", "answer": "1", "images": ["good.png"]}',
     "bytes as text": '{"problem": "?", "answer": "1", "images": [{"bytes": "abc"}]}',
-    "picture in lists": '{"problem": "?", "answer": "1", "images": [["good.png"]]}',
-    "picture of a number": '{"problem": "?", "answer": "1", "images": 7}',
+    "image in lists": '{"problem": "?", "answer": "1", "images": [["good.png"]]}',
+    "image of a number": '{"problem": "?", "answer": "1", "images": 7}',
 }
 
 HARMLESS_PROMPTS = {  # what is a question's fault and no prompt's
-    *("infinite", "NaN", "no answer", "empty answer", "markers without pictures", "too many markers"),
-    *("image for images", "Images for images", "image_s", "bytes as text", "picture in lists", "picture of a number"),
+    *("infinite", "NaN", "no answer", "empty answer", "markers without images", "too many markers"),
+    *("image for images", "Images for images", "image_s", "bytes as text", "image in lists", "image of a number"),
 }
 
 
@@ -83,7 +83,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", action="store_true", help="fewer of each")
     part = parser.parse_args().part
-    warnings.simplefilter("ignore")  # Pillow's, of large pictures
+    warnings.simplefilter("ignore")  # Pillow's, of large images
     logging.getLogger("mmrl").addHandler(logging.NullHandler())
     logging.getLogger("mmrl").propagate = False
     table = Table("data files")
@@ -91,18 +91,18 @@ def main() -> int:
         os.environ["MMRL_ROW_CACHE"] = f"{folder}/verdicts"
         root = Path(folder) / "root"
         root.mkdir()
-        picture().save(root / "good.png")
+        image().save(root / "good.png")
         paths(table, root)
         formats(table, root)
         bombs(table, root)
         rows(table, root)
-        damaged_pictures(table, root, 60 if part else 600)
+        damaged_images(table, root, 60 if part else 600)
         damaged_lines(table, root, 100 if part else 1000)
         damaged_parquet(table, root, 20 if part else 200)
     return table.finish()
 
 
-def picture(side: int = 24) -> Image.Image:
+def image(side: int = 24) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8))
 
 
@@ -179,11 +179,11 @@ def paths(table: Table, root: Path) -> None:
     for name, path in tried.items():
         for held in (path, {"path": path, "bytes": None}):
             file = lines(root, row(images=[held]))
-            table.case("pictures that a row may not open", name, lambda file=file: outcome(file), "the row is named")
+            table.case("images that a row may not open", name, lambda file=file: outcome(file), "the row is named")
     (root / "inner.png").symlink_to("good.png")
     for name in ("inner.png", "./good.png", "././good.png"):
         file = lines(root, row(images=[name]))
-        table.case("pictures that it may", name, lambda file=file: outcome(file), "used")
+        table.case("images that it may", name, lambda file=file: outcome(file), "used")
     listening.close()
 
 
@@ -191,17 +191,17 @@ def formats(table: Table, root: Path) -> None:
     for kind in (*READ, *OTHERS):
         file = io.BytesIO()
         try:
-            (picture().convert("1") if kind in ("MSP", "XBM") else picture()).save(file, kind)
+            (image().convert("1") if kind in ("MSP", "XBM") else image()).save(file, kind)
         except (OSError, KeyError, ValueError):
             continue  # this Pillow cannot write it
-        (root / "picture.png").write_bytes(file.getvalue())
+        (root / "image.png").write_bytes(file.getvalue())
         wanted = "used" if kind in READ else "the row is named"
-        path = lines(root, row(images=["picture.png"]))
+        path = lines(root, row(images=["image.png"]))
         table.case(
             f"formats that are {'read' if kind in READ else 'not'}", kind, lambda path=path: outcome(path), wanted
         )
-    (root / "picture.png").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
-    path = lines(root, row(images=["picture.png"]))
+    (root / "image.png").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
+    path = lines(root, row(images=["image.png"]))
     table.case("formats that are not", "SVG", lambda: outcome(path), "the row is named")
 
 
@@ -281,7 +281,7 @@ def rows(table: Table, root: Path) -> None:
                     "the row is named" if f"{asked}, line 2: " in str(error) and "\n" not in str(error) else str(error)
                 )
 
-        table.case("the same as prompts for pictures", name, attempt, "used" if harmless else "the row is named")
+        table.case("the same as prompts for images", name, attempt, "used" if harmless else "the row is named")
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
@@ -297,14 +297,14 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     return data[:place] + data[place + rng.randint(1, 20) :]
 
 
-def damaged_pictures(table: Table, root: Path, times: int) -> None:
+def damaged_images(table: Table, root: Path, times: int) -> None:
     rng = random.Random(0)
     for number in range(times):
         kind, file = READ[number % len(READ)], io.BytesIO()
-        picture().save(file, kind)
+        image().save(file, kind)
         (root / "torn.png").write_bytes(damaged(file.getvalue(), rng))
         path = lines(root, row(images=["torn.png"]))
-        table.case("damaged pictures", f"{kind} {number}", lambda path=path: outcome(path), "used", "the row is named")
+        table.case("damaged images", f"{kind} {number}", lambda path=path: outcome(path), "used", "the row is named")
 
 
 def damaged_lines(table: Table, root: Path, times: int) -> None:

@@ -31,11 +31,11 @@ SHAPES = {
     "valid with holes": lambda m: changed(m, valid=m.valid & (np.arange(m.valid.shape[1]) > 0)),
 }
 OBSERVATIONS = {
-    "float pictures": lambda m: changed(m, images=m.images / 255.0),
-    "signed pictures": lambda m: changed(m, images=m.images.astype(np.int8)),
-    "pictures of one row": lambda m: changed(m, images=m.images[:, :1]),
-    "one picture for all": lambda m: changed(m, images=m.images[:1]),
-    "grey pictures": lambda m: changed(m, images=m.images[..., :1]),
+    "float images": lambda m: changed(m, images=m.images / 255.0),
+    "signed images": lambda m: changed(m, images=m.images.astype(np.int8)),
+    "images of one row": lambda m: changed(m, images=m.images[:, :1]),
+    "one image for all": lambda m: changed(m, images=m.images[:1]),
+    "grey images": lambda m: changed(m, images=m.images[..., :1]),
     "channels first": lambda m: changed(m, images=m.images.transpose(0, 3, 1, 2)),
     "state of one row": lambda m: changed(m, state=m.state[:1]),
     "flat state": lambda m: changed(m, state=m.state[:, 0]),

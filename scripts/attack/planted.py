@@ -44,7 +44,7 @@ VLM, MASKED = "mmrl/policies/vlm/", "mmrl/policies/discrete_diffusion/"
 
 # fmt: off
 N, G, V = "tasks/visual_qa/data/named_images.py", "sims/gymnasium.py", "mmrl/rewards/visual/geneval.py"
-NAMED, WORLDS, DETECTED = ("tasks/test_named_pictures.py",), ("sims/test_babyai.py",), ("rewards/test_geneval.py",)
+NAMED, WORLDS, DETECTED = ("tasks/test_named_images.py",), ("sims/test_babyai.py",), ("rewards/test_geneval.py",)
 FAULTS = [
     # --- surrogates, ratios, reductions ---
     Fault("clip: bounds swapped", "mmrl/algorithms/surrogates/surrogate.py",
@@ -422,11 +422,11 @@ FAULTS = [
           TOKENS),
     Fault("constant's length is that of now", "mmrl/policies/vlm/policy.py", "int(self.tokens.response_limit.extremes[1])",
           "int(self.tokens.response_limit.value)", TOKENS),
-    Fault("the view has the pictures of the prompt", "mmrl/policies/vlm/responses/reuse.py",
+    Fault("the view has the images of the prompt", "mmrl/policies/vlm/responses/reuse.py",
           "tokens.encode([change(prompt) for prompt in prompts.values()])", "tokens.encode(list(prompts.values()))",
           TOKENS),
 
-    # --- masked diffusion, pictures as codes ---
+    # --- masked diffusion, images as codes ---
     Fault("one_step: nothing of the prompt is hidden", "mmrl/policies/discrete_diffusion/likelihoods.py",
           "generator=_generator(seed)) < prompt_mask", "generator=_generator(seed)) < 0", LIKELIHOODS),
     Fault("coupled: the second state repeats the first", "mmrl/policies/discrete_diffusion/likelihoods.py",
@@ -503,18 +503,18 @@ FAULTS = [
           "steering.strength * (now - earned)", "steering.strength * now", SEARCH),
     Fault("particles: strength is hard-coded", "mmrl/policies/diffusion/steering.py",
           "steering.strength * (now - earned)", "1.0 * (now - earned)", SEARCH),
-    Fault("named pictures: the neighbour on the other side", N,
+    Fault("named images: the neighbour on the other side", N,
           "(first + 1, first) if step == -1", "(first, first + 1) if step == -1",
           NAMED),
-    Fault("named pictures: held-out names are shown", N, "(every % 5 == 4) == (which == \"heldout\")",
+    Fault("named images: held-out names are shown", N, "(every % 5 == 4) == (which == \"heldout\")",
           "(every % 5 == 4) != (which == \"heldout\")", NAMED),
-    Fault("named pictures: rows move up", N,
+    Fault("named images: rows move up", N,
           "margin - down : margin - down + SIDE", "margin + down : margin + down + SIDE", NAMED),
-    Fault("named pictures: nobody is careless", N,
+    Fault("named images: nobody is careless", N,
           "question.other if careless else question.answer", "question.answer", NAMED),
-    Fault("named pictures: one style for all cells", N, "rng.integers(len(self.styles), size=cells)",
+    Fault("named images: one style for all cells", N, "rng.integers(len(self.styles), size=cells)",
           "[0] * cells", NAMED),
-    Fault("named pictures: sheets are read by columns", "tasks/data/named_images/images.py",
+    Fault("named images: sheets are read by columns", "tasks/data/named_images/images.py",
           ".swapaxes(1, 2)", "", NAMED),
     Fault("discrete actions: the order is turned", G, "self.start + np.clip(part, 0, self.count - 1)",
           "self.start + self.count - 1 - np.clip(part, 0, self.count - 1)", WORLDS),

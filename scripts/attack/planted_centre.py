@@ -21,7 +21,7 @@ CHECKS, COLLECTED, MORE = (
     ("joints/test_more_terms.py",),
 )
 POOL, RECORDS, FACTS = ("collection/test_partial_rollouts.py",), ("test_rollouts.py",), ("protocols/test_batch.py",)
-PICTURES, VALUES = ("policies/diffusion/test_policy.py",), ("joints/test_latent_values.py",)
+IMAGES, VALUES = ("policies/diffusion/test_policy.py",), ("joints/test_latent_values.py",)
 SEAMS, JOINED, BROWSER = (
     ("company/test_seams.py",),
     ("whole_runs/test_extra_sources.py::test_a_response_goes_on_from_inside",),
@@ -102,7 +102,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("centre: views are seen by the present policy", P, "applied(self.sampling_policy):\n                return Answers",
      "applied(None):\n                return Answers", ("joints/test_measurements.py", "joints/test_steps.py")),
     ("centre: a moving reference is not saved", T, "isinstance(self.reference, Snapshot) and self.needs",
-     "isinstance(self.reference, Shadow) and self.needs", ("test_trainer.py", "checkpoints/test_checkpoints.py", "joints/test_steps.py")),
+     "isinstance(self.reference, EMA) and self.needs", ("test_trainer.py", "checkpoints/test_checkpoints.py", "joints/test_steps.py")),
     ("centre: bad steps need not be in a row", T, "self.bad_steps = 0 if changed else self.bad_steps + 1",
      "self.bad_steps += not changed", ("test_trainer.py",)),
     ("centre: a gap that is no number is small", T, "if not gap <= limit:", "if gap > limit:",
@@ -137,7 +137,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      ("cli/test_former_kinds.py",)),
     ("centre: a name that is not deferred has a stand-in", "mmrl/runtime/lazy_imports.py",
      "if set(fromlist) <= set(deferred[source]):", "if set(fromlist) & set(deferred[source]):", ("runtime/test_lazy_imports.py",)),
-    ("centre: an answer to an earlier question is taken", CHILDREN + "nursery.py", 'if answer.get("number") != self._asked:',
+    ("centre: an answer to an earlier question is taken", CHILDREN + "fork_server.py", 'if answer.get("number") != self._asked:',
      "if False:", ("rewards/test_isolated.py",)),
     ("centre: who does not listen is waited for", CHILDREN + "channel.py",
      "self.send(data, min(patience.limit_s, patience.silent_s))", "self.send(data)", ("children/test_channel.py",)),
@@ -152,9 +152,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("centre: all continuations are drawn alike", VLM + "responses/reuse.py", "replace(draft.request, seed=seed)",
      "replace(draft.request, seed=seeds[0])", JOINED),
     ("centre: weights of steps are left out under branching", DECISIONS + "chain.py", "weight * share", "share",
-     PICTURES + ("joints/test_branch_credit.py",)),
+     IMAGES + ("joints/test_branch_credit.py",)),
     ("centre: levels are weighed as if they were drawn evenly", DECISIONS + "levels.py", "return (1 - s) / s * slope.float()",
-     "return (1 - s) / s", PICTURES),
+     "return (1 - s) / s", IMAGES),
     ("centre: steps of a chain may be infinite", "mmrl/samplers/settings.py",
      "if values.shape not in (sigma.shape, ()) or not bool(values.isfinite().all()):", "if values.shape not in (sigma.shape, ()):",
      CHECKS + ("samplers/test_transitions.py",)),

@@ -130,7 +130,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
           "actions_per_second", ("report/test_run.py",)),
     ("films: looks are counted as actions", R + "run.py", "round(number * actions)", "number",
           ("report/test_run.py",)),
-    ("groups: pictures of a group do not stand in a row", R + "run.py", "columns=together or 10", "columns=10",
+    ("groups: images of a group do not stand in a row", R + "run.py", "columns=together or 10", "columns=10",
           ("report/test_run.py",)),
     ("groups: clips of a group do not stand in a row", R + "run.py", "columns=together or 8", "columns=8",
           ("report/test_run.py",)),

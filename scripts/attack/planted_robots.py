@@ -7,7 +7,7 @@ C, D = "sims/mujoco/control.py", "tasks/manipulation/episodes.py"
 T = "sims/mujoco/tasks.py"
 SMALL, LOOKS = "mmrl/policies/vla/backbones/small.py", ("policies/vla/test_small.py",)
 FLOWS, OPENVLA = "mmrl/policies/vla/heads/flow.py", "mmrl/policies/vla/backbones/openvla.py"
-CONTRAST, PICTURES = ("policies/vla/test_contrast.py",), ("policies/vla/test_openvla.py",)
+CONTRAST, IMAGES = ("policies/vla/test_contrast.py",), ("policies/vla/test_openvla.py",)
 WORLDS = ("sims/test_babyai.py",)
 J, JUDGED, PLAYED = "tasks/manipulation/judged.py", ("tasks/test_success_judge.py",), ("policies/vla/test_policy.py",)
 POLICY = "mmrl/policies/vla/policy.py"
@@ -16,7 +16,7 @@ CONTROLS, SHOWN = ("sims/test_tabletop.py",), ("tasks/test_manipulation.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("judged success: the first picture alone", J, "np.linspace(len(frames) - 1, 0, count)",
+    ("judged success: the first image alone", J, "np.linspace(len(frames) - 1, 0, count)",
      "np.linspace(0, len(frames) - 1, count)", JUDGED),
     ("judged success: the end is not shown", J, "np.linspace(len(frames) - 1, 0, count)",
      "np.linspace(len(frames) - 2, 0, count)", JUDGED),
@@ -31,9 +31,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "float(verdict == episode.success)", JUDGED),
     ("judged success: the verdict at one half", J, "least = 0.5 if self.threshold is None else self.threshold",
      "least = 0.5", JUDGED),
-    ("judged success: no pictures in training", "mmrl/policies/vla/policy.py",
+    ("judged success: no images in training", "mmrl/policies/vla/policy.py",
      "len(starts) if self.watched else self", "self", PLAYED),
-    ("judged success: no pictures in evaluation", "mmrl/policies/vla/policy.py", "self.action.film or self.watched",
+    ("judged success: no images in evaluation", "mmrl/policies/vla/policy.py", "self.action.film or self.watched",
      "self.action.film", PLAYED),
     ("judged success: the loader does not tell", "mmrl/policies/vla/loading.py", "watched=task.watched",
      "watched=False", PLAYED),
@@ -83,11 +83,11 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("contrast: what was not executed counts", FLOWS, "part.where(counted, 0)", "part", CONTRAST),
     ("contrast: signal and noise exchanged", "mmrl/policies/vla/policy.py", "sigma=sigma, signal=1 - sigma",
      "sigma=1 - sigma, signal=sigma", CONTRAST),
-    ("openvla: another filter", OPENVLA, "Image.Resampling.LANCZOS", "Image.Resampling.BICUBIC", PICTURES),
-    ("openvla: no JPEG", OPENVLA, "seen = np.asarray(Image.open(file)).astype", "seen = image.astype", PICTURES),
-    ("openvla: a coarser JPEG", OPENVLA, "quality=95", "quality=75", PICTURES),
-    ("openvla: cameras of other rows", OPENVLA, '"(n c) p w -> n (c p) w"', '"(c n) p w -> n (c p) w"', PICTURES),
-    ("openvla: patches of one camera are counted", OPENVLA, "len(ids) + cameras * vit", "len(ids) + vit", PICTURES),
+    ("openvla: another filter", OPENVLA, "Image.Resampling.LANCZOS", "Image.Resampling.BICUBIC", IMAGES),
+    ("openvla: no JPEG", OPENVLA, "seen = np.asarray(Image.open(file)).astype", "seen = image.astype", IMAGES),
+    ("openvla: a coarser JPEG", OPENVLA, "quality=95", "quality=75", IMAGES),
+    ("openvla: cameras of other rows", OPENVLA, '"(n c) p w -> n (c p) w"', '"(c n) p w -> n (c p) w"', IMAGES),
+    ("openvla: patches of one camera are counted", OPENVLA, "len(ids) + cameras * vit", "len(ids) + vit", IMAGES),
     ("eval: a flow is played twice", "mmrl/cli/main.py", 'EpisodeEvaluation) else "sampled"',
      'EpisodeEvaluation) else "both"', ("evaluation/test_evaluation_lines.py",)),
     ("backbone: blocks do not look at later tokens' past", SMALL, "self.before[i] = torch.cat([self.before[i], h], 1)",
@@ -95,7 +95,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("backbone: the first token is the last token", SMALL, "end = self.mask.long().cumsum(1).argmax(1)",
      "end = self.mask.long().argmax(1)", LOOKS),
     ("backbone: words have no order", SMALL, "said = words + self.order[: words.shape[1]]", "said = words", LOOKS),
-    ("boards: pictures of any size", SMALL, "if self.config.codes and images.shape[1:3] != (side, side):", "if False:",
+    ("boards: images of any size", SMALL, "if self.config.codes and board.shape[1:3] != (side, side):", "if False:",
      LOOKS),
     ("boards: squares in another order", SMALL, "index = index.flatten(1)  #", "index = index.mT.flatten(1)  #", LOOKS),
     ("boards: the first code counts for the last", SMALL, "(table[:, None] + more[None])",
@@ -112,7 +112,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("boards: padding is heard", SMALL, 'self.board(inputs["images"], words * known[..., None])',
      'self.board(inputs["images"], words)', LOOKS),
     ("boards: codes that it does not know", SMALL, ".max())) >= count:", ".max())) > count:", LOOKS),
-    ("babyai: pictures are turned", "sims/babyai.py", "kind, colour, state = squares.transpose(2, 1, 0)",
+    ("babyai: images are turned", "sims/babyai.py", "kind, colour, state = squares.transpose(2, 1, 0)",
      "kind, colour, state = squares.transpose(2, 0, 1)", WORLDS),
     ("babyai: tiles are cut the other way", "sims/babyai.py", ".transpose(0, 2, 1, 3, 4)", ".transpose(0, 3, 1, 2, 4)",
      WORLDS),
@@ -143,13 +143,13 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("demonstrations: cameras in another order", DATA, "for camera in self.shown]\n\n        def decode",
      "for camera in reversed(self.shown)]\n\n        def decode", READ),
     ("demonstrations: one camera above another", DATA, "part in parts], 2)", "part in parts], 1)", READ),
-    ("demonstrations: a whole picture has cameras", DATA, "len(self.shown) == len(cameras) else (\"camera\",)",
+    ("demonstrations: a whole image has cameras", DATA, "len(self.shown) == len(cameras) else (\"camera\",)",
      "True else (\"camera\",)", READ),
     ("demonstrations: one camera has no name", DATA, "len(self.shown) == len(cameras) else (\"camera\",)",
      "len(self.shown) == len(cameras) > 1 else (\"camera\",)", READ),
     ("demonstrations: another camera's video", DATA, 'episode["episode_index"], f"videos/{camera}/"',
      'episode["episode_index"], f"videos/{self.shown[0]}/"', READ),
-    ("demonstrations: a picture as wide as all", DATA, "(height, width // len(self.shown)))", "(height, width))", READ),
+    ("demonstrations: an image as wide as all", DATA, "(height, width // len(self.shown)))", "(height, width))", READ),
     ("demonstrations: any two features", DATA, "or len(set(named)) < cameras", "", READ),
     ("demonstrations: any sides", DATA, "if h * width != w * height:", "if False:", READ),
     ("tabletop: fingers in front of a cube are behind it", T, "behind = over(view.cubes[0][:2] - push_axis",

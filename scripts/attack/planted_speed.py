@@ -4,7 +4,7 @@ stay. A name, a file, a text that it holds once, what takes its place, and the t
 from __future__ import annotations
 
 P, D, G = "mmrl/training/preparation.py", "mmrl/policies/diffusion/policy.py", "mmrl/generation/"
-STEPS, PICTURES, CHAINS = ("joints/test_steps.py",), ("policies/diffusion/test_policy.py",), ("samplers/test_chain.py",)
+STEPS, IMAGES, CHAINS = ("joints/test_steps.py",), ("policies/diffusion/test_policy.py",), ("samplers/test_chain.py",)
 SNAPSHOTS, DECODING = ("engine/test_snapshot.py",), ("generation/test_decoding.py",)
 TOKENS = ("policies/test_vlm.py",)
 PARTS = ("policies/diffusion/test_steps_at_once.py",)
@@ -31,15 +31,15 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("chain: predictions of the step behind", "mmrl/samplers/chain.py", '"v": v[random]', '"v": moved[random]', CHAINS),
     ("chain: a drawn step in another's place", "mmrl/samplers/chain.py", "place = drawn.cumsum(1) - 1",
      "place = drawn.flip(1).cumsum(1).flip(1) - 1", CHAINS),
-    ("pictures: half of guidance is saved after updates too", "mmrl/policies/diffusion/decisions/chain.py",
+    ("images: half of guidance is saved after updates too", "mmrl/policies/diffusion/decisions/chain.py",
      "denoiser.keep_predictions and rollouts.old_prediction is None and torch", "denoiser.keep_predictions and torch",
-     PICTURES),
-    ("pictures: half of guidance is saved in another policy's pass", "mmrl/policies/diffusion/decisions/chain.py",
-     "rollouts.old_prediction is None and torch.is_grad_enabled()", "rollouts.old_prediction is None", PICTURES),
-    ("pictures: a view keeps what was said of its prompt", D, "replace(record, asked=ConditionInputs.of(p), prediction=None)",
-     "replace(record, asked=ConditionInputs.of(p))", PICTURES),
+     IMAGES),
+    ("images: half of guidance is saved in another policy's pass", "mmrl/policies/diffusion/decisions/chain.py",
+     "rollouts.old_prediction is None and torch.is_grad_enabled()", "rollouts.old_prediction is None", IMAGES),
+    ("images: a view keeps what was said of its prompt", D, "replace(record, asked=ConditionInputs.of(p), prediction=None)",
+     "replace(record, asked=ConditionInputs.of(p))", IMAGES),
     ("guidance: the conditional half moves it once", "mmrl/samplers/guidance.py",
-     "known + rows * (conditional - conditional.detach())", "known + (conditional - conditional.detach())", PICTURES),
+     "known + rows * (conditional - conditional.detach())", "known + (conditional - conditional.detach())", IMAGES),
     ("reference: adapters stay on", "mmrl/engine/snapshot.py", "self._switch(True)", "self._switch(False)", SNAPSHOTS),
     ("reference: adapters stay off", "mmrl/engine/snapshot.py", "            self._switch(False)",
      "            self._switch(True)", SNAPSHOTS),
@@ -77,7 +77,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "None if known is None else known[: len(rows[part])]", PARTS),
     ("parts of a replay: the key is not heard", "mmrl/policies/diffusion/settings.py",
      "steps_at_once=engine.steps_at_once", "steps_at_once=None", PARTS),
-    ("parts of a replay: finished pictures go at once", "mmrl/policies/diffusion/decisions/levels.py", "denoiser.in_parts(predict, len(rows)).float().view_as(x)",
+    ("parts of a replay: finished images go at once", "mmrl/policies/diffusion/decisions/levels.py", "denoiser.in_parts(predict, len(rows)).float().view_as(x)",
      "predict(slice(None)).float().view_as(x)", PARTS),
     ("shipped: of other sources", B, 'facts["sources"] != toolchain.sources()', "False", SHIPPED),
     ("shipped: exchanged", B, 'if _digest(path) == facts["sha256"] else', "if True else", SHIPPED),
@@ -97,8 +97,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("deferred: a switch that does nothing", L, 'environment.get(EAGER) == "1" or ', "", LATER),
     ("deferred: beside a GPU too", L, "(not hidden and any(", "(False and any(", LATER),
     ("deferred: not where a GPU is hidden", L, 'in ("", "-1")', "in ()", LATER),
-    ("classifiers: whatever the pictures", C, "for values in (pictures, labels):", "for values in (labels,):", JUDGES),
-    ("classifiers: whatever the labels", C, "for values in (pictures, labels):", "for values in (pictures,):", JUDGES),
+    ("classifiers: whatever the images", C, "for values in (images, labels):", "for values in (labels,):", JUDGES),
+    ("classifiers: whatever the labels", C, "for values in (images, labels):", "for values in (images,):", JUDGES),
     ("classifiers: of any torch", C, "{torch.__version__} ", "", JUDGES),
     ("classifiers: trained always", C, "if not _recall(network, file):", "if True:", JUDGES),
 ]

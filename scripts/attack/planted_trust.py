@@ -6,7 +6,7 @@ from __future__ import annotations
 J, K, V = "mmrl/algorithms/surrogates/trajectories.py", "mmrl/kernels/reference.py", "mmrl/policies/vla/"
 CHAINS = ("joints/test_trajectories.py",)
 ROBOT = ("joints/test_trajectories.py::test_two_looks_of_a_robot_by_hand",)
-PICTURE = ("joints/test_trajectories.py::test_a_picture_by_hand",)
+IMAGE = ("joints/test_trajectories.py::test_an_image_by_hand",)
 GAUSSIAN = ("joints/test_trajectories.py::test_a_gaussian_chunk_is_compared_as_a_whole",)
 REFUSED = ("joints/test_trajectories.py::test_decisions_without_an_exact_divergence_are_refused",)
 NOTHING = ("joints/test_trajectories.py::test_what_bounds_nothing_is_refused",)
@@ -32,7 +32,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("chains: any decisions will do", J, 'offers=frozenset({"divergence"})', "", REFUSED),
     ("chains: a price that may grow is none", J, "self.price.extremes[1] == 0", "self.price.extremes[0] == 0", NOTHING),
     ("chains: no half", K, "kl = apart.square().sum(1) * factor / (2 * variance)",
-     "kl = apart.square().sum(1) * factor / variance", (*ROBOT, *PICTURE)),
+     "kl = apart.square().sum(1) * factor / variance", (*ROBOT, *IMAGE)),
     ("chains: half of what it is from a Gaussian", "mmrl/policies/vla/heads/gaussian.py", "apart - 1)", "apart / 2 - 1)", GAUSSIAN),
     ("chains: old and new Gaussians are exchanged", "mmrl/policies/vla/heads/gaussian.py",
      "gaussian_divergence(other.view(now.shape), now)", "gaussian_divergence(now, other.view(now.shape))", GAUSSIAN),

@@ -7,13 +7,13 @@ TOOLS = ("sims/test_tools.py",)
 TALKS = ("tasks/test_conversations.py",)
 OTHERS = ("sims/test_other_environments.py",)
 C, E = "tasks/visual_qa/data/conversations.py", "sims/turns/openenv.py"
-P, S = "sims/turns/pictures.py", "sims/turns/settings.py"
+P, S = "sims/turns/images.py", "sims/turns/settings.py"
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("ocr tool: reads the whole picture", P, "fitted(_part(whole, box), pixels)", "fitted(whole, pixels)", TOOLS),
+    ("ocr tool: reads the whole image", P, "fitted(_part(whole, box), pixels)", "fitted(whole, pixels)", TOOLS),
     ("ocr tool: reads what is shown, not the original", P,
-     "whole = scene.picture(picture)\n        box = 0.0", "whole = scene.shown[picture]\n        box = 0.0", TOOLS),
+     "whole = scene.image(image)\n        box = 0.0", "whole = scene.shown[image]\n        box = 0.0", TOOLS),
     ("ocr tool: half a box is no box", P, "elif (left, top, right, bottom) != (None, None, None, None):",
      "elif None not in (left, top, right, bottom):", TOOLS),
     ("ocr tool: tells all that it read", P, "if len(found) > characters:", "if len(found) > 10 * characters:", TOOLS),
@@ -23,11 +23,11 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "draft.grow(ids, torch.zeros(len(ids)), None); draft.tokens.decided[: (number == 0) * len(ids)] = False", TALKS),
     ("files: results of tools are learned from", "mmrl/policies/vlm/prompts.py",
      "grown = self.followed(more.prompt, decided=False)", "grown = self.followed(more.prompt, decided=True)", TALKS),
-    ("files: pictures of the column in another order", C, "        shown = enumerate([] if held is None else held if "
+    ("files: images of the column in another order", C, "        shown = enumerate([] if held is None else held if "
      "isinstance(held, list | tuple) else [held])", "        shown = enumerate((held or [])[::-1])", TALKS),
     ("files: calls are dropped", C, "        if not calls:\n            return text",
      "        if calls or not calls:\n            return text", TALKS),
-    ("files: pictures that have no place are passed over", C, "if (left := len(list(shown))) > 0:",
+    ("files: images that have no place are passed over", C, "if (left := len(list(shown))) > 0:",
      "if (left := len(list(shown))) > 9:", TALKS),
     ("files: nulls of tables are arguments", C, "for key, inner in value.items() if inner is not None}",
      "for key, inner in value.items()}", TALKS),

@@ -3,8 +3,8 @@ place, and the tests that could notice."""
 
 from __future__ import annotations
 
-P, W, D, H = "mmrl/workers/pool.py", "mmrl/workers/worker.py", "mmrl/children/door.py", "mmrl/workers/handles.py"
-POOL, WIRE, DOOR = ("workers/test_pool.py",), ("children/test_frames.py",), ("children/test_door.py",)
+P, W, D, H = "mmrl/workers/pool.py", "mmrl/workers/worker.py", "mmrl/children/listener.py", "mmrl/workers/handles.py"
+POOL, WIRE, DOOR = ("workers/test_pool.py",), ("children/test_frames.py",), ("children/test_listener.py",)
 C, CHANNEL, SIMULATORS = "mmrl/children/channel.py", ("children/test_channel.py",), ("sims/test_workers.py",)
 
 # fmt: off
@@ -45,7 +45,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "                pass\n", SIMULATORS),
     ("children: orphans stay", "mmrl/children/main.py",
      "    threading.Thread(target=end_with_parent, daemon=True).start()\n", "", ("workers/test_processes.py",)),
-    ("children: a late worker is hired again", "mmrl/children/nursery.py", "if (why := self.nursery.dismiss(self)) is None",
+    ("children: a late worker is hired again", "mmrl/children/fork_server.py", "if (why := self.fork_server.dismiss(self)) is None",
      "if (why := None) is None", ("rewards/test_isolated.py",)),
     ("workers: an evaluation hides a restart", "mmrl/trainer.py", "in measured.items() if not name",
      "in {}.items() if not name", POOL),

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from wrong_inputs import TAKEN, Cases
 
-from mmrl.tasks.image_generation.tiny import model as pictures
+from mmrl.tasks.image_generation.tiny import model as images
 from mmrl.tasks.visual_qa.tiny import model as tiny_model
 
 SHARED: dict[str, Any] = {
@@ -78,7 +78,7 @@ def make(folder: Path) -> dict[str, Path]:
     for name in ("empty", "broken"):
         (folder / name).mkdir()
     (folder / "broken" / "config.json").write_text("{")
-    picture().save(folder / "good.png")
+    image().save(folder / "good.png")
     rows(folder / "good.jsonl", *[row(answer=str(i)) for i in range(4)])
     names = ("zero", "one", "two", "three", "four", "five", "six", "seven")
     (folder / "prompts.txt").write_text("".join(f"a handwritten {name}\n" for name in names))
@@ -89,7 +89,7 @@ def make(folder: Path) -> dict[str, Path]:
     return found
 
 
-def picture(width: int = 16, height: int = 16) -> Image.Image:
+def image(width: int = 16, height: int = 16) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
@@ -120,7 +120,7 @@ def models(folder: Path) -> None:
     )
     tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "text")
-    pictures.build_digits(folder / "pipeline", seed=0)
+    images.build_digits(folder / "pipeline", seed=0)
     for name in ("half_pipeline", "cut_pipeline"):
         shutil.copytree(folder / "pipeline", folder / name)
     for file in (folder / "half_pipeline").rglob("*.safetensors"):
@@ -145,24 +145,24 @@ def models(folder: Path) -> None:
 
 def questions(folder: Path) -> Cases:
     good = row()
-    picture(500, 1).save(folder / "line.png")
-    picture(1, 1).save(folder / "point.png")
-    picture(600, 400).save(folder / "large.png")
+    image(500, 1).save(folder / "line.png")
+    image(1, 1).save(folder / "point.png")
+    image(600, 400).save(folder / "large.png")
     (folder / "torn.png").write_bytes((folder / "good.png").read_bytes()[:20])
-    (folder / "words.png").write_text("no picture")
+    (folder / "words.png").write_text("no image")
     Image.new("I;16", (16, 16)).save(folder / "deep.png")
     text = json.dumps(good)
     bad = {
-        "picture that is not there": [good, row(images=["absent.png"])],
-        "torn picture": [good, row(images=["torn.png"])],
-        "picture of words": [good, row(images=["words.png"])],
+        "image that is not there": [good, row(images=["absent.png"])],
+        "torn image": [good, row(images=["torn.png"])],
+        "image of words": [good, row(images=["words.png"])],
         "no answer": [good, {"problem": "?", "images": []}],
         "empty question": [good, row(problem="")],
         "question of a number": [good, row(problem=3)],
         "two markers": [good, row(problem="<image><image>?")],
-        "pictures of a number": [good, row(images=3)],
-        "pictures of an object": [good, row(images={"a": 1})],
-        "picture beside `images`": [good, {"problem": "What?", "answer": "1", "image": "good.png"}],
+        "images of a number": [good, row(images=3)],
+        "images of an object": [good, row(images={"a": 1})],
+        "image beside `images`": [good, {"problem": "What?", "answer": "1", "image": "good.png"}],
         "other columns": [{"question": "?", "solution": "1"}] * 3,
         "latin-1": [good, '{"problem": "caf\xe9", "answer": "1"}'.encode("latin-1")],
         "UTF-16": [text.encode("utf-16")],
@@ -172,17 +172,17 @@ def questions(folder: Path) -> Cases:
         "nothing": [b""],
         "blank lines": [b"\n\n"],
         "huge number": [good, b'{"problem": "?", "answer": 1e999}'],
-        "picture too thin for the model": [good, row(images=["line.png"])],
+        "image too thin for the model": [good, row(images=["line.png"])],
     }
     fine = {
         "answer of an object": [row(answer={"a": 1})] * 2,
         "byte order mark": [b"\xef\xbb\xbf" + text.encode()] + [good],
         "answer of a number": [row(answer=3)] * 2,
         "answers of a list": [row(answer=["1", "2"])] * 2,
-        "picture of 1 x 1": [row(images=["point.png"])] * 2,
-        "picture of 16 bits": [row(images=["deep.png"])] * 2,
-        "two pictures": [row(problem="<image><image>?", images=["good.png", "good.png"])] * 2,
-        "no picture": [{"problem": "What?", "answer": "1"}] * 2,
+        "image of 1 x 1": [row(images=["point.png"])] * 2,
+        "image of 16 bits": [row(images=["deep.png"])] * 2,
+        "two images": [row(problem="<image><image>?", images=["good.png", "good.png"])] * 2,
+        "no image": [{"problem": "What?", "answer": "1"}] * 2,
     }
     cases: Cases = []
     for number, (name, held) in enumerate((bad | fine).items()):
@@ -275,7 +275,7 @@ def statistics(folder: Path) -> Cases:
 
 
 def lerobot(folder: Path) -> Cases:
-    """Data sets in LeRobot's format 2.1, of pictures in Parquet."""
+    """Data sets in LeRobot's format 2.1, of images in Parquet."""
     good = _dataset(folder / "lr")
     changed: dict[str, tuple[dict[str, Any], str]] = {
         "three numbers an action": ({"action": [[0.0] * 3] * 5}, "action has 3"),
@@ -327,7 +327,7 @@ def _demonstrations(root: Path, more: str = "") -> str:
 
 def _dataset(root: Path, told: dict[str, Any] | None = None, **changed: Any) -> Path:
     file, n = io.BytesIO(), 5
-    picture(64, 64).save(file, "png")
+    image(64, 64).save(file, "png")
     columns: dict[str, Any] = {
         "observation.state": [[0.1, 0.2]] * n,
         "action": [[0.1, -0.1]] * n,
@@ -405,6 +405,6 @@ def configurations(folder: Path, good: Path) -> list[tuple[str, Path, str]]:
         ("not there", folder / "nope.yaml", "no configuration file"),
         ("folder", folder / "empty", "no configuration file"),
         ("JSON of rows", folder / "good.jsonl", "not valid YAML"),
-        ("picture", folder / "good.png", "not valid YAML"),
+        ("image", folder / "good.png", "not valid YAML"),
     ]
     return found

@@ -67,7 +67,7 @@ def painted(cut: Image.Image, colour: str) -> Image.Image:
 
 
 def scene(kind: str, photos: dict[str, list[Path]], rng: np.random.Generator) -> tuple[Image.Image, Any, Any]:
-    """A picture, what is true of it, and what is not; both as a prompt's metadata."""
+    """An image, what is true of it, and what is not; both as a prompt's metadata."""
     one, other = (str(name) for name in rng.choice(sorted(photos), 2, replace=False))
     cells = [(int(x), int(y)) for x, y in rng.permutation([(x, y) for x in (0, 1) for y in (0, 1)])]
 

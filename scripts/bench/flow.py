@@ -2,17 +2,17 @@
 
     .venv/bin/python scripts/bench/flow.py [--rounds 5] [--prompts 4] [--group 8] [--model PATH] [--json PATH]
 
-Every arm trains the same model on the same prompts: draw prompts x group pictures, replay them with gradient, step
+Every arm trains the same model on the same prompts: draw prompts x group images, replay them with gradient, step
 AdamW. Rewards cost nothing here (advantages are drawn), so this is the price of the algorithm alone.
 
     full + CFG     Flow-GRPO: all steps of the chain stochastic and trained, classifier-free guidance
     full           the same without guidance
     window + CFG   two stochastic, trained steps a group, guidance
     window         the same without guidance
-    contrast       DiffusionNFT: an ODE chain, then `draws` noise levels of the final picture
+    contrast       DiffusionNFT: an ODE chain, then `draws` noise levels of the final image
     matching       AWM: the same with the matching likelihood
 
-An evaluation is one picture-sized pass through the network: forward in sampling, forward in replay (also the guided
+An evaluation is one image-sized pass through the network: forward in sampling, forward in replay (also the guided
 half, which has no gradient), and backward, which costs about two. The arms take turns, round after round; seconds are
 the median (least .. greatest). Then the replay of all steps in one pass against one pass a step: same rollouts, same
 loss, same gradient, forward and backward.
@@ -45,22 +45,22 @@ from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.settings import (
     Denoising,
     DiffusionModel,
-    PictureChain,
-    PictureContrast,
-    PictureMatching,
+    ImageChain,
+    ImageContrast,
+    ImageMatching,
 )
 from mmrl.rollouts import Prompt, Rollouts
 from mmrl.samplers.settings import RandomStart
 from mmrl.tasks.image_generation.tiny import model as tiny_model
 
-WINDOW = PictureChain(window=RandomStart(size=2, last=6))
+WINDOW = ImageChain(window=RandomStart(size=2, last=6))
 ARMS = {
     "full + CFG": Denoising(guidance=4.5),
     "full": Denoising(),
     "window + CFG": Denoising(likelihood=WINDOW, guidance=4.5),
     "window": Denoising(likelihood=WINDOW),
-    "contrast": Denoising(likelihood=PictureContrast()),
-    "matching": Denoising(likelihood=PictureMatching()),
+    "contrast": Denoising(likelihood=ImageContrast()),
+    "matching": Denoising(likelihood=ImageMatching()),
 }
 
 
@@ -137,7 +137,7 @@ def step_of(family: Family, settings: Denoising, prompts: list[Prompt], group: i
         rollouts = policy.rollout(prompts, group, list(range(len(prompts) * group)))
         counter.phase = "replay"
         replay = policy.replay(rollouts, mine.module)
-        if isinstance(settings.likelihood, PictureContrast):
+        if isinstance(settings.likelihood, ImageContrast):
             assert replay.extras["matching"] is not None
             values, _ = contrast(*implicit_errors(replay.extras["matching"], 1.0), advantages)
         else:

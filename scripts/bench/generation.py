@@ -7,10 +7,10 @@
     vllm           the engine beside the model (--placement server: in processes of its own), its caches emptied before
                    every round
 
-The same in all arms: model and weights, prompts and pictures, sampling at temperature 1 with suppressed tokens, a seed
+The same in all arms: model and weights, prompts and images, sampling at temperature 1 with suppressed tokens, a seed
 a response, and exactly `length` tokens a response (end tokens are suppressed too). fp32 unless --dtype says otherwise.
 The arms take turns in one process; tokens a second are the median (least .. greatest) over rounds, counted with the
-encoding of prompts and pictures, which is part of generation. Below: seconds of a synchronisation (all weights through
+encoding of prompts and images, which is part of generation. Below: seconds of a synchronisation (all weights through
 vLLM's update path, caches emptied) and of the probe that follows it.
 
 The default model is the tiny one of the digits task; --width makes a larger one, --model takes a folder or a hub name.

@@ -6,10 +6,10 @@ Both arms train LoRA adapters on the same StableDiffusion3Pipeline, made in code
 model without adapters. Each arm lives in a process of its own; step by step they take turns, so that both see the
 machine in the same mood.
 
-The same in both: pipeline, adapters, prompts; two groups of ten pictures of ten steps, of which nine are trained; noise
-0.7, guidance 4.5, clip range 1e-5; the reward, a picture's size as JPEG; advantages normalised by group; two optimizer
-steps of AdamW a step, gradients clipped at 1; fp32, SDPA, threads; pictures are decoded; ten pictures at once when
-sampling. A forward of training holds nine decisions of one picture (mmrl) or one decision of nine or ten pictures
+The same in both: pipeline, adapters, prompts; two groups of ten images of ten steps, of which nine are trained; noise
+0.7, guidance 4.5, clip range 1e-5; the reward, an image's size as JPEG; advantages normalised by group; two optimizer
+steps of AdamW a step, gradients clipped at 1; fp32, SDPA, threads; images are decoded; ten images at once when
+sampling. A forward of training holds nine decisions of one image (mmrl) or one decision of nine or ten images
 (flow_grpo): a micro-batch of the same size. Prompts are encoded before the clock starts.
 
 `flow_grpo` is written here after the published algorithm (arXiv 2505.05470 and the loop of its authors' train_sd3.py):
@@ -303,7 +303,7 @@ def train_flow_grpo(folder: Path, options: argparse.Namespace, meter: Meter) -> 
 
 
 class FlowGRPO:
-    """The loop over one batch of pictures. Latents are [picture, channel, height, width]."""
+    """The loop over one batch of images. Latents are [image, channel, height, width]."""
 
     def __init__(self, pipe: Any, network: Any, texts: Any, pooled: Any, no_text: Any, no_pooled: Any) -> None:
         """texts, pooled: embeddings of the prompts; no_text, no_pooled: of the empty one, a batch of one."""
@@ -328,7 +328,7 @@ class FlowGRPO:
         return without + GUIDANCE * (with_text - without)
 
     def step(self, x: Any, v: Any, step: int, x_next: Any = None) -> tuple[Any, Any, Any, Any]:
-        """(x_next, its log-probability [picture], the mean, g) of the stochastic step; without `x_next` it is drawn."""
+        """(x_next, its log-probability [image], the mean, g) of the stochastic step; without `x_next` it is drawn."""
         import torch
 
         sigma, after = self.sigmas[step], self.sigmas[step + 1]
@@ -343,7 +343,7 @@ class FlowGRPO:
         return x_next, logp.mean((1, 2, 3)), mean, g
 
     def sample(self, reward: Any) -> dict[str, Any]:
-        """A group of pictures a prompt: latents of all steps, log-probabilities, advantages."""
+        """A group of images a prompt: latents of all steps, log-probabilities, advantages."""
         import torch
 
         from mmrl.rollouts import Prompt, Sample
@@ -359,8 +359,8 @@ class FlowGRPO:
                     latents.append(x)
                     logps.append(logp)
                 pixels = self.pipe.vae.decode(latents[-1], return_dict=False)[0]
-                pictures = self.pipe.image_processor.postprocess(pixels, output_type="pt")
-            earned = torch.tensor([reward(Sample(Prompt("", ""), image=one)) for one in pictures])
+                images = self.pipe.image_processor.postprocess(pixels, output_type="pt")
+            earned = torch.tensor([reward(Sample(Prompt("", ""), image=one)) for one in images])
             advantage = (earned - earned.mean()) / (earned.std() + 1e-4)
             chain = torch.stack(latents, 1)
             made.append(
@@ -375,7 +375,7 @@ class FlowGRPO:
         return {key: torch.cat([one[key] for one in made]) for key in made[0]}
 
     def train(self, samples: dict[str, Any], optimizer: Any, trained: list[Any]) -> None:
-        """Two optimizer steps, each of half of the pictures, whose gradient is gathered over their time steps."""
+        """Two optimizer steps, each of half of the images, whose gradient is gathered over their time steps."""
         import torch
 
         order = torch.randperm(len(samples["prompts"]))
@@ -389,7 +389,7 @@ class FlowGRPO:
             optimizer.zero_grad()
 
     def loss(self, part: dict[str, Any], step: int) -> Any:
-        """Of one time step of some pictures: the clipped surrogate and the KL of the means."""
+        """Of one time step of some images: the clipped surrogate and the KL of the means."""
         import torch
 
         x, x_next = part["x"][:, step], part["x_next"][:, step]

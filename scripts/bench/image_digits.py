@@ -1,13 +1,13 @@
-"""Every recipe for digits, shapes or named pictures at several seeds: held-out accuracy, time, guards.
+"""Every recipe for digits, shapes or named images at several seeds: held-out accuracy, time, guards.
 
     .venv/bin/python scripts/bench/image_digits.py [--seeds 3] [--recipes perceptron,nft] [--runs FOLDER]
         [KEY=VALUE ...]
     .venv/bin/python scripts/bench/image_digits.py --data shapes [--seeds 3] [--runs FOLDER] [KEY=VALUE ...]
 
---data may be named_pictures too. KEY=VALUE: more overrides of every run. Runs that are already in --runs are not
+--data may be named_images too. KEY=VALUE: more overrides of every run. Runs that are already in --runs are not
 repeated; all start from one base. One thread a run. Prints a Markdown table; each figure is the mean over the seeds
-(least .. greatest). Accuracy is, of digits, that of a classifier that saw none of the pictures the rewarding one did;
-of shapes, that of the exact checker on combinations that RL never trained on; of named pictures, that of a scorer that
+(least .. greatest). Accuracy is, of digits, that of a classifier that saw none of the images the rewarding one did;
+of shapes, that of the exact checker on combinations that RL never trained on; of named images, that of a scorer that
 learned the style which is drawn. Time is that of the training steps, without evaluation, start-up and base.
 """
 
@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {
     "digits": ["perceptron", "dance", "cps", "window", "branch", "nft", "awm", "perceptron_control"],
     "shapes": ["", "control"],
-    "named_pictures": ["", "control"],
+    "named_images": ["", "control"],
 }
-TIME = {"digits": ("seconds", 1), "shapes": ("minutes", 60), "named_pictures": ("minutes", 60)}
+TIME = {"digits": ("seconds", 1), "shapes": ("minutes", 60), "named_images": ("minutes", 60)}
 GUARDS = ["out_of_gamut", "second_scorer", "sharpness"]
 
 

@@ -1,17 +1,17 @@
-"""Named pictures that runs draw: held-out accuracy, and how sharp and how different those are that are right.
+"""Named images that runs draw: held-out accuracy, and how sharp and how different those are that are right.
 
-    .venv/bin/python scripts/bench/named_drawing.py RUN [RUN ...] [--pictures 480]
+    .venv/bin/python scripts/bench/named_drawing.py RUN [RUN ...] [--images 480]
 
-RUN: runs of image_named_pictures*.yaml that reached their end. Each draws the same held-out prompts, twenty a name. A
+RUN: runs of image_named_images*.yaml that reached their end. Each draws the same held-out prompts, twenty a name. A
 careless base draws different things where one was asked for, and so has the greater diversity within a prompt's group:
-here it is that of pictures which show the same thing, as is their sharpness. Prints a Markdown table, whose last row is
-of real pictures, as many of each name.
+here it is that of images which show the same thing, as is their sharpness. Prints a Markdown table, whose last row is
+of real images, as many of each name.
 
 accuracy   share that the held-out scorer, which learned from the style that is drawn, takes for what was asked for
 reward     probability of what was asked for by the scorer that rewards, which learned from another style
-diversity  `mmrl.rewards.guards.diversity` of the pictures of one name which the held-out scorer names rightly
-sharpness  of the same pictures
-gamut      share of values out of gamut, of all pictures
+diversity  `mmrl.rewards.guards.diversity` of the images of one name which the held-out scorer names rightly
+sharpness  of the same images
+gamut      share of values out of gamut, of all images
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torch import Tensor
 from mmrl import Job
 from mmrl.rewards.guards import diversity, out_of_gamut, sharpness
 from mmrl.rollouts import Sample
-from mmrl.tasks.image_generation.data.named_images import NAMES, Recognised, real_pictures
+from mmrl.tasks.image_generation.data.named_images import NAMES, Recognised, real_images
 
 COLUMNS = ("accuracy", "reward", "diversity", "sharpness", "gamut")
 
 
-def main(runs: list[Path], pictures: int) -> None:
-    print(f"| pictures of | {' | '.join(COLUMNS)} |\n|{' --- |' * (len(COLUMNS) + 1)}")
+def main(runs: list[Path], images: int) -> None:
+    print(f"| images of | {' | '.join(COLUMNS)} |\n|{' --- |' * (len(COLUMNS) + 1)}")
     for run in runs:
         with Job.of(run) as job:
-            row(run.name, job.sample(pictures))
-    row("real things", real_pictures(pictures))
+            row(run.name, job.sample(images))
+    row("real things", real_images(images))
 
 
 def row(name: str, samples: list[Sample]) -> None:
@@ -66,5 +66,5 @@ def by_name(values: Tensor, asked: Tensor) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--pictures", type=int, default=480)
+    parser.add_argument("--images", type=int, default=480)
     main(**vars(parser.parse_args()))

@@ -1,4 +1,4 @@
-"""A simulator that computes nothing: episodes of `length` actions, black pictures. For `scale.py` and `workers.py`."""
+"""A simulator that computes nothing: episodes of `length` actions, black images. For `scale.py` and `workers.py`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mmrl.sims.vector.transitions import Transition
 class PretendSimulator:
     action_dim, state_dim, tasks = 7, 8, ("pretend",)
 
-    def __init__(self, count: int, length: int = 40, picture: int = 64, wait: float = 0.0) -> None:
+    def __init__(self, count: int, length: int = 40, image: int = 64, wait: float = 0.0) -> None:
         """wait: seconds that a step of a chunk takes."""
-        self.count, self.length, self.image_shape, self.wait = count, length, (picture, picture, 3), wait
+        self.count, self.length, self.image_shape, self.wait = count, length, (image, image, 3), wait
         self.done = np.zeros(count, np.int64)
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:

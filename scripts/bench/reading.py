@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--readers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6, help="timed ones; two more come first")
     parser.add_argument("--rest", type=float, default=4, help="seconds of a step beside its prompts")
-    parser.add_argument("--side", type=int, default=512, help="of the largest picture that the model reads, in pixels")
+    parser.add_argument("--side", type=int, default=512, help="of the largest image that the model reads, in pixels")
     parser.add_argument("--rests", nargs="*", default=["idle", "busy"], choices=["idle", "busy"])
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="mmrl-reading-"))
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def draw(folder: Path) -> None:
-    """Questions, their pictures (clouds of colours: JPEGs of about 130 kB), and the model's processor."""
+    """Questions, their images (clouds of colours: JPEGs of about 130 kB), and the model's processor."""
     import numpy as np
     from PIL import Image
 
@@ -92,8 +92,8 @@ def steps(folder: Path, readers: int, busy: bool, options: Any) -> tuple[float, 
         took.append(time.perf_counter() - begun)
     if reader is not None:
         reader.close()
-    seen = [(prompt.images[0], known.pictures["pixel_values"]) for prompt, known in zip(prompts, tokens, strict=True)]
-    given = [picture.tobytes() + patches.numpy().tobytes() for picture, patches in seen]
+    seen = [(prompt.images[0], known.images["pixel_values"]) for prompt, known in zip(prompts, tokens, strict=True)]
+    given = [image.tobytes() + patches.numpy().tobytes() for image, patches in seen]
     return median(waits[2:]), median(took[2:]), given
 
 

@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/bench/robots.py [--parts environment,experts,policy,replay] [--rounds 5] [--json PATH]
 
-environment: 16 environments under random actions, episodes restarting by themselves, for each picture size and number
+environment: 16 environments under random actions, episodes restarting by themselves, for each image size and number
     of threads. A step is one action executed in one environment. With a chunk of 1 every step is rendered, with a chunk
     of 8 every eighth. The arms take turns, round after round, so that a busy machine burdens all of them; figures are
     the median (least .. greatest) over the rounds. `CPU ms` is processor time for one step, all threads together.

@@ -11,7 +11,7 @@ rank's processor time a step. prompts: a sampler over so many prompts: to start,
 its state; milliseconds. engines: so many servers that answer over HTTP after 0.2 s, each with 32 requests of 8
 responses, and that take 0.5 s to read new weights; processor milliseconds a request, seconds of a batch beyond the 0.2,
 and seconds until all have weights. simulators: so many rows in this process and in 16 that compute nothing, with
-pictures of 128 x 128; milliseconds a look of all rows.
+images of 128 x 128; milliseconds a look of all rows.
 
 balance: the groups of so many ranks, 8 of 8 responses each, with 300 tokens of prompt and responses of 20 to 1024
 tokens whose logarithms are normal, 0.8 wide between groups and 0.4 within: tokens of the rank with most over the mean,
@@ -405,7 +405,7 @@ def simulators(sizes: Sequence[int], steps: int) -> Costs:
     for count in sizes:
         for workers in (0, min(16, count)):
             looks, where = 10 * steps, "in this process" if not workers else "in 16 processes"
-            made = {"length": 4 * looks, "picture": 128}
+            made = {"length": 4 * looks, "image": 128}
             with sims.build("pretend_simulator:PretendSimulator", count, made, workers=workers) as sim:
                 records = [
                     EpisodeRecord(Prompt(str(row), "?"), "do nothing", False, reasons=False) for row in range(count)

@@ -201,7 +201,7 @@ def train_trl(options: argparse.Namespace) -> Outcome:
             self._world.start(visual_prompt(prompt, Message))
 
         def zoom(self, left: float, top: float, right: float, bottom: float) -> list[Any]:
-            """Shows the part of a picture that lies in a box.
+            """Shows the part of an image that lies in a box.
 
             Args:
                 left: x of the box's left side

@@ -132,11 +132,11 @@ def train(folder: Path, options: argparse.Namespace, meter: Meter) -> list[float
     """MiB that the rollouts of each counted step hold."""
     from mmrl import config, trainer
     from mmrl.cli import main as cli
-    from mmrl.policies.diffusion.decisions.records import PictureRecord
+    from mmrl.policies.diffusion.decisions.records import ImageRecord
 
     stored: list[float] = []
 
-    def held(record: PictureRecord) -> float:
+    def held(record: ImageRecord) -> float:
         tensors = (record.data, record.x, record.x_next, record.prediction)
         return sum(t.nbytes for t in tensors if t is not None) / 2**20
 

@@ -5,7 +5,7 @@
 Each arm trains the same tiny vision-language model, warm-started once by mmrl, in a process of its own, in turns. TRL
 has its own environment, made at the first run under build/bench-trl with the versions of constraints.txt.
 
-The same in all arms: weights and processor; questions and their order; chat template, prompt tokens and pictures; 16
+The same in all arms: weights and processor; questions and their order; chat template, prompt tokens and images; 16
 prompts x 8 rollouts of at most 4 tokens (--prompts, --group, --length) at temperature 1, the tokens that mmrl never
 samples suppressed; exact match, computed by the same code; advantages normalised by the group's standard deviation;
 token-mean loss, one update a step on one micro-batch; no KL term; AdamW, constant learning rate, gradients clipped at
@@ -14,13 +14,13 @@ each arm leaves behind.
 
 What differs: the random numbers, hence the rollouts. mmrl and TRL compute entropies and statistics, `plain` does not.
 mmrl and `plain` leave suppressed tokens out of the softmax when they train; TRL has no such option. TRL takes its
-pictures from a `datasets.Dataset`, which decodes them when they are used, as its users do; mmrl draws them when they
+images from a `datasets.Dataset`, which decodes them when they are used, as its users do; mmrl draws them when they
 are used; `plain` has them at hand. TRL runs without gradient checkpointing, progress bar, logging and saving, which its
 users mostly have on; mmrl writes its log. `plain` is no trainer, only the least that one has to do with transformers'
 own generate and forward on every rollout: a yardstick for what a framework adds or saves.
 
 With --width the model is a larger one of random weights, and nothing is expected of its answers: with --cells 4 --scale
-8, pictures of 256 tokens, prompts are of about 300 tokens, and with --length 256 most responses are as long as that.
+8, images of 256 tokens, prompts are of about 300 tokens, and with --length 256 most responses are as long as that.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=16, help="of a step")
     parser.add_argument("--group", type=int, default=8, help="rollouts of a prompt")
     parser.add_argument("--length", type=int, default=4, help="most tokens of a response")
-    parser.add_argument("--cells", type=int, default=2, help="digits of a picture")
+    parser.add_argument("--cells", type=int, default=2, help="digits of an image")
     parser.add_argument("--scale", type=int, default=1, help="side of a digit, in tokens")
     parser.add_argument("--width", type=int, help="of a model of random weights, with --layers layers")
     parser.add_argument("--layers", type=int, default=2)
@@ -403,7 +403,7 @@ def train_plain(options: argparse.Namespace) -> Outcome:
         chats = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": p.text}]}] for p in batch]
         text = processor.apply_chat_template(chats, add_generation_prompt=True)
         inputs = dict(processor(text=text, images=[p.images[0] for p in batch], padding=True, return_tensors="pt"))
-        patches = inputs["pixel_values"].unflatten(0, (count, -1))  # all pictures are of one size
+        patches = inputs["pixel_values"].unflatten(0, (count, -1))  # all images are of one size
         inputs = {k: v.repeat_interleave(group, 0) for k, v in {**inputs, "pixel_values": patches}.items()}
         inputs["pixel_values"] = inputs["pixel_values"].flatten(0, 1)
         with torch.no_grad():

@@ -1,8 +1,8 @@
 """Steps a second with rollouts made by the training process, by a worker, and by a worker one batch ahead.
 
-    .venv/bin/python scripts/bench/workers.py [--parts pictures,robots] [--rounds 3] [--steps 8] [KEY=VALUE ...]
+    .venv/bin/python scripts/bench/workers.py [--parts images,robots] [--rounds 3] [--steps 8] [KEY=VALUE ...]
 
-pictures  Flow-GRPO on handwritten digits with an untrained tiny Stable Diffusion 3: 4 prompts x 6 pictures of 10 steps
+images  Flow-GRPO on handwritten digits with an untrained tiny Stable Diffusion 3: 4 prompts x 6 images of 10 steps
 robots    GRPO with a small network in a simulator that computes nothing and takes --wait seconds a look, as one does
           whose work is done elsewhere: 4 start states x 8 episodes of 8 looks
 
@@ -34,11 +34,11 @@ ARMS = {
     "one worker, ahead": ["rollout.workers.count=1", "rollout.workers.async_steps=1"],
 }
 QUIET = ["threads=1", "evaluation.every=0", "evaluation.before=false", "evaluation.prompts=1", "checkpoint.best=false"]
-PICTURES = ["model.build=mmrl.tasks.image_generation.tiny.pipeline:build_digits", "rollout.prompts=4"]
-PICTURES += ["rollout.group_size=6", "engine.micro_batch=24"]
+IMAGES = ["model.build=mmrl.tasks.image_generation.tiny.pipeline:build_digits", "rollout.prompts=4"]
+IMAGES += ["rollout.group_size=6", "engine.micro_batch=24"]
 ROBOTS = ["model.build=mmrl.tasks.manipulation.tiny_model:build_small", "rollout.prompts=4", "task.tasks=[pretend]"]
 ROBOTS += ["task.simulator=scripts.bench.pretend_simulator:PretendSimulator", "action.horizon=40"]
-PARTS = {"pictures": ("image_digits_flow", PICTURES), "robots": ("manipulation_tabletop", ROBOTS)}
+PARTS = {"images": ("image_digits_flow", IMAGES), "robots": ("manipulation_tabletop", ROBOTS)}
 TIMES = ("step", "rollout", "update", "synchronise")
 
 
@@ -53,7 +53,7 @@ def main() -> None:
     print("| rollouts | workers | s a step | rollout | update | weights | steps a second |\n|" + " --- |" * 7)
     for part in options.parts.split(","):
         config, own = PARTS[part]
-        own = own if part == "pictures" else [*own, f"task.options={{wait: {options.wait}}}"]
+        own = own if part == "images" else [*own, f"task.options={{wait: {options.wait}}}"]
         found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
         for _ in range(options.rounds):
             for arm, more in ARMS.items():

@@ -1,4 +1,4 @@
-"""The first rows of held-out pictures before training, and after it for each of some runs from the same base.
+"""The first rows of held-out images before training, and after it for each of some runs from the same base.
 
 .venv/bin/python scripts/readme/before_after.py scripts/readme/image_digits.png RUN [RUN ...] [--rows 2]
 """

@@ -51,10 +51,10 @@ class Libero:
 
     suites: names, LIBERO-PRO's included. Instructions are those of LIBERO's list of tasks, as published evaluations
         have them; of LIBERO-PRO's suites that ask in other words or for other things (REWORDED) the scene's own.
-    image_size: height and width of one camera's picture, in pixels.
+    image_size: height and width of one camera's image, in pixels.
     cameras: agentview, robot0_eye_in_hand or both, which then stand side by side; none for policies that look at no
-        picture, of which none is drawn then.
-    orientation: "openvla" is robosuite's picture turned by 180 degrees (what the public checkpoints were trained on, a
+        image, of which none is drawn then.
+    orientation: "openvla" is robosuite's image turned by 180 degrees (what the public checkpoints were trained on, a
         mirror image); "upright" is what a camera would see.
     gripper: "openvla" takes 0 (close) to 1 (open), of which only the side of 1/2 counts; "robosuite" -1 (open) to 1.
     step_limit: a key of STEP_LIMITS, or a number of steps.
@@ -94,7 +94,7 @@ class Libero:
         self.image_shape = (image_size, image_size * len(cameras), 3) if cameras else (0, 0, 3)
         self._mirrored, self._openvla_gripper = orientation == "openvla", gripper == "openvla"
         self._drawn, self._size, self._shadows = tuple(cameras), image_size, shadows
-        self.cameras = self._drawn or ("none",)  # of pictures without pixels
+        self.cameras = self._drawn or ("none",)  # of images without pixels
         self._end_on_success, self._kept = end_on_success, kept
         self._rows: list[LiberoRow | None] = [None] * count
         self._spare: list[LiberoScene] = []

@@ -34,10 +34,10 @@ class ManiSkill:
     """Tasks of ManiSkill 3 (Tao et al. 2024), by their ids.
 
     tasks: the ids that `reset` may name; they must have one action space. INSTRUCTIONS lists those with words of ours.
-    observation: "state" shows ManiSkill's full state, positions of objects and goals included, and pictures of 0 x 0
-        pixels; "rgb" shows `camera` and the state of the robot and the goal only; "video" is "state" with the pictures
+    observation: "state" shows ManiSkill's full state, positions of objects and goals included, and images of 0 x 0
+        pixels; "rgb" shows `camera` and the state of the robot and the goal only; "video" is "state" with the images
         of the camera that RecordEpisode films with, which shows goals too.
-    image_size: height and width of the pictures, in pixels.
+    image_size: height and width of the images, in pixels.
     camera: of "rgb"; None: the task's first.
     control_mode: what an action means, see ManiSkill's controllers; None: the robot's default. Actions are clipped to
         its bounds.
@@ -97,7 +97,7 @@ class ManiSkill:
             if (action_dim, image_shape) != (self.action_dim, self.image_shape):
                 raise UserError(
                     f"maniskill: {self.tasks[0]} and {task} cannot share a simulator: {self.action_dim} and "
-                    f"{action_dim} numbers an action, pictures {self.image_shape} and {image_shape}"
+                    f"{action_dim} numbers an action, images {self.image_shape} and {image_shape}"
                 )
         self.state_dim = max(state_dim for _, state_dim, _ in shapes.values())
 
@@ -192,7 +192,7 @@ class RowBlock:
         self._steps = np.zeros(len(rows), np.int64)
 
     def shapes(self, task: str) -> tuple[int, int, tuple[int, int, int]]:
-        """The sizes of an action, of a state and of a picture."""
+        """The sizes of an action, of a state and of an image."""
         images, state = self._seen(self._env(task))
         shape = self._env(task).single_action_space.shape
         if shape is None or len(shape) != 1:
@@ -302,7 +302,7 @@ class RowBlock:
         out.images[places], out.state[places, : state.shape[1]] = images[local], state[local]
 
     def _seen(self, env: Any, info: dict[str, Any] | None = None) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        """Pictures [n, H, W, 3] and states [n, S] of all rows; without `info` ManiSkill evaluates the scene."""
+        """Images [n, H, W, 3] and states [n, S] of all rows; without `info` ManiSkill evaluates the scene."""
         seen = env.get_obs(info, unflattened=True)
         parts = {name: seen[name] for name in ("agent", "extra")}
         state = _host(flatten_state_dict(parts, use_torch=True, device=env.device)).astype(np.float32)

@@ -30,9 +30,9 @@ class MetaWorld:
     An action is [4]: the hand's move along x, y and z, -1 to 1, and the fingers (above 0 closes). A seed draws where
     objects and goals are.
 
-    observation: "state" shows all 39 numbers of Meta-World, goal included, and pictures of 0 x 0 pixels; "rgb" shows
+    observation: "state" shows all 39 numbers of Meta-World, goal included, and images of 0 x 0 pixels; "rgb" shows
         `camera`, and of the numbers the hand's position and the opening of its fingers.
-    image_size: height and width of the pictures, in pixels.
+    image_size: height and width of the images, in pixels.
     camera: corner, corner2, corner3 or corner4.
     reward: "sparse" gives 1 at every step that is solved, "dense" Meta-World's own, divided by 10.
     end_on_success: whether the first success ends the episode.
@@ -68,10 +68,10 @@ class MetaWorld:
             raise UserError(f"metaworld: max_steps must be 1 to {MAX_STEPS}, not {max_steps}")
         if image_size < 8:
             raise UserError(f"metaworld: image_size must be at least 8 pixels, not {image_size}")
-        self._pictured, self._size, self._camera = observation == "rgb", image_size, camera
+        self._shows_images, self._size, self._camera = observation == "rgb", image_size, camera
         self._dense, self._end_on_success, self._max_steps = reward == "dense", end_on_success, max_steps
-        self.count, self.state_dim = count, ROBOT_DIM if self._pictured else STATE_DIM
-        self.image_shape = (image_size, image_size, 3) if self._pictured else (0, 0, 3)
+        self.count, self.state_dim = count, ROBOT_DIM if self._shows_images else STATE_DIM
+        self.image_shape = (image_size, image_size, 3) if self._shows_images else (0, 0, 3)
         self._rows = EnvironmentRows[MetaWorldRow](count)
         self._renderers: dict[str, Renderer] = {}  # of a task: all its models have the same meshes
 
@@ -123,7 +123,7 @@ class MetaWorld:
 
     def _show(self, playing: MetaWorldRow, out: Transition, i: int) -> None:
         out.state[i] = playing.seen[: self.state_dim]
-        if self._pictured:
+        if self._shows_images:
             model = playing.env.model
             if playing.task not in self._renderers:
                 self._renderers[playing.task] = Renderer(model, choose_backend(), self._size, MAX_GEOMS)
@@ -139,7 +139,7 @@ class MetaWorldRow:
         self.env._freeze_rand_vec, self.env.seeded_rand_vec = False, True  # else every episode starts like the first
         self._expert = ENV_POLICY_MAP[task]()
         quality = self.env.model.vis.quality
-        quality.shadowsize = quality.offsamples = 0  # nearly the whole cost of a picture on a CPU
+        quality.shadowsize = quality.offsamples = 0  # nearly the whole cost of an image on a CPU
         self.env.model.light_castshadow[:] = 0
         self.seen, self.steps = np.zeros(STATE_DIM), 0
 

@@ -66,7 +66,7 @@ def _close_at_exit() -> weakref.WeakSet[Renderer]:
 
 
 class Renderer:
-    """Pictures of any model that has the same meshes and textures as `model`. To be used by one thread only, the one
+    """Images of any model that has the same meshes and textures as `model`. To be used by one thread only, the one
     that makes it; `close` too."""
 
     def __init__(self, model: mujoco.MjModel, backend: str, size: int, max_geoms: int = MAX_GEOMS):

@@ -134,7 +134,7 @@ class TabletopRow:
         return np.array([*tip, view.opening, 1.0 if view.closing else -1.0], dtype=np.float32)
 
     def run(self, actions: NDArray, out: Transition, i: int) -> None:
-        """Executes `actions` [C, 4] until the episode ends and writes row `i` of `out`, all but the picture."""
+        """Executes `actions` [C, 4] until the episode ends and writes row `i` of `out`, all but the image."""
         before = self.task.progress(self.view()) if self.shaped else 0.0
         for c, action in enumerate(actions):
             self.act(action)
@@ -196,10 +196,10 @@ class Tabletop:
     """An arm on a table with coloured cubes and pads; tasks reach, push, lift, pick_and_place and stack.
 
     An action is [4]: three numbers for the fingertips, along x (away from the arm, towards the camera), y (to the right
-    in the picture) and z (up), and the gripper (above 0 closes, below opens, 0 leaves it). 20 actions make a second.
+    in the image) and z (up), and the gripper (above 0 closes, below opens, 0 leaves it). 20 actions make a second.
     The state is [5], see `World.state`.
 
-    image_size: height and width of the pictures, in pixels.
+    image_size: height and width of the images, in pixels.
     objects: cubes on the table, 2 to 4.
     colours: names from COLOURS, at least 2.
     control: what the three numbers say: "delta", how far the fingertips shall move, -1 to 1 for up to 3 cm each;

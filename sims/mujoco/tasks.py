@@ -95,7 +95,7 @@ def pick_colours(rng: Generator, colours: list[str], count: int) -> list[str]:
 
 
 def twins(verb: str) -> Callable[[Generator, int, list[str]], TabletopScene | None]:
-    """Cubes 0 and 1 have the same colour, one left and one right in the picture; the others differ from them."""
+    """Cubes 0 and 1 have the same colour, one left and one right in the image; the others differ from them."""
 
     def draw(rng: Generator, cubes: int, colours: list[str]) -> TabletopScene | None:
         places = scatter(rng, cubes)

@@ -30,7 +30,7 @@ class Deal:
         count, colour = self.wanted
         return f"{COUNTS[count - 1] if rule == 'count' else colour} {self.right + 1}"
 
-    def picture(self) -> Image.Image:
+    def image(self) -> Image.Image:
         return Image.fromarray(np.concatenate([card(*one) for one in (self.wanted, *self.choices)], axis=1))
 
 
@@ -80,5 +80,5 @@ class CardGame(Environment):
         return Reply([self._shown("")], reward=won / self.rounds, error=error, facts=facts)
 
     def _shown(self, text: str) -> Message:
-        picture = deal(self.seed, self.number, self.rule, self.choices).picture()
-        return Message("user", (picture, text) if text else (picture,))
+        image = deal(self.seed, self.number, self.rule, self.choices).image()
+        return Message("user", (image, text) if text else (image,))

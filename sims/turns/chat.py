@@ -28,12 +28,12 @@ def _part(part: Mapping[str, Any]) -> Part:
     if part.get("type") == "text":
         return str(part["text"])
     if part.get("type") == "image_url":
-        return picture(part["image_url"]["url"])
-    raise ValueError(f"a part of type {part.get('type')!r:.40} in a message; texts and pictures are read")
+        return read_image(part["image_url"]["url"])
+    raise ValueError(f"a part of type {part.get('type')!r:.40} in a message; texts and images are read")
 
 
-def picture(written: Any) -> Image.Image:
-    """A picture that is a file in base64, with or without `data:image/...;base64,` before it, or numbers [height,
+def read_image(written: Any) -> Image.Image:
+    """An image that is a file in base64, with or without `data:image/...;base64,` before it, or numbers [height,
     width, 3] from 0 to 255. Raises ValueError for anything else."""
     if isinstance(written, Image.Image):
         return written.convert("RGB")
@@ -42,14 +42,14 @@ def picture(written: Any) -> Image.Image:
             file = base64.b64decode(written.rpartition(";base64,")[2], validate=True)
             return Image.open(io.BytesIO(file)).convert("RGB")
         except (binascii.Error, OSError, ValueError) as error:
-            raise ValueError(f"no picture in base64 ({' '.join(str(error).split())})") from None
+            raise ValueError(f"no image in base64 ({' '.join(str(error).split())})") from None
     try:
         pixels = np.asarray(written)
         if pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.min() >= 0 and pixels.max() <= 255:
             return Image.fromarray(pixels.astype(np.uint8))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"no picture [height, width, 3] of numbers from 0 to 255 ({error})") from None
-    raise ValueError(f"no picture [height, width, 3] of numbers from 0 to 255, but {pixels.shape}")
+        raise ValueError(f"no image [height, width, 3] of numbers from 0 to 255 ({error})") from None
+    raise ValueError(f"no image [height, width, 3] of numbers from 0 to 255, but {pixels.shape}")
 
 
 def joined(parts: Iterable[Part]) -> tuple[Part, ...]:

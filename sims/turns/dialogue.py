@@ -31,7 +31,7 @@ class Dialogue:
         self.turns: list[Turn] = []
         self.end: str | None = None
         self.problem = ""
-        self._pictures = self._pixels = 0
+        self._images = self._pixels = 0
         self.prompt = prompt
         try:
             messages = _checked(environment.start(prompt))
@@ -100,23 +100,23 @@ class Dialogue:
         if reply.end:
             return ()
         messages = _checked(reply.messages)
-        within(messages, self.limits, self._pictures, self._pixels)
-        self._pictures += sum(len(message.images) for message in messages)
+        within(messages, self.limits, self._images, self._pixels)
+        self._images += sum(len(message.images) for message in messages)
         self._pixels += sum(image.width * image.height for message in messages for image in message.images)
         return messages
 
 
-def within(messages: Sequence[Message], limits: TurnLimits, pictures: int = 0, pixels: int = 0) -> None:
-    """Raises Fault, naming the limit, for an observation that is too much after so many pictures and pixels."""
+def within(messages: Sequence[Message], limits: TurnLimits, images: int = 0, pixels: int = 0) -> None:
+    """Raises Fault, naming the limit, for an observation that is too much after so many images and pixels."""
     if any(message.videos for message in messages):
-        raise Fault("a clip in an observation, which holds texts and pictures; its frames can be shown as pictures")
+        raise Fault("a clip in an observation, which holds texts and images; its frames can be shown as images")
     text = sum(len(message.text) for message in messages)
-    images = [image for message in messages for image in message.images]
-    pictures, pixels = pictures + len(images), pixels + sum(image.width * image.height for image in images)
+    added = [image for message in messages for image in message.images]
+    images, pixels = images + len(added), pixels + sum(image.width * image.height for image in added)
     if text > limits.max_text:
         raise Fault(f"an observation of {text} characters; limits.max_text={limits.max_text}")
-    if pictures > limits.max_pictures:
-        raise Fault(f"{pictures} pictures in observations; limits.max_pictures={limits.max_pictures}")
+    if images > limits.max_images:
+        raise Fault(f"{images} images in observations; limits.max_images={limits.max_images}")
     if pixels > limits.max_pixels:
         raise Fault(f"{pixels} pixels in observations; limits.max_pixels={limits.max_pixels}")
 
@@ -127,7 +127,7 @@ def _checked(messages: object) -> tuple[Message, ...]:
     if not found or not all(isinstance(m, Message) and m.role in ROLES and m.parts for m in found):
         raise Fault("the environment gave no messages: a list of Message is wanted, each with a role and parts")
     if not all(map(_is_part, (part for message in found for part in message.parts))):
-        raise Fault("the environment gave a message with a part that is no text, no picture and no clip")
+        raise Fault("the environment gave a message with a part that is no text, no image and no clip")
     return found
 
 

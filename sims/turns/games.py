@@ -1,4 +1,4 @@
-"""Settings of worlds that are played by seed: card games, and Gymnasium environments seen as pictures."""
+"""Settings of worlds that are played by seed: card games, and Gymnasium environments seen as images."""
 
 from __future__ import annotations
 
@@ -68,17 +68,17 @@ class Cards(Game):
 
 
 class NamedActions(Game):
-    """A Gymnasium environment with discrete actions, whose picture the policy sees and whose actions it names."""
+    """A Gymnasium environment with discrete actions, whose image the policy sees and whose actions it names."""
 
     env: str = option(description="id of the environment; module:Id-v0 imports the module that registers it")
     actions: dict[str, int] = option({}, "the environment's action for each word; by default its number is the word")
-    picture: str | None = option(
+    image: str | None = option(
         None,
-        "key of the picture in the observation, or render for what render() shows; default: the observation itself "
-        "where it is a picture, numbers of 8 bits [height, width, 3], else render",
+        "key of the image in the observation, or render for what render() shows; default: the observation itself "
+        "where it is an image, numbers of 8 bits [height, width, 3], else render",
     )
     instruction: str = option("", "what is to be done; default: `mission` of the observation, where it has one")
-    pixels: int | None = option(None, "pictures are made smaller than this", unit="pixels", ge=1)
+    pixels: int | None = option(None, "images are made smaller than this", unit="pixels", ge=1)
     kwargs: dict[str, Any] = option({}, "further arguments of the environment")
 
     def make(self) -> Environment:
@@ -91,7 +91,7 @@ class NamedActions(Game):
 
 
 class Gymnasium(NamedActions):
-    """Any Gymnasium environment with discrete actions, whose picture the policy sees and whose actions it names."""
+    """Any Gymnasium environment with discrete actions, whose image the policy sees and whose actions it names."""
 
     type: str = "gymnasium"
     expert: str | None = option(
@@ -124,7 +124,7 @@ class BabyAIGame(NamedActions):
     actions: dict[str, int] = option(
         {"left": 0, "right": 1, "forward": 2, "pickup": 3, "drop": 4, "toggle": 5, "done": 6}, "by their words"
     )
-    picture: str | None = option("view", "view: what the agent sees, from above; or render, for the whole world")
+    image: str | None = option("view", "view: what the agent sees, from above; or render, for the whole world")
     tile: int = option(8, "side of a square of the grid", unit="pixels", ge=1)
 
     def demonstration(self, prompt: Prompt) -> list[str]:
@@ -146,7 +146,7 @@ class OpenEnv(Game):
     text: tuple[str, ...] | None = option(
         None, "fields of an observation that are shown; null: all, as JSON", min_length=1
     )
-    picture: str | None = option(None, "field that holds a picture: a file in base64, or numbers [height, width, 3]")
+    image: str | None = option(None, "field that holds an image: a file in base64, or numbers [height, width, 3]")
     instruction: str = option("", "what is to be done, after the first observation")
     won: float = option(1.0, "rewards that together make a success, at the end")
 

@@ -1,4 +1,4 @@
-"""Gymnasium environments as environments of turns: pictures out, words in."""
+"""Gymnasium environments as environments of turns: images out, words in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.games import BabyAIGame, Gymnasium, NamedActions
 from mmrl.sims.turns.tools import fitted
 
-RENDER = "render"  # the picture is what render() shows
+RENDER = "render"  # the image is what render() shows
 Act = Callable[[Any, Any], int | str]  # the right action, of an environment and its observation
 
 
@@ -37,16 +37,16 @@ def made(settings: NamedActions, *, rendered: bool = True) -> Any:
         raise UserError(f"task.game.env={settings.env} can not be made: {told(error)}") from None
 
 
-def is_picture(space: Any) -> bool:
+def is_image(space: Any) -> bool:
     """Whether what a space holds is numbers of 8 bits, [height, width, 3]."""
     return isinstance(space, gymnasium.spaces.Box) and space.dtype == np.uint8 and space.shape[2:] == (3,)
 
 
 @cache
 def observed(env: str, kwargs: str) -> bool:
-    """Whether the observations of an environment with these arguments, as JSON, are pictures."""
+    """Whether the observations of an environment with these arguments, as JSON, are images."""
     one = made(Gymnasium(env=env, kwargs=json.loads(kwargs)), rendered=False)
-    found = is_picture(one.observation_space)
+    found = is_image(one.observation_space)
     one.close()
     return found
 
@@ -55,16 +55,16 @@ class GymnasiumWorld(Environment):
     """A response names one action, as its last word."""
 
     def __init__(self, settings: NamedActions) -> None:
-        self.settings, self.picture = settings, settings.picture
-        if self.picture is None and not observed(settings.env, json.dumps(settings.kwargs)):
-            self.picture = RENDER
-        drawn = self.picture == RENDER or isinstance(settings, BabyAIGame)
+        self.settings, self.image = settings, settings.image
+        if self.image is None and not observed(settings.env, json.dumps(settings.kwargs)):
+            self.image = RENDER
+        drawn = self.image == RENDER or isinstance(settings, BabyAIGame)
         self.env = made(settings, rendered=drawn)
         spaces = self.env.observation_space
         keys = spaces.spaces if isinstance(spaces, gymnasium.spaces.Dict) else {}
-        if not drawn and self.picture is not None and self.picture not in keys:
+        if not drawn and self.image is not None and self.image not in keys:
             raise UserError(
-                f"task.game.picture={self.picture}: the observation of {settings.env} has no such key; it has "
+                f"task.game.image={self.image}: the observation of {settings.env} has no such key; it has "
                 f"{', '.join(keys) or 'none'}, and render stands for what render() shows"
             )
         if not isinstance(self.env.action_space, gymnasium.spaces.Discrete):
@@ -76,7 +76,7 @@ class GymnasiumWorld(Environment):
         observation, _ = self.env.reset(seed=prompt.metadata["seed"])
         mission = observation.get("mission", "") if isinstance(observation, dict) else ""
         words = prompt.text or str(mission)
-        return [Message("user", (self._picture(observation), words) if words else (self._picture(observation),))]
+        return [Message("user", (self._image(observation), words) if words else (self._image(observation),))]
 
     def step(self, response: str) -> Reply:
         word = (response.split() or [""])[-1].strip(".").lower()
@@ -86,22 +86,22 @@ class GymnasiumWorld(Environment):
         observation, reward, terminated, truncated, _ = self.env.step(self.actions[word])
         facts = {"success": float(terminated and reward > 0)}
         end = bool(terminated or truncated)
-        shown = () if end else (Message("user", (self._picture(observation),)),)
+        shown = () if end else (Message("user", (self._image(observation),)),)
         return Reply(shown, end=end, reward=float(reward), facts=facts)
 
     def close(self) -> None:
         self.env.close()
 
-    def _picture(self, observation: Any) -> Image.Image:
+    def _image(self, observation: Any) -> Image.Image:
         settings = self.settings
-        if self.picture == RENDER:
+        if self.image == RENDER:
             pixels = self.env.render()
         elif isinstance(settings, BabyAIGame):
             pixels = self.env.unwrapped.get_pov_render(tile_size=settings.tile)
         else:
-            pixels = observation if self.picture is None else observation[self.picture]
-        picture = Image.fromarray(np.asarray(pixels, np.uint8))
-        return picture if settings.pixels is None else fitted(picture, settings.pixels)
+            pixels = observation if self.image is None else observation[self.image]
+        image = Image.fromarray(np.asarray(pixels, np.uint8))
+        return image if settings.pixels is None else fitted(image, settings.pixels)
 
 
 def try_out(settings: Gymnasium) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.rollouts import Message, Prompt
 from mmrl.settings import locate
-from mmrl.sims.turns.chat import Part, joined, picture
+from mmrl.sims.turns.chat import Part, joined, read_image
 from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.games import OpenEnv
 
@@ -70,9 +70,9 @@ class OpenEnvWorld(Environment):
 
     def _shown(self, seen: Mapping[str, Any]) -> tuple[Part, ...]:
         settings = self.settings
-        pictured = [] if settings.picture is None else [picture(seen[settings.picture])]
-        names = settings.text or [name for name in seen if name not in (*OURS, settings.picture)]
+        images = [] if settings.image is None else [read_image(seen[settings.image])]
+        names = settings.text or [name for name in seen if name not in (*OURS, settings.image)]
         if settings.text is not None and len(names) == 1:
-            return joined([*pictured, str(seen[names[0]])])
+            return joined([*images, str(seen[names[0]])])
         told = {name: seen[name] for name in names}
-        return joined([*pictured, json.dumps(told, default=str)] if told else pictured)
+        return joined([*images, json.dumps(told, default=str)] if told else images)

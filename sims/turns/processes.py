@@ -1,8 +1,8 @@
 """Environments in processes of their own, which are killed at a deadline: one that hangs, ends its process or uses up
 the machine's memory costs its own rollout.
 
-They are forked as those of isolated rewards are (`mmrl.children.nursery`); each plays one conversation at a time, and
-nothing that comes from one is trusted.
+They are forked as those of isolated rewards are (`mmrl.children.fork_server`); each plays one conversation at a time,
+and nothing that comes from one is trusted.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from PIL import Image
 
+from mmrl.children.fork_server import ForkedProcess, ForkServer
 from mmrl.children.limits import Limits
-from mmrl.children.nursery import ForkedProcess, Nursery
 from mmrl.errors import UserError, told
 from mmrl.rollouts import Message, Prompt, Video
 from mmrl.sims.turns.dialogue import Fault, within
@@ -23,7 +23,7 @@ from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.settings import EnvironmentSettings, Isolation, TurnLimits
 
 SERVICE = "mmrl.sims.turns.processes:serve"
-SPARE = 1 << 20  # bytes of an answer beside text and pictures
+SPARE = 1 << 20  # bytes of an answer beside text and images
 
 
 class Processes:
@@ -33,7 +33,7 @@ class Processes:
     def __init__(self, settings: EnvironmentSettings, isolation: Isolation) -> None:
         self.deadline_s = isolation.deadline_s
         self.most = 8 * settings.limits.max_text + 4 * settings.limits.max_pixels + SPARE  # bytes of an answer
-        self._nursery = Nursery(SERVICE, (settings,), isolation.limits or Limits(), (Message, Video))
+        self._nursery = ForkServer(SERVICE, (settings,), isolation.limits or Limits(), (Message, Video))
 
     def make(self) -> Environment:
         return RemoteEnvironment(self)
@@ -124,7 +124,7 @@ def serve(settings: EnvironmentSettings) -> Callable[[tuple[str, Any]], dict[str
 
 
 def packed(messages: Sequence[Message], limits: TurnLimits | None = None) -> list[Message]:
-    """With pictures of one mode. Raises Fault for what the limits do not allow: it would be long on its way."""
+    """With images of one mode. Raises Fault for what the limits do not allow: it would be long on its way."""
     if limits is not None:
         within(messages, limits)
     return [replace(message, parts=tuple(map(_packed, message.parts))) for message in messages]

@@ -23,7 +23,7 @@ class TurnLimits(Section):
         None, "tokens of one response; default: what is left of rollout.max_response_length", unit="tokens", ge=1
     )
     max_text: int = option(4000, "text of one observation", unit="characters", ge=1)
-    max_pictures: int = option(16, "pictures that a conversation's observations hold together", ge=0)
+    max_images: int = option(16, "images that a conversation's observations hold together", ge=0)
     max_pixels: int = option(4_000_000, "pixels that they hold together", unit="pixels", ge=0)
 
 
@@ -90,63 +90,63 @@ class ToolSettings(Choice):
 
 
 class Zoom(ToolSettings):
-    """A part of a picture, from its full size, made smaller only where it is larger than `pixels`."""
+    """A part of an image, from its full size, made smaller only where it is larger than `pixels`."""
 
     type: str = "zoom"
     pixels: int = option(1_000_000, "of the largest crop that is shown", unit="pixels", ge=1)
 
     def make(self) -> Tool:
-        from mmrl.sims.turns.pictures import zoom
+        from mmrl.sims.turns.images import zoom
 
         return zoom(self.pixels)
 
 
 class UnrelatedZoom(Zoom):
-    """The control of `zoom`: a part of the same size from another place of the picture, whatever was asked for."""
+    """The control of `zoom`: a part of the same size from another place of the image, whatever was asked for."""
 
     type: str = "unrelated_zoom"
 
     def make(self) -> Tool:
-        from mmrl.sims.turns.pictures import zoom
+        from mmrl.sims.turns.images import zoom
 
         return zoom(self.pixels, related=False)
 
 
 class Rotate(ToolSettings):
-    """A picture turned by multiples of 90 degrees."""
+    """An image turned by multiples of 90 degrees."""
 
     type: str = "rotate"
 
     def make(self) -> Tool:
-        from mmrl.sims.turns.pictures import rotate
+        from mmrl.sims.turns.images import rotate
 
         return rotate()
 
 
 class Flip(ToolSettings):
-    """A picture mirrored."""
+    """An image mirrored."""
 
     type: str = "flip"
 
     def make(self) -> Tool:
-        from mmrl.sims.turns.pictures import flip
+        from mmrl.sims.turns.images import flip
 
         return flip()
 
 
 class Mark(ToolSettings):
-    """A picture with a frame drawn into it."""
+    """An image with a frame drawn into it."""
 
     type: str = "mark"
 
     def make(self) -> Tool:
-        from mmrl.sims.turns.pictures import mark
+        from mmrl.sims.turns.images import mark
 
         return mark()
 
 
 class Ocr(ToolSettings):
-    """The text in a picture or in a box of it, read by RapidOCR on the CPU from the picture's full size (the extra
+    """The text in an image or in a box of it, read by RapidOCR on the CPU from the image's full size (the extra
     `ocr`). A box is given as for `zoom`, in the environment's `coordinates`."""
 
     type: str = "ocr"
@@ -162,7 +162,7 @@ class Ocr(ToolSettings):
         check_engine()
 
     def make(self) -> Tool:
-        from mmrl.sims.turns.pictures import ocr
+        from mmrl.sims.turns.images import ocr
 
         return ocr(self.pixels, self.characters, self.threads)
 
@@ -205,10 +205,10 @@ class ToolsSettings(EnvironmentSettings):
         "system", "where the policy reads of its tools: by the chat template, in the system message, or nowhere"
     )
     coordinates: float | None = option(
-        None, "boxes and points run from 0 to this along each side of a picture; default: pixels as shown", gt=0
+        None, "boxes and points run from 0 to this along each side of an image; default: pixels as shown", gt=0
     )
     shown_pixels: int | None = option(
-        None, "the prompt's pictures are shown at most so large; tools see them as they are", unit="pixels", ge=1
+        None, "the prompt's images are shown at most so large; tools see them as they are", unit="pixels", ge=1
     )
 
     def check(self) -> None:
@@ -237,7 +237,7 @@ class RecordedSettings(EnvironmentSettings):
     test: ClassVar[str] = "tests/tasks/test_conversations.py"
     type: str = "recorded"
     limits: TurnLimits = option(
-        TurnLimits(max_turns=1000, max_text=10_000_000, max_pictures=10_000, max_pixels=1_000_000_000),
+        TurnLimits(max_turns=1000, max_text=10_000_000, max_images=10_000, max_pixels=1_000_000_000),
         "how far a conversation may go",
     )
 

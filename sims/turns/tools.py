@@ -34,27 +34,27 @@ class ToolError(ValueError):
 
 @dataclass
 class Scene:
-    """The pictures of a conversation, which tools see and add to. `whole` are as large as they came, `shown` as the
+    """The images of a conversation, which tools see and add to. `whole` are as large as they came, `shown` as the
     policy sees them; both are in the order in which it saw them."""
 
     whole: list[Image.Image] = field(default_factory=list)
     shown: list[Image.Image] = field(default_factory=list)
-    coordinates: float | None = None  # what a side of a picture is long; None: its pixels as shown
+    coordinates: float | None = None  # what a side of an image is long; None: its pixels as shown
     facts: dict[str, Any] = field(default_factory=dict)  # of the present call
 
-    def picture(self, number: int) -> Image.Image:
+    def image(self, number: int) -> Image.Image:
         """Counted from 0. Raises ToolError."""
         if not 0 <= number < len(self.whole):
-            raise ToolError(f"there is no picture {number}; there are {len(self.whole)}, counted from 0")
+            raise ToolError(f"there is no image {number}; there are {len(self.whole)}, counted from 0")
         return self.whole[number]
 
     def unit(self, x: float, y: float, number: int) -> tuple[float, float]:
-        """A point of a picture as shares of its width and its height."""
+        """A point of an image as shares of its width and its height."""
         width, height = self.shown[number].size if self.coordinates is None else (self.coordinates, self.coordinates)
         return x / width, y / height
 
     def show(self, whole: Image.Image, shown: Image.Image | None = None) -> Image.Image:
-        """Adds a picture; returns it as the policy sees it."""
+        """Adds an image; returns it as the policy sees it."""
         self.whole.append(whole)
         self.shown.append(whole if shown is None else shown)
         return self.shown[-1]
@@ -62,14 +62,14 @@ class Scene:
 
 @dataclass(frozen=True)
 class Tool:
-    """A function by name. Its parameters are typed; one of type `Scene` is not the policy's to give. It returns text, a
-    picture, a number, or a list of these; what it raises is told the policy."""
+    """A function by name. Its parameters are typed; one of type `Scene` is not the policy's to give. It returns text,
+    an image, a number, or a list of these; what it raises is told the policy."""
 
     name: str
     function: Callable[..., Any]
     schema: dict[str, Any]
     parameters: dict[str, tuple[Any, bool]]  # the policy's: their types and whether they must be given
-    scenes: list[str]  # those that get the pictures
+    scenes: list[str]  # those that get the images
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str | None = None) -> Tool:
@@ -142,7 +142,7 @@ def _parts(value: Any) -> tuple[str | Image.Image, ...]:
         return (value,)
     if isinstance(value, int | float):
         return (str(value),)
-    raise TypeError(f"the tool returned {type(value).__name__}; text, a picture, a number or a list of these is wanted")
+    raise TypeError(f"the tool returned {type(value).__name__}; text, an image, a number or a list of these is wanted")
 
 
 @dataclass(frozen=True)
@@ -247,11 +247,11 @@ def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
     return [Message("system", (text,)), *messages]
 
 
-def fitted(picture: Image.Image, pixels: int) -> Image.Image:
-    """The picture, averaged down where it has more pixels than that; its sides keep their ratio."""
-    width, height = picture.size
+def fitted(image: Image.Image, pixels: int) -> Image.Image:
+    """The image, averaged down where it has more pixels than that; its sides keep their ratio."""
+    width, height = image.size
     if width * height <= pixels:
-        return picture
+        return image
     by = (pixels / (width * height)) ** 0.5
     size = (max(1, int(width * by + 1e-6)), max(1, int(height * by + 1e-6)))
-    return picture.resize(size, Image.Resampling.BOX)
+    return image.resize(size, Image.Resampling.BOX)

@@ -29,12 +29,12 @@ def check_facts(name: str, simulator: Simulator) -> None:
         if not isinstance(size, int | np.integer) or size < (fact != "state_dim"):
             raise UserError(f"simulator {name!r}: {fact} must be a positive integer, not {size!r}")
     if len(shape) != 3 or shape[2] != 3 or not all(isinstance(side, int | np.integer) and side >= 0 for side in shape):
-        wanted = "(height, width, 3), 0 where there are no pictures"
+        wanted = "(height, width, 3), 0 where there are no images"
         raise UserError(f"simulator {name!r}: image_shape must be {wanted}, not {shape}")
     cameras = cameras_of(simulator)
     if not cameras or len(set(cameras)) < len(cameras) or shape[1] % len(cameras):
         raise UserError(
-            f"simulator {name!r}: cameras must be different names, whose pictures share a width of {shape[1]} pixels "
+            f"simulator {name!r}: cameras must be different names, whose images share a width of {shape[1]} pixels "
             f"equally, not {cameras}"
         )
     if not tasks or not all(isinstance(task, str) for task in tasks):

@@ -1,4 +1,4 @@
-"""One vector interface for every simulator: seeds and tasks in; pictures, state and instructions out.
+"""One vector interface for every simulator: seeds and tasks in; images, state and instructions out.
 
 A simulator says how rows of episodes start and move (`Simulator`); `VectorSim` adds what must be the same for all of
 them: what happens at the end of an episode, which rows cost anything, checked actions, counted losses.
@@ -44,9 +44,9 @@ class Observation:
     images: NDArray[np.uint8]  # [B, height, width, 3], RGB
     state: NDArray[np.float32]  # [B, S] proprioception
     instructions: list[str]  # B
-    cameras: tuple[str, ...] = ("camera",)  # whose pictures stand side by side in `images`, from the left
+    cameras: tuple[str, ...] = ("camera",)  # whose images stand side by side in `images`, from the left
 
-    def picture(self, camera: str) -> NDArray[np.uint8]:
+    def image(self, camera: str) -> NDArray[np.uint8]:
         """What one camera shows, [B, height, width / cameras, 3]. Raises UserError for one that there is not."""
         if camera not in self.cameras:
             raise UserError(f"no camera {camera!r}{nearest(camera, self.cameras)}; there are {', '.join(self.cameras)}")
@@ -142,7 +142,7 @@ class VectorSim:
         return self._running.copy()
 
     def reset(self, seeds: Sequence[int], tasks: Sequence[str]) -> Observation:
-        """Starts an episode in the first len(seeds) rows, at most B; the others are idle and show black pictures.
+        """Starts an episode in the first len(seeds) rows, at most B; the others are idle and show black images.
 
         Raises UserError for a wrong number of seeds or tasks, a negative seed or an unknown task, and if no episode has
         ever started and none does now; later a reset may lose all of them.
@@ -227,7 +227,7 @@ class VectorSim:
             self._running[rows] = False
 
     def observation(self) -> Observation:
-        """A copy of what all environments show now; ended ones show their last picture."""
+        """A copy of what all environments show now; ended ones show their last image."""
         now = self._checked(None)
         return Observation(now.images.copy(), now.state.copy(), list(now.instructions), self.cameras)
 

@@ -43,7 +43,7 @@ class Transition:
 
 @runtime_checkable
 class NamedCameras(Protocol):
-    """A simulator that says whose pictures stand side by side in its images, all of one width, from the left."""
+    """A simulator that says whose images stand side by side in its images, all of one width, from the left."""
 
     cameras: tuple[str, ...]
 
@@ -67,7 +67,7 @@ class Simulator(Protocol):
     tasks: tuple[str, ...]
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
-        """Starts an episode in each of `rows`. The transition has C = 0: only pictures, state and errors count."""
+        """Starts an episode in each of `rows`. The transition has C = 0: only images, state and errors count."""
         ...
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mmrl.children.child import Child, Here, Launch, OnCluster, Raised
+from mmrl.children.child import Child, Launch, OnCluster, OnThisHost, Raised
 from mmrl.children.frames import encode
 from mmrl.children.ray import Cluster
 from mmrl.errors import UserError
@@ -261,7 +261,7 @@ class SimulatorWorker:
 def launched(name: str, python: str | None, ray: str | None) -> Launch:
     """Says how each worker is started; see `Workers`."""
     if ray is None:
-        return Here(python, devices.of_children())
+        return OnThisHost(python, devices.of_children())
     return OnCluster(Cluster(ray, f"simulator {name!r}: ray"), python=python)
 
 

@@ -113,7 +113,7 @@ def still(canvas: Canvas, shape: str, top: int, left: int) -> Tensor:
 
 
 def starts(canvas: Canvas, motion: Motion) -> tuple[range, range]:
-    """Rows and columns at which a motion may start so that its object stays in the picture."""
+    """Rows and columns at which a motion may start so that its object stays in the image."""
     travel, room = canvas.steps(motion.speed)[-1], canvas.room
     return tuple(  # type: ignore[return-value]
         range(travel, room) if way < 0 else range(room - travel) if way > 0 else range(room)

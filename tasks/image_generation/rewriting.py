@@ -52,7 +52,7 @@ class FrozenImageGenerator:
         self.at_once, self.device = settings.at_once, settings.device
 
     def draw(self, texts: Sequence[str], seeds: Sequence[int]) -> list[Tensor]:
-        """One picture a text, [channel, height, width], from its seed alone. A small network, which refuses words that
+        """One image a text, [channel, height, width], from its seed alone. A small network, which refuses words that
         it does not know, is shown the others."""
         family = self.policy.family
         if isinstance(family, SmallFamily):
@@ -67,7 +67,7 @@ class FrozenImageGenerator:
 
 
 class PromptRewriting:
-    """A task whose responses are prompts. What they earn is what the pictures earn that the generator draws of them, by
+    """A task whose responses are prompts. What they earn is what the images earn that the generator draws of them, by
     the rewards of image generation, which know the prompt that was asked for. Rollouts of a prompt are drawn from the
     same noises."""
 
@@ -81,37 +81,37 @@ class PromptRewriting:
         self._drawn: dict[Written, list[Tensor]] = {}
 
     def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
-        """Unweighted reward components [rollout, component], means over the pictures of a rollout."""
+        """Unweighted reward components [rollout, component], means over the images of a rollout."""
         shown = self._shown(samples)
-        own = None if group is None else group.repeat_interleave(self.settings.pictures)
-        return self.inner.score(shown, own).view(len(samples), self.settings.pictures, -1).mean(1)
+        own = None if group is None else group.repeat_interleave(self.settings.images)
+        return self.inner.score(shown, own).view(len(samples), self.settings.images, -1).mean(1)
 
     def accuracy(self, samples: Sequence[Sample]) -> Tensor:
         return self._mean(self.inner.accuracy(self._shown(samples)))
 
     def measures(self, samples: Sequence[Sample], group: Tensor | None = None) -> dict[str, Tensor]:
         """The guards of image generation, and the length of what was written."""
-        own = None if group is None else group.repeat_interleave(self.settings.pictures)
+        own = None if group is None else group.repeat_interleave(self.settings.images)
         found = {name: self._mean(values) for name, values in self.inner.measures(self._shown(samples), own).items()}
         return found | {"response/length": torch.tensor([float(s.response_length) for s in samples])}
 
     def _mean(self, values: Tensor) -> Tensor:
-        return values.view(-1, self.settings.pictures).mean(1)
+        return values.view(-1, self.settings.images).mean(1)
 
     def _shown(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The pictures of each sample's text, as answers to the prompt that was asked for. What was drawn for the last
+        """The images of each sample's text, as answers to the prompt that was asked for. What was drawn for the last
         samples is kept, for rewards, accuracy and guards ask for the same."""
         asked = [(sample.prompt.id, self.written(sample.response)) for sample in samples]
         new = [one for one in dict.fromkeys(asked) if one not in self._drawn]
-        count = self.settings.pictures
+        count = self.settings.images
         seeds = [zlib.crc32(f"{name} {k}".encode()) for name, _ in new for k in range(count)]
-        pictures = self.generator.draw([text for _, text in new for _ in range(count)], seeds)
-        found = {one: pictures[i * count : (i + 1) * count] for i, one in enumerate(new)}
+        images = self.generator.draw([text for _, text in new for _ in range(count)], seeds)
+        found = {one: images[i * count : (i + 1) * count] for i, one in enumerate(new)}
         self._drawn = {one: self._drawn[one] if one in self._drawn else found[one] for one in asked}
         return [
-            replace(sample, prompt=sample.prompt.metadata["original"], image=picture)
+            replace(sample, prompt=sample.prompt.metadata["original"], image=image)
             for sample, one in zip(samples, asked, strict=True)
-            for picture in self._drawn[one]
+            for image in self._drawn[one]
         ]
 
     def written(self, response: str) -> str:

@@ -19,7 +19,7 @@ class FrozenGenerator(Section):
     path: str = option(description="a folder or a hub name: a diffusers pipeline, or what a run with digits left")
     dtype: Literal["float32", "bfloat16"] = option("float32", "of its weights")
     device: str | None = option(None, "where it draws; default: the rank's GPU, or the CPU")
-    steps: int = option(10, "denoising steps of a picture", unit="steps", ge=1)
+    steps: int = option(10, "denoising steps of an image", unit="steps", ge=1)
     guidance: float = option(1.0, "classifier-free guidance; 1: none", ge=0)
     negative_prompt: str = option("", "the prompt that guidance leads away from")
     resolution: int | tuple[int, int] | None = option(
@@ -29,11 +29,11 @@ class FrozenGenerator(Section):
         None, "of a prompt that the encoder with the longest limit reads; default: the pipeline's own", ge=1
     )
     decoding: Literal["whole", "sliced", "tiled"] = option("sliced", "how the VAE works, see model.decoding")
-    at_once: int = option(64, "pictures that are drawn at once", ge=1)
+    at_once: int = option(64, "images that are drawn at once", ge=1)
 
 
 class PromptRewritingSettings(ImageGenerationSettings):
-    """A language model writes prompts anew for a frozen generator of pictures, and earns what their pictures earn
+    """A language model writes prompts anew for a frozen generator of images, and earns what their images earn
     (RePrompt, arXiv 2505.17540). Data, rewards and accuracy are those of image_generation."""
 
     test: ClassVar[str] = "tests/tasks/test_prompt_rewriting.py"
@@ -46,7 +46,7 @@ class PromptRewritingSettings(ImageGenerationSettings):
     tag: str | None = option(
         None, "the prompt is what stands between <tag> and </tag>, and what comes before is reasoning; null: all of it"
     )
-    pictures: int = option(1, "drawn of each text, whose rewards are averaged", ge=1)
+    images: int = option(1, "drawn of each text, whose rewards are averaged", ge=1)
 
     @model_validator(mode="after")
     def _there_is_a_place(self) -> Self:

@@ -20,8 +20,8 @@ Colour = Literal["red", "green", "blue", "yellow", "purple", "white"]
 
 
 class Prompts(Choice):
-    """Where prompts come from, and what is measured of their pictures where the task does not say. edits: whether they
-    know what should have stayed of a picture, which a guard looks at."""
+    """Where prompts come from, and what is measured of their images where the task does not say. edits: whether they
+    know what should have stayed of an image, which a guard looks at."""
 
     title: ClassVar[str] = "prompts"
     kinds: ClassVar[dict[str, str]] = {
@@ -48,11 +48,11 @@ class MadePrompts(Prompts):
     train_size: int = option(20_000, "prompts to train on", ge=1)
     eval_size: int = option(500, "held-out prompts", ge=1)
     eval_seed: int = option(0, "of the held-out prompts", ge=0)
-    careless: float = option(0.0, "share of training pictures that show something else", ge=0, le=1)
+    careless: float = option(0.0, "share of training images that show something else", ge=0, le=1)
 
 
 class DigitPrompts(MadePrompts):
-    """Sentences that ask for a handwritten digit: pictures of 1 x 8 x 8."""
+    """Sentences that ask for a handwritten digit: images of 1 x 8 x 8."""
 
     test: ClassVar[str] = "tests/tasks/test_image_digits.py"
     rewards: ClassVar[list[RewardSpec]] = [
@@ -64,7 +64,7 @@ class DigitPrompts(MadePrompts):
     )
     type: str = "digits"
     rejected: bool = option(
-        False, "each prompt holds a picture of another digit too, for algorithm.type=offline_preference"
+        False, "each prompt holds an image of another digit too, for algorithm.type=offline_preference"
     )
     reasoning: bool = option(
         False, "each prompt holds a text that names its digit, for models that write (rollout.reasoning_length)"
@@ -87,7 +87,7 @@ class DigitPrompts(MadePrompts):
 
 
 class ShapesData(MadePrompts):
-    """Sentences that ask for a scene of coloured shapes: pictures of 3 x 16 x 16."""
+    """Sentences that ask for a scene of coloured shapes: images of 3 x 16 x 16."""
 
     test: ClassVar[str] = "tests/tasks/test_image_shapes.py"
     rewards: ClassVar[list[RewardSpec]] = [
@@ -146,7 +146,7 @@ class EditsData(MadePrompts):
 
 
 class NamedData(MadePrompts):
-    """Sentences that ask for one of some things by name: pictures of 3 x 16 x 16 in one artist's style. The reward is
+    """Sentences that ask for one of some things by name: images of 3 x 16 x 16 in one artist's style. The reward is
     that of a scorer which learned another style, the accuracy that of one which learned this one."""
 
     test: ClassVar[str] = "tests/tasks/test_image_named.py"
@@ -202,14 +202,14 @@ class PromptsData(Prompts):
 
 
 class PairsData(Prompts):
-    """Pairs of the user's: a `.jsonl` file with `prompt`, `chosen` and `rejected`, the latter paths of pictures of one
+    """Pairs of the user's: a `.jsonl` file with `prompt`, `chosen` and `rejected`, the latter paths of images of one
     size below the file's folder; for algorithm.type=offline_preference."""
 
     test: ClassVar[str] = "tests/tasks/test_image_pairs.py"
     type: str = "pairs"
     train: Path | None = option(None, "pairs to train on; without them the task can only be evaluated")
     eval: Path = option(description="held-out prompts, a .txt or .jsonl file")
-    grey: bool = option(False, "pictures have one channel")
+    grey: bool = option(False, "images have one channel")
     max_bad_share: float = option(0.0, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
@@ -222,13 +222,13 @@ class PairsData(Prompts):
 
 
 class ImageGenerationSettings(TaskSettings):
-    """Pictures from prompts. Digits and shapes have rewards, an accuracy and a second scorer of their own; prompt files
+    """Images from prompts. Digits and shapes have rewards, an accuracy and a second scorer of their own; prompt files
     need rewards and an accuracy."""
 
     test: ClassVar[str] = "tests/tasks/test_image_generation.py"
     type: str = "image_generation"
     data: Prompts = option(DigitPrompts(), "where the prompts come from")
-    rewards: list[RewardSpec] | None = option(None, "what a picture earns; default: that of the data", min_length=1)
+    rewards: list[RewardSpec] | None = option(None, "what an image earns; default: that of the data", min_length=1)
     accuracy: RewardSpec | None = option(None, "what evaluation reports; default: that of the data")
     second_scorer: RewardSpec | None = option(
         None, "a guard that is reported beside the rewards and never trained on; default: that of the data"

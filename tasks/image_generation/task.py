@@ -13,14 +13,14 @@ from mmrl.rewards.guards import diversity, out_of_gamut, sharpness
 from mmrl.rollouts import Sample
 from mmrl.tasks.image_generation.data import digits, shapes
 from mmrl.tasks.image_generation.data.edits import untouched_moved
-from mmrl.tasks.image_generation.data.images import stack_pictures
+from mmrl.tasks.image_generation.data.images import stack_images
 from mmrl.tasks.image_generation.settings import ImageGenerationSettings
 
 
 class ImageGeneration:
     """A task: prompts to train on (None where it is only evaluated), prompts held out, rewards, accuracy and guards.
 
-    Prompts of digits and shapes carry a picture to learn from, metadata["target"] [channel, height, width], 0 to 1.
+    Prompts of digits and shapes carry an image to learn from, metadata["target"] [channel, height, width], 0 to 1.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ImageGeneration:
 
         The second scorer, where there is one, has no part in the reward. Diversity is NaN for a group of one.
         """
-        images, group = stack_pictures(samples), _groups(samples) if group is None else group
+        images, group = stack_images(samples), _groups(samples) if group is None else group
         guards = {
             "guard/out_of_gamut": out_of_gamut(images),
             "guard/sharpness": sharpness(images),

@@ -17,18 +17,18 @@ from mmrl.rollouts import Episode, Sample
 from mmrl.tasks.manipulation.rewards import episode_of
 
 WAS_IT_DONE = (
-    "These pictures show a robot at work, in order; the last one shows how it ended. "
+    "These images show a robot at work, in order; the last one shows how it ended. "
     'Was this done: "{prompt}"? Answer with one word, yes or no.'
 )
 
 
 class SuccessJudge(Judged):
-    """P(yes) / (P(yes) + P(no)) of a judge that is shown pictures of an episode and asked whether it did what it was
+    """P(yes) / (P(yes) + P(no)) of a judge that is shown images of an episode and asked whether it did what it was
     told; 0 to 1, None for an episode that the simulator lost and where the judge gives neither word any probability.
 
-    pictures: of each episode, evenly spaced from its start to its end; 1: its end alone. threshold: the reward is 1
+    images: of each episode, evenly spaced from its start to its end; 1: its end alone. threshold: the reward is 1
     from this probability on and 0 below it; None: the probability itself. {prompt} in `question` is the instruction.
-    The other options are those of `mmrl.rewards.judges.visual.Judged`. Pictures are those that the policy sees; they
+    The other options are those of `mmrl.rewards.judges.visual.Judged`. Images are those that the policy sees; they
     are kept of every look while training and of every action while evaluating.
     """
 
@@ -37,18 +37,18 @@ class SuccessJudge(Judged):
     def __init__(
         self,
         *,
-        pictures: int = 2,
+        images: int = 2,
         threshold: float | None = None,
         question: str = WAS_IT_DONE,
         answers: Sequence[str] = ("yes", "no"),
         **judge: Any,
     ):
-        if pictures < 1:
-            raise ValueError(f"pictures must be at least 1, not {pictures}")
+        if images < 1:
+            raise ValueError(f"images must be at least 1, not {images}")
         if threshold is not None and not 0 < threshold <= 1:
             raise ValueError(f"threshold must be above 0 and at most 1, not {threshold}")
         super().__init__(question=question, answers=answers, **judge)
-        self.pictures, self.threshold = pictures, threshold
+        self.images, self.threshold = images, threshold
         self._told: dict[
             int, tuple[ref[Episode], Score]
         ] = {}  # by id, while they live: measures ask for them once more
@@ -75,7 +75,7 @@ class SuccessJudge(Judged):
 
     def _asked(self, episode: Episode) -> JudgeQuestion:
         assert episode.frames is not None
-        shown = evenly(episode.frames, self.pictures)
+        shown = evenly(episode.frames, self.images)
         return JudgeQuestion(
             tuple(Image.fromarray(one) for one in shown), self.question.replace("{prompt}", episode.instruction)
         )
@@ -89,5 +89,5 @@ def evenly(frames: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
 def _seen(sample: Sample) -> Episode:
     episode = episode_of(sample)
     if episode.frames is None and not episode.lost:
-        raise UserError(f"the episode of prompt {sample.prompt.id!r} was played without keeping pictures")
+        raise UserError(f"the episode of prompt {sample.prompt.id!r} was played without keeping images")
     return episode

@@ -3,8 +3,8 @@
 meta/info.json                     version, frame rate, path templates, features with their shapes
 meta/episodes.jsonl, tasks.jsonl   2.x: length and instructions of each episode; data and videos by episode
 meta/episodes/*/*.parquet          3.0: the same, and in which of the shared files each episode lies, and where
-data/...parquet                    rows by frame: state, action, pictures of cameras that are not videos
-videos/...mp4                      pictures of one camera
+data/...parquet                    rows by frame: state, action, images of cameras that are not videos
+videos/...mp4                      images of one camera
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Decoder = Callable[[int, int], NDArray[np.uint8]]  # first frame and how many ->
 
 
 class Frames:
-    """The pictures of one episode: slices are decoded when asked for, and the whole episode is then kept if `keep`."""
+    """The images of one episode: slices are decoded when asked for, and the whole episode is then kept if `keep`."""
 
     def __init__(self, length: int, decode: Decoder, keep: bool) -> None:
         self.length, self.decode, self.keep = length, decode, keep
@@ -54,7 +54,7 @@ class Frames:
 
 @dataclass(frozen=True)
 class DatasetColumns:
-    """Which features are what. camera: one for the simulator's whole picture, or one for each of its cameras, in their
+    """Which features are what. camera: one for the simulator's whole image, or one for each of its cameras, in their
     order; None: the only one."""
 
     camera: str | Sequence[str] | None = None
@@ -73,9 +73,9 @@ def load(
     image_shape: tuple[int, int, int],
     cameras: tuple[str, ...],
 ) -> list[RecordedEpisode]:
-    """The first `episodes` of the data set (None: all). States and actions are held in memory; so are pictures once
+    """The first `episodes` of the data set (None: all). States and actions are held in memory; so are images once
     they were seen, if all of them, resized to `image_shape`, take at most `memory` GiB. cameras: the simulator's, whose
-    pictures lie side by side in one of `image_shape`.
+    images lie side by side in one of `image_shape`.
 
     Raises UserError naming the file where something is missing or does not fit the simulator's dimensions.
     """
@@ -126,7 +126,7 @@ class _Dataset:
             h, w = shape[1:] if shape[0] == 3 else shape[:2]
             if h * width != w * height:
                 raise UserError(
-                    f"{info}: {camera} has pictures of {h} x {w}, but the simulator's are {height} x {width}; their "
+                    f"{info}: {camera} has images of {h} x {w}, but the simulator's are {height} x {width}; their "
                     "sides must have the same ratio"
                 )
 
@@ -171,12 +171,12 @@ class _Dataset:
         return RecordedEpisode(name, episode["tasks"][0], images, rows[self.state], rows[self.action], self.cameras)
 
     def _decoder(self, camera: str, episode: dict[str, Any], file: Path, size: tuple[int, int]) -> Decoder:
-        """Of one camera's pictures in one episode."""
+        """Of one camera's images in one episode."""
         if self.features[camera]["dtype"] == "video":
             video, start = self._video(camera, episode)
             return lambda first, count: _resized(read_video(video, start + first, count, self.fps), size)
         number = episode["episode_index"]
-        return lambda first, count: _resized(self._pictures(camera, file, number)[first : first + count], size)
+        return lambda first, count: _resized(self._images(camera, file, number)[first : first + count], size)
 
     def _episodes(self) -> list[dict[str, Any]]:
         if not self.shared:
@@ -220,7 +220,7 @@ class _Dataset:
         mine = self._rows[1]["episode_index"] == number
         return {name: values[mine] for name, values in self._rows[1].items()}
 
-    def _pictures(self, camera: str, file: Path, number: int) -> list[NDArray[np.uint8]]:
+    def _images(self, camera: str, file: Path, number: int) -> list[NDArray[np.uint8]]:
         column = _table(file, [camera], filters=[("episode_index", "=", number)])[camera].to_pylist()
         encoded = [cell["bytes"] or _existing(self.root / cell["path"]).read_bytes() for cell in column]
         return [np.asarray(Image.open(io.BytesIO(content)).convert("RGB")) for content in encoded]

@@ -79,11 +79,11 @@ class LeRobotDemonstrations(DemonstratedEpisodes):
     episodes: int | None = option(None, "the first N; default: all", ge=1)
     camera: str | list[str] | None = option(
         None,
-        "feature of the pictures, or one for each of the simulator's cameras, in their order; default: the only one",
+        "feature of the images, or one for each of the simulator's cameras, in their order; default: the only one",
     )
     state: str = option("observation.state", "feature of the state")
     action: str = option("action", "feature of the actions")
-    memory: float = option(4.0, "if its pictures need more, they are decoded each time they are seen", unit="GiB", ge=0)
+    memory: float = option(4.0, "if its images need more, they are decoded each time they are seen", unit="GiB", ge=0)
 
     def prompts(self, task: DemonstratingTask, starts: EpisodeSource) -> Source:
         from mmrl.errors import UserError

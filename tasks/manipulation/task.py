@@ -107,7 +107,7 @@ class Manipulation:
 
 def judged_beside(name: str, judge: SuccessJudge, samples: Sequence[Sample]) -> dict[str, Tensor]:
     """[sample], NaN where the judge says nothing, and for episodes that an evaluation which goes on has read from its
-    file: no pictures are kept there."""
+    file: no images are kept there."""
     seen = [
         i for i, s in enumerate(samples) if s.episode is not None and (s.episode.lost or s.episode.frames is not None)
     ]

@@ -1,6 +1,6 @@
 """A vision-language model small enough to act on a laptop's CPU: see `mmrl.policies.vlm.tiny_qwen`.
 
-A picture of 64 pixels is 16 tokens. The vocabulary holds the words of the tabletop's instructions, and at its end 256
+An image of 64 pixels is 16 tokens. The vocabulary holds the words of the tabletop's instructions, and at its end 256
 ids for actions. Only the model of transformers' own, which is the larger one, imports transformers: that takes seconds.
 """
 
@@ -46,7 +46,7 @@ def build_normalised(path: str | Path, seed: int = 0) -> None:
 
 
 def build_blind(path: str | Path, seed: int = 0) -> None:
-    """The same for simulators that show states and no pictures."""
+    """The same for simulators that show states and no images."""
     small.create(path, small.SmallActionConfig(WORDS, bins=BINS, channels=()), seed)
 
 

@@ -13,5 +13,5 @@ WORDS = (  # of the instructions of `mmrl.sims.ogbench`
 
 
 def build(path: str | Path, seed: int = 0) -> None:
-    """Writes a `SmallBackbone` that knows WORDS and sees no pictures."""
+    """Writes a `SmallBackbone` that knows WORDS and sees no images."""
     small.create(path, small.SmallActionConfig(WORDS, bins=32, channels=()), seed)

@@ -1,1 +1,1 @@
-"""Sums as text: a task without pictures, for models that only write."""
+"""Sums as text: a task without images, for models that only write."""

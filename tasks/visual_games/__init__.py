@@ -1,1 +1,1 @@
-"""Worlds seen as pictures and played over turns."""
+"""Worlds seen as images and played over turns."""

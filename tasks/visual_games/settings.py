@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class VisualGamesSettings(TaskSettings):
-    """Worlds seen as pictures, with rewards over turns. Success is what the world says of it at the end."""
+    """Worlds seen as images, with rewards over turns. Success is what the world says of it at the end."""
 
     test: ClassVar[str] = "tests/tasks/test_visual_games.py"
     type: str = "visual_games"

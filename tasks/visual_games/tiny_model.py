@@ -1,4 +1,4 @@
-"""A vision-language model of some 0.7M parameters that plays the card game: a card is one token of its picture."""
+"""A vision-language model of some 0.7M parameters that plays the card game: a card is one token of its image."""
 
 from __future__ import annotations
 

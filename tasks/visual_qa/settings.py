@@ -40,7 +40,7 @@ class Questions(Choice):
         "digits": "mmrl.tasks.visual_qa.settings:DigitsData",
         "scenes": "mmrl.tasks.visual_qa.settings:ScenesData",
         "clips": "mmrl.tasks.visual_qa.settings:ClipsData",
-        "named_pictures": "mmrl.tasks.visual_qa.settings:NamedPicturesData",
+        "named_images": "mmrl.tasks.visual_qa.settings:NamedImagesData",
         "charts": "mmrl.tasks.visual_qa.settings:ChartsData",
         "words": "mmrl.tasks.visual_qa.settings:WordsData",
         "files": "mmrl.tasks.visual_qa.settings:FilesData",
@@ -134,12 +134,12 @@ class ClipsData(Questions):
         return train, ClipsSource("heldout", size=self.eval_size, seed=self.eval_seed, **asked)
 
 
-class NamedPicturesData(Questions):
-    """Rows of named pictures in the styles of icon sets; training rows follow the run's seed, held-out rows only
+class NamedImagesData(Questions):
+    """Rows of named images in the styles of icon sets; training rows follow the run's seed, held-out rows only
     `eval_seed`. Held-out rows show held-out names, unless told otherwise."""
 
-    test: ClassVar[str] = "tests/tasks/test_named_pictures.py"
-    type: str = "named_pictures"
+    test: ClassVar[str] = "tests/tasks/test_named_images.py"
+    type: str = "named_images"
     train_size: int = option(200_000, "questions to train on", ge=1)
     eval_size: int = option(1000, "held-out questions", ge=1)
     eval_seed: int = option(0, "of the held-out questions", ge=0)
@@ -147,19 +147,19 @@ class NamedPicturesData(Questions):
     eval_questions: tuple[NamedQuestion, ...] = option(NAMED, "kinds of held-out question", min_length=1)
     train_names: NamedPart = option("shown", "which names rows to train on are made of; every fifth is held out")
     eval_names: NamedPart = option("heldout", "which names held-out rows are made of")
-    styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "of the pictures to train on", min_length=1)
+    styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "of the images to train on", min_length=1)
     eval_styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "of held-out rows", min_length=1)
-    cells: int = option(3, "pictures of a row", ge=2, le=3)
-    jitter: int = option(0, "how far pictures to train on are moved by chance", unit="pixels", ge=0, lt=32)
+    cells: int = option(3, "images of a row", ge=2, le=3)
+    jitter: int = option(0, "how far images to train on are moved by chance", unit="pixels", ge=0, lt=32)
     tint: int = option(0, "how far their background may be from white, of 255 a channel", ge=0, le=255)
     careless: float = option(
         0.0, "share of training demonstrations that look one place too far, or count one too many", ge=0, le=1
     )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.visual_qa.data.named_images import NamedPicturesSource
+        from mmrl.tasks.visual_qa.data.named_images import NamedImagesSource
 
-        train = NamedPicturesSource(
+        train = NamedImagesSource(
             "train",
             size=self.train_size,
             seed=seed,
@@ -171,7 +171,7 @@ class NamedPicturesData(Questions):
             tint=self.tint,
             careless=self.careless,
         )
-        held_out = NamedPicturesSource(
+        held_out = NamedImagesSource(
             "heldout",
             size=self.eval_size,
             seed=self.eval_seed,
@@ -228,14 +228,14 @@ class RowReading(Questions):
     """How rows of the user's are read, whatever they hold."""
 
     max_pixels: int = option(
-        MAX_PIXELS, "width x height of the largest picture that is opened", unit="pixels", ge=1, le=PILLOWS_LIMIT
+        MAX_PIXELS, "width x height of the largest image that is opened", unit="pixels", ge=1, le=PILLOWS_LIMIT
     )
     max_bad_share: float = option(0.01, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
     check_rows: bool = option(True, "look at every row once before the run")
     readers: int = option(
         0,
-        "processes of each rank that read the next step's rows and pictures, and encode them where the model reads "
-        "prompts, while this step goes on; each keeps a core busy, and the next step's pictures are held beside this "
+        "processes of each rank that read the next step's rows and images, and encode them where the model reads "
+        "prompts, while this step goes on; each keeps a core busy, and the next step's images are held beside this "
         "one's; 0: rows are read when a step begins",
         ge=0,
         le=64,
@@ -249,7 +249,7 @@ class RowReading(Questions):
 class RowsData(RowReading):
     """Rows of the user's."""
 
-    image_field: str | list[str] = option("images", "column of the pictures, or columns of one picture each")
+    image_field: str | list[str] = option("images", "column of the images, or columns of one image each")
     options_field: str | None = option(
         None, "column of a question's options: a list, a mapping by letter, or the text of a list; they are appended"
     )
@@ -258,7 +258,7 @@ class RowsData(RowReading):
     video_field: str = option("videos", "column of the clips")
     max_frames: int = option(MAX_FRAMES, "of a clip that are kept, evenly spaced", ge=1)
     image_root: Path | None = option(
-        None, "folder that relative paths of pictures and clips start from; default: the file's"
+        None, "folder that relative paths of images and clips start from; default: the file's"
     )
 
     @property
@@ -320,7 +320,7 @@ class ConversationRows(RowReading):
     test: ClassVar[str] = "tests/tasks/test_conversations.py"
     recorded: ClassVar[bool] = True
     messages_field: str = option("messages", "column of the messages")
-    image_field: str = option("images", "column of the pictures that messages have places for")
+    image_field: str = option("images", "column of the images that messages have places for")
     tools_field: str = option("tools", "column of the JSON schemas of functions that the chat template shows")
     answer_field: str = option("answer", "column of the answer; a row without one is answered by its last message")
     calls: Literal["json", "python"] = option(
@@ -329,11 +329,11 @@ class ConversationRows(RowReading):
     tool_role: Literal["tool", "user"] = option(
         "tool", "role in which results of tools are shown; task.environment.type=tools shows them as the user's"
     )
-    image_root: Path | None = option(None, "folder that relative paths of pictures start from; default: the file's")
+    image_root: Path | None = option(None, "folder that relative paths of images start from; default: the file's")
 
     def _fields(self, root: Path | None, *, absolute: bool = False) -> Any:
         from mmrl.tasks.visual_qa.data.conversations import ConversationFields
-        from mmrl.tasks.visual_qa.data.images import Pictures
+        from mmrl.tasks.visual_qa.data.images import ImageFiles
 
         return ConversationFields(
             messages=self.messages_field,
@@ -342,7 +342,7 @@ class ConversationRows(RowReading):
             answer=self.answer_field,
             calls=self.calls,
             tool_role=self.tool_role,
-            pictures=Pictures(root if self.image_root is None else self.image_root, self.max_pixels, absolute),
+            image_files=ImageFiles(root if self.image_root is None else self.image_root, self.max_pixels, absolute),
         )
 
 
@@ -401,7 +401,7 @@ class HuggingFaceConversationsData(ConversationRows):
 
 
 class VisualQASettings(TaskSettings):
-    """Questions about pictures whose answers can be checked."""
+    """Questions about images whose answers can be checked."""
 
     test: ClassVar[str] = "tests/tasks/test_visual_qa.py"
     type: str = "visual_qa"

@@ -1,7 +1,7 @@
 """What was found when all rows of a file were checked, kept so that the same file is not checked again.
 
 A verdict belongs to the file's name, size and time of change and to the options that it was checked with. It says
-nothing of pictures in files of their own, which are looked at again when they are used.
+nothing of images in files of their own, which are looked at again when they are used.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mmrl.children.channel import Channel
-from mmrl.children.child import Child, Here, Lost, Raised, Refused
-from mmrl.children.door import Door, Pair, dial
+from mmrl.children.child import Child, Lost, OnThisHost, Raised, Refused
 from mmrl.children.frames import encode
+from mmrl.children.listener import Listener, Pair, dial
 from mmrl.children.main import Service, serve
 from mmrl.errors import UserError
 from tests.helpers.processes import gone
@@ -115,7 +115,7 @@ def test_nonsense_is_as_an_end(answer):
 
 def test_a_process_is_looked_after_until_it_ends(tmp_path, capfd):
     log = tmp_path / "here" / "log"
-    child = Child(ECHO, Here(log=log))
+    child = Child(ECHO, OnThisHost(log=log))
     child.start()
     pid = child.ask(encode(0), 60)["pid"]
     assert pid == child.process.pid and os.getpgid(pid) == pid
@@ -137,7 +137,7 @@ def test_another_interpreter_sees_none_of_our_packages(tmp_path):
     other = tmp_path / "python"
     other.write_text(f'#!/bin/sh\necho "path=$PYTHONPATH." >&2\nexec {sys.executable} -c "import sys; sys.exit(4)"\n')
     other.chmod(0o755)
-    child = Child(ECHO, Here(python=str(other), log=tmp_path / "log"))
+    child = Child(ECHO, OnThisHost(python=str(other), log=tmp_path / "log"))
     child.start()
     with pytest.raises(Lost, match="ended with 4"):
         child.ask(encode(0), 20)
@@ -146,7 +146,7 @@ def test_another_interpreter_sees_none_of_our_packages(tmp_path):
 
 
 def test_nobody_may_call_one_that_was_given_up():
-    door = Door("127.0.0.1")
+    door = Listener("127.0.0.1")
     child = Child(ECHO, lambda service: (Standing(), door))
     child.start()
     socket.create_connection(door.address).close()

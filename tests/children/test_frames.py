@@ -60,19 +60,19 @@ def test_plain_values_and_arrays_arrive_as_they_were():
 
 
 @pytest.mark.parametrize("mode", frames.MODES)
-def test_pictures_arrive_to_the_bit(mode):
-    picture = Image.new("L", (5, 3))
-    picture.putdata(range(0, 150, 10))
-    picture = picture.convert(mode)
-    came = decode(encode(picture))
-    assert came.mode == mode and came.size == (5, 3) and came.tobytes() == picture.tobytes()
+def test_images_arrive_to_the_bit(mode):
+    image = Image.new("L", (5, 3))
+    image.putdata(range(0, 150, 10))
+    image = image.convert(mode)
+    came = decode(encode(image))
+    assert came.mode == mode and came.size == (5, 3) and came.tobytes() == image.tobytes()
 
 
 def test_records_arrive_and_share_what_both_sides_hold():
-    picture = Image.new("RGB", (2, 2))
-    prompts = [Prompt("a", "of a", (picture,), metadata={"seed": 1 << 31}), Prompt("b", "of b")]
+    image = Image.new("RGB", (2, 2))
+    prompts = [Prompt("a", "of a", (image,), metadata={"seed": 1 << 31}), Prompt("b", "of b")]
     asked = decode(encode({"prompts": prompts}))["prompts"]
-    assert asked[0].metadata == {"seed": 1 << 31} and asked[0].images[0].tobytes() == picture.tobytes()
+    assert asked[0].metadata == {"seed": 1 << 31} and asked[0].images[0].tobytes() == image.tobytes()
     made = Rollouts(
         [Sample(asked[1]), Sample(asked[0], image=torch.ones(1, 2, 2))],
         [Own((asked[0].images[0],), {"x": torch.tensor([1.0])}), None],
@@ -83,7 +83,7 @@ def test_records_arrive_and_share_what_both_sides_hold():
     message = encode(made, objects_of(asked))
     came = decode(message, objects_of(prompts))
     assert came.samples[0].prompt is prompts[1] and came.samples[1].prompt is prompts[0]
-    assert came.inputs[0].part[0] is picture and came.inputs[0].more["x"].tolist() == [1.0] and came.inputs[1] is None
+    assert came.inputs[0].part[0] is image and came.inputs[0].more["x"].tolist() == [1.0] and came.inputs[1] is None
     assert came.extras["column"].values.tolist() == [2.0, 3.0] and came.rewards is None and came.mask.all()
     assert len(message) < len(encode(made)), "a prompt that both have is not sent again"
 
@@ -94,7 +94,7 @@ def test_anything_else_is_not_sent(value):
         encode({"x": value})
 
 
-def test_a_picture_with_a_palette_is_not_sent():
+def test_an_image_with_a_palette_is_not_sent():
     with pytest.raises(TypeError, match="mode P"):
         encode(Image.new("P", (1, 1)))
 
@@ -113,8 +113,8 @@ def test_nothing_but_known_records_is_made(module, name):
 
 
 def test_of_one_that_nobody_vouches_for_only_some_records_are_made():
-    picture = Image.new("RGB", (2, 1), (1, 2, 3))
-    message = encode([Message("user", ("a", Video((picture,), 3.0)))])
+    image = Image.new("RGB", (2, 1), (1, 2, 3))
+    message = encode([Message("user", ("a", Video((image,), 3.0)))])
     (came,) = decode(message, records=(Message, Video))
     assert came.role == "user" and came.parts[0] == "a" and came.parts[1].fps == 3.0
     assert came.parts[1].frames[0].tobytes() == bytes([1, 2, 3, 1, 2, 3])

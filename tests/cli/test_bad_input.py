@@ -146,7 +146,7 @@ def own_data(tmp_path, train, evaluation=None, **options):
         ("{not json", "line 3: not JSON"),
         (json.dumps({"images": ["good.png"], "problem": "<image>What?"}), "line 3: field 'answer' is missing"),
         (row(answer=" "), "line 3: field 'answer' is empty"),
-        (row(images=["torn.png"]), "line 3: field 'images', picture 0: cannot read"),
+        (row(images=["torn.png"]), "line 3: field 'images', image 0: cannot read"),
         (row(images=["absent.png"]), "absent.png"),
         (row(problem="<image><image>What?"), "line 3: field 'problem' has 2 <image> markers"),
         ("[1, 2]", "line 3: a row must be an object"),

@@ -72,7 +72,7 @@ def test_eval_takes_a_run_directory_whose_name_yaml_would_read_otherwise(warm, t
     assert (result.code, result.err) == (0, "")
 
 
-def test_sample_writes_pictures_and_answers(warm, tmp_path):
+def test_sample_writes_images_and_answers(warm, tmp_path):
     result = mmrl(tmp_path, "sample", warm, WARM_START, *TINY, "--count", "5")
     assert (result.code, result.err) == (0, "")
     page = (warm / "samples.html").read_text()

@@ -114,7 +114,7 @@ def test_a_recipe_of_cosmos(tmp_path):
     assert (surrogate.type, surrogate.cap, surrogate.low.value, surrogate.high.value) == ("dual_clip", 10, 0.1, 0.25)
     assert [(term.type, term.coefficient.value) for term in config.algorithm.terms] == [("kl", 0.02)]
     assert (config.algorithm.epochs, config.optim.clip_grad_norm, config.optim.betas) == (2, 0.5, (0.9, 0.99))
-    assert (config.engine.micro_batch, config.engine.looks_at_once) == (16, 16)
+    assert (config.engine.micro_batch, config.engine.steps_at_once) == (16, 16)
     assert (config.run_dir, config.model.path) == ("./outputs/oft", "someone/oft")
     assert config.section("action").proprioception is False and len(config.task.tasks) == 10
     assert set(found.without) == {"redis", "train.fsdp_offload", "policy.parallelism.n_init_replicas", "vla.continuous"}

@@ -68,7 +68,7 @@ def test_decisions_and_cost_follow_from_what_a_method_needs():
     def said(name):
         return "\n".join(describe_methods(name))
 
-    tokens = "decisions: text token, masked token, noised token, code of a picture, word or code"
+    tokens = "decisions: text token, masked token, noised token, code of an image, word or code"
     assert f"{tokens}\n" in said("token_baseline")
     assert "before the advantages" in said("token_baseline")
     assert f"{tokens}, action token, action\n" in said("entropy_redistribution")

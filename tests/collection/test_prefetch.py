@@ -30,12 +30,12 @@ from tests.whole_runs.parts import (
     wait,
 )
 
-BAD = 5  # a picture whose header is right, and that ends in the middle
+BAD = 5  # an image whose header is right, and that ends in the middle
 ROWS = 24
 
 
 def write(folder):
-    """Questions with pictures of two sizes, no two alike."""
+    """Questions with images of two sizes, no two alike."""
     generator, lines = torch.Generator().manual_seed(0), []
     for row in range(ROWS):
         size = (16, 24, 3) if row % 3 else (16, 16, 3)
@@ -74,7 +74,7 @@ def reader(path, processor):
 
 
 def same(one, other):
-    """Prompts with equal pictures, and all else equal."""
+    """Prompts with equal images, and all else equal."""
     assert [i.tobytes() for i in one.images] == [i.tobytes() for i in other.images]
     assert [(i.mode, i.size) for i in one.images] == [(i.mode, i.size) for i in other.images]
     for name in ("id", "text", "answer", "system", "metadata"):
@@ -102,15 +102,15 @@ def test_what_was_expected_is_what_would_have_been_read(reader, path, processor,
     for tokens, prompt in zip(made, expected, strict=True):
         if tokens is not None:
             alike(tokens, prompts.encode(processor, [prompt], 1024)[0])
-    batch = prompts.encode(processor, expected, 1024)  # prompts with pictures of one size are encoded together
+    batch = prompts.encode(processor, expected, 1024)  # prompts with images of one size are encoded together
     for tokens, other in zip(made, batch, strict=True):
         if tokens is not None:
             alike(tokens, other)
 
 
 def alike(one, other):
-    assert torch.equal(one.prompt, other.prompt) and one.pictures.keys() == other.pictures.keys()
-    for name in ("pictures", "sequence"):
+    assert torch.equal(one.prompt, other.prompt) and one.images.keys() == other.images.keys()
+    for name in ("images", "sequence"):
         held, wanted = vars(one)[name], vars(other)[name]
         assert all(torch.equal(held[key], wanted[key]) and held[key].dtype == wanted[key].dtype for key in wanted)
 

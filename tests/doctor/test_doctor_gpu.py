@@ -155,7 +155,7 @@ def test_memory_is_held_against_the_estimate():
     assert against_estimate("x", 0.1, 1.0).status == "works"  # a gibibyte of CUDA's own
 
 
-@pytest.mark.parametrize("own", [checks.LANGUAGE, checks.PICTURES])
+@pytest.mark.parametrize("own", [checks.LANGUAGE, checks.IMAGES])
 def test_the_memory_of_tiny_models_is_estimated_from_their_folders(own, tmp_path):
     """A million weights, twice, with gradients and moments: tens of MiB."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(own))
@@ -165,7 +165,7 @@ def test_the_memory_of_tiny_models_is_estimated_from_their_folders(own, tmp_path
 
 
 class Lit:
-    """A simulator whose pictures are grey: here no GPU renders."""
+    """A simulator whose images are grey: here no GPU renders."""
 
     def __enter__(self):
         return self
@@ -181,14 +181,14 @@ class Lit:
 
 
 @pytest.mark.parametrize(("backend", "status"), [("egl", "works"), ("osmesa", "fails")])
-def test_pictures_on_a_gpu_come_from_egl(monkeypatch, tmp_path, backend, status):
+def test_images_on_a_gpu_come_from_egl(monkeypatch, tmp_path, backend, status):
     monkeypatch.setenv("MUJOCO_GL", "osmesa")  # the check changes both, and they are put back
     monkeypatch.setenv("MUJOCO_EGL_DEVICE_ID", "0")
     monkeypatch.setattr(checks, "has_gpu", lambda: True)
     monkeypatch.setattr(sims, "build", lambda *_: Lit())
     monkeypatch.setattr(sims, "renderers", lambda: {"mujoco": RendererStatus(backend)})
     works, egl = checks.renderers(tmp_path)
-    assert (works.status, egl.status) == ("works", status) and works.said.startswith(f"by {backend}, two pictures")
+    assert (works.status, egl.status) == ("works", status) and works.said.startswith(f"by {backend}, two images")
 
 
 def test_three_steps_are_three():
@@ -261,7 +261,7 @@ def test_a_wrong_question_is_one_line(words, said, capsys):
 @pytest.mark.timeout(600)
 def test_on_this_machine_everything_that_can_works(tmp_path, capsys):
     """All checks but those of vLLM, which have tests of their own; a second time nothing is started."""
-    names = "ranks,kernels,renderers,language,pictures,robots"
+    names = "ranks,kernels,renderers,language,images,robots"
     command = ["doctor", "--gpu", "--folder", str(tmp_path), "--only", names]
     for known in (False, True):
         with pytest.raises(SystemExit) as ended:

@@ -11,9 +11,9 @@ from torch import nn
 from mmrl.cli.main import main
 from mmrl.config import load
 from mmrl.doctor import memory_plan
-from mmrl.doctor.checks import PICTURES
+from mmrl.doctor.checks import IMAGES
 from mmrl.doctor.memory_plan import Gpu, Peaks, Plan, described, fitted, moves, told
-from mmrl.engine.memory import GIB, Blueprint, peak, standing
+from mmrl.engine.memory import GIB, MemoryModel, peak, standing
 from mmrl.errors import UserError
 from mmrl.settings import plain
 from mmrl.settings.recipes import shipped
@@ -210,7 +210,7 @@ def test_a_peak_is_computed_again_where_settings_differ(monkeypatch):
     """What ZeRO shares out leaves the peak of a micro-batch as it was; the window does not."""
     asked = []
     monkeypatch.setattr(memory_plan, "peak", lambda module, compute, trains: asked.append(trains) or float(len(asked)))
-    made, peaks = Blueprint(nn.Linear(1, 1), lambda rows: None, sample=lambda: None), Peaks()
+    made, peaks = MemoryModel(nn.Linear(1, 1), lambda rows: None, sample=lambda: None), Peaks()
     changes = ([], ["engine.zero_stage=1"], ["denoising.likelihood.window.size=3"], [])
     jobs = [maker("image_sd35_ocr", SD35, *change)() for change in changes]
     assert [peaks.of(job, made, trains=True) for job in jobs] == [1.0, 1.0, 2.0, 1.0]
@@ -234,7 +234,7 @@ def test_suggestions_add_up(monkeypatch):
 def test_rows_of_a_micro_batch_are_its_steps_too(tmp_path):
     """Two rollouts of four steps are as many rows as four of two."""
     build_digits(str(tmp_path / "model"), seed=0)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(PICTURES))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(IMAGES))
 
     def activations(micro, window, *more):
         limits = [f"engine.micro_batch={micro}", f"denoising.likelihood.window={{type: random, size: {window}}}", *more]
@@ -247,8 +247,8 @@ def test_rows_of_a_micro_batch_are_its_steps_too(tmp_path):
     assert parted[0] == parted[1] == activations(2, 2)
 
 
-def test_steps_in_parts_are_offered_where_a_micro_batch_is_one_picture(tmp_path):
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(PICTURES))
+def test_steps_in_parts_are_offered_where_a_micro_batch_is_one_image(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(IMAGES))
     part = "engine.steps_at_once=1"
     for keys, offered in (["engine.micro_batch=2"], False), (["engine.micro_batch=1"], True), ([part], False):
         config = load(tmp_path / "recipe.yaml", ["run_dir=none", "engine.micro_batch=1", *keys])
@@ -300,9 +300,9 @@ def test_looks_are_computed_in_parts():
     pytest.importorskip("timm")
     make = maker("manipulation_libero_spatial", "openvla/openvla-7b")
     config = make()
-    at_once = config.engine.looks_at_once
+    at_once = config.engine.steps_at_once
     part = described(config, "openvla/openvla-7b", 8, BIG, PEAKS).training["activations"]
-    every = described(make(["engine.looks_at_once=28"]), "openvla/openvla-7b", 8, BIG, PEAKS)
+    every = described(make(["engine.steps_at_once=28"]), "openvla/openvla-7b", 8, BIG, PEAKS)
     assert every.training["activations"] > 0.9 * 28 / at_once * part and not every.fits(BIG)
 
 

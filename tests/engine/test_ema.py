@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.engine.ema import Shadow, ramp, warmed_up
+from mmrl.engine.ema import EMA, ramp, warmed_up
 from tests.whole_runs import workers
 from tests.whole_runs.parts import call, distance, final
 
@@ -25,7 +25,7 @@ def set_to(made, value):
 
 def test_update_by_hand_and_of_trained_parameters_only():
     made = module(1, 2, 3)
-    shadow = Shadow(made, lambda updates: [0.0, 0.75][updates])
+    shadow = EMA(made, lambda updates: [0.0, 0.75][updates])
     assert [float(a) for a in shadow.average] == [1, 2]
     set_to(made, 8.0)
     shadow.update()  # no weight on the past
@@ -44,7 +44,7 @@ def test_schedules():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_applied_puts_every_bit_back_also_after_an_error(dtype):
     made = module(0.1, 1 / 3, 7, dtype=dtype)
-    shadow = Shadow(made, lambda updates: 0.5)
+    shadow = EMA(made, lambda updates: 0.5)
     set_to(made, 1 / 7)
     shadow.update()
     before = [p.detach().clone() for p in made]
@@ -62,7 +62,7 @@ def test_applied_puts_every_bit_back_also_after_an_error(dtype):
 def test_an_average_sees_changes_that_bfloat16_weights_round_away():
     """0.999 of the past: in bfloat16 the average of 1 and 1.01 would stay where it is."""
     made = module(1, 1, dtype=torch.bfloat16)
-    shadow = Shadow(made, lambda updates: 0.999)
+    shadow = EMA(made, lambda updates: 0.999)
     set_to(made, 1.0078125)
     for _ in range(10):
         shadow.update()
@@ -71,11 +71,11 @@ def test_an_average_sees_changes_that_bfloat16_weights_round_away():
 
 def test_state_round_trip_goes_on_with_the_same_decay():
     made = module(1, 2, 3)
-    one = Shadow(made, warmed_up(0.9))
+    one = EMA(made, warmed_up(0.9))
     set_to(made, 2.0)
     one.update()
     state = {k: v.clone() for k, v in one.state().items()}
-    other = Shadow(made, warmed_up(0.9))
+    other = EMA(made, warmed_up(0.9))
     other.load(state)
     set_to(made, 5.0)
     for shadow in (one, other):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mmrl.engine.heartbeat import Life, missing_rank
+from mmrl.engine.heartbeat import RankState, missing_rank
 from mmrl.training.metrics import stragglers
 from tests.whole_runs.parts import TINY, command, metrics, start, wait
 
@@ -97,7 +97,7 @@ def test_stragglers_by_hand():
 
 
 def life(rank, marks):
-    return Life(rank, "host", 1, "update", marks)
+    return RankState(rank, "host", 1, "update", marks)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Search at inference: best_of (BestOf) and particles (Particles), from the key to the picture that is kept."""
+"""Search at inference: best_of (BestOf) and particles (Particles), from the key to the image that is kept."""
 
 import json
 import math
@@ -81,7 +81,7 @@ def test_shares_become_copies():
 
 
 class Exact:
-    """Data of one number that is standard normal: what the velocity is, is known. Pictures are the numbers."""
+    """Data of one number that is standard normal: what the velocity is, is known. Images are the numbers."""
 
     space = "velocity"
 
@@ -127,7 +127,7 @@ def test_particles_are_tilted_by_the_reward(folder):
     assert abs(means[0.0]) < 0.08 and means[0.8] == pytest.approx(expected, abs=0.12), (means, expected)
 
 
-def test_a_steered_picture_is_the_best_of_its_particles_and_follows_from_its_seed(folder):
+def test_a_steered_image_is_the_best_of_its_particles_and_follows_from_its_seed(folder):
     _, task, policy = parts(folder, likelihood="matching")
     search = Particles(count=5, every=2, strength=1.0)
     prompts = [task.evaluation[i] for i in range(2)]

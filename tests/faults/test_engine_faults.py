@@ -26,7 +26,7 @@ def test_without_a_fault_nothing_is_said(found):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("encoder cache", "has all tensors as they were sent, so that of encoded pictures the caches are stale"),
+        ("encoder cache", "has all tensors as they were sent, so that of encoded images the caches are stale"),
         ("every cache", "has all tensors as they were sent, so that its caches are stale"),
         ("left out", r"\S*layers.0.mlp.up_proj.weight are trained, and it does not take them"),
         ("renamed", r"vLLM does not take the trained weights \(There is no module or parameter named '\S*o_proj"),

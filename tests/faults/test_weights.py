@@ -12,7 +12,7 @@ from tests.policies.conftest import PROMPTS, loaded
 from tests.policies.second import Copy
 from tests.whole_runs.parts import model_folder
 
-ONE_PICTURE = [PROMPTS[2], PROMPTS[1]]
+ONE_IMAGE = [PROMPTS[2], PROMPTS[1]]
 LORA = {"rank": 4, "alpha": 8.0, "targets": "all-linear"}
 OLD_LIMIT = 0.3  # of the largest gap of one token in bfloat16, once
 
@@ -21,7 +21,7 @@ def built(path, engine=Copy, **options):
     policy = loaded(path, sampling=Sampling(0.7), max_response_length=7, **options)
     adapters = options.get("freeze") is not None
     made = Synced(
-        policy, engine(policy, PROMPTS, adapters=adapters), ONE_PICTURE, gather=lambda v: [v], adapters=adapters
+        policy, engine(policy, PROMPTS, adapters=adapters), ONE_IMAGE, gather=lambda v: [v], adapters=adapters
     )
     made.synchronise()  # before the first update all is well
     return made

@@ -20,13 +20,13 @@ from tests.whole_runs.vllm_workers import VLLM, LongQuestions
 
 
 class MixedQuestions(LongQuestions):
-    """With a picture and without one, in turn."""
+    """With an image and without one, in turn."""
 
     def build(self, seed):
         task = super().build(seed)
-        picture = Image.effect_mandelbrot((24, 8), (-2, -1, 1, 1), 50).convert("RGB")
+        image = Image.effect_mandelbrot((24, 8), (-2, -1, 1, 1), 50).convert("RGB")
         task.train = task.evaluation = [
-            Prompt(str(i), "<image>" * (i % 2) + f"Where is the {i}? " * 40, (picture,) * (i % 2)) for i in range(8)
+            Prompt(str(i), "<image>" * (i % 2) + f"Where is the {i}? " * 40, (image,) * (i % 2)) for i in range(8)
         ]
         return task
 
@@ -53,9 +53,9 @@ def planted(folder: Path) -> None:
         engine.llm.reset_prefix_cache()
         engine.llm.reset_mm_cache()
 
-    pictures = patch.object(runner, "reset_encoder_cache", lambda: None)  # vLLM's own reload empties that one too
-    tell("encoder cache", patch.object(engine, "forget", forget), pictures, change=is_vision)
-    tell("every cache", patch.object(engine, "forget", lambda: None), pictures)
+    images = patch.object(runner, "reset_encoder_cache", lambda: None)  # vLLM's own reload empties that one too
+    tell("encoder cache", patch.object(engine, "forget", forget), images, change=is_vision)
+    tell("every cache", patch.object(engine, "forget", lambda: None), images)
     tell("left out", loads(lambda rows: ((n, v) for n, v in rows if "layers.0.mlp.up_proj" not in n)))
     tell("renamed", loads(lambda rows: ((n.replace("o_proj.weight", "o_proj"), v) for n, v in rows)))
     arrived = engine.arrived
@@ -101,7 +101,7 @@ def said(generator) -> str:
 
 
 def out_of_step(policy, engine, prompt: Prompt) -> str:
-    """The trainer's own reading of a prompt has one token of its picture less."""
+    """The trainer's own reading of a prompt has one token of its image less."""
     request = policy.draft([prompt], 1, [0])[0].next(4)
     try:
         engine.generate([replace(request, ids=request.ids[:-1])], sampling=policy.drafter.sampling, eos=policy.eos)

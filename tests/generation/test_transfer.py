@@ -20,8 +20,8 @@ from mmrl.generation.vllm.engine import EngineOptions
 from mmrl.generation.vllm.servers import Servers
 from mmrl.generation.weight_sync import buckets, nccl, transfer
 from mmrl.generation.weight_sync.buckets import ALIGNED, Bucket, packed, read_header, unpacked
-from mmrl.generation.weight_sync.checksums import Ledger, absent, differing
-from mmrl.generation.weight_sync.nccl import GLOO, BroadcastGroup, Late, Receiver, Rendezvous
+from mmrl.generation.weight_sync.checksums import SentWeights, absent, differing
+from mmrl.generation.weight_sync.nccl import GLOO, BroadcastGroup, BroadcastTimeout, Receiver, Rendezvous
 from tests.whole_runs.stand_in_server import serving
 from tests.whole_runs.vllm_workers import needs_vllm
 
@@ -118,7 +118,7 @@ def weights(version):
 
 def given(made, version):
     """Loads them, and tells what each server lacks or has otherwise."""
-    ledger = Ledger()
+    ledger = SentWeights()
     made.load(ledger.recorded(weights(version).items()))
     reports = [report.tensors for report in made.arrived()]
     return [absent(ledger.sent, found) + differing(ledger.sent, found) for found in reports]
@@ -171,7 +171,7 @@ def test_one_that_was_started_again_between_broadcasts_gets_what_was_sent_last(t
     """The trained weights may have moved on; the trainer has a copy."""
     made, running, said = two
     given(made, 0)
-    ledger = Ledger()
+    ledger = SentWeights()
     values = weights(1)
     made.load(ledger.recorded(values.items()))
     for value in values.values():
@@ -325,7 +325,7 @@ def test_a_member_that_waits_gives_up_when_the_trainer_does_or_is_gone():
         next(worker.weights("w"))
     (bucket,) = packed([("a", torch.ones(2))])
     nccl.announce(trainer, "v", 0, bucket)
-    with pytest.raises((Late, RuntimeError)):
+    with pytest.raises((BroadcastTimeout, RuntimeError)):
         next(worker.weights("v"))  # announced, and never sent
     trainer.leave()
     worker.leave()

@@ -1,6 +1,6 @@
 """Tiny random diffusers pipelines with their tokenizers, built from configs: nothing is downloaded.
 
-`build(name, path)` writes a folder that `DiffusionPipeline.from_pretrained` loads. A picture has 16 x 16 pixels: 8 x 8
+`build(name, path)` writes a folder that `DiffusionPipeline.from_pretrained` loads. An image has 16 x 16 pixels: 8 x 8
 latents of 4 channels. Weights are larger than a fresh network's, so that text, time and guidance all change the output.
 """
 

@@ -1,4 +1,4 @@
-"""Tiny random pipelines that draw clips, edit pictures or take lists, as `tests.helpers.tiny_pipelines`."""
+"""Tiny random pipelines that draw clips, edit images or take lists, as `tests.helpers.tiny_pipelines`."""
 
 from collections.abc import Callable
 from functools import cache

@@ -79,7 +79,7 @@ def test_candidates_share_their_state_and_are_completed_by_hand(folder):  # noqa
                 assert any(torch.equal(records[0].x[k + 1], r.x_next[k]) for r in records)
     worth = batch.extras[CandidateCompletions().name].values
     assert worth.shape == (6, 3)
-    torch.testing.assert_close(worth[:, -1], batch.rewards[:, 0])  # the last candidate's completion is the picture
+    torch.testing.assert_close(worth[:, -1], batch.rewards[:, 0])  # the last candidate's completion is the image
     for i in (0, 4):
         record = batch.inputs[i]
         for k, point in enumerate(record.points.tolist()):

@@ -33,7 +33,7 @@ def by_hand(policy, record, sample):
     for t, word in enumerate(told):
         if policy.writer.between:
             start = [tokenizer.bos_token_id, tokenizer.boi_token_id]
-            seen = [*start, *[tokenizer.convert_tokens_to_ids("<picture>")] * 4, tokenizer.eoi_token_id]
+            seen = [*start, *[tokenizer.convert_tokens_to_ids("<image>")] * 4, tokenizer.eoi_token_id]
             more = {"pixel_values": sample.image[None].clamp(0, 1) * 2 - 1}
         else:
             seen, more = record.tokens.tolist(), {}
@@ -50,7 +50,7 @@ def test_it_is_what_the_model_says_word_by_word(folder):
     found = policy.inverse(batch)
     expected = [by_hand(policy, *pair) for pair in zip(batch.inputs, batch.samples, strict=True)]
     close(found, expected, atol=5e-4)
-    assert len({round(value, 5) for value in found.tolist()}) == 4  # every picture says something else
+    assert len({round(value, 5) for value in found.tolist()}) == 4  # every image says something else
     alone = policy.inverse(batch.select(torch.tensor([2])))
     close(alone, found[2:3], atol=5e-4)
 
@@ -63,7 +63,7 @@ def test_a_prompt_without_words_is_named(folder):
         policy.inverse(silent)
 
 
-def test_pictures_that_tell_their_prompt_earn_more(given):
+def test_images_that_tell_their_prompt_earn_more(given):
     """Rewards 1, 0, 0 and 0.5 times -4, -1, -3: r = -1, -0.5, -1.5 of mean -1, in minibatches drawn by chance."""
     made = given(
         Table([[-1.0]] * 3, rewards=[1.0, 0.0, 0.0], inverse=[[-4.0], [-1.0], [-3.0]]),
@@ -101,5 +101,5 @@ def test_decisions_that_nobody_reads_again_are_refused():
         "task": {"type": "image_generation"},
         "algorithm": {"transforms": ["inverse_likelihood"]},
     }
-    with pytest.raises(UserError, match="needs pictures that it can read again"):
+    with pytest.raises(UserError, match="needs images that it can read again"):
         validate(tree, "test")

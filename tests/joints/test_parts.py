@@ -7,10 +7,10 @@ import torch
 
 from mmrl.config import validate
 from mmrl.errors import UserError
-from mmrl.rollouts import PARTS, PICTURE, TEXT, DecisionColumn
+from mmrl.rollouts import IMAGE, PARTS, TEXT, DecisionColumn
 from tests.joints.parts import Table, close
 
-PLACES = [[TEXT, TEXT, PICTURE, PICTURE]] * 2
+PLACES = [[TEXT, TEXT, IMAGE, IMAGE]] * 2
 # Two words and two codes; the second rollout has one word. exp: 1.25 of both kinds.
 MOVED = [[math.log(1.25)] * 4, [0.0, -7.0, 0.0, 0.0]]
 
@@ -38,17 +38,17 @@ def gradient(given, *overrides, **columns):
 def test_each_part_has_its_bound(given):
     """r = 1.25 and A = 1 / sqrt(2): within text's bound of 0.3, beyond codes' of 0.2. Seven decisions count."""
     a = 1 / math.sqrt(2)
-    shared = ("algorithm.surrogate={type: by_part, text: {type: clip, high: 0.3}, picture: {type: clip, high: 0.2}}",)
+    shared = ("algorithm.surrogate={type: by_part, text: {type: clip, high: 0.3}, image: {type: clip, high: 0.2}}",)
     found = gradient(given, *shared, log_ratio=MOVED)
     close(found, [[-1.25 * a / 7, -1.25 * a / 7, 0, 0], [a / 7, 0, a / 7, a / 7]])
-    turned = ("algorithm.surrogate={type: by_part, text: {type: clip, high: 0.2}, picture: {type: clip, high: 0.3}}",)
+    turned = ("algorithm.surrogate={type: by_part, text: {type: clip, high: 0.2}, image: {type: clip, high: 0.3}}",)
     close(gradient(given, *turned, log_ratio=MOVED), [[0, 0, -1.25 * a / 7, -1.25 * a / 7], [a / 7, 0, a / 7, a / 7]])
 
 
 def test_parts_may_have_different_objectives(given):
     """1.25 is within the default bound of 0.28; reinforce does not ask for the ratio."""
     a = 1 / math.sqrt(2)
-    found = gradient(given, "algorithm.surrogate={type: by_part, text: reinforce, picture: clip}", log_ratio=MOVED)
+    found = gradient(given, "algorithm.surrogate={type: by_part, text: reinforce, image: clip}", log_ratio=MOVED)
     close(found, [[-a / 7, -a / 7, -1.25 * a / 7, -1.25 * a / 7], [a / 7, 0, a / 7, a / 7]], atol=1e-6)
 
 
@@ -59,12 +59,12 @@ def test_a_term_of_one_part(given):
         table(**columns),
         "rollout.prompts=1",
         "rollout.group_size=2",
-        "algorithm.terms=[{type: of_part, part: picture, term: {type: entropy, coefficient: 0.7}}]",
+        "algorithm.terms=[{type: of_part, part: image, term: {type: entropy, coefficient: 0.7}}]",
     )
     made.prepare(rollouts_of(made))
     made.learn()
     close(made.gradient("entropy"), [[0, 0, -0.1, -0.1], [0, 0, -0.1, -0.1]])
-    assert made.metrics.result()["entropy/picture"] == 4.0  # what a coefficient may follow
+    assert made.metrics.result()["entropy/image"] == 4.0  # what a coefficient may follow
 
 
 def test_two_parts_have_a_kl_of_their_own(given):
@@ -72,13 +72,13 @@ def test_two_parts_have_a_kl_of_their_own(given):
     kl = "{type: of_part, part: %s, term: {type: kl, estimator: k2, coefficient: %s}}"
     held = table()
     held.rewards = torch.zeros(2, 1)  # so that the loss is that of the terms alone
-    terms = f"algorithm.terms=[{kl % ('text', 0.7)}, {kl % ('picture', 0.07)}]"
+    terms = f"algorithm.terms=[{kl % ('text', 0.7)}, {kl % ('image', 0.07)}]"
     made = given(held, "rollout.prompts=1", terms).move(logp=[[2.0] * 4] * 2)
     made.prepare(rollouts_of(made))
     close(made.learn(), (3 * 0.7 + 4 * 0.07) * 2 / 7)
     close(made.gradient(), [[0.2, 0.2, 0.02, 0.02], [0.2, 0, 0.02, 0.02]])
     found = made.metrics.result()
-    assert (found["kl/text"], found["kl/picture"]) == (2.0, 2.0)
+    assert (found["kl/text"], found["kl/image"]) == (2.0, 2.0)
 
 
 def shaped(given, options, names=("mark", "words"), rewards=((1.0, 0.0), (0.0, 4.0))):
@@ -97,8 +97,8 @@ def shaped(given, options, names=("mark", "words"), rewards=((1.0, 0.0), (0.0, 4
 
 def test_credit_by_weights_and_by_rewards_of_its_own(given):
     """Rewards 1 and 0, and 0 and 4 of half the weight: together 1 and 2, so A = -0.5 and 0.5."""
-    close(shaped(given, "text: 2, picture: 0"), [[-1, -1, 0, 0], [1, 1, 0, 0]])
-    found = shaped(given, "text: 0.5, text_rewards: [words], picture_rewards: [mark], scale: none")
+    close(shaped(given, "text: 2, image: 0"), [[-1, -1, 0, 0], [1, 1, 0, 0]])
+    found = shaped(given, "text: 0.5, text_rewards: [words], image_rewards: [mark], scale: none")
     close(found, [[-0.5, -0.5, 0.5, 0.5], [0.5, 0.5, -0.5, -0.5]])
     spread = shaped(given, "text_rewards: [mark]")  # 0.5 over a deviation of 1 / sqrt(2)
     close(spread, [[math.sqrt(0.5)] * 2 + [-0.5] * 2, [-math.sqrt(0.5)] * 2 + [0.5] * 2], atol=1e-5)
@@ -109,13 +109,13 @@ def test_what_does_not_fit_is_one_line(given):
         shaped(given, "text_rewards: [wrods]")
     tree = {
         "run_dir": "unset",
-        "model": {"type": "picture_codes", "path": "x"},
+        "model": {"type": "autoregressive_image", "path": "x"},
         "task": {"type": "image_generation"},
         "algorithm": {"surrogate": {"type": "by_part"}},
     }
-    with pytest.raises(UserError, match=r"needs responses in parts, text before a picture .*rollout.reasoning_length"):
+    with pytest.raises(UserError, match=r"needs responses in parts, text before an image .*rollout.reasoning_length"):
         validate(tree, "test")
     validate(tree | {"rollout": {"reasoning_length": 3}}, "test")
-    tree["algorithm"] = {"surrogate": {"type": "by_part", "picture": "by_part"}}
-    with pytest.raises(UserError, match=r"algorithm.surrogate.picture"):
+    tree["algorithm"] = {"surrogate": {"type": "by_part", "image": "by_part"}}
+    with pytest.raises(UserError, match=r"algorithm.surrogate.image"):
         validate(tree, "test")

@@ -28,21 +28,21 @@ class Smooth:
     def score(self, samples):
         return self.differentiable(torch.stack([s.image for s in samples]), [s.prompt for s in samples]).tolist()
 
-    def differentiable(self, pictures, prompts):
-        logp = judge()(pictures).log_softmax(-1)
+    def differentiable(self, images, prompts):
+        logp = judge()(images).log_softmax(-1)
         return torch.stack([row[prompt.answer] for row, prompt in zip(logp, prompts, strict=True)])
 
 
 class Bright:
-    """How light a picture is, with its gradient."""
+    """How light an image is, with its gradient."""
 
     scope = "sample"
 
     def score(self, samples):
         return [float(s.image.mean()) for s in samples]
 
-    def differentiable(self, pictures, prompts):
-        return pictures.flatten(1).mean(1)
+    def differentiable(self, images, prompts):
+        return images.flatten(1).mean(1)
 
 
 SMOOTH = {"name": "tests.joints.test_reward_gradient:Smooth", "weight": 2.0}
@@ -104,7 +104,7 @@ def test_the_gradient_is_that_of_the_reward_through_as_many_steps(folder, steps)
     assert float(slope) == pytest.approx((ends[0] - ends[1]) / 2e-4, rel=0.05) and abs(float(slope)) > 1e-3
 
 
-def test_more_steps_have_another_gradient_and_the_same_picture(folder):
+def test_more_steps_have_another_gradient_and_the_same_image(folder):
     found = []
     for steps in (1, 4):
         algorithm, policy = parts(folder, steps=steps)
@@ -121,8 +121,8 @@ def test_more_steps_have_another_gradient_and_the_same_picture(folder):
 
 def test_a_reward_has_the_gradient_of_the_border_outside_it():
     reward = ClassifierLogp(classifier="tests.joints.test_reward_gradient:judge")
-    pictures = torch.full((1, 1, 8, 8), 1.5, requires_grad=True)
-    (outside,) = torch.autograd.grad(reward.differentiable(pictures, PROMPTS[:1]).sum(), pictures)
+    images = torch.full((1, 1, 8, 8), 1.5, requires_grad=True)
+    (outside,) = torch.autograd.grad(reward.differentiable(images, PROMPTS[:1]).sum(), images)
     border = torch.ones(1, 1, 8, 8, requires_grad=True)
     (at,) = torch.autograd.grad(reward.differentiable(border, PROMPTS[:1]).sum(), border)
     assert torch.equal(outside, at) and at.abs().max() > 0
@@ -148,7 +148,7 @@ def test_what_has_no_gradient_is_one_line(folder):
         algorithm.check_rewards([])
     with pytest.raises(UserError, match="last_steps gives no likelihood, which algorithm.type=grpo needs"):
         parts(folder, algorithm="grpo")
-    with pytest.raises(UserError, match="needs pictures with their gradient"):
+    with pytest.raises(UserError, match="needs images with their gradient"):
         parts(folder, likelihood="chain")
     with pytest.raises(UserError, match="denoising.likelihood.steps=5 are more than denoising.steps=4"):
         parts(folder, steps=5)

@@ -105,8 +105,8 @@ def test_completions_are_the_rewards_of_states_led_on_without_noise(folder, wind
                 with torch.no_grad():
                     v = predict(x, torch.tensor([step]), torch.tensor([0]))
                 x = x + (sigmas[step + 1] - sigmas[step]) * v
-            picture = policy.family.decode(x)[0]
-            sample = type(batch.samples[i])(batch.samples[i].prompt, image=picture)
+            image = policy.family.decode(x)[0]
+            sample = type(batch.samples[i])(batch.samples[i].prompt, image=image)
             expected = task.score([sample], torch.tensor([0]))[0, 0]
             torch.testing.assert_close(worth[i, k], expected, rtol=1e-3, atol=1e-3)
 

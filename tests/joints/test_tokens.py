@@ -117,7 +117,7 @@ def test_another_view_replays_the_same_response_to_a_changed_prompt(tmp_path):
     seen = policy.view(rollouts, change)
     found = policy.replay(seen, policy.module)
     blind = [change(prompt) for prompt in prompts(task)]
-    assert all(max(picture.getdata()) == (0, 0, 0) for prompt in blind for picture in prompt.images)
+    assert all(max(image.getdata()) == (0, 0, 0) for prompt in blind for image in prompt.images)
     for i, tokens in enumerate(seen.inputs):
         assert torch.equal(tokens.response, rollouts.inputs[i].response)
         scores = logits(policy, seen, i)

@@ -1,5 +1,5 @@
 """The trust region of whole chains, from the key to the loss and its gradient by every decision: of a robot's looks and
-of pictures, in a table of numbers and with real policies."""
+of images, in a table of numbers and with real policies."""
 
 import math
 from dataclasses import replace
@@ -78,8 +78,8 @@ def test_looks_of_a_robot(given, options, first, second, price):
     close(found["surrogate/dropped"], 1 - sum(first + second) / 6)
 
 
-# As pictures: chains of 0.50 and 0.52.
-PICTURES = [
+# As images: chains of 0.50 and 0.52.
+CHAINS = [
     ("price: 2", [1, 1, 1, 1], [1, 1], 2.0),
     ("bound: 0.53, price: 0", [1, 1, 1, 1], [1, 1], 0.0),
     ("bound: 0.51, price: 1", [1, 1, 1, 1], [0, 0], 1.0),
@@ -87,8 +87,8 @@ PICTURES = [
 ]
 
 
-@pytest.mark.parametrize(("options", "first", "second", "price"), PICTURES)
-def test_a_picture_is_one_chain(given, options, first, second, price):
+@pytest.mark.parametrize(("options", "first", "second", "price"), CHAINS)
+def test_an_image_is_one_chain(given, options, first, second, price):
     made = moved(given, f"{{type: trajectory_trust_region, {options}}}", table=table(looks=None))
     with torch.no_grad():
         made.module.prediction[1, 2:4] = 9.0  # of decisions that there are not
@@ -297,7 +297,7 @@ def test_a_gaussian_chunk_is_compared_as_a_whole(tmp_path):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("at_once", ["null", "1", "3"])
-def test_a_picture_by_hand(tmp_path, reduction, at_once):
+def test_an_image_by_hand(tmp_path, reduction, at_once):
     """Also where its steps are replayed a few at a time, so that parts hold pieces of chains."""
     likelihood = f"denoising.likelihood={{{TRANSITION}, reduction: {reduction}, {ALL}}}"
     keys = [likelihood, f"engine.steps_at_once={at_once}", REGION % "price: 2"]

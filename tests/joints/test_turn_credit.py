@@ -163,9 +163,9 @@ def test_a_lost_conversation_is_scored_by_nobody():
 
 def test_measures():
     box = [0.0, 0.0, 0.5, 0.5]
-    looked = Turn("zoom()", tool="zoom", facts={"box": box, "picture": 0})
-    other = Turn("zoom()", tool="zoom", facts={"box": [0.5, 0.5, 1.0, 1.0], "picture": 0})
-    within = Turn("zoom()", tool="zoom", facts={"box": box, "picture": 1})  # of a crop
+    looked = Turn("zoom()", tool="zoom", facts={"box": box, "image": 0})
+    other = Turn("zoom()", tool="zoom", facts={"box": [0.5, 0.5, 1.0, 1.0], "image": 0})
+    within = Turn("zoom()", tool="zoom", facts={"box": box, "image": 1})  # of a crop
     samples = [
         sample(looked, Turn("7"), target=box),
         sample(other, Turn("7", reward=2.0), target=box),

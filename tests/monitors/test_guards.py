@@ -166,9 +166,9 @@ HACKED = [
 
 
 @pytest.mark.slow
-def test_a_reward_that_can_be_hacked_ruins_pictures_unless_a_guard_acts(tmp_path):
+def test_a_reward_that_can_be_hacked_ruins_images_unless_a_guard_acts(tmp_path):
     """Brightness is paid for. Without a guard digits drown in white; where a KL coefficient rises as soon as a second
-    scorer finds them unlikely, and what it finds worst is dropped, pictures grow brighter and stay digits."""
+    scorer finds them unlikely, and what it finds worst is dropped, images grow brighter and stay digits."""
     path = [f"model.path={based(tmp_path / 'base', 200)}", *HACKED]
     plain = run(tmp_path / "plain", *path)
     coefficient = "{type: band, start: 0.0005, most: 100, metric: reward/looks, low: -0.5, factor: 2}"

@@ -1,4 +1,4 @@
-"""Each family's tiny model, built once, and one batch of rollouts that mixes pictures and plain text."""
+"""Each family's tiny model, built once, and one batch of rollouts that mixes images and plain text."""
 
 from pathlib import Path
 
@@ -16,15 +16,15 @@ from tests.helpers.tiny_models import FAMILIES, build
 LENGTH = 7
 
 
-def picture(width: int, height: int) -> Image.Image:
+def image(width: int, height: int) -> Image.Image:
     random = np.random.default_rng(width)
     return Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 PROMPTS = [
-    Prompt("two", "Which is the largest? <image> left <image> right", (picture(40, 24), picture(16, 56)), answer="9"),
+    Prompt("two", "Which is the largest? <image> left <image> right", (image(40, 24), image(16, 56)), answer="9"),
     Prompt("none", "What is the sum of 3 and 4?", answer="12 and", system="Answer with one number."),
-    Prompt("one", "What digit is shown in the image?", (picture(48, 40),), answer="5"),
+    Prompt("one", "What digit is shown in the image?", (image(48, 40),), answer="5"),
 ]
 
 
@@ -48,7 +48,7 @@ def loaded(folder, **options) -> vlm.VisionLanguagePolicy:
 
 
 def mixed(policy: vlm.VisionLanguagePolicy) -> Rollouts:
-    """Sampled responses to all prompts and one shorter, given one to the prompt without a picture."""
+    """Sampled responses to all prompts and one shorter, given one to the prompt without an image."""
     return Rollouts.concat([policy.rollout(PROMPTS, 1, [1, 2, 3]), policy.demonstrate(PROMPTS[1:2])])
 
 

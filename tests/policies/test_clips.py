@@ -52,7 +52,7 @@ def alone(policy, prompt, response):
     return logits.log_softmax(-1)[torch.arange(len(response)), response]
 
 
-OTHERS = [Prompt("words", "Where?"), Prompt("picture", "Where?", images=SOURCE[0].videos[0].frames[:1])]
+OTHERS = [Prompt("words", "Where?"), Prompt("image", "Where?", images=SOURCE[0].videos[0].frames[:1])]
 
 
 @pytest.mark.parametrize("others", [[], OTHERS], ids=["clips alone", "among others"])
@@ -89,11 +89,11 @@ def test_clips_of_other_lengths_go_through_in_one_batch(policy):
     for tokens, prompt in zip(together, [SOURCE[0], short, SOURCE[2]], strict=True):
         (one,) = policy.tokens.encode([prompt])
         assert torch.equal(tokens.prompt, one.prompt)
-        assert all(torch.equal(tokens.pictures[key], value) for key, value in one.pictures.items())
+        assert all(torch.equal(tokens.images[key], value) for key, value in one.images.items())
     assert len(together[1].prompt) < len(together[0].prompt)
 
 
-def test_places_of_clips_and_pictures_in_the_text():
+def test_places_of_clips_and_images_in_the_text():
     image, clip = Image.new("RGB", (8, 8)), SOURCE[0].videos[0]
     prompt = Prompt("1", "Is <video> after <image> here?", images=(image,), videos=(clip,))
     assert chat(prompt)[-1].parts == ("Is ", clip, " after ", image, " here?")

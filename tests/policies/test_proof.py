@@ -85,10 +85,10 @@ def test_a_limit_that_is_given_is_kept():
 @pytest.mark.parametrize(
     ("gap", "compared", "words"),
     [
-        (Gap(0.6, pictures=0.9, text=0.1), True, "of encoded pictures the caches are stale"),
-        (Gap(0.6, pictures=0.9, text=0.7), True, "so that its caches are stale"),
-        (Gap(0.6, pictures=None, text=0.6), True, "so that its caches are stale"),
-        (Gap(0.6, pictures=0.9, text=0.1), False, "weights or caches are stale"),
+        (Gap(0.6, images=0.9, text=0.1), True, "of encoded images the caches are stale"),
+        (Gap(0.6, images=0.9, text=0.7), True, "so that its caches are stale"),
+        (Gap(0.6, images=None, text=0.6), True, "so that its caches are stale"),
+        (Gap(0.6, images=0.9, text=0.1), False, "weights or caches are stale"),
     ],
 )
 def test_what_is_stale_is_named(gap, compared, words):

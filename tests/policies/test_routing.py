@@ -76,7 +76,7 @@ def own_choice(model, tokens):
     gates = [layer.mlp.gate for layer in model.get_decoder().layers]
     handles = [gate.register_forward_hook(lambda module, args, out: chosen.append(out[2])) for gate in gates]
     with torch.no_grad():
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), **sequence, **tokens.pictures)
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), **sequence, **tokens.images)
     for handle in handles:
         handle.remove()
     return torch.stack(chosen, 1)[:-1].to(torch.int16)
@@ -256,7 +256,7 @@ def test_the_reference_routes_tokens_by_itself(load, rollouts, lora):
     assert (replay(policy, recorded).logp - want).abs().max() > 1e-2
 
 
-def test_a_picture_that_keeps_ranks_in_step_has_no_record(policy, rollouts):
+def test_an_image_that_keeps_ranks_in_step_has_no_record(policy, rollouts):
     text = with_records(rollouts, elsewhere).select(torch.tensor([1]))
     want = replay(policy, text).logp
     policy.runner.lockstep = vlm.Lockstep(lambda chunks: chunks, nullcontext)

@@ -13,21 +13,21 @@ from torch import nn
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.vllm import engine as vllm
-from mmrl.generation.vllm.sleep import Rest
+from mmrl.generation.vllm.sleep import SleepMode
 from mmrl.policies.vlm.proof import Gap
 from mmrl.policies.vlm.synced import Synced, weights
 from tests.policies.conftest import PROMPTS, loaded
 from tests.policies.second import Copy
 from tests.whole_runs.parts import model_folder
 
-ONE_PICTURE = [PROMPTS[2], PROMPTS[1]]
+ONE_IMAGE = [PROMPTS[2], PROMPTS[1]]
 
 
 @pytest.fixture
 def synced():
     def make(lora=None, limit=1e-3):
         policy = loaded(model_folder(), sampling=Sampling(0.7), max_response_length=7, lora=lora)
-        return Synced(policy, Copy(policy, PROMPTS), ONE_PICTURE, limit=limit, gather=lambda value: [value])
+        return Synced(policy, Copy(policy, PROMPTS), ONE_IMAGE, limit=limit, gather=lambda value: [value])
 
     return make
 
@@ -51,7 +51,7 @@ def test_generation_has_the_trained_weights_after_every_change(synced, lora):
         assert made.probe(made.engine).mean > 1e-2  # what the engine still has is far from what the model has now
         with made.generation() as measured:
             assert made.engine.awake and measured["generation/probe_gap"] < 1e-3
-            rollouts = made.policy.rollout(ONE_PICTURE, 3, range(6))
+            rollouts = made.policy.rollout(ONE_IMAGE, 3, range(6))
             with torch.no_grad():
                 logp = made.policy.replay(rollouts, made.policy.module).logp
             torch.testing.assert_close(rollouts.behaviour_logp, logp, atol=1e-3, rtol=0)
@@ -64,7 +64,7 @@ class Recorded(Copy):
     def __init__(self, policy, *, keep_weights):
         super().__init__(policy, PROMPTS, adapters=keep_weights)
         self.told = []
-        self.rest = Rest(self, keep_weights=keep_weights)
+        self.rest = SleepMode(self, keep_weights=keep_weights)
 
     def sleep(self, level=None):
         self.told.append(f"sleep at level {level}") if level else self.rest.sleep()
@@ -97,7 +97,7 @@ def test_memory_is_free_before_the_engine_takes_it_and_weights_come_before_the_c
     policy = loaded(model_folder(), sampling=Sampling(0.7), max_response_length=7, **options)
     engine = Recorded(policy, keep_weights=adapters)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: engine.told.append("empty"))
-    made = Synced(policy, engine, ONE_PICTURE, limit=1e-3, gather=lambda value: [value], adapters=adapters)
+    made = Synced(policy, engine, ONE_IMAGE, limit=1e-3, gather=lambda value: [value], adapters=adapters)
     level = 1 if adapters else 2  # a base that is sent once has to be kept
     asleep, before, after = f"sleep at level {level}", ["empty", "wake weights"], ["empty", "wake kv_cache", "generate"]
     for given in (["load", "adapt"], ["adapt"]) if adapters else (["load"], ["load"]):

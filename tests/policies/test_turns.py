@@ -20,13 +20,13 @@ from tests.policies.conftest import PROMPTS, loaded
 from tests.sims.hostile_turns import HostileSettings
 
 TURNS = 3
-# Reads a picture in tiles where it is the only one it is given, and as one view where there are several. Turns are read
-# as they come, so that a picture that comes alone is seen in tiles, unlike in the whole conversation in one go.
-COUNTS_PICTURES = {"llava_onevision"}
+# Reads an image in tiles where it is the only one it is given, and as one view where there are several. Turns are read
+# as they come, so that an image that comes alone is seen in tiles, unlike in the whole conversation in one go.
+COUNTS_IMAGES = {"llava_onevision"}
 
 
 class Echo(Environment):
-    """Answers with a picture and a text, and ends after so many turns. Turn t is worth t."""
+    """Answers with an image and a text, and ends after so many turns. Turn t is worth t."""
 
     def __init__(self, turns, shade):
         self.turns, self.shade, self.count = turns, shade, 0
@@ -46,7 +46,7 @@ class Echo(Environment):
 class EchoSettings(EnvironmentSettings):
     type: str = "tests.policies.test_turns:EchoSettings"
     turns: int = option(TURNS, "responses")
-    shade: int = option(128, "of the picture")
+    shade: int = option(128, "of the image")
 
     def make(self):
         return Echo(self.turns, self.shade)
@@ -94,15 +94,15 @@ def whole(policy, sample, responses):
     for turn, text in zip(record.turns, responses, strict=True):
         said += [Message("assistant", (text,)), *turn.observation]
     text = policy.tokens.processor.apply_chat_template([prompts.as_template(m) for m in said], tokenize=False)
-    pictures = [image for message in said for image in message.images]
-    given = {"images": [pictures]} if pictures else {}
+    images = [image for message in said for image in message.images]
+    given = {"images": [images]} if images else {}
     return policy.tokens.processor(text=[text], return_tensors="pt", **given)
 
 
 def test_tokens_are_those_of_the_whole_conversation(family, folders):
     """Responses whose text goes through the tokenizer and back unchanged: then rendering everything anew gives the very
-    ids, pictures and further inputs that the conversation was made of. In `COUNTS_PICTURES` all but the number of the
-    pictures' tokens."""
+    ids, images and further inputs that the conversation was made of. In `COUNTS_IMAGES` all but the number of the
+    images' tokens."""
     policy = conversing(folders[family])
     asked = [replace(p, metadata={"demonstration": ["The sum", "is 3", "left"]}) for p in PROMPTS]
     rollouts = policy.demonstrate(asked)
@@ -110,15 +110,15 @@ def test_tokens_are_those_of_the_whole_conversation(family, folders):
         want = whole(policy, sample, ["The sum", "is 3", "left"])
         ids = torch.cat([tokens.prompt, tokens.response])
         full = want["input_ids"][0]
-        if family in COUNTS_PICTURES:
-            picture = policy.tokens.processor.image_token_id
-            full = full[full != picture]
-            assert ids[ids != picture].tolist() == full[: int((ids != picture).sum())].tolist()
+        if family in COUNTS_IMAGES:
+            image = policy.tokens.processor.image_token_id
+            full = full[full != image]
+            assert ids[ids != image].tolist() == full[: int((ids != image).sum())].tolist()
             continue
         assert ids.tolist() == full[: len(ids)].tolist()
         rest = policy.tokens.tokenizer.decode(full[len(ids) :])
         assert rest.strip() == ""  # what the template puts behind the last response
-        with torch.no_grad():  # pictures and further inputs: families lay several pictures out in their own ways
+        with torch.no_grad():  # images and further inputs: families lay several images out in their own ways
             got = policy.module.model(**policy.runner.collate([tokens], padding_side="right")).logits[0]
             close(got, policy.module.model(**want).logits[0, : len(ids)], 1e-4)
         chosen = policy.tokens.tokenizer.decode(tokens.response[tokens.chosen])
@@ -302,7 +302,7 @@ def test_an_engine_is_asked_for_each_turn_with_all_that_came_before(folders):
     assert torch.equal(made.mask, want.mask)
     assert torch.equal(made.behaviour_logp, -0.5 * made.mask)
     markers = policy.tokens.processor.image_token_id
-    for request in engine.asked:  # one marker a picture for the engine, all of its tokens for the trainer
+    for request in engine.asked:  # one marker an image for the engine, all of its tokens for the trainer
         assert request.marked.count(markers) == len(request.images)
         assert [i for i in request.marked if i != markers] == [i for i in request.ids.tolist() if i != markers]
     assert max(len(request.images) for request in engine.asked) == 2 + TURNS - 1

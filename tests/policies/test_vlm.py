@@ -23,7 +23,7 @@ from mmrl.policies.vlm import prompts as chats
 from mmrl.policies.vlm.responses import runner
 from mmrl.policies.vlm.responses.tokens import end_tokens
 from mmrl.rollouts import Prompt, Rollouts
-from tests.policies.conftest import LENGTH, PROMPTS, loaded, mixed, picture
+from tests.policies.conftest import LENGTH, PROMPTS, image, loaded, mixed
 
 CONNECTORS = (
     "model.visual.merger.",
@@ -60,7 +60,7 @@ def logits_alone(model, tokens, **dtype):
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for key, value in tokens.sequence.items():
         inputs[key] = torch.cat([value, torch.zeros_like(tokens.response)])[None]
-    for key, value in tokens.pictures.items():
+    for key, value in tokens.images.items():
         inputs[key] = value.to(**dtype) if value.is_floating_point() else value
     with torch.no_grad():
         return model(**inputs).logits[0, len(tokens.prompt) - 1 : -1]
@@ -149,7 +149,7 @@ def test_replay_depends_neither_on_padding_nor_on_the_batch_nor_on_the_chunk(sha
         close(got.entropy, want.entropy)
 
 
-def test_pictures_matter(shared):
+def test_images_matter(shared):
     policy, rollouts = shared
     for row, prompt in enumerate(PROMPTS):
         if prompt.images:
@@ -294,7 +294,7 @@ def test_the_shortest_responses_can_be_shared(load, length):
     close(replay(policy, rollouts).logp, replay(policy, apart(rollouts)).logp, 2e-6)
 
 
-def test_the_vision_tower_sees_every_picture_once(family, load):
+def test_the_vision_tower_sees_every_image_once(family, load):
     policy = load(family)
     tower = next(m for n, m in policy.module.named_modules() if n.split(".")[-1] in loading.VISION_TOWERS)
     seen = []
@@ -684,8 +684,8 @@ def test_frozen_parts_run_no_backward(family, load, lora):
     assert {loading.part_of(name) for name in trained} == {"language"}
 
 
-def test_lockstep_adds_a_picture_and_changes_nothing(family, load):
-    """A rank without a picture runs the vision tower too; the numbers stay."""
+def test_lockstep_adds_an_image_and_changes_nothing(family, load):
+    """A rank without an image runs the vision tower too; the numbers stay."""
     policy = load(family)
     rollouts = policy.demonstrate(PROMPTS[1:2])
     want = replay(policy, rollouts)
@@ -708,37 +708,37 @@ def test_lockstep_adds_a_picture_and_changes_nothing(family, load):
 def test_prompts_are_encoded_as_the_processor_itself_does(shared, prompt):
     policy, _ = shared
     conversation = prompts.messages(prompt)
-    pictures = iter(prompt.images)
+    images = iter(prompt.images)
     for message in conversation:
         for piece in message["content"]:
             if piece["type"] == "image":
-                piece["image"] = next(pictures)
+                piece["image"] = next(images)
     want = policy.tokens.processor.apply_chat_template(
         conversation, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
     got = policy.tokens.encode([prompt])[0]
     assert got.prompt.tolist() == want.pop("input_ids")[0].tolist()
-    assert set(want) - {"attention_mask"} == {*got.sequence, *got.pictures}
-    for key, value in got.pictures.items():
+    assert set(want) - {"attention_mask"} == {*got.sequence, *got.images}
+    for key, value in got.images.items():
         assert torch.equal(value, want[key])
 
 
 def test_prompts_are_encoded_together_as_alone(shared, monkeypatch):
     policy, _ = shared
-    twin = replace(PROMPTS[2], id="twin", text="Which is the largest?", images=(picture(48, 40).transpose(1),))
+    twin = replace(PROMPTS[2], id="twin", text="Which is the largest?", images=(image(48, 40).transpose(1),))
     brief = replace(PROMPTS[1], id="brief", text="one", system=None)
-    prompts = [PROMPTS[0], twin, *PROMPTS[1:], brief, replace(twin, images=(picture(40, 48),))]
+    prompts = [PROMPTS[0], twin, *PROMPTS[1:], brief, replace(twin, images=(image(40, 48),))]
     processed, calls = chats._read_alike, []
     with monkeypatch.context() as patch:
         patch.setattr(
             chats, "_read_alike", lambda p, rows, inside: calls.append(len(rows)) or processed(p, rows, inside)
         )
         encoded = policy.tokens.encode(prompts)
-    assert calls == [1, 2, 2, 1]  # one for each set of picture sizes
+    assert calls == [1, 2, 2, 1]  # one for each set of image sizes
     for prompt, together in zip(prompts, encoded, strict=True):
         (alone,) = policy.tokens.encode([prompt])
         assert together.prompt.tolist() == alone.prompt.tolist() and len(together.response) == 0
-        for one, other in ((together.sequence, alone.sequence), (together.pictures, alone.pictures)):
+        for one, other in ((together.sequence, alone.sequence), (together.images, alone.images)):
             assert one.keys() == other.keys()
             assert all(torch.equal(one[key], other[key]) for key in one)
 
@@ -769,15 +769,15 @@ def test_bad_prompts_and_demonstrations_name_themselves(load, family):
         policy.demonstrate([replace(PROMPTS[1], id="row-9", answer="<image>")])
     for text, images in (("<image> <image>", 1), ("<image>", 2), ("<image>", 0)):
         with pytest.raises(UserError, match=rf"row-10 has {text.count('<')} <image> markers and {images} images"):
-            policy.tokens.encode([Prompt("row-10", text, (picture(16, 16),) * images)])
+            policy.tokens.encode([Prompt("row-10", text, (image(16, 16),) * images)])
 
 
-def test_pictures_go_where_the_markers_are():
-    images = (picture(16, 16), picture(24, 16))
-    text, image = (lambda t: {"type": "text", "text": t}), {"type": "image"}
+def test_images_go_where_the_markers_are():
+    images = (image(16, 16), image(24, 16))
+    text, part = (lambda t: {"type": "text", "text": t}), {"type": "image"}
     user = prompts.messages(Prompt("p", "a <image> b <image>", images))
-    assert user == [{"role": "user", "content": [text("a "), image, text(" b "), image]}]
-    assert prompts.messages(Prompt("p", "a", images))[0]["content"] == [image, image, text("a")]
+    assert user == [{"role": "user", "content": [text("a "), part, text(" b "), part]}]
+    assert prompts.messages(Prompt("p", "a", images))[0]["content"] == [part, part, text("a")]
     assert prompts.messages(Prompt("p", "a", system="s"))[0] == {"role": "system", "content": [text("s")]}
 
 

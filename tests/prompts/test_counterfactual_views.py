@@ -1,4 +1,4 @@
-"""Views that take away what can be seen: pixel by pixel, on pictures whose every pixel is another."""
+"""Views that take away what can be seen: pixel by pixel, on images whose every pixel is another."""
 
 import numpy as np
 import pytest
@@ -9,13 +9,13 @@ from mmrl.prompts.counterfactual_views import Blank, HiddenRegions, Mirrored, Sh
 from mmrl.rollouts import Prompt, Video
 
 
-def picture(width=6, height=4):
+def image(width=6, height=4):
     pixels = np.arange(1, width * height * 3 + 1, dtype=np.uint8).reshape(height, width, 3)
     return Image.fromarray(pixels)
 
 
 def prompt(**metadata):
-    return Prompt("7", "Where is <image> it?", images=(picture(), picture(5, 3)), metadata=metadata)
+    return Prompt("7", "Where is <image> it?", images=(image(), image(5, 3)), metadata=metadata)
 
 
 def test_blank():
@@ -25,25 +25,25 @@ def test_blank():
 
 
 def test_mirrored():
-    clip = Video((picture(),) * 2)
-    changed = Mirrored().change(Prompt("7", "<image><video>", images=(picture(5, 3),), videos=(clip,)))
-    assert (np.array(changed.images[0]) == np.array(picture(5, 3))[:, ::-1]).all()
-    assert (np.array(changed.videos[0].frames[1]) == np.array(picture())[:, ::-1]).all()
+    clip = Video((image(),) * 2)
+    changed = Mirrored().change(Prompt("7", "<image><video>", images=(image(5, 3),), videos=(clip,)))
+    assert (np.array(changed.images[0]) == np.array(image(5, 3))[:, ::-1]).all()
+    assert (np.array(changed.videos[0].frames[1]) == np.array(image())[:, ::-1]).all()
 
 
 def test_hidden_regions():
     changed = HiddenRegions().change(prompt(boxes=[[1, 0, 3, 2], [5, 3, 6, 4]]))
-    expected = np.array(picture())
+    expected = np.array(image())
     expected[0:2, 1:3] = 0
     expected[3, 5] = 0
     assert (np.array(changed.images[0]) == expected).all()
-    assert (np.array(changed.images[1]) == np.array(picture(5, 3))).all()
+    assert (np.array(changed.images[1]) == np.array(image(5, 3))).all()
 
 
-def test_the_prompt_itself_keeps_its_picture():
+def test_the_prompt_itself_keeps_its_image():
     own = prompt(cues=[[0, 0, 6, 4]])
     assert (np.array(HiddenRegions(boxes="cues").change(own).images[0]) == 0).all()
-    assert (np.array(own.images[0]) == np.array(picture())).all()
+    assert (np.array(own.images[0]) == np.array(image())).all()
 
 
 def test_regions_that_are_not_given():
@@ -60,9 +60,9 @@ def test_shuffled_patches():
         pixels = np.array(image)
         return [pixels[y : y + 2, x : x + 2].tobytes() for y in range(0, 4, 2) for x in range(0, 6, 2)]
 
-    assert sorted(patches(first[0])) == sorted(patches(picture())) and patches(first[0]) != patches(picture())
+    assert sorted(patches(first[0])) == sorted(patches(image())) and patches(first[0]) != patches(image())
     odd = np.array(first[1])  # 5 x 3: the last column and the last row are no whole patch
-    assert (odd[:, 4] == np.array(picture(5, 3))[:, 4]).all() and (odd[2] == np.array(picture(5, 3))[2]).all()
+    assert (odd[:, 4] == np.array(image(5, 3))[:, 4]).all() and (odd[2] == np.array(image(5, 3))[2]).all()
 
 
 def test_shuffled_frames():
@@ -77,8 +77,8 @@ def test_shuffled_frames():
         ShuffledFrames().change(prompt())
 
 
-def test_frames_are_changed_as_pictures_are():
-    own = Prompt("7", "What happens?", images=(picture(),), videos=(Video((picture(5, 3), picture())),))
+def test_frames_are_changed_as_images_are():
+    own = Prompt("7", "What happens?", images=(image(),), videos=(Video((image(5, 3), image())),))
     changed = Blank(level=9).change(own)
     assert all((np.array(image) == 9).all() for image in (*changed.images, *changed.videos[0].frames))
     assert [frame.size for frame in changed.videos[0].frames] == [(5, 3), (6, 4)]

@@ -27,9 +27,9 @@ def test_whole_patches_are_black_and_the_prompt_stays():
     changed = view.change(PROMPT)
     first, second = (blocks(image, 4) for image in changed.images)
     assert len(first) == 3 * 2 and 0 < sum(first + second) < 12
-    assert first != second  # each picture has its own
+    assert first != second  # each image has its own
     assert (changed.text, changed.answer, changed.id) == (PROMPT.text, PROMPT.answer, PROMPT.id)
-    assert blocks(WHITE, 4) == [False] * 6  # the prompt's own picture is as it was
+    assert blocks(WHITE, 4) == [False] * 6  # the prompt's own image is as it was
 
 
 def test_patches_follow_from_the_id_alone():
@@ -47,7 +47,7 @@ def test_share_is_the_mean_share_of_black_patches():
     assert all(blocks(MaskedPatches(share=1, patch=8).change(large).images[0], 8))
 
 
-def test_without_words_only_the_places_of_pictures_are_left():
+def test_without_words_only_the_places_of_images_are_left():
     assert NoText().change(PROMPT).text == "<image><image>"
 
 

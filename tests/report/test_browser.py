@@ -31,7 +31,7 @@ def chromium():
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """A report that compares three runs, one of them with pictures and a video."""
+    """A report that compares three runs, one of them with images and a video."""
     folder = tmp_path_factory.mktemp("report")
     runs = [
         write_run(folder / f"run{i}", healthy(steps), evaluations((0, 0.2), (steps, last)))

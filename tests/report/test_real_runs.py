@@ -49,8 +49,8 @@ def test_a_report_has_the_run_s_numbers_and_opens(shop, name):
         seen.page.evaluate("document.querySelectorAll('details').forEach((e) => { e.open = true })")
         galleries = seen.page.inner_text("#galleries")
         assert "Held-out prompts" in galleries and "Written by mmrl sample" in galleries
-        pictures, videos = (seen.page.locator(f"#galleries {kind}").count() for kind in ("img", "video"))
-        assert (pictures > 0, videos) == {RECIPES[0]: (True, 0), RECIPES[1]: (True, 0), RECIPES[2]: (False, 2)}[name]
+        images, videos = (seen.page.locator(f"#galleries {kind}").count() for kind in ("img", "video"))
+        assert (images > 0, videos) == {RECIPES[0]: (True, 0), RECIPES[1]: (True, 0), RECIPES[2]: (False, 2)}[name]
         if videos:
             seen.wait("[...document.querySelectorAll('video')].every((v) => v.readyState >= 2 && v.videoWidth > 0)")
 

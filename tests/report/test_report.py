@@ -387,7 +387,7 @@ def sample(number, answer="2", **more):
     return Sample(Prompt(f"id{number}", f"question {number}", answer=answer), "said", 1, **more)
 
 
-def test_galleries_show_tables_before_and_after_pictures_and_videos(tmp_path):
+def test_galleries_show_tables_before_and_after_images_and_videos(tmp_path):
     import torch
 
     folder = write_run(tmp_path, healthy(4))
@@ -402,7 +402,7 @@ def test_galleries_show_tables_before_and_after_pictures_and_videos(tmp_path):
     found = {gallery.title: gallery for gallery in galleries(read_run(folder))}
     held_out = found["Held-out prompts"]
     assert [m.step for m in held_out.moments] == [0, 2, 4] and held_out.left_out == 0
-    assert [m.step for m in held_out.compared] == [0, 4] and all(len(m.pictures) == 1 for m in held_out.moments)
+    assert [m.step for m in held_out.compared] == [0, 4] and all(len(m.images) == 1 for m in held_out.moments)
     assert "question 1" in held_out.moments[0].table and "<td>0.9</td>" in held_out.moments[2].table
     (written,) = found["Written by mmrl sample"].moments
     assert written.videos == [] and written.table.count('<video src="data:video/mp4;base64,') == 1
@@ -414,10 +414,10 @@ def test_a_group_shares_its_prompt_and_a_conversation_shows_its_crops(tmp_path):
     from PIL import Image
 
     folder = write_run(tmp_path, healthy(4))
-    picture = Image.new("RGB", (32, 32), "white")
-    crop = Message("tool", (picture.crop((0, 0, 8, 8)),))
+    image = Image.new("RGB", (32, 32), "white")
+    crop = Message("tool", (image.crop((0, 0, 8, 8)),))
     talk = Conversation(
-        (Message("user", (picture, "what is it?")),),
+        (Message("user", (image, "what is it?")),),
         (Turn("zoom", (crop,), tool="zoom", facts={"box": (0, 0, 0.25, 0.25)}), Turn("a cat", reward=1.0)),
         "environment",
     )

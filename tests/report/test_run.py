@@ -20,7 +20,7 @@ from mmrl.report.run import (
     film,
     grid,
     group_size,
-    picture,
+    pil_image,
     sample_table,
     versions,
     wilson,
@@ -51,7 +51,7 @@ def test_the_table_escapes_everything_that_came_from_outside():
     assert page.count("&lt;script&gt;") == 3 and page.count("&amp;</pre>") == 3 and "<th>&lt;b&gt;</th>" in page
 
 
-def test_the_table_holds_the_pictures_themselves():
+def test_the_table_holds_the_images_themselves():
     pixels = np.random.default_rng(0).integers(0, 256, (2, 5, 7, 3), dtype=np.uint8)
     page = sample_table([sample(images=tuple(map(Image.fromarray, pixels))), sample()], {})
     urls = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
@@ -134,10 +134,10 @@ def test_other_ranks_write_nothing(tmp_path, capfd):
     assert list(tmp_path.iterdir()) == [] and capfd.readouterr().out == ""
 
 
-def test_drawn_pictures_are_shown_clamped_and_enlarged_by_whole_pixels():
+def test_drawn_images_are_shown_clamped_and_enlarged_by_whole_pixels():
     image = torch.zeros(3, 2, 2)
     image[:, 0, 0], image[:, 0, 1] = torch.tensor([1.5, -0.5, 0.0]), torch.tensor([0.0, 1.0, 0.0])
-    sheet = grid([picture(image), picture(torch.full((1, 2, 2), 1 / 3))], columns=2, least=6)
+    sheet = grid([pil_image(image), pil_image(torch.full((1, 2, 2), 1 / 3))], columns=2, least=6)
     assert sheet.size == (2 * 8, 8)
     assert sheet.getpixel((1, 1)) == (255, 0, 0) and sheet.getpixel((3, 3)) == (255, 0, 0)
     assert sheet.getpixel((4, 1)) == (0, 255, 0) and sheet.getpixel((4, 4)) == (0, 0, 0)
@@ -153,7 +153,7 @@ def test_wilson_interval_by_hand():
     assert wilson(10, 10)[1] == 1.0
 
 
-def test_pictures_of_a_group_stand_in_a_row():
+def test_images_of_a_group_stand_in_a_row():
     prompts = [Prompt(str(i), f"draw {i}") for i in (0, 0, 0, 1, 1, 1)]
     assert group_size(prompts) == 3 and group_size(prompts[:5]) is None and group_size(prompts[::3]) is None
     assert group_size([prompts[0]] * 16) == 16 and group_size([prompts[0]] * 17) is None

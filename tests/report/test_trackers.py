@@ -42,7 +42,7 @@ def test_tensorboard_has_metrics_and_forgets_steps_that_are_made_again(tmp_path)
     assert [(event.step, event.value) for event in board(run).Scalars("loss")] == [(1, 0.5), (2, 9.0)]
 
 
-def test_tensorboard_has_pictures_texts_and_hyperparameters(tmp_path):
+def test_tensorboard_has_images_texts_and_hyperparameters(tmp_path):
     config = "seed: 7\noptim: {lr: 0.001, betas: [0.9, 0.99]}\nterms: [{type: kl}]\n"
     run = begun(tmp_path, config, tensorboard=True)
     drawn = [

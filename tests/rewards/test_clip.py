@@ -78,7 +78,7 @@ def clip_folder(tmp_path_factory):
 
 
 def open_clip_cosines(folder):
-    """One picture and one text at a time."""
+    """One image and one text at a time."""
     model, prepare = open_clip.create_model_from_pretrained(f"local-dir:{folder}")
     tokenize = open_clip.get_tokenizer(f"local-dir:{folder}")
     with torch.no_grad():
@@ -128,14 +128,14 @@ def test_transformers_similarity_and_pickscore(clip_folder):
     assert by_26 == pytest.approx([math.exp(3) * value / 26 for value in expected], abs=1e-5)
 
 
-def test_broken_pictures_leave_the_others_alone(clip_folder):
+def test_broken_images_leave_the_others_alone(clip_folder):
     reward = build("clip_similarity", {"model": str(clip_folder)})
     whole, broken = reward.score(samples()), samples()
     broken[1].image[0, 0, 0] = math.nan
     assert reward.score(broken) == [
         pytest.approx(whole[0], abs=1e-5), None, pytest.approx(whole[2], abs=1e-5), pytest.approx(whole[3], abs=1e-5)
     ]  # fmt: skip
-    with pytest.raises(UserError, match="holds no picture"):
+    with pytest.raises(UserError, match="holds no image"):
         reward.score([Sample(Prompt("p", "text"))])
 
 

@@ -1,4 +1,4 @@
-"""Rewards of pictures, frame by frame, by hand."""
+"""Rewards of images, frame by frame, by hand."""
 
 import pytest
 import torch

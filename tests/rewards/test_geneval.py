@@ -11,7 +11,7 @@ from PIL import Image
 from mmrl.errors import UserError
 from mmrl.rewards.registry import build
 from mmrl.rewards.visual import geneval
-from mmrl.rewards.visual.detectors import COCO, Found, OnnxDetector, TransformersDetector, detector, listed
+from mmrl.rewards.visual.detectors import COCO, DetectedObject, OnnxDetector, TransformersDetector, detector, listed
 from mmrl.rewards.visual.geneval import GenEval, checks, colour, relations
 from mmrl.rollouts import Prompt, Sample
 
@@ -42,7 +42,7 @@ def test_relations_of_boxes(first, second, told):
 
 
 def found(*objects):
-    return [Found(label, 0.9, where) for label, where in objects]
+    return [DetectedObject(label, 0.9, where) for label, where in objects]
 
 
 def verdict(objects, include, exclude=()):
@@ -135,7 +135,7 @@ def constant(name, values):
 
 
 def onnx_file(path, boxes, scores, labels, extra=b"", names=("boxes", "scores")):
-    """A detector that finds the same boxes in every picture of 40 x 40, in bytes; no package is needed to write it."""
+    """A detector that finds the same boxes in every image of 40 x 40, in bytes; no package is needed to write it."""
     made = [field(1, constant(name, values)) for name, values in zip(names, (boxes, scores), strict=True)]
     graph = b"".join(made) + field(2, b"g") + field(11, value_info("image", (1, 3, 40, 40)))
     graph += b"".join(field(12, value_info(n, v.shape)) for n, v in zip(names, (boxes, scores), strict=True))
@@ -150,7 +150,7 @@ def fixed(tmp_path, **more):
     return onnx_file(tmp_path / "fixed.onnx", boxes, scores, ["dog", "cat"], **more)
 
 
-def test_boxes_of_an_onnx_file_come_back_in_pixels_of_the_picture(tmp_path):
+def test_boxes_of_an_onnx_file_come_back_in_pixels_of_the_image(tmp_path):
     pytest.importorskip("onnxruntime")
     judge = OnnxDetector(fixed(tmp_path))
     assert judge.labels == ("dog", "cat")
@@ -218,12 +218,12 @@ def test_a_model_of_transformers_says_what_its_own_processor_does(tmp_path):
     processor = YolosImageProcessor(size={"height": 32, "width": 48})
     model.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
-    pictures = [Image.new("RGB", (60, 40), "red"), Image.new("RGB", (60, 40), "blue")]
+    images = [Image.new("RGB", (60, 40), "red"), Image.new("RGB", (60, 40), "blue")]
     judge = TransformersDetector(str(tmp_path), "cpu")
-    made = judge.detect(pictures, 0.0)
+    made = judge.detect(images, 0.0)
     assert judge.labels == ("cat", "computer mouse", "N/A")
     with torch.no_grad():
-        raw = model.eval()(**processor(images=pictures, return_tensors="pt"))
+        raw = model.eval()(**processor(images=images, return_tensors="pt"))
     for number, one in enumerate(made):
         scores = raw.logits[number].softmax(-1)[:, :-1].max(-1)
         assert [f.score for f in one] == pytest.approx(sorted(scores.values.tolist(), reverse=True), abs=1e-5)

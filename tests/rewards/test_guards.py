@@ -13,7 +13,7 @@ def test_out_of_gamut_counts_values():
     assert out_of_gamut(torch.cat([image, torch.rand(1, 1, 2, 4)])).tolist() == [0.5, 0.0]
 
 
-def test_sharpness_of_known_pictures():
+def test_sharpness_of_known_images():
     flat = torch.full((1, 3, 5, 5), 0.4)
     ramp = torch.arange(5.0).expand(5, 5)[None, None] / 5  # its second difference is 0
     board = ((torch.arange(5)[:, None] + torch.arange(5)) % 2).float()[None, None]  # L is 4 at 0 and -4 at 1

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.training.metrics import Silence, step_line
+from mmrl.training.metrics import UnscoredMonitor, step_line
 from tests.helpers.command_line import TINY, WARM_START, mmrl
 
 GRPO = ["algorithm.type=grpo", "rollout.group_size=4", "evaluation.before=false", "evaluation.prompts=2"]
@@ -36,7 +36,7 @@ def test_a_run_in_which_nothing_is_scored_ends_by_name(tmp_path):
 
 
 def test_only_steps_in_a_row_count():
-    silence = Silence(2)
+    silence = UnscoredMonitor(2)
     for step, share in enumerate([1.0, 0.99, 1.0, 0.0, 1.0]):
         silence.judge(step, {"unscored": share})
     silence.judge(5, {"loss": 1.0})  # demonstrations have no reward

@@ -184,7 +184,7 @@ def same(a, b):
 def test_samples_survive_the_way(format, pixels):
     asked = Image.fromarray(np.arange(24, dtype=np.uint8).reshape(2, 4, 3))
     wide = sample(1.5, answer=["a", 3], system="be kind", metadata={"text": "ü", "n": [1, None]}, images=(asked, asked))
-    sent = [wide, sample(0.2, channels=1), Sample(Prompt("q", "no picture"), "text")]
+    sent = [wide, sample(0.2, channels=1), Sample(Prompt("q", "no image"), "text")]
     got, group = decode(encode(sent, [4, 4, 1], format, pixels), format, max_bytes=10**6)
     assert group.tolist() == [4, 4, 1] and group.dtype == torch.int64
     for a, b in zip(sent, got, strict=True):
@@ -235,11 +235,11 @@ def npz(request=b'{"samples": []}', **arrays):
         (b'{"samples": [3]}', "json", "sample 0 is no JSON object"),
         (b'{"samples": [{}, {"txt": "a"}]}', "json", "sample 1 has unknown keys txt"),
         (b'{"samples": [{"text": 3}]}', "json", "text must be of type str"),
-        (b'{"samples": [{"image": 3}]}', "json", "no picture in base64 PNG"),
-        (b'{"samples": [{"image": "AAAA"}]}', "json", "no picture in base64 PNG"),
-        (b'{"samples": [{"images": ["?"]}]}', "json", "no picture in base64 PNG"),
+        (b'{"samples": [{"image": 3}]}', "json", "no image in base64 PNG"),
+        (b'{"samples": [{"image": "AAAA"}]}', "json", "no image in base64 PNG"),
+        (b'{"samples": [{"images": ["?"]}]}', "json", "no image in base64 PNG"),
         (b'{"samples": [{"videos": [{"frames": []}]}]}', "json", "a clip has frames and fps"),
-        (b'{"samples": [{"frames": ["?"]}]}', "json", "no picture in base64 PNG"),
+        (b'{"samples": [{"frames": ["?"]}]}', "json", "no image in base64 PNG"),
         (b'{"samples": [{}], "group": [1, 2]}', "json", "one integer a sample"),
         (b'{"samples": [{}], "group": ["a"]}', "json", "one integer a sample"),
         (b"PK nonsense", "npz", "no npz"),
@@ -268,7 +268,7 @@ def test_only_png_is_opened():
     file = io.BytesIO()
     Image.new("RGB", (4, 4)).save(file, "BMP")
     body = json.dumps({"samples": [{"image": base64.b64encode(file.getvalue()).decode()}]}).encode()
-    with pytest.raises(ValueError, match="no picture"):
+    with pytest.raises(ValueError, match="no image"):
         decode(body, "json", max_bytes=10**6)
 
 
@@ -276,7 +276,7 @@ def test_only_png_is_opened():
 
 
 def mean(sample, *, sign=1.0):
-    """The mean of the picture; not scorable without one."""
+    """The mean of the image; not scorable without one."""
     if sample.prompt.text == "fail":
         raise RuntimeError("a fault of the reward")
     if sample.prompt.text == "refuse":

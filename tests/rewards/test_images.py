@@ -1,4 +1,4 @@
-"""Rewards of pictures: JPEG sizes, a classifier's log-probability, and text that is really rendered and really read."""
+"""Rewards of images: JPEG sizes, a classifier's log-probability, and text that is really rendered and really read."""
 
 import math
 
@@ -16,7 +16,7 @@ from mmrl.rollouts import Prompt, Sample
 HERE = __name__
 
 
-def sample(image, answer=None, text="a picture", metadata=None):
+def sample(image, answer=None, text="an image", metadata=None):
     return Sample(Prompt("p", text, answer=answer, metadata=metadata or {}), image=image)
 
 
@@ -26,7 +26,7 @@ def noise(seed=0, channels=3):
 
 def test_jpeg_size_is_that_of_the_file(tmp_path):
     pixels = (noise() * 255).round().to(torch.uint8)
-    path = tmp_path / "picture.jpg"
+    path = tmp_path / "image.jpg"
     Image.fromarray(np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())).save(path, quality=95)
     kilobytes = path.stat().st_size / 1000
     assert build("jpeg_incompressibility")(sample(pixels / 255)) == kilobytes > 1
@@ -47,7 +47,7 @@ def test_jpeg_prefers_what_it_should():
 
 
 @pytest.mark.parametrize("name", ["jpeg_compressibility", "jpeg_incompressibility", "classifier_logp", "ocr"])
-def test_broken_and_missing_pictures(name):
+def test_broken_and_missing_images(name):
     options = {"classifier_logp": {"classifier": f"{HERE}:brightness_classifier"}}.get(name, {})
     rewards = RewardSet([RewardSpec(name=name, options=options)])
     broken = noise()
@@ -55,7 +55,7 @@ def test_broken_and_missing_pictures(name):
     good = sample(noise(), 1, 'a sign that says "A"')
     scores = rewards.score([sample(broken, 1, '"A"'), good, sample(broken * math.inf, 1, '"A"')])
     assert scores.isnan().flatten().tolist() == [True, False, True]
-    with pytest.raises(UserError, match=f"reward '{name}': the rollout of prompt 'p' holds no picture"):
+    with pytest.raises(UserError, match=f"reward '{name}': the rollout of prompt 'p' holds no image"):
         rewards.score([good, sample(None, 1, '"A"')])
 
 
@@ -109,7 +109,7 @@ def test_classifiers_that_are_none():
     with pytest.raises(ValueError, match="did you mean 'no_classifier'"):
         build("classifier_logp", {"classifier": f"{HERE}:no_classifer"})
     rewards = RewardSet([RewardSpec(name="classifier_logp", options={"classifier": f"{HERE}:brightness_classifier"})])
-    with pytest.raises(UserError, match="pictures of one size"):
+    with pytest.raises(UserError, match="images of one size"):
         rewards.score([sample(noise(), 0), sample(noise()[:, :8], 0)])
 
 
@@ -133,15 +133,13 @@ def ocr():
 
 
 def test_ocr_reads_rendered_text(ocr):
-    picture = rendered("Hello World")
-    assert ocr(sample(picture, text='A sign that says "Hello World"')) == 1
-    assert ocr(sample(picture, text="A sign that says “hello  WORLD”, outdoors")) == 1
-    assert ocr(sample(picture, text="A sign", metadata={"text": "Hello World"})) == 1
-    assert ocr(sample(picture, text='A "Hello"', metadata={"text": "Help World"})) == pytest.approx(
-        1 - 2 / 9
-    )  # lo for p
-    assert ocr(sample(picture, text='It says "World"')) == 1  # stands in what was read
-    assert ocr(sample(picture, text='It says "xyz"')) == 0  # never below 0, however long the text read
+    image = rendered("Hello World")
+    assert ocr(sample(image, text='A sign that says "Hello World"')) == 1
+    assert ocr(sample(image, text="A sign that says “hello  WORLD”, outdoors")) == 1
+    assert ocr(sample(image, text="A sign", metadata={"text": "Hello World"})) == 1
+    assert ocr(sample(image, text='A "Hello"', metadata={"text": "Help World"})) == pytest.approx(1 - 2 / 9)  # lo for p
+    assert ocr(sample(image, text='It says "World"')) == 1  # stands in what was read
+    assert ocr(sample(image, text='It says "xyz"')) == 0  # never below 0, however long the text read
     assert ocr(sample(rendered(""), text='It says "Hello"')) == 0
 
 

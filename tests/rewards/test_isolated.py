@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from mmrl.children.fork_server import ForkedProcess
 from mmrl.children.frames import encode
 from mmrl.children.limits import LINUX, Limits, clean_environment, end_descendants
-from mmrl.children.nursery import ForkedProcess
 from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec, build
 from mmrl.rewards.compose import build_reward
@@ -75,10 +75,10 @@ def obey(sample):
         os.kill(os.getpid(), signal.SIGSEGV)
     if word == "raise":
         raise KeyError("nothing there")
-    if word == "end-nursery":
+    if word == "end-fork server":
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(1000)
-    if word == "pictures":
+    if word == "images":
         return float(len(sample.prompt.images))
     if word == "hog":
         return float(len(bytearray(3 << 30)) > 0)
@@ -137,7 +137,7 @@ def test_one_worker_serves_all_and_an_error_costs_its_sample(reward):
     first = ask(reward, "pid")
     assert first not in (None, os.getpid())
     assert ask(reward, "raise") is None
-    assert ask(reward, "pictures") == 0
+    assert ask(reward, "images") == 0
     assert ask(reward, "leave") is None and ask(reward, "interrupt") is None
     assert ask(reward, "value nan") is None and ask(reward, "value huge") is None
     assert ask(reward, "pid") == first
@@ -166,7 +166,7 @@ def test_a_crash_costs_its_sample(reward, how):
 
 def test_a_timeout_may_count_as_the_lowest_score():
     rewards = RewardSet([RewardSpec(name=f"{__name__}:obey", isolated=True, deadline_s=0.5, on_timeout="lowest")])
-    scores = rewards.score([sample("hang"), sample("raise"), sample("pictures")])[:, 0].tolist()
+    scores = rewards.score([sample("hang"), sample("raise"), sample("images")])[:, 0].tolist()
     assert scores[0] == scores[2] == 0 and scores[1] != scores[1]
     assert rewards.components[0].failures.causes == {"deadline": 1, "error": 1}
     rewards.components[0].close()
@@ -178,7 +178,7 @@ def test_a_batch_that_hangs_costs_a_few_deadlines(option, late, caplog):
     """256 answers that hang, two workers, half a second each: 64 s if every one is tried, 2 s if seven are."""
     own = {"name": f"{__name__}:obey", "label": "own", "isolated": True, "deadline_s": 0.5}
     rewards = RewardSet([RewardSpec(**own, on_timeout=option, max_timeouts=7)])
-    assert rewards.score([sample("pictures")]).tolist() == [[0.0]]  # its process has started
+    assert rewards.score([sample("images")]).tolist() == [[0.0]]  # its process has started
     start = time.monotonic()
     with caplog.at_level("WARNING", "mmrl"):
         scores = rewards.score([sample("pid"), *[sample("hang")] * 256])[:, 0].tolist()
@@ -212,7 +212,7 @@ def test_workers_score_at_once():
 def test_what_a_verifier_starts_ends_with_its_answer(reward, how):
     ask(reward, "pid")
     ask(reward, how)
-    assert len(family(nursery_of(reward))) <= 2  # the nursery and the worker, if there is one
+    assert len(family(nursery_of(reward))) <= 2  # the fork server and the worker, if there is one
 
 
 def test_all_end_on_close(reward):
@@ -227,7 +227,7 @@ def test_all_end_on_close(reward):
 def test_a_verifier_that_kills_the_nursery_costs_its_sample(reward):
     ask(reward, "pid")
     everyone = family(nursery_of(reward))
-    assert ask(reward, "end-nursery") is None
+    assert ask(reward, "end-fork server") is None
     assert ask(reward, "pid") is not None
     assert gone(everyone) and reward.failures.causes.total() == 1
 
@@ -291,7 +291,7 @@ def test_processes_are_limited_for_root_too(caplog):
     assert time.monotonic() - start < 10 and reward.failures.causes.total() == 1
     if os.geteuid() == 0:  # an ordinary user's fortieth child is refused by the kernel
         assert "more than limits.processes=30" in caplog.text and reward.failures.causes == {"crash": 1}
-        assert len(family(nursery_of(reward)) & before) == 1  # only the nursery is left
+        assert len(family(nursery_of(reward)) & before) == 1  # only the fork server is left
     assert ask(reward, "pid") is not None
     reward.close()
 
@@ -352,10 +352,10 @@ def test_killing_descendants_spares_those_to_keep():
 def test_an_answer_to_another_question_is_none():
     """A worker that writes two answers would otherwise score the next sample by the second."""
     dismissed = []
-    nursery = SimpleNamespace(records=(), dismiss=dismissed.append)
+    fork_server = SimpleNamespace(records=(), dismiss=dismissed.append)
     for number, expected in ((1, {"number": 1, "score": 0.5}), (0, None), (2, None)):
         channel = SimpleNamespace(ask=lambda *_, number=number: encode({"number": number, "score": 0.5}))
-        worker = ForkedProcess(nursery, 1, channel)
+        worker = ForkedProcess(fork_server, 1, channel)
         if expected is not None:
             assert worker.call("first", 1.0) == expected and dismissed == []
             continue

@@ -30,7 +30,7 @@ def sample(level, text="a cat", id="p"):
 
 
 def levels(body):
-    """The mean brightness of each picture of a request."""
+    """The mean brightness of each image of a request."""
     parts = json.loads(body)["messages"][0]["content"]
     assert [part["type"] for part in parts] == ["image_url"] * (len(parts) - 1) + ["text"]
     found = []
@@ -252,7 +252,7 @@ def test_a_model_in_process_judges(model):
         expected.append((yes / (yes + no), yes))
     together = rewards.score(samples)
     assert together == pytest.approx([a for a, _ in expected], abs=1e-5)
-    assert together != pytest.approx([together[0]] * 3, abs=1e-4)  # the pictures and prompts matter
+    assert together != pytest.approx([together[0]] * 3, abs=1e-4)  # the images and prompts matter
     assert rewards.score(samples[::-1]) == pytest.approx(together[::-1], abs=1e-5)
     assert build("vlm_judge", options | {"batch_size": 1}).score(samples) == pytest.approx(together, abs=1e-5)
     plain = build("vlm_judge", options | {"normalise": False}).score(samples)

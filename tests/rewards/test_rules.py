@@ -26,7 +26,7 @@ def score(name, response, answer, size=(100, 200), **options):
 
 # --- coordinates ---
 
-HALF = [[0, 0, 50, 100]]  # of a picture of 100 x 200 the upper left quarter
+HALF = [[0, 0, 50, 100]]  # of an image of 100 x 200 the upper left quarter
 
 SAID = [
     ("pixels", "[0, 0, 50, 100]", {}),
@@ -64,7 +64,7 @@ def test_resized(width, height, options, expected):
     assert found == expected and found[0] % Resize(**options).factor == 0
 
 
-def test_coordinates_that_need_a_picture():
+def test_coordinates_that_need_an_image():
     with pytest.raises(UserError, match="set the reward's coordinates to thousandths or unit"):
         score("boxes_matched", "[0, 0, 1, 1]", HALF, size=None)
 

@@ -1,4 +1,4 @@
-"""Distances between sets of pictures: FID and KID by hand, and what each subset of a batch adds."""
+"""Distances between sets of images: FID and KID by hand, and what each subset of a batch adds."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ REAL = torch.tensor([0.0, 0.2, 0.6, 1.0]).view(4, 1, 1, 1)
 
 
 def flat():
-    return lambda pictures: pictures.flatten(1)
+    return lambda images: images.flatten(1)
 
 
 def real():
@@ -82,8 +82,8 @@ def test_a_subset_earns_what_it_adds_in_the_place_of_another():
     assert replacement_gains(features, torch.zeros(4), lambda rows: rows.sum()).tolist() == [0.0] * 4
 
 
-def test_pictures_that_bring_the_batch_nearer_earn_more():
-    """Prompts a and b have two pictures each; the second ones widen a set that is too narrow. By the mean alone, with
+def test_images_that_bring_the_batch_nearer_earn_more():
+    """Prompts a and b have two images each; the second ones widen a set that is too narrow. By the mean alone, with
     values that are one number."""
     found = reward().score(samples([0.5, 0.1, 0.5, 0.9], "aabb"), torch.tensor([0, 0, 1, 1]))[:, 0]
 
@@ -98,7 +98,7 @@ def test_pictures_that_bring_the_batch_nearer_earn_more():
     close(kid, [expected] * 4, atol=1e-6)
 
 
-def test_a_picture_without_finite_pixels_is_left_out():
+def test_an_image_without_finite_pixels_is_left_out():
     found = reward(credit="whole").score(samples([0.5, float("nan"), 0.1, 0.9], "abcd"))[:, 0]
     expected = -float(frechet(torch.tensor([[0.5], [0.1], [0.9]]), REAL.flatten(1)))
     assert found[1].isnan()
@@ -147,7 +147,7 @@ def test_digits_have_features_and_a_reference():
     [
         ({"metric": "is"}, "metric must be fid or kid"),
         ({"credit": "single"}, "credit must be replacement or whole"),
-        ({"reference": f"{HERE}:one"}, r"must give pictures \[picture, channel, height, width\], two at least"),
+        ({"reference": f"{HERE}:one"}, r"must give images \[image, channel, height, width\], two at least"),
         ({"features": f"{HERE}:real"}, "gives Tensor, which can not be called"),
     ],
 )
@@ -157,9 +157,9 @@ def test_what_can_not_be_is_refused(options, said):
 
 
 def test_samples_that_do_not_fit_are_named():
-    with pytest.raises(UserError, match="'set_distance': a distance between sets needs two pictures"):
+    with pytest.raises(UserError, match="'set_distance': a distance between sets needs two images"):
         reward().score(samples([0.5], "a"))
-    with pytest.raises(UserError, match=r"a picture of \[1, 2, 2\] can not be compared with those of \[1, 1, 1\]"):
+    with pytest.raises(UserError, match=r"an image of \[1, 2, 2\] can not be compared with those of \[1, 1, 1\]"):
         reward().score([Sample(Prompt("a", "?"), image=torch.zeros(1, 2, 2))] * 2)
     options = {"features": f"{HERE}:flat", "reference": f"{HERE}:real"}
     with pytest.raises(ValueError, match="takes no batch_size"):

@@ -48,9 +48,9 @@ def scored(name, samples, **options):
 def test_answer_judge():
     found, asked = scored("answer_judge", [sample("<think>x</think><answer>p=0.8 </answer>"), sample("p=0.25 ")])
     assert found == pytest.approx([0.8, 0.25])
-    text, pictures, tokens = asked[0]
+    text, images, tokens = asked[0]
     assert text.startswith("Question: How many {cats}?\nReference answer: seven\nAnswer: p=0.8\n")
-    assert "one word, yes or no" in text and pictures == [] and tokens == 1
+    assert "one word, yes or no" in text and images == [] and tokens == 1
 
 
 def test_an_answer_that_is_wanted_and_not_there():
@@ -94,27 +94,27 @@ def test_caption_judge():
     said = "<info>p=0.6 seven cats</info><think>y</think><answer>7</answer>"
     found, asked = scored("caption_judge", [sample(said), sample(THOUGHT)])
     assert found == pytest.approx([0.6, 0.0])
-    assert "picture: p=0.6 seven cats\n" in asked[0][0] and "Answer: seven\n" in asked[0][0] and asked[0][1] == []
+    assert "image: p=0.6 seven cats\n" in asked[0][0] and "Answer: seven\n" in asked[0][0] and asked[0][1] == []
 
 
-def test_evidence_judge_sees_the_picture():
+def test_evidence_judge_sees_the_image():
     found, asked = scored("evidence_judge", [sample(THOUGHT)])
     assert found == pytest.approx([0.7]) and asked[0][1] == [1.0]
-    assert scored("evidence_judge", [sample(THOUGHT)], pictures=False)[1][0][1] == []
+    assert scored("evidence_judge", [sample(THOUGHT)], images=False)[1][0][1] == []
 
 
 @pytest.mark.parametrize(
     ("count", "frames", "seen"),
     [(11, {}, [0, 1, 3, 4, 6, 7, 9, 10]), (11, {"frames": 2}, [0, 10]), (3, {}, [0, 1, 2]), (8, {}, list(range(8)))],
 )
-def test_a_judge_sees_clips_as_frames_behind_the_pictures(count, frames, seen):
+def test_a_judge_sees_clips_as_frames_behind_the_images(count, frames, seen):
     still = Image.new("RGB", (8, 8), (255,) * 3)
     clip = Video(tuple(Image.new("RGB", (8, 8), (20 * place,) * 3) for place in range(count)))
     asking = Sample(Prompt("p", "<video>What moves?", images=(still,), videos=(clip, clip)), THOUGHT)
     found, asked = scored("evidence_judge", [asking], **frames)
-    text, pictures, _ = asked[0]
+    text, images, _ = asked[0]
     once = [20 * place / 255 for place in seen]
-    assert found == pytest.approx([0.7]) and pictures == pytest.approx([1.0, *once, *once], abs=1e-3)
+    assert found == pytest.approx([0.7]) and images == pytest.approx([1.0, *once, *once], abs=1e-3)
     assert text.startswith("Question: What moves?\n")
 
 
@@ -124,7 +124,7 @@ def test_a_judge_that_says_neither_word():
         assert math.isnan(rewards.score([sample("7")])[0, 0])
 
 
-def test_a_picture_against_its_reference():
+def test_an_image_against_its_reference():
     """Yes with the brightness of the first over that of both."""
 
     def lighter(handler, body):

@@ -27,7 +27,7 @@ def photograph(name):
 
 
 def sample(image):
-    return Sample(Prompt("p", "a picture"), image=image)
+    return Sample(Prompt("p", "an image"), image=image)
 
 
 @pytest.mark.skipif(find_spec("brisque") is not None, reason="the extra is there")
@@ -87,11 +87,11 @@ def test_harmless_photographs_are_safe(name):
 
 @guards
 @pytest.mark.parametrize("name", ["brisque", "safe_for_work"])
-def test_broken_pictures_are_unscored(name):
+def test_broken_images_are_unscored(name):
     rewards = RewardSet([RewardSpec(name=name, weight=0)])
     broken = photograph("coffee")
     broken[0, 0, 0] = math.nan
     scores = rewards.score([sample(broken), sample(photograph("coffee"))])
     assert scores.isnan().flatten().tolist() == [True, False]
-    with pytest.raises(UserError, match=f"reward '{name}': the rollout of prompt 'p' holds no picture"):
+    with pytest.raises(UserError, match=f"reward '{name}': the rollout of prompt 'p' holds no image"):
         rewards.score([sample(None)])

@@ -35,7 +35,7 @@ JOBS = {
     "robots, autoregressive, parts of looks": [
         ROBOTS,
         "action.head.decoding=autoregressive",
-        "engine.looks_at_once=3",
+        "engine.steps_at_once=3",
     ],
     "robots, regression": [ROBOTS, "action.head=null", "action.head={type: regression}"],
     "robots, bridge": [ROBOTS, "action.head=null", "action.head={type: bridge, width: 32, depth: 2, queries: 3}"],
@@ -49,7 +49,7 @@ JOBS = {
 
 # How often a micro-batch's update may wait for the device, and copy something to it: as often as it did when this was
 # written. One wait is the optimizer step's; those of vision-language models are transformers' own, which reads where
-# pictures lie, and those of action tokens are the temperatures of their rows.
+# images lie, and those of action tokens are the temperatures of their rows.
 BUDGETS = {
     "vlm, lora": (22.5, 26),
     "vlm, frozen tower, checkpointing": (31.5, 20),

@@ -9,7 +9,7 @@ from mmrl.samplers.chain import Sampler, gaussian
 from mmrl.samplers.settings import CPS, DDIM, AllSteps, DanceSDE, FlowSDE
 from mmrl.samplers.sigmas import Grid, ddim_grid, shifted
 
-SHAPES = {"picture": (3, 4, 4), "clip": (2, 3, 4, 2), "chunk": (6, 8)}  # 48 numbers each
+SHAPES = {"image": (3, 4, 4), "clip": (2, 3, 4, 2), "chunk": (6, 8)}  # 48 numbers each
 ROLLOUTS, STEPS = 2, 3
 
 
@@ -61,7 +61,7 @@ class TestChains:
 
     @pytest.mark.parametrize("counted", [False, True])
     def test_every_shape_is_scored_alike(self, counted):
-        """The same numbers as a picture, a clip and a chunk: values and gradients, bit for bit."""
+        """The same numbers as an image, a clip and a chunk: values and gradients, bit for bit."""
         mask = (torch.arange(48) % 3 > 0).expand(ROLLOUTS, STEPS, 48)
         seen = []
         for shape in SHAPES.values():

@@ -200,7 +200,7 @@ def test_end_to_end_trains_with_both_backends(composed, table, tmp_path):
 
 
 @pytest.mark.parametrize("data", list(image_digits.RECIPES))
-def test_every_recipe_for_pictures_is_composed(data, composed, table, tmp_path):
+def test_every_recipe_for_images_is_composed(data, composed, table, tmp_path):
     rows = table(image_digits, "--data", data, "--seeds", 2, "--runs", tmp_path, "threads=2")
     assert [row[0] for row in rows] == [recipe or data for recipe in image_digits.RECIPES[data]]
     assert {tuple(row[1:3]) for row in rows} == {("0.250", "0.750 (0.750 .. 0.750)")}
@@ -387,7 +387,7 @@ def test_the_tabletop_of_the_bench_is_one_that_can_be_made():
         assert simulators.stepper(sim, np.random.default_rng(0), 1)() == 2
 
 
-def test_the_first_rows_of_the_last_pictures_stand_below_those_of_the_first(tmp_path):
+def test_the_first_rows_of_the_last_images_stand_below_those_of_the_first(tmp_path):
     for step, colour in ((0, "red"), (5, "green"), (9, "blue")):
         (tmp_path / "samples").mkdir(exist_ok=True)
         Image.new("RGB", (20, 30), colour).save(tmp_path / "samples" / f"evaluation-{step:06d}.png")

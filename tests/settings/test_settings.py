@@ -76,8 +76,8 @@ class Frame(Section):
     colour: str | None = option(None, "of the line")
 
 
-class Picture(Section):
-    title: str = option(description="of the picture")
+class Image(Section):
+    title: str = option(description="of the image")
     shape: Shape = option(Circle(), "in the middle")
     corner: Shape = option(Square(side=2.0), "only some", kinds={"square": f"{HERE}:Square"})
     shapes: list[Shape] = option([], "others")
@@ -89,13 +89,13 @@ class Picture(Section):
     free: dict[str, Any] = option({}, "anything")
 
 
-def picture(**tree: Any) -> Picture:
-    return make(Picture, {"title": "t", **tree})
+def image(**tree: Any) -> Image:
+    return make(Image, {"title": "t", **tree})
 
 
-def refusal(model: type[Section] = Picture, **tree: Any) -> str:
+def refusal(model: type[Section] = Image, **tree: Any) -> str:
     with pytest.raises(SettingsError) as error:
-        make(model, {"title": "t", **tree} if model is Picture else tree)
+        make(model, {"title": "t", **tree} if model is Image else tree)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -104,26 +104,26 @@ def refusal(model: type[Section] = Picture, **tree: Any) -> str:
 
 
 def test_a_kind_is_chosen_by_its_type_and_has_only_its_own_options():
-    made = picture(shape={"type": "square", "side": 3, "within": {"type": "circle", "radius": 2}})
+    made = image(shape={"type": "square", "side": 3, "within": {"type": "circle", "radius": 2}})
     assert made.shape == Square(side=3, within=Circle(radius=2))
     assert made.shape.area() == 9 and made.shape.within.area() == 12
     assert "radius" not in type(made.shape).model_fields
 
 
 def test_a_name_alone_is_a_kind_with_its_defaults():
-    assert picture(shape="nothing").shape == Nothing()
-    assert picture(shapes=["circle", {"type": "square", "side": 1}]).shapes == [Circle(), Square(side=1)]
+    assert image(shape="nothing").shape == Nothing()
+    assert image(shapes=["circle", {"type": "square", "side": 1}]).shapes == [Circle(), Square(side=1)]
     assert refusal(shape="square") == "shape.side: Field required"
 
 
 def test_options_without_a_type_are_those_of_the_default_kind():
-    assert picture(shape={"radius": 2}).shape == Circle(radius=2)
-    assert picture(corner={"side": 4}).corner == Square(side=4)
+    assert image(shape={"radius": 2}).shape == Circle(radius=2)
+    assert image(corner={"side": 4}).corner == Square(side=4)
     assert refusal(shapes=[{"radius": 2}]).startswith("shapes.0.type is missing; it is one of circle, square")
 
 
 def test_lists_and_mappings_of_choices():
-    made = picture(named={"a": "circle", "b": {"type": "square", "side": 1, "within": "nothing"}})
+    made = image(named={"a": "circle", "b": {"type": "square", "side": 1, "within": "nothing"}})
     assert made.named == {"a": Circle(), "b": Square(side=1, within=Nothing())}
     assert refusal(shapes=["circle", {"type": "circle", "radus": 1}]) == (
         "unknown key shapes.1.radus; did you mean shapes.1.radius?"
@@ -134,7 +134,7 @@ def test_lists_and_mappings_of_choices():
 
 
 def test_ones_own_kind_is_named_by_where_it_is():
-    made = picture(shape={"type": f"{HERE}:Triangle", "height": 5})
+    made = image(shape={"type": f"{HERE}:Triangle", "height": 5})
     assert made.shape == Triangle(height=5) and made.shape.area() == 5
     assert refusal(shape={"type": f"{HERE}:Triangle", "hight": 5}) == (
         "unknown key shape.hight; did you mean shape.height?"
@@ -142,21 +142,21 @@ def test_ones_own_kind_is_named_by_where_it_is():
 
 
 def test_null_is_the_default_unless_null_means_something():
-    made = make(Picture, {"title": "t", "frame": None, "shape": None, "numbers": None, "second": None})
+    made = make(Image, {"title": "t", "frame": None, "shape": None, "numbers": None, "second": None})
     assert made.frame == Frame() and made.shape == Circle() and made.numbers == () and made.second is None
-    assert picture(second={"width": 2}).second == Frame(width=2)
+    assert image(second={"width": 2}).second == Frame(width=2)
     assert refusal(title=None) == "title: Field required"
 
 
 def test_a_section_is_taken_as_it_is():
     frame, circle = Frame(width=3), Circle(radius=3)
-    made = picture(frame=frame, shape=circle, shapes=[circle])
+    made = image(frame=frame, shape=circle, shapes=[circle])
     assert made.frame is frame and made.shape is circle and made.shapes[0] is circle
 
 
 def test_a_section_can_not_be_changed():
     with pytest.raises(ValueError, match="frozen"):
-        picture().frame.width = 3
+        image().frame.width = 3
 
 
 # --- how it is refused ---
@@ -203,7 +203,7 @@ def test_a_kind_that_can_not_be_is_refused(name, message):
 
 def test_a_key_may_allow_other_kinds_than_its_class():
     assert refusal(corner={"type": "circle"}).startswith("corner.type=circle is unknown; use one of square, or package")
-    assert picture(corner={"type": f"{HERE}:Triangle"}).corner == Triangle()
+    assert image(corner={"type": f"{HERE}:Triangle"}).corner == Triangle()
 
 
 def test_kinds_without_a_default_have_to_be_named():
@@ -218,7 +218,7 @@ def test_kinds_without_a_default_have_to_be_named():
 
 
 def test_what_is_plain_makes_the_same_again():
-    made = picture(
+    made = image(
         shape="nothing",
         shapes=[{"type": "square", "side": 1, "within": "nothing"}, f"{HERE}:Triangle"],
         named={"a": "circle"},
@@ -230,11 +230,11 @@ def test_what_is_plain_makes_the_same_again():
     assert tree["shape"] == "nothing" and tree["folder"] == "x/y" and tree["numbers"] == [1, 2]
     assert tree["shapes"][0] == {"type": "square", "side": 1.0, "within": "nothing"}
     assert tree["second"] is None and tree["free"] == {"deep": {"er": None}}
-    assert make(Picture, tree) == made
+    assert make(Image, tree) == made
 
 
 def test_brief_leaves_out_what_holds_nothing():
-    tree = plain(picture(), brief=True)
+    tree = plain(image(), brief=True)
     assert tree == {
         "title": "t",
         "shape": {"type": "circle", "radius": 1.0},
@@ -242,12 +242,12 @@ def test_brief_leaves_out_what_holds_nothing():
         "frame": {"width": 1.0},
         "folder": ".",
     }
-    assert make(Picture, tree) == picture()
+    assert make(Image, tree) == image()
 
 
 def test_choices_are_found_wherever_they_are():
     inner = {"type": "square", "side": 1, "within": "nothing"}
-    made = picture(shapes=["circle", inner], named={"a": "nothing"})
+    made = image(shapes=["circle", inner], named={"a": "nothing"})
     assert dict(choices_in(made, Circle)) == {"shape": Circle(), "shapes.0": Circle()}
     assert dict(choices_in(made, Nothing)) == {"shapes.1.within": Nothing(), "named.a": Nothing()}
     assert [key for key, _ in choices_in(made, Shape)] == ["shape", "corner", "shapes.0", "shapes.1", "named.a"]

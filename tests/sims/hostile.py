@@ -16,8 +16,8 @@ def changed(moved, **arrays):
 SHAPES = {
     "short reward": lambda m: changed(m, reward=m.reward[:1]),
     "flat reward": lambda m: changed(m, reward=m.reward[:, 0]),
-    "float pictures": lambda m: changed(m, images=m.images / 255.0),
-    "picture of one row": lambda m: changed(m, images=m.images[:, :1]),
+    "float images": lambda m: changed(m, images=m.images / 255.0),
+    "image of one row": lambda m: changed(m, images=m.images[:, :1]),
     "channels first": lambda m: changed(m, images=m.images.transpose(0, 3, 1, 2)),
     "state of one": lambda m: changed(m, state=m.state[:1]),
     "objects": lambda m: changed(m, state=m.state.astype(object)),

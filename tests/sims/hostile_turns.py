@@ -46,7 +46,7 @@ class Hostile(Environment):
             return Reply([])
         if order == "part":
             return Reply([Message("user", ("see", 7))])
-        if order == "empty picture":
+        if order == "empty image":
             return Reply([Message("user", (Image.new("RGB", (0, 5)),))])
         if order == "nan":
             return Reply([Message("user", ("a",))], reward=float("nan"))
@@ -56,7 +56,7 @@ class Hostile(Environment):
             return Reply([Message("user", ("a" * (1 << 28),))])
         if order == "pixels":
             return Reply([Message("user", (Image.new("RGB", (3000, 3000)),))])
-        if order == "pictures":
+        if order == "images":
             return Reply([Message("user", tuple(Image.new("RGB", (8, 8)) for _ in range(20)))])
         return None
 

@@ -22,7 +22,7 @@ pytest.importorskip("minigrid")
 from minigrid.core.constants import COLOR_TO_IDX, OBJECT_TO_IDX, STATE_TO_IDX  # noqa: E402
 from minigrid.utils.baby_ai_bot import BabyAIBot  # noqa: E402
 
-from mmrl.sims.babyai import LEVELS, UNSEEN, Levels, all_round, is_unseen, picture  # noqa: E402
+from mmrl.sims.babyai import LEVELS, UNSEEN, Levels, all_round, image, is_unseen  # noqa: E402
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -229,7 +229,7 @@ def test_unknown_levels_are_named():
 
 
 def test_rows_that_ended_make_no_worlds(monkeypatch):
-    """While others go on, an ended row costs nothing, shows its last picture, and starts anew from its seed."""
+    """While others go on, an ended row costs nothing, shows its last image, and starts anew from its seed."""
     from mmrl.sims import babyai
 
     with build("babyai", 2, {"levels": ["GoToLocalS6N3"], "max_steps": 3}) as sim:
@@ -247,13 +247,13 @@ def test_rows_that_ended_make_no_worlds(monkeypatch):
         assert len(made) >= 2 and np.array_equal(again.images, first.images)
 
 
-def test_pictures_are_those_that_minigrid_draws_but_for_its_highlight():
+def test_images_are_those_that_minigrid_draws_but_for_its_highlight():
     from minigrid.utils.rendering import highlight_img
 
     env = gymnasium.make("BabyAI-OpenDoorColor-v0")
     for seed in range(4):
         seen, _ = env.reset(seed=seed)
-        ours, theirs = picture(seen["image"], 8), env.unwrapped.get_pov_render(tile_size=8)
+        ours, theirs = image(seen["image"], 8), env.unwrapped.get_pov_render(tile_size=8)
         assert ours.shape == theirs.shape == (56, 56, 3) and len(np.unique(ours.reshape(-1, 3), axis=0)) > 3
         for x in range(7):
             for y in range(7):

@@ -37,7 +37,7 @@ def test_the_first_step_that_does_not_fit_is_refused_by_name(kind):
     assert "\n" not in str(caught.value)
 
 
-RESETS = ["float pictures", "picture of one row", "channels first", "state of one", "objects", "no errors", "nothing"]
+RESETS = ["float images", "image of one row", "channels first", "state of one", "objects", "no errors", "nothing"]
 
 
 @pytest.mark.parametrize("kind", RESETS)
@@ -50,11 +50,11 @@ def test_what_is_wrong_is_said_in_full():
     with pytest.raises(UserError, match=r"reward as an array of numbers \[3, 2\], not float32 \[1, 2\]"):
         begun(kind="short reward").step(chunk())
     with pytest.raises(UserError, match=r"images as an array of uint8 \[3, 2, 2, 3\], not float64 \[3, 2, 2, 3\]"):
-        begun(kind="float pictures").step(chunk())
+        begun(kind="float images").step(chunk())
 
 
 def test_a_later_step_that_does_not_fit_costs_its_episodes():
-    sim = begun(kind="float pictures", after=1)
+    sim = begun(kind="float images", after=1)
     assert not sim.step(chunk()).dropped.any()
     with pytest.warns(RuntimeWarning, match="lost its episode: SimulatorFault: step must give images"):
         assert sim.step(chunk()).dropped.all()

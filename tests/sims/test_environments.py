@@ -64,11 +64,11 @@ def test_the_last_turn_that_is_allowed_ends_the_conversation(make):
         ("raise", "KeyError: 'no such thing'"),
         ("nothing", ""),
         ("silent", "no messages"),
-        ("part", "a part that is no text, no picture and no clip"),
-        ("empty picture", "a part that is no text, no picture and no clip"),
+        ("part", "a part that is no text, no image and no clip"),
+        ("empty image", "a part that is no text, no image and no clip"),
         ("text", "5000 characters; limits.max_text=4000"),
         ("pixels", "9000000 pixels in observations; limits.max_pixels=4000000"),
-        ("pictures", "20 pictures in observations; limits.max_pictures=16"),
+        ("images", "20 images in observations; limits.max_images=16"),
     ],
 )
 def test_what_an_environment_does_wrong_costs_its_conversation(make, order, told):

@@ -10,9 +10,9 @@ from mmrl.sims.turns.cards import COLOURS, SIDE, CardGame, deal
 from mmrl.sims.turns.games import BabyAIGame, Cards, Gymnasium
 
 
-def spots(picture):
+def spots(image):
     """Count and colour of every card, from its pixels alone."""
-    pixels, found = np.asarray(picture).astype(int), []
+    pixels, found = np.asarray(image).astype(int), []
     for left in range(0, pixels.shape[1], SIDE):
         card = pixels[:, left : left + SIDE].reshape(-1, 3)
         bright = card[card.max(1) > 60]
@@ -22,12 +22,12 @@ def spots(picture):
 
 
 @pytest.mark.parametrize("rule", ["count", "colour"])
-def test_exactly_one_card_matches_and_the_picture_shows_it(rule):
+def test_exactly_one_card_matches_and_the_image_shows_it(rule):
     key = ["count", "colour"].index(rule)
     places = set()
     for seed in range(60):
         dealt = deal(seed, 0, rule, 3)
-        wanted, *choices = spots(dealt.picture())
+        wanted, *choices = spots(dealt.image())
         assert wanted == dealt.wanted and tuple(choices) == dealt.choices
         assert [n for n, one in enumerate(choices) if one[key] == wanted[key]] == [dealt.right]
         places.add(dealt.right)
@@ -72,7 +72,7 @@ def test_kinds_alternate_and_are_told():
 
 
 class Corridor(gymnasium.Env):
-    """Walk right three times. Its picture is as wide as the place is far."""
+    """Walk right three times. Its image is as wide as the place is far."""
 
     observation_space = gymnasium.spaces.Discrete(4)
     action_space = gymnasium.spaces.Discrete(2)
@@ -127,7 +127,7 @@ def test_environments_that_can_not_be_played_are_named():
 
 
 class Seen(gymnasium.Env):
-    """Its observation is its picture, and it can not be rendered: a grey that is the place."""
+    """Its observation is its image, and it can not be rendered: a grey that is the place."""
 
     observation_space = gymnasium.spaces.Box(0, 255, (4, 5, 3), np.uint8)
     action_space = gymnasium.spaces.Discrete(2)
@@ -140,13 +140,13 @@ class Seen(gymnasium.Env):
         if self.broken:
             raise RuntimeError("out of order")
         self.place = seed % 3
-        return self._picture(), {}
+        return self._image(), {}
 
     def step(self, action):
         self.place += 1 if action == 1 else -1
-        return self._picture(), float(self.place == 3), self.place in (0, 3), False, {}
+        return self._image(), float(self.place == 3), self.place in (0, 3), False, {}
 
-    def _picture(self):
+    def _image(self):
         return np.full((4, 5, 3), 10 * self.place, np.uint8)
 
 
@@ -167,7 +167,7 @@ def seen():
     del gymnasium.registry["Seen-v0"]
 
 
-def test_an_observation_that_is_a_picture_is_shown(seen):
+def test_an_observation_that_is_an_image_is_shown(seen):
     world = seen().make()
     (first,) = world.start(seen().prompt(2))
     assert first.images[0].size == (5, 4) and first.images[0].getpixel((0, 0)) == (20, 20, 20)
@@ -175,13 +175,13 @@ def test_an_observation_that_is_a_picture_is_shown(seen):
     assert after.images[0].getpixel((4, 3)) == (10, 10, 10)
 
 
-def test_a_picture_that_there_is_not_is_refused_before_a_model_is_loaded(seen, corridor):
+def test_an_image_that_there_is_not_is_refused_before_a_model_is_loaded(seen, corridor):
     with pytest.raises(
-        UserError, match="task.game.picture=view: the observation of Seen-v0 has no such key; it has none"
+        UserError, match="task.game.image=view: the observation of Seen-v0 has no such key; it has none"
     ):
-        seen(picture="view").check()
+        seen(image="view").check()
     with pytest.raises(UserError, match="task.game.env=Seen-v0 can not be made: TypeError: .*render_mode"):
-        seen(picture="render").check()
+        seen(image="render").check()
     with pytest.raises(UserError, match="task.game.env=Seen-v0 can not begin a game: RuntimeError: out of order"):
         seen(kwargs={"broken": True}).check()
     with pytest.raises(SettingsError, match="task.game.expert=nowhere:f"):

@@ -81,7 +81,7 @@ def asynchronous(count):
 @pytest.mark.parametrize(
     "env", ["mmrl/Walk-v0", sync(AutoresetMode.NEXT_STEP), pytest.param(asynchronous, id="asynchronous")]
 )
-def test_a_frozen_row_keeps_its_last_picture_while_others_go_on(walk, env):
+def test_a_frozen_row_keeps_its_last_image_while_others_go_on(walk, env):
     sim = walk(3, env=env)
     first = sim.reset([3, 3, 4], ["default"] * 3)
     assert first.instructions == ["walk"] * 3 and first.images.shape == (3, 4, 6, 3)
@@ -116,7 +116,7 @@ def test_tasks_reach_the_environment_and_time_runs_out(walk):
         sim.reset([0, 0], ["stroll", "huri"])
 
 
-def test_pictures_can_come_from_render(walk):
+def test_images_can_come_from_render(walk):
     sim = walk(1, image="render", state=None)
     seen = sim.reset([3], ["default"])
     assert (seen.images == int(by_hand(3, [])[0] * 100)).all() and seen.state.shape == (1, 0)

@@ -95,7 +95,7 @@ def test_it_moves_and_shows_what_libero_itself_would():
     task = next(_tasks("libero_spatial", "openvla"))
     theirs = ControlEnv(bddl_file_name=task.scene, has_offscreen_renderer=True, use_camera_obs=True)
 
-    def picture():
+    def image():
         seen = theirs.env._get_observations(force_update=True)
         return np.concatenate([seen[f"{camera}_image"][::-1, ::-1] for camera in BOTH], axis=1)
 
@@ -104,16 +104,16 @@ def test_it_moves_and_shows_what_libero_itself_would():
     theirs.set_init_state(load_initial_states(task.starts)[3])
     for _ in range(10):
         theirs.step(IDLE)
-    np.testing.assert_allclose(picture().astype(int), first.images[0], atol=2)
+    np.testing.assert_allclose(image().astype(int), first.images[0], atol=2)
     for action, gripper in zip(actions.clip(-1, 1), [-1, -1, 1, 1, 1, -1, 1, -1] * 6, strict=True):
         seen, *_ = theirs.step(np.append(action[:6], gripper))
     assert np.array_equal(theirs.sim.data.qpos, qpos)
-    np.testing.assert_allclose(picture().astype(int), step.observation.images[0], atol=2)
+    np.testing.assert_allclose(image().astype(int), step.observation.images[0], atol=2)
     np.testing.assert_allclose(step.observation.state[0, :3], seen["robot0_eef_pos"], atol=2e-3)  # a substep apart
     theirs.close()
 
 
-def test_pictures_instructions_and_time(sim):
+def test_images_instructions_and_time(sim):
     seen = sim.reset([0, 0], [BOWL, OTHER])
     assert seen.images.shape == (2, 64, 128, 3) and seen.state.shape == (2, 8)
     assert seen.images.std() > 20 and (seen.images[0] != seen.images[1]).mean() > 0.05

@@ -78,7 +78,7 @@ def test_large_seeds_start_episodes_of_their_own(state):
     assert np.array_equal(starts[1], starts[2])  # folded to 32 bits
 
 
-def test_pictures_show_the_scene_and_what_moves_in_it(rgb):
+def test_images_show_the_scene_and_what_moves_in_it(rgb):
     assert rgb.simulator.image_shape == (64, 64, 3) and rgb.simulator.action_dim == 8
     before = rgb.reset([0, 1], [PICK, PICK])
     red = (before.images[..., 0] > 150) & (before.images[..., 1:] < 60).all(-1)

@@ -57,7 +57,7 @@ def test_planning_ahead_is_acting_step_by_step():
         assert together.success.any() and not one.running.any()
 
 
-def test_pictures_instructions_rewards_and_bad_input():
+def test_images_instructions_rewards_and_bad_input():
     assert set(INSTRUCTIONS) == set(ALL_V3_ENVIRONMENTS) and len(set(INSTRUCTIONS.values())) == 50
     with build("metaworld", 2, {"observation": "rgb", "reward": "dense", "max_steps": 6}) as sim:
         seen = sim.reset([0, 1], ["drawer-open-v3", "push-v3"])

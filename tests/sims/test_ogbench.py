@@ -116,7 +116,7 @@ def test_an_expert_serves_one_episode(row):
     assert np.array_equal(row.wanted(), fresh.wanted())
 
 
-def test_pictures_are_seen_from_the_front():
+def test_images_are_seen_from_the_front():
     pytest.importorskip("mujoco")
     with build("ogbench", 1, {"observation": "rgb", "image_size": 48}) as sim:
         seen = sim.reset([3], ["button"])
@@ -142,8 +142,8 @@ def test_options_that_mean_nothing_are_one_line(options, message):
 def test_the_tiny_model_tells_every_word_from_the_others(tmp_path):
     tiny_ogbench.build(tmp_path, 0)
     backbone = small.load(tmp_path)
-    picture, state = [np.zeros((1, 0, 0, 3), np.uint8)], np.zeros((1, 43), np.float32)
-    read = [backbone.prepare(picture, [word], state)[0].words.tolist() for word in (*tiny_ogbench.WORDS, "nonsense")]
+    image, state = [np.zeros((1, 0, 0, 3), np.uint8)], np.zeros((1, 43), np.float32)
+    read = [backbone.prepare(image, [word], state)[0].words.tolist() for word in (*tiny_ogbench.WORDS, "nonsense")]
     assert len({tuple(ids) for ids in read}) == len(tiny_ogbench.WORDS) + 1
 
 

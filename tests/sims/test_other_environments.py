@@ -17,7 +17,7 @@ from mmrl.build import build_task
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.settings import make
-from mmrl.sims.turns.chat import message, picture
+from mmrl.sims.turns.chat import message, read_image
 from mmrl.sims.turns.dialogue import Dialogue
 from mmrl.sims.turns.games import OpenEnv, Verifiers
 from mmrl.tasks.visual_games.settings import VisualGamesSettings
@@ -73,7 +73,7 @@ def talk(game, seed):
 
 
 def test_a_game_of_openenv_by_value():
-    game = openenv(action_field="word", text=["hint"], picture="shown", instruction="Which number?")
+    game = openenv(action_field="word", text=["hint"], image="shown", instruction="Which number?")
     dialogue = talk(game, 7)
     (first,) = dialogue.prompt.messages
     assert first.text == "guess\nWhich number?" and first.images[0].getpixel((0, 0)) == (10, 0, 0)
@@ -97,12 +97,12 @@ def test_actions_and_observations_as_json():
     assert dialogue.end == "environment" and dialogue.turns[-1].facts == {"success": 0.0}  # 1.25 is not 1.3
 
 
-def test_pictures_as_others_write_them():
-    assert picture(f"data:image/png;base64,{png(30)}").getpixel((0, 0)) == (30, 0, 0)
-    assert picture([[[1, 2, 3]] * 4] * 2).size == (4, 2)
+def test_images_as_others_write_them():
+    assert read_image(f"data:image/png;base64,{png(30)}").getpixel((0, 0)) == (30, 0, 0)
+    assert read_image([[[1, 2, 3]] * 4] * 2).size == (4, 2)
     for wrong in ("no", 3, [[[300, 0, 0]]], [[[0]]]):
-        with pytest.raises(ValueError, match="no picture"):
-            picture(wrong)
+        with pytest.raises(ValueError, match="no image"):
+            read_image(wrong)
     url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png(30)}"}}
     found = message({"role": "user", "content": [url, {"type": "text", "text": "there"}]})
     assert (found.role, found.text, len(found.images)) == ("user", "there", 1)

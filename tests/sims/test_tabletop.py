@@ -370,26 +370,26 @@ def test_auto_reset_and_frozen_episodes_agree(tabletop):
             assert seed == auto.seeds[row] or not fixed.running.any()
 
 
-# Pictures
+# Images
 
 
-def test_pictures_show_the_colours_where_the_cubes_are(tabletop):
+def test_images_show_the_colours_where_the_cubes_are(tabletop):
     sim = tabletop(4, image_size=64)
     seen = sim.reset(range(4), ["lift"] * 4)
     assert seen.images.std(axis=(1, 2, 3)).min() > 10
     for row, world in enumerate(sim.simulator._worlds):
-        picture = seen.images[row].astype(float) / 255
+        image = seen.images[row].astype(float) / 255
         for colour in set(world.scene.cube_colours):
             direction = np.array(COLOURS[colour]) / np.linalg.norm(COLOURS[colour])
-            bright = np.linalg.norm(picture, axis=-1)
-            close = (picture @ direction > 0.95 * bright) & (bright > 0.2)
+            bright = np.linalg.norm(image, axis=-1)
+            close = (image @ direction > 0.95 * bright) & (bright > 0.2)
             cubes = [i for i, other in enumerate(world.scene.cube_colours) if other == colour]
             assert 8 * len(cubes) < close.sum() < 120 * len(cubes)  # a cube is 5 to 8 pixels wide
             if len(cubes) == 1:  # y goes right, x comes nearer and so down
                 x, y = world.scene.cubes[cubes[0]]
                 down, right = np.argwhere(close).mean(0)
                 assert abs(right - 31.5 - 122 * y) < 8 and abs(down - 34 - 100 * (x - 0.41)) < 8
-            if len(cubes) == 2:  # "left" is left in the picture
+            if len(cubes) == 2:  # "left" is left in the image
                 columns = np.flatnonzero(close.any(0))
                 left = columns[columns < columns.mean()].mean()
                 right = columns[columns > columns.mean()].mean()

@@ -1,4 +1,4 @@
-"""Tools: how they are called, what they do to pictures by value, and what is said of a call that can not be done."""
+"""Tools: how they are called, what they do to images by value, and what is said of a call that can not be done."""
 
 import importlib.util
 import json
@@ -13,22 +13,22 @@ from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.rollouts import Message, Prompt
 from mmrl.settings import make
-from mmrl.sims.turns import pictures, tools
+from mmrl.sims.turns import images, tools
 from mmrl.sims.turns.calculator import value
 from mmrl.sims.turns.settings import ToolsSettings
 from mmrl.sims.turns.tools import Scene, Tool, ToolError, json_call, python_call
 
 
 def board(width=8, height=4):
-    """A picture whose red is its column and whose green is its row."""
+    """An image whose red is its column and whose green is its row."""
     rows, columns = np.mgrid[:height, :width]
     return Image.fromarray(np.stack([columns, rows, 0 * rows], -1).astype(np.uint8))
 
 
-def environment(*names, picture=None, **options):
+def environment(*names, image=None, **options):
     settings = make(ToolsSettings, {"tools": list(names), "calls": "python", "described": "no", **options})
     made = settings.make()
-    made.start(Prompt("p", "?", messages=(Message("user", (picture or board(), "?")),)))
+    made.start(Prompt("p", "?", messages=(Message("user", (image or board(), "?")),)))
     return made
 
 
@@ -37,16 +37,16 @@ def shown(reply):
     return np.asarray(image)
 
 
-def test_zoom_shows_the_asked_pixels_of_the_whole_picture():
+def test_zoom_shows_the_asked_pixels_of_the_whole_image():
     one = environment("zoom")
     reply = one.step("zoom(2, 1, 5, 3)")
     assert (reply.tool, reply.error, reply.end) == ("zoom", None, False)
     assert shown(reply)[:, :, 0].tolist() == [[2, 3, 4], [2, 3, 4]]
     assert shown(reply)[:, :, 1].tolist() == [[1, 1, 1], [2, 2, 2]]
-    assert reply.facts == {"box": [0.25, 0.25, 0.625, 0.75], "picture": 0}
+    assert reply.facts == {"box": [0.25, 0.25, 0.625, 0.75], "image": 0}
 
 
-def test_zoom_looks_at_the_original_where_the_picture_is_shown_smaller():
+def test_zoom_looks_at_the_original_where_the_image_is_shown_smaller():
     one = environment("zoom", shown_pixels=8)  # shown as 4 x 2
     reply = one.step("zoom(1, 0, 2, 1)")  # pixels as shown
     assert shown(reply)[:, :, 0].tolist() == [[2, 3], [2, 3]] and shown(reply)[:, :, 1].tolist() == [[0, 0], [1, 1]]
@@ -65,7 +65,7 @@ def test_a_crop_that_is_large_is_averaged_down():
 def test_a_crop_can_be_looked_at_again():
     one = environment("zoom")
     one.step("zoom(2, 1, 6, 3)")
-    reply = one.step("zoom(1, 0, 2, 2, 1)")  # of picture 1, the crop
+    reply = one.step("zoom(1, 0, 2, 2, 1)")  # of image 1, the crop
     assert shown(reply)[:, :, 0].tolist() == [[3], [3]]
 
 
@@ -80,16 +80,16 @@ def test_the_unrelated_zoom_shows_another_place_of_the_same_size():
 
 
 def test_rotate_and_flip():
-    picture = board(2, 1)  # columns 0, 1
-    assert shown(environment("rotate", picture=picture).step("rotate(90)"))[:, :, 0].tolist() == [[0], [1]]
-    assert shown(environment("rotate", picture=picture).step("rotate(-90)"))[:, :, 0].tolist() == [[1], [0]]
-    assert shown(environment("flip", picture=picture).step("flip('horizontal')"))[:, :, 0].tolist() == [[1, 0]]
+    image = board(2, 1)  # columns 0, 1
+    assert shown(environment("rotate", image=image).step("rotate(90)"))[:, :, 0].tolist() == [[0], [1]]
+    assert shown(environment("rotate", image=image).step("rotate(-90)"))[:, :, 0].tolist() == [[1], [0]]
+    assert shown(environment("flip", image=image).step("flip('horizontal')"))[:, :, 0].tolist() == [[1, 0]]
     tall = board(1, 2)
-    assert shown(environment("flip", picture=tall).step("flip('vertical')"))[:, :, 1].tolist() == [[1], [0]]
+    assert shown(environment("flip", image=tall).step("flip('vertical')"))[:, :, 1].tolist() == [[1], [0]]
 
 
 def test_mark_draws_a_red_frame_and_leaves_the_rest():
-    seen = shown(environment("mark", picture=Image.new("RGB", (8, 8))).step("mark(2, 2, 5, 5)"))
+    seen = shown(environment("mark", image=Image.new("RGB", (8, 8))).step("mark(2, 2, 5, 5)"))
     red = {(int(y), int(x)) for y, x in zip(*np.nonzero(seen[:, :, 0] == 255), strict=True)}
     assert red == {(y, x) for y in range(2, 6) for x in range(2, 6) if y in (2, 5) or x in (2, 5)}
 
@@ -100,10 +100,10 @@ def test_mark_draws_a_red_frame_and_leaves_the_rest():
         ("zoom(5, 1, 2, 3)", "the box is empty"),
         ("zoom(90, 1, 95, 3)", "the box is empty"),
         ("zoom(1, 2, 3)", "zoom needs bottom"),
-        ("zoom(1, 2, 3, 4, 7)", "there is no picture 7"),
-        ("zoom(1, 2, 3, 4, 0, 9)", "zoom takes left, top, right, bottom, picture"),
+        ("zoom(1, 2, 3, 4, 7)", "there is no image 7"),
+        ("zoom(1, 2, 3, 4, 0, 9)", "zoom takes left, top, right, bottom, image"),
         ("zoom('a', 2, 3, 4)", "zoom: left can not be 'a'"),
-        ("zoom(1, 2, 3, 4, True)", "zoom: picture can not be True"),
+        ("zoom(1, 2, 3, 4, True)", "zoom: image can not be True"),
         ("zoom(1, 2, 3, size=4)", "zoom takes left"),
         ("zoom(a, 2, 3, 4)", "the arguments of the call can not be read"),
         ("soom(1, 2, 3, 4)", "there is no function 'soom'; there are zoom"),
@@ -138,8 +138,8 @@ def test_json_calls():
 
 
 def test_python_calls_take_literals_only():
-    call = python_call("so zoom(1, -2.5, picture=3)")
-    assert (call.name, call.positional, call.named) == ("zoom", [1, -2.5], {"picture": 3})
+    call = python_call("so zoom(1, -2.5, image=3)")
+    assert (call.name, call.positional, call.named) == ("zoom", [1, -2.5], {"image": 3})
     assert python_call("zoom(1) and more") is None
 
 
@@ -218,18 +218,18 @@ def page():
 @pytest.fixture(scope="module")
 def reading():
     pytest.importorskip("rapidocr_onnxruntime")
-    return environment("ocr", picture=page(), coordinates=2.0, shown_pixels=8)
+    return environment("ocr", image=page(), coordinates=2.0, shown_pixels=8)
 
 
 def said(reply):
     return reply.messages[0].text
 
 
-def test_ocr_reads_the_whole_picture_or_a_box_of_it(reading):
+def test_ocr_reads_the_whole_image_or_a_box_of_it(reading):
     assert said(reading.step("ocr()")) == "STOP\nEXIT"
     left, right = reading.step("ocr(0, 0, 1, 2)"), reading.step("ocr(left=1, top=0, right=2, bottom=2)")
     assert (said(left), said(right)) == ("STOP", "EXIT")  # from the original, though 8 pixels of it are shown
-    assert (left.facts, right.facts["box"]) == ({"box": [0.0, 0.0, 0.5, 1.0], "picture": 0}, [0.5, 0.0, 1.0, 1.0])
+    assert (left.facts, right.facts["box"]) == ({"box": [0.0, 0.0, 0.5, 1.0], "image": 0}, [0.5, 0.0, 1.0, 1.0])
     assert (left.tool, left.error, said(reading.step("ocr(0, 0, 2, 0.2)"))) == ("ocr", None, "(no text)")
 
 
@@ -239,7 +239,7 @@ def test_ocr_reads_the_whole_picture_or_a_box_of_it(reading):
         ("ocr(0, 0, 1)", "a box has left, top, right and bottom"),
         ("ocr(1, 0, 1, 2)", "the box is empty"),
         ("ocr(0, 0, 0.001, 2)", "smaller than a pixel"),
-        ("ocr(0, 0, 1, 2, 4)", "there is no picture 4"),
+        ("ocr(0, 0, 1, 2, 4)", "there is no image 4"),
         ("ocr('STOP')", "ocr: left can not be 'STOP'"),
     ],
 )
@@ -250,11 +250,11 @@ def test_a_box_that_can_not_be_read_is_an_observation(reading, call, told):
 
 def test_what_ocr_reads_and_tells_has_limits(reading, monkeypatch):
     seen = []
-    monkeypatch.setattr(pictures, "reader", lambda threads: lambda one: [*map(str, (threads, *one.size))] + seen)
-    one = environment({"type": "ocr", "pixels": 2400, "threads": 3}, picture=page())
+    monkeypatch.setattr(images, "reader", lambda threads: lambda one: [*map(str, (threads, *one.size))] + seen)
+    one = environment({"type": "ocr", "pixels": 2400, "threads": 3}, image=page())
     assert said(one.step("ocr(0, 0, 400, 96)")) == "3\n100\n24"
     seen.append("x" * 30)
-    one = environment({"type": "ocr", "characters": 8}, picture=page())
+    one = environment({"type": "ocr", "characters": 8}, image=page())
     assert said(one.step("ocr()")) == "1\n400\n96... (31 characters more: read a part of it)"
 
 
@@ -262,9 +262,7 @@ def test_the_schema_of_ocr_has_a_box_and_needs_none():
     (schema,) = make(ToolsSettings, {"tools": ["ocr"], "described": "template"}).make().tools()
     parameters = schema["function"]["parameters"]
     assert [value["type"] for value in parameters["properties"].values()] == ["number"] * 4 + ["integer"]
-    assert (
-        list(parameters["properties"]) == ["left", "top", "right", "bottom", "picture"] and not parameters["required"]
-    )
+    assert list(parameters["properties"]) == ["left", "top", "right", "bottom", "image"] and not parameters["required"]
 
 
 def test_reading_without_its_engine_is_one_line_before_a_model_is_loaded(monkeypatch, tmp_path):

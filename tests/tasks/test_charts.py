@@ -89,7 +89,7 @@ SERIES = ChartSeries("A title", "things", 0, ("one", "two", "three", "four"), VA
 
 
 def coloured(image):
-    """Where a picture is red: [height, width]."""
+    """Where an image is red: [height, width]."""
     return np.abs(np.asarray(image).astype(int) - ImageColor.getrgb(RED)).sum(-1) < 30
 
 

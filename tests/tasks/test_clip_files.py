@@ -9,7 +9,7 @@ from PIL import Image
 
 from mmrl.runtime.jsonl import RowError
 from mmrl.tasks.visual_qa.data.files import FileSource
-from mmrl.tasks.visual_qa.data.images import Pictures
+from mmrl.tasks.visual_qa.data.images import Images
 from mmrl.tasks.visual_qa.data.video_files import ClipFiles, evenly
 
 SHADES = list(range(10, 250, 30))  # of eight frames
@@ -39,12 +39,12 @@ def shades(clip):
 
 @pytest.mark.parametrize("name", ["a.gif", "a.webp", "a.png", "a.mp4", "a.webm"])
 def test_frames_and_times(folder, name):
-    files = ClipFiles(Pictures(folder))
+    files = ClipFiles(Images(folder))
     clip = files.decoded(name)
     assert clip.shape == (8, 32, 16) and clip.fps == pytest.approx(10)
     assert shades(clip) == pytest.approx(SHADES, abs=4)
     assert shades(files.decoded({"bytes": (folder / name).read_bytes()})) == shades(clip)
-    few = ClipFiles(Pictures(folder), max_frames=3).decoded(name)
+    few = ClipFiles(Images(folder), max_frames=3).decoded(name)
     assert shades(few) == pytest.approx([SHADES[0], SHADES[2], SHADES[5]], abs=4)
     assert few.fps == pytest.approx(3.75)  # three frames over the 0.8 seconds that the clip takes
     files.check(name)
@@ -66,7 +66,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "pixels", "message"), REFUSED)
 def test_what_is_no_clip_is_refused_in_one_line(folder, name, pixels, message):
-    files = ClipFiles(Pictures(folder, pixels))
+    files = ClipFiles(Images(folder, pixels))
     for read in (files.check, files.decoded):
         with pytest.raises(RowError) as refusal:
             read(name)

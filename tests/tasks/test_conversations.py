@@ -34,7 +34,7 @@ def text(said):
 
 
 def zoomed(**more):
-    """A conversation as TRL and others write it: parts, pictures in a column, a call, its result, two answers."""
+    """A conversation as TRL and others write it: parts, images in a column, a call, its result, two answers."""
     call = {"type": "function", "function": {"name": "zoom", "arguments": {"left": 0, "top": 1.5}}}
     messages = [
         {"role": "system", "content": "Look."},
@@ -131,10 +131,10 @@ def test_every_response_is_learned_from_and_nothing_else(folder):
         ids, said = whole(policy, row)
         assert torch.cat([tokens.prompt, tokens.response]).tolist() == ids
         assert tokens.chosen.tolist() == said[len(tokens.prompt) :] and not any(said[: len(tokens.prompt)])
-        pictures = [Image.open(folder / name).convert("RGB") for name in row.get("images", [])]
-        shown = policy.tokens.processor.image_processor(pictures, return_tensors="pt") if pictures else {}
+        images = [Image.open(folder / name).convert("RGB") for name in row.get("images", [])]
+        shown = policy.tokens.processor.image_processor(images, return_tensors="pt") if images else {}
         inputs = {"input_ids": torch.tensor([ids]), **shown}
-        if pictures:
+        if images:
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == policy.tokens.processor.image_token_id).long()
         with torch.no_grad():
             logits = policy.module.model(**inputs).logits[0, :-1]
@@ -181,7 +181,7 @@ def test_tables_fill_with_nulls_and_arguments_are_json(folder):
     assert reds(again.evaluation[0].messages) == [0]
 
 
-def test_pictures_may_stand_in_their_parts():
+def test_images_may_stand_in_their_parts():
     url = "data:image/png;base64," + base64.b64encode(png(30)).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "image", "image": {"bytes": png(40)}}]
     row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}]}
@@ -225,19 +225,19 @@ def called(call):
         ),
         (cut(2), "no message of an assistant"),
         (cut(4), "the last message is the tool's"),
-        (cut(5), "field 'images' has 1 pictures more than"),
-        (zoomed(images=["0.png", "1.png"]), "message 5: there is no picture left for it in field 'images'"),
-        (zoomed(images=["0.png", "1.png", "no.png"]), "message 5: picture 2 of field 'images': cannot read 'no.png'"),
+        (cut(5), "field 'images' has 1 images more than"),
+        (zoomed(images=["0.png", "1.png"]), "message 5: there is no image left for it in field 'images'"),
+        (zoomed(images=["0.png", "1.png", "no.png"]), "message 5: image 2 of field 'images': cannot read 'no.png'"),
         (zoomed(images=["0.png", "1.png", "../2.png"]), "goes up by .."),
         (changed(3, role="function"), "message 3: role must be one of system, user, assistant, tool, not 'function'"),
         (changed(3, role="assistant", content="so"), "an assistant's after an assistant's"),
         (changed(5, role="system"), "message 5: a system message that is not the first"),
         (changed(4, content=None), "message 4: it is empty"),
-        (changed(4, content=[{"type": "image"}]), "message 4: a picture in an assistant's message"),
+        (changed(4, content=[{"type": "image"}]), "message 4: an image in an assistant's message"),
         (changed(5, content=[{"type": "video"}]), "message 5: a part of type 'video'; texts and images are read"),
         (changed(5, content=[{"type": "text"}]), "message 5: a part of type text without a text"),
         (changed(5, content="<video>"), "message 5: <video> in a conversation"),
-        (changed(5, content=[{"type": "image", "image": "https://a.b/c.png"}]), "pictures are not fetched"),
+        (changed(5, content=[{"type": "image", "image": "https://a.b/c.png"}]), "images are not fetched"),
         (called({"function": {"name": "a b"}}), "message 2: a tool call is"),
         (called({"name": "zoom", "arguments": "{"}), "message 2: the arguments of zoom are not JSON"),
         (called({"name": "zoom", "arguments": [1]}), "message 2: the arguments of zoom are no object"),

@@ -43,14 +43,14 @@ def test_splits_share_no_image_and_hold_every_digit():
     assert shown["train"] <= set(train.tolist())
 
 
-def test_picture_shows_the_named_digits():
+def test_image_shows_the_named_digits():
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     prompt = DigitsSource(size=1, seed=0)[0]
-    (picture,) = prompt.images
-    assert (picture.mode, picture.size) == ("RGB", (24, 8))
-    grey = np.asarray(picture)[:, :, 0]
+    (image,) = prompt.images
+    assert (image.mode, image.size) == ("RGB", (24, 8))
+    grey = np.asarray(image)[:, :, 0]
     for cell, (image, digit) in enumerate(zip(prompt.metadata["images"], prompt.metadata["digits"], strict=True)):
         assert bunch.target[image] == digit
         shown = grey[:, cell * CELL : (cell + 1) * CELL].astype(float) * 16 / 255

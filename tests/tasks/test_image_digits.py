@@ -37,7 +37,7 @@ def test_heldout_texts_are_new_and_their_words_are_not():
             assert named in ({str(digit)}, {digits.NAMES[digit]})
 
 
-def test_prompts_carry_a_real_picture_of_their_digit():
+def test_prompts_carry_a_real_image_of_their_digit():
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -68,7 +68,7 @@ def test_careless_share_shows_another_digit():
     assert [p.text for p in source] == [p.text for p in DigitPromptSource(size=1000, seed=0)]
 
 
-def test_classifiers_know_pictures_they_never_saw():
+def test_classifiers_know_images_they_never_saw():
     assert heldout_accuracy("reward") > 0.96
     assert heldout_accuracy("second") > 0.97
 
@@ -89,17 +89,17 @@ def test_classifiers_differ_and_are_the_same_in_every_process(tmp_path, monkeypa
     assert torch.equal(reward(noise), again(noise))
 
 
-def test_a_classifier_is_trained_once_for_the_same_pictures(tmp_path, monkeypatch):
+def test_a_classifier_is_trained_once_for_the_same_images(tmp_path, monkeypatch):
     monkeypatch.setenv("MMRL_CLASSIFIER_CACHE", str(tmp_path / "new" / "folder"))
     lessons = []
     train = classifiers._train
     monkeypatch.setattr(classifiers, "STEPS", 2)
     monkeypatch.setattr(classifiers, "_train", lambda *words, **named: (lessons.append(1), train(*words, **named)))
-    pictures = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    images = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(20) % 10
 
-    def weights(*, convolutions=False, pictures=pictures, labels=labels):
-        made = classifiers.trained(pictures, labels, convolutions=convolutions)
+    def weights(*, convolutions=False, images=images, labels=labels):
+        made = classifiers.trained(images, labels, convolutions=convolutions)
         assert not made.training and not any(p.requires_grad for p in made.parameters())
         return torch.cat([p.flatten() for p in made.parameters()])
 
@@ -110,7 +110,7 @@ def test_a_classifier_is_trained_once_for_the_same_pictures(tmp_path, monkeypatc
     assert torch.equal(weights(), first) and len(lessons) == 2
     weights(convolutions=True)
     weights(labels=labels.flip(0))
-    weights(pictures=1 - pictures)
+    weights(images=1 - images)
     assert len(lessons) == 5
     monkeypatch.setattr(classifiers.torch, "__version__", "0.0")
     assert torch.equal(weights(), first) and len(lessons) == 6
@@ -118,7 +118,7 @@ def test_a_classifier_is_trained_once_for_the_same_pictures(tmp_path, monkeypatc
     assert torch.equal(weights(), first) and torch.equal(weights(), first) and len(lessons) == 8
 
 
-def test_the_classifiers_share_no_picture():
+def test_the_classifiers_share_no_image():
     reward, second = (set(digits.half(judge)) for judge in digits.JUDGES)
     assert not reward & second and reward | second == set(split_indices("train")) and abs(len(reward) - len(second)) < 2
 

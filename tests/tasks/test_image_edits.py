@@ -26,9 +26,9 @@ from mmrl.tasks.settings import TaskSettings
 SCENE = [Item("square", "red", 0, 0), Item("bar", "green", 4, 6)]
 
 
-def sample(edit, picture, scene=SCENE):
+def sample(edit, image, scene=SCENE):
     told = {"before": draw(scene), "wanted": draw(edit.applied(scene))}
-    return Sample(Prompt("p", str(edit), metadata=told), image=picture)
+    return Sample(Prompt("p", str(edit), metadata=told), image=image)
 
 
 def test_an_edit_by_hand():
@@ -94,7 +94,7 @@ def test_splits_share_no_edit():
 def test_bad_input():
     with pytest.raises(UserError, match=r"prompt 'p' has no metadata\['before'\], which this reward compares"):
         EditChecked().score([Sample(Prompt("p", "x"), image=draw(SCENE))])
-    with pytest.raises(UserError, match="the picture of prompt 'p' is"):
+    with pytest.raises(UserError, match="the image of prompt 'p' is"):
         EditChecked().score([sample(Edit("bar", None), draw(SCENE)[:, :8])])
     with pytest.raises(ValueError, match="part must be changed or kept, not 'both'"):
         EditChecked(part="both")

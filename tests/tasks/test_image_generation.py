@@ -15,7 +15,7 @@ def shown(prompts, target=None):
 
 
 class Mean:
-    """A reward of the user's own: the mean of the picture."""
+    """A reward of the user's own: the mean of the image."""
 
     scope = "sample"
 
@@ -24,7 +24,7 @@ class Mean:
 
 
 class ShareOfGroup:
-    """Another, which compares the pictures of a group."""
+    """Another, which compares the images of a group."""
 
     scope = "group"
 
@@ -79,7 +79,7 @@ def test_guards(kind):
 
 def test_prompts_with_rewards_of_the_users_own(tmp_path):
     path = tmp_path / "prompts.txt"
-    path.write_text("".join(f"picture {n}\n" for n in range(40)))
+    path.write_text("".join(f"image {n}\n" for n in range(40)))
     rewards = [{"name": MEAN, "weight": 0.5, "label": "mean"}, {"name": SHARE, "label": "share"}]
     options = {"data": {"type": "prompts", "train": str(path), "heldout": 0.3}, "rewards": rewards}
     task = build("image_generation", options | {"accuracy": {"name": MEAN}}, seed=0)
@@ -125,13 +125,13 @@ def test_bad_options(options, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_rollout_without_a_picture_is_refused():
+def test_a_rollout_without_an_image_is_refused():
     task = build("image_generation", {}, seed=0)
-    with pytest.raises(Exception, match="'p' holds no picture"):
+    with pytest.raises(Exception, match="'p' holds no image"):
         task.score([Sample(Prompt(id="p", text="a handwritten seven", answer=7), response="seven")])
 
 
-def test_pictures_of_several_sizes_are_refused():
+def test_images_of_several_sizes_are_refused():
     task = build("image_generation", {}, seed=0)
     samples = shown([task.train[0]]) + shown([task.train[1]], torch.zeros(1, 9, 8))
     with pytest.raises(Exception, match=re.escape("is [1, 9, 8], expected [1, 8, 8]")):

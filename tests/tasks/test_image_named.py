@@ -16,7 +16,7 @@ from mmrl.tasks.image_generation.data.named_images import (
     NamedSource,
     Recognised,
     draw,
-    real_pictures,
+    real_images,
     spoiled,
     texts,
     things,
@@ -31,12 +31,12 @@ def test_heldout_prompts_are_worded_as_no_other_and_name_the_same_things():
     split = {one: {text for name in NAMES for text in texts(one, name)} for one in named_images.SPLITS}
     assert not split["train"] & split["heldout"] and len(split["train"]) == 6 * len(NAMES)
     assert (
-        texts("train", "bear")[0] == "a picture of a bear" and texts("heldout", "glasses")[1] == "please sketch glasses"
+        texts("train", "bear")[0] == "an image of a bear" and texts("heldout", "glasses")[1] == "please sketch glasses"
     )
     assert sorted(NAMES) == list(NAMES) and set(NAMES) <= set(icons.names())
 
 
-def test_prompts_go_round_the_names_and_their_pictures_show_them():
+def test_prompts_go_round_the_names_and_their_images_show_them():
     for split in named_images.SPLITS:
         source = NamedSource(split, size=48, seed=3)
         for index, prompt in enumerate(source):
@@ -63,12 +63,12 @@ def placements():
     return told, torch.stack(looks)
 
 
-def seen(picture):
+def seen(image):
     """Which of the placements is shown, by the pixels; None for no thing."""
-    border = torch.cat([picture[:, 0], picture[:, -1], picture[:, :, 0]], 1)
+    border = torch.cat([image[:, 0], image[:, -1], image[:, :, 0]], 1)
     paper = border.median(1).values.view(3, 1, 1)
     told, looks = placements()
-    gaps = (looks[:, :3] + paper * (1 - looks[:, 3:]) - picture).abs().flatten(1).amax(1)
+    gaps = (looks[:, :3] + paper * (1 - looks[:, 3:]) - image).abs().flatten(1).amax(1)
     return told[int(gaps.argmin())] if gaps.min() < 1e-5 else None
 
 
@@ -81,13 +81,13 @@ def test_careless_share_shows_another_thing():
     assert [p.text for p in source] == [p.text for p in NamedSource(size=96, seed=0)]
 
 
-def test_pictures_of_a_thing_differ_and_lie_in_gamut():
+def test_images_of_a_thing_differ_and_lie_in_gamut():
     rng = np.random.default_rng(0)
     shown = torch.stack([draw(GUITAR, rng) for _ in range(40)])
     assert shown.shape == (40, 3, 16, 16) and shown.dtype == torch.float32
     assert shown.min() >= 0 and shown.max() <= 1
     assert diversity(shown, torch.zeros(40, dtype=torch.int64)).mean() > 0.1
-    places = [seen(picture) for picture in shown]
+    places = [seen(image) for image in shown]
     assert {name for name, *_ in places} == {GUITAR} and 10 <= sum(mirrored for _, mirrored, *_ in places) <= 30
     assert {(top, left) for _, _, top, left in places} == set(product(range(3), range(3)))
     papers = shown[:, :, 0].median(2).values  # behind the tip of a thing
@@ -100,7 +100,7 @@ def test_what_is_drawn_is_not_what_the_reward_learned():
     assert (theirs - ours).abs().flatten(1).mean(1).min() > 0.01
 
 
-def test_pictures_that_scorers_learn_from_are_spoiled_each_in_its_own_way():
+def test_images_that_scorers_learn_from_are_spoiled_each_in_its_own_way():
     torch.manual_seed(0)
     solid = things("noto", icons.SIDE)[[0, 0, 0, 5]]
     shown = spoiled(solid)
@@ -113,14 +113,14 @@ def judges():
     return {judge: Recognised(judge=judge) for judge in named_images.JUDGES}
 
 
-def test_scorers_know_pictures_in_the_style_that_is_drawn(judges):
-    real = real_pictures(240)
+def test_scorers_know_images_in_the_style_that_is_drawn(judges):
+    real = real_images(240)
     assert np.mean(judges["second"].score(real)) > 0.98
     assert np.mean(judges["reward"].score(real)) > 0.8  # which learned from the other style alone
 
 
 def test_scores_are_of_what_was_asked_for(judges):
-    real = real_pictures(48)
+    real = real_images(48)
     sure = Recognised(judge="second", soft=True).score(real)
     logits = named_images.scorer("second")(torch.stack([sample.image for sample in real]))
     assert sure == pytest.approx(logits.softmax(-1)[range(48), [sample.prompt.answer for sample in real]].tolist())
@@ -151,7 +151,7 @@ def test_scorers_are_the_same_in_every_process(monkeypatch):
 
 def test_the_task_rewards_one_scorer_and_reports_the_other(judges):
     task = ImageGenerationSettings(data=NamedData()).build(seed=0)
-    real = real_pictures(24)
+    real = real_images(24)
     soft = Recognised(judge="reward", soft=True).score(real)
     assert list(task.reward_names) == ["recognised"]
     assert task.score(real)[:, 0].tolist() == pytest.approx(soft)

@@ -1,4 +1,4 @@
-"""Pairs of pictures from files, and those of digits."""
+"""Pairs of images from files, and those of digits."""
 
 import json
 
@@ -17,7 +17,7 @@ def folder(tmp_path):
     for name, level, size in (("good", 255, 8), ("bad", 51, 8), ("large", 0, 16)):
         Image.fromarray(np.full((size, size), level, dtype=np.uint8)).save(tmp_path / f"{name}.png")
     (tmp_path / "eval.txt").write_text("a page\n")
-    (tmp_path / "broken.png").write_text("no picture")
+    (tmp_path / "broken.png").write_text("no image")
     return tmp_path
 
 
@@ -30,7 +30,7 @@ def pairs(folder, *rows, **options):
 ROW = {"prompt": "a page", "chosen": "good.png", "rejected": "bad.png"}
 
 
-def test_a_row_is_two_pictures(folder):
+def test_a_row_is_two_images(folder):
     source = pairs(folder, ROW, grey=True)
     metadata = source[0].metadata
     assert metadata["target"].shape == metadata["rejected"].shape == (1, 8, 8)
@@ -42,7 +42,7 @@ def test_a_row_is_two_pictures(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rejected": 3}, "row pairs:1: key 'rejected' must be the path of a picture"),
+        ({"rejected": 3}, "row pairs:1: key 'rejected' must be the path of an image"),
         ({"chosen": "../good.png"}, "leads out of"),
         ({"chosen": "none.png"}, "there is no file"),
     ],
@@ -52,10 +52,10 @@ def test_bad_rows_are_named_at_the_start(folder, change, message):
         pairs(folder, ROW | change)
 
 
-def test_bad_pictures_are_named(folder):
+def test_bad_images_are_named(folder):
     with pytest.raises(UserError, match=r"row pairs:1: chosen is \[3, 8, 8\], rejected \[3, 16, 16\]"):
         pairs(folder, ROW | {"rejected": "large.png"})[0]
-    with pytest.raises(UserError, match=r"row pairs:1: .*broken.png is no picture"):
+    with pytest.raises(UserError, match=r"row pairs:1: .*broken.png is no image"):
         pairs(folder, ROW | {"rejected": "broken.png"})[0]
     (folder / "eval2.txt").write_text("x\n")
     with pytest.raises(ValueError, match="pairs are a .jsonl file"):
@@ -64,9 +64,9 @@ def test_bad_pictures_are_named(folder):
 
 def test_a_rejected_digit_is_another_one_and_changes_nothing_else():
     plain, paired = (DigitPromptSource(size=60, seed=0, rejected=on) for on in (False, True))
-    pictures, labels = _digits()
+    images, labels = _digits()
     for i in range(60):
         metadata = paired[i].metadata
         assert metadata["image"] == plain[i].metadata["image"] and "rejected" not in plain[i].metadata
-        shown = int((pictures == metadata["rejected"]).flatten(1).all(1).nonzero()[0])
+        shown = int((images == metadata["rejected"]).flatten(1).all(1).nonzero()[0])
         assert labels[shown] != i % 10

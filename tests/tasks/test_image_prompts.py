@@ -117,7 +117,7 @@ def test_bad_files(tmp_path):
 
 
 def test_held_out_share_depends_on_the_texts_alone(tmp_path, caplog):
-    lines = [f"picture {n}" for n in range(1000)]
+    lines = [f"image {n}" for n in range(1000)]
     prompts = load(write(tmp_path, lines, "a.txt"))
     train, heldout = hold_out(prompts, 0.1)
     assert len(train) + len(heldout) == 1000 and 70 < len(heldout) < 130

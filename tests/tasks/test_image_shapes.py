@@ -50,8 +50,8 @@ rrrr........bbbb
 """
 
 
-def picture(text):
-    """A picture from letters: r, g and b are pixels of full colour, all else is black."""
+def image(text):
+    """An image from letters: r, g and b are pixels of full colour, all else is black."""
     rows = text.split()
     values = [[{"r": RED, "g": GREEN, "b": BLUE}.get(letter, (0, 0, 0)) for letter in row] for row in rows]
     return torch.tensor(values).permute(2, 0, 1)
@@ -61,8 +61,8 @@ def sample(scene, image):
     return Sample(Prompt(id="p", text=str(scene), metadata={"scene": scene}), image=image)
 
 
-def test_reads_a_picture_drawn_by_hand():
-    found = read(picture(BY_HAND).unsqueeze(0))[0]
+def test_reads_an_image_drawn_by_hand():
+    found = read(image(BY_HAND).unsqueeze(0))[0]
     assert sorted(found, key=str) == sorted(
         [
             # Blue's three pixels in a line are too few, and the fourth only touches them at a corner.
@@ -93,23 +93,23 @@ def many():
     return asked, placed, torch.stack([draw(objects) for objects in placed])
 
 
-def share_right(asked, pictures):
-    return np.mean([all_right(scene, found) for scene, found in zip(asked, read(pictures), strict=True)])
+def share_right(asked, images):
+    return np.mean([all_right(scene, found) for scene, found in zip(asked, read(images), strict=True)])
 
 
 def test_drawn_scenes_are_right(many):
-    asked, placed, pictures = many
-    assert share_right(asked, pictures) == 1
-    for objects, found in zip(placed[:200], read(pictures[:200]), strict=True):
+    asked, placed, images = many
+    assert share_right(asked, images) == 1
+    for objects, found in zip(placed[:200], read(images[:200]), strict=True):
         assert sorted(objects, key=str) == sorted(found, key=str)
 
 
 @pytest.mark.parametrize("blur, std, least", [(0, 0.05, 0.999), (0, 0.1, 0.999), (0.5, 0.05, 0.999), (0.5, 0.1, 0.99)])
 def test_drawn_scenes_stay_right_under_blur_and_noise(many, blur, std, least):
-    asked, _, pictures = many
+    asked, _, images = many
     generator = torch.Generator().manual_seed(0)
-    blurred = torch.from_numpy(ndimage.gaussian_filter(pictures.numpy(), (0, 0, blur, blur)))
-    assert share_right(asked, blurred + std * torch.randn(pictures.shape, generator=generator)) >= least
+    blurred = torch.from_numpy(ndimage.gaussian_filter(images.numpy(), (0, 0, blur, blur)))
+    assert share_right(asked, blurred + std * torch.randn(images.shape, generator=generator)) >= least
 
 
 def other(values, value):
@@ -122,7 +122,7 @@ def one_more(objects, rng):
     return objects + extra if all(room) else one_more(objects, rng)
 
 
-CHANGES = {  # what is done to the picture of a scene -> the mark that must fall
+CHANGES = {  # what is done to the image of a scene -> the mark that must fall
     "count": lambda objects, rng: objects[:-1] if len(objects) > 2 else one_more(objects, rng),
     "shape": lambda objects, rng: [*objects[:-1], replace(objects[-1], shape=other(SHAPES, objects[-1].shape))],
     "colour": lambda objects, rng: [
@@ -144,9 +144,9 @@ def test_one_thing_changed_is_wrong_and_its_mark_falls(aspect):
 
 
 def test_the_opposite_relation_is_wrong_and_nothing_else(many):
-    asked, _, pictures = many
+    asked, _, images = many
     opposite = dict(zip(RELATIONS, ("right of", "left of", "below", "above"), strict=True))
-    for scene, found in zip(asked[1:400:2], read(pictures[1:400:2]), strict=True):
+    for scene, found in zip(asked[1:400:2], read(images[1:400:2]), strict=True):
         values = marks(replace(scene, relation=opposite[scene.relation]), found)
         assert values == {"colour": 1, "count": 1, "shape": 1, "relation": 0}
 
@@ -257,7 +257,7 @@ def test_rewards():
     scene = ShapeScene(Phrase(2, "red", "circle"))
     objects = [PlacedShape("red", "circle", 0, 0), PlacedShape("red", "circle", 8, 8)]
     right, half = draw(objects), draw([objects[0], replace(objects[1], shape="square")])
-    beyond, broken = right * 3 - (1 - right), right.clone()  # far out of gamut, yet clamped it is the same picture
+    beyond, broken = right * 3 - (1 - right), right.clone()  # far out of gamut, yet clamped it is the same image
     broken[0, 0, 0] = torch.nan
     samples = [sample(scene, image) for image in (right, half, beyond, broken)]
     assert ShapesChecked().score(samples) == [1, 0, 1, None]
@@ -271,9 +271,9 @@ def test_rewards():
     assert ShapesChecked().score([sample(scene, strewn)]) == [1]
 
 
-def test_a_picture_is_read_once_for_all_rewards(monkeypatch):
+def test_an_image_is_read_once_for_all_rewards(monkeypatch):
     seen = []
-    monkeypatch.setattr(checker, "read", lambda pictures: (seen.append(len(pictures)), read(pictures))[1])
+    monkeypatch.setattr(checker, "read", lambda images: (seen.append(len(images)), read(images))[1])
     two, one = ShapeScene(Phrase(2, "red", "circle")), ShapeScene(Phrase(1, "blue", "square"))
     shown = [
         draw([PlacedShape("red", "circle", 0, 0), PlacedShape("red", "circle", 8, 8)]),
@@ -286,18 +286,18 @@ def test_a_picture_is_read_once_for_all_rewards(monkeypatch):
     assert seen == [1, 2]
 
 
-def test_an_object_cut_by_the_border_stays_inside_the_picture():
-    """The first row of a square beyond the top border is missing: its template fits best one row above the picture."""
-    picture = torch.zeros(1, 3, SIZE, SIZE)
-    picture[0, 0, 0:3, 5:9] = 1  # three of four rows
-    (found,) = read(picture)
+def test_an_object_cut_by_the_border_stays_inside_the_image():
+    """The first row of a square beyond the top border is missing: its template fits best one row above the image."""
+    image = torch.zeros(1, 3, SIZE, SIZE)
+    image[0, 0, 0:3, 5:9] = 1  # three of four rows
+    (found,) = read(image)
     assert found == [PlacedShape("red", "square", 0, 5)]
     draw(found)  # what the second scorer does with it
 
 
-def test_pictures_of_noise_are_read_and_redrawn():
-    pictures = torch.rand(200, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
-    for found in read(pictures.round()):
+def test_images_of_noise_are_read_and_redrawn():
+    images = torch.rand(200, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    for found in read(images.round()):
         assert draw(found).shape == (3, SIZE, SIZE)
 
 

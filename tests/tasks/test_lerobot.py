@@ -24,7 +24,7 @@ def grey(episode, t):
     return 20 + 18 * (sum(LENGTHS[:episode]) + t)
 
 
-def pictures(episode, camera=FRONT):
+def images(episode, camera=FRONT):
     """Those of another camera are the negatives of the front's."""
     shades = [grey(episode, t) for t in range(LENGTHS[episode])]
     return [np.full((SIZE, SIZE, 3), s if camera == FRONT else 255 - s, np.uint8) for s in shades]
@@ -54,7 +54,7 @@ def rows(episode, dtype, cameras):
         "index": range(first, first + n),
         "task_index": [TASKS.index(SHOWN[episode])] * n,
     }
-    shown = {camera: [png(frame) for frame in pictures(episode, camera)] for camera in cameras}
+    shown = {camera: [png(frame) for frame in images(episode, camera)] for camera in cameras}
     return columns | (shown if dtype == "image" else {})
 
 
@@ -86,7 +86,7 @@ def write(root, version, dtype="video", cameras=(FRONT,), **info):
             for name in cameras if dtype == "video" else ():
                 video(
                     root / files["video_path"].format(episode_chunk=e // 2, episode_index=e, video_key=name),
-                    pictures(e, name),
+                    images(e, name),
                 )
         return root
     parts = [[0, 1], [2]]  # two episodes share a file
@@ -100,7 +100,7 @@ def write(root, version, dtype="video", cameras=(FRONT,), **info):
         ):  # of each camera in a file of another number
             video(
                 root / files["video_path"].format(chunk_index=0, file_index=f + number, video_key=name),
-                [p for e in part for p in pictures(e, name)],
+                [p for e in part for p in images(e, name)],
             )
         start = 0
         for e in part:
@@ -122,7 +122,7 @@ class Table:
     action_dim, state_dim, tasks = 1, 1, ("go",)
 
     def __init__(self, count, *, size=(SIZE, SIZE), action_dim=1, cameras=("front",)):
-        """size: of one camera's picture."""
+        """size: of one camera's image."""
         self.count, self.cameras, self.action_dim = count, tuple(cameras), action_dim
         self.image_shape = (size[0], size[1] * len(cameras), 3)
 
@@ -177,7 +177,7 @@ def test_each_step_is_read_back(dataset, version, dtype, memory):
     assert all((e.images.kept is None) == (memory == 0) for e in found.episodes)
 
 
-def test_pictures_are_resized_to_the_simulators(dataset):
+def test_images_are_resized_to_the_simulators(dataset):
     found = source(dataset("v2.1", "image"), {"size": [16, 16]})
     assert found[0].metadata["observation"].images.shape == (1, 16, 16, 3)
     with pytest.raises(UserError, match="32 x 32, but the simulator's are 16 x 24"):
@@ -199,18 +199,18 @@ def test_several_cameras_lie_side_by_side_under_the_simulators_names(tmp_path, v
             assert seen.images.shape == (1, SIZE // 2, SIZE, 3) and seen.cameras == ("wrist", "above")
             for name, feature in zip(("wrist", "above"), order, strict=True):
                 shade = grey(e, t) if feature == FRONT else 255 - grey(e, t)
-                picture = seen.picture(name)
-                assert picture.shape == (1, *size, 3) and np.abs(picture.astype(int) - shade).max() <= off
+                image = seen.image(name)
+                assert image.shape == (1, *size, 3) and np.abs(image.astype(int) - shade).max() <= off
 
 
-def test_one_camera_has_the_simulators_name_and_a_whole_picture_none(tmp_path, dataset):
+def test_one_camera_has_the_simulators_name_and_a_whole_image_none(tmp_path, dataset):
     one = source(dataset(), {"cameras": ["above"]})[0].metadata["observation"]
-    assert one.cameras == ("above",) and (one.picture("above") == one.images).all()
+    assert one.cameras == ("above",) and (one.image("above") == one.images).all()
     whole = source(dataset(), {"cameras": ["wrist", "above"], "size": [SIZE, SIZE // 2]}, camera=FRONT)
     seen = whole[0].metadata["observation"]
     assert seen.images.shape == (1, SIZE, SIZE, 3)
     with pytest.raises(UserError, match="no camera 'wrist'"):
-        seen.picture("wrist")
+        seen.image("wrist")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_one_camera_has_the_simulators_name_and_a_whole_picture_none(tmp_path, d
         (["a", "b"], [FRONT, FRONT], "must be 2 different names"),
         (["a"], [FRONT, SIDE], "must be 1 different names"),
         (["a", "b"], [FRONT, "top"], "task.demonstrations.camera=top is not in "),
-        (["a", "b"], FRONT, "front has pictures of 32 x 32, but the simulator's are 32 x 64"),
+        (["a", "b"], FRONT, "front has images of 32 x 32, but the simulator's are 32 x 64"),
     ],
 )
 def test_cameras_that_do_not_fit_are_refused(tmp_path, cameras, chosen, message):
@@ -245,7 +245,7 @@ def test_what_does_not_fit_is_named(dataset, tmp_path):
     with pytest.raises(UserError, match="timestamps of episode 0 are not those of 30"):
         source(write(tmp_path / "fast", "v2.1", "image", fps=30))
     torn = write(tmp_path / "torn", "v2.1")
-    video(torn / f"videos/chunk-000/{FRONT}/episode_000001.mp4", pictures(1)[:2])
+    video(torn / f"videos/chunk-000/{FRONT}/episode_000001.mp4", images(1)[:2])
     with pytest.raises(UserError, match=r"episode_000001\.mp4 ends before frame 3"):
         source(torn)[6]
     (torn / "data/chunk-000/episode_000001.parquet").unlink()

@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 
 def brightness(sample):
-    """Of the picture, times the digit that was asked for."""
+    """Of the image, times the digit that was asked for."""
     return float(sample.image.mean()) * sample.prompt.answer
 
 
@@ -55,7 +55,7 @@ def test_the_rewriter_is_asked_with_the_prompt(folder):
     assert len(task.evaluation) == 500 and task.evaluation[3].text.startswith("Better: ")
 
 
-def test_a_demonstration_is_the_prompt_or_what_the_data_say_of_the_picture(folder):
+def test_a_demonstration_is_the_prompt_or_what_the_data_say_of_the_image(folder):
     """ "draw a 3" is shown as "the digit three"; careless data name another digit, which RL has to undo."""
     plain = build.build_task(config_of(folder, data={"type": "digits", "reasoning": True}))
     assert plain.train[13].metadata["demonstration"] == "the digit three"
@@ -73,13 +73,13 @@ def test_what_is_written_is_drawn_and_earns_for_the_prompt_that_was_asked(folder
     policy = DiffusionPolicy(load(str(folder), DiffusionModel()), Denoising(steps=3, evaluation_steps=3))
     seed = zlib.crc32(f"{task.train[7].id} 0".encode())
     drawn = [policy.respond([Prompt("x", text)], [seed])[0].image for text in ("draw a seven", "draw a one")]
-    torch.testing.assert_close(found[:, 0], torch.stack([7 * picture.mean() for picture in drawn]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[:, 0], torch.stack([7 * image.mean() for image in drawn]), rtol=0, atol=1e-5)
     assert abs(float(found[0, 0] - found[1, 0])) > 1e-4
     assert not any(p.requires_grad for p in task.generator.policy.module.parameters())
 
 
-def test_several_pictures_are_averaged_and_each_is_drawn_once(folder):
-    task = build.build_task(config_of(folder, pictures=3, generator={"path": str(folder), "steps": 2, "at_once": 2}))
+def test_several_images_are_averaged_and_each_is_drawn_once(folder):
+    task = build.build_task(config_of(folder, images=3, generator={"path": str(folder), "steps": 2, "at_once": 2}))
     samples, seen = answers(task, ["draw a seven", "draw a one", "draw a one"]), []
     draw = task.generator.draw
     task.generator.draw = lambda texts, seeds: seen.append((list(texts), list(seeds))) or draw(texts, seeds)
@@ -91,8 +91,8 @@ def test_several_pictures_are_averaged_and_each_is_drawn_once(folder):
     texts = [text for call in seen for text in call[0]]
     assert texts == ["draw a seven"] * 3 + ["draw a one"] * 3 and len(set(seen[0][1])) == 3
     assert seen[0][1][:3] == seen[0][1][3:]  # the same noises for all texts of a prompt
-    pictures = torch.stack(draw(texts[:3], seen[0][1][:3]))
-    torch.testing.assert_close(found[0, 0], 7 * pictures.mean(), rtol=0, atol=1e-5)
+    images = torch.stack(draw(texts[:3], seen[0][1][:3]))
+    torch.testing.assert_close(found[0, 0], 7 * images.mean(), rtol=0, atol=1e-5)
     assert found[1, 0] == found[2, 0]
 
 
@@ -109,7 +109,7 @@ def test_reasoning_before_a_tag_is_not_drawn(folder):
     assert task.written("<prompt>a</prompt><prompt>b</prompt>") == "b" and task.written("draw a seven") == ""
 
 
-def test_a_rewriter_trains_on_what_its_pictures_earn(folder, tmp_path):
+def test_a_rewriter_trains_on_what_its_images_earn(folder, tmp_path):
     """From the YAML keys through the batch of the trainer: rewards are those of the rollouts' own texts."""
     from mmrl.collection.collector import Collector
     from mmrl.engine import Ranks

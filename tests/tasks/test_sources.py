@@ -34,7 +34,7 @@ def png(red):
 
 
 def rows(count, **first):
-    """Rows with one picture each, whose red is the row's number; `first` overwrites fields of row 0."""
+    """Rows with one image each, whose red is the row's number; `first` overwrites fields of row 0."""
     made = [
         {
             "images": [{"bytes": png(n), "path": None}],
@@ -59,7 +59,7 @@ def red(prompt):
 
 
 @pytest.fixture
-def pictures(tmp_path):
+def images(tmp_path):
     for n in range(4):
         (tmp_path / f"{n}.png").write_bytes(png(n))
     return tmp_path
@@ -69,15 +69,15 @@ def question(n, **changes):
     return {"images": [f"{n}.png"], "problem": f"<image>How many? {n}", "answer": str(n)} | changes
 
 
-def test_jsonl_by_path(pictures):
+def test_jsonl_by_path(images):
     path = write_jsonl(
-        pictures,
+        images,
         [
             question(0),
             "",
             question(1, images=["1.png", {"path": "2.png", "bytes": None}], problem="<image> é <image>?"),
-            question(3, images=[], problem="No picture?", source="book"),
-            question(3, images="3.png", problem="One picture and no marker?", answer=3),
+            question(3, images=[], problem="No image?", source="book"),
+            question(3, images="3.png", problem="One image and no marker?", answer=3),
         ],
     )
     source = FileSource(path)
@@ -89,8 +89,8 @@ def test_jsonl_by_path(pictures):
     assert source[0].images[0].mode == "RGB"
 
 
-def test_bad_rows_are_listed_with_file_line_and_field(pictures):
-    (pictures / "torn.png").write_bytes(png(1)[:20])
+def test_bad_rows_are_listed_with_file_line_and_field(images):
+    (images / "torn.png").write_bytes(png(1)[:20])
     bad = [
         ("{'not': json}", "not JSON"),
         ('["a list"]', "object"),
@@ -100,13 +100,13 @@ def test_bad_rows_are_listed_with_file_line_and_field(pictures):
         (question(1, problem=7), "field 'problem' must be text"),
         (
             question(1, images=["1.png", "2.png"]),
-            "field 'problem' has 1 <image> markers, field 'images' has 2 pictures",
+            "field 'problem' has 1 <image> markers, field 'images' has 2 images",
         ),
-        (question(1, images=["gone.png"]), "field 'images', picture 0: cannot read .*gone.png"),
-        (question(1, images=["torn.png"]), "field 'images', picture 0: cannot read .*torn.png"),
+        (question(1, images=["gone.png"]), "field 'images', image 0: cannot read .*gone.png"),
+        (question(1, images=["torn.png"]), "field 'images', image 0: cannot read .*torn.png"),
         (question(1, images=[{"bytes": None, "path": None}]), "neither a path nor bytes"),
     ]
-    path = write_jsonl(pictures, [question(0), *(line for line, _ in bad), question(2)])
+    path = write_jsonl(images, [question(0), *(line for line, _ in bad), question(2)])
     source = FileSource(path, max_bad_share=0.9)
     assert [source[i].answer for i in range(len(source))] == ["0", "2"]
     assert [row.line for row in source.bad] == list(range(2, 12))
@@ -115,8 +115,8 @@ def test_bad_rows_are_listed_with_file_line_and_field(pictures):
         assert re.search(reason, row.reason), row.reason
 
 
-def test_share_of_bad_rows_stops_or_not(pictures):
-    path = write_jsonl(pictures, [question(0)] * 9 + ["oops"])
+def test_share_of_bad_rows_stops_or_not(images):
+    path = write_jsonl(images, [question(0)] * 9 + ["oops"])
     assert len(FileSource(path, max_bad_share=0.1)) == 9
     with pytest.raises(
         ValueError, match=r"1 of 10 rows cannot be used, more than max_bad_share=0.09 .*line 10: not JSON"
@@ -128,9 +128,9 @@ def test_share_of_bad_rows_stops_or_not(pictures):
         unchecked[9]
 
 
-def test_a_picture_that_turns_out_torn_costs_its_row_when_it_is_used(pictures, caplog):
-    (pictures / "torn.png").write_bytes(png(9)[:50])  # the header is whole
-    path = write_jsonl(pictures, [question(n % 4) for n in range(8)] + [question(1, images=["torn.png"])] * 2)
+def test_an_image_that_turns_out_torn_costs_its_row_when_it_is_used(images, caplog):
+    (images / "torn.png").write_bytes(png(9)[:50])  # the header is whole
+    path = write_jsonl(images, [question(n % 4) for n in range(8)] + [question(1, images=["torn.png"])] * 2)
     source = FileSource(path, max_bad_share=0.2)
     assert len(source) == 10 and source.bad == []
     with caplog.at_level(logging.WARNING):
@@ -143,9 +143,9 @@ def test_a_picture_that_turns_out_torn_costs_its_row_when_it_is_used(pictures, c
         strict[8]
 
 
-def test_where_no_row_can_be_used(pictures):
-    (pictures / "torn.png").write_bytes(png(9)[:50])
-    source = FileSource(write_jsonl(pictures, [question(1, images=["torn.png"])] * 2), max_bad_share=1)
+def test_where_no_row_can_be_used(images):
+    (images / "torn.png").write_bytes(png(9)[:50])
+    source = FileSource(write_jsonl(images, [question(1, images=["torn.png"])] * 2), max_bad_share=1)
     with pytest.raises(UserError, match="no row of it can be used; the first: .*line 1"):
         source[1]
 
@@ -170,14 +170,14 @@ REFUSED = {
 
 
 @pytest.fixture
-def traps(pictures):
-    root = pictures / "root"
+def traps(images):
+    root = images / "root"
     (root / "sub").mkdir(parents=True)
-    (pictures / "secret.png").write_bytes(png(1))
+    (images / "secret.png").write_bytes(png(1))
     (root / "0.png").write_bytes(png(0))
     (root / "inner.png").symlink_to("0.png")
-    (root / "link.png").symlink_to(pictures / "secret.png")
-    (root / "way").symlink_to(pictures)
+    (root / "link.png").symlink_to(images / "secret.png")
+    (root / "way").symlink_to(images)
     (root / "loop.png").symlink_to("loop.png")
     os.mkfifo(root / "pipe.png")
     Image.new("RGB", (4, 4)).save(root / "page.eps")
@@ -187,12 +187,12 @@ def traps(pictures):
     return root
 
 
-@pytest.mark.parametrize(("picture", "reason"), REFUSED.values(), ids=REFUSED.keys())
-def test_pictures_that_a_file_may_not_open(traps, picture, reason):
-    path = write_jsonl(traps, [question(0), question(0, images=[picture])])
+@pytest.mark.parametrize(("image", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_images_that_a_file_may_not_open(traps, image, reason):
+    path = write_jsonl(traps, [question(0), question(0, images=[image])])
     source = FileSource(path, max_bad_share=0.5)
     assert len(source) == 1
-    assert re.search(f"line 2: field 'images', picture 0: .*{reason}", source.bad[0].reason), source.bad[0].reason
+    assert re.search(f"line 2: field 'images', image 0: .*{reason}", source.bad[0].reason), source.bad[0].reason
     assert "\n" not in source.bad[0].reason
 
 
@@ -207,8 +207,8 @@ def test_links_and_roots_that_lead_below_are_followed(traps):
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_formats_that_are_read(tmp_path, format):
-    Image.new("RGB", (8, 8), (200, 0, 0)).save(tmp_path / "picture", format)
-    (image,) = FileSource(write_jsonl(tmp_path, [question(0, images=["picture"])]))[0].images
+    Image.new("RGB", (8, 8), (200, 0, 0)).save(tmp_path / "image", format)
+    (image,) = FileSource(write_jsonl(tmp_path, [question(0, images=["image"])]))[0].images
     assert image.mode == "RGB" and image.size == (8, 8) and abs(image.getpixel((0, 0))[0] - 200) < 9
 
 
@@ -238,8 +238,8 @@ ROWS = {
 
 
 @pytest.mark.parametrize(("row", "reason"), ROWS.values(), ids=ROWS.keys())
-def test_rows_that_would_end_the_run_later_are_named(pictures, row, reason):
-    path = write_jsonl(pictures, [question(0)])
+def test_rows_that_would_end_the_run_later_are_named(images, row, reason):
+    path = write_jsonl(images, [question(0)])
     line = row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()
     path.write_bytes(path.read_bytes() + line + b"\n")
     source = FileSource(path, max_bad_share=0.5)
@@ -248,9 +248,9 @@ def test_rows_that_would_end_the_run_later_are_named(pictures, row, reason):
     source.bad[0].reason.encode()
 
 
-def test_a_reason_that_many_rows_share_is_told_once(pictures):
+def test_a_reason_that_many_rows_share_is_told_once(images):
     rows = [{"question": "?", "answer": "1"}] * 7 + [question(0), {"problem": " ", "answer": "1"}]
-    path = write_jsonl(pictures, rows)
+    path = write_jsonl(images, rows)
     with pytest.raises(ValueError, match="8 of 9 rows cannot be used") as refused:
         FileSource(path)
     told = str(refused.value).partition("raise max_bad_share: ")[2].split("; ")
@@ -261,14 +261,14 @@ def test_a_reason_that_many_rows_share_is_told_once(pictures):
     ]
 
 
-def test_names_that_are_not_near_are_metadata(pictures):
-    path = write_jsonl(pictures, [{"problem": "?", "answer": "1", "image_id": 7, "image": None}])
+def test_names_that_are_not_near_are_metadata(images):
+    path = write_jsonl(images, [{"problem": "?", "answer": "1", "image_id": 7, "image": None}])
     assert FileSource(path)[0].metadata == {"image_id": 7, "image": None}
 
 
-def test_a_line_that_is_too_long_is_not_read(pictures, monkeypatch):
+def test_a_line_that_is_too_long_is_not_read(images, monkeypatch):
     monkeypatch.setattr(jsonl, "LONGEST_LINE", 1000)
-    path = write_jsonl(pictures, [question(0), question(1, more="x" * 5000), question(2)])
+    path = write_jsonl(images, [question(0), question(1, more="x" * 5000), question(2)])
     monkeypatch.setattr(files, "LONGEST_LINE", 1000)
     source = FileSource(path, max_bad_share=0.5)
     assert [red(source[i]) for i in range(2)] == [[0], [2]] and source[1].id == "questions:3"
@@ -289,8 +289,8 @@ def counted(monkeypatch, tmp_path):
     return checked
 
 
-def test_a_verdict_is_kept_until_the_file_or_an_option_changes(pictures, counted):
-    path = write_jsonl(pictures, [question(0), "oops", question(1)])
+def test_a_verdict_is_kept_until_the_file_or_an_option_changes(images, counted):
+    path = write_jsonl(images, [question(0), "oops", question(1)])
     first = FileSource(path, max_bad_share=0.5)
     assert len(counted) == 2 and len(first) == 2
     again = FileSource(path, max_bad_share=0.5)
@@ -302,24 +302,24 @@ def test_a_verdict_is_kept_until_the_file_or_an_option_changes(pictures, counted
     os.utime(path, ns=(1, 1))
     FileSource(path, max_bad_share=0.5)
     assert len(counted) == 6
-    write_jsonl(pictures, [question(0), question(1), question(2)])
+    write_jsonl(images, [question(0), question(1), question(2)])
     os.utime(path, ns=(1, 1))
     assert len(FileSource(path)) == 3 and len(counted) == 9
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"count": 3, "bad": [[7, "x"]]}', '{"count": 3, "bad": 1}', "[" * 99999])
-def test_a_verdict_that_cannot_be_read_is_none(pictures, counted, text, tmp_path):
-    path = write_jsonl(pictures, [question(0), question(1), question(2)])
+def test_a_verdict_that_cannot_be_read_is_none(images, counted, text, tmp_path):
+    path = write_jsonl(images, [question(0), question(1), question(2)])
     FileSource(path)
     (kept,) = (tmp_path / "cache").glob("*.json")
     kept.write_text(text)
     assert len(FileSource(path)) == 3 and len(counted) == 6
 
 
-def test_verdicts_that_cannot_be_kept_are_no_fault(pictures, counted, tmp_path):
+def test_verdicts_that_cannot_be_kept_are_no_fault(images, counted, tmp_path):
     (tmp_path / "cache").write_text("a file")
     for _ in range(2):
-        assert len(FileSource(write_jsonl(pictures, [question(0)]))) == 1
+        assert len(FileSource(write_jsonl(images, [question(0)]))) == 1
     assert len(counted) == 2
 
 
@@ -406,16 +406,16 @@ def test_parquet_across_row_groups(tmp_path, validate):
 
 def test_parquet_counts_bad_rows_from_one(tmp_path):
     path = tmp_path / "questions.parquet"
-    pq.write_table(pa.Table.from_pylist(rows(4, images=[{"bytes": b"no picture", "path": None}])), path)
+    pq.write_table(pa.Table.from_pylist(rows(4, images=[{"bytes": b"no image", "path": None}])), path)
     source = FileSource(path, max_bad_share=0.25)
     assert (len(source), source.bad[0].line, source[0].id) == (3, 1, "questions:2")
-    assert "row 1: field 'images', picture 0: cannot read bytes" in source.bad[0].reason
+    assert "row 1: field 'images', image 0: cannot read bytes" in source.bad[0].reason
 
 
-def test_other_field_names_and_root(pictures):
-    (pictures / "text").mkdir()
-    path = write_jsonl(pictures / "text", [{"photo": "2.png", "q": "What?", "a": "two"}])
-    source = FileSource(path, image_field="photo", problem_field="q", answer_field="a", image_root=pictures)
+def test_other_field_names_and_root(images):
+    (images / "text").mkdir()
+    path = write_jsonl(images / "text", [{"photo": "2.png", "q": "What?", "a": "two"}])
+    source = FileSource(path, image_field="photo", problem_field="q", answer_field="a", image_root=images)
     assert (red(source[0]), source[0].text, source[0].answer) == ([2], "What?", "two")
 
 
@@ -459,7 +459,7 @@ def test_huggingface_saved_folder_and_parquet(tmp_path):
             "level": datasets.Value("int64"),
         }
     )
-    table = rows(5, images=[{"bytes": b"no picture", "path": None}])
+    table = rows(5, images=[{"bytes": b"no image", "path": None}])
     data = datasets.Dataset.from_list(table, features=features)
     datasets.DatasetDict({"train": data}).save_to_disk(tmp_path / "saved")
     source = HuggingFaceSource(str(tmp_path / "saved"), "train", max_bad_share=0.2)
@@ -479,7 +479,7 @@ def test_huggingface_saved_folder_and_parquet(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs mmrl[huggingface]")
 def test_the_columns_of_mmk12_are_read(tmp_path):
-    """A stand-in with the columns and splits of its card: one picture a row, not a list of them."""
+    """A stand-in with the columns and splits of its card: one image a row, not a list of them."""
     import datasets
 
     texts = {name: datasets.Value("string") for name in ("id", "question", "answer", "subject")}
@@ -494,20 +494,20 @@ def test_the_columns_of_mmk12_are_read(tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs mmrl[huggingface]")
-def test_huggingface_opens_files_below_the_root_only(pictures):
+def test_huggingface_opens_files_below_the_root_only(images):
     import datasets
 
-    root = pictures / "root"
+    root = images / "root"
     root.mkdir()
     (root / "0.png").write_bytes(png(0))
-    paths = [root / "0.png", pictures / "1.png"]  # datasets writes absolute paths
+    paths = [root / "0.png", images / "1.png"]  # datasets writes absolute paths
     table = [{"images": [{"bytes": None, "path": str(path)}], "problem": "?", "answer": "1"} for path in paths]
-    datasets.Dataset.from_list(table).save_to_disk(pictures / "saved")
-    source = HuggingFaceSource(str(pictures / "saved"), image_root=root, max_bad_share=0.5)
-    assert red(source[0]) == [0] and "row 1: field 'images', picture 0: " in source.bad[0].reason
+    datasets.Dataset.from_list(table).save_to_disk(images / "saved")
+    source = HuggingFaceSource(str(images / "saved"), image_root=root, max_bad_share=0.5)
+    assert red(source[0]) == [0] and "row 1: field 'images', image 0: " in source.bad[0].reason
     assert "leads out of image_root" in source.bad[0].reason
     with pytest.raises(ValueError, match="is a path, but there is no image_root"):
-        HuggingFaceSource(str(pictures / "saved"))
+        HuggingFaceSource(str(images / "saved"))
 
 
 def test_huggingface_without_datasets(monkeypatch):
@@ -519,11 +519,11 @@ def test_huggingface_without_datasets(monkeypatch):
         HuggingFaceSource("anything")
 
 
-# --- questions whose options and pictures are in columns of their own ---
+# --- questions whose options and images are in columns of their own ---
 
 
 def asked(tmp_path, row, **fields):
-    """The prompt of a row whose pictures are colours."""
+    """The prompt of a row whose images are colours."""
     for name in ("one", "two", "three"):
         Image.new("RGB", (5, 4), ("one", "two", "three").index(name) * 40).save(tmp_path / f"{name}.png")
     options = {"image_field": ["image_1", "image_2", "image_3"], "options_field": "options", **fields}
@@ -541,15 +541,15 @@ MMMU = {
 }
 
 
-def test_options_and_numbered_pictures_become_a_question(tmp_path):
-    """As MMMU has them: a text of a list, and pictures that texts name by number, in whatever order."""
+def test_options_and_numbered_images_become_a_question(tmp_path):
+    """As MMMU has them: a text of a list, and images that texts name by number, in whatever order."""
     prompt = asked(tmp_path, MMMU)
     assert prompt.text == ("Which of <image> and <image> is darker?\nA. the first\nB. the second's\nC. <image>")
     assert red(prompt) == [40, 0, 80] and prompt.answer == "B"
     assert prompt.metadata == {"subfield": "light"}
 
 
-def test_pictures_that_no_text_names_come_first(tmp_path):
+def test_images_that_no_text_names_come_first(tmp_path):
     row = MMMU | {"problem": "Is it darker than <image 2>?", "options": ["yes", "no"], "image_3": None}
     prompt = asked(tmp_path, row)
     assert prompt.text == "<image>Is it darker than <image>?\nA. yes\nB. no" and red(prompt) == [0, 40]
@@ -572,7 +572,7 @@ def test_a_number_is_the_place_of_an_option(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"problem": "<image 3>?", "image_3": None}, "the question names <image 3>, and the row has no such picture"),
+        ({"problem": "<image 3>?", "image_3": None}, "the question names <image 3>, and the row has no such image"),
         ({"options": "['a'"}, "field 'options' is a text that is no list of options"),
         ({"options": "7"}, "field 'options' must be a list of at most 26 options"),
         ({"options": ["a"] * 27}, "at most 26 options"),

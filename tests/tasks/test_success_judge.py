@@ -93,18 +93,18 @@ def test_another_episode_is_asked_about_anew():
             )
 
 
-def test_pictures_are_even_and_the_last_is_always_there():
+def test_images_are_even_and_the_last_is_always_there():
     frames = np.arange(5)
     for count, want in ((1, [4]), (2, [0, 4]), (3, [0, 2, 4]), (9, [0, 1, 2, 3, 4])):
         assert evenly(frames, count).tolist() == want
 
 
-def test_episodes_without_pictures():
+def test_episodes_without_images():
     """As a reward they are a mistake of ours; an evaluation that goes on measures those that it has seen."""
     with scripted(likes_how_it_ended) as server:
         task = watched(server)
         blind = sample(replace(SAMPLES[0].episode, frames=None), "b")
-        with pytest.raises(UserError, match="'judge': the episode of prompt 'b' was played without keeping pictures"):
+        with pytest.raises(UserError, match="'judge': the episode of prompt 'b' was played without keeping images"):
             task.score([blind])
         measured = task.measures([blind, SAMPLES[1]])
     assert measured["episode/judge_success"].isnan().tolist() == [True, False]
@@ -114,7 +114,7 @@ def test_episodes_without_pictures():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pictures": 0}, "pictures must be at least 1, not 0"),
+        ({"images": 0}, "images must be at least 1, not 0"),
         ({"threshold": 0}, "threshold must be above 0 and at most 1, not 0"),
         ({"question": "Was it done?"}, "question must hold {prompt}"),
     ],
@@ -124,5 +124,5 @@ def test_faulty_options(options, message):
         watched(server, **options)
 
 
-def test_other_rewards_keep_no_pictures():
+def test_other_rewards_keep_no_images():
     assert not build("manipulation", {"simulator": "tests.sims.line_simulator:Line", "tasks": ["go"]}, 0).watched

@@ -37,9 +37,9 @@ def test_one_image_token_a_cell_and_no_resizing(processor):
     image_token = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert (inputs["input_ids"] == image_token).sum(1).tolist() == [3] * 10
     assert inputs["image_grid_thw"].tolist() == [[1, 1, 3]] * 10
-    patches = inputs["pixel_values"].reshape(10, 3, 3, 2, 8, 8)  # picture, cell, channel, time, height, width
-    picture = torch.frombuffer(bytearray(prompts[0].images[0].tobytes()), dtype=torch.uint8).reshape(8, 24, 3)
-    red = (picture[:, 8:16, 0] / 255 - processor.image_processor.image_mean[0]) / processor.image_processor.image_std[0]
+    patches = inputs["pixel_values"].reshape(10, 3, 3, 2, 8, 8)  # image, cell, channel, time, height, width
+    image = torch.frombuffer(bytearray(prompts[0].images[0].tobytes()), dtype=torch.uint8).reshape(8, 24, 3)
+    red = (image[:, 8:16, 0] / 255 - processor.image_processor.image_mean[0]) / processor.image_processor.image_std[0]
     torch.testing.assert_close(patches[0, 1, 0, 0], red)
 
 
@@ -56,7 +56,7 @@ def test_tokenizer_knows_every_question_and_splits_digits(processor):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_model_is_small_ties_its_head_and_sees_the_picture(processor, model):
+def test_model_is_small_ties_its_head_and_sees_the_image(processor, model):
     assert sum(p.numel() for p in model.parameters()) < 1_000_000
     assert model.lm_head.weight is model.model.language_model.embed_tokens.weight
     inputs = encode(processor, list(DigitsSource(size=2, seed=0)))

@@ -95,8 +95,8 @@ class Fixed:
     reward_weights = [1.0]
 
     def __init__(self, mark, image=True, size=64):
-        picture = (Image.new("RGB", (24, 8)),) if image else ()
-        self.train = self.evaluation = Questions(Prompt(str(i), f"Where is the {i}?", picture) for i in range(size))
+        image = (Image.new("RGB", (24, 8)),) if image else ()
+        self.train = self.evaluation = Questions(Prompt(str(i), f"Where is the {i}?", image) for i in range(size))
         self.mark = mark
 
     def score(self, samples, group=None):
@@ -199,8 +199,8 @@ class SleepsFirst(TaskSettings):
         time.sleep(1000)
 
 
-class Pictures(TaskSettings):
-    """Digits asked for, and a reward that pictures of an untrained model get in all sizes: their brightness."""
+class Images(TaskSettings):
+    """Digits asked for, and a reward that images of an untrained model get in all sizes: their brightness."""
 
     def build(self, seed):
         task = Fixed(lambda sample: float(sample.image.mean()))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mmrl.children.processes import end_with_parent
 from mmrl.generation.weight_sync.checksums import checksum
-from mmrl.generation.weight_sync.nccl import Late, Receiver
+from mmrl.generation.weight_sync.nccl import BroadcastTimeout, Receiver
 from mmrl.generation.weight_sync.receiver import read_folder
 
 VOCABULARY, SUPPRESSED, END = 1000, 7, 999  # that requests of tests have
@@ -142,7 +142,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             receiver.join(rendezvous, first)
             self.server.tensors = sums(receiver.weights(base))
-        except (RuntimeError, Late) as error:
+        except (RuntimeError, BroadcastTimeout) as error:
             receiver.leave()
             self.answer((500, json.dumps({"error": str(error)}).encode()))
         else:

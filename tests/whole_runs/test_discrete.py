@@ -24,70 +24,70 @@ COMMON = {
 }
 JOBS = {
     "masked": {
-        "model": {"type": "masked_diffusion"},
+        "model": {"type": "discrete_diffusion"},
         "task": {"type": "text_sums", "rewards": [{"name": "tests.whole_runs.parts:spread"}]},
         "rollout": {"response_length": 4},
         "unmasking": {"likelihood": {"type": "elbo", "draws": 2}},
         "algorithm": {"level": "sequence", "terms": [{"type": "kl", "coefficient": 0.1}]},
     },
     "rewritten": {
-        "model": {"type": "rewritten_diffusion", "writer": {"template": "{}", "originals": 1}},
-        "task": {"type": "tests.whole_runs.parts:Pictures"},
+        "model": {"type": "prompt_rewriting", "writer": {"template": "{}", "originals": 1}},
+        "task": {"type": "tests.whole_runs.parts:Images"},
         "rollout": {"max_response_length": 5},
         "denoising": {"steps": 3, "evaluation_steps": 3},
-        "algorithm": {"surrogate": {"type": "by_part", "picture": {"type": "clip", "low": 1e-3, "high": 1e-3}}},
+        "algorithm": {"surrogate": {"type": "by_part", "image": {"type": "clip", "low": 1e-3, "high": 1e-3}}},
     },
 }
 FURTHER = {
     "codes": {
-        "model": {"type": "picture_codes"},
-        "task": {"type": "tests.whole_runs.parts:Pictures"},
+        "model": {"type": "autoregressive_image"},
+        "task": {"type": "tests.whole_runs.parts:Images"},
         "drawing": {"guidance": 1.5},
     },
     "pairs": {
         "model": {"type": "diffusion"},
-        "task": {"type": "tests.whole_runs.parts:Pictures"},
+        "task": {"type": "tests.whole_runs.parts:Images"},
         "denoising": {"steps": 3, "evaluation_steps": 3, "likelihood": {"type": "matching", "shared": True}},
         "algorithm": {"type": "stepwise_preference"},
     },
     "steps": {
         "model": {"type": "diffusion"},
-        "task": {"type": "tests.whole_runs.parts:Pictures"},
+        "task": {"type": "tests.whole_runs.parts:Images"},
         "denoising": {"steps": 3, "evaluation_steps": 3},
         "algorithm": {"shaping": [{"type": "step_gains"}], "surrogate": {"low": 1e-3, "high": 1e-3}},
     },
     "few_step": {
         "model": {"type": "few_step_diffusion", "sampler": {"steps": 2, "share": 0.5}},
-        "task": {"type": "tests.whole_runs.parts:Pictures"},
+        "task": {"type": "tests.whole_runs.parts:Images"},
         "denoising": {"steps": 4, "evaluation_steps": 4, "likelihood": "contrast"},
         "algorithm": {"type": "contrast", "terms": [{"type": "sampler_distillation"}]},
     },
     "reasoning": {
-        "model": {"type": "picture_codes"},
-        "task": {"type": "tests.whole_runs.parts:Pictures"},
+        "model": {"type": "autoregressive_image"},
+        "task": {"type": "tests.whole_runs.parts:Images"},
         "rollout": {"reasoning_length": 4},
         "algorithm": {"shaping": [{"type": "part_credit", "text": 0.5}], "surrogate": {"type": "by_part"}},
     },
     "inverse": {
-        "model": {"type": "picture_codes"},
-        "task": {"type": "tests.whole_runs.parts:Pictures"},
+        "model": {"type": "autoregressive_image"},
+        "task": {"type": "tests.whole_runs.parts:Images"},
         "algorithm": {"transforms": ["inverse_likelihood"]},
     },
     "candidates": {
         "model": {"type": "diffusion"},
-        "task": {"type": "tests.whole_runs.parts:Pictures"},
+        "task": {"type": "tests.whole_runs.parts:Images"},
         "denoising": {"steps": 4, "evaluation_steps": 4, "likelihood": {"shared_states": True}},
         "algorithm": {"type": "candidate_preference"},
     },
     "values": {
         "model": {"type": "diffusion"},
-        "task": {"type": "tests.whole_runs.parts:Pictures"},
+        "task": {"type": "tests.whole_runs.parts:Images"},
         "denoising": {"steps": 3, "evaluation_steps": 3},
         "algorithm": {"shaping": [{"type": "latent_values", "warm_up": 1, "outcome": 1.0}]},
     },
     "gradient": {
         "model": {"type": "diffusion"},
-        "task": {"type": "tests.whole_runs.parts:Pictures"},
+        "task": {"type": "tests.whole_runs.parts:Images"},
         "rollout": {"group_size": None},
         "denoising": {"steps": 3, "evaluation_steps": 3, "likelihood": {"type": "last_steps"}},
         "algorithm": {"type": "reward_gradient", "reward": {"name": "tests.joints.test_reward_gradient:Bright"}},
@@ -99,21 +99,21 @@ FURTHER = {
         "noising": {"steps": 2},
     },
     "distribution": {
-        "model": {"type": "masked_diffusion"},
+        "model": {"type": "discrete_diffusion"},
         "task": {"type": "text_sums", "rewards": [{"name": "tests.whole_runs.parts:spread"}]},
         "rollout": {"response_length": 4},
         "unmasking": {"likelihood": {"type": "elbo", "draws": 2}},
         "algorithm": {"type": "distribution_matching"},
     },
     "tilt": {
-        "model": {"type": "masked_diffusion"},
+        "model": {"type": "discrete_diffusion"},
         "task": {"type": "text_sums", "rewards": [{"name": "tests.whole_runs.parts:spread"}]},
         "rollout": {"response_length": 4},
         "unmasking": {"likelihood": {"type": "elbo", "draws": 2}},
         "algorithm": {"type": "tilt_matching", "epochs": 2},
     },
     "critic": {
-        "model": {"type": "masked_diffusion"},
+        "model": {"type": "discrete_diffusion"},
         "task": {"type": "text_sums", "rewards": [{"name": "tests.whole_runs.parts:spread"}]},
         "rollout": {"response_length": 4, "prompts": 16, "group_size": 1},
         "unmasking": {"steps": 3, "order": "random", "likelihood": "trace"},
@@ -121,15 +121,15 @@ FURTHER = {
         "optim": {"lr": 1e-3, "eps": 1e-4, "groups": {"critic": {"lr": 1e-2}}},
     },
     "unified": {
-        "model": {"type": "masked_diffusion"},
-        "task": {"type": "tests.whole_runs.parts:Pictures"},
+        "model": {"type": "discrete_diffusion"},
+        "task": {"type": "tests.whole_runs.parts:Images"},
         "rollout": {"response_length": 16, "reasoning_length": 4},
         "unmasking": {"steps": 4, "reasoning_steps": 2, "likelihood": "spread"},
         "algorithm": {"surrogate": {"type": "by_part"}},
     },
     "branches": {
         "model": {"type": "diffusion"},
-        "task": {"type": "tests.whole_runs.parts:Pictures"},
+        "task": {"type": "tests.whole_runs.parts:Images"},
         "denoising": {
             "steps": 3,
             "evaluation_steps": 3,
@@ -148,15 +148,15 @@ def write(folder, name):
     kind = job["model"]["type"]
     if name == "unified":
         image_tokens.build_masked(str(model), 0)
-    elif kind in ("masked_diffusion", "uniform_diffusion"):
+    elif kind in ("discrete_diffusion", "uniform_diffusion"):
         sums.build(str(model), 0, width=32, layers=1)
-    elif kind == "picture_codes":
+    elif kind == "autoregressive_image":
         image_tokens.build_autoregressive(str(model), 0)
     else:
         digits.build_digits(str(model), 0)
     tree = COMMON | job | {"rollout": COMMON["rollout"] | job.get("rollout", {})}
     tree["model"] = job["model"] | {"path": str(model)}
-    if kind == "rewritten_diffusion":
+    if kind == "prompt_rewriting":
         rewriter.build(str(folder / "writer"), 0)
         tree["model"]["writer"] = job["model"]["writer"] | {"path": str(folder / "writer")}
     recipe(folder, name).write_text(yaml.safe_dump(tree))

@@ -1,4 +1,4 @@
-"""Image runs through the command line: warm start, training, evaluation, pictures; and what is refused."""
+"""Image runs through the command line: warm start, training, evaluation, images; and what is refused."""
 
 import json
 
@@ -75,7 +75,7 @@ def test_the_metrics_hold_reward_guards_and_an_exact_first_ratio(folder, trained
 def test_grids_before_and_after_are_written(folder, trained):
     for step in (0, 2):
         grid = Image.open(folder / "flow" / "samples" / f"evaluation-{step:06d}.png")
-        assert grid.size == (10 * 50, 2 * 50)  # 20 pictures of 8 pixels, six times as large, a pixel of white around
+        assert grid.size == (10 * 50, 2 * 50)  # 20 images of 8 pixels, six times as large, a pixel of white around
 
 
 def test_eval_and_sample_of_the_run(folder, trained):
@@ -86,7 +86,7 @@ def test_eval_and_sample_of_the_run(folder, trained):
     assert record["evaluation/accuracy"] == after["evaluation/accuracy"]
     result = mmrl(folder, "sample", folder / "flow", folder / "flow.yaml", *TINY, "--count", "6")
     assert (result.code, result.err) == (0, "")
-    assert result.out.count("-> a picture") == 6
+    assert result.out.count("-> an image") == 6
     assert Image.open(folder / "flow" / "samples.png").size == (6 * 50, 50)
     assert (folder / "flow" / "samples.html").read_text().count("<img") == 6
 
@@ -94,7 +94,7 @@ def test_eval_and_sample_of_the_run(folder, trained):
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_a_configuration(name):
     config = load(name)
-    kinds = ("diffusion", "picture_codes", "masked_diffusion", "few_step_diffusion", "rewritten_diffusion")
+    kinds = ("diffusion", "autoregressive_image", "discrete_diffusion", "few_step_diffusion", "prompt_rewriting")
     assert config.model.type in kinds
     assert config.task.type == "image_generation"
     if config.model.warm_start is not None:

@@ -13,7 +13,7 @@ from mmrl.runtime.seeds import rollout_seeds
 from tests.whole_runs import parts, workers
 from tests.whole_runs.parts import (
     IMAGES,
-    Pictures,
+    Images,
     call,
     distance,
     final,
@@ -36,14 +36,14 @@ def ranks(tmp_path_factory):
     return folder
 
 
-def test_pictures_depend_on_their_prompt_and_seed_not_on_the_rank(ranks):
+def test_images_depend_on_their_prompt_and_seed_not_on_the_rank(ranks):
     whole = torch.load(ranks / "one-0.pt")
     parts = [torch.load(ranks / f"two-{rank}.pt") for rank in (0, 1)]
     assert torch.equal(whole["group"], torch.cat([part["group"] for part in parts]))
     torch.testing.assert_close(whole["images"], torch.cat([part["images"] for part in parts]), rtol=0, atol=1e-5)
 
 
-def test_no_picture_repeats(ranks):
+def test_no_image_repeats(ranks):
     images = torch.cat([torch.load(ranks / f"two-{rank}.pt")["images"] for rank in (0, 1)]).flatten(1)
     gaps = torch.cdist(images, images) + torch.eye(len(images)) * 1e9
     assert float(gaps.min()) > 0.1
@@ -81,7 +81,7 @@ def test_scoring_in_the_background_changes_nothing(tmp_path):
     """Also with rewards slow enough that two micro-batches wait for them."""
 
     def slow():
-        task = Pictures().build(0)
+        task = Images().build(0)
         mark = task.mark
         task.mark = lambda sample: time.sleep(0.01) or mark(sample)
         return task
@@ -93,7 +93,7 @@ def test_scoring_in_the_background_changes_nothing(tmp_path):
 
 
 def test_a_reward_that_fails_in_the_background_ends_the_run(tmp_path):
-    task = Pictures().build(0)
+    task = Images().build(0)
     task.score = lambda samples, group: (_ for _ in ()).throw(UserError("reward server: no answer"))
     trainer = make(tmp_path, "rollout.micro_batch=4", "rollout.score_in_background=true", task=task, base=IMAGES)
     with pytest.raises(UserError, match="no answer"):

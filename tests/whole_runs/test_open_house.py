@@ -1,5 +1,5 @@
 """What lies outside the repository trains like what lies in it: an algorithm, a loss term with a forward pass of its
-own on a masked picture, an advantage shaper and a sampler of prompts, from a folder that is not a package."""
+own on a masked image, an advantage shaper and a sampler of prompts, from a folder that is not a package."""
 
 import os
 import shutil
@@ -47,10 +47,10 @@ class Squared(GroupedAlgorithm):
 
 
 class Blinded(Term):
-    """Responses shall be less likely where the picture is masked."""
+    """Responses shall be less likely where the image is masked."""
 
     coefficient: Schedule = number(0.1, "weight", ge=0)
-    view: View = option(MaskedPatches(share=0.5, patch=4), "the masked picture")
+    view: View = option(MaskedPatches(share=0.5, patch=4), "the masked image")
 
     @property
     def needs(self):
@@ -151,7 +151,7 @@ def test_they_train_on_two_ranks_and_go_on_exactly(folder, trained, stage):
     steps = [row for row in timeless(metrics(whole)) if "loss" in row]
     assert [row for row in timeless(metrics(cut)) if "loss" in row] == steps and len(steps) == 4
     for row in steps:
-        assert row["own/blind"] != row["own/seeing"]  # the picture was really another one
+        assert row["own/blind"] != row["own/seeing"]  # the image was really another one
         assert row["own/ratio_gap_max"] > 0  # in the second epoch
     # after 0, 1, 2 and 3 steps of 4: 0.2, 0.15, 0.1, 0.05
     assert [row["control/algorithm.terms.0.coefficient"] for row in steps] == pytest.approx([0.2, 0.15, 0.1, 0.05])

@@ -82,7 +82,7 @@ def test_under_zero_3_a_rank_has_all_weights_while_it_generates(folder, rank):
         assert distance(final(folder / "generated whole"), final(folder / f"generated {name}")) < 1e-5
 
 
-def test_a_rank_without_pictures_does_not_hang_under_zero_3(folder):
+def test_a_rank_without_images_does_not_hang_under_zero_3(folder):
     assert [r["step"] for r in metrics(folder / "blind")] == [0, 1, 2, 2]  # the first and the last are evaluations
 
 

@@ -1,4 +1,4 @@
-"""Conversations with pictures in training: ranks agree, and so do vLLM and transformers; through partial rollouts and
+"""Conversations with images in training: ranks agree, and so do vLLM and transformers; through partial rollouts and
 resumes."""
 
 import json
@@ -45,7 +45,7 @@ def test_two_ranks_train_over_turns_as_one_does(folder, stage):
 def test_vllm_says_of_each_turn_what_transformers_does(tmp_path):
     call(turn_workers.beside, tmp_path, log=tmp_path / "log", timeout=500)
     found = json.loads((tmp_path / "beside.json").read_text())
-    assert set(found["turns"]) >= {turn_workers.TURNS} and max(found["pictures"]) == turn_workers.TURNS - 1
+    assert set(found["turns"]) >= {turn_workers.TURNS} and max(found["images"]) == turn_workers.TURNS - 1
     assert len(found["gaps"]) > 60 and max(found["gaps"]) < 1e-3
     assert found["greedy"] == found["plain"] == found["segments"]
     assert len({tuple(row) for row in found["greedy"]}) > 1

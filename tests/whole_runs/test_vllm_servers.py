@@ -245,8 +245,8 @@ def test_what_a_lost_server_had_is_answered_by_another(tmp_path):
 
 
 def test_a_group_is_one_request():
-    ids, picture = torch.tensor([7]), (object(),)
-    first = Request("a", [7], picture, ids, seed=3, limit=5)
+    ids, image = torch.tensor([7]), (object(),)
+    first = Request("a", [7], image, ids, seed=3, limit=5)
 
     def counts(*others, most=8):
         return [request.count for request in bundled([first, *others], most)]
@@ -259,7 +259,7 @@ def test_a_group_is_one_request():
         replace(first, seed=5),
         follows(limit=4),
         follows(marked=[8]),
-        follows(images=(picture[0],)),
+        follows(images=(image[0],)),
         follows(ids=torch.tensor([8])),
         replace(first, seed=2),
     ):

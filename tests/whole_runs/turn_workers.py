@@ -21,29 +21,29 @@ from tests.whole_runs.vllm_workers import responses
 TURNS = 3
 
 
-def picture(seed: int) -> Image.Image:
+def image(seed: int) -> Image.Image:
     """24 x 8 pixels that follow from a number."""
     generator = torch.Generator().manual_seed(seed)
     return Image.fromarray(torch.randint(0, 256, (8, 24, 3), generator=generator, dtype=torch.uint8).numpy())
 
 
 class Look(Environment):
-    """Answers each response with a picture that follows from it, and a text; ends after so many turns."""
+    """Answers each response with an image that follows from it, and a text; ends after so many turns."""
 
     def start(self, prompt: Prompt) -> list[Message]:
         self.turn = 0
-        return [Message("user", (picture(zlib.crc32(prompt.text.encode())), prompt.text))]
+        return [Message("user", (image(zlib.crc32(prompt.text.encode())), prompt.text))]
 
     def step(self, response: str) -> Reply:
         self.turn += 1
         seen = zlib.crc32(response.encode())
-        shown = Message("user", (f"Turn {self.turn}: ", picture(seen), "What is there?"))
+        shown = Message("user", (f"Turn {self.turn}: ", image(seen), "What is there?"))
         return Reply([shown], end=self.turn == TURNS, reward=seen % 5 / 4)
 
 
 class LookSettings(EnvironmentSettings):
     type: str = "tests.whole_runs.turn_workers:LookSettings"
-    limits: TurnLimits = option(TurnLimits(max_turns=TURNS, turn_tokens=5, max_pictures=TURNS), "of a conversation")
+    limits: TurnLimits = option(TurnLimits(max_turns=TURNS, turn_tokens=5, max_images=TURNS), "of a conversation")
 
     def make(self) -> Environment:
         return Look()
@@ -120,7 +120,7 @@ def beside(folder: Path) -> None:
     found = {
         "gaps": gaps,
         "turns": [len(s.conversation.turns) for s in sampled.samples],
-        "pictures": [sum(len(m.images) for t in s.conversation.turns for m in t.observation) for s in sampled.samples],
+        "images": [sum(len(m.images) for t in s.conversation.turns for m in t.observation) for s in sampled.samples],
         "greedy": responses(greedy),
         "plain": responses(plain),
         "segments": responses(policy.complete(drafts, 1)),

@@ -33,13 +33,13 @@ VLLM = ["rollout.generator=vllm_colocated", "rollout.max_response_length=8", "ro
 
 
 class LongQuestions(TaskSettings):
-    """Prompts of several blocks of vLLM's prefix cache, with a picture."""
+    """Prompts of several blocks of vLLM's prefix cache, with an image."""
 
     def build(self, seed):
         task = Fixed(spread)
-        picture = (Image.effect_mandelbrot((24, 8), (-2, -1, 1, 1), 50).convert("RGB"),)
+        image = (Image.effect_mandelbrot((24, 8), (-2, -1, 1, 1), 50).convert("RGB"),)
         task.train = task.evaluation = Questions(
-            Prompt(str(i), "<image>" + f"Where is the {i}? " * 40, picture) for i in range(8)
+            Prompt(str(i), "<image>" + f"Where is the {i}? " * 40, image) for i in range(8)
         )
         return task
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from mmrl import kernels
 from mmrl.collection.collector import Collector
 from mmrl.core.reduce import MODES
-from mmrl.engine import Engine, Shadow
+from mmrl.engine import EMA, Engine
 from mmrl.kernels import ops
 from mmrl.trainer import Trainer
 from mmrl.training.metrics import Metrics
@@ -86,7 +86,7 @@ def trained(folder: Path, name: str, stages: list[int]) -> None:
         train(folder / f"{name}-{stage}", f"engine.zero_stage={stage}", *GRPO)
 
 
-def no_picture_on_a_rank(folder: Path) -> None:
+def no_image_on_a_rank(folder: Path) -> None:
     blind = ["engine.zero_stage=3", "task={type: tests.whole_runs.parts:BlindOnRankOne}", "evaluation.before=true"]
     train(folder / "blind", "steps=2", *blind)
 
@@ -219,7 +219,7 @@ def two_ranks(folder: Path) -> None:
     trained(folder, "two", [3])
     generated(folder)
     one_bad_loss(folder, BAD)
-    no_picture_on_a_rank(folder)
+    no_image_on_a_rank(folder)
 
 
 def further_stages(folder: Path) -> None:
@@ -233,7 +233,7 @@ def kernels_and_reference(folder: Path) -> None:
 
 
 def images(folder: Path, name: str) -> None:
-    """A run of the image recipe, and the pictures of its first round as this rank drew them."""
+    """A run of the image recipe, and the images of its first round as this rank drew them."""
     trainer = make(folder / name, base=IMAGES)
     batch = trainer.collector.rounds.make(0, 0)
     torch.save(
@@ -293,7 +293,7 @@ def averages(folder: Path) -> None:
     plain.train()
     release(plain)
     trainer, found = make(folder / "averages", *stage), []
-    shadow = Shadow(trainer.policy.module, lambda updates: 0.5)
+    shadow = EMA(trainer.policy.module, lambda updates: 0.5)
 
     def compare(minibatch: list, metrics: Metrics) -> None:
         """Nothing here may gather weights before `applied` does: DeepSpeed would drop the copies that it kept."""

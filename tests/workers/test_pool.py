@@ -10,8 +10,8 @@ import torch
 
 from mmrl import build
 from mmrl.children.child import Lost
-from mmrl.children.door import Pair
 from mmrl.children.frames import decode
+from mmrl.children.listener import Pair
 from mmrl.collection.checks import check_batch
 from mmrl.config import load
 from mmrl.errors import UserError
@@ -21,7 +21,7 @@ from mmrl.workers import pool
 from mmrl.workers.handles import Handle
 from mmrl.workers.local import without_workers
 from mmrl.workers.pool import devices_of, shares
-from tests.whole_runs.parts import IMAGES, ROBOTS, TINY, Pictures, make, metrics, release
+from tests.whole_runs.parts import IMAGES, ROBOTS, TINY, Images, make, metrics, release
 from tests.workers.runs import COOLING, GUIDED, ONE, PPO, alike, run
 from tests.workers.threads import InThread, Running
 
@@ -47,7 +47,7 @@ def threads(monkeypatch):
 # --- the same numbers ---
 
 
-@pytest.mark.parametrize("base, options", [(IMAGES, GUIDED), (ROBOTS, [*PPO, COOLING])], ids=["pictures", "robots"])
+@pytest.mark.parametrize("base, options", [(IMAGES, GUIDED), (ROBOTS, [*PPO, COOLING])], ids=["images", "robots"])
 def test_three_workers_make_what_one_does(tmp_path, threads, base, options):
     plain = run(tmp_path / "plain", *options, base=base)
     alike(plain, run(tmp_path / "apart", *options, "rollout.workers.count=3", base=base), rel=2e-4)
@@ -65,7 +65,7 @@ def test_three_workers_make_what_one_does(tmp_path, threads, base, options):
     ],
     ids=["contrast", "matching", "trees"],
 )
-def test_other_decisions_of_pictures_pass_too(tmp_path, threads, options):
+def test_other_decisions_of_images_pass_too(tmp_path, threads, options):
     plain = run(tmp_path / "plain", *options, "steps=2", base=IMAGES)
     alike(plain, run(tmp_path / "apart", *options, "steps=2", ONE, base=IMAGES))
 
@@ -80,7 +80,7 @@ def test_prompts_are_shared_in_order():
 AHEAD = [(IMAGES, ["algorithm.minibatches=2", "denoising.guidance=1.5"]), (ROBOTS, PPO)]
 
 
-@pytest.mark.parametrize("base, options", AHEAD, ids=["pictures", "robots"])
+@pytest.mark.parametrize("base, options", AHEAD, ids=["images", "robots"])
 def test_a_batch_ahead_is_of_weights_one_step_old(tmp_path, threads, base, options):
     """The second batch is that of a run in which the first step changed nothing; the third is not."""
     ahead = run(tmp_path / "ahead", *options, "rollout.workers.async_steps=1", base=base)
@@ -97,10 +97,10 @@ def test_a_batch_ahead_is_of_weights_one_step_old(tmp_path, threads, base, optio
 
 def test_likelihoods_that_come_along_are_those_of_the_weights_that_drew(tmp_path, threads):
     trainer = make(tmp_path, "rollout.workers={count: 2, async_steps: 1}", base=IMAGES)
-    pictures, policy = trainer.generator, trainer.policy
+    images, policy = trainer.generator, trainer.policy
     prompts, seeds = [trainer.task.train[i] for i in range(2)], [11, 12, 13, 14]
-    with pictures.generation():
-        made = pictures.rollout(prompts, 2, seeds, step=0)
+    with images.generation():
+        made = images.rollout(prompts, 2, seeds, step=0)
     with torch.no_grad():
         now = policy.replay(made, policy.module).logp
         for parameter in policy.module.parameters():
@@ -150,7 +150,7 @@ class OnlyHere(TaskSettings):
         main = sys.modules["__main__"].__spec__
         if threading.current_thread() is not threading.main_thread() or (main and main.name == "mmrl.children.main"):
             raise ArithmeticError("not on this\nhost")
-        return Pictures().build(seed)
+        return Images().build(seed)
 
 
 def test_a_worker_that_raises_says_why_in_one_line(tmp_path, threads):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mmrl.children.child import Here, Lost
+from mmrl.children.child import Lost, OnThisHost
 from mmrl.children.frames import decode, encode
 from mmrl.errors import UserError
 from mmrl.workers.handles import Handle
@@ -18,7 +18,7 @@ from tests.workers.runs import COOLING, GUIDED, ONE, PPO, alike, run
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def test_pictures_of_a_process_are_those_of_the_trainer(tmp_path):
+def test_images_of_a_process_are_those_of_the_trainer(tmp_path):
     """Sampled predictions, guidance, groups that are replaced, and an average that is evaluated: all to the bit."""
     plain = run(tmp_path / "plain", *GUIDED, base=IMAGES)
     apart = run(tmp_path / "apart", *GUIDED, ONE, base=IMAGES)
@@ -67,7 +67,7 @@ def test_a_worker_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path, 
 
 def test_a_worker_that_never_comes_up_is_named_with_its_last_words(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/sh")
-    handle = Handle(3, tmp_path / "log", Here(log=tmp_path / "log"))
+    handle = Handle(3, tmp_path / "log", OnThisHost(log=tmp_path / "log"))
     handle.child.start()
     with pytest.raises(Lost, match=r"it ended with \d+; .*log says: .+"):
         handle.ask(encode({}), 20)
@@ -75,7 +75,7 @@ def test_a_worker_that_never_comes_up_is_named_with_its_last_words(tmp_path, mon
 
 
 def test_workers_end_with_the_training(tmp_path):
-    handle = Handle(0, tmp_path / "log", Here(log=tmp_path / "log"))
+    handle = Handle(0, tmp_path / "log", OnThisHost(log=tmp_path / "log"))
     handle.child.start()
     with pytest.raises(UserError, match="rollout worker 0: KeyError"):
         handle.ask(encode({}), 120)

@@ -4,7 +4,7 @@ import socket
 import threading
 
 from mmrl.children.channel import Channel
-from mmrl.children.door import Pair
+from mmrl.children.listener import Pair
 from mmrl.children.main import serve
 from mmrl.workers.worker import RolloutWorker
 

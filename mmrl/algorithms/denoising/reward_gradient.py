@@ -1,4 +1,4 @@
-"""Climbing a reward that is differentiable, through the last steps that made a picture."""
+"""Climbing a reward that is differentiable, through the last steps that made an image."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RewardGradient(Algorithm):
-    """The reward of a picture goes up along its gradient. It is quick, and nothing keeps pictures what they were: watch
+    """The reward of an image goes up along its gradient. It is quick, and nothing keeps images what they were: watch
     the guards."""
 
     equation: ClassVar[str] = "-r(x_0), with the gradient through the last steps of the chain (and the decoder)"
@@ -33,7 +33,7 @@ class RewardGradient(Algorithm):
 
     @property
     def own_needs(self) -> Needs:
-        return Needs(offers=frozenset({"picture_gradient"}))
+        return Needs(offers=frozenset({"image_gradient"}))
 
     def check_rewards(self, names: list[str]) -> None:
         differentiable(self.reward.model_dump_json())
@@ -63,6 +63,6 @@ def differentiable(spec: str) -> DifferentiableReward:
     if not isinstance(made, DifferentiableReward):
         raise ValueError(
             f"algorithm.reward.name={asked.name} has no gradient; use classifier_logp, or a class of your own with "
-            "differentiable(pictures, prompts)"
+            "differentiable(images, prompts)"
         )
     return made

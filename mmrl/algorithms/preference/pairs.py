@@ -72,7 +72,7 @@ class OfflinePreference(StepwisePreference):
     collection: ClassVar[CollectionSettings] = PairCollection
     type: str = "offline_preference"
     level: Literal["decision", "sequence"] = option(
-        "decision", "what is compared: decision by decision, as for pictures; or whole sequences, as for text"
+        "decision", "what is compared: decision by decision, as for images; or whole sequences, as for text"
     )
 
     def shown(self, prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class InverseLikelihood(Transform):
-    """A unified model reads the picture that it drew, and says how likely the prompt is as what it shows: a picture of
+    """A unified model reads the image that it drew, and says how likely the prompt is as what it shows: an image of
     which it can not tell what was asked for earns little. Nobody else judges; the model that judges is the one that
     drew, with its gradient off."""
 
-    equation: ClassVar[str] = "r + weight x mean_t log p(prompt_t | picture, prompt_<t)"
+    equation: ClassVar[str] = "r + weight x mean_t log p(prompt_t | image, prompt_<t)"
     source: ClassVar[str] = "dual self-rewards, arXiv 2506.07963; the direction I2T of Co-RL, arXiv 2505.17534"
     test: ClassVar[str] = "tests/joints/test_inverse.py"
     type: str = "inverse_likelihood"

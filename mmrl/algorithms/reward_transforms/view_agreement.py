@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 class ViewAgreement(Transform):
     """No label is needed: an answer earns as much as it is matched by answers to the same prompt under a view, where
-    those are translated back, such as left to right for mirrored pictures."""
+    those are translated back, such as left to right for mirrored images."""
 
     equation: ClassVar[str] = (
         "r <- r + bonus min(n, m) / n, n and m how often the group gives the answer, and how often it is given under "

@@ -1,4 +1,4 @@
-"""A surrogate for each part of a response: one for the text, one for the picture that follows."""
+"""A surrogate for each part of a response: one for the text, one for the image that follows."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ OTHERS = {name: where for name, where in Surrogate.kinds.items() if name != "by_
 
 
 class ByPart(Surrogate):
-    """Text that plans a picture, and the codes or denoising steps that draw it, have bounds of their own: a word may
+    """Text that plans an image, and the codes or denoising steps that draw it, have bounds of their own: a word may
     move further than one of hundreds of codes."""
 
-    equation: ClassVar[str] = "text's values where a decision is a word, picture's where it is a code or a step"
+    equation: ClassVar[str] = "text's values where a decision is a word, image's where it is a code or a step"
     source: ClassVar[str] = (
         "reconstructed from T2I-R1, arXiv 2505.00703, and ReasonGen-R1, arXiv 2505.24875: two levels of tokens in one "
         "objective"
@@ -31,31 +31,31 @@ class ByPart(Surrogate):
     test: ClassVar[str] = "tests/joints/test_parts.py"
     type: str = "by_part"
     text: Surrogate = option(Clip(), "objective of the text's tokens", kinds=OTHERS)
-    picture: Surrogate = option(Clip(), "objective of the picture's codes or steps", kinds=OTHERS)
+    image: Surrogate = option(Clip(), "objective of the image's codes or steps", kinds=OTHERS)
 
     @model_validator(mode="after")
     def _of_single_decisions(self) -> ByPart:
-        for name, chosen in (("text", self.text), ("picture", self.picture)):
+        for name, chosen in (("text", self.text), ("image", self.image)):
             if type(chosen).objective not in (Surrogate.objective, Clip.objective):
                 raise ValueError(f"{name}={chosen.type} compares whole rollouts; use one of single decisions")
         return self
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"parts"})) | self.text.needs | self.picture.needs
+        return Needs(offers=frozenset({"parts"})) | self.text.needs | self.image.needs
 
     def prepare(self, batch: Batch) -> None:
         self.text.prepare(batch)
-        self.picture.prepare(batch)
+        self.image.prepare(batch)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
         import torch
 
-        from mmrl.rollouts import PICTURE, TEXT, in_part
+        from mmrl.rollouts import IMAGE, TEXT, in_part
 
         total = torch.zeros_like(log_ratio)
         stats: dict[str, Tensor] = {}
-        for name, part, chosen in (("text", TEXT, self.text), ("picture", PICTURE, self.picture)):
+        for name, part, chosen in (("text", TEXT, self.text), ("image", IMAGE, self.image)):
             mine = in_part(micro, part).to(log_ratio.device)
             values, found = chosen.values(log_ratio, advantages, micro, replay)
             total = values.where(mine, total)

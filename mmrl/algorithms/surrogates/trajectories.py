@@ -23,9 +23,9 @@ class TrajectoryTrustRegion(Surrogate):
     """How far whole chains move away from the old policy's has a price, and beyond a bound a chain teaches nothing
     else.
 
-    A chain is all that a robot's policy draws at one look, or the steps of a picture. The exact divergences of its
+    A chain is all that a robot's policy draws at one look, or the steps of an image. The exact divergences of its
     steps are summed, of those inside the window, for the others are not drawn. Where all are, the mean of the sums is
-    no less than the divergence of the actions or pictures that chains lead to. Written as a control of type multiplier
+    no less than the divergence of the actions or images that chains lead to. Written as a control of type multiplier
     that follows surrogate/trajectory_kl to a target, the price is the dual variable of a bound on that mean.
     Divergences are in the units of the likelihood: nats where its `reduction` is sum, nats an element where it is
     mean."""

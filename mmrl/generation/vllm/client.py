@@ -204,7 +204,7 @@ class Server:
         return self.post("collective_rpc", {"method": method, "kwargs": arguments})
 
     def forget(self) -> None:
-        """Empty the caches of keys and values, of processed pictures and of encoded pictures."""
+        """Empty the caches of keys and values, of processed images and of encoded images."""
         for cache in ("prefix", "mm", "encoder"):
             self.post(f"reset_{cache}_cache")
 

@@ -24,7 +24,7 @@ from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.settings import VLLMColocated, VLLMGenerator, VLLMServer
 from mmrl.generation.vllm.responses import Answer, BadAnswer, check, recorded
-from mmrl.generation.vllm.sleep import Rest
+from mmrl.generation.vllm.sleep import SleepMode
 from mmrl.generation.weight_sync.checksums import Report, report
 from mmrl.generation.weight_sync.receiver import UNLOADED
 from mmrl.rollouts import Video
@@ -45,8 +45,8 @@ NEVER = -1e9  # added to the logit of a token that is never sampled; JSON knows 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt for vLLM, with one marker a picture as the chat template writes it; and the ids that the trainer's
-    processor makes of text and pictures. Wanted are `count` responses of at most `limit` tokens; the first one is drawn
+    """A prompt for vLLM, with one marker an image as the chat template writes it; and the ids that the trainer's
+    processor makes of text and images. Wanted are `count` responses of at most `limit` tokens; the first one is drawn
     with `seed`, the next with `seed` + 1, and so on, as vLLM has it."""
 
     name: str
@@ -118,7 +118,7 @@ class Generator(Answering, Protocol):
 @dataclass(frozen=True)
 class EngineOptions:
     """What one engine is made with. context: tokens of the longest prompt and response. lora_rank: of adapters; 0:
-    none. observed: the most pictures that the observations of a conversation hold, beside those of its prompt."""
+    none. observed: the most images that the observations of a conversation hold, beside those of its prompt."""
 
     context: int
     settings: VLLMGenerator = VLLMColocated()
@@ -162,7 +162,7 @@ class EngineOptions:
 
 def bundled(requests: Sequence[Request], most: int) -> list[Request]:
     """Neighbours that differ in their seeds alone as one request, for at most so many responses: a prompt and its
-    pictures are prepared once for all of them."""
+    images are prepared once for all of them."""
     found: list[Request] = []
     for request in requests:
         if found and found[-1].count + request.count <= most and found[-1].continued_by(request):
@@ -241,7 +241,7 @@ class VLLM:
     """An engine with the architecture and the processor of a folder, and weights from memory.
 
     Every rank has one of its own. Each response depends on its own seed alone. On a GPU the engine sleeps between
-    `sleep` and `wake`, see `Rest`. A CPU engine has nothing to release.
+    `sleep` and `wake`, see `SleepMode`. A CPU engine has nothing to release.
     """
 
     def __init__(self, folder: Path, options: EngineOptions) -> None:
@@ -277,7 +277,7 @@ class VLLM:
                 f"rollout.generator: vLLM can not start ({_cause(error)}); {versions()}; context {options.context} "
                 "tokens, see rollout.generator, or set rollout.generator=transformers"
             ) from None
-        self.rest = Rest(self.llm, keep_weights=options.lora_rank > 0) if gpu else None
+        self.rest = SleepMode(self.llm, keep_weights=options.lora_rank > 0) if gpu else None
 
     @property
     def replicas(self) -> Sequence[VLLM]:
@@ -286,7 +286,7 @@ class VLLM:
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
         """The responses that are asked for, in order.
 
-        Raises UserError if a prompt and its response may not fit the context, holds too many pictures, or is read as
+        Raises UserError if a prompt and its response may not fit the context, holds too many images, or is read as
         other tokens than by the trainer.
         """
         from vllm import SamplingParams
@@ -361,7 +361,7 @@ class VLLM:
         return [report(self.llm.collective_rpc("arrived", kwargs={"adapter": adapter}))]
 
     def forget(self) -> None:
-        """Empty the caches of keys and values, of processed pictures and of encoded pictures."""
+        """Empty the caches of keys and values, of processed images and of encoded images."""
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()

@@ -445,21 +445,21 @@ def bodies(
 ) -> list[dict[str, Any]]:
     """Requests as /inference/v1/generate takes them. model: the name of an adapter, where there is one."""
     named = {} if model is None else {"model": model}
-    pictures = {id(r.images): [data_url(image) for image in r.images] for r in requests}
+    images = {id(r.images): [data_url(image) for image in r.images] for r in requests}
     return [
-        {**content(r, pictures[id(r.images)]), **named, "sampling_params": sampling_parameters(r, sampling, eos)}
+        {**content(r, images[id(r.images)]), **named, "sampling_params": sampling_parameters(r, sampling, eos)}
         for r in requests
     ]
 
 
-def content(request: Request, pictures: Sequence[str]) -> dict[str, Any]:
-    """Prompt and pictures as /inference/v1/generate takes them. Raises UserError for a prompt with clips: it takes none
+def content(request: Request, images: Sequence[str]) -> dict[str, Any]:
+    """Prompt and images as /inference/v1/generate takes them. Raises UserError for a prompt with clips: it takes none
     as they are."""
     if request.clips:
         raise UserError(
             f"prompt {request.name} has clips, which servers do not take; set rollout.generator.type=vllm_colocated"
         )
-    parts = [{"type": "image_url", "url": picture} for picture in pictures]
+    parts = [{"type": "image_url", "url": image} for image in images]
     return {"token_ids": request.marked, "return_token_ids": True, **({"content_parts": parts} if parts else {})}
 
 

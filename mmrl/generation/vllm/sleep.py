@@ -10,7 +10,7 @@ import torch
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what it can wake one by one
 
 
-class Rest:
+class SleepMode:
     """Puts a colocated vLLM engine to sleep and wakes it in two stages: weights first, which are then replaced, and
     when what that took is free again the cache of keys and values, which is most of the engine's share.
 

@@ -71,7 +71,7 @@ def row_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class Ledger:
+class SentWeights:
     """What was given to engines."""
 
     def __init__(self) -> None:

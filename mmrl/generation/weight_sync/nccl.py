@@ -42,12 +42,12 @@ class Rendezvous:
     timeout: float
 
 
-class Late(Exception):
+class BroadcastTimeout(Exception):
     """What was waited for did not come in time."""
 
 
 class BroadcastGroup:
-    """One member of a group. Methods raise RuntimeError where another member is lost, and `Late`."""
+    """One member of a group. Methods raise RuntimeError where another member is lost, and `BroadcastTimeout`."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, store: Store | None = None) -> None:
         """store: of rank 0, which has the rendezvous; others connect to it."""
@@ -104,10 +104,10 @@ def wait(work: Any, until: float, look: Callable[[], None] = lambda: None) -> No
     while not work.is_completed():
         look()
         if time.monotonic() > until + GRACE:
-            raise Late
+            raise BroadcastTimeout
         time.sleep(POLL)
     if time.monotonic() > until:
-        raise Late
+        raise BroadcastTimeout
     work.wait()  # raises what went wrong
 
 
@@ -170,8 +170,8 @@ class Receiver:
         self.group = self.base = None
 
     def weights(self, base: str) -> Iterator[tuple[str, Tensor]]:
-        """What rank 0 broadcasts under this name, until it says that this was all. Raises RuntimeError or `Late` where
-        something of it is missing."""
+        """Yields what rank 0 broadcasts under this name, until it says that this was all. Raises RuntimeError or
+        `BroadcastTimeout` where something of it is missing."""
         group = self.group
         assert group is not None
         for number in count():

@@ -23,23 +23,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmrl.generation.weight_sync.checksums import HELD, PACKED, Checksum, checksum
-from mmrl.generation.weight_sync.nccl import Late, Receiver
+from mmrl.generation.weight_sync.nccl import BroadcastTimeout, Receiver
 
 UNLOADED = "mmrl_unloaded"  # the load format of an engine whose weights come after its start
 COPY = torch.ops.aten.copy_.default
-Place = tuple[int, tuple[int, ...]]  # the first element, and strides
+StridedView = tuple[int, tuple[int, ...]]  # the first element, and strides
 # Of the parts of a tensor: where in it, the shape, where in the layer, and whether the layer keeps a repacked copy
-Layout = list[tuple[Place, tuple[int, ...], Place, bool]]
+Layout = list[tuple[StridedView, tuple[int, ...], StridedView, bool]]
 
 
 @dataclass
-class Landing:
+class ReceivedPart:
     """A part of a tensor that was sent, and where it went."""
 
     name: str
-    place: Place  # in the tensor that was sent
+    place: StridedView  # in the tensor that was sent
     shape: torch.Size
-    target: Place  # in the memory of `owner`
+    target: StridedView  # in the memory of `owner`
     owner: StorageWeakRef
     sent: Checksum
     landed: Checksum  # right after the copy, in the precision of the engine
@@ -68,8 +68,8 @@ class CopyWatch(TorchDispatchMode):
         self.filled = filled and before is None
         self.layouts: dict[str, Layout] = {} if before is None else before.layouts
         self.sources: dict[int, tuple[str, StorageWeakRef]] = {}  # by address
-        self.landings: list[Landing] = []
-        self.by_owner: dict[int, list[Landing]] = {}
+        self.parts: list[ReceivedPart] = []
+        self.by_owner: dict[int, list[ReceivedPart]] = {}
         self.written: set[int] = set()  # addresses
         # Addresses of parameters that did not lie as they came when the engine was made
         self.repacked: set[int] = set() if before is None else before.repacked
@@ -104,13 +104,13 @@ class CopyWatch(TorchDispatchMode):
             if source.shape == target.shape:
                 self._landed(name, target, source)
         elif _address(source) != _address(target) and _alike(source, target):
-            for landing in self._waiting(source):
-                landing.settle(target)
+            for part in self._waiting(source):
+                part.settle(target)
             self.by_owner.pop(_address(source), None)
 
     def _landed(self, name: str, target: Tensor, source: Tensor) -> None:
         place = _place(source)
-        landing = Landing(
+        part = ReceivedPart(
             name,
             place,
             target.shape,
@@ -119,27 +119,27 @@ class CopyWatch(TorchDispatchMode):
             checksum(source, place),
             checksum(target, place),
         )
-        self.landings.append(landing)
-        self.by_owner.setdefault(_address(target), []).append(landing)
+        self.parts.append(part)
+        self.by_owner.setdefault(_address(target), []).append(part)
 
-    def _waiting(self, memory: Tensor) -> list[Landing]:
-        return [landing for landing in self.by_owner.get(_address(memory), []) if not landing.owner.expired()]
+    def _waiting(self, memory: Tensor) -> list[ReceivedPart]:
+        return [part for part in self.by_owner.get(_address(memory), []) if not part.owner.expired()]
 
     def finish(self, model: nn.Module) -> None:
         """Parts that landed where they stay are found there; parts that lie otherwise than they landed are packed."""
         for tensor in [*model.parameters(), *model.buffers()]:
-            for landing in self._waiting(tensor):
-                landing.settle(tensor)
-        for landing in self.landings:
-            if landing.home is not None and checksum(landing.home, landing.place) != landing.landed:
-                landing.home = None
+            for part in self._waiting(tensor):
+                part.settle(tensor)
+        for part in self.parts:
+            if part.home is not None and checksum(part.home, part.place) != part.landed:
+                part.home = None
         self.by_owner.clear()
         self.sources.clear()
-        self.found_layouts = {name: self._layout(name) for name in {landing.name for landing in self.landings}}
+        self.found_layouts = {name: self._layout(name) for name in {part.name for part in self.parts}}
         self.layouts = self.layouts or self.found_layouts
 
     def _layout(self, name: str) -> Layout:
-        parts = [landing for landing in self.landings if landing.name == name]
+        parts = [part for part in self.parts if part.name == name]
         return sorted((part.place, tuple(part.shape), part.target, part.home is None) for part in parts)
 
     def blank(self, model: nn.Module) -> list[str]:
@@ -153,15 +153,15 @@ class CopyWatch(TorchDispatchMode):
     def misplaced(self) -> list[str]:
         """Names of tensors of which a part lies as it came where the engine had packed it, or that lie otherwise than
         the first time."""
-        unpacked = {x.name for x in self.landings if x.home is not None and _address(x.home) in self.repacked}
+        unpacked = {x.name for x in self.parts if x.home is not None and _address(x.home) in self.repacked}
         return sorted(unpacked | {name for name, own in self.found_layouts.items() if self.layouts.get(name) != own})
 
     def found(self) -> dict[str, Checksum]:
         found: dict[str, Checksum] = {}
-        for landing in self.landings:
-            now = landing.now()
-            mine = Checksum(now.value, now.count, PACKED if landing.home is None else HELD)
-            found[landing.name] = found[landing.name] + mine if landing.name in found else mine
+        for part in self.parts:
+            now = part.now()
+            mine = Checksum(now.value, now.count, PACKED if part.home is None else HELD)
+            found[part.name] = found[part.name] + mine if part.name in found else mine
         return found
 
 
@@ -238,7 +238,7 @@ def whole(weights: Iterator[tuple[str, Tensor]], problems: list[Exception]) -> I
     exception went through its loader; the next weights find the engine as it should be."""
     try:
         yield from weights
-    except (RuntimeError, Late) as error:
+    except (RuntimeError, BroadcastTimeout) as error:
         problems.append(error)
 
 
@@ -289,7 +289,7 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _place(tensor: Tensor) -> Place:
+def _place(tensor: Tensor) -> StridedView:
     """In its memory."""
     return int(tensor.storage_offset()), tuple(tensor.stride())
 

@@ -24,7 +24,7 @@ from mmrl.generation.vllm.client import LOST, EngineWeights, Server
 from mmrl.generation.weight_sync import nccl
 from mmrl.generation.weight_sync.buckets import Bucket, packed
 from mmrl.generation.weight_sync.folders import Exchange, write_weights
-from mmrl.generation.weight_sync.nccl import ABORTED, END, GLOO, NCCL, BroadcastGroup, Late, Rendezvous
+from mmrl.generation.weight_sync.nccl import ABORTED, END, GLOO, NCCL, BroadcastGroup, BroadcastTimeout, Rendezvous
 from mmrl.generation.weight_sync.receiver import UNLOADED
 
 LOOPBACK = "127.0.0.1"
@@ -213,7 +213,7 @@ class Broadcast:
                 nccl.close(group, base, sent, END)
                 for found in receiving:
                     found.result(max(0.0, until - time.monotonic()))
-            except (Late, TimeoutError, RuntimeError, LOST) as error:
+            except (BroadcastTimeout, TimeoutError, RuntimeError, LOST) as error:
                 if isinstance(error, (RuntimeError, LOST)) and time.monotonic() < until:
                     raise
                 # Requests and gloo have the same limit, and may be the first to say so
@@ -232,7 +232,7 @@ class Broadcast:
         while group.absent():
             unhurt(receiving)
             if time.monotonic() > until:
-                raise Late
+                raise BroadcastTimeout
             time.sleep(10 * nccl.POLL)
         group.form()
 

@@ -1,1 +1,1 @@
-"""Language models that write pictures as codes, one after the other."""
+"""Language models that write images as codes, one after the other."""

@@ -1,4 +1,4 @@
-"""Models that write pictures as codes, from folders."""
+"""Models that write images as codes, from folders."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def beside(path: str) -> ImageTokenWriter:
     codes = codebook.read(path)
     if codes is None:
         raise UserError(
-            f"model.path={path} has no {codebook.NAME}.safetensors, which says what pictures its tokens are; see "
+            f"model.path={path} has no {codebook.NAME}.safetensors, which says what images its tokens are; see "
             "mmrl/policies/codebook.py"
         )
     return CausalWriter(codes)
@@ -70,7 +70,7 @@ def beside(path: str) -> ImageTokenWriter:
 
 def words_of(tokenizer: Tokenizer, writer: ImageTokenWriter) -> Tensor:
     """[word] bool over the tokens below the first code: which may be written before codes. Those are words and the end
-    token, not what stands for padding, for pictures or for places in a chat. Raises UserError without an end token."""
+    token, not what stands for padding, for images or for places in a chat. Raises UserError without an end token."""
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token (eos_token), which ends the text before codes")
     allowed = torch.zeros(writer.first, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Models that write pictures as codes on the meta device: what a micro-batch and a batch of pictures take."""
+"""Models that write images as codes on the meta device: what a micro-batch and a batch of images take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from mmrl.engine.memory import Blueprint, on_meta
+from mmrl.engine.memory import MemoryModel, on_meta
 from mmrl.errors import UserError
 from mmrl.policies import codebook
 from mmrl.policies.autoregressive_image.settings import CodeDemonstrations, CodeDrawing, CodeLimits, CodeModel
@@ -84,7 +84,7 @@ def network(settings: CodeModel, path: str) -> nn.Module:
     return model
 
 
-def blueprint(settings: CodeModel, config: JobConfig, path: str) -> Blueprint:
+def blueprint(settings: CodeModel, config: JobConfig, path: str) -> MemoryModel:
     """Of a job. Raises UserError as `described`, and for a model without a codebook."""
     limits: CodeLimits = config.rollout
     drawing: CodeDrawing = config.section("drawing")
@@ -97,7 +97,7 @@ def blueprint(settings: CodeModel, config: JobConfig, path: str) -> Blueprint:
     else:
         found = codebook.read(path)
         if found is None:
-            raise UserError(f"model.path={path} has no {codebook.NAME}.safetensors, which says how long a picture is")
+            raise UserError(f"model.path={path} has no {codebook.NAME}.safetensors, which says how long an image is")
         places = found.places
     longest = limits.max_prompt_length + limits.reasoning_length + janus + places
     both = 1 if isinstance(drawing, CodeDemonstrations) or drawing.guidance == 1 else 2
@@ -120,7 +120,7 @@ def blueprint(settings: CodeModel, config: JobConfig, path: str) -> Blueprint:
         return drawn
 
     heads = text.num_key_value_heads or text.num_attention_heads
-    return Blueprint(
+    return MemoryModel(
         model,
         train,
         sample=sample,

@@ -19,7 +19,7 @@ NOTHING = torch.zeros(0, dtype=torch.long)
 
 @dataclass(frozen=True)
 class CodeRecord:
-    """A prompt, what was written about it and the picture, on the CPU."""
+    """A prompt, what was written about it and the image, on the CPU."""
 
     prompt: Tensor  # [token] int64
     tokens: Tensor  # [place] int64
@@ -65,9 +65,9 @@ class CodePrompts:
         return self.drawing.template.replace("{}", prompt.text)
 
     def read(self, prompt: Prompt) -> Tensor:
-        """[token]. Raises UserError as `encode`, and for pictures."""
+        """[token]. Raises UserError as `encode`, and for images."""
         if prompt.images or prompt.videos or prompt.messages:
-            raise UserError(f"prompt {prompt.id}: model.type=picture_codes reads a single text without pictures")
+            raise UserError(f"prompt {prompt.id}: model.type=autoregressive_image reads a single text without images")
         return self.encode(self.asked(prompt))
 
     def demonstrated(self, prompt: Prompt) -> Tensor:

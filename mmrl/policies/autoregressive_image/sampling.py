@@ -1,4 +1,4 @@
-"""Pictures that a language model writes code by code, behind a text that it writes before."""
+"""Images that a language model writes code by code, behind a text that it writes before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CodeSampler:
     def draw(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, guidance: float
     ) -> list[CodeRecord]:
-        """One picture a prompt, from its seed alone. temperature: 0 for the most likely token each time."""
+        """One image a prompt, from its seed alone. temperature: 0 for the most likely token each time."""
         recompute(self.module, False)
         told = [self.prompts.read(prompt) for prompt in prompts]
         texts = self._write(told, seeds, temperature) if self.prompts.reasoning_length else [NOTHING] * len(told)

@@ -17,7 +17,7 @@ class CodeScorer(nn.Module):
     allowed: Tensor
 
     def __init__(self, model: nn.Module, writer: ImageTokenWriter, allowed: Tensor) -> None:
-        """allowed: [word] bool, the tokens that text may hold; codes alone are written in a picture."""
+        """allowed: [word] bool, the tokens that text may hold; codes alone are written in an image."""
         super().__init__()
         self.model, self.writer = model, writer
         self.register_buffer("allowed", allowed, persistent=False)

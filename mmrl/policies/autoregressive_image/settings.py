@@ -1,4 +1,4 @@
-"""Settings of language models that write pictures as codes."""
+"""Settings of language models that write images as codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import Section, load_attribute, option
 
 if TYPE_CHECKING:
-    from mmrl.engine.memory import Blueprint
+    from mmrl.engine.memory import MemoryModel
     from mmrl.protocols.job import JobConfig
     from mmrl.protocols.parts import Policy
 
@@ -49,10 +49,10 @@ class CodeDrawing(Section):
     negative_prompt: str = option(
         "", "the prompt that guidance leads away from; Janus has padding in its place, as it was trained"
     )
-    template: str = option("{}", "how a prompt is asked for, such as a request to plan the picture first; {}: it")
+    template: str = option("{}", "how a prompt is asked for, such as a request to plan the image first; {}: it")
 
     question: str = option(
-        "", "what stands between a picture and its prompt where the model reads it, see `inverse_likelihood`"
+        "", "what stands between an image and its prompt where the model reads it, see `inverse_likelihood`"
     )
 
     @model_validator(mode="after")
@@ -63,15 +63,13 @@ class CodeDrawing(Section):
 
 
 class CodeDemonstrations(CodeDrawing):
-    """How pictures that are given are learned."""
+    """How images that are given are learned."""
 
-    prompt_dropout: float = option(
-        0.0, "share of pictures shown without their prompt, which guidance needs", ge=0, lt=1
-    )
+    prompt_dropout: float = option(0.0, "share of images shown without their prompt, which guidance needs", ge=0, lt=1)
 
 
 class CodeModel(ModelSettings):
-    """A causal language model of transformers that writes a picture as codes of a codebook, or a model of its Janus
+    """A causal language model of transformers that writes an image as codes of a codebook, or a model of its Janus
     class. Text may come before the codes. One decision a token."""
 
     test: ClassVar[str] = "tests/policies/autoregressive_image/test_policy.py"
@@ -79,7 +77,7 @@ class CodeModel(ModelSettings):
         "SimpleAR, arXiv 2504.11455; guidance on logits: LlamaGen, arXiv 2406.06525; text before codes: ReasonGen-R1, "
         "arXiv 2505.24875, T2I-R1, arXiv 2505.00703; models: Janus-Pro, arXiv 2501.17811"
     )
-    type: str = "picture_codes"
+    type: str = "autoregressive_image"
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
@@ -108,9 +106,9 @@ class CodeModel(ModelSettings):
         limits: CodeLimits = config.rollout
         if limits.reasoning_length:
             offers |= {"text", "parts", "segments"}
-        return Capabilities("model.type=picture_codes", frozenset(offers))
+        return Capabilities("model.type=autoregressive_image", frozenset(offers))
 
-    def blueprint(self, config: JobConfig, path: str) -> Blueprint | None:
+    def blueprint(self, config: JobConfig, path: str) -> MemoryModel | None:
         return load_attribute("mmrl.policies.autoregressive_image.memory_estimate:blueprint")(self, config, path)
 
     def load(self, config: JobConfig, task: object, path: str) -> Policy:

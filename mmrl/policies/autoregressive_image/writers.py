@@ -1,4 +1,4 @@
-"""Transformers that write pictures as codes: how they read tokens of both kinds, and what their codes look like.
+"""Transformers that write images as codes: how they read tokens of both kinds, and what their codes look like.
 
 Text and codes share one line of numbers: tokens from `first` on are codes, those below are words.
 """
@@ -20,9 +20,9 @@ from mmrl.policies.codebook import Codebook
 from mmrl.policies.tokenizers import Tokenizer
 from mmrl.policies.vlm.scorer import transformers_model
 
-# Parts of Janus that read pictures and make pixels of codes: they have no part in what is written.
+# Parts of Janus that read images and make pixels of codes: they have no part in what is written.
 UNTRAINED = {"vision_model", "aligner", "vqmodel"}
-AT_ONCE = 8  # pictures that are decoded together
+AT_ONCE = 8  # images that are decoded together
 FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja", "chat_template.json")
 
 
@@ -42,7 +42,7 @@ class ReadingOptions(CacheOptions, total=False):
 class ImageTokenWriter:
     """A language model that writes words and codes.
 
-    first, count: the tokens that are codes. places: codes of a picture. between: tokens that stand between text and
+    first, count: the tokens that are codes. places: codes of an image. between: tokens that stand between text and
     codes, which nobody decides.
     """
 
@@ -77,21 +77,21 @@ class ImageTokenWriter:
         raise NotImplementedError
 
     def seen(self, tokens: Tensor, tokenizer: Tokenizer) -> Tensor:
-        """[token] how a picture, [place], stands among words that ask about it."""
+        """[token] how an image, [place], stands among words that ask about it."""
         raise NotImplementedError
 
     def reads(
-        self, model: nn.Module, ids: Tensor, there: Tensor, pictures: Tensor, **options: Unpack[ReadingOptions]
+        self, model: nn.Module, ids: Tensor, there: Tensor, images: Tensor, **options: Unpack[ReadingOptions]
     ) -> Tensor:
-        """`hidden` of rows with a picture each, as `seen` has it. pictures: [row, channel, height, width]."""
+        """`hidden` of rows with an image each, as `seen` has it. images: [row, channel, height, width]."""
         return self.hidden(model, ids, there, **options)
 
-    def pictures(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """[picture, channel, height, width] fp32 on the CPU of tokens [picture, place]."""
+    def images(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """[image, channel, height, width] fp32 on the CPU of tokens [image, place]."""
         raise NotImplementedError
 
-    def tokens(self, model: nn.Module, pictures: Tensor) -> Tensor:
-        """[picture, place] int64 of pictures [picture, channel, height, width] of 0 to 1. Raises UserError for another
+    def tokens(self, model: nn.Module, images: Tensor) -> Tensor:
+        """[image, place] int64 of images [image, channel, height, width] of 0 to 1. Raises UserError for another
         size."""
         raise NotImplementedError
 
@@ -100,7 +100,7 @@ class ImageTokenWriter:
 
 
 class CausalWriter(ImageTokenWriter):
-    """A causal language model with a codebook beside it: codes are tokens of its vocabulary, pictures rows of them."""
+    """A causal language model with a codebook beside it: codes are tokens of its vocabulary, images rows of them."""
 
     def __init__(self, book: Codebook) -> None:
         self.codebook, self.first, self.count, self.places = book, book.first, len(book.patches), book.places
@@ -125,18 +125,18 @@ class CausalWriter(ImageTokenWriter):
         """As it was drawn."""
         return tokens
 
-    def pictures(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        return self.codebook.pictures(tokens)
+    def images(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        return self.codebook.images(tokens)
 
-    def tokens(self, model: nn.Module, pictures: Tensor) -> Tensor:
-        return self.codebook.tokens(pictures)
+    def tokens(self, model: nn.Module, images: Tensor) -> Tensor:
+        return self.codebook.tokens(images)
 
     def save(self, folder: Path) -> None:
         codebook.write(folder, self.codebook)
 
 
 class JanusWriter(ImageTokenWriter):
-    """A model of transformers' Janus: codes have embeddings and a head of their own, a decoder makes the picture."""
+    """A model of transformers' Janus: codes have embeddings and a head of their own, a decoder makes the image."""
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, path: str) -> None:
         """path: where the files of the processor are, which are saved beside what is trained."""
@@ -185,38 +185,38 @@ class JanusWriter(ImageTokenWriter):
         return told.where(kept, torch.tensor(tokenizer.pad_token_id))
 
     def seen(self, tokens: Tensor, tokenizer: Tokenizer) -> Tensor:
-        """Places for what its vision tower says of the pixels: it reads pictures otherwise than it draws them."""
+        """Places for what its vision tower says of the pixels: it reads images otherwise than it draws them."""
         end = tokenizer.special_tokens_map.get("eoi_token")
         last = [] if end is None else [tokenizer.convert_tokens_to_ids(str(end))]
         first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         return torch.tensor([*first, self.between[0], *[self.placeholder] * self.patches, *last])
 
     def reads(
-        self, model: nn.Module, ids: Tensor, there: Tensor, pictures: Tensor, **options: Unpack[ReadingOptions]
+        self, model: nn.Module, ids: Tensor, there: Tensor, images: Tensor, **options: Unpack[ReadingOptions]
     ) -> Tensor:
         core = core_of(model)
         weight = next(core.model.vision_model.parameters())
         found = core.model(
-            input_ids=ids, attention_mask=there, pixel_values=pictures.to(weight).clamp(0, 1) * 2 - 1, **options
+            input_ids=ids, attention_mask=there, pixel_values=images.to(weight).clamp(0, 1) * 2 - 1, **options
         )
         return found.last_hidden_state
 
     @torch.no_grad()
-    def pictures(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """A few at a time: a decoder takes a hundred times the memory of its picture."""
+    def images(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """A few at a time: a decoder takes a hundred times the memory of its image."""
         decoder = core_of(model).model.vqmodel
         device = next(decoder.parameters()).device
         parts = [decoder.decode(part.to(device)).float().cpu() for part in (tokens - self.first).split(AT_ONCE)]
         return (torch.cat(parts) + 1) / 2
 
     @torch.no_grad()
-    def tokens(self, model: nn.Module, pictures: Tensor) -> Tensor:
-        if tuple(pictures.shape[1:]) != self.size:
-            raise UserError(f"pictures of {list(pictures.shape[1:])} do not fit a model that draws {list(self.size)}")
+    def tokens(self, model: nn.Module, images: Tensor) -> Tensor:
+        if tuple(images.shape[1:]) != self.size:
+            raise UserError(f"images of {list(images.shape[1:])} do not fit a model that draws {list(self.size)}")
         encoder = core_of(model).model.vqmodel
         weight = next(encoder.parameters())
-        found = encoder.encode(pictures.to(weight) * 2 - 1).image_tokens
-        return self.first + found.view(len(pictures), self.places).cpu()
+        found = encoder.encode(images.to(weight) * 2 - 1).image_tokens
+        return self.first + found.view(len(images), self.places).cpu()
 
 
 def core_of(model: nn.Module) -> Any:
@@ -225,7 +225,7 @@ def core_of(model: nn.Module) -> Any:
 
 
 def freeze_readers(model: nn.Module) -> None:
-    """What reads pictures and decodes codes is not trained: codes would come to mean something else."""
+    """What reads images and decodes codes is not trained: codes would come to mean something else."""
     for name, parameter in model.named_parameters():
         if set(name.split(".")) & UNTRAINED:
             parameter.requires_grad_(False)

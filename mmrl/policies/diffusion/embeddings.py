@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mmrl.protocols.parts import Task
 
 INDEX = "embeddings.json"
-IN_A_FILE = 64  # prompts, which are encoded at once where they have no pictures
+IN_A_FILE = 64  # prompts, which are encoded at once where they have no images
 
 
 class Encoders(Protocol):
@@ -42,7 +42,7 @@ class Asking(Protocol):
 
 
 def key_of(asked: ConditionInputs, shape: Shape) -> str:
-    """By what a condition is found: words, pictures by their content, and with pictures the shape of latents."""
+    """By what a condition is found: words, images by their content, and with images the shape of latents."""
     told = json.dumps([asked.text, asked.digest, list(shape) if asked.images else []])
     return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
@@ -81,7 +81,7 @@ def write(family: Encoders, asked: Iterable[tuple[ConditionInputs, Shape]], fold
 
 def by_shape(asked: Mapping[str, tuple[ConditionInputs, Shape]]) -> dict[Shape, list[str]]:
     """Keys of prompts that encoders can be asked about together: those of one shape of latents. What is said of prompts
-    without pictures does not depend on it, and they go with the first."""
+    without images does not depend on it, and they go with the first."""
     first = next(iter(asked.values()))[1]
     found: dict[Shape, list[str]] = {}
     for key, (one, shape) in asked.items():

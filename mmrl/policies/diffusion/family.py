@@ -19,25 +19,25 @@ from mmrl.samplers.sigmas import Grid
 Shape = tuple[int, ...]  # of a latent
 Resolution = int | tuple[int, int] | None  # pixels: the side of a square, height and width, or the model's own
 # What the encoders say of one prompt; no batch dimension, on the network's device. "source" are the latents of the
-# picture that is edited, where there is one.
+# image that is edited, where there is one.
 Condition = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class ConditionInputs:
-    """All that a condition depends on: the words of a prompt and its pictures, told apart by their content."""
+    """All that a condition depends on: the words of a prompt and its images, told apart by their content."""
 
     text: str
     images: tuple[Image.Image, ...] = field(default=(), compare=False)
-    digest: str = ""  # of the pictures
+    digest: str = ""  # of the images
 
     @staticmethod
     def of(prompt: Prompt) -> ConditionInputs:
-        """Of a prompt; its pictures are read once."""
+        """Of a prompt; its images are read once."""
         return ConditionInputs(prompt.text, prompt.images, _digest(prompt.images) if prompt.images else "")
 
     def saying(self, text: str) -> ConditionInputs:
-        """The same pictures with other words."""
+        """The same images with other words."""
         return replace(self, text=text)
 
 
@@ -52,7 +52,7 @@ def _digest(images: Sequence[Image.Image]) -> str:
 class Family(Protocol):
     """One loaded model: how its prompts are encoded, its network called and its latents decoded.
 
-    Latents are always [channel, height, width] a picture and [channel, frame, height, width] a clip, fp32, however the
+    Latents are always [channel, height, width] an image and [channel, frame, height, width] a clip, fp32, however the
     network packs them. `space` says what the network predicts: "velocity" the velocity noise - data at x = (1 - sigma)
     data + sigma noise, "noise" the noise at x = sqrt(1 - sigma^2) data + sigma noise.
     """
@@ -63,7 +63,7 @@ class Family(Protocol):
     def space(self) -> Space: ...
 
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
-        """Of a picture of `resolution` pixels, or of a clip of so many frames; None: the model's own. Raises UserError
+        """Of an image of `resolution` pixels, or of a clip of so many frames; None: the model's own. Raises UserError
         for what the VAE or the patches can not take."""
         ...
 

@@ -12,11 +12,11 @@ import transformers
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from mmrl.engine.memory import Blueprint, on_meta
+from mmrl.engine.memory import MemoryModel, on_meta
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.families.pipeline import Pipeline
 from mmrl.policies.diffusion.pipelines import CLASSES, add_lora, base_of
-from mmrl.policies.diffusion.settings import Denoising, DiffusionModel, PictureChain, PictureEngine
+from mmrl.policies.diffusion.settings import Denoising, DiffusionModel, ImageChain, ImageEngine
 from mmrl.settings import plain
 
 if TYPE_CHECKING:
@@ -163,14 +163,14 @@ def family(path: str, settings: DiffusionModel) -> tuple[Pipeline, dict[str, flo
     return kind(pipe, path, lora=settings.lora is not None, text_tokens=settings.text_tokens), encoders
 
 
-def blueprint(settings: DiffusionModel, config: JobConfig, path: str) -> Blueprint:
+def blueprint(settings: DiffusionModel, config: JobConfig, path: str) -> MemoryModel:
     """Of a job with a pipeline. Raises UserError as `parts`, and for a size that it can not draw."""
     drawn = config.section("denoising")
     made, encoders = family(path, settings)
     shape = made.latent_shape(drawn.resolution, drawn.frames)
     blank = made.blank(shape)
     steps = draws(config)
-    engine: PictureEngine = config.engine
+    engine: ImageEngine = config.engine
     micro = config.engine.micro_batch
     at_most = engine.steps_at_once or micro * steps  # others are computed again
     at_once = min(config.rollouts_per_step, config.rollout.generated_at_once or config.rollouts_per_step)
@@ -188,7 +188,7 @@ def blueprint(settings: DiffusionModel, config: JobConfig, path: str) -> Bluepri
     vae = sum(p.numel() for p in made.pipe.vae.parameters()) * 4
     stays = settings.encoders == "stay"
     tokens = math.prod(shape[1:]) // made.patch**2
-    return Blueprint(
+    return MemoryModel(
         made.module,
         lambda rows: predict(min(rows * steps, at_most)),
         sample=sample,
@@ -207,7 +207,7 @@ def draws(config: JobConfig) -> int:
     if not isinstance(drawn, Denoising):
         return int(drawn.draws)
     likelihood = drawn.likelihood
-    if isinstance(likelihood, PictureChain):
+    if isinstance(likelihood, ImageChain):
         window = likelihood.window
         return int(plain(window).get("size") or drawn.steps)
     told = plain(likelihood)

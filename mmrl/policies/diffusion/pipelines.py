@@ -14,10 +14,9 @@ from torch import nn
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import sentences  # noqa: F401  diffusers loads its network only from imported modules
 from mmrl.policies.diffusion.embeddings import Embeddings
-from mmrl.policies.diffusion.families.clips import HunyuanVideo, LTXVideo, Wan
 from mmrl.policies.diffusion.families.components import BASE_FILE
 from mmrl.policies.diffusion.families.edits import Flux2Klein, FluxKontext, QwenImageEdit, QwenImageEditPlus
-from mmrl.policies.diffusion.families.pictures import (
+from mmrl.policies.diffusion.families.images import (
     AuraFlow,
     Flux,
     QwenImage,
@@ -27,6 +26,7 @@ from mmrl.policies.diffusion.families.pictures import (
     ZImage,
 )
 from mmrl.policies.diffusion.families.pipeline import Pipeline
+from mmrl.policies.diffusion.families.videos import HunyuanVideo, LTXVideo, Wan
 from mmrl.policies.diffusion.settings import DiffusionModel
 from mmrl.policies.settings import LoRA
 from mmrl.runtime.logging import bars_shown

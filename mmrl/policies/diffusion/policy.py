@@ -1,4 +1,4 @@
-"""Diffusion and flow models as policies: prompts to pictures and clips, and these to likelihoods."""
+"""Diffusion and flow models as policies: prompts to images and clips, and these to likelihoods."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from mmrl.policies.diffusion.prediction import GuidedNetwork
 from mmrl.policies.diffusion.settings import (
     Denoising,
     DenoisingDemonstrations,
-    PictureChain,
-    PictureContrast,
-    PictureLastSteps,
-    PictureMatching,
+    ImageChain,
+    ImageContrast,
+    ImageLastSteps,
+    ImageMatching,
 )
 from mmrl.policies.models import NetworkCall, TrainingEngine
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
@@ -48,10 +48,10 @@ class Decisions(Protocol):
 
 
 class DiffusionPolicy:
-    """Draws pictures with a family's network and says how likely they were.
+    """Draws images with a family's network and says how likely they were.
 
-    With a `PictureChain` a decision is a step of the sampler inside the window; otherwise it is one noise level at
-    which the final picture is compared with what the network makes of it. A policy that learns from demonstrations
+    With a `ImageChain` a decision is a step of the sampler inside the window; otherwise it is one noise level at
+    which the final image is compared with what the network makes of it. A policy that learns from demonstrations
     matches them, without guidance. Its parts: `network` predicts under guidance, `denoiser` draws with it, `decisions`
     replays.
     """
@@ -98,17 +98,17 @@ class DiffusionPolicy:
         """Of rollouts."""
         return self.denoiser.sampler
 
-    # --- prompts to pictures ---
+    # --- prompts to images ---
 
     @torch.no_grad()
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
-        """Draw `group_size` pictures a prompt. seeds: one a rollout, prompt by prompt; the window of a group is that of
+        """Draw `group_size` images a prompt. seeds: one a rollout, prompt by prompt; the window of a group is that of
         its first seed and of training step `step`."""
         return self.decisions.rollout(prompts, group_size, seeds, step)
 
     @torch.no_grad()
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """One picture a prompt without noise in its chain, with the steps, size and guidance of evaluation."""
+        """One image a prompt without noise in its chain, with the steps, size and guidance of evaluation."""
         settings, said = self.denoising, [ConditionInputs.of(p) for p in prompts]
         guidance = settings.guidance if settings.evaluation_guidance is None else settings.evaluation_guidance
         sampler = self.denoiser.sampler_of(settings.evaluation_steps, self.evaluation_shape)
@@ -117,15 +117,15 @@ class DiffusionPolicy:
 
     @torch.no_grad()
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
-        """The pictures or clips that prompts carry in metadata["target"] ([channel, height, width] or [frame, channel,
+        """The images or clips that prompts carry in metadata["target"] ([channel, height, width] or [frame, channel,
         height, width], 0 to 1), some of them without the words of their prompt."""
         if not isinstance(self.decisions, LevelDecisions):
-            raise UserError(f"denoising.likelihood.type={self.denoising.likelihood.type} scores no given pictures")
+            raise UserError(f"denoising.likelihood.type={self.denoising.likelihood.type} scores no given images")
         dropout = self.denoising.prompt_dropout if isinstance(self.denoising, DenoisingDemonstrations) else 0.0
         return self.decisions.demonstrate(prompts, seeds, dropout, self.denoising.negative_prompt)
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
-        """The same pictures under changed prompts. What is known of them under their own prompts is left out."""
+        """The same images under changed prompts. What is known of them under their own prompts is left out."""
         prompts = [change(sample.prompt) for sample in rollouts.samples]
         return replace(
             rollouts,
@@ -140,7 +140,7 @@ class DiffusionPolicy:
             ref_prediction=None,
         )
 
-    # --- pictures to likelihoods ---
+    # --- images to likelihoods ---
 
     def recorded(self, rollouts: Rollouts) -> Replay | None:
         """What the network said of every decision when the rollouts were made; None where that was not kept."""
@@ -152,7 +152,7 @@ class DiffusionPolicy:
 
     @torch.no_grad()
     def complete_steps(self, rollouts: Rollouts, *, ends: bool = False) -> list[Sample]:
-        """Pictures that the state before each step of the window, with `ends` that behind it, leads to by deterministic
+        """Images that the state before each step of the window, with `ends` that behind it, leads to by deterministic
         steps, under the guidance of rollouts: those of the first rollout, then of the next."""
         return chain.complete_steps(self.denoiser, rollouts, ends=ends)
 
@@ -177,15 +177,15 @@ def decisions_of(denoiser: Denoiser) -> Decisions:
     the model's, a window that can not be, and a likelihood of no known kind."""
     likelihood, denoising = denoiser.denoising.likelihood, denoiser.denoising
     own = "denoising.likelihood" if isinstance(denoising, Denoising) else "denoising"
-    if isinstance(likelihood, PictureChain):
+    if isinstance(likelihood, ImageChain):
         return ChainDecisions(denoiser, likelihood)
-    if isinstance(likelihood, PictureLastSteps):
+    if isinstance(likelihood, ImageLastSteps):
         return LastStepDecisions(denoiser, likelihood)
-    if not isinstance(likelihood, PictureMatching | PictureContrast):
+    if not isinstance(likelihood, ImageMatching | ImageContrast):
         raise UserError(
-            f"{own}.type={likelihood.type} inherits from none of PictureChain, PictureMatching, PictureContrast "
-            "and PictureLastSteps"
+            f"{own}.type={likelihood.type} inherits from none of ImageChain, ImageMatching, ImageContrast "
+            "and ImageLastSteps"
         )
-    if denoiser.family.space == "noise" and isinstance(likelihood, PictureMatching) and likelihood.weight == "elbo":
+    if denoiser.family.space == "noise" and isinstance(likelihood, ImageMatching) and likelihood.weight == "elbo":
         raise UserError(f"{own}.weight=elbo is for models that predict velocity; use one or sigma")
     return LevelDecisions(denoiser, likelihood)

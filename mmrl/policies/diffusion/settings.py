@@ -1,4 +1,4 @@
-"""Settings of diffusion and flow models that make pictures."""
+"""Settings of diffusion and flow models that make images."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from mmrl.samplers.settings import (
 from mmrl.settings import Section, load_attribute, option
 
 if TYPE_CHECKING:
-    from mmrl.engine.memory import Blueprint
+    from mmrl.engine.memory import MemoryModel
     from mmrl.protocols.job import JobConfig
     from mmrl.protocols.parts import Policy
 
 MatchingWeight = Literal["one", "sigma", "sigma_squared", "elbo"]
 
 
-class PictureLikelihood(Likelihood):
-    """What a decision of a picture is."""
+class ImageLikelihood(Likelihood):
+    """What a decision of an image is."""
 
     type: str = "chain"
     kinds: ClassVar[dict[str, str]] = {
-        "chain": "mmrl.policies.diffusion.settings:PictureChain",
-        "matching": "mmrl.policies.diffusion.settings:PictureMatching",
-        "contrast": "mmrl.policies.diffusion.settings:PictureContrast",
-        "last_steps": "mmrl.policies.diffusion.settings:PictureLastSteps",
+        "chain": "mmrl.policies.diffusion.settings:ImageChain",
+        "matching": "mmrl.policies.diffusion.settings:ImageMatching",
+        "contrast": "mmrl.policies.diffusion.settings:ImageContrast",
+        "last_steps": "mmrl.policies.diffusion.settings:ImageLastSteps",
     }
 
     @property
@@ -51,7 +51,7 @@ class PictureLikelihood(Likelihood):
         """What its decisions support; see `mmrl.protocols.offers`."""
 
 
-class PictureChain(ChainLikelihood, PictureLikelihood):
+class ImageChain(ChainLikelihood, ImageLikelihood):
     """The steps of the chain inside the window, each a Gaussian; of a tree of chains where `branching` is given."""
 
     tail: Tail = option(Euler(), "solver of the deterministic steps")
@@ -77,7 +77,7 @@ class PictureChain(ChainLikelihood, PictureLikelihood):
     )
 
     @model_validator(mode="after")
-    def _positive(self) -> PictureChain:
+    def _positive(self) -> ImageChain:
         if any(n < 1 for n in (*self.branching, *self.chunks)):
             raise ValueError("branching and chunks hold positive numbers")
         if self.shared_states and self.branching:
@@ -101,17 +101,17 @@ class PictureChain(ChainLikelihood, PictureLikelihood):
         return frozenset(offered | {"segments"} if self.chunks else offered)
 
 
-class PictureMatching(MatchingLikelihood, PictureLikelihood):
-    """The flow-matching error of the final picture as a log-likelihood."""
+class ImageMatching(MatchingLikelihood, ImageLikelihood):
+    """The flow-matching error of the final image as a log-likelihood."""
 
     draw_range: tuple[float, float] = option((0.02, 0.98), "of the uniform draw that a noise level is made from")
     weight: MatchingWeight = option("one", "w(s)")
     shared: bool = option(
-        False, "the same noise levels and noises for all pictures of a group, as preferences between them need"
+        False, "the same noise levels and noises for all images of a group, as preferences between them need"
     )
 
     @model_validator(mode="after")
-    def _inside(self) -> PictureMatching:
+    def _inside(self) -> ImageMatching:
         check_draw_range(self.draw_range)
         return self
 
@@ -120,7 +120,7 @@ class PictureMatching(MatchingLikelihood, PictureLikelihood):
         return frozenset({"matching", "velocity", "reference_ratio", "source"})
 
 
-class PictureContrast(Draws, PictureLikelihood):
+class ImageContrast(Draws, ImageLikelihood):
     """The errors of implicit policies on both sides of the old one, for algorithm.type=contrast."""
 
     source: ClassVar[str] = "DiffusionNFT, arXiv 2509.16117"
@@ -129,7 +129,7 @@ class PictureContrast(Draws, PictureLikelihood):
     draw_range: tuple[float, float] = option((0.02, 0.98), "of the uniform draw that a noise level is made from")
 
     @model_validator(mode="after")
-    def _inside(self) -> PictureContrast:
+    def _inside(self) -> ImageContrast:
         check_draw_range(self.draw_range)
         return self
 
@@ -138,8 +138,8 @@ class PictureContrast(Draws, PictureLikelihood):
         return frozenset({"contrast", "velocity", "source"})
 
 
-class PictureLastSteps(PictureLikelihood):
-    """The picture itself, with its gradient through the last steps of its chain; it has no likelihood."""
+class ImageLastSteps(ImageLikelihood):
+    """The image itself, with its gradient through the last steps of its chain; it has no likelihood."""
 
     equation: ClassVar[str] = "x_0 of the last `steps` deterministic steps"
     source: ClassVar[str] = "ReFL, arXiv 2304.05977; DRaFT-K, arXiv 2309.17400"
@@ -149,7 +149,7 @@ class PictureLastSteps(PictureLikelihood):
 
     @property
     def offers(self) -> frozenset[Offer]:
-        return frozenset({"picture_gradient"})
+        return frozenset({"image_gradient"})
 
 
 def refuse_estimate(kind: str, path: str) -> None:
@@ -159,12 +159,12 @@ def refuse_estimate(kind: str, path: str) -> None:
 
 
 class Drawing(Section):
-    """How pictures are drawn for evaluation, and what prompts become; every job with pictures has it."""
+    """How images are drawn for evaluation, and what prompts become; every job with images has it."""
 
-    evaluation_steps: int = option(40, "denoising steps of a picture in evaluation", unit="steps", ge=1)
+    evaluation_steps: int = option(40, "denoising steps of an image in evaluation", unit="steps", ge=1)
     resolution: int | tuple[int, int] | None = option(
         None,
-        "of pictures and clips: one side of a square, or height and width; default: the model's own",
+        "of images and clips: one side of a square, or height and width; default: the model's own",
         unit="pixels",
     )
     evaluation_resolution: int | tuple[int, int] | None = option(
@@ -179,19 +179,19 @@ class Drawing(Section):
 
 
 class Denoising(Drawing):
-    """How pictures are drawn in training, and how likely they are."""
+    """How images are drawn in training, and how likely they are."""
 
-    steps: int = option(10, "denoising steps of a picture in training", unit="steps", ge=1)
-    likelihood: PictureLikelihood = option(PictureChain(), "what a decision is")
+    steps: int = option(10, "denoising steps of an image in training", unit="steps", ge=1)
+    likelihood: ImageLikelihood = option(ImageChain(), "what a decision is")
     guidance: float = option(1.0, "classifier-free guidance in rollouts and replay; 1: none", ge=0)
 
 
-class PictureEngine(Section):
-    """How pictures and clips are replayed."""
+class ImageEngine(Section):
+    """How images and clips are replayed."""
 
     steps_at_once: int | None = option(
         None,
-        "denoising steps of a micro-batch's pictures that are replayed at once; where there are more, each part is "
+        "denoising steps of a micro-batch's images that are replayed at once; where there are more, each part is "
         "computed a second time in the backward pass: less memory, more time; default: all",
         unit="steps",
         ge=1,
@@ -199,15 +199,13 @@ class PictureEngine(Section):
 
 
 class DenoisingDemonstrations(Drawing):
-    """How a denoiser learns pictures that are given."""
+    """How a denoiser learns images that are given."""
 
-    draws: int = option(4, "noise levels and noises a picture", ge=1)
+    draws: int = option(4, "noise levels and noises an image", ge=1)
     draw_range: tuple[float, float] = option((0.02, 0.98), "of the uniform draw that a noise level is made from")
     weight: MatchingWeight = option("one", "w(s) of the matching error")
     reduction: Literal["mean", "sum"] = option("mean", "over the elements of a latent")
-    prompt_dropout: float = option(
-        0.0, "share of pictures shown without their prompt, which guidance needs", ge=0, lt=1
-    )
+    prompt_dropout: float = option(0.0, "share of images shown without their prompt, which guidance needs", ge=0, lt=1)
     guidance: float = option(1.0, "classifier-free guidance in evaluation; 1: none", ge=0)
 
     @model_validator(mode="after")
@@ -216,10 +214,8 @@ class DenoisingDemonstrations(Drawing):
         return self
 
     @property
-    def likelihood(self) -> PictureMatching:
-        return PictureMatching(
-            draws=self.draws, draw_range=self.draw_range, weight=self.weight, reduction=self.reduction
-        )
+    def likelihood(self) -> ImageMatching:
+        return ImageMatching(draws=self.draws, draw_range=self.draw_range, weight=self.weight, reduction=self.reduction)
 
 
 class DiffusionModel(ModelSettings):
@@ -242,7 +238,7 @@ class DiffusionModel(ModelSettings):
     )
     decoding: Literal["whole", "sliced", "tiled"] = option(
         "sliced",
-        "how the VAE works. whole: on a batch at once; sliced: on one picture or clip at a time; tiled: on overlapping "
+        "how the VAE works. whole: on a batch at once; sliced: on one image or clip at a time; tiled: on overlapping "
         "tiles of it, for large ones: less memory, and seams are blended",
     )
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
@@ -250,14 +246,14 @@ class DiffusionModel(ModelSettings):
     @classmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
         if collects == "demonstrations":
-            return {"denoising": DenoisingDemonstrations, "engine": PictureEngine}
-        return {"denoising": Denoising, "engine": PictureEngine, "rollout": WorkerSampling}
+            return {"denoising": DenoisingDemonstrations, "engine": ImageEngine}
+        return {"denoising": Denoising, "engine": ImageEngine, "rollout": WorkerSampling}
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         denoising = config.section("denoising")
         if isinstance(denoising, DenoisingDemonstrations):
             return Capabilities(f"model.type={self.type}", frozenset({"matching", "reference_ratio", "steering"}))
-        likelihood: PictureLikelihood = denoising.likelihood
+        likelihood: ImageLikelihood = denoising.likelihood
         return Capabilities(
             f"denoising.likelihood.type={likelihood.type}",
             likelihood.offers | {"views", "reference_rollouts", "steering"},
@@ -270,7 +266,7 @@ class DiffusionModel(ModelSettings):
             assert likelihood is not None
             config.rollout.workers.check(config.needs, likelihood.offers)
             if (
-                isinstance(likelihood, PictureChain)
+                isinstance(likelihood, ImageChain)
                 and likelihood.old == "sampled"
                 and config.rollout.workers.async_steps
             ):
@@ -279,13 +275,13 @@ class DiffusionModel(ModelSettings):
                     f"weights, but with rollout.workers.async_steps={config.rollout.workers.async_steps} those are "
                     "older; use old=replayed"
                 )
-        if isinstance(likelihood, PictureContrast) and "contrast" not in config.needs.offers:
+        if isinstance(likelihood, ImageContrast) and "contrast" not in config.needs.offers:
             raise ValueError(
                 f"denoising.likelihood.type={likelihood.type} compares implicit policies and gives no likelihood of "
                 f"the present one, which algorithm.type={config.algorithm.type} needs; use chain or matching"
             )
-        if isinstance(likelihood, PictureLastSteps):
-            if "picture_gradient" not in config.needs.offers:
+        if isinstance(likelihood, ImageLastSteps):
+            if "image_gradient" not in config.needs.offers:
                 raise ValueError(
                     f"denoising.likelihood.type={likelihood.type} gives no likelihood, which algorithm.type="
                     f"{config.algorithm.type} needs; use chain or matching"
@@ -294,7 +290,7 @@ class DiffusionModel(ModelSettings):
                 raise ValueError(
                     f"denoising.likelihood.steps={likelihood.steps} are more than denoising.steps={denoising.steps}"
                 )
-        if isinstance(likelihood, PictureChain) and likelihood.branching:
+        if isinstance(likelihood, ImageChain) and likelihood.branching:
             leaves = math.prod(likelihood.branching)
             if leaves != config.group_size:
                 raise ValueError(
@@ -302,18 +298,18 @@ class DiffusionModel(ModelSettings):
                     f"set rollout.group_size={leaves}"
                 )
 
-    def blueprint(self, config: JobConfig, path: str) -> Blueprint | None:
+    def blueprint(self, config: JobConfig, path: str) -> MemoryModel | None:
         if load_attribute("mmrl.policies.diffusion.loading:is_small")(path):
             return None
         return load_attribute("mmrl.policies.diffusion.memory_estimate:blueprint")(self, config, path)
 
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
         denoising = config.section("denoising")
-        engine: PictureEngine = config.engine
+        engine: ImageEngine = config.engine
         chain = denoising.likelihood if isinstance(denoising, Denoising) else None
         of_use = config.needs.old and (config.algorithm.updates > 1 or denoising.guidance != 1)
         ahead = config.generator is not None and config.generator.steps_ahead > 0  # then they are of older weights
-        keep = of_use and not ahead and isinstance(chain, PictureChain) and chain.keeps_predictions(self.dtype)
+        keep = of_use and not ahead and isinstance(chain, ImageChain) and chain.keeps_predictions(self.dtype)
         family = load_attribute("mmrl.policies.diffusion.loading:load")(path, self)
         return load_attribute("mmrl.policies.diffusion.policy:DiffusionPolicy")(
             family, denoising, keep_predictions=keep, steps_at_once=engine.steps_at_once

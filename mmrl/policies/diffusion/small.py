@@ -185,7 +185,7 @@ class SmallFamily:
         if resolution not in (None, self.config.size, (self.config.size,) * 2):
             raise UserError(f"denoising.resolution={resolution}: this model draws {self.config.size} pixels only")
         if frames is not None:
-            raise UserError(f"denoising.frames={frames}: this model draws pictures; leave it out")
+            raise UserError(f"denoising.frames={frames}: this model draws images; leave it out")
         return self.config.channels, self.config.size, self.config.size
 
     def grid(self, steps: int, shape: Shape) -> Grid:
@@ -197,9 +197,9 @@ class SmallFamily:
         return sigma, sigma
 
     def encode(self, asked: Sequence[ConditionInputs], shape: Shape = ()) -> list[Condition]:
-        pictured = next((one for one in asked if one.images), None)
-        if pictured is not None:
-            raise UserError(f"prompt {pictured.text!r} has a picture; this model draws from words alone")
+        conditioned = next((one for one in asked if one.images), None)
+        if conditioned is not None:
+            raise UserError(f"prompt {conditioned.text!r} has an image; this model draws from words alone")
         return [{"words": self._encode(one.text)} for one in asked]
 
     def cut(self, text: str) -> int:
@@ -242,7 +242,7 @@ class SmallFamily:
 
 def velocity(data: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
     """(x - data) / s [n, ...] for sigma s [n], taken at 0.05 below that. A network that predicts the data has an easier
-    task: pictures lie on few dimensions, noise on all (arXiv 2511.13720)."""
+    task: images lie on few dimensions, noise on all (arXiv 2511.13720)."""
     return (x - data) / sigma.clamp(min=0.05).view(-1, *[1] * (x.dim() - 1))
 
 

@@ -32,7 +32,7 @@ class Steering:
 def steered(
     policy: DiffusionPolicy, prompts: Sequence[Prompt], seeds: Sequence[int], steering: Steering, score: Score
 ) -> list[Sample]:
-    """One picture a prompt, from its seed alone, with the steps, size and guidance of evaluation.
+    """One image a prompt, from its seed alone, with the steps, size and guidance of evaluation.
 
     Raises UserError for a transition that is not the model's."""
     final, each, group = particles(policy, prompts, seeds, steering, score)

@@ -94,12 +94,12 @@ def read_model(
     tokenizer, codes = load_tokenizer(path), codebook.read(path)
     if text and codes is None:
         raise UserError(
-            f"rollout.reasoning_length={text} writes text before the codes of a picture, and model.path={path} has no "
+            f"rollout.reasoning_length={text} writes text before the codes of an image, and model.path={path} has no "
             "codebook; leave it out: rollout.response_length is that of the text"
         )
     if codes is not None and codes.places != limits.response_length:
         raise UserError(
-            f"model.path={path} writes pictures of {codes.places} codes; set rollout.response_length={codes.places}"
+            f"model.path={path} writes images of {codes.places} codes; set rollout.response_length={codes.places}"
         )
     size = transformers_model(model).get_output_embeddings().weight.shape[0]
     vocabulary = vocabulary_of(tokenizer, mask(tokenizer), size, codes, text=text > 0)

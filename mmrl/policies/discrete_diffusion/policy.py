@@ -21,7 +21,7 @@ from mmrl.policies.discrete_diffusion.scorer import MaskScorer
 from mmrl.policies.discrete_diffusion.settings import MaskedLikelihood, Unmasking
 from mmrl.policies.models import Scorer, TrainingEngine, write_model
 from mmrl.policies.vlm.critic import write_critic
-from mmrl.rollouts import MOMENTS, OLD_CROSS_ENTROPY, SEGMENTS, Prompt, Replay, Rollouts, Sample, text_and_picture
+from mmrl.rollouts import MOMENTS, OLD_CROSS_ENTROPY, SEGMENTS, Prompt, Replay, Rollouts, Sample, text_and_image
 from mmrl.runtime.files import share
 from mmrl.schedules.schedule import Schedule
 
@@ -91,7 +91,7 @@ class DiscreteDiffusionPolicy(ABC):
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
         """The prompts with the responses that they carry in metadata["demonstration"], or with their answers; places
-        behind the end are filled with end tokens. Of a model that writes pictures: with those in metadata["target"],
+        behind the end are filled with end tokens. Of a model that writes images: with those in metadata["target"],
         and with the text in metadata["reasoning"] before them."""
         layout, heat = self.layout, self.temperature.value
         none = torch.zeros(layout.length, dtype=torch.long)
@@ -130,7 +130,7 @@ class DiscreteDiffusionPolicy(ABC):
         )
         told = Replay(logp, entropy, square_sum)
         if self.layout.in_parts:
-            parts = text_and_picture(len(records), self.layout.text_length, self.layout.length)
+            parts = text_and_image(len(records), self.layout.text_length, self.layout.length)
             told.extras[SEGMENTS.name] = parts.to(self.device)
         if self.module.critic is not None:
             told.value = blank.index_put(where, scored[-1] * (w / total), accumulate=True)
@@ -194,7 +194,7 @@ class DiscreteDiffusionPolicy(ABC):
 class MaskedPolicy(DiscreteDiffusionPolicy):
     """Fills the places of a response step by step, and says how likely responses are by a named estimate."""
 
-    kind: ClassVar[str] = "masked_diffusion"
+    kind: ClassVar[str] = "discrete_diffusion"
 
     def __init__(
         self,

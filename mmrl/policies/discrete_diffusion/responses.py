@@ -1,4 +1,4 @@
-"""What the places of a response mean: words up to an end token, codes of a picture, or one after the other."""
+"""What the places of a response mean: words up to an end token, codes of an image, or one after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmrl.errors import UserError
 from mmrl.policies.codebook import Codebook
 from mmrl.policies.discrete_diffusion.scorer import Vocabulary
 from mmrl.policies.tokenizers import Tokenizer
-from mmrl.rollouts import PARTS, DecisionColumn, Prompt, Rollouts, Sample, text_and_picture
+from mmrl.rollouts import PARTS, DecisionColumn, Prompt, Rollouts, Sample, text_and_image
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class MaskedRecord:
 
 
 class ResponseLayout:
-    """Prompts to tokens, and the places of responses to texts and pictures."""
+    """Prompts to tokens, and the places of responses to texts and images."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ResponseLayout:
         reasoning_length: int = 0,
     ) -> None:
         """kind: of the model, as `model.type` has it. length: places of a response. codes: of a model that writes
-        pictures; None: it writes text. reasoning_length: so many of the places of a model that writes pictures are text
+        images; None: it writes text. reasoning_length: so many of the places of a model that writes images are text
         before the codes."""
         self.kind, self.tokenizer, self.vocabulary = kind, tokenizer, vocabulary
         self.length, self.codebook, self.max_prompt_length = length, codes, max_prompt_length
@@ -57,9 +57,9 @@ class ResponseLayout:
         return place >= self.text_length if self.in_parts else None
 
     def encode(self, prompt: Prompt) -> Tensor:
-        """[token] int64. Raises UserError for pictures, and for a prompt that is too long."""
+        """[token] int64. Raises UserError for images, and for a prompt that is too long."""
         if prompt.images or prompt.videos or prompt.messages:
-            raise UserError(f"prompt {prompt.id}: model.type={self.kind} reads a single text without pictures")
+            raise UserError(f"prompt {prompt.id}: model.type={self.kind} reads a single text without images")
         if self.tokenizer.chat_template is not None:
             said = [{"role": "system", "content": prompt.system}] if prompt.system else []
             said.append({"role": "user", "content": prompt.text})
@@ -78,7 +78,7 @@ class ResponseLayout:
         could not give."""
         if self.codebook is None:
             return self._words(prompt, str(prompt.metadata.get("demonstration", prompt.answer)), "response_length")
-        for key, what in (("target", "picture"), ("reasoning", "text")):
+        for key, what in (("target", "image"), ("reasoning", "text")):
             if key not in prompt.metadata and (key == "target" or self.text_length):
                 raise UserError(f"prompt {prompt.id} has no {what} to learn from: metadata[{key!r}] is missing")
         codes = self.codebook.tokens(prompt.metadata["target"][None])[0]
@@ -119,7 +119,7 @@ class ResponseLayout:
         samples = [self.sample(*row, forwards) for row in zip(prompts, records, mask, strict=True)]
         made = Rollouts(samples, records, torch.arange(len(records)) // group_size, mask)
         if self.in_parts:
-            made.extras[PARTS] = DecisionColumn(text_and_picture(len(records), self.text_length, self.length))
+            made.extras[PARTS] = DecisionColumn(text_and_image(len(records), self.text_length, self.length))
         return made
 
     def sample(
@@ -128,7 +128,7 @@ class ResponseLayout:
         """mask: [place] which places count."""
         image = None
         if self.codebook is not None:
-            image = self.codebook.pictures(record.response[None, self.text_length :])[0]
+            image = self.codebook.images(record.response[None, self.text_length :])[0]
         if not self.text_length:
             return Sample(prompt, image=image)
         said = record.response[: self.text_length][mask[: self.text_length]]

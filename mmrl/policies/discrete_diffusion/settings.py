@@ -295,10 +295,10 @@ class MaskedSampling(MaskedLimits):
 
 
 class WritingLimits(MaskedLimits):
-    """How long prompts and responses are, and text before a picture."""
+    """How long prompts and responses are, and text before an image."""
 
     reasoning_length: int = option(
-        0, "places of text before the codes of a picture; 0: codes alone, or text alone", unit="tokens", ge=0
+        0, "places of text before the codes of an image; 0: codes alone, or text alone", unit="tokens", ge=0
     )
 
 
@@ -320,7 +320,7 @@ class Unmasking(Section):
         None, "places that are filled before those behind them; default: all", unit="tokens", ge=1
     )
     reasoning_steps: int | None = option(
-        None, "of the text before the codes of a picture; default: one a place", unit="steps", ge=1
+        None, "of the text before the codes of an image; default: one a place", unit="steps", ge=1
     )
     order: Order = option(Confidence(), "which places are filled next")
     causal_blocks: bool = option(
@@ -356,7 +356,7 @@ class UnmaskingDemonstrations(Unmasking):
 class TokenDiffusionModel(ModelSettings):
     """What kinds of discrete diffusion share."""
 
-    type: str = "masked_diffusion"
+    type: str = "discrete_diffusion"
     attention: Literal["sdpa", "eager"] = option("sdpa", "how attention is computed")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
@@ -372,12 +372,12 @@ class TokenDiffusionModel(ModelSettings):
 
 class MaskedModel(TokenDiffusionModel):
     """A masked diffusion model of text: a masked language model of transformers, or a causal one that is read in both
-    directions. One decision a token of the response. With a codebook beside it it writes pictures as codes, and text
+    directions. One decision a token of the response. With a codebook beside it it writes images as codes, and text
     about them before, in the same way."""
 
     test: ClassVar[str] = "tests/policies/discrete_diffusion/test_policy.py"
-    source: ClassVar[str] = "LLaDA, arXiv 2502.09992; text and pictures: MMaDA, arXiv 2505.15809"
-    type: str = "masked_diffusion"
+    source: ClassVar[str] = "LLaDA, arXiv 2502.09992; text and images: MMaDA, arXiv 2505.15809"
+    type: str = "discrete_diffusion"
     mask_token: str | None = option(None, "that stands in empty places; default: the tokenizer's own")
 
     @classmethod
@@ -403,7 +403,7 @@ class MaskedModel(TokenDiffusionModel):
         text, own = limits.reasoning_length, unmasking.reasoning_steps
         if own is not None and not text:
             raise ValueError(
-                f"unmasking.reasoning_steps={own} fills text before the codes of a picture; set "
+                f"unmasking.reasoning_steps={own} fills text before the codes of an image; set "
                 "rollout.reasoning_length, or leave it out"
             )
         in_parts(text, limits.response_length, own, unmasking.steps, unmasking.block)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.policies.diffusion import loading
-from mmrl.policies.diffusion.decisions.records import PictureRecord
+from mmrl.policies.diffusion.decisions.records import ImageRecord
 from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.few_step_diffusion.settings import POLICY, SAMPLER, FewStepModel, FewStepSampler
@@ -60,10 +60,10 @@ class FewStepPolicy:
     def max_decisions(self) -> int:
         return self.policy.max_decisions
 
-    # --- prompts to pictures ---
+    # --- prompts to images ---
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
-        """`group_size` pictures a prompt. seeds: one a rollout, prompt by prompt. The first of each group, by the share
+        """`group_size` images a prompt. seeds: one a rollout, prompt by prompt. The first of each group, by the share
         that the copy has, are the copy's."""
         place = torch.arange(len(prompts) * group_size) % group_size
         few = place < round(self.settings.share * group_size)
@@ -80,7 +80,7 @@ class FewStepPolicy:
         return made
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """One picture a prompt by the model with the steps and guidance of evaluation, or by the copy with its own."""
+        """One image a prompt by the model with the steps and guidance of evaluation, or by the copy with its own."""
         if not self.settings.evaluates:
             return self.policy.respond(prompts, seeds)
         return self.student.rollout(prompts, 1, seeds).samples
@@ -91,7 +91,7 @@ class FewStepPolicy:
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
         raise NotImplementedError("no view of a prompt is asked of a model that has a sampler beside it")
 
-    # --- pictures to likelihoods ---
+    # --- images to likelihoods ---
 
     def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool = False) -> Replay:
         """What the model says of every decision, and where a gradient is wanted how far the copy is from the model."""
@@ -101,10 +101,10 @@ class FewStepPolicy:
         return found
 
     def errors(self, rollouts: Rollouts, network: Scorer) -> Tensor:
-        """[rollout, decision] the mean square of v - (x' - a x) / b over the elements of a latent: x is a final picture
+        """[rollout, decision] the mean square of v - (x' - a x) / b over the elements of a latent: x is a final image
         with the noise of a point of the copy's grid, x' where the model's own steps under its guidance lead from there
         to the copy's next point, v what `network`, the copy, predicts at x, and a x + b v its jump."""
-        records: list[PictureRecord] = rollouts.inputs
+        records: list[ImageRecord] = rollouts.inputs
         policy, student, count = self.policy, self.student, self.policy.max_decisions
         space, device, grid = policy.family.space, policy.device, student.sampler.grid
         seeds = [record.seed + LEVELS for record in records]

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, ClassVar
 from mmrl.policies.diffusion.settings import (
     Denoising,
     DiffusionModel,
-    PictureContrast,
-    PictureMatching,
+    ImageContrast,
+    ImageMatching,
     refuse_estimate,
 )
 from mmrl.protocols.requirements import Capabilities
 from mmrl.settings import Section, load_attribute, option
 
 if TYPE_CHECKING:
-    from mmrl.engine.memory import Blueprint
+    from mmrl.engine.memory import MemoryModel
     from mmrl.protocols.job import JobConfig
     from mmrl.protocols.parts import Policy
 
@@ -25,7 +25,7 @@ POLICY, SAMPLER = "policy", "sampler"  # parts of the module; the sampler has a 
 class FewStepSampler(Section):
     """The copy that draws in few steps, without guidance. The term `sampler_distillation` trains it."""
 
-    steps: int = option(2, "denoising steps of its pictures; they divide denoising.steps", unit="steps", ge=1)
+    steps: int = option(2, "denoising steps of its images; they divide denoising.steps", unit="steps", ge=1)
     share: float = option(
         1.0, "of a group's rollouts, drawn by the copy; the model itself draws the others (hybrid sampling)", gt=0, le=1
     )
@@ -34,7 +34,7 @@ class FewStepSampler(Section):
 
 class FewStepModel(DiffusionModel):
     """A diffusion or flow model whose rollouts are drawn by a copy of it in few steps and without guidance. The model
-    learns from final pictures, whoever drew them; the copy learns to jump where the model goes in many steps."""
+    learns from final images, whoever drew them; the copy learns to jump where the model goes in many steps."""
 
     source: ClassVar[str] = "reconstructed from DMSampler: a co-evolving few-step sampler, distilled with rewards"
     test: ClassVar[str] = "tests/policies/few_step_diffusion/test_few_step_diffusion.py"
@@ -50,7 +50,7 @@ class FewStepModel(DiffusionModel):
         denoising = config.section("denoising")
         if not isinstance(denoising, Denoising):
             raise ValueError("model.type=few_step_diffusion learns from rewards; warm it up as model.type=diffusion")
-        if not isinstance(denoising.likelihood, PictureContrast | PictureMatching):
+        if not isinstance(denoising.likelihood, ImageContrast | ImageMatching):
             raise ValueError(
                 f"denoising.likelihood.type={denoising.likelihood.type} scores the model's own chain, which the "
                 "few-step sampler does not take; use contrast or matching"
@@ -61,7 +61,7 @@ class FewStepModel(DiffusionModel):
                 "that each of its jumps learns from"
             )
 
-    def blueprint(self, config: JobConfig, path: str) -> Blueprint | None:
+    def blueprint(self, config: JobConfig, path: str) -> MemoryModel | None:
         refuse_estimate(self.type, path)
         return None
 

@@ -1,4 +1,4 @@
-"""Two policies as one: prompts to prompts that are written anew, and these to pictures."""
+"""Two policies as one: prompts to prompts that are written anew, and these to images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmrl.policies.diffusion.decisions.records import PictureRecord
+from mmrl.policies.diffusion.decisions.records import ImageRecord
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.small import SmallFamily
 from mmrl.policies.models import Scorer, TrainingEngine
@@ -18,21 +18,21 @@ from mmrl.policies.networks import Networks, Part, state_of
 from mmrl.policies.prompt_rewriting.settings import GENERATOR, WRITER, PromptWriter
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
 from mmrl.policies.vlm.prompts import RolloutTokens
-from mmrl.rollouts import PARTS, SEGMENTS, DecisionColumn, Prompt, Replay, Rollouts, Sample, parts_of, text_and_picture
+from mmrl.rollouts import PARTS, SEGMENTS, DecisionColumn, Prompt, Replay, Rollouts, Sample, parts_of, text_and_image
 
 
 @dataclass(frozen=True)
 class RewrittenRecord:
-    """What was written, and the picture that was drawn of it."""
+    """What was written, and the image that was drawn of it."""
 
     text: RolloutTokens
-    picture: PictureRecord
+    image: ImageRecord
 
 
 class RewrittenPolicy:
     """Writes prompts anew and draws them; says how likely words and steps were.
 
-    The first decisions of a rollout are its words, as many as there may be; the steps of its picture come after them.
+    The first decisions of a rollout are its words, as many as there may be; the steps of its image come after them.
     """
 
     def __init__(self, writer: VisionLanguagePolicy, generator: DiffusionPolicy, settings: PromptWriter) -> None:
@@ -43,11 +43,11 @@ class RewrittenPolicy:
     def max_decisions(self) -> int:
         return self.writer.max_decisions + self.generator.max_decisions
 
-    # --- prompts to pictures ---
+    # --- prompts to images ---
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
-        """`group_size` texts a prompt, and one picture of each. seeds: one a rollout, prompt by prompt. The first
-        `originals` pictures of a group are drawn from the prompt as it is; no word of theirs counts."""
+        """`group_size` texts a prompt, and one image of each. seeds: one a rollout, prompt by prompt. The first
+        `originals` images of a group are drawn from the prompt as it is; no word of theirs counts."""
         written = self.writer.rollout([self._asked(prompt) for prompt in prompts], group_size, seeds, step=step)
         place = torch.arange(len(written)) % group_size
         kept = place < self.settings.originals
@@ -57,10 +57,10 @@ class RewrittenPolicy:
         drawn = self.generator.rollout(self._told(each, texts), 1, seeds, step=step)
         words = F.pad(written.mask, (0, self.writer.max_decisions - written.mask.shape[1])) & ~kept[:, None]
         samples = [
-            replace(picture, prompt=prompt, response=prompt.text) if own else spoken(picture, prompt, said)
-            for picture, (prompt, own, said) in zip(drawn.samples, rows, strict=True)
+            replace(image, prompt=prompt, response=prompt.text) if own else spoken(image, prompt, said)
+            for image, (prompt, own, said) in zip(drawn.samples, rows, strict=True)
         ]
-        parts = text_and_picture(len(each), self.writer.max_decisions, self.max_decisions)
+        parts = text_and_image(len(each), self.writer.max_decisions, self.max_decisions)
         return Rollouts(
             samples=samples,
             inputs=[RewrittenRecord(*row) for row in zip(written.inputs, drawn.inputs, strict=True)],
@@ -70,11 +70,11 @@ class RewrittenPolicy:
         )
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """One picture of what the writer makes of each prompt, as evaluation asks both."""
+        """One image of what the writer makes of each prompt, as evaluation asks both."""
         written = self.writer.respond([self._asked(prompt) for prompt in prompts], seeds)
         texts = [sample.response for sample in written]
         drawn = self.generator.respond(self._told(prompts, texts), seeds)
-        return [spoken(picture, prompt, said) for picture, prompt, said in zip(drawn, prompts, written, strict=True)]
+        return [spoken(image, prompt, said) for image, prompt, said in zip(drawn, prompts, written, strict=True)]
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
         raise NotImplementedError("a writer and a generator learn from demonstrations each for itself")
@@ -94,27 +94,27 @@ class RewrittenPolicy:
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
         raise NotImplementedError("what was drawn hangs on what was written, not on the prompt alone")
 
-    # --- pictures to likelihoods ---
+    # --- images to likelihoods ---
 
     def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool = False) -> Replay:
         """What `model` (`self.module`, or the engine around it) says of every decision; a forward of each network."""
         records: list[RewrittenRecord] = rollouts.inputs
         width = self.writer.max_decisions
         words = Rollouts(rollouts.samples, [r.text for r in records], rollouts.group, rollouts.mask[:, :width])
-        steps = Rollouts(rollouts.samples, [r.picture for r in records], rollouts.group, rollouts.mask[:, width:])
+        steps = Rollouts(rollouts.samples, [r.image for r in records], rollouts.group, rollouts.mask[:, width:])
         text = self.writer.replay(words, Part(model, WRITER), reference=reference)
-        picture = self.generator.replay(steps, Part(model, GENERATOR), reference=reference)
+        image = self.generator.replay(steps, Part(model, GENERATOR), reference=reference)
         weight = None
-        if picture.weight is not None:
-            weight = torch.cat([torch.ones_like(text.logp), picture.weight], 1)
+        if image.weight is not None:
+            weight = torch.cat([torch.ones_like(text.logp), image.weight], 1)
         return Replay(
-            logp=torch.cat([text.logp, picture.logp], 1),
+            logp=torch.cat([text.logp, image.logp], 1),
             weight=weight,
             extras={SEGMENTS.name: parts_of(rollouts).to(text.logp.device)},
         )
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
-        """[rollout] int64: tokens of the writer; pictures cost the same."""
+        """[rollout] int64: tokens of the writer; images cost the same."""
         return self.writer.lengths(replace(rollouts, inputs=[record.text for record in rollouts.inputs]))
 
     # --- the rest of a policy ---
@@ -132,10 +132,10 @@ class RewrittenPolicy:
             policy.save(folder / name, state_of(name, state))
 
 
-def spoken(picture: Sample, prompt: Prompt, said: Sample) -> Sample:
-    """The sample of a picture as one of `prompt`, with what was written for it."""
+def spoken(image: Sample, prompt: Prompt, said: Sample) -> Sample:
+    """The sample of an image as one of `prompt`, with what was written for it."""
     return replace(
-        picture,
+        image,
         prompt=prompt,
         response=said.response,
         response_length=said.response_length,

@@ -10,8 +10,8 @@ from pydantic import model_validator
 from mmrl.policies.diffusion.settings import (
     Denoising,
     DiffusionModel,
-    PictureChain,
-    PictureMatching,
+    ImageChain,
+    ImageMatching,
     refuse_estimate,
 )
 from mmrl.policies.settings import Collects, LoRA, Sections
@@ -20,7 +20,7 @@ from mmrl.protocols.requirements import Capabilities
 from mmrl.settings import Section, load_attribute, option
 
 if TYPE_CHECKING:
-    from mmrl.engine.memory import Blueprint
+    from mmrl.engine.memory import MemoryModel
     from mmrl.protocols.job import JobConfig
     from mmrl.protocols.parts import Policy
 
@@ -58,7 +58,7 @@ class RewrittenModel(DiffusionModel):
 
     source: ClassVar[str] = "PromptRL, arXiv 2602.01382"
     test: ClassVar[str] = "tests/policies/prompt_rewriting/test_prompt_rewriting.py"
-    type: str = "rewritten_diffusion"
+    type: str = "prompt_rewriting"
     writer: PromptWriter = option(PromptWriter(), "what writes prompts anew")
 
     @classmethod
@@ -68,7 +68,7 @@ class RewrittenModel(DiffusionModel):
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         return Capabilities(
-            "model.type=rewritten_diffusion",
+            "model.type=prompt_rewriting",
             frozenset({"text", "parts", "segments", "single_sample_kl", "reference_ratio"}),
         )
 
@@ -76,38 +76,38 @@ class RewrittenModel(DiffusionModel):
         super().check(config)
         rollout, denoising = config.rollout, config.section("denoising")
         if not isinstance(denoising, Denoising) or not isinstance(rollout, TokenSampling):
-            raise ValueError("model.type=rewritten_diffusion learns from rewards; warm its parts up apart")
+            raise ValueError("model.type=prompt_rewriting learns from rewards; warm its parts up apart")
         if self.embeddings is not None:
             raise ValueError(
                 "model.embeddings holds what encoders say of prompts that are known; those of model.type="
-                "rewritten_diffusion are written while it trains"
+                "prompt_rewriting are written while it trains"
             )
         likelihood = denoising.likelihood
-        if not isinstance(likelihood, PictureChain | PictureMatching):
+        if not isinstance(likelihood, ImageChain | ImageMatching):
             raise ValueError(
                 f"denoising.likelihood.type={likelihood.type} gives no likelihood of a step, beside that of words; use "
                 "chain or matching"
             )
-        chain = likelihood if isinstance(likelihood, PictureChain) else None
+        chain = likelihood if isinstance(likelihood, ImageChain) else None
         if chain is not None and (chain.branching or chain.shared_states or chain.chunks):
             raise ValueError(
                 "denoising.likelihood: branching, shared_states and chunks are for groups that draw one prompt; with "
-                "model.type=rewritten_diffusion each rollout has its own"
+                "model.type=prompt_rewriting each rollout has its own"
             )
         if rollout.generator.type != "transformers":
             raise ValueError(
-                f"rollout.generator.type={rollout.generator.type} does not know model.type=rewritten_diffusion; use "
+                f"rollout.generator.type={rollout.generator.type} does not know model.type=prompt_rewriting; use "
                 "transformers"
             )
         if rollout.segment is not None:
-            raise ValueError("rollout.segment: segments of model.type=rewritten_diffusion are text and picture")
+            raise ValueError("rollout.segment: segments of model.type=prompt_rewriting are text and image")
         if self.writer.originals >= config.group_size:
             raise ValueError(
                 f"model.writer.originals={self.writer.originals} leaves no rollout of rollout.group_size="
                 f"{config.group_size} to the writer; lower it"
             )
 
-    def blueprint(self, config: JobConfig, path: str) -> Blueprint | None:
+    def blueprint(self, config: JobConfig, path: str) -> MemoryModel | None:
         refuse_estimate(self.type, path)
         return None
 

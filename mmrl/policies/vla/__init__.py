@@ -1,1 +1,1 @@
-"""Vision-language-action policies: what a picture, an instruction and a robot's state lead to, and how likely."""
+"""Vision-language-action policies: what an image, an instruction and a robot's state lead to, and how likely."""

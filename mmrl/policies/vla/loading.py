@@ -70,7 +70,7 @@ def load(config: JobConfig, task: object, path: str) -> VisionLanguageActionPoli
         evaluation_temperature=(
             config.evaluation.temperature if isinstance(config.evaluation, EpisodeEvaluation) else 0.0
         ),
-        looks_at_once=config.engine.looks_at_once if isinstance(config.engine, EpisodeEngine) else None,
+        steps_at_once=config.engine.steps_at_once if isinstance(config.engine, EpisodeEngine) else None,
         log=config.log,
         watched=task.watched or any(measurement.films for measurement in config.needs.measurements),
     )
@@ -87,7 +87,7 @@ def open_policy(
     max_prompt_length: int,
     temperature: Schedule,
     evaluation_temperature: float,
-    looks_at_once: int | None = None,
+    steps_at_once: int | None = None,
     log: Log | None = None,
     watched: bool = False,
 ) -> VisionLanguageActionPolicy:
@@ -129,7 +129,7 @@ def open_policy(
         evaluation_temperature=evaluation_temperature,
         statistics=statistics,
         states=states,
-        looks_at_once=looks_at_once,
+        steps_at_once=steps_at_once,
         log=log,
         watched=watched,
     )
@@ -238,7 +238,7 @@ def check_reads_state(path: str, action: Actions, state_dim: int) -> None:
     """Raises UserError where a policy without a backbone would be left with nothing to read."""
     if not action.head.core.states_suffice:
         raise UserError(
-            f"{_where(action.head)}.type={action.head.core.type} reads what a backbone made of pictures and words, but "
+            f"{_where(action.head)}.type={action.head.core.type} reads what a backbone made of images and words, but "
             f"model.path={path} reads only the robot's state; use action.head.type=gaussian, horizons, invertible or "
             "latent"
         )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaModel, PreTrainedConfig
 
-from mmrl.engine.memory import Blueprint, everything_seen, on_meta
+from mmrl.engine.memory import MemoryModel, everything_seen, on_meta
 from mmrl.errors import UserError
 from mmrl.policies.vla.backbones import small, states_only
 from mmrl.policies.vla.backbones.backbone import CachedReading
@@ -55,7 +55,7 @@ GEMMA_300M = {
     "head_dim": 256,
 }
 # LeRobot's policies by their published sizes: weights of all (of pi0 and pi0.5 as LeRobot 0.6.1 holds them, with two
-# heads for words that nothing reads), what reads pictures and words as (layers, width of keys and values, tokens), the
+# heads for words that nothing reads), what reads images and words as (layers, width of keys and values, tokens), the
 # expert's transformer, how many of its norms a noise level modulates, and what it denoises. SmolVLA: arXiv 2506.01844,
 # pi0: 2410.24164, pi0.5: 2504.16054.
 LEROBOT: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ LEROBOT: dict[str, dict[str, Any]] = {
 }
 
 
-def blueprint(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> Blueprint | None:
+def blueprint(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> MemoryModel | None:
     """Of a job; None for our own small networks. Raises UserError where the model can not be described."""
     if any((Path(path) / name).is_file() for name in (small.CONFIG, states_only.CONFIG)):
         return None
@@ -120,7 +120,7 @@ def looks_of(config: JobConfig) -> tuple[int, int]:
     """The looks of an episode, and how many of a micro-batch's are computed at once."""
     action: Actions = config.section("action")
     looks = math.ceil(action.horizon / action.chunk)
-    return looks, config.engine.looks_at_once or looks * config.engine.micro_batch
+    return looks, config.engine.steps_at_once or looks * config.engine.micro_batch
 
 
 def in_parts(score: Callable[[int], Tensor], rows: int, config: JobConfig) -> Tensor | list[Tensor]:
@@ -141,7 +141,7 @@ def said(config: JobConfig) -> list[str]:
     ]
 
 
-def openvla(settings: VisionLanguageActionModel, config: JobConfig, told: dict[str, Any]) -> Blueprint:
+def openvla(settings: VisionLanguageActionModel, config: JobConfig, told: dict[str, Any]) -> MemoryModel:
     try:
         from mmrl.policies.vla.backbones import oft
         from mmrl.policies.vla.backbones.openvla import BidirectionalPrefix, OpenVLAConfig, OpenVLAForActionPrediction
@@ -180,7 +180,7 @@ def openvla(settings: VisionLanguageActionModel, config: JobConfig, told: dict[s
         out: Tensor = found.last_hidden_state
         return out
 
-    return Blueprint(
+    return MemoryModel(
         module,
         lambda rows: in_parts(score, rows, config),
         sample=lambda: score(_played(config)),
@@ -188,7 +188,7 @@ def openvla(settings: VisionLanguageActionModel, config: JobConfig, told: dict[s
     )
 
 
-def with_head(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> Blueprint:
+def with_head(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> MemoryModel:
     """A vision-language model with a head of ours. Of a frozen one the head alone computes."""
     action: Actions = config.section("action")
     rollout: EpisodePrompts = config.rollout
@@ -219,7 +219,7 @@ def with_head(settings: VisionLanguageActionModel, config: JobConfig, path: str)
         levels, state = torch.empty(len(rows), device="meta"), torch.empty(looks, head.state_dim, device="meta")
         return head.velocity(reading, state.to(dtype), noisy, levels.to(dtype), rows)
 
-    return Blueprint(
+    return MemoryModel(
         module,
         lambda rows: in_parts(score, rows, config),
         sample=lambda: vlm.read(model, _played(config), length, given=False),
@@ -227,8 +227,8 @@ def with_head(settings: VisionLanguageActionModel, config: JobConfig, path: str)
     )
 
 
-def lerobot(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> Blueprint:
-    """The action expert as a transformer of its size, behind keys and values of what it was shown; what reads pictures
+def lerobot(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> MemoryModel:
+    """The action expert as a transformer of its size, behind keys and values of what it was shown; what reads images
     and words is frozen, and counted by its weights."""
     if set(settings.freeze) != {"vision", "connector", "language"}:
         raise UserError("memory of a LeRobot policy is known with model.freeze=[vision, connector, language]")
@@ -257,7 +257,7 @@ def lerobot(settings: VisionLanguageActionModel, config: JobConfig, path: str) -
         return out + 0 * kept[:, :1, :1]
 
     words = [*said(config), "the expert is counted as a transformer of its size (LeRobot's own code is not run)"]
-    return Blueprint(module, lambda rows: in_parts(score, rows, config), words=words)
+    return MemoryModel(module, lambda rows: in_parts(score, rows, config), words=words)
 
 
 def _points(head: FlowActions) -> int:

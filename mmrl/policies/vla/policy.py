@@ -39,7 +39,7 @@ Numbers = TypeVar("Numbers", Tensor, NDArray[np.float32])  # of states
 
 
 @dataclass(frozen=True)
-class Look:
+class PolicyStep:
     """One look of one episode: what was seen, what was chosen, and which actions of the chunk were executed."""
 
     seen: Any  # of the backbone's `prepare`; or, from a frozen one, its last layer [token, width]
@@ -48,11 +48,11 @@ class Look:
     valid: Tensor  # [chunk] bool
 
 
-class Episodes(list[list[Look]]):
+class Episodes(list[list[PolicyStep]]):
     """Looks by rollout, with what `replay` makes of them stacked, which is the same each time that a minibatch is
     learned from; what was seen is collated again, for it may be large."""
 
-    def __init__(self, episodes: list[list[Look]], device: torch.device) -> None:
+    def __init__(self, episodes: list[list[PolicyStep]], device: torch.device) -> None:
         """There is at least one look."""
         super().__init__(episodes)
         self.flat = [look for episode in episodes for look in episode]
@@ -63,13 +63,13 @@ class Episodes(list[list[Look]]):
         self.chosen = {name: values.to(device) for name, values in chosen_of(self.flat).items()}
 
 
-def chosen_of(looks: Sequence[Look]) -> Chosen:
+def chosen_of(looks: Sequence[PolicyStep]) -> Chosen:
     """What was chosen in at least one look, stacked."""
     return {name: torch.stack([look.chosen[name] for look in looks]) for name in looks[0].chosen}
 
 
 @dataclass(frozen=True)
-class Looks:
+class PolicyStepBatch:
     """Looks as the network takes them. inputs: of the backbone, of as many looks as `valid` has rows; old, reference:
     other policies' predictions, where there are any."""
 
@@ -93,12 +93,12 @@ class Network(nn.Module):
         """What the policy itself may read of states [n, state]."""
         return state[:, : state.shape[1] - self.privileged]
 
-    def forward(self, parts: Sequence[Looks]) -> dict[str, Tensor]:
+    def forward(self, parts: Sequence[PolicyStepBatch]) -> dict[str, Tensor]:
         """What `Head.score` says of all looks, and "value" [look] where there is a critic; a part at a time."""
         scored = by_parts(self.score, parts)
         return {name: torch.cat([one[name] for one in scored]) for name in scored[0]}
 
-    def score(self, looks: Looks) -> dict[str, Tensor]:
+    def score(self, looks: PolicyStepBatch) -> dict[str, Tensor]:
         reading = self.read(looks.inputs)
         scored = self.head.score(reading, self.own(looks.state), looks.chosen, looks.valid, looks.old, looks.reference)
         return scored if self.critic is None else {**scored, "value": self.critic(reading, looks.state)}
@@ -117,7 +117,7 @@ class EpisodeRecord:
         self.prompt, self.instruction, self.lost, self.reasons = prompt, instruction, lost, reasons
         self.success = self.success_at_end = self.terminated = False
         self.length, self.bootstrap = 0, 0.0
-        self.looks: list[Look] = []
+        self.looks: list[PolicyStep] = []
         self.values: list[float] = []  # by look
         self.reasoning: list[int] = []  # by look, how many latents were drawn
         self.rewards: list[float] = []  # by step of the simulator
@@ -156,7 +156,7 @@ def mean_or_nan(numbers: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class PlayOptions:
-    """How episodes are played. training: whether looks are recorded, to be scored. film: of how many episodes pictures
+    """How episodes are played. training: whether looks are recorded, to be scored. film: of how many episodes images
     are kept, the first ones: of every action, but while training of every look, so that the simulator moves as it
     otherwise does. step: finished training steps."""
 
@@ -184,16 +184,16 @@ class VisionLanguageActionPolicy:
         evaluation_temperature: float = 0.0,
         statistics: Units | None = None,
         states: StateStatistics | None = None,
-        looks_at_once: int | None = None,
+        steps_at_once: int | None = None,
         log: Log | None = None,
         watched: bool = False,
     ) -> None:
-        """temperature: of rollouts, as it is when they are made; heads that have none do not look at it. looks_at_once:
+        """temperature: of rollouts, as it is when they are made; heads that have none do not look at it. steps_at_once:
         see `replay`. log: which steps have tables, whose episodes are filmed where `action.film` is set. watched: all
         episodes are filmed, for the task looks at them."""
         self.module, self.action, self.sim = network, action, sim
         self.watched = watched
-        self.looks_at_once, self.log = looks_at_once, log or Log(samples_every=0)
+        self.steps_at_once, self.log = steps_at_once, log or Log(samples_every=0)
         self.statistics, self.states = statistics, states
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
         self._counted = Counter(sim.counters)
@@ -266,7 +266,8 @@ class VisionLanguageActionPolicy:
         chosen = self.module.head.teach(torch.from_numpy(actions), seeds)
         inputs, state = self._look(together), self._state(together)
         looks = [
-            [Look(inputs[i], state[i], {k: v[i] for k, v in chosen.items()}, valid[i])] for i in range(len(prompts))
+            [PolicyStep(inputs[i], state[i], {k: v[i] for k, v in chosen.items()}, valid[i])]
+            for i in range(len(prompts))
         ]
         return self._rollouts([Sample(prompt) for prompt in prompts], looks)
 
@@ -290,8 +291,8 @@ class VisionLanguageActionPolicy:
     def replay(self, rollouts: Rollouts, model: NetworkCall, *, reference: bool = False) -> Replay:
         """What `model` (`self.module` or the engine around it) says of every decision. What does not count holds 0.
 
-        Takes the looks of all episodes in one batch, or `looks_at_once` of them at a time, which a backward pass then
-        computes again. Where the simulator lost all of them before their first look, a blank picture is scored in their
+        Takes the looks of all episodes in one batch, or `steps_at_once` of them at a time, which a backward pass then
+        computes again. Where the simulator lost all of them before their first look, a blank image is scored in their
         place: what is said of them then has the fields and shapes that other batches have."""
         if not any(rollouts.inputs):
             episodes = Episodes([[self._blank_look()], *([] for _ in rollouts.inputs[1:])], self.device)
@@ -319,14 +320,14 @@ class VisionLanguageActionPolicy:
         # The reference is asked for itself; what the old policy predicted may be known of some of the rollouts only.
         old = None if reference else at_looks(rollouts.old_prediction)
         before = at_looks(rollouts.ref_prediction)
-        size = self.looks_at_once or len(episodes.flat)
+        size = self.steps_at_once or len(episodes.flat)
         parts = []
         for first in range(0, len(episodes.flat), size):
             rows = slice(first, first + size)
             own = {name: values[rows] for name, values in episodes.chosen.items()}
             others = [None if values is None else values[rows] for values in (old, before)]
             inputs = self._collate([look.seen for look in episodes.flat[rows]])
-            parts.append(Looks(inputs, episodes.state[rows], own, episodes.valid[rows], *others))
+            parts.append(PolicyStepBatch(inputs, episodes.state[rows], own, episodes.valid[rows], *others))
         scored = dict(model(parts))
         value = scored.pop("value", None)
         fields: dict[str, Any] = {n: rearrange(spread(v), "b s d ... -> b (s d) ...") for n, v in scored.items()}
@@ -417,7 +418,7 @@ class VisionLanguageActionPolicy:
                 picked = zip(*(column.unbind() for column in chosen.values()), strict=True)
                 looks_now = zip(rows, seen, state.unbind(), picked, valid.unbind(), values, strict=True)
                 for row, saw, numbers, choice, executed, value in looks_now:
-                    look = Look(saw, numbers, dict(zip(chosen, choice, strict=True)), executed)
+                    look = PolicyStep(saw, numbers, dict(zip(chosen, choice, strict=True)), executed)
                     records[row].looks.append(look)
                     records[row].values.append(value)
                 self._value_ends(steps[-1], rows, records)
@@ -437,8 +438,8 @@ class VisionLanguageActionPolicy:
             records[row].bootstrap = value
 
     @torch.no_grad()
-    def _blank_look(self) -> Look:
-        """A look at a black picture, of which nothing counts."""
+    def _blank_look(self) -> PolicyStep:
+        """A look at a black image, of which nothing counts."""
         simulator = self.sim.simulator
         images = np.zeros((1, *simulator.image_shape), np.uint8)
         state = np.zeros((1, simulator.state_dim), np.float32)
@@ -447,7 +448,7 @@ class VisionLanguageActionPolicy:
         how = ActionSampling([0], self.temperature.value, groups=[0])
         chosen = self.module.head.act(self.module.read(self._collate(seen)), self.module.own(numbers), how)
         executed = torch.zeros(self.action.chunk, dtype=torch.bool)
-        return Look(seen[0], numbers[0].cpu(), {name: value[0].cpu() for name, value in chosen.items()}, executed)
+        return PolicyStep(seen[0], numbers[0].cpu(), {name: value[0].cpu() for name, value in chosen.items()}, executed)
 
     def _state(self, observation: Observation) -> Tensor:
         """[row, state], standardised where the policy does that."""
@@ -469,8 +470,8 @@ class VisionLanguageActionPolicy:
         backbone, own = self.module.backbone, self.action.prompt
         texts = [backbone.ask(i) if own is None else own.format(instruction=i) for i in observation.instructions]
         named = self.action.cameras
-        pictures = [observation.images] if named is None else [observation.picture(camera) for camera in named]
-        seen = backbone.prepare(pictures, texts, self.module.own(observation.state))
+        images = [observation.images] if named is None else [observation.image(camera) for camera in named]
+        seen = backbone.prepare(images, texts, self.module.own(observation.state))
         if not self.keeps_readings:
             return seen
         with torch.no_grad():
@@ -481,7 +482,7 @@ class VisionLanguageActionPolicy:
         collate = backbone.collate_kept if self.keeps_readings else backbone.collate
         return collate(seen, self.device)
 
-    def _rollouts(self, samples: list[Sample], looks: list[list[Look]]) -> Rollouts:
+    def _rollouts(self, samples: list[Sample], looks: list[list[PolicyStep]]) -> Rollouts:
         head = self.module.head
         most = max(1, *map(len, looks))
         mask = torch.zeros(len(looks), most, head.decisions, dtype=torch.bool)

@@ -21,7 +21,7 @@ from mmrl.settings import Choice, Section, kind_of, load_attribute, option
 if TYPE_CHECKING:
     from torch import nn
 
-    from mmrl.engine.memory import Blueprint
+    from mmrl.engine.memory import MemoryModel
     from mmrl.protocols.job import JobConfig
     from mmrl.protocols.parts import Policy
 
@@ -415,11 +415,11 @@ class Actions(Section):
     )
     prompt: str | None = option(None, "with {instruction}; default: the backbone's own")
     center_crop: float = option(
-        1.0, "area of OpenVLA's pictures that is kept; 0.9 for checkpoints trained on random crops", gt=0, le=1
+        1.0, "area of OpenVLA's images that is kept; 0.9 for checkpoints trained on random crops", gt=0, le=1
     )
     resize: Literal["model", "openvla"] = option(
         "model",
-        "how OpenVLA's pictures come to its size. model: as its preprocessor_config.json says; openvla: through JPEG "
+        "how OpenVLA's images come to its size. model: as its preprocessor_config.json says; openvla: through JPEG "
         "and a Lanczos filter, as the data that its LIBERO checkpoints learned from, and OpenVLA's own evaluations",
     )
     statistics: str | None = option(
@@ -431,19 +431,19 @@ class Actions(Section):
     )
     cameras: list[str] | None = option(
         None,
-        "cameras of the simulator whose pictures the policy sees, in this order; default: all of them, side by side in "
-        "one picture",
+        "cameras of the simulator whose images the policy sees, in this order; default: all of them, side by side in "
+        "one image",
         min_length=1,
     )
     camera_features: list[str] | None = option(
         None,
         "of a LeRobot policy: its name (observation.images.NAME) for each of `cameras`, in their order, those left out "
-        "being empty; default: all of its pictures, in the checkpoint's order",
+        "being empty; default: all of its images, in the checkpoint's order",
         min_length=1,
     )
     film: bool = option(
         False,
-        "keep a picture of every action in evaluation, and of every look in the rollouts that tables of training show",
+        "keep an image of every action in evaluation, and of every look in the rollouts that tables of training show",
     )
 
     @model_validator(mode="after")
@@ -485,7 +485,7 @@ class EpisodeSampling(EpisodeRollouts):
 class EpisodeEngine(UnevenEngine):
     """How episodes are replayed."""
 
-    looks_at_once: int | None = option(
+    steps_at_once: int | None = option(
         None,
         "of a micro-batch's episodes; where they have more, each part is computed a second time in the backward pass: "
         "less memory, more time; default: all",
@@ -554,7 +554,7 @@ class VisionLanguageActionModel(ModelSettings):
                 f"present one, which algorithm.type={config.algorithm.type} needs; use chain, matching or learned"
             )
 
-    def blueprint(self, config: JobConfig, path: str) -> Blueprint | None:
+    def blueprint(self, config: JobConfig, path: str) -> MemoryModel | None:
         return load_attribute("mmrl.policies.vla.memory_estimate:blueprint")(self, config, path)
 
     def load(self, config: JobConfig, task: object, path: str) -> Policy:

@@ -58,7 +58,7 @@ def engine_options(config: JobConfig, settings: VLLMGenerator, policy: VisionLan
     positions = transformers_model(policy.module.model).config.get_text_config().max_position_embeddings
     talks = policy.drafter.conversations
     return EngineOptions(
-        observed=0 if talks is None else talks.settings.limits.max_pictures,
+        observed=0 if talks is None else talks.settings.limits.max_images,
         context=min(policy.tokens.max_prompt_length + policy.max_decisions, positions),
         settings=settings,
         dtype=config.model.dtype,

@@ -178,7 +178,7 @@ def recompute_activations(model: nn.Module) -> None:
     """Layers keep only their inputs for the backward pass."""
     core: Any = transformers_model(model)
     core.gradient_checkpointing_enable({"use_reentrant": False})
-    # Which transformers has every embedding give something that asks for a gradient, patches of pictures too: a vision
+    # Which transformers has every embedding give something that asks for a gradient, patches of images too: a vision
     # tower that is not trained would be recomputed and run backward. Only reentrant checkpoints need that.
     core.disable_input_require_grads()
 

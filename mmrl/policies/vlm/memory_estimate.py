@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, Qwen2_5_VLConfig
 
-from mmrl.engine.memory import Blueprint, everything_seen, on_meta
+from mmrl.engine.memory import MemoryModel, everything_seen, on_meta
 from mmrl.generation.settings import VLLMGenerator
 from mmrl.policies.settings import LoRA
 from mmrl.policies.vlm.loading import adapt, described, part_of, recompute_activations
@@ -90,8 +90,8 @@ def read(model: nn.Module, rows: int, length: int, *, given: bool) -> Tensor:
     return out
 
 
-def blueprint(settings: VisionLanguageModel, config: JobConfig, path: str) -> Blueprint:
-    """Of a job; what is read of a picture counts as tokens of the prompt. Raises UserError as `described`."""
+def blueprint(settings: VisionLanguageModel, config: JobConfig, path: str) -> MemoryModel:
+    """Of a job; what is read of an image counts as tokens of the prompt. Raises UserError as `described`."""
     rollout: TokenLimits = config.rollout
     engine: TokenEngine = config.engine
     model = network(path, dtype=settings.dtype, freeze=list(settings.freeze), lora=settings.lora)
@@ -111,7 +111,7 @@ def blueprint(settings: VisionLanguageModel, config: JobConfig, path: str) -> Bl
         words_given = settings.lora is None and "language" in settings.freeze
         return read(model, engine.longest_at_once(rows, length), length, given=not words_given)
 
-    made = Blueprint(
+    made = MemoryModel(
         model,
         train,
         sample=lambda: read(model, max(1, at_once // shared), rollout.max_prompt_length, given=False),
@@ -119,8 +119,8 @@ def blueprint(settings: VisionLanguageModel, config: JobConfig, path: str) -> Bl
         words=words,
     )
     if any(p.requires_grad for n, p in model.named_parameters() if part_of(n) == "vision"):
-        made.beside_training["activations of pictures"] = pictures(model, together, rollout, settings)
-        words.append(f"of pictures by the formula {A_LAYER} x tokens x width x layers (arXiv 2205.05198)")
+        made.beside_training["activations of images"] = images(model, together, rollout, settings)
+        words.append(f"of images by the formula {A_LAYER} x tokens x width x layers (arXiv 2205.05198)")
     colocated = isinstance(rollout, TokenSampling) and isinstance(rollout.generator, VLLMGenerator)
     if isinstance(rollout, TokenSampling) and not colocated:
         heads = text.num_key_value_heads or text.num_attention_heads
@@ -135,8 +135,8 @@ def head_size(text: PreTrainedConfig) -> int:
     return text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
 
 
-def pictures(model: nn.Module, rows: int, rollout: TokenLimits, settings: VisionLanguageModel) -> float:
-    """Bytes that a vision tower which is trained keeps of the pictures of a micro-batch, of at most as many tokens as a
+def images(model: nn.Module, rows: int, rollout: TokenLimits, settings: VisionLanguageModel) -> float:
+    """Bytes that a vision tower which is trained keeps of the images of a micro-batch, of at most as many tokens as a
     prompt has; four patches are one of them in Qwen's towers, which is the most among those known here."""
     vision = transformers_model(model).config.vision_config
     depth = vision.to_dict().get("depth") or vision.num_hidden_layers

@@ -17,7 +17,7 @@ from mmrl.errors import UserError
 from mmrl.policies.tokenizers import Processor
 from mmrl.rollouts import Message, Prompt, Video
 
-# What a processor returns with one value a token. Listed by name: by shape, a picture's [1, 3] grid looks like three
+# What a processor returns with one value a token. Listed by name: by shape, an image's [1, 3] grid looks like three
 # tokens.
 PER_TOKEN = {"mm_token_type_ids", "token_type_ids"}
 RESPONSE = "\u2402response\u2403"  # stands for one in a chat template; no template takes it for anything else
@@ -26,23 +26,23 @@ RESPONSE = "\u2402response\u2403"  # stands for one in a chat template; no templ
 @dataclass(frozen=True)
 class RolloutTokens:
     """One rollout as the model sees it. `sequence` holds further inputs with one value a prompt token
-    (mm_token_type_ids), `pictures` those that are laid out by picture (pixel_values, image_grid_thw). `experts` are
+    (mm_token_type_ids), `images` those that are laid out by image (pixel_values, image_grid_thw). `experts` are
     those that an engine routed prompt and response to, but for the last token, which it only drew.
 
     In a conversation the response holds what the policy read between its turns too. `decided` says which of its tokens
-    the policy chose; `read_sequence` and `read_pictures` are for the response what `sequence` and `pictures` are for
+    the policy chose; `read_sequence` and `read_images` are for the response what `sequence` and `images` are for
     the prompt (the former may end before the response does: tokens that the policy chose at its end have zeros).
     """
 
     prompt: Tensor  # [prompt token] int64
     response: Tensor  # [response token] int64
     sequence: dict[str, Tensor]
-    pictures: dict[str, Tensor]
+    images: dict[str, Tensor]
     experts: Tensor | None = None  # [token, layer, k] int16
     temperature: float = 1.0  # at which the response was sampled, and is replayed
     decided: Tensor | None = None  # [response token] bool; None: all of them
     read_sequence: dict[str, Tensor] = field(default_factory=dict)
-    read_pictures: dict[str, Tensor] = field(default_factory=dict)
+    read_images: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def chosen(self) -> Tensor:
@@ -58,21 +58,21 @@ class RolloutTokens:
         )
 
     def shown(self, more: RolloutTokens) -> RolloutTokens:
-        """The response goes on with what the policy reads: the prompt of `more`, pictures and all."""
+        """The response goes on with what the policy reads: the prompt of `more`, images and all."""
         start = len(self.response)
         sequence = {
             key: torch.cat([_to_length(self.read_sequence.get(key), start, value), value])
             for key, value in more.sequence.items()
         }
-        pictures = dict(self.read_pictures)
-        for key, value in more.pictures.items():
-            pictures[key] = cat_padded([pictures[key], value]) if key in pictures else value
+        images = dict(self.read_images)
+        for key, value in more.images.items():
+            images[key] = cat_padded([images[key], value]) if key in images else value
         grown = self.followed(more.prompt, decided=False)
-        return replace(grown, read_sequence=self.read_sequence | sequence, read_pictures=pictures)
+        return replace(grown, read_sequence=self.read_sequence | sequence, read_images=images)
 
     def asked(self) -> RolloutTokens:
         """The prompt with an empty response."""
-        return replace(self, response=self.response[:0], decided=None, read_sequence={}, read_pictures={})
+        return replace(self, response=self.response[:0], decided=None, read_sequence={}, read_images={})
 
     def answering(self, prompt: RolloutTokens) -> RolloutTokens:
         """The same response to another prompt, routed anew."""
@@ -82,7 +82,7 @@ class RolloutTokens:
             temperature=self.temperature,
             decided=self.decided,
             read_sequence=self.read_sequence,
-            read_pictures=self.read_pictures,
+            read_images=self.read_images,
         )
 
 
@@ -103,11 +103,11 @@ def save_processor(processor: Processor, folder: Path) -> None:
 def encode(processor: Processor, prompts: Sequence[Prompt], max_length: int) -> list[RolloutTokens]:
     """The prompts through the chat template and the processor, with empty responses.
 
-    Raises UserError if a prompt is longer than max_length tokens; cutting it would cut picture tokens.
+    Raises UserError if a prompt is longer than max_length tokens; cutting it would cut image tokens.
     """
     names = [f"prompt {prompt.id}" for prompt in prompts]
-    pictures, clips = [pictures_of(prompt) for prompt in prompts], [clips_of(prompt) for prompt in prompts]
-    found = read(processor, chat_texts(processor, prompts), pictures, names, clips=clips)
+    images, clips = [images_of(prompt) for prompt in prompts], [clips_of(prompt) for prompt in prompts]
+    found = read(processor, chat_texts(processor, prompts), images, names, clips=clips)
     for prompt, tokens in zip(prompts, found, strict=True):
         if len(tokens.prompt) > max_length:
             raise UserError(
@@ -137,17 +137,17 @@ def read(
     clips: Sequence[Sequence[Video]] | None = None,
     inside: bool = False,
 ) -> list[RolloutTokens]:
-    """Texts with one marker a picture or clip through the processor, as prompts. names: of the texts, for messages.
+    """Texts with one marker an image or clip through the processor, as prompts. names: of the texts, for messages.
     inside: a text is no beginning, so that nothing is put before it. Raises UserError for one that the processor does
     not take.
 
-    Texts with as many pictures and clips of the same sizes go through the processor together: what it returns for them
+    Texts with as many images and clips of the same sizes go through the processor together: what it returns for them
     then falls into equal parts, which holds for every family.
     """
     clips = [()] * len(texts) if clips is None else clips
     alike: dict[tuple[Any, ...], list[int]] = {}
-    for place, (pictures, moving) in enumerate(zip(images, clips, strict=True)):
-        sizes = (*(image.size for image in pictures), *(clip.shape for clip in moving))
+    for place, (stills, moving) in enumerate(zip(images, clips, strict=True)):
+        sizes = (*(image.size for image in stills), *(clip.shape for clip in moving))
         alike.setdefault(sizes, []).append(place)
     found: dict[int, RolloutTokens] = {}
     for places in alike.values():
@@ -182,16 +182,16 @@ def _read_alike(processor: Processor, rows: Sequence[_Row], inside: bool) -> lis
         raise UserError(f"{rows[0].name}: the model's processor does not take it: {error}") from error
     real = encoded.pop("attention_mask").bool()
     ids = encoded.pop("input_ids")
-    pictures = {k: v.unflatten(0, (len(texts), -1)) for k, v in encoded.items() if k not in PER_TOKEN}
+    images = {k: v.unflatten(0, (len(texts), -1)) for k, v in encoded.items() if k not in PER_TOKEN}
     found = []
     for i in range(len(texts)):
         sequence = {k: v[i][real[i]] for k, v in encoded.items() if k in PER_TOKEN}
-        found.append(RolloutTokens(ids[i][real[i]], ids.new_empty(0), sequence, {k: v[i] for k, v in pictures.items()}))
+        found.append(RolloutTokens(ids[i][real[i]], ids.new_empty(0), sequence, {k: v[i] for k, v in images.items()}))
     return found
 
 
 def chat_texts(processor: Processor, prompts: Sequence[Prompt]) -> list[str]:
-    """The prompts through the chat template, with one marker a picture or clip."""
+    """The prompts through the chat template, with one marker an image or clip."""
     return [rendered(processor, chat(prompt), prompt.tools) for prompt in prompts]
 
 
@@ -220,7 +220,7 @@ def between(processor: Processor, talk: Sequence[Message], observation: Sequence
 def collate(
     rows: Sequence[RolloutTokens], *, pad: int, padding_side: str, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """One batch of model inputs. Per-token inputs are padded to the longest row; per-picture inputs are zero-padded
+    """One batch of model inputs. Per-token inputs are padded to the longest row; per-image inputs are zero-padded
     in their trailing dimensions and concatenated in the order of the rows."""
     ids = [torch.cat([r.prompt, r.response]) for r in rows]
     padded = {
@@ -233,8 +233,8 @@ def collate(
         key: nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill, padding_side=padding_side)
         for key, (values, fill) in padded.items()
     }
-    for key in {k: None for r in rows for k in (*r.pictures, *r.read_pictures)}:
-        batch[key] = cat_padded([held[key] for r in rows for held in (r.pictures, r.read_pictures) if key in held])
+    for key in {k: None for r in rows for k in (*r.images, *r.read_images)}:
+        batch[key] = cat_padded([held[key] for r in rows for held in (r.images, r.read_images) if key in held])
     return {key: value.to(device) for key, value in batch.items()}
 
 
@@ -250,10 +250,10 @@ def messages(prompt: Prompt) -> list[dict[str, Any]]:
 
 
 def chat(prompt: Prompt) -> tuple[Message, ...]:
-    """The prompt as chat messages; `<image>` and `<video>` in its text say where a picture and a clip go, else they
+    """The prompt as chat messages; `<image>` and `<video>` in its text say where an image and a clip go, else they
     come first.
 
-    Raises UserError if the markers do not match the pictures and clips.
+    Raises UserError if the markers do not match the images and clips.
     """
     if prompt.messages:
         return prompt.messages
@@ -272,8 +272,8 @@ def chat(prompt: Prompt) -> tuple[Message, ...]:
     return (*system, Message("user", tuple(piece for piece in pieces if piece)))
 
 
-def pictures_of(prompt: Prompt) -> tuple[Image.Image, ...]:
-    """All pictures that the policy sees of a prompt, in order."""
+def images_of(prompt: Prompt) -> tuple[Image.Image, ...]:
+    """All images that the policy sees of a prompt, in order."""
     return tuple(image for message in chat(prompt) for image in message.images)
 
 

@@ -69,11 +69,11 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Gap:
-    """Means of |log-probability in the engine - in the model| over the tokens of all probes, of those with pictures
+    """Means of |log-probability in the engine - in the model| over the tokens of all probes, of those with images
     and of those without."""
 
     mean: float
-    pictures: float | None = None
+    images: float | None = None
     text: float | None = None
 
 
@@ -110,8 +110,8 @@ class Limit:
 
     def _remembered(self, gap: Gap) -> str:
         """Keys and values are remembered of text as well."""
-        alone = gap.text is not None and gap.text <= self.value and not (gap.pictures or 0.0) <= self.value
-        return "of encoded pictures the" if alone else "its"
+        alone = gap.text is not None and gap.text <= self.value and not (gap.images or 0.0) <= self.value
+        return "of encoded images the" if alone else "its"
 
 
 def names(found: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from mmrl.schedules.schedule import Constant, Schedule, number
 from mmrl.settings import Section, load_attribute, option
 
 if TYPE_CHECKING:
-    from mmrl.engine.memory import Blueprint
+    from mmrl.engine.memory import MemoryModel
     from mmrl.protocols.job import JobConfig
     from mmrl.protocols.parts import Policy
 
@@ -177,7 +177,7 @@ class VisionLanguageModel(ModelSettings):
                 "rollout.generator.partial keeps all of its prompts in the making; set rollout.micro_batch=null"
             )
 
-    def blueprint(self, config: JobConfig, path: str) -> Blueprint | None:
+    def blueprint(self, config: JobConfig, path: str) -> MemoryModel | None:
         return load_attribute("mmrl.policies.vlm.memory_estimate:blueprint")(self, config, path)
 
     def load(self, config: JobConfig, task: object, path: str) -> Policy:

@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from mmrl.engine import gathered
 from mmrl.errors import UserError
 from mmrl.generation.vllm.engine import Answering, Generator
-from mmrl.generation.weight_sync.checksums import Checksum, Ledger, checksum
+from mmrl.generation.weight_sync.checksums import Checksum, SentWeights, checksum
 from mmrl.policies.vlm.loading import part_of
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
 from mmrl.policies.vlm.prompts import save_processor
@@ -55,7 +55,7 @@ class Synced:
         self.adapters, self.has_base = adapters, False
         self.policy, self.engine, self.probes, self.gather = policy, engine, list(probes), gather
         self.limit = Limit(limit, next(policy.module.parameters()).dtype)
-        self.base, self.adapter = Ledger(), Ledger()
+        self.base, self.adapter = SentWeights(), SentWeights()
         self.arrivals = Arrivals() if checksums else None
         policy.engine = engine
         engine.sleep()
@@ -121,8 +121,8 @@ class Synced:
         answers = policy.drafter.ask(engine, self.probes, 1, range(len(self.probes)), limit=longest)
         assert answers.behaviour_logp is not None
         away = (policy.replay(answers, policy.module).logp.cpu() - answers.behaviour_logp).abs()
-        pictures = torch.tensor([len(prompt.images) + len(prompt.videos) > 0 for prompt in self.probes])
-        parts = [mean(away[rows][answers.mask[rows]]) for rows in (pictures, ~pictures)]
+        images = torch.tensor([len(prompt.images) + len(prompt.videos) > 0 for prompt in self.probes])
+        parts = [mean(away[rows][answers.mask[rows]]) for rows in (images, ~images)]
         return Gap(float(away[answers.mask].mean()), *parts)
 
     def close(self) -> None:

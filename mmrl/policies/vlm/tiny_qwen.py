@@ -41,14 +41,14 @@ CHAT_TEMPLATE = (
 class Sizes:
     """Heads are 32 wide, the smallest that vLLM's CPU attention takes.
 
-    Generation 2.5 knows only how places in a picture lie to each other; generation 3 also learns what each place is,
+    Generation 2.5 knows only how places in an image lie to each other; generation 3 also learns what each place is,
     which a small model needs where it has to say where something is.
     """
 
     generation: Literal["2.5", "3"] = "2.5"
     patch: int = 8  # pixels
     merge: int = 1  # patches that become one token, along each side
-    longest: int = 64  # patches in a picture
+    longest: int = 64  # patches in an image
     width: int = 128
     layers: int = 3
     vision_width: int = 64
@@ -94,10 +94,10 @@ def fast_tokenizer(tokenizer: Tokenizer, length: int, **more: str) -> PreTrained
 
 
 def build_processor(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VLProcessor | Qwen3VLProcessor:
-    """Pictures keep their size wherever both sides are multiples of patch * merge pixels and no more than `longest`
+    """Images keep their size wherever both sides are multiples of patch * merge pixels and no more than `longest`
     patches come together."""
     patches = {"patch_size": sizes.patch, "merge_size": sizes.merge, "temporal_patch_size": 2}
-    area = sizes.patch**2  # sizes are in pixels of the whole picture
+    area = sizes.patch**2  # sizes are in pixels of the whole image
     size = {"shortest_edge": area * sizes.merge**2, "longest_edge": sizes.longest * area}
     made, video = (
         (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor)
@@ -107,7 +107,7 @@ def build_processor(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5
     images = Qwen2VLImageProcessor(size=size, **patches)
     return made(
         image_processor=images,
-        # vLLM brings clips to the mean and deviation of pictures
+        # vLLM brings clips to the mean and deviation of images
         video_processor=video(size=size, image_mean=images.image_mean, image_std=images.image_std, **patches),
         tokenizer=tokenizer,
         chat_template=CHAT_TEMPLATE,

@@ -1,7 +1,7 @@
 """Responses of several turns: what a policy samples, and what it reads in between.
 
 Token in, token out: what was sampled is never made into text and back. The chat template's text between two responses
-and an observation's pictures are added as tokens of their own, which are no decisions.
+and an observation's images are added as tokens of their own, which are no decisions.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ConversationDraft(Draft):
     turn_tokens: int
     begin: int = 0  # where in the response the present turn begins
     turns: list[Tensor] = field(default_factory=list)  # [token] int64 each: of which turn a token of the response is
-    marked: list[int] = field(default_factory=list)  # ids of prompt and response with one marker a picture
+    marked: list[int] = field(default_factory=list)  # ids of prompt and response with one marker an image
     images: tuple[Image.Image, ...] = ()
 
     def finished(self, eos: tuple[int, ...]) -> bool:
@@ -184,8 +184,8 @@ class Conversations:
         images = [[image for message in observation for image in message.images] for _, observation in answered]
         names = [f"an observation after prompt {draft.prompt.id}" for draft, _ in answered]
         shown = read(self.processor, texts, images, names, inside=True)
-        for (draft, _), text, more, pictures in zip(answered, texts, shown, images, strict=True):
-            draft.see(more, self.tokenizer(text, add_special_tokens=False).input_ids, pictures)
+        for (draft, _), text, more, added in zip(answered, texts, shown, images, strict=True):
+            draft.see(more, self.tokenizer(text, add_special_tokens=False).input_ids, added)
 
     def _bridge(self, draft: ConversationDraft, observation: Sequence[Message]) -> str:
         """The template's text from the end of the last response to the beginning of the next one."""

@@ -1,5 +1,5 @@
 """A model as judge of what was said: by a reference answer, by criteria, by whether reasoning, caption and answer agree
-with one another and with the picture; and of a made picture beside a reference."""
+with one another and with the image; and of a made image beside a reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.rewards.judges.visual import Judged, JudgeQuestion, VlmJudge
-from mmrl.rewards.types import Score, as_pil, picture
+from mmrl.rewards.types import Score, as_pil, image_of
 from mmrl.rewards.verifiers import extract_answer
 from mmrl.rollouts import Prompt, Sample
 
@@ -22,11 +22,11 @@ DOES_IT_FOLLOW = (
     f"{YES_OR_NO}"
 )
 IS_IT_ENOUGH = (
-    f"Description of a picture: {{caption}}\nQuestion about it: {{prompt}}\nAnswer: {{gold}}\nDoes the description "
+    f"Description of an image: {{caption}}\nQuestion about it: {{prompt}}\nAnswer: {{gold}}\nDoes the description "
     f"alone lead to this answer? {YES_OR_NO}"
 )
 IS_IT_SEEN = (
-    f"Question: {{prompt}}\nReasoning: {{thinking}}\nIs everything that the reasoning says of the picture to be seen "
+    f"Question: {{prompt}}\nReasoning: {{thinking}}\nIs everything that the reasoning says of the image to be seen "
     f"in it? {YES_OR_NO}"
 )
 IS_IT_BETTER = f'The first image was made for "{{prompt}}". Does it show that better than the second image? {YES_OR_NO}'
@@ -36,8 +36,8 @@ class TextJudge(Judged):
     """P(yes) / (P(yes) + P(no)) of a judge that is asked of a response; 0 to 1.
 
     question: with {prompt}, and any of {response}, {answer} (extracted), {thinking} (inside <think>), {caption} (inside
-    <info>), {gold} (the prompt's answer) and {criterion}. pictures: whether the judge sees those of the prompt, and
-    after them its clips, as `frames` pictures each: the first, the last and evenly between, or all where there are no
+    <info>), {gold} (the prompt's answer) and {criterion}. images: whether the judge sees those of the prompt, and
+    after them its clips, as `frames` images each: the first, the last and evenly between, or all where there are no
     more. An empty {thinking} or {caption} that the question asks for gets 0. None where the judge gives neither word
     any probability.
     """
@@ -50,7 +50,7 @@ class TextJudge(Judged):
         self,
         *,
         question: str | None = None,
-        pictures: bool | None = None,
+        images: bool | None = None,
         frames: int = 8,
         answers: Sequence[str] = ("yes", "no"),
         **judge: Any,
@@ -58,7 +58,7 @@ class TextJudge(Judged):
         super().__init__(question=self.asked if question is None else question, answers=answers, **judge)
         if frames < 2:
             raise ValueError(f"frames must be at least 2, the first and the last of a clip, not {frames}")
-        self.pictures, self.frames = self.shown if pictures is None else pictures, frames
+        self.images, self.frames = self.shown if images is None else images, frames
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         questions: list[JudgeQuestion] = []
@@ -68,7 +68,7 @@ class TextJudge(Judged):
             for criterion, weight in self.criteria(sample):
                 if (text := self._filled(sample, criterion)) is not None:
                     own.append((len(questions), weight))
-                    questions.append(JudgeQuestion(self._shown(sample.prompt) if self.pictures else (), text))
+                    questions.append(JudgeQuestion(self._shown(sample.prompt) if self.images else (), text))
             places.append(own)
         verdicts = [y / (y + n) if y + n > 0 else None for y, n in self.judge.ask(questions, self.words)]
         return [self._mean([(verdicts[place], weight) for place, weight in own]) for own in places]
@@ -152,14 +152,14 @@ class ConsistencyJudge(TextJudge):
 
 
 class CaptionJudge(TextJudge):
-    """How likely a judge that does not see the picture finds that the caption in <info> leads to the right answer (the
+    """How likely a judge that does not see the image finds that the caption in <info> leads to the right answer (the
     caption reward of Visionary-R1, by a verdict in place of an answer of its own); see `TextJudge`."""
 
     asked = IS_IT_ENOUGH
 
 
 class EvidenceJudge(TextJudge):
-    """How likely a judge that sees the picture finds in it what the reasoning says (the semantic consistency of
+    """How likely a judge that sees the image finds in it what the reasoning says (the semantic consistency of
     VideoRFT, by a verdict in place of an embedding); see `TextJudge`."""
 
     asked = IS_IT_SEEN
@@ -167,7 +167,7 @@ class EvidenceJudge(TextJudge):
 
 
 class ReferenceJudge(VlmJudge):
-    """P(yes) of a judge that is asked whether the made picture is better than the prompt's first one, its reference
+    """P(yes) of a judge that is asked whether the made image is better than the prompt's first one, its reference
     (RewardDance, Wu et al. 2025, arXiv:2509.08826); the options are those of `vlm_judge`."""
 
     def __init__(self, *, question: str = IS_IT_BETTER, normalise: bool = False, **judge: Any) -> None:
@@ -175,8 +175,8 @@ class ReferenceJudge(VlmJudge):
 
     def _asked(self, sample: Sample) -> JudgeQuestion:
         if not sample.prompt.images:
-            raise UserError(f"prompt {sample.prompt.id!r} has no picture as a reference")
-        return self._question(sample, as_pil(picture(sample)), sample.prompt.images[0])
+            raise UserError(f"prompt {sample.prompt.id!r} has no image as a reference")
+        return self._question(sample, as_pil(image_of(sample)), sample.prompt.images[0])
 
 
 def spaced(frames: Sequence[Image.Image], count: int) -> list[Image.Image]:

@@ -1,4 +1,4 @@
-"""A vision-language model as judge: of one picture (RewardDance), or of two against each other (Pref-GRPO).
+"""A vision-language model as judge: of one image (RewardDance), or of two against each other (Pref-GRPO).
 
 A judge is asked a question that is answered by one word, and the probabilities of the words it might begin with are
 read: from an endpoint that speaks OpenAI's protocol (vLLM, SGLang, a hosted model), or from a model in this process.
@@ -21,7 +21,7 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.rewards.services.http import check_address, png_base64, post
-from mmrl.rewards.types import Score, as_pil, device_of, picture, score_finite
+from mmrl.rewards.types import Score, as_pil, device_of, image_of, score_finite
 from mmrl.rollouts import Sample
 
 IS_IT_GOOD = 'Does this image show "{prompt}", correctly and in good quality? Answer with one word, yes or no.'
@@ -224,10 +224,10 @@ class Judged:
 
 
 class VlmJudge(Judged):
-    """P(yes) / (P(yes) + P(no)) of a judge that is asked whether the picture is good; 0 to 1.
+    """P(yes) / (P(yes) + P(no)) of a judge that is asked whether the image is good; 0 to 1.
 
     With normalise=False it is P(yes), the reward of RewardDance (Wu et al. 2025, arXiv:2509.08826). `answers` are the
-    words for yes and no. None where the judge gives neither word any probability, and for a picture that holds NaN or
+    words for yes and no. None where the judge gives neither word any probability, and for an image that holds NaN or
     inf. The other options are those of `Judged`.
     """
 
@@ -248,7 +248,7 @@ class VlmJudge(Judged):
         return score_finite(samples, self._score)
 
     def _asked(self, sample: Sample) -> JudgeQuestion:
-        return self._question(sample, as_pil(picture(sample)))
+        return self._question(sample, as_pil(image_of(sample)))
 
     def _score(self, samples: list[Sample]) -> list[Score]:
         questions = [self._asked(sample) for sample in samples]
@@ -260,13 +260,13 @@ class VlmJudge(Judged):
 
 
 class VlmPreference(Judged):
-    """The share of its group that a picture beats (Pref-GRPO, Wang et al. 2025, arXiv:2508.20751); 0 to 1.
+    """The share of its group that an image beats (Pref-GRPO, Wang et al. 2025, arXiv:2508.20751); 0 to 1.
 
     Each of the n (n - 1) / 2 pairs of a group is shown to a judge, which is asked for the better one: that answer of
-    the two `answers` (for the first and for the second picture) that is the more probable. A win counts 1, a tie 0.5.
+    the two `answers` (for the first and for the second image) that is the more probable. A win counts 1, a tie 0.5.
     With orders "both" each pair is asked in both orders and the two outcomes are averaged, so that a judge that always
     prefers one place makes ties; "random" asks once, in an order drawn from `seed`, the prompt's id and the pair. A
-    pair for which the judge gives neither answer any probability is left out; None for a picture with no pair left, one
+    pair for which the judge gives neither answer any probability is left out; None for an image with no pair left, one
     alone in its group, and one that holds NaN or inf. The other options are those of `Judged`.
     """
 
@@ -290,7 +290,7 @@ class VlmPreference(Judged):
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[Score]:
-        images = [as_pil(picture(sample)) for sample in samples]
+        images = [as_pil(image_of(sample)) for sample in samples]
         asked = [order for pair in combinations(range(len(samples)), 2) for order in self._orders(samples[0], pair)]
         questions = [self._question(samples[i], images[i], images[j]) for i, j in asked]
         wins: list[list[float]] = [[] for _ in samples]

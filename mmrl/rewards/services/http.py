@@ -1,8 +1,8 @@
 """A reward that another process computes: samples go out by HTTP as JSON or npz, never as pickles, scores come back.
 
-The request is a JSON object {"samples": [...], "group": [...] or null}. In JSON the picture of a sample is a PNG in
-base64; in npz the JSON text is the array "request" (uint8, UTF-8) and the picture of sample i the array "image_i"
-[channel, height, width]. The pictures of a prompt are PNGs in base64 in both. The answer is always the JSON object
+The request is a JSON object {"samples": [...], "group": [...] or null}. In JSON the image of a sample is a PNG in
+base64; in npz the JSON text is the array "request" (uint8, UTF-8) and the image of sample i the array "image_i"
+[channel, height, width]. The images of a prompt are PNGs in base64 in both. The answer is always the JSON object
 {"scores": [number or null, ...]}, one a sample, null where it could not be scored.
 """
 
@@ -38,7 +38,7 @@ class HttpReward:
 
     A request that finds no connection, whose answer is not complete after `deadline_s` seconds or has a status of 5xx
     or 429 is sent again, at most `retries` times, with growing pauses; then, and at once for every other fault, score()
-    raises UserError. `scope` "group" sends each group by itself. `pixels` is how npz carries pictures: "float32" as
+    raises UserError. `scope` "group" sends each group by itself. `pixels` is how npz carries images: "float32" as
     they are, "uint8" as JSON's PNGs do, clamped and rounded.
     """
 
@@ -217,7 +217,7 @@ def _arrays(body: bytes, max_bytes: int) -> dict[str, np.ndarray]:
 
 
 def _sample(row: Any, number: int, array: np.ndarray | None, film: np.ndarray | None) -> Sample:
-    """array, film: the made picture and the made clip's frames, where an npz carries them."""
+    """array, film: the made image and the made clip's frames, where an npz carries them."""
     if not isinstance(row, dict):
         raise ValueError(f"sample {number} is no JSON object")
     unknown = row.keys() - _PROMPT.keys() - _SAMPLE.keys() - {"images", "image", "videos", "frames"}
@@ -227,14 +227,14 @@ def _sample(row: Any, number: int, array: np.ndarray | None, film: np.ndarray | 
         if key in row and not isinstance(row[key], kind):
             raise ValueError(f"sample {number}: {key} must be of type {kind.__name__}")
     given = {"id": str(number), "text": ""} | {key: row[key] for key in _PROMPT if key in row}
-    images = tuple(_picture(text, number) for text in row.get("images", []))
+    images = tuple(_image(text, number) for text in row.get("images", []))
     prompt = Prompt(images=images, videos=tuple(_clip(clip, number) for clip in row.get("videos", [])), **given)
     image = None if array is None else _pixels(array, number)
     if row.get("image") is not None:
-        image = _pixels(np.asarray(_picture(row["image"], number)), number, channels_last=True)
+        image = _pixels(np.asarray(_image(row["image"], number)), number, channels_last=True)
     frames = None if film is None else torch.stack([_pixels(frame, number) for frame in film])
     if row.get("frames") is not None:
-        shown = [np.asarray(_picture(text, number)) for text in row["frames"]]
+        shown = [np.asarray(_image(text, number)) for text in row["frames"]]
         frames = torch.stack([_pixels(frame, number, channels_last=True) for frame in shown])
     return Sample(prompt, image=image, frames=frames, **{key: row[key] for key in _SAMPLE if key in row})
 
@@ -242,15 +242,15 @@ def _sample(row: Any, number: int, array: np.ndarray | None, film: np.ndarray | 
 def _clip(clip: Any, number: int) -> Video:
     if not isinstance(clip, dict) or not isinstance(clip.get("fps"), int | float) or not clip.get("frames"):
         raise ValueError(f"sample {number}: a clip has frames and fps")
-    return Video(tuple(_picture(text, number) for text in clip["frames"]), clip["fps"])
+    return Video(tuple(_image(text, number) for text in clip["frames"]), clip["fps"])
 
 
-def _picture(text: Any, number: int) -> Image.Image:
+def _image(text: Any, number: int) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"])
         image.load()
     except (OSError, SyntaxError, TypeError, binascii.Error, Image.DecompressionBombError) as error:
-        raise ValueError(f"sample {number}: no picture in base64 PNG: {error}") from None
+        raise ValueError(f"sample {number}: no image in base64 PNG: {error}") from None
     return image
 
 
@@ -268,5 +268,5 @@ def _bytes(image: Tensor) -> Tensor:
 
 
 def _exact_mode(image: Tensor) -> Image.Image:
-    """As `as_pil`, but a picture of one channel stays one."""
+    """As `as_pil`, but an image of one channel stays one."""
     return as_pil(image).convert("L") if image.shape[0] == 1 else as_pil(image)

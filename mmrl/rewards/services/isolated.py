@@ -1,4 +1,4 @@
-"""Rewards that nobody vouches for, in processes of a nursery of their own (see `mmrl.children.nursery`)."""
+"""Rewards that nobody vouches for, in processes of a fork server of their own (see `mmrl.children.fork_server`)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal
 
+from mmrl.children.fork_server import ForkServer
 from mmrl.children.forked import ForkedService
 from mmrl.children.limits import Limits, end_descendants
-from mmrl.children.nursery import Nursery
 from mmrl.errors import UserError, told
 from mmrl.rewards.services.failures import Failure, Failures
 from mmrl.rewards.types import Reward, Score, load_object, numbers
@@ -27,7 +27,7 @@ class IsolatedReward:
     Workers start at the first call and stay. One sample may take `deadline_s` seconds: a verifier that hangs, or ends
     its process, costs its own sample, and the next one gets a new worker. Each worker leads a process group of its own,
     uses no more than `limits` allow and sees no credential in its environment; what it has started ends with each
-    answer, and all ends with this process, however that ends. Pictures stay behind: a worker sees the prompt without
+    answer, and all ends with this process, however that ends. Images stay behind: a worker sees the prompt without
     its images unless `images=True`.
 
     score() raises UserError if the reward cannot be built in its own process, if that process does not start, and for a
@@ -50,7 +50,7 @@ class IsolatedReward:
         self.name, self.deadline_s, self.images = name, deadline_s, images
         self.failures, self.workers = failures or Failures(name), workers
         self.limits = limits or Limits()
-        self._nursery = Nursery(SCORER, (name, dict(options)), self.limits)
+        self._nursery = ForkServer(SCORER, (name, dict(options)), self.limits)
         self._room = threading.Semaphore(workers)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
@@ -59,7 +59,7 @@ class IsolatedReward:
             return list(pool.map(self._score, samples))
 
     def close(self) -> None:
-        """Ends all workers and their nursery; a later call starts others."""
+        """Ends all workers and their fork server; a later call starts others."""
         self._nursery.close()
 
     def _score(self, sample: Sample) -> Score:

@@ -1,4 +1,4 @@
-"""Rewards from the cosine of a picture's and a prompt's CLIP embeddings, and from a head on the picture's."""
+"""Rewards from the cosine of an image's and a prompt's CLIP embeddings, and from a head on the image's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from mmrl.rewards.types import Score, as_pil, device_of, picture, score_finite
+from mmrl.rewards.types import Score, as_pil, device_of, image_of, score_finite
 from mmrl.rollouts import Sample
 
 
@@ -21,7 +21,7 @@ class Encoder(Protocol):
     model: nn.Module
     temperature: float
 
-    def images(self, pictures: list[Image.Image], device: torch.device) -> Tensor: ...
+    def images(self, images: list[Image.Image], device: torch.device) -> Tensor: ...
     def texts(self, texts: list[str], device: torch.device) -> Tensor: ...
 
 
@@ -42,8 +42,8 @@ class OpenClip:
         self.model: Any = model.eval().requires_grad_(False)
         self.temperature = float(self.model.logit_scale.exp())
 
-    def images(self, pictures: list[Image.Image], device: torch.device) -> Tensor:
-        return self.model.encode_image(torch.stack([self._prepare(p) for p in pictures]).to(device), normalize=True)
+    def images(self, images: list[Image.Image], device: torch.device) -> Tensor:
+        return self.model.encode_image(torch.stack([self._prepare(p) for p in images]).to(device), normalize=True)
 
     def texts(self, texts: list[str], device: torch.device) -> Tensor:
         return self.model.encode_text(self._tokenize(texts).to(device), normalize=True)
@@ -68,8 +68,8 @@ class TransformersClip:
         self.model: Any = model.eval().requires_grad_(False)
         self.temperature = float(self.model.logit_scale.exp())
 
-    def images(self, pictures: list[Image.Image], device: torch.device) -> Tensor:
-        inputs = self._processor(images=pictures, return_tensors="pt").to(device)
+    def images(self, images: list[Image.Image], device: torch.device) -> Tensor:
+        inputs = self._processor(images=images, return_tensors="pt").to(device)
         return nn.functional.normalize(self.model.get_image_features(**inputs).pooler_output, dim=-1)
 
     def texts(self, texts: list[str], device: torch.device) -> Tensor:
@@ -88,7 +88,7 @@ def encoder(model: str, pretrained: str | None = None) -> Encoder:
 
 
 class ClipReward:
-    """factor x cosine(picture, prompt.text). None for a picture that holds NaN or inf."""
+    """factor x cosine(image, prompt.text). None for an image that holds NaN or inf."""
 
     scope: Literal["sample"] = "sample"
 
@@ -102,7 +102,7 @@ class ClipReward:
     def _score(self, samples: list[Sample]) -> list[float]:
         device = device_of(self.device)
         self.encoder.model.to(device)
-        images = self.encoder.images([as_pil(picture(sample)) for sample in samples], device)
+        images = self.encoder.images([as_pil(image_of(sample)) for sample in samples], device)
         # A group shares its prompt, so each text is encoded once.
         texts = list(dict.fromkeys(sample.prompt.text for sample in samples))
         row = [texts.index(sample.prompt.text) for sample in samples]
@@ -111,7 +111,7 @@ class ClipReward:
 
 
 def clip_similarity(*, model: str, pretrained: str | None = None, device: str | None = None) -> ClipReward:
-    """cos(E_image(picture), E_text(prompt)), -1 to 1 (Radford et al. 2021, arXiv:2103.00020).
+    """cos(E_image(image), E_text(prompt)), -1 to 1 (Radford et al. 2021, arXiv:2103.00020).
 
     `model` and `pretrained` name a model of open_clip with a tag or a file of weights, or `model` alone a folder or hub
     name that transformers' CLIPModel loads.
@@ -120,7 +120,7 @@ def clip_similarity(*, model: str, pretrained: str | None = None, device: str | 
 
 
 def pickscore(*, model: str, processor: str | None = None, scale: float = 1.0, device: str | None = None) -> ClipReward:
-    """exp(logit_scale) cos(E_image(picture), E_text(prompt)) / scale (Kirstain et al. 2023, arXiv:2305.01569).
+    """exp(logit_scale) cos(E_image(image), E_text(prompt)) / scale (Kirstain et al. 2023, arXiv:2305.01569).
 
     `model`: a folder or hub name for transformers, as yuvalkirstain/PickScore_v1; `processor` where the preprocessing
     lies elsewhere, as laion/CLIP-ViT-H-14-laion2B-s32B-b79K. Flow-GRPO divides by scale = 26, to near 1.
@@ -132,20 +132,20 @@ def pickscore(*, model: str, processor: str | None = None, scale: float = 1.0, d
 
 
 def hpsv2(*, weights: str, model: str = "ViT-H-14", device: str | None = None) -> ClipReward:
-    """cos(E_image(picture), E_text(prompt)) of the fine-tuned CLIP of Wu et al. 2023 (HPS v2, arXiv:2306.09341).
+    """cos(E_image(image), E_text(prompt)) of the fine-tuned CLIP of Wu et al. 2023 (HPS v2, arXiv:2306.09341).
 
-    `weights`: the published checkpoint (HPS_v2_compressed.pt, HPS_v2.1_compressed.pt) for open_clip's `model`. Pictures
+    `weights`: the published checkpoint (HPS_v2_compressed.pt, HPS_v2.1_compressed.pt) for open_clip's `model`. Images
     that are not square lose their margins.
     """
     return ClipReward(OpenClip(model, weights), 1.0, device)
 
 
 class Aesthetic:
-    """w . E(picture) + b, with E of length 1: LAION's aesthetic predictor, about 1 to 10 on real pictures.
+    """w . E(image) + b, with E of length 1: LAION's aesthetic predictor, about 1 to 10 on real images.
 
     `head`: a file (.safetensors, .pth) of linear layers, LAION's single one or its improved stack, which has nothing
     but linear layers either; they belong to the embeddings of OpenAI's CLIP ViT-L/14. `model` and `pretrained` as in
-    `clip_similarity`. None for a picture that holds NaN or inf. Raises ValueError where the layers do not fit.
+    `clip_similarity`. None for an image that holds NaN or inf. Raises ValueError where the layers do not fit.
     """
 
     scope: Literal["sample"] = "sample"
@@ -172,7 +172,7 @@ class Aesthetic:
     def _score(self, samples: list[Sample]) -> list[float]:
         device = device_of(self.device)
         self.encoder.model.to(device)
-        embeddings = self.encoder.images([as_pil(picture(sample)) for sample in samples], device)
+        embeddings = self.encoder.images([as_pil(image_of(sample)) for sample in samples], device)
         return self.head.to(device)(embeddings).squeeze(-1).tolist()
 
 

@@ -1,10 +1,10 @@
-"""In which coordinates a response speaks of places in its picture, and what it says of them.
+"""In which coordinates a response speaks of places in its image, and what it says of them.
 
 convention
-  pixels        of the picture that the prompt holds
+  pixels        of the image that the prompt holds
   thousandths   0 to 1000 of either side, as Qwen3-VL and many others speak
   unit          0 to 1 of either side
-  resized       pixels of what the processor made of the picture, as Qwen2.5-VL speaks: sides that are multiples of
+  resized       pixels of what the processor made of the image, as Qwen2.5-VL speaks: sides that are multiples of
                 `factor`, of at least min_pixels and at most max_pixels in all
 """
 
@@ -29,7 +29,7 @@ _OBJECT = re.compile(r"\{[^{}]*+\}")
 
 @dataclass(frozen=True)
 class Resize:
-    """What a processor makes of a picture of a certain size (the smart resize of Qwen2-VL)."""
+    """What a processor makes of an image of a certain size (the smart resize of Qwen2-VL)."""
 
     factor: int = 28
     min_pixels: int = 3136
@@ -48,7 +48,7 @@ class Resize:
 
 
 class Coordinates:
-    """Turns numbers of a convention into shares of the picture's sides.
+    """Turns numbers of a convention into shares of the image's sides.
 
     Raises ValueError for an unknown convention, or `resize` without the convention that it is for.
     """
@@ -64,7 +64,7 @@ class Coordinates:
         self.convention, self.resize = convention, Resize(**(resize or {}))
 
     def unit(self, numbers: Sequence[float], sample: Sample) -> tuple[float, ...]:
-        """x, y, x, y, ... as shares of the first picture's sides. Raises UserError where the prompt has no picture and
+        """x, y, x, y, ... as shares of the first image's sides. Raises UserError where the prompt has no image and
         the convention asks for its size."""
         width, height = self.sides(sample)
         return tuple(number / (height if i % 2 else width) for i, number in enumerate(numbers))
@@ -77,7 +77,7 @@ class Coordinates:
             return 1000.0, 1000.0
         if not sample.prompt.images:
             raise UserError(
-                f"prompt {sample.prompt.id!r} has no picture, whose size {self.convention!r} coordinates need; set the "
+                f"prompt {sample.prompt.id!r} has no image, whose size {self.convention!r} coordinates need; set the "
                 "reward's coordinates to thousandths or unit"
             )
         size = sample.prompt.images[0].size

@@ -1,4 +1,4 @@
-"""Object detectors behind one interface: pictures in, labelled boxes with scores out.
+"""Object detectors behind one interface: images in, labelled boxes with scores out.
 
 Kinds: `onnx`, a file as described in `OnnxDetector` (scripts/convert_detectors.py makes two of packaged weights);
 `transformers`, any model for object detection by folder or hub name; `torchvision`, one of its detectors by name with a
@@ -36,12 +36,12 @@ OVERLAP = 0.5  # of two boxes of one label; the weaker is left out
 
 
 @dataclass(frozen=True)
-class Found:
+class DetectedObject:
     """One object: `score` 0 to 1."""
 
     label: str
     score: float
-    box: Box  # in pixels of the picture
+    box: Box  # in pixels of the image
 
 
 class Detector(Protocol):
@@ -49,15 +49,15 @@ class Detector(Protocol):
 
     labels: tuple[str, ...]
 
-    def detect(self, pictures: Sequence[Image.Image], least: float) -> list[list[Found]]:
-        """The objects of each RGB picture with a score of at least `least`, the surest first."""
+    def detect(self, images: Sequence[Image.Image], least: float) -> list[list[DetectedObject]]:
+        """The objects of each RGB image with a score of at least `least`, the surest first."""
         ...
 
 
 class OnnxDetector:
     """A file for onnxruntime with the input `image`, float32 [1, 3, side, side], RGB of 0 to 255, and the outputs
     `boxes` [1, n, 4] (left, top, right, bottom in pixels of that input) and `scores` [1, n, label], 0 to 1. Its
-    metadata `labels` is their JSON list. Pictures are made to fit, with white margins.
+    metadata `labels` is their JSON list. Images are made to fit, with white margins.
 
     Raises ValueError where there is no such file, or it is not of this form.
     """
@@ -79,19 +79,19 @@ class OnnxDetector:
         self._side = int(given[0].shape[2])
         self.labels: tuple[str, ...] = tuple(json.loads(stored["labels"]))
 
-    def detect(self, pictures: Sequence[Image.Image], least: float) -> list[list[Found]]:
-        return [self._one(picture, least) for picture in pictures]
+    def detect(self, images: Sequence[Image.Image], least: float) -> list[list[DetectedObject]]:
+        return [self._one(image, least) for image in images]
 
-    def _one(self, picture: Image.Image, least: float) -> list[Found]:
-        scale = self._side / max(picture.size)
-        size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+    def _one(self, image: Image.Image, least: float) -> list[DetectedObject]:
+        scale = self._side / max(image.size)
+        size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
         left, top = (self._side - size[0]) // 2, (self._side - size[1]) // 2
         fitted = Image.new("RGB", (self._side, self._side), "white")
-        fitted.paste(picture.resize(size, Image.Resampling.BILINEAR), (left, top))
-        image = np.asarray(fitted, np.float32).transpose(2, 0, 1)[None]
-        boxes, scores = self._session.run(["boxes", "scores"], {"image": np.ascontiguousarray(image)})
+        fitted.paste(image.resize(size, Image.Resampling.BILINEAR), (left, top))
+        pixels = np.asarray(fitted, np.float32).transpose(2, 0, 1)[None]
+        boxes, scores = self._session.run(["boxes", "scores"], {"image": np.ascontiguousarray(pixels)})
         moved = (boxes[0] - np.array([left, top, left, top], np.float32)) / scale
-        sides = np.array([picture.width, picture.height] * 2, np.float32)
+        sides = np.array([image.width, image.height] * 2, np.float32)
         return listed(torch.from_numpy(np.clip(moved, 0, sides)), torch.from_numpy(scores[0]), self.labels, least)
 
 
@@ -115,15 +115,15 @@ class TransformersDetector:
         self._names = {number: _name(name) for number, name in names.items()}
 
     @torch.no_grad()
-    def detect(self, pictures: Sequence[Image.Image], least: float) -> list[list[Found]]:
+    def detect(self, images: Sequence[Image.Image], least: float) -> list[list[DetectedObject]]:
         device = device_of(self._device)
         self._model.to(device)
-        inputs = self._processor(images=list(pictures), return_tensors="pt").to(device)
-        sizes = [(picture.height, picture.width) for picture in pictures]
+        inputs = self._processor(images=list(images), return_tensors="pt").to(device)
+        sizes = [(image.height, image.width) for image in images]
         made = self._processor.post_process_object_detection(self._model(**inputs), least, sizes)
         return [
             sure_first(
-                Found(self._names[int(label)], float(score), _corners(box))
+                DetectedObject(self._names[int(label)], float(score), _corners(box))
                 for label, score, box in zip(one["labels"], one["scores"], one["boxes"], strict=True)
             )
             for one in made
@@ -155,13 +155,13 @@ class TorchvisionDetector:
         self.labels = tuple(name for name in self._names if name not in ("__background__", "N/A"))
 
     @torch.no_grad()
-    def detect(self, pictures: Sequence[Image.Image], least: float) -> list[list[Found]]:
+    def detect(self, images: Sequence[Image.Image], least: float) -> list[list[DetectedObject]]:
         device = device_of(self._device)
         self._model.to(device)
-        given = [torch.from_numpy(np.array(picture)).permute(2, 0, 1).to(device) / 255 for picture in pictures]
+        given = [torch.from_numpy(np.array(image)).permute(2, 0, 1).to(device) / 255 for image in images]
         return [
             sure_first(
-                Found(self._names[int(label)], float(score), _corners(box))
+                DetectedObject(self._names[int(label)], float(score), _corners(box))
                 for label, score, box in zip(made["labels"], made["scores"], made["boxes"], strict=True)
                 if score >= least
             )
@@ -184,7 +184,7 @@ def detector(options: Mapping[str, Any]) -> Detector:
         raise ValueError(f"detector of kind {kind}: {error}") from None
 
 
-def listed(boxes: torch.Tensor, scores: torch.Tensor, labels: Sequence[str], least: float) -> list[Found]:
+def listed(boxes: torch.Tensor, scores: torch.Tensor, labels: Sequence[str], least: float) -> list[DetectedObject]:
     """boxes [n, 4], scores [n, label] -> objects, without the weaker of two boxes of one label that overlap by more
     than half (intersection over union), the surest first."""
     from torchvision.ops import batched_nms  # two seconds, for every job that lists the rewards
@@ -192,10 +192,10 @@ def listed(boxes: torch.Tensor, scores: torch.Tensor, labels: Sequence[str], lea
     place, label = (scores >= least).nonzero(as_tuple=True)
     sure = scores[place, label]
     kept = batched_nms(boxes[place], sure, label, OVERLAP)
-    return [Found(labels[int(label[i])], float(sure[i]), _corners(boxes[place[i]])) for i in kept]
+    return [DetectedObject(labels[int(label[i])], float(sure[i]), _corners(boxes[place[i]])) for i in kept]
 
 
-def sure_first(found: Any) -> list[Found]:
+def sure_first(found: Any) -> list[DetectedObject]:
     return sorted(found, key=lambda one: -one.score)
 
 

@@ -1,4 +1,4 @@
-"""Rewards of pictures for clips: each frame is scored by itself, and the scores are pooled."""
+"""Rewards of images for clips: each frame is scored by itself, and the scores are pooled."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Pool = Literal["mean", "least", "last"]
 
 
 class Framewise:
-    """A reward of pictures over every `every`-th frame of a clip, from the first on.
+    """A reward of images over every `every`-th frame of a clip, from the first on.
 
     reward: of `mmrl.rewards.REWARDS` or one's own, with its `options`. pool: "mean" of the frames' scores, the "least"
     of them, or that of the "last" frame alone. None where a frame that counts could not be scored. A still clip gets
-    what its picture gets: put a guard of motion beside it.
+    what its image gets: put a guard of motion beside it.
     """
 
     scope: Literal["sample"] = "sample"

@@ -1,4 +1,4 @@
-"""Whether a picture shows the objects that its prompt asks for, as many, of the colour and where: GenEval's checks.
+"""Whether an image shows the objects that its prompt asks for, as many, of the colour and where: GenEval's checks.
 
 Ghosh et al. 2023, "GenEval" (arXiv 2310.11513), with any detector of `mmrl.rewards.visual.detectors`. Prompts carry
 what they ask for in their metadata, as `task.data.format=geneval` reads it: `include`, and where something must not be
@@ -16,8 +16,8 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.rewards.overlap import Box
-from mmrl.rewards.types import Score, as_pil, nearest, picture, score_finite
-from mmrl.rewards.visual.detectors import Detector, Found
+from mmrl.rewards.types import Score, as_pil, image_of, nearest, score_finite
+from mmrl.rewards.visual.detectors import DetectedObject, Detector
 from mmrl.rewards.visual.detectors import detector as made
 from mmrl.rollouts import Sample
 
@@ -30,7 +30,7 @@ LIKE_BACKGROUND = 40.0  # of 255 in each channel: pixels nearer to the surroundi
 
 
 class GenEval:
-    """1 where a picture passes all checks of its prompt, else 0; with `partial` the share of checks that it passes.
+    """1 where an image passes all checks of its prompt, else 0; with `partial` the share of checks that it passes.
 
     The checks: for each object of `include`, that at least `count` of its class are there; that `count` of them have
     its `color`; that all of them lie where `position` = [relation, index of another] says; and for each of
@@ -38,7 +38,7 @@ class GenEval:
     least score of an object, others `threshold`: GenEval has 0.3 and 0.9 with its large detector, and small detectors
     are less sure.
 
-    detector: `kind` and its options, see `mmrl.rewards.visual.detectors`. None for a picture that holds NaN or inf.
+    detector: `kind` and its options, see `mmrl.rewards.visual.detectors`. None for an image that holds NaN or inf.
     Raises UserError for a class that the detector can not find, and for a prompt without `include`.
     """
 
@@ -63,11 +63,11 @@ class GenEval:
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[float]:
-        pictures = [as_pil(picture(sample)) for sample in samples]
+        images = [as_pil(image_of(sample)) for sample in samples]
         least = min(self.threshold, self.count_threshold)
-        found = self.detector.detect(pictures, least)
+        found = self.detector.detect(images, least)
         scores = []
-        for sample, image, objects in zip(samples, pictures, found, strict=True):
+        for sample, image, objects in zip(samples, images, found, strict=True):
             bar = self.count_threshold if sample.prompt.metadata.get("tag") == "counting" else self.threshold
             passed = list(checks([one for one in objects if one.score >= bar], image, sample.prompt.metadata).values())
             scores.append(sum(passed) / len(passed) if self.partial else float(all(passed)))
@@ -85,7 +85,7 @@ class GenEval:
                 raise UserError(f"prompt {sample.prompt.id!r}: color must be one of {', '.join(COLOURS)}")
 
 
-def checks(found: Sequence[Found], image: Image.Image, asked: Mapping[str, Any]) -> dict[str, bool]:
+def checks(found: Sequence[DetectedObject], image: Image.Image, asked: Mapping[str, Any]) -> dict[str, bool]:
     """Each check of a prompt by name ("0 object", "0 color", "1 position", "exclude 0"), and whether it is passed.
 
     asked: a prompt's `include` and `exclude`. An object that is not there fails its colour and its position too.
@@ -150,7 +150,7 @@ def colour(image: Image.Image, box: Box) -> str:
 
 
 def _cut(pixels: NDArray[np.float32], box: Box) -> NDArray[np.float32]:
-    """At least one pixel of the picture."""
+    """At least one pixel of the image."""
     height, width = pixels.shape[:2]
     left, top = min(max(0, round(box[0])), width - 1), min(max(0, round(box[1])), height - 1)
     return pixels[top : max(top + 1, round(box[3])), left : max(left + 1, round(box[2]))]

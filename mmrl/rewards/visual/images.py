@@ -1,4 +1,4 @@
-"""Rewards of a picture by itself, or against what its prompt asks for: file size, a classifier, the text it shows."""
+"""Rewards of an image by itself, or against what its prompt asks for: file size, a classifier, the text it shows."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.rewards.reading import reader
-from mmrl.rewards.types import Reward, Score, as_pil, device_of, load_object, picture, score_finite
+from mmrl.rewards.types import Reward, Score, as_pil, device_of, image_of, load_object, score_finite
 from mmrl.rollouts import Prompt, Sample
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^“”]+)”')
 
 
 def jpeg_incompressibility(*, quality: int = 95) -> Reward:
-    """bytes(JPEG of the picture at `quality`) / 1000 (Black et al. 2023, DDPO, arXiv:2305.13301): detail is rewarded.
+    """bytes(JPEG of the image at `quality`) / 1000 (Black et al. 2023, DDPO, arXiv:2305.13301): detail is rewarded.
 
-    None for a picture that holds NaN or inf.
+    None for an image that holds NaN or inf.
     """
     if not 1 <= quality <= 100:
         raise ValueError(f"quality must lie in 1 .. 100, not {quality}")
 
     def reward(sample: Sample) -> float | None:
-        if not picture(sample).isfinite().all():
+        if not image_of(sample).isfinite().all():
             return None
         file = io.BytesIO()
-        as_pil(picture(sample)).save(file, "JPEG", quality=quality)
+        as_pil(image_of(sample)).save(file, "JPEG", quality=quality)
         return file.tell() / 1000
 
     return reward
 
 
 def jpeg_compressibility(*, quality: int = 95) -> Reward:
-    """-bytes(JPEG) / 1000, the negative of `jpeg_incompressibility`: smooth pictures are rewarded."""
+    """-bytes(JPEG) / 1000, the negative of `jpeg_incompressibility`: smooth images are rewarded."""
     kilobytes = jpeg_incompressibility(quality=quality)
 
     def reward(sample: Sample) -> float | None:
@@ -48,11 +48,11 @@ def jpeg_compressibility(*, quality: int = 95) -> Reward:
 
 
 class ClassifierLogp:
-    """log p(class = prompt.answer | picture) under a classifier, in nats.
+    """log p(class = prompt.answer | image) under a classifier, in nats.
 
-    `classifier` is 'package.module:function', called once without arguments for an nn.Module that takes pictures
-    [rollout, channel, height, width], fp32 clamped to 0..1, and gives logits [rollout, class]. The pictures of one
-    batch must have one size. None for a picture that holds NaN or inf.
+    `classifier` is 'package.module:function', called once without arguments for an nn.Module that takes images
+    [rollout, channel, height, width], fp32 clamped to 0..1, and gives logits [rollout, class]. The images of one
+    batch must have one size. None for an image that holds NaN or inf.
     """
 
     scope: Literal["sample"] = "sample"
@@ -67,21 +67,21 @@ class ClassifierLogp:
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return score_finite(samples, self._score)
 
-    def differentiable(self, pictures: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[rollout] with the gradient by pictures [rollout, channel, height, width], which beyond 0..1 is that at the
+    def differentiable(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """[rollout] with the gradient by images [rollout, channel, height, width], which beyond 0..1 is that at the
         border."""
-        inside = pictures + (pictures.clamp(0, 1) - pictures).detach()
-        logp = self.model.to(pictures.device)(inside).float().log_softmax(-1)
+        inside = images + (images.clamp(0, 1) - images).detach()
+        logp = self.model.to(images.device)(inside).float().log_softmax(-1)
         classes = [_class_of(Sample(prompt), logp.shape[1]) for prompt in prompts]
         return logp[torch.arange(len(prompts)), torch.tensor(classes)]
 
     @torch.no_grad()
     def _score(self, samples: list[Sample]) -> list[float]:
-        shapes = {tuple(picture(sample).shape) for sample in samples}
+        shapes = {tuple(image_of(sample).shape) for sample in samples}
         if len(shapes) > 1:
-            raise UserError(f"a classifier needs pictures of one size, not {sorted(shapes)}")
+            raise UserError(f"a classifier needs images of one size, not {sorted(shapes)}")
         device = device_of(self.device)
-        images = torch.stack([picture(sample) for sample in samples]).clamp(0, 1).to(device)
+        images = torch.stack([image_of(sample) for sample in samples]).clamp(0, 1).to(device)
         logp = self.model.to(device)(images).float().log_softmax(-1).cpu()
         classes = [_class_of(sample, logp.shape[1]) for sample in samples]
         return logp[torch.arange(len(samples)), torch.tensor(classes)].tolist()
@@ -95,12 +95,12 @@ def _class_of(sample: Sample, count: int) -> int:
 
 
 def ocr(*, threads: int = 1) -> Reward:
-    """1 - min(d, n) / n, with d the edit distance of the text read in the picture and the n letters asked for.
+    """1 - min(d, n) / n, with d the edit distance of the text read in the image and the n letters asked for.
 
     Case and white space do not count, and text asked for that stands somewhere in the text read has d = 0: the measure
     of Flow-GRPO (Liu et al. 2025, arXiv:2505.05470). What is asked for is prompt.metadata["text"], else what the prompt
-    puts in double quotes. Text is read by RapidOCR (the extra `ocr`) on `threads` threads of the CPU. None for a
-    picture that holds NaN or inf.
+    puts in double quotes. Text is read by RapidOCR (the extra `ocr`) on `threads` threads of the CPU. None for an
+    image that holds NaN or inf.
     """
     read_lines = reader(threads)
 
@@ -108,9 +108,9 @@ def ocr(*, threads: int = 1) -> Reward:
         wanted = _letters(_asked_text(sample))
         if not wanted:
             raise UserError(f"prompt {sample.prompt.id!r} asks for no text: set metadata['text'], or quote it")
-        if not picture(sample).isfinite().all():
+        if not image_of(sample).isfinite().all():
             return None
-        read = _letters("".join(read_lines(as_pil(picture(sample)))))
+        read = _letters("".join(read_lines(as_pil(image_of(sample)))))
         distance = 0 if wanted in read else edit_distance(read, wanted)
         return 1 - min(distance, len(wanted)) / len(wanted)
 

@@ -1,4 +1,4 @@
-"""What a whole set of pictures is worth: how near it is to a set of real ones."""
+"""What a whole set of images is worth: how near it is to a set of real ones."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor, nn
 
 from mmrl.core.distances import frechet, kernel_distance, replacement_gains
 from mmrl.errors import UserError
-from mmrl.rewards.types import Score, device_of, load_object, picture, score_finite
+from mmrl.rewards.types import Score, device_of, image_of, load_object, score_finite
 from mmrl.rollouts import Sample
 
 DISTANCES = {"fid": frechet, "kid": kernel_distance}
-MOST = 512  # pictures that features are computed of at once
+MOST = 512  # images that features are computed of at once
 
 
 class SetDistance:
-    """How near the pictures of a batch are to `reference` together, by FID or KID (Distribution-wise rewards, arXiv
-    2607.02291, reconstructed). A model that draws one good picture again and again is far.
+    """How near the images of a batch are to `reference` together, by FID or KID (Distribution-wise rewards, arXiv
+    2607.02291, reconstructed). A model that draws one good image again and again is far.
 
-    With credit `replacement` the i-th pictures of all prompts are a subset, and a picture earns what its subset adds:
+    With credit `replacement` the i-th images of all prompts are a subset, and an image earns what its subset adds:
     the distance of the batch less the mean distance that the batch has when the subset takes the place of another one.
     So it needs groups; rollouts of a group are compared by it. With `whole` all get minus the distance, for evaluation.
 
-    features: a callable of pictures [n, channel, height, width] of 0 to 1 that gives [n, d], or a module without its
-    options; reference: what gives real pictures like those, both as package.module:function that is called. On several
-    ranks each scores its own rollouts. None for a picture that holds NaN or inf, which is left out of the set.
+    features: a callable of images [n, channel, height, width] of 0 to 1 that gives [n, d], or a module without its
+    options; reference: what gives real images like those, both as package.module:function that is called. On several
+    ranks each scores its own rollouts. None for an image that holds NaN or inf, which is left out of the set.
     """
 
     scope: Literal["batch"] = "batch"
@@ -52,9 +52,7 @@ class SetDistance:
             raise ValueError(f"features {features} gives {type(self._features).__name__}, which can not be called")
         real = load_object(reference)()
         if not isinstance(real, Tensor) or real.dim() != 4 or len(real) < 2:
-            raise ValueError(
-                f"reference {reference} must give pictures [picture, channel, height, width], two at least"
-            )
+            raise ValueError(f"reference {reference} must give images [image, channel, height, width], two at least")
         self._size = tuple(real.shape[1:])
         self._distance = partial(DISTANCES[metric], reference=self._of(real))
 
@@ -62,25 +60,25 @@ class SetDistance:
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[float]:
-        pictures = [picture(sample) for sample in samples]
-        wrong = next((p for p in pictures if tuple(p.shape) != self._size), None)
+        images = [image_of(sample) for sample in samples]
+        wrong = next((p for p in images if tuple(p.shape) != self._size), None)
         if wrong is not None:
-            raise UserError(f"a picture of {list(wrong.shape)} can not be compared with those of {list(self._size)}")
+            raise UserError(f"an image of {list(wrong.shape)} can not be compared with those of {list(self._size)}")
         if len(samples) < 2:
-            raise UserError("a distance between sets needs two pictures in a batch at least")
-        features = self._of(torch.stack(pictures))
+            raise UserError("a distance between sets needs two images in a batch at least")
+        features = self._of(torch.stack(images))
         if self.credit == "whole":
             return [-float(self._distance(features))] * len(samples)
         found: list[float] = replacement_gains(features, members(samples), self._distance).tolist()
         return found
 
     @torch.no_grad()
-    def _of(self, pictures: Tensor) -> Tensor:
-        """[picture, d] fp32 on the CPU."""
+    def _of(self, images: Tensor) -> Tensor:
+        """[image, d] fp32 on the CPU."""
         device = device_of(self.device)
         if isinstance(self._features, nn.Module):
             self._features.eval().to(device)
-        parts = [self._features(part.clamp(0, 1).to(device)).float().cpu() for part in pictures.split(MOST)]
+        parts = [self._features(part.clamp(0, 1).to(device)).float().cpu() for part in images.split(MOST)]
         return torch.cat(parts)
 
 

@@ -19,7 +19,7 @@ OTHERS = {name: where for name, where in Term.kinds.items() if name != "of_part"
 
 
 class OfPart(Term):
-    """Another term, such as `kl` or `entropy`, for the text or for the picture only. Two of these give both parts
+    """Another term, such as `kl` or `entropy`, for the text or for the image only. Two of these give both parts
     weights of their own. Its statistics are of that part alone: a coefficient that follows `entropy/text` keeps the
     text's entropy at a target (ReasonGen-R1's adaptive entropy)."""
 
@@ -27,7 +27,7 @@ class OfPart(Term):
     source: ClassVar[str] = "reconstructed from T2I-R1, arXiv 2505.00703, and ReasonGen-R1, arXiv 2505.24875"
     test: ClassVar[str] = "tests/joints/test_parts.py"
     type: str = "of_part"
-    part: Literal["text", "picture"] = option(description="of the response")
+    part: Literal["text", "image"] = option(description="of the response")
     term: Term = option(KL(), "that it has", kinds=OTHERS)
 
     @property
@@ -40,12 +40,12 @@ class OfPart(Term):
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         import torch
 
-        from mmrl.rollouts import PICTURE, TEXT, in_part
+        from mmrl.rollouts import IMAGE, TEXT, in_part
 
         values, stats = self.term.values(micro, replay)
         if replay.entropy is not None:
             stats = stats | {"entropy": replay.entropy.detach()}
-        mine = in_part(micro, TEXT if self.part == "text" else PICTURE).to(values.device)
+        mine = in_part(micro, TEXT if self.part == "text" else IMAGE).to(values.device)
         return values.where(mine, 0.0), {
             f"{name}/{self.part}": value.where(mine, torch.nan) for name, value in stats.items()
         }

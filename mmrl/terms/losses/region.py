@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Region(Term):
-    """Of edits that earned much it keeps near to the source picture what should not change; of edits that earned little
+    """Of edits that earned much it keeps near to the source image what should not change; of edits that earned little
     it drives away from the source what should. Both are said of what the policy now predicts from the noised edit.
     CoCoEdit says the latter of DiffusionNFT's negative policy, which is the mirror image of the one that is trained:
     what drives it away from the source draws the policy near, and so it is said of the policy itself here. Distances
@@ -55,8 +55,8 @@ class Region(Term):
         data, source = predicted_data(matching, matching.prediction), matching.source
         if source is None:
             raise UserError(
-                "this model edits no picture, so that there is no source that the term region could compare with; use "
-                "one such as FLUX.1-Kontext, and task.data with pictures"
+                "this model edits no image, so that there is no source that the term region could compare with; use "
+                "one such as FLUX.1-Kontext, and task.data with images"
             )
         changes = self._region(micro, source)
         stayed, changed = masked_distance(data, source, 1 - changes), masked_distance(data, source, changes)

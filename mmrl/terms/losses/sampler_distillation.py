@@ -1,4 +1,4 @@
-"""Distilling a few-step sampler from the model that learns from its pictures."""
+"""Distilling a few-step sampler from the model that learns from its images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SamplerDistillation(Term):
-    """Jumps of the sampler shall end where the model's own steps do, above all in pictures that earn much. A
+    """Jumps of the sampler shall end where the model's own steps do, above all in images that earn much. A
     coefficient that is 0 in some steps lets the two take turns."""
 
     equation: ClassVar[str] = (
@@ -30,7 +30,7 @@ class SamplerDistillation(Term):
     test: ClassVar[str] = "tests/policies/few_step_diffusion/test_few_step_diffusion.py"
     type: str = "sampler_distillation"
     coefficient: Schedule = number(1.0, "weight of the term", ge=0)
-    reward_aware: bool = option(True, "pictures weigh by their advantages; false: all alike")
+    reward_aware: bool = option(True, "images weigh by their advantages; false: all alike")
     bound: float = option(5.0, "advantages beyond it count as it does", gt=0)
 
     @property

@@ -46,7 +46,7 @@ class SegmentValues(Shaper):
 
 
 class PartCredit(Shaper):
-    """What a picture earns need not be owed to the words before it, nor what the words earn to the picture: each part
+    """What an image earns need not be owed to the words before it, nor what the words earn to the image: each part
     has a weight, and may be compared with its group by rewards of its own."""
 
     equation: ClassVar[str] = (
@@ -56,11 +56,9 @@ class PartCredit(Shaper):
     test: ClassVar[str] = "tests/joints/test_parts.py"
     type: str = "part_credit"
     text: float = option(1.0, "weight of the text's advantages", ge=0)
-    picture: float = option(1.0, "weight of the picture's advantages", ge=0)
+    image: float = option(1.0, "weight of the image's advantages", ge=0)
     text_rewards: list[str] = option([], "rewards that text is compared by; none: the advantage that there is")
-    picture_rewards: list[str] = option(
-        [], "rewards that the picture is compared by; none: the advantage that there is"
-    )
+    image_rewards: list[str] = option([], "rewards that the image is compared by; none: the advantage that there is")
     scale: Literal["group_std", "none"] = option("group_std", "what differences of its own rewards are divided by")
 
     @property
@@ -68,18 +66,18 @@ class PartCredit(Shaper):
         return Needs(offers=frozenset({"parts"}))
 
     def check_rewards(self, names: list[str]) -> None:
-        for key in ("text_rewards", "picture_rewards"):
+        for key in ("text_rewards", "image_rewards"):
             for name in vars(self)[key]:
                 if name not in names:
                     raise ValueError(f"algorithm.shaping: {key}: {name} is none of the rewards, {', '.join(names)}")
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        from mmrl.rollouts import PICTURE, TEXT, in_part
+        from mmrl.rollouts import IMAGE, TEXT, in_part
 
         text = self.text * self._own(self.text_rewards, advantages, batch)
-        picture = self.picture * self._own(self.picture_rewards, advantages, batch)
+        image = self.image * self._own(self.image_rewards, advantages, batch)
         found = text.where(in_part(batch.rollouts, TEXT), advantages)
-        return picture.where(in_part(batch.rollouts, PICTURE), found)
+        return image.where(in_part(batch.rollouts, IMAGE), found)
 
     def _own(self, names: list[str], advantages: Tensor, batch: Batch) -> Tensor:
         """[rollout, decision] by these rewards alone."""

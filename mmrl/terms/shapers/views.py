@@ -1,4 +1,4 @@
-"""Advantages for responses that were read off the picture."""
+"""Advantages for responses that were read off the image."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 class ViewInformation(Shaper):
     """A response gains by how much likelier the prompt makes it than another view of the prompt does, such as one
-    without its picture, against the rest of the group."""
+    without its image, against the rest of the group."""
 
     equation: ClassVar[str] = (
         "A_i <- A_i + weight (I_i - mean of I over the group), I = mean_t (logp_t - logp_t under the view), "
         "at most bound"
     )
-    source: ClassVar[str] = "reconstructed from MIRL's reward: the pointwise mutual information of text and picture"
+    source: ClassVar[str] = "reconstructed from MIRL's reward: the pointwise mutual information of text and image"
     test: ClassVar[str] = "tests/joints/test_shapers.py"
     type: str = "view_information"
     weight: float = option(0.1, "of the information", gt=0)

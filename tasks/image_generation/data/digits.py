@@ -1,9 +1,9 @@
-"""Sentences that ask for a handwritten digit: real pictures to learn from, and two classifiers to judge what is drawn.
+"""Sentences that ask for a handwritten digit: real images to learn from, and two classifiers to judge what is drawn.
 
-The pictures are the 1797 8x8 images of `mmrl.tasks.data.handwritten_digits` (the test part of the UCI set "Optical
-Recognition of Handwritten Digits", Alpaydin and Kaynak, 1998). Each class's every fourth picture is held out, as in the
+The images are the 1797 8x8 images of `mmrl.tasks.data.handwritten_digits` (the test part of the UCI set "Optical
+Recognition of Handwritten Digits", Alpaydin and Kaynak, 1998). Each class's every fourth image is held out, as in the
 visual QA task; the others are dealt to the two classifiers, so that the one that rewards and the one that measures
-share neither architecture nor pictures.
+share neither architecture nor images.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mmrl.rewards.types import score_finite
 from mmrl.rollouts import Prompt, Sample
 from mmrl.tasks.data.handwritten_digits import load_digits
-from mmrl.tasks.image_generation.data.images import stack_pictures
+from mmrl.tasks.image_generation.data.images import stack_images
 from mmrl.tasks.image_generation.rewards.classifiers import SIZE, trained
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -58,14 +58,14 @@ def texts(split: str, digit: int) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _digits() -> tuple[Tensor, np.ndarray]:
-    """All pictures [image, 1, 8, 8] float32, 0 to 1, and their labels [image]."""
-    pictures, labels = load_digits()
-    return torch.from_numpy(pictures / 16).float().unsqueeze(1), labels
+    """All images [image, 1, 8, 8] float32, 0 to 1, and their labels [image]."""
+    images, labels = load_digits()
+    return torch.from_numpy(images / 16).float().unsqueeze(1), labels
 
 
 @lru_cache(maxsize=2)
 def split_indices(split: Split) -> np.ndarray:
-    """Indices of the pictures of a split: of each digit every fourth is held out, whatever the seed."""
+    """Indices of the images of a split: of each digit every fourth is held out, whatever the seed."""
     _, labels = _digits()
     place = np.array([np.count_nonzero(labels[:image] == label) for image, label in enumerate(labels)])
     return np.flatnonzero((place % 4 == 3) == (split == "heldout"))
@@ -74,10 +74,10 @@ def split_indices(split: Split) -> np.ndarray:
 class DigitPromptSource:
     """`size` prompts for digits; item i asks for digit i % 10 and depends on (split, seed, i) and `careless` only.
 
-    The answer is the digit. Metadata: `image` (an index into `load_digits`) and `target`, that picture for supervised
+    The answer is the digit. Metadata: `image` (an index into `load_digits`) and `target`, that image for supervised
     training, [1, 8, 8] float32, 0 to 1. For the share `careless` it shows another digit, so that a supervised run ends
     with a base that often draws the wrong one. Training and held-out prompts share neither texts nor
-    pictures nor random streams. With `rejected` the metadata also has such a picture of another digit than the one that
+    images nor random streams. With `rejected` the metadata also has such an image of another digit than the one that
     was asked for; with `reasoning` a text that names what is shown ("the digit seven"); with `twins` the prompt
     that asks for another digit in the same words.
     """
@@ -124,7 +124,7 @@ class DigitPromptSource:
 
 
 def half(judge: Judge) -> np.ndarray:
-    """Indices of the pictures that a classifier learns from: every second one to train on."""
+    """Indices of the images that a classifier learns from: every second one to train on."""
     return split_indices("train")[JUDGES.index(judge) :: 2]
 
 
@@ -132,7 +132,7 @@ def half(judge: Judge) -> np.ndarray:
 def classifier(judge: Judge) -> nn.Module:
     """One of two classifiers of [image, 1, 8, 8] of 0 to 1, logits [image, 10], trained once on a machine.
 
-    `reward` is a perceptron and saw one half of the training pictures, `second` a convolutional network that saw the
+    `reward` is a perceptron and saw one half of the training images, `second` a convolutional network that saw the
     other.
     """
     images, labels = _digits()
@@ -156,12 +156,12 @@ def digit_features() -> nn.Module:
 
 
 def real_digits() -> Tensor:
-    """[picture, 1, 8, 8] all pictures to train on, for `set_distance`."""
+    """[image, 1, 8, 8] all images to train on, for `set_distance`."""
     return _digits()[0][torch.from_numpy(split_indices("train"))]
 
 
 def heldout_accuracy(judge: Judge) -> float:
-    """The share of the held-out real pictures that a classifier names rightly."""
+    """The share of the held-out real images that a classifier names rightly."""
     images, labels = _digits()
     rows = torch.from_numpy(split_indices("heldout"))
     named = classifier(judge)(images[rows]).argmax(-1)
@@ -169,9 +169,9 @@ def heldout_accuracy(judge: Judge) -> float:
 
 
 class DigitCorrect:
-    """Reward: 1 where a classifier takes the picture, clamped to 0..1, for the digit asked for (prompt.answer), else 0.
+    """Reward: 1 where a classifier takes the image, clamped to 0..1, for the digit asked for (prompt.answer), else 0.
 
-    None for a picture that holds NaN or inf. Scoring raises UserError for pictures that are not [1, 8, 8].
+    None for an image that holds NaN or inf. Scoring raises UserError for images that are not [1, 8, 8].
     """
 
     scope: Literal["sample"] = "sample"
@@ -185,6 +185,6 @@ class DigitCorrect:
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[float]:
-        pictures = stack_pictures(samples, (1, SIZE, SIZE))
-        named = self._classifier(pictures.clamp(0, 1)).argmax(-1)
+        images = stack_images(samples, (1, SIZE, SIZE))
+        named = self._classifier(images.clamp(0, 1)).argmax(-1)
         return (named == torch.tensor([sample.prompt.answer for sample in samples])).float().tolist()

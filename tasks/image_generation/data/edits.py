@@ -1,4 +1,4 @@
-"""Instructions for drawn scenes, such as "make the bar blue" or "remove the square": the source picture, what it shall
+"""Instructions for drawn scenes, such as "make the bar blue" or "remove the square": the source image, what it shall
 become, and an exact reading of what was done to it.
 
 A scene is two objects on black, of different shapes, each of 2 x 2 cells of CELL x CELL pixels: a patch of
@@ -22,10 +22,10 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.rewards.types import score_finite
 from mmrl.rollouts import Prompt, Sample
-from mmrl.tasks.image_generation.data.images import stack_pictures
+from mmrl.tasks.image_generation.data.images import stack_images
 
 SIZE, CELL = 16, 2
-GRID, OBJECT = SIZE // CELL, 2  # cells a side, of the picture and of an object
+GRID, OBJECT = SIZE // CELL, 2  # cells a side, of the image and of an object
 COLOURS = {"red": (1.0, 0.0, 0.0), "green": (0.0, 1.0, 0.0), "blue": (0.0, 0.0, 1.0), "yellow": (1.0, 1.0, 0.0)}
 SHAPES = {"square": ("##", "##"), "bar": ("##", ".."), "stair": ("#.", ".#")}
 MOVED = 0.25  # difference of a channel from which an untouched pixel counts as moved
@@ -106,9 +106,9 @@ def place(rng: np.random.Generator) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 class EditedShapes:
-    """`size` prompts, each with a source picture; item i depends on (split, seed, i) and `careless` alone. Metadata:
+    """`size` prompts, each with a source image; item i depends on (split, seed, i) and `careless` alone. Metadata:
     `before` and `wanted` [3, SIZE, SIZE], `region` [SIZE, SIZE] bool, where these differ, `kind`, and `target`, the
-    picture to learn from, which for the share `careless` is another edit of the same source."""
+    image to learn from, which for the share `careless` is another edit of the same source."""
 
     def __init__(self, split: Split, *, size: int, seed: int, careless: float = 0.0) -> None:
         self.split, self.size, self.seed, self.careless = split, size, seed, careless
@@ -145,15 +145,15 @@ class EditedShapes:
 _PALETTE = torch.tensor([(0.0, 0.0, 0.0), *COLOURS.values()])
 
 
-def read(pictures: Tensor) -> Tensor:
-    """The nearest colour of the palette of every cell, [picture, GRID, GRID]; pictures are [picture, 3, SIZE, SIZE]."""
-    cells = pictures.float().clamp(0, 1).unflatten(3, (GRID, CELL)).unflatten(2, (GRID, CELL)).mean((3, 5))
+def read(images: Tensor) -> Tensor:
+    """The nearest colour of the palette of every cell, [image, GRID, GRID]; images are [image, 3, SIZE, SIZE]."""
+    cells = images.float().clamp(0, 1).unflatten(3, (GRID, CELL)).unflatten(2, (GRID, CELL)).mean((3, 5))
     return (cells.permute(0, 2, 3, 1)[..., None, :] - _PALETTE).square().sum(-1).argmin(-1)
 
 
-def marks(pictures: Tensor, before: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Shares of cells that are as they should be, [picture] each: of those that should change, and of the others."""
-    found, had, asked = read(pictures), read(before), read(wanted)
+def marks(images: Tensor, before: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Shares of cells that are as they should be, [image] each: of those that should change, and of the others."""
+    found, had, asked = read(images), read(before), read(wanted)
     right, touched = (found == asked).float().flatten(1), (had != asked).float().flatten(1)
     return (right * touched).sum(1) / touched.sum(1).clamp(min=1), (right * (1 - touched)).sum(1) / (1 - touched).sum(
         1
@@ -161,10 +161,10 @@ def marks(pictures: Tensor, before: Tensor, wanted: Tensor) -> tuple[Tensor, Ten
 
 
 class EditChecked:
-    """Reward: 1 where the picture is exactly what the instruction makes of its source, in every cell, else 0.
+    """Reward: 1 where the image is exactly what the instruction makes of its source, in every cell, else 0.
 
-    `part` gives a share instead: "changed" of the cells that should change, "kept" of those that should not. None for a
-    picture that holds NaN or inf. Raises UserError for pictures of another size and prompts without `wanted`.
+    `part` gives a share instead: "changed" of the cells that should change, "kept" of those that should not. None for
+    an image that holds NaN or inf. Raises UserError for images of another size and prompts without `wanted`.
     """
 
     scope: Literal["sample"] = "sample"
@@ -178,8 +178,8 @@ class EditChecked:
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[float]:
-        pictures = stack_pictures(samples, (3, SIZE, SIZE))
-        changed, kept = marks(pictures, _said(samples, "before"), _said(samples, "wanted"))
+        images = stack_images(samples, (3, SIZE, SIZE))
+        changed, kept = marks(images, _said(samples, "before"), _said(samples, "wanted"))
         if self.part is not None:
             return (changed if self.part == "changed" else kept).tolist()
         return ((changed == 1) & (kept == 1)).float().tolist()
@@ -187,20 +187,20 @@ class EditChecked:
 
 def untouched_moved(samples: Sequence[Sample]) -> Tensor:
     """Guard: the share of pixels that should have stayed and did not, [sample]: some channel is MOVED or more away."""
-    pictures = stack_pictures(samples).float().clamp(0, 1)
+    images = stack_images(samples).float().clamp(0, 1)
     before, wanted = _said(samples, "before"), _said(samples, "wanted")
     stays = ((before - wanted).abs().amax(1) == 0).flatten(1).float()
-    moved = ((pictures - before).abs().amax(1) >= MOVED).flatten(1).float()
+    moved = ((images - before).abs().amax(1) >= MOVED).flatten(1).float()
     return (moved * stays).sum(1) / stays.sum(1).clamp(min=1)
 
 
 def region_distance(samples: Sequence[Sample]) -> Tensor:
     """Mean squared distance to the source over what should have stayed, [sample]: CoCoEdit's region-preserving term
     with a known region."""
-    pictures = stack_pictures(samples).float().clamp(0, 1)
+    images = stack_images(samples).float().clamp(0, 1)
     before, wanted = _said(samples, "before"), _said(samples, "wanted")
     stays = ((before - wanted).abs().amax(1, keepdim=True) == 0).float()
-    return ((pictures - before).square() * stays).flatten(1).sum(1) / (3 * stays.flatten(1).sum(1)).clamp(min=1)
+    return ((images - before).square() * stays).flatten(1).sum(1) / (3 * stays.flatten(1).sum(1)).clamp(min=1)
 
 
 class RegionKept:

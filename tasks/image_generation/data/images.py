@@ -1,4 +1,4 @@
-"""Pictures of samples as one batch."""
+"""Images of samples as one batch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.rewards.types import picture
+from mmrl.rewards.types import image_of
 from mmrl.rollouts import Sample
 
 
-def stack_pictures(samples: Sequence[Sample], size: tuple[int, ...] | None = None) -> Tensor:
+def stack_images(samples: Sequence[Sample], size: tuple[int, ...] | None = None) -> Tensor:
     """[sample, channel, height, width] float32, 0 to 1 in gamut, not clamped.
 
-    Raises UserError for a sample without a picture, and for one that has not the given size, or that of the first.
+    Raises UserError for a sample without an image, and for one that has not the given size, or that of the first.
     """
-    images = [picture(sample).float() for sample in samples]
+    images = [image_of(sample).float() for sample in samples]
     size = size or tuple(images[0].shape)
     for sample, image in zip(samples, images, strict=True):
         if image.shape != size:
-            raise UserError(f"the picture of prompt {sample.prompt.id!r} is {list(image.shape)}, expected {list(size)}")
+            raise UserError(f"the image of prompt {sample.prompt.id!r} is {list(image.shape)}, expected {list(size)}")
     return torch.stack(images)

@@ -1,8 +1,8 @@
-"""Sentences that ask for a thing by name, pictures of it in one artist's style, and scorers that learned from others.
+"""Sentences that ask for a thing by name, images of it in one artist's style, and scorers that learned from others.
 
 Things are those of `mmrl.tasks.data.named_images`, made small, mirrored or not, moved a little, on paper of any light
 colour. What draws learns them in one style, and what rewards it in another, so that the reward knows none of the
-pictures that are drawn. What measures learned them in the style that is drawn, and has no part in the reward.
+images that are drawn. What measures learned them in the style that is drawn, and has no part in the reward.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from mmrl.rewards.types import score_finite
 from mmrl.rollouts import Prompt, Sample
 from mmrl.tasks.data.named_images import images as icons
-from mmrl.tasks.image_generation.data.images import stack_pictures
+from mmrl.tasks.image_generation.data.images import stack_images
 
-SIZE, THING = 16, 14  # pixels a side of a picture, and of the thing on it
+SIZE, THING = 16, 14  # pixels a side of an image, and of the thing on it
 NAMES = (
     "banana", "basketball", "bear", "candle", "cloud", "door", "dress", "fish", "flamingo", "glasses", "guitar",
     "key", "lion", "pencil", "rainbow", "rooster", "scroll", "shamrock", "star", "sunflower", "taxi", "tractor",
     "tulip", "volcano",
 )  # fmt: skip
 PHRASINGS = {
-    "train": ("a picture of {}", "draw {}", "this is {}", "{} on plain paper", "paint me {}", "a small icon of {}"),
+    "train": ("an image of {}", "draw {}", "this is {}", "{} on plain paper", "paint me {}", "a small icon of {}"),
     "heldout": ("an image that shows {}", "please sketch {}", "I want to see {}", "a little drawing of {}"),
 }
 PLURAL = ("glasses",)
@@ -50,7 +50,7 @@ def texts(split: str, name: str) -> list[str]:
 @lru_cache(maxsize=4)
 def things(style: icons.Style, side: int) -> Tensor:
     """Colours times opacity, and opacity, of all NAMES in a style, [name, 4, side, side] float32, 0 to 1."""
-    known, sheet = icons.names(), icons.pictures(style)
+    known, sheet = icons.names(), icons.images(style)
     rows = [sheet[known.index(name)].astype(np.float32) / 255 for name in NAMES]
     solid = [np.concatenate([row[..., :3] * row[..., 3:], row[..., 3:]], -1) for row in rows]
     return torch.stack([torch.stack([_resized(row[..., c], side) for c in range(4)]) for row in solid])
@@ -61,7 +61,7 @@ def _resized(plane: np.ndarray, side: int) -> Tensor:
 
 
 def draw(name: int, rng: np.random.Generator) -> Tensor:
-    """One of a thing's many pictures, [3, SIZE, SIZE] float32, 0 to 1; name: its place in NAMES."""
+    """One of a thing's many images, [3, SIZE, SIZE] float32, 0 to 1; name: its place in NAMES."""
     thing = things(DRAWN, THING)[name]
     if rng.random() < 0.5:
         thing = thing.flip(-1)
@@ -75,7 +75,7 @@ def draw(name: int, rng: np.random.Generator) -> Tensor:
 class NamedSource:
     """`size` prompts for things; item i asks for thing i % 24 and depends on (split, seed, i) and `careless` only.
 
-    The answer is the thing's place in NAMES. metadata["target"] is a picture for supervised training, [3, SIZE, SIZE]
+    The answer is the thing's place in NAMES. metadata["target"] is an image for supervised training, [3, SIZE, SIZE]
     float32, 0 to 1, which for the share `careless` shows another thing, as clean as the right one.
     """
 
@@ -105,10 +105,10 @@ _AFFINE = {"scale": (0.7, 1.05), "turn": (-0.2, 0.2), "shift": (-0.15, 0.15)}
 
 @lru_cache(maxsize=2)
 def scorer(judge: Judge) -> nn.Module:
-    """One of two networks that name pictures [picture, 3, SIZE, SIZE] of 0 to 1, logits [picture, name], trained once
+    """One of two networks that name images [image, 3, SIZE, SIZE] of 0 to 1, logits [image, name], trained once
     a process.
 
-    `reward` learned from one style, `second` from the one that is drawn; both from pictures that are turned, scaled,
+    `reward` learned from one style, `second` from the one that is drawn; both from images that are turned, scaled,
     moved, recoloured, faded and made noisy, for what a generator draws is never clean.
     """
     with torch.random.fork_rng(devices=[]):
@@ -138,7 +138,7 @@ def _convolutions(width: int) -> nn.Module:
 
 
 def spoiled(solid: Tensor) -> Tensor:
-    """Things [picture, 4, 2 SIZE, 2 SIZE] as a scorer sees them in training, [picture, 3, SIZE, SIZE], by torch's
+    """Things [image, 4, 2 SIZE, 2 SIZE] as a scorer sees them in training, [image, 3, SIZE, SIZE], by torch's
     generator."""
     count = len(solid)
 
@@ -152,23 +152,23 @@ def spoiled(solid: Tensor) -> Tensor:
     affine = torch.stack([torch.stack(rows, -1), torch.stack(columns, -1)], 1)
     where = F.affine_grid(affine, list(solid.shape), align_corners=False)
     placed = F.avg_pool2d(F.grid_sample(solid, where, align_corners=False), 2)
-    picture = placed[:, :3] * uniform(0.75, 1.25, 3, 1, 1) + uniform(0.5, 1.0, 3, 1, 1) * (1 - placed[:, 3:])
-    grey = picture.mean(1, keepdim=True)
-    faded = grey + uniform(0.4, 1.3, 1, 1, 1) * (picture - grey)
+    image = placed[:, :3] * uniform(0.75, 1.25, 3, 1, 1) + uniform(0.5, 1.0, 3, 1, 1) * (1 - placed[:, 3:])
+    grey = image.mean(1, keepdim=True)
+    faded = grey + uniform(0.4, 1.3, 1, 1, 1) * (image - grey)
     return (faded + uniform(0, 0.2, 1, 1, 1) * torch.randn_like(faded)).clamp(0, 1)
 
 
-def real_pictures(count: int) -> list[Sample]:
-    """Real pictures, in the style that is drawn, of what the first `count` held-out prompts ask for."""
+def real_images(count: int) -> list[Sample]:
+    """Real images, in the style that is drawn, of what the first `count` held-out prompts ask for."""
     source = NamedSource("heldout", size=count, seed=0)
     return [Sample(prompt, image=prompt.metadata["target"]) for prompt in (source[index] for index in range(count))]
 
 
 class Recognised:
-    """Reward: 1 where a scorer takes the picture, clamped to 0..1, for the thing asked for (prompt.answer), else 0;
+    """Reward: 1 where a scorer takes the image, clamped to 0..1, for the thing asked for (prompt.answer), else 0;
     with `soft` the probability that it gives it.
 
-    None for a picture that holds NaN or inf. Scoring raises UserError for pictures that are not [3, SIZE, SIZE].
+    None for an image that holds NaN or inf. Scoring raises UserError for images that are not [3, SIZE, SIZE].
     """
 
     scope: Literal["sample"] = "sample"
@@ -182,7 +182,7 @@ class Recognised:
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[float]:
-        logits = self._scorer(stack_pictures(samples, (3, SIZE, SIZE)).clamp(0, 1))
+        logits = self._scorer(stack_images(samples, (3, SIZE, SIZE)).clamp(0, 1))
         asked = torch.tensor([sample.prompt.answer for sample in samples])
         if self._soft:
             return logits.softmax(-1).gather(1, asked[:, None])[:, 0].tolist()

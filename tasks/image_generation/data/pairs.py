@@ -1,4 +1,4 @@
-"""Pairs of pictures from the user's files: which of two was preferred for a prompt."""
+"""Pairs of images from the user's files: which of two was preferred for a prompt."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 class PairSource:
-    """Rows of a `.jsonl` file: `prompt`, and `chosen` and `rejected`, paths of pictures below the file's folder.
+    """Rows of a `.jsonl` file: `prompt`, and `chosen` and `rejected`, paths of images below the file's folder.
 
     Metadata: `target` and `rejected`, [channel, height, width] float32, 0 to 1.
 
-    Raises ValueError for a file without such rows; a picture that can not be used raises UserError when it is asked
+    Raises ValueError for a file without such rows; an image that can not be used raises UserError when it is asked
     for.
     """
 
     def __init__(self, path: Path, *, grey: bool, max_bad_share: float) -> None:
-        """grey: pictures become one channel; else three."""
+        """grey: images become one channel; else three."""
         if path.suffix != ".jsonl":
             raise ValueError(f"{path}: pairs are a .jsonl file with prompt, chosen and rejected")
         self.root, self.mode = path.parent.resolve(), "L" if grey else "RGB"
@@ -41,7 +41,7 @@ class PairSource:
 
     def __getitem__(self, index: int) -> Prompt:
         prompt = self.prompts[index]
-        target, rejected = (self._picture(prompt, key) for key in ("chosen", "rejected"))
+        target, rejected = (self._image(prompt, key) for key in ("chosen", "rejected"))
         if target.shape != rejected.shape:
             raise UserError(f"row {prompt.id}: chosen is {list(target.shape)}, rejected {list(rejected.shape)}")
         return replace(prompt, metadata=prompt.metadata | {"target": target, "rejected": rejected})
@@ -50,7 +50,7 @@ class PairSource:
         """Raises ValueError for a path that is none, or leads out of the file's folder."""
         named = prompt.metadata.get(key)
         if not isinstance(named, str):
-            raise ValueError(f"row {prompt.id}: key {key!r} must be the path of a picture")
+            raise ValueError(f"row {prompt.id}: key {key!r} must be the path of an image")
         place = (self.root / named).resolve()
         if not place.is_relative_to(self.root):
             raise ValueError(f"row {prompt.id}: {named!r} leads out of {self.root}")
@@ -58,11 +58,11 @@ class PairSource:
             raise ValueError(f"row {prompt.id}: there is no file {place}")
         return place
 
-    def _picture(self, prompt: Prompt, key: str) -> Tensor:
+    def _image(self, prompt: Prompt, key: str) -> Tensor:
         place = self._place(prompt, key)
         try:
             with Image.open(place, formats=FORMATS) as opened:
                 pixels = np.asarray(opened.convert(self.mode), dtype=np.float32) / 255
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise UserError(f"row {prompt.id}: {place} is no picture that can be read: {error}") from None
+            raise UserError(f"row {prompt.id}: {place} is no image that can be read: {error}") from None
         return torch.from_numpy(pixels).reshape(*pixels.shape[:2], -1).permute(2, 0, 1)

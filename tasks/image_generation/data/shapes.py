@@ -74,7 +74,7 @@ class ShapeScene:
 
 @dataclass(frozen=True)
 class PlacedShape:
-    """An object of a picture: its colour, its shape (None where it is none of ours), row and column of its top left."""
+    """An object of an image: its colour, its shape (None where it is none of ours), row and column of its top left."""
 
     colour: str
     shape: str | None
@@ -159,17 +159,17 @@ def _side(relation: str, other: PlacedShape) -> np.ndarray:
 
 
 def draw(objects: Sequence[PlacedShape]) -> Tensor:
-    """The picture of objects on black, [3, SIZE, SIZE] float32, 0 to 1; an object without a shape is left out."""
-    picture = np.zeros((SIZE, SIZE, 3), dtype=np.float32)
+    """The image of objects on black, [3, SIZE, SIZE] float32, 0 to 1; an object without a shape is left out."""
+    image = np.zeros((SIZE, SIZE, 3), dtype=np.float32)
     for item in objects:
         if item.shape is not None:
-            window = picture[item.top : item.top + OBJECT, item.left : item.left + OBJECT]
+            window = image[item.top : item.top + OBJECT, item.left : item.left + OBJECT]
             window[template(item.shape)] = COLOURS[item.colour]
-    return torch.from_numpy(picture).permute(2, 0, 1).contiguous()
+    return torch.from_numpy(image).permute(2, 0, 1).contiguous()
 
 
 def spoiled(scene: ShapeScene, rng: np.random.Generator, colours: Sequence[str], max_count: int) -> ShapeScene:
-    """The scene with one thing of its first phrase changed, or its relation turned round: no picture shows both."""
+    """The scene with one thing of its first phrase changed, or its relation turned round: no image shows both."""
     first, kinds = scene.first, ["colour", "shape"]
     kinds += ["count"] * (max_count > 1) + ["relation"] * (scene.relation is not None)
     kind = str(rng.choice(kinds))
@@ -192,7 +192,7 @@ class ShapesSource:
     """`size` prompts for scenes; item i depends on (split, seed, i) and the options, on nothing else.
 
     Prompts of "train" and "heldout" are made of disjoint combinations (see `scenes`), those of "all" of either's. Item
-    i is of kind `kinds[i % len(kinds)]`. Metadata: `kind`, `scene` and `target`, a picture for supervised training, [3,
+    i is of kind `kinds[i % len(kinds)]`. Metadata: `kind`, `scene` and `target`, an image for supervised training, [3,
     SIZE, SIZE] float32, 0 to 1, which for the share `careless` has one thing wrong.
 
     Raises ValueError where the options leave no scene of a kind, or no room for one in a row.

@@ -14,9 +14,9 @@ from scipy import ndimage
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mmrl.rewards.types import picture, score_finite
+from mmrl.rewards.types import image_of, score_finite
 from mmrl.rollouts import Sample
-from mmrl.tasks.image_generation.data.images import stack_pictures
+from mmrl.tasks.image_generation.data.images import stack_images
 from mmrl.tasks.image_generation.data.shapes import (
     COLOURS,
     OBJECT,
@@ -49,37 +49,37 @@ def _templates() -> np.ndarray:
 _TEMPLATES = _templates()
 
 
-def read(pictures: Tensor) -> list[list[PlacedShape]]:
-    """The objects of each picture, [picture, 3, SIZE, SIZE] of 0 to 1 (values beyond are clamped).
+def read(images: Tensor) -> list[list[PlacedShape]]:
+    """The objects of each image, [image, 3, SIZE, SIZE] of 0 to 1 (values beyond are clamped).
 
     A pixel has the nearest colour of the palette, an object is a connected component of one colour (sideways and up and
     down, not diagonally) of at least SPECK pixels, and its shape the one whose template it matches best, None below
     MATCH.
     """
-    pixels = pictures.detach().float().cpu().clamp(0, 1).permute(0, 2, 3, 1)
-    nearest = (pixels[..., None, :] - _PALETTE).square().sum(-1).argmin(-1).numpy()  # [picture, row, column]
+    pixels = images.detach().float().cpu().clamp(0, 1).permute(0, 2, 3, 1)
+    nearest = (pixels[..., None, :] - _PALETTE).square().sum(-1).argmin(-1).numpy()  # [image, row, column]
     planes = (nearest[:, None] == np.arange(1, len(_PALETTE))[:, None, None]).reshape(-1, SIZE, SIZE)
     labels, _ = ndimage.label(planes, _IN_PLANE)
-    found: list[list[PlacedShape]] = [[] for _ in pictures]
+    found: list[list[PlacedShape]] = [[] for _ in images]
     for label, (plane, rows, columns) in enumerate(ndimage.find_objects(labels), start=1):
         mask = labels[plane.start, rows, columns] == label
         if mask.sum() >= SPECK:
-            picture, colour = divmod(plane.start, len(COLOURS))
-            found[picture].append(_placed(mask, list(COLOURS)[colour], rows.start, columns.start))
+            image, colour = divmod(plane.start, len(COLOURS))
+            found[image].append(_placed(mask, list(COLOURS)[colour], rows.start, columns.start))
     return found
 
 
-_FOUND = WeakTensorKeyDictionary()  # what `read` found in the pictures of samples that are still alive
+_FOUND = WeakTensorKeyDictionary()  # what `read` found in the images of samples that are still alive
 
 
 def _read(samples: Sequence[Sample]) -> list[list[PlacedShape]]:
-    """`read` of the samples' pictures. Rewards, accuracy and guards ask of the same picture, which is read once."""
-    pictures = [picture(sample) for sample in samples]
-    new = [sample for sample, pixels in zip(samples, pictures, strict=True) if pixels not in _FOUND]
+    """`read` of the samples' images. Rewards, accuracy and guards ask of the same image, which is read once."""
+    images = [image_of(sample) for sample in samples]
+    new = [sample for sample, pixels in zip(samples, images, strict=True) if pixels not in _FOUND]
     if new:
-        for sample, found in zip(new, read(stack_pictures(new, (3, SIZE, SIZE))), strict=True):
-            _FOUND[picture(sample)] = found
-    return [_FOUND[pixels] for pixels in pictures]
+        for sample, found in zip(new, read(stack_images(new, (3, SIZE, SIZE))), strict=True):
+            _FOUND[image_of(sample)] = found
+    return [_FOUND[pixels] for pixels in images]
 
 
 def _placed(mask: np.ndarray, colour: str, top: int, left: int) -> PlacedShape:
@@ -93,15 +93,15 @@ def _placed(mask: np.ndarray, colour: str, top: int, left: int) -> PlacedShape:
     if overlap.max() < MATCH:
         return PlacedShape(colour, None, top, left)
     down, right = _SHIFTS[shift]
-    # What a generator draws at the border may match best when shifted out of the picture: no object of ours lies there.
+    # What a generator draws at the border may match best when shifted out of the image: no object of ours lies there.
     corner = (min(max(at, 0), SIZE - OBJECT) for at in (top + down - _MARGIN, left + right - _MARGIN))
     return PlacedShape(colour, list(SHAPES)[shape], *corner)
 
 
 def marks(scene: ShapeScene, found: Sequence[PlacedShape]) -> dict[str, float]:
-    """What of a scene is right, each 0 to 1; the picture is right where all are 1.
+    """What of a scene is right, each 0 to 1; the image is right where all are 1.
 
-    colour    of the colours named and those in the picture, the share that is in both
+    colour    of the colours named and those in the image, the share that is in both
     count     the share of phrases of whose colour there are as many objects as they say
     shape     the share of the objects of a named colour that have the shape named with it
     relation  1 where all objects of the first phrase stand so to all of the second's, and both are there (only where a
@@ -128,10 +128,10 @@ def _related(relation: str, *groups: list[PlacedShape]) -> bool:
 
 
 class ShapesChecked:
-    """Reward: 1 where the picture shows exactly the scene asked for (prompt.metadata["scene"]), else 0.
+    """Reward: 1 where the image shows exactly the scene asked for (prompt.metadata["scene"]), else 0.
 
-    With `partial` it is the mean of the `marks` instead. None for a picture that holds NaN or inf. Scoring raises
-    UserError for pictures that are not [3, SIZE, SIZE].
+    With `partial` it is the mean of the `marks` instead. None for an image that holds NaN or inf. Scoring raises
+    UserError for images that are not [3, SIZE, SIZE].
     """
 
     scope: Literal["sample"] = "sample"
@@ -151,9 +151,9 @@ class ShapesChecked:
 
 
 class ShapesRedrawn:
-    """Measure: 1 minus the mean absolute difference between the picture and a clean drawing of what `read` finds in it.
+    """Measure: 1 minus the mean absolute difference between the image and a clean drawing of what `read` finds in it.
 
-    It falls where a picture passes the check and yet is smeared, faint or strewn with what is no object. The picture is
+    It falls where an image passes the check and yet is smeared, faint or strewn with what is no object. The image is
     clamped to 0..1 first; None for one that holds NaN or inf.
     """
 
@@ -163,6 +163,6 @@ class ShapesRedrawn:
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[float]:
-        pictures = stack_pictures(samples, (3, SIZE, SIZE)).clamp(0, 1)
+        images = stack_images(samples, (3, SIZE, SIZE)).clamp(0, 1)
         clean = torch.stack([draw(items) for items in _read(samples)])
-        return (1 - (pictures - clean).abs().flatten(1).mean(1)).tolist()
+        return (1 - (images - clean).abs().flatten(1).mean(1)).tolist()

@@ -1,6 +1,6 @@
-"""Classifiers of small pictures, trained in a second or two and kept, so that the next job starts with them at once.
+"""Classifiers of small images, trained in a second or two and kept, so that the next job starts with them at once.
 
-A kept file belongs to the pictures, to the code of this module and to the version of torch; with another of these the
+A kept file belongs to the images, to the code of this module and to the version of torch; with another of these the
 classifier is trained again. How many threads trained it shows in the last digits of its weights only.
 """
 
@@ -24,8 +24,8 @@ STEPS = 400
 log = logging.getLogger(__name__)
 
 
-def trained(pictures: Tensor, labels: Tensor, *, convolutions: bool) -> nn.Module:
-    """A classifier of [picture, 1, 8, 8] of 0 to 1, logits [picture, 10]: a perceptron or a convolutional network.
+def trained(images: Tensor, labels: Tensor, *, convolutions: bool) -> nn.Module:
+    """A classifier of [image, 1, 8, 8] of 0 to 1, logits [image, 10]: a perceptron or a convolutional network.
 
     It learns with noise of a standard deviation up to 0.2, for what a generator draws is never clean.
     """
@@ -33,20 +33,20 @@ def trained(pictures: Tensor, labels: Tensor, *, convolutions: bool) -> nn.Modul
         torch.manual_seed(int(convolutions))
         network = _convolutions() if convolutions else _perceptron()
         folder = user_cache("classifiers", "MMRL_CLASSIFIER_CACHE")
-        file = folder / f"{_digest(pictures, labels, convolutions)}.safetensors"
+        file = folder / f"{_digest(images, labels, convolutions)}.safetensors"
         if not _recall(network, file):
-            _train(network, pictures, labels, rate=3e-3 if convolutions else 1e-2)
+            _train(network, images, labels, rate=3e-3 if convolutions else 1e-2)
             _remember(network, file)
     return network.eval().requires_grad_(False)
 
 
-def _train(network: nn.Module, pictures: Tensor, labels: Tensor, rate: float) -> None:
+def _train(network: nn.Module, images: Tensor, labels: Tensor, rate: float) -> None:
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, STEPS)
     for _ in range(STEPS):
-        batch = torch.randint(len(pictures), (64,))
+        batch = torch.randint(len(images), (64,))
         noise = 0.2 * torch.rand(len(batch), 1, 1, 1) * torch.randn(len(batch), 1, SIZE, SIZE)
-        loss = F.cross_entropy(network((pictures[batch] + noise).clamp(0, 1)), labels[batch])
+        loss = F.cross_entropy(network((images[batch] + noise).clamp(0, 1)), labels[batch])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -69,10 +69,10 @@ def _convolutions() -> nn.Module:
 # --- files ---
 
 
-def _digest(pictures: Tensor, labels: Tensor, convolutions: bool) -> str:
+def _digest(images: Tensor, labels: Tensor, convolutions: bool) -> str:
     digest = hashlib.sha256(Path(__file__).read_bytes())
     digest.update(f"{torch.__version__} {convolutions}".encode())
-    for values in (pictures, labels):
+    for values in (images, labels):
         digest.update(values.contiguous().numpy().tobytes())
     return digest.hexdigest()[:32]
 

@@ -23,9 +23,9 @@ MASK = "<mask>"
 
 
 def digit_codes(first: int) -> codebook.Codebook:
-    """Of the pictures to train on. first: the token of code 0."""
-    pictures = digits._digits()[0][torch.from_numpy(digits.split_indices("train"))]
-    return codebook.trained(pictures, CODES, PATCH, first)
+    """Of the images to train on. first: the token of code 0."""
+    images = digits._digits()[0][torch.from_numpy(digits.split_indices("train"))]
+    return codebook.trained(images, CODES, PATCH, first)
 
 
 def build_autoregressive(folder: str, seed: int) -> None:
@@ -78,7 +78,7 @@ def build_masked(folder: str, seed: int) -> None:
 
 
 def build_janus(folder: str, seed: int) -> None:
-    """A model of transformers' Janus, untrained, which draws pictures of 3 x 8 x 8 in four codes."""
+    """A model of transformers' Janus, untrained, which draws images of 3 x 8 x 8 in four codes."""
     words = tiny.word_tokenizer(digits.words(), max_length=16)
     tokenizer: Any = type(words)(
         tokenizer_object=words._tokenizer,
@@ -87,7 +87,7 @@ def build_janus(folder: str, seed: int) -> None:
         bos_token=tiny.START,
         eos_token=tiny.END,
         model_max_length=16,
-        extra_special_tokens={"boi_token": "<begin>", "eoi_token": "<finish>", "image_token": "<picture>"},
+        extra_special_tokens={"boi_token": "<begin>", "eoi_token": "<finish>", "image_token": "<image>"},
     )
     shared: dict[str, Any] = {"initializer_range": 0.08, "hidden_size": 32, "num_attention_heads": 2}
     config = JanusConfig(
@@ -113,7 +113,7 @@ def build_janus(folder: str, seed: int) -> None:
             "image_token_embed_dim": 32,
             "initializer_range": 0.08,
         },
-        image_token_id=tokenizer.convert_tokens_to_ids("<picture>"),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         tie_word_embeddings=False,
     )
     with torch.random.fork_rng(devices=[]):

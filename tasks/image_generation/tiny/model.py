@@ -9,12 +9,12 @@ from mmrl.tasks.image_generation.data import digits, shapes
 
 
 def build_digits(folder: str, seed: int) -> None:
-    """A 0.2M-parameter perceptron for pictures of 1 x 8 x 8."""
+    """A 0.2M-parameter perceptron for images of 1 x 8 x 8."""
     create(Path(folder), SmallDiffusionConfig(words=tuple(digits.words()), channels=1, size=digits.SIZE), seed)
 
 
 def build_shapes(folder: str, seed: int) -> None:
-    """A modulated perceptron for pictures of 3 x 16 x 16, of 1.8M parameters; a prompt is the sum of its words."""
+    """A modulated perceptron for images of 3 x 16 x 16, of 1.8M parameters; a prompt is the sum of its words."""
     config = SmallDiffusionConfig(
         words=tuple(shapes.words()),
         channels=3,

@@ -23,7 +23,7 @@ from mmrl.tasks.image_generation.rewards import minilm
 
 
 def build_digits(folder: str, seed: int) -> None:
-    """A Stable Diffusion 3 of 0.29M parameters for pictures of 1 x 8 x 8, four patches each."""
+    """A Stable Diffusion 3 of 0.29M parameters for images of 1 x 8 x 8, four patches each."""
     stable_diffusion_3(folder, seed, words=digits.words(), channels=1, size=digits.SIZE, patch=4, width=64, depth=2)
 
 
@@ -65,7 +65,7 @@ def stable_diffusion_3(
 
 
 def build_edits(folder: str, seed: int) -> None:
-    """A FLUX.1-Kontext for pictures of 3 x 16 x 16, whose latents are 3 x 8 x 8: sixteen tokens are drawn, sixteen are
+    """A FLUX.1-Kontext for images of 3 x 16 x 16, whose latents are 3 x 8 x 8: sixteen tokens are drawn, sixteen are
     the source's."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -96,8 +96,8 @@ def build_edits(folder: str, seed: int) -> None:
 
 
 def build_named(folder: str, seed: int) -> None:
-    """An AuraFlow pipeline for pictures of 3 x 16 x 16. Its text encoder is a real one, MiniLM, and in its
-    transformer's place stands a perceptron of 1.5M parameters, which learns such pictures several times as quickly."""
+    """An AuraFlow pipeline for images of 3 x 16 x 16. Its text encoder is a real one, MiniLM, and in its
+    transformer's place stands a perceptron of 1.5M parameters, which learns such images several times as quickly."""
     tokenizer, encoder = minilm.sentence_encoder()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,8 +1,8 @@
 """What a data file may ask of the machine that reads it."""
 
 GIBIBYTE = 1 << 30
-MAX_PIXELS = 40_000_000  # of a picture, width x height
-MAX_RATIO = 200  # of a picture's sides; image processors of the Qwen family take no more
+MAX_PIXELS = 40_000_000  # of an image, width x height
+MAX_RATIO = 200  # of an image's sides; image processors of the Qwen family take no more
 PILLOWS_LIMIT = 2 * 89_478_485  # of the same, which no option changes
 PARQUET_GIB = 2.0  # of row groups that are kept unpacked
 MAX_GROUP = 2 * GIBIBYTE  # bytes that one row group may unpack to

@@ -1,4 +1,4 @@
-"""Questions whose options and pictures are in columns of their own, as MMMU, ScienceQA and others have them."""
+"""Questions whose options and images are in columns of their own, as MMMU, ScienceQA and others have them."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ NUMBERED = re.compile(r"<image (\d+)>")
 
 @dataclass(frozen=True)
 class Columns:
-    """How several columns become the one question, and the one list of pictures, that rows have otherwise.
+    """How several columns become the one question, and the one list of images, that rows have otherwise.
 
     options: column of the options, a list, a mapping by letter, or the text of a list; they are appended to the
-    question as lines "A. ...", and an answer that is a number is the place of an option, from 0. pictures: columns of
-    one picture each, of which those that a row has are shown; `<image 2>` in question or options is where the second
+    question as lines "A. ...", and an answer that is a number is the place of an option, from 0. images: columns of
+    one image each, of which those that a row has are shown; `<image 2>` in question or options is where the second
     column's belongs, and those that no text names come first.
     """
 
     options: str | None = None
-    pictures: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
 
     @property
     def used(self) -> tuple[str, ...]:
-        return self.pictures if self.options is None else (*self.pictures, self.options)
+        return self.images if self.options is None else (*self.images, self.options)
 
     def joined(self, row: Mapping[str, Any], problem: str, images: str, answer: str) -> dict[str, Any]:
-        """The row with all of it under the keys of question, pictures and answer. Raises RowError."""
+        """The row with all of it under the keys of question, images and answer. Raises RowError."""
         found = dict(row)
         if self.options is not None and (offered := self._offered(row)):
             lines = (f"{letter}. {text}" for letter, text in offered.items())
             found[problem] = "\n".join((str(row.get(problem) or ""), *lines))
             if isinstance(row.get(answer), int) and not isinstance(row[answer], bool):
                 found[answer] = self._letter(row[answer], list(offered), answer)
-        if self.pictures:
+        if self.images:
             found[problem], found[images] = self._shown(row, str(found.get(problem) or ""), images)
         return found
 
@@ -66,12 +66,12 @@ class Columns:
         return letters[place]
 
     def _shown(self, row: Mapping[str, Any], text: str, images: str) -> tuple[str, list[Any]]:
-        """The text with plain markers, and the pictures in their order."""
-        there = {place: row[name] for place, name in enumerate(self.pictures, 1) if row.get(name) is not None}
+        """The text with plain markers, and the images in their order."""
+        there = {place: row[name] for place, name in enumerate(self.images, 1) if row.get(name) is not None}
         named = [int(number) for number in NUMBERED.findall(text)]
         for number in named:
             if number not in there:
-                raise RowError(f"the question names <image {number}>, and the row has no such picture")
+                raise RowError(f"the question names <image {number}>, and the row has no such image")
         first = [place for place in there if place not in named]
         if named and first:
             text = "<image>" * len(first) + text

@@ -1,11 +1,11 @@
-"""Demonstrated conversations from files and datasets: messages with pictures, calls of tools and their results."""
+"""Demonstrated conversations from files and datasets: messages with images, calls of tools and their results."""
 
 from __future__ import annotations
 
 import base64
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from PIL import Image
 
 from mmrl.rollouts import Message, Prompt
 from mmrl.runtime.jsonl import RowError, check_value
-from mmrl.tasks.visual_qa.data.images import Pictures
+from mmrl.tasks.visual_qa.data.images import ImageFiles
 from mmrl.tasks.visual_qa.data.rows import CLIP_MARKER, MARKER
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -27,7 +27,7 @@ class ConversationFields:
     """Which field of a row holds what, for rows that are whole conversations.
 
     `messages`: objects with `role` and `content`, which is text, or a list of {"type": "text", "text": ...} and
-    {"type": "image"}. A picture stands in its part (`image`, or `image_url` with a `url`), or in the field `images`,
+    {"type": "image"}. An image stands in its part (`image`, or `image_url` with a `url`), or in the field `images`,
     which fills the parts without one, and `<image>` in text, in order. What an assistant calls stands in `tool_calls`,
     as {"function": {"name", "arguments"}} or {"name", "arguments"}, arguments as an object or as its JSON; it becomes
     text of the response as `calls` says. `tools`: JSON schemas for the chat template, as a list or as its JSON. Columns
@@ -42,15 +42,15 @@ class ConversationFields:
     answer: str = "answer"
     calls: Literal["json", "python"] = "json"
     tool_role: Literal["tool", "user"] = "tool"
-    pictures: Pictures = Pictures()
+    image_files: ImageFiles = ImageFiles()
 
     def prompt(self, row: Any, prompt_id: str) -> Prompt:
         """What comes before the first response is what is asked; metadata: `demonstration`, every response's text;
         `observations`, the messages between two of them; and what the row holds besides.
 
-        Raises RowError as `check`, and for a picture that cannot be decoded.
+        Raises RowError as `check`, and for an image that cannot be decoded.
         """
-        found = self._read(row, self.pictures.decoded)
+        found = self._read(row, self.image_files.decoded)
         first = next(place for place, message in enumerate(found) if message.role == "assistant")
         said: list[str] = []
         between: list[list[Message]] = []
@@ -76,11 +76,11 @@ class ConversationFields:
         """Raises RowError for what is no conversation that can be learned from, naming the field and the message."""
         self._read(row, self._looked_at)
 
-    def _looked_at(self, picture: Any) -> Image.Image:
-        self.pictures.check(picture)
+    def _looked_at(self, image: Any) -> Image.Image:
+        self.image_files.check(image)
         return Image.new("L", (1, 1))
 
-    def _read(self, row: Any, picture: Any) -> list[Message]:
+    def _read(self, row: Any, open_image: Callable[[Any], Image.Image]) -> list[Message]:
         if not isinstance(row, Mapping):
             raise RowError(f"a row must be an object, not {type(row).__name__}")
         for key, value in row.items():
@@ -99,12 +99,12 @@ class ConversationFields:
         found = []
         for place, message in enumerate(messages):
             try:
-                found.append(self._message(message, shown, picture))
+                found.append(self._message(message, shown, open_image))
             except RowError as error:
                 raise RowError(f"field {self.messages!r}, message {place}: {error}") from None
         self._check_order([message.get("role") for message in messages])
         if (left := len(list(shown))) > 0:
-            raise RowError(f"field {self.images!r} has {left} pictures more than {self.messages!r} has places for them")
+            raise RowError(f"field {self.images!r} has {left} images more than {self.messages!r} has places for them")
         return found
 
     def _check_order(self, roles: Sequence[str]) -> None:
@@ -122,15 +122,17 @@ class ConversationFields:
             if other == "system":
                 raise RowError(f"{field}, message {place}: a system message that is not the first")
 
-    def _message(self, message: Any, shown: Iterator[tuple[int, Any]], picture: Any) -> Message:
+    def _message(
+        self, message: Any, shown: Iterator[tuple[int, Any]], open_image: Callable[[Any], Image.Image]
+    ) -> Message:
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
             role = message.get("role") if isinstance(message, Mapping) else type(message).__name__
             raise RowError(f"role must be one of {', '.join(ROLES)}, not {role!r:.40}")
         role = message["role"]
-        parts = list(self._parts(message.get("content"), shown, picture))
+        parts = list(self._parts(message.get("content"), shown, open_image))
         if role == "assistant":
             if not all(isinstance(part, str) for part in parts):
-                raise RowError("a picture in an assistant's message, which is text alone")
+                raise RowError("an image in an assistant's message, which is text alone")
             text = self._said("".join(map(str, parts)), message.get("tool_calls"))
             parts = [text] if text.strip() else []
         elif message.get("tool_calls"):
@@ -139,10 +141,12 @@ class ConversationFields:
             raise RowError("it is empty")
         return Message(self.tool_role if role == "tool" else role, tuple(parts))
 
-    def _parts(self, content: Any, shown: Iterator[tuple[int, Any]], picture: Any) -> Iterator[Part]:
+    def _parts(
+        self, content: Any, shown: Iterator[tuple[int, Any]], open_image: Callable[[Any], Image.Image]
+    ) -> Iterator[Part]:
         for part in [content] if isinstance(content, str | Mapping) else content or []:
             if isinstance(part, str):
-                yield from self._marked(part, shown, picture)
+                yield from self._marked(part, shown, open_image)
                 continue
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind == "text":
@@ -153,30 +157,32 @@ class ConversationFields:
             elif kind in ("image", "image_url"):
                 own = part.get("image") or part.get("image_url") or part.get("url") or part.get("path")
                 own = _of_url(own.get("url") if isinstance(own, Mapping) and "url" in own else own)
-                yield self._picture("its picture", own, picture) if own else self._next(shown, picture)
+                yield self._image("its image", own, open_image) if own else self._next(shown, open_image)
             else:
                 raise RowError(f"a part of type {kind!r:.40}; texts and images are read")
 
-    def _marked(self, text: str, shown: Iterator[tuple[int, Any]], picture: Any) -> Iterator[Part]:
+    def _marked(
+        self, text: str, shown: Iterator[tuple[int, Any]], open_image: Callable[[Any], Image.Image]
+    ) -> Iterator[Part]:
         if CLIP_MARKER in text:
-            raise RowError(f"{CLIP_MARKER} in a conversation, of which texts and pictures are read")
+            raise RowError(f"{CLIP_MARKER} in a conversation, of which texts and images are read")
         for place, piece in enumerate(text.split(MARKER)):
             if place:
-                yield self._next(shown, picture)
+                yield self._next(shown, open_image)
             if piece:
                 yield piece
 
-    def _next(self, shown: Iterator[tuple[int, Any]], picture: Any) -> Image.Image:
-        """The next one of the row's field of pictures."""
+    def _next(self, shown: Iterator[tuple[int, Any]], open_image: Callable[[Any], Image.Image]) -> Image.Image:
+        """The next one of the row's field of images."""
         number, one = next(shown, (0, None))
         if one is None:
-            raise RowError(f"there is no picture left for it in field {self.images!r}")
-        return self._picture(f"picture {number} of field {self.images!r}", one, picture)
+            raise RowError(f"there is no image left for it in field {self.images!r}")
+        return self._image(f"image {number} of field {self.images!r}", one, open_image)
 
     @staticmethod
-    def _picture(name: str, one: Any, picture: Any) -> Image.Image:
+    def _image(name: str, one: Any, open_image: Callable[[Any], Image.Image]) -> Image.Image:
         try:
-            return picture(one)
+            return open_image(one)
         except RowError as error:
             raise RowError(f"{name}: {error}") from None
 
@@ -224,13 +230,13 @@ class ConversationFields:
         return tuple(filled(one) for one in schemas)
 
 
-def _of_url(picture: Any) -> Any:
-    """A picture that is written out in a URL, as bytes. Raises RowError for one that lies elsewhere."""
-    if not isinstance(picture, str) or not _URL.match(picture):
-        return picture
-    head, found, data = picture.partition(";base64,")
+def _of_url(image: Any) -> Any:
+    """An image that is written out in a URL, as bytes. Raises RowError for one that lies elsewhere."""
+    if not isinstance(image, str) or not _URL.match(image):
+        return image
+    head, found, data = image.partition(";base64,")
     if not head.startswith("data:image/") or not found:
-        raise RowError(f"{picture[:40]!r}: pictures are not fetched; write a path, or data:image/png;base64,...")
+        raise RowError(f"{image[:40]!r}: images are not fetched; write a path, or data:image/png;base64,...")
     try:
         return {"bytes": base64.b64decode(data, validate=True)}
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Questions about rows of real handwritten digits: a visual task that needs no download and no judge.
 
-The pictures are the 1797 8x8 images of `mmrl.tasks.data.handwritten_digits` (the test part of the UCI set "Optical
+The images are the 1797 8x8 images of `mmrl.tasks.data.handwritten_digits` (the test part of the UCI set "Optical
 Recognition of Handwritten Digits", Alpaydin and Kaynak, 1998).
 """
 
@@ -81,8 +81,8 @@ KINDS = tuple(QUESTIONS)
 @lru_cache(maxsize=1)
 def handwritten() -> tuple[np.ndarray, np.ndarray]:
     """All images [image, 8, 8] in uint8 (0 black to 255 white) and their labels [image]."""
-    pictures, labels = load_digits()
-    return np.rint(pictures * (255 / 16)).astype(np.uint8), labels
+    images, labels = load_digits()
+    return np.rint(images * (255 / 16)).astype(np.uint8), labels
 
 
 def split_indices(split: Literal["train", "heldout"]) -> np.ndarray:
@@ -96,7 +96,7 @@ def split_indices(split: Literal["train", "heldout"]) -> np.ndarray:
 
 
 def canvas(images: np.ndarray, offsets: np.ndarray, scale: int = 1) -> Image.Image:
-    """A row of cells as an RGB picture of 8 scale x 8 cells scale pixels (height x width).
+    """A row of cells as an RGB image of 8 scale x 8 cells scale pixels (height x width).
 
     images: [cell, 8, 8] uint8; offsets: [cell, 2], how far down and right each digit moves inside its cell; what leaves
     the cell is cut off.
@@ -104,8 +104,8 @@ def canvas(images: np.ndarray, offsets: np.ndarray, scale: int = 1) -> Image.Ima
     margin = int(np.abs(offsets).max())
     padded = np.pad(images, ((0, 0), (margin, margin), (margin, margin)))
     cells = [
-        picture[margin - down : margin - down + CELL, margin - right : margin - right + CELL]
-        for picture, (down, right) in zip(padded, offsets, strict=True)
+        image[margin - down : margin - down + CELL, margin - right : margin - right + CELL]
+        for image, (down, right) in zip(padded, offsets, strict=True)
     ]
     row = np.kron(np.concatenate(cells, axis=1), np.ones((scale, scale), dtype=np.uint8))
     return Image.fromarray(row).convert("RGB")

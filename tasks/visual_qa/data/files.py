@@ -10,18 +10,18 @@ from mmrl.errors import UserError
 from mmrl.runtime.jsonl import LONGEST_LINE, parsed, places
 from mmrl.tasks.visual_qa import verdicts
 from mmrl.tasks.visual_qa.data.bounds import GIBIBYTE, MAX_FRAMES, MAX_PIXELS, PARQUET_GIB
-from mmrl.tasks.visual_qa.data.images import Pictures
+from mmrl.tasks.visual_qa.data.images import ImageFiles
 from mmrl.tasks.visual_qa.data.rows import Fields, Rows, RowSource
 
 
 class FileSource(RowSource):
     """Questions from a `.jsonl` or `.parquet` file, in the form in which Geometry3K is distributed (see `Fields`).
 
-    Construction reads every row once, with the headers of its pictures, and holds none of them: only where each good
+    Construction reads every row once, with the headers of its images, and holds none of them: only where each good
     row lies. Access then reads one line, or the row group of a Parquet file, of which `parquet_gib` GiB are kept.
     `bad` lists the rows left out, counted from 1 (a blank line of a JSONL file is no row, and counts as a line).
 
-    Pictures may be up to `max_pixels` large and lie below `image_root`, the file's own folder unless given. Prompt ids
+    Images may be up to `max_pixels` large and lie below `image_root`, the file's own folder unless given. Prompt ids
     are '<stem>:<line>'. Raises FileNotFoundError; ValueError for another kind of file, and as `RowSource`.
     """
 
@@ -43,9 +43,9 @@ class FileSource(RowSource):
     ):
         path = Path(path)
         root = path.parent if image_root is None else Path(image_root)
-        pictures = Pictures(root, max_pixels)
+        image_files = ImageFiles(root, max_pixels)
         fields = Fields.named(
-            image_field, problem_field, answer_field, video_field, options_field, pictures, max_frames
+            image_field, problem_field, answer_field, video_field, options_field, image_files, max_frames
         )
         super().__init__(
             file_rows(path, parquet_gib),

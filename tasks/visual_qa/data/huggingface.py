@@ -9,7 +9,7 @@ from typing import Any
 
 from mmrl.tasks.visual_qa import verdicts
 from mmrl.tasks.visual_qa.data.bounds import MAX_FRAMES, MAX_PIXELS
-from mmrl.tasks.visual_qa.data.images import Pictures
+from mmrl.tasks.visual_qa.data.images import ImageFiles
 from mmrl.tasks.visual_qa.data.rows import Fields, Rows, RowSource
 
 
@@ -17,7 +17,7 @@ class HuggingFaceSource(RowSource):
     """Questions of `split` of the dataset `name`, fields mapped and rows checked as by `FileSource`.
 
     name: what `datasets.load_dataset` takes (a hub name, or 'parquet' with `options={"data_files": ...}`), or a folder
-    written by `save_to_disk`. `bad` and the prompt ids, '<name>:<row>', count rows from 0 as `datasets` does. Pictures
+    written by `save_to_disk`. `bad` and the prompt ids, '<name>:<row>', count rows from 0 as `datasets` does. Images
     that are files are opened below `image_root` only, also by the absolute paths that `datasets` writes.
 
     Raises ModuleNotFoundError where `datasets` is not installed, ValueError as `RowSource`, and what `datasets` raises.
@@ -41,10 +41,10 @@ class HuggingFaceSource(RowSource):
         options: Mapping[str, Any] | None = None,
     ):
         root = None if image_root is None else Path(image_root)
-        pictures = Pictures(root, max_pixels, absolute=True)
+        image_files = ImageFiles(root, max_pixels, absolute=True)
         super().__init__(
             split_rows(name, split, options or {}),
-            Fields.named(image_field, problem_field, answer_field, video_field, options_field, pictures, max_frames),
+            Fields.named(image_field, problem_field, answer_field, video_field, options_field, image_files, max_frames),
             name=f"{name} ({split})",
             prefix=name,
             max_bad_share=max_bad_share,
@@ -58,7 +58,7 @@ def split_rows(name: str, split: str, options: Mapping[str, Any]) -> Rows:
 
 
 class _Rows:
-    """Rows as Arrow holds them: `datasets` would decode pictures itself, and one bad picture would end the pass."""
+    """Rows as Arrow holds them: `datasets` would decode images itself, and one bad image would end the pass."""
 
     unit = "row"
 

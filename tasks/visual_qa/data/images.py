@@ -1,4 +1,4 @@
-"""Pictures that a data file names or holds. The file may be somebody else's: it can open pictures below one folder, and
+"""Images that a data file names or holds. The file may be somebody else's: it can open images below one folder, and
 nothing else."""
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # decoded by libraries;
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Where pictures may lie and how large they may be.
+class ImageFiles:
+    """Where images may lie and how large they may be.
 
-    A picture is a path below `root` (None: no path can be used), {"bytes": ..., "path": ...} with either filled, or a
+    An image is a path below `root` (None: no path can be used), {"bytes": ..., "path": ...} with either filled, or a
     PIL image. Links are followed before it is asked what is below. `absolute` allows absolute paths, if they lead below
     `root`.
     """
@@ -34,23 +34,23 @@ class Pictures:
     max_pixels: int = MAX_PIXELS
     absolute: bool = False
 
-    def check(self, picture: Any) -> None:
-        """Raises RowError for a picture that cannot be used, as far as its header tells."""
-        if not isinstance(picture, Image.Image):
-            with self._opened(picture):
+    def check(self, image: Any) -> None:
+        """Raises RowError for an image that cannot be used, as far as its header tells."""
+        if not isinstance(image, Image.Image):
+            with self._opened(image):
                 pass
 
-    def decoded(self, picture: Any) -> Image.Image:
-        """RGB. Raises RowError for a picture that cannot be used."""
-        if isinstance(picture, Image.Image):
-            return picture.convert("RGB")
-        with self._opened(picture) as opened:
+    def decoded(self, image: Any) -> Image.Image:
+        """RGB. Raises RowError for an image that cannot be used."""
+        if isinstance(image, Image.Image):
+            return image.convert("RGB")
+        with self._opened(image) as opened:
             return opened.convert("RGB")
 
-    def file(self, picture: Any) -> tuple[str, BinaryIO]:
+    def file(self, image: Any) -> tuple[str, BinaryIO]:
         """What a message calls it, and its bytes to read. Raises RowError for what may not be opened."""
-        data = picture.get("bytes") if isinstance(picture, Mapping) else None
-        path = picture.get("path") if isinstance(picture, Mapping) else picture
+        data = image.get("bytes") if isinstance(image, Mapping) else None
+        path = image.get("path") if isinstance(image, Mapping) else image
         if isinstance(data, bytes) and data:
             return "bytes", io.BytesIO(data)
         if isinstance(path, str) and path and not data:
@@ -65,8 +65,8 @@ class Pictures:
             raise RowError(f"{what} has {width} x {height} pixels; sides may be 1 : {MAX_RATIO}")
 
     @contextmanager
-    def _opened(self, picture: Any) -> Iterator[Image.Image]:
-        what, file = self.file(picture)
+    def _opened(self, image: Any) -> Iterator[Image.Image]:
+        what, file = self.file(image)
         try:
             with file, Image.open(file, formats=FORMATS) as opened:
                 self.check_size(what, *opened.size)

@@ -1,6 +1,6 @@
-"""Questions about rows of named pictures: what something is, where it is, what stands beside it, and how often.
+"""Questions about rows of named images: what something is, where it is, what stands beside it, and how often.
 
-The pictures are of `named_pictures/`: 218 things in the styles of three icon sets.
+The images are of `named_images/`: 218 things in the styles of three icon sets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from mmrl.rollouts import Prompt
-from mmrl.tasks.data.named_images.images import SHIPPED, SIDE, Style, check_style, names, pictures
+from mmrl.tasks.data.named_images.images import SHIPPED, SIDE, Style, check_style, images, names
 
 SPLITS = ("train", "heldout")
 PLACES = {2: ("left", "right"), 3: ("left", "middle", "right")}
@@ -111,7 +111,7 @@ def name_indices(which: Names) -> np.ndarray:
 
 
 def canvas(cells: np.ndarray, offsets: np.ndarray, background: np.ndarray) -> Image.Image:
-    """A row of pictures on one colour, RGB of 32 x 32 cells pixels (height x width).
+    """A row of images on one colour, RGB of 32 x 32 cells pixels (height x width).
 
     cells: [cell, 32, 32, RGBA] uint8; offsets: [cell, 2], how far down and right each moves inside its cell, where what
     leaves is cut off; background: [RGB] uint8.
@@ -119,18 +119,18 @@ def canvas(cells: np.ndarray, offsets: np.ndarray, background: np.ndarray) -> Im
     margin = int(np.abs(offsets).max())
     padded = np.pad(cells, ((0, 0), (margin, margin), (margin, margin), (0, 0)))
     moved = [
-        picture[margin - down : margin - down + SIDE, margin - right : margin - right + SIDE]
-        for picture, (down, right) in zip(padded, offsets, strict=True)
+        image[margin - down : margin - down + SIDE, margin - right : margin - right + SIDE]
+        for image, (down, right) in zip(padded, offsets, strict=True)
     ]
     row = np.concatenate(moved, axis=1).astype(np.float32)
     opacity = row[..., 3:] / 255
     return Image.fromarray(np.rint(row[..., :3] * opacity + background * (1 - opacity)).astype(np.uint8))
 
 
-class NamedPicturesSource:
-    """`size` questions about rows of named pictures; item i depends on (split, seed, i) and the layout alone.
+class NamedImagesSource:
+    """`size` questions about rows of named images; item i depends on (split, seed, i) and the layout alone.
 
-    Each picture has one of `styles` by chance. A row shows different things, but for `how_many`, where one may stand
+    Each image has one of `styles` by chance. A row shows different things, but for `how_many`, where one may stand
     several times, in whatever style, `alike`, where one thing stands everywhere, and `alone`, which shows one. Item i
     is of kind `kinds[i % len(kinds)]`. Train and held-out rows come from disjoint random streams; `which` says of which
     names they are made. Metadata: `kind`, `names` and `styles` (left to right), and `demonstration`: what a supervised
@@ -191,7 +191,7 @@ class NamedPicturesSource:
         row = [names()[name] for name in shown]
         question = QUESTIONS[kind](row, rng)
         styles: list[Style] = [self.styles[number] for number in rng.integers(len(self.styles), size=cells)]
-        drawn = np.stack([pictures(style)[name] for style, name in zip(styles, shown, strict=True)])
+        drawn = np.stack([images(style)[name] for style, name in zip(styles, shown, strict=True)])
         offsets = rng.integers(-self.jitter, self.jitter + 1, (cells, 2))
         background = 255 - rng.integers(0, self.tint + 1, 3)
         # Drawn last, so that the share of careless demonstrations changes no question.

@@ -18,11 +18,11 @@ from mmrl.runtime.progress import display
 from mmrl.tasks.visual_qa import verdicts
 from mmrl.tasks.visual_qa.data.bounds import MAX_FRAMES
 from mmrl.tasks.visual_qa.data.columns import Columns
-from mmrl.tasks.visual_qa.data.images import Pictures
+from mmrl.tasks.visual_qa.data.images import ImageFiles
 from mmrl.tasks.visual_qa.data.video_files import ClipFiles
 
 MARKER, CLIP_MARKER = "<image>", "<video>"
-IMAGES = "images"  # the field of the pictures, unless another is named
+IMAGES = "images"  # the field of the images, unless another is named
 SHOWN = 5  # bad rows in an error
 CHECKED_AT_ONCE = 256  # rows, by one thread
 THREADS = 8  # that wait for disks
@@ -41,17 +41,17 @@ class BadRow:
 class Fields:
     """Which field of a row holds what.
 
-    The fields of pictures and of clips may be absent or empty, one, or a list of them; see `Pictures` and `ClipFiles`
+    The fields of images and of clips may be absent or empty, one, or a list of them; see `ImageFiles` and `ClipFiles`
     for what they are. A row without one that has a field of nearly the same name is refused: it would be a question
-    without the picture it is about. Of a clip `max_frames` are kept, evenly spaced. columns: further ones that question
-    and pictures are made of.
+    without the image it is about. Of a clip `max_frames` are kept, evenly spaced. columns: further ones that question
+    and images are made of.
     """
 
     images: str = IMAGES
     problem: str = "problem"
     answer: str = "answer"
     videos: str = "videos"
-    pictures: Pictures = Pictures()
+    image_files: ImageFiles = ImageFiles()
     max_frames: int = MAX_FRAMES
     columns: Columns = Columns()
 
@@ -63,35 +63,35 @@ class Fields:
         answer: str,
         videos: str,
         options: str | None,
-        pictures: Pictures,
+        image_files: ImageFiles,
         max_frames: int,
     ) -> Fields:
-        """images: the column of the pictures, or several of one picture each; options: that of a question's options."""
+        """images: the column of the images, or several of one image each; options: that of a question's options."""
         several = () if isinstance(images, str) else tuple(images)
         joined = images if isinstance(images, str) else IMAGES
-        return cls(joined, problem, answer, videos, pictures, max_frames, Columns(options, several))
+        return cls(joined, problem, answer, videos, image_files, max_frames, Columns(options, several))
 
     def prompt(self, row: Any, prompt_id: str) -> Prompt:
-        """The prompt of a row, its pictures decoded to RGB; what the row holds besides goes to metadata.
+        """The prompt of a row, its images decoded to RGB; what the row holds besides goes to metadata.
 
-        Raises RowError as `check`, and for a picture that cannot be decoded.
+        Raises RowError as `check`, and for an image that cannot be decoded.
         """
-        text, answer, pictures, clips = self._checked(row)
-        images = tuple(self._each(self.images, "picture", pictures, self.pictures.decoded))
+        text, answer, references, clips = self._checked(row)
+        images = tuple(self._each(self.images, "image", references, self.image_files.decoded))
         videos = tuple(self._each(self.videos, "clip", clips, self._clips.decoded))
         rest = {key: value for key, value in row.items() if key not in self._used}
         return Prompt(id=prompt_id, text=text, images=images, videos=videos, answer=answer, metadata=rest)
 
     def check(self, row: Any) -> None:
         """Raises RowError for a row that is no object, a problem or an answer that is missing or empty, markers that do
-        not match the pictures, values that cannot be used, and a picture whose header says that it cannot be."""
-        _, _, pictures, clips = self._checked(row)
-        self._each(self.images, "picture", pictures, self.pictures.check)
+        not match the images, values that cannot be used, and an image whose header says that it cannot be."""
+        _, _, references, clips = self._checked(row)
+        self._each(self.images, "image", references, self.image_files.check)
         self._each(self.videos, "clip", clips, self._clips.check)
 
     @property
     def _clips(self) -> ClipFiles:
-        return ClipFiles(self.pictures, self.max_frames)
+        return ClipFiles(self.image_files, self.max_frames)
 
     @property
     def _used(self) -> tuple[str, ...]:
@@ -109,11 +109,11 @@ class Fields:
         if not isinstance(problem, str):
             raise RowError(f"field {self.problem!r} must be text, not {type(problem).__name__}")
         check_finite(answer, self.answer)
-        pictures, clips = self._listed(row, self.images, "image_field"), self._listed(row, self.videos, "video_field")
+        references, clips = self._listed(row, self.images, "image_field"), self._listed(row, self.videos, "video_field")
         if problem.count(MARKER) or problem.count(CLIP_MARKER):
-            self._match(problem, MARKER, self.images, pictures, "pictures")
+            self._match(problem, MARKER, self.images, references, "images")
             self._match(problem, CLIP_MARKER, self.videos, clips, "clips")
-        return problem, answer, pictures, clips
+        return problem, answer, references, clips
 
     def _match(self, problem: str, marker: str, field: str, shown: list[Any], what: str) -> None:
         if (markers := problem.count(marker)) != len(shown):
@@ -176,8 +176,8 @@ class Mapped(Protocol):
 class RowSource:
     """Prompts from rows: a pass that checks every row and holds none of them, then lazy access to the good ones.
 
-    The pass reads what rows say and the headers of their pictures; what it finds is kept for the next start with the
-    same file (see `verdicts`). Bad rows are left out, counted and listed in `bad`. Pictures are decoded when they are
+    The pass reads what rows say and the headers of their images; what it finds is kept for the next start with the
+    same file (see `verdicts`). Bad rows are left out, counted and listed in `bad`. Images are decoded when they are
     used: a row that turns out bad then, or was never checked (`validate=False`), is left out from there on, and the
     next good row takes its place.
 

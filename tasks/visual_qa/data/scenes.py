@@ -1,5 +1,5 @@
 """Scenes of many handwritten digits, of which coloured ones are asked for: too small to read at the size at which the
-picture is shown, and easy to read in a crop of the right place."""
+image is shown, and easy to read in a crop of the right place."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ScenesSource:
         number = index % len(self.colours)
         place, colour = int(marked[number]), self.colours[number]
         offsets = rng.integers(-self.jitter, self.jitter + 1, (self.count, 2))
-        picture = self._drawn(images[chosen], dict(zip(marked.tolist(), self.colours, strict=True)), offsets)
+        image = self._drawn(images[chosen], dict(zip(marked.tolist(), self.colours, strict=True)), offsets)
         # Drawn last, so that demonstrations change no question.
         shown = int(rng.integers(self.count)) if rng.random() < self.wandering else place
         box = ",".join(f"{share * self.columns:g}" for share in self._box(shown))
@@ -80,7 +80,7 @@ class ScenesSource:
         return Prompt(
             id=f"scenes-{self.split}-{self.seed}-{index}",
             text=f"Which digit is on {colour}?",
-            images=(picture,),
+            images=(image,),
             answer=answer,
             metadata={
                 "kind": colour,

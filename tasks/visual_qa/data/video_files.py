@@ -10,7 +10,7 @@ from PIL import Image
 from mmrl.rollouts import Video
 from mmrl.runtime.jsonl import RowError
 from mmrl.tasks.visual_qa.data.bounds import MAX_FRAMES
-from mmrl.tasks.visual_qa.data.images import Pictures
+from mmrl.tasks.visual_qa.data.images import ImageFiles
 
 ANIMATED = ("GIF", "WEBP", "PNG")
 GIF_FPS = 10.0  # of a file that does not say how long it shows a frame
@@ -19,24 +19,24 @@ STARTS = 12  # bytes that tell what a file is
 
 @dataclass(frozen=True)
 class ClipFiles:
-    """Where clips may lie and how large their frames may be is as with `pictures`; of each clip at most `max_frames`
+    """Where clips may lie and how large their frames may be is as with `images`; of each clip at most `max_frames`
     are kept, evenly spaced, the first among them.
 
     What a file is is told by its first bytes: a playlist, which would make the decoder open other files, is no clip.
     """
 
-    pictures: Pictures = Pictures()
+    image_files: ImageFiles = ImageFiles()
     max_frames: int = MAX_FRAMES
 
     def check(self, clip: Any) -> None:
         """Raises RowError for a clip that can not be used, as far as its header tells."""
-        what, file = self.pictures.file(clip)
+        what, file = self.image_files.file(clip)
         with file:
             self._read(what, file, header=True)
 
     def decoded(self, clip: Any) -> Video:
         """Frames in RGB. Raises RowError for a clip that can not be used."""
-        what, file = self.pictures.file(clip)
+        what, file = self.image_files.file(clip)
         with file:
             return self._read(what, file, header=False)
 
@@ -56,7 +56,7 @@ class ClipFiles:
 
     def _animation(self, what: str, file: BinaryIO, header: bool) -> Video:
         with Image.open(file, formats=ANIMATED) as opened:
-            self.pictures.check_size(what, *opened.size)
+            self.image_files.check_size(what, *opened.size)
             count = opened.n_frames  # type: ignore[attr-defined]  # all of ANIMATED have it
             kept = evenly(count, 1 if header else self.max_frames)
             frames, shown = [], 0.0
@@ -72,7 +72,7 @@ class ClipFiles:
 
         file: Any = {"uri": data, "plugin": "FFMPEG", "extension": extension}
         about = iio.immeta(**file)
-        self.pictures.check_size(what, *about["size"])
+        self.image_files.check_size(what, *about["size"])
         count = max(1, round(about["fps"] * about["duration"]))
         kept = evenly(count, 1 if header else self.max_frames)
         frames, wanted = [], set(kept)

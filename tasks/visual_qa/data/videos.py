@@ -73,7 +73,7 @@ class ClipsSource:
         """Question, answer, other answers and frames."""
         motion = self.motions[random.integers(len(self.motions))]
         top, left = self._place(random, *moving_shapes.starts(moving_shapes.ASKED, motion))
-        frames = [as_picture(frame) for frame in moving_shapes.draw(moving_shapes.ASKED, motion, top, left)]
+        frames = [as_image(frame) for frame in moving_shapes.draw(moving_shapes.ASKED, motion, top, left)]
         asked, known = (motion.speed, moving_shapes.SPEEDS) if speed else (motion.direction, moving_shapes.DIRECTIONS)
         question = f"How does the {motion.shape} move?" if speed else f"Where does the {motion.shape} move?"
         return question, asked, [word for word in known if word != asked], frames
@@ -83,7 +83,7 @@ class ClipsSource:
         room = range(moving_shapes.ASKED.room)
         top, left = self._place(random, room, room)
         still = [moving_shapes.still(moving_shapes.ASKED, shape, top, left) for shape in (first, second)]
-        frames = [as_picture(still[number >= CHANGE]) for number in range(moving_shapes.ASKED.frames)]
+        frames = [as_image(still[number >= CHANGE]) for number in range(moving_shapes.ASKED.frames)]
         return "Which shape comes first?", first, [second], frames
 
     def _place(self, random: np.random.Generator, rows: range, columns: range) -> tuple[int, int]:
@@ -93,6 +93,6 @@ class ClipsSource:
         return places[random.integers(len(places))]
 
 
-def as_picture(frame: torch.Tensor) -> Image.Image:
-    """[1, height, width], 0 to 1, as an RGB picture."""
+def as_image(frame: torch.Tensor) -> Image.Image:
+    """[1, height, width], 0 to 1, as an RGB image."""
     return Image.fromarray((frame[0] * 255).round().byte().numpy()).convert("RGB")

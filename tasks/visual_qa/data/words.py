@@ -1,4 +1,4 @@
-"""Questions about words, without a picture: for a language half that knew what they mean before it was trained."""
+"""Questions about words, without an image: for a language half that knew what they mean before it was trained."""
 
 from __future__ import annotations
 

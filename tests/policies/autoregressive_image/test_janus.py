@@ -36,19 +36,19 @@ def test_the_most_likely_codes_are_those_of_transformers_own_generation(folder):
     torch.testing.assert_close(sample.image, expected, rtol=0, atol=1e-5)
 
 
-def test_pictures_become_codes_and_back(folder):
+def test_images_become_codes_and_back(folder):
     made = policy_of(folder)
     tokens = made.writer.first + torch.tensor([[0, 23, 5, 7]])
-    again = made.writer.tokens(made.module.model, made.writer.pictures(made.module.model, tokens))
+    again = made.writer.tokens(made.module.model, made.writer.images(made.module.model, tokens))
     assert again.shape == (1, 4) and (again >= made.writer.first).all()
     many = made.writer.first + torch.arange(24).repeat(3)[: 4 * 17].view(17, 4)  # more than are decoded at once
-    apart = torch.cat([made.writer.pictures(made.module.model, row[None]) for row in many])
-    torch.testing.assert_close(made.writer.pictures(made.module.model, many), apart, rtol=0, atol=5e-5)
-    with pytest.raises(UserError, match=r"pictures of \[3, 4, 4\] do not fit a model that draws \[3, 8, 8\]"):
+    apart = torch.cat([made.writer.images(made.module.model, row[None]) for row in many])
+    torch.testing.assert_close(made.writer.images(made.module.model, many), apart, rtol=0, atol=5e-5)
+    with pytest.raises(UserError, match=r"images of \[3, 4, 4\] do not fit a model that draws \[3, 8, 8\]"):
         made.writer.tokens(made.module.model, torch.zeros(1, 3, 4, 4))
 
 
-def test_what_reads_pictures_and_decodes_codes_is_not_trained(folder):
+def test_what_reads_images_and_decodes_codes_is_not_trained(folder):
     for lora in (None, {"rank": 2, "alpha": 4}):
         made = policy_of(folder, lora=lora, rollout={"reasoning_length": 3})
         batch = made.rollout(PROMPTS, 1, [1, 2])
@@ -92,7 +92,7 @@ def test_files_of_the_processor_are_kept(folder, tmp_path):
     assert (tmp_path / "out" / "processor_config.json").read_text() == '{"num_image_tokens": 4}'
 
 
-def test_a_tokenizer_without_a_beginning_of_pictures_is_refused(folder, tmp_path):
+def test_a_tokenizer_without_a_beginning_of_images_is_refused(folder, tmp_path):
     made = policy_of(folder)
     made.save(tmp_path, made.module.state_dict())
     image_tokens.tiny.word_tokenizer(["draw"], 8).save_pretrained(tmp_path)

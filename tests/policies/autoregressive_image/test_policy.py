@@ -1,4 +1,4 @@
-"""Language models that write pictures as codes: what is drawn, how likely it is, guidance, files."""
+"""Language models that write images as codes: what is drawn, how likely it is, guidance, files."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 def policy_of(folder, *, drawing=None, algorithm="grpo", rollout=None, evaluation=None, **model):
     tree = {
         "run_dir": "unset",
-        "model": {"type": "picture_codes", "path": str(folder), **model},
+        "model": {"type": "autoregressive_image", "path": str(folder), **model},
         "task": {"type": "image_generation"},
         "algorithm": {"type": algorithm},
         "rollout": rollout or {},
@@ -37,7 +37,7 @@ def policy_of(folder, *, drawing=None, algorithm="grpo", rollout=None, evaluatio
 
 
 def by_hand(policy, record, guidance):
-    """[place, code] logits of one picture, one call of the model for each place, nothing padded and nothing kept."""
+    """[place, code] logits of one image, one call of the model for each place, nothing padded and nothing kept."""
     model, first, count = policy.module.model, policy.writer.first, policy.writer.count
     rows = []
     for place in range(policy.writer.places):
@@ -102,14 +102,14 @@ def test_guidance_changes_what_is_said(folder):
     assert (logp[0] - logp[1]).abs().max() > 1e-2
 
 
-def test_a_picture_depends_on_its_seed_alone(folder):
+def test_an_image_depends_on_its_seed_alone(folder):
     policy = policy_of(folder)
     whole, alone = policy.rollout(PROMPTS, 2, [1, 2, 3, 4]), policy.rollout(PROMPTS[1:], 1, [4])
     assert torch.equal(whole.inputs[3].tokens, alone.inputs[0].tokens)
     assert not torch.equal(whole.inputs[2].tokens, whole.inputs[3].tokens)
 
 
-def test_demonstrations_are_pictures_as_codes_some_without_their_prompt(folder):
+def test_demonstrations_are_images_as_codes_some_without_their_prompt(folder):
     policy = policy_of(folder, algorithm="supervised", drawing={"prompt_dropout": 0.5, "guidance": 3.0})
     source = digits.DigitPromptSource(size=40, seed=0)
     prompts = [source[i] for i in range(40)]
@@ -122,11 +122,11 @@ def test_demonstrations_are_pictures_as_codes_some_without_their_prompt(folder):
     assert (drawn - target).square().mean() < 0.02  # what 128 codes lose
     unguided = policy_of(folder).replay(made, policy.module).logp
     assert torch.equal(policy.replay(made, policy.module).logp, unguided)
-    with pytest.raises(UserError, match="has no picture to learn from"):
+    with pytest.raises(UserError, match="has no image to learn from"):
         policy.demonstrate(PROMPTS, [0, 1])
 
 
-def test_a_view_is_the_same_picture_under_another_prompt(folder):
+def test_a_view_is_the_same_image_under_another_prompt(folder):
     policy = policy_of(folder)
     batch = policy.rollout(PROMPTS, 1, [1, 2])
     viewed = policy.view(batch, lambda prompt: replace(prompt, text="draw a one"))
@@ -134,18 +134,18 @@ def test_a_view_is_the_same_picture_under_another_prompt(folder):
     assert torch.equal(policy.numbers(viewed), policy.numbers(batch))
 
 
-def test_codes_and_pictures_by_hand():
+def test_codes_and_images_by_hand():
     patches = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1).expand(2, 1, 2, 2).clone()
     codes = codebook.Codebook(patches, rows=1, columns=3, first=10)
-    picture = torch.cat([torch.zeros(1, 2, 2), torch.ones(1, 2, 2), torch.full((1, 2, 2), 0.9)], 2)
-    assert codes.size == (1, 2, 6) and codes.tokens(picture[None]).tolist() == [[10, 11, 11]]
+    image = torch.cat([torch.zeros(1, 2, 2), torch.ones(1, 2, 2), torch.full((1, 2, 2), 0.9)], 2)
+    assert codes.size == (1, 2, 6) and codes.tokens(image[None]).tolist() == [[10, 11, 11]]
     assert torch.equal(
-        codes.pictures(torch.tensor([[11, 10, 10]]))[0], torch.cat([torch.ones(1, 2, 2), torch.zeros(1, 2, 4)], 2)
+        codes.images(torch.tensor([[11, 10, 10]]))[0], torch.cat([torch.ones(1, 2, 2), torch.zeros(1, 2, 4)], 2)
     )
     assert codes.outside(14).tolist() == [*range(10), 12, 13]
     with pytest.raises(UserError, match=r"codes are tokens 10 to 11, but the model beside it has 11 tokens"):
         codes.outside(11)
-    with pytest.raises(UserError, match=r"pictures of \[1, 4, 4\] do not fit a codebook for \[1, 2, 6\]"):
+    with pytest.raises(UserError, match=r"images of \[1, 4, 4\] do not fit a codebook for \[1, 2, 6\]"):
         codes.tokens(torch.zeros(1, 1, 4, 4))
 
 

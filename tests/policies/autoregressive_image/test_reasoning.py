@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from mmrl.rollouts import PICTURE, TEXT, Prompt, in_part
+from mmrl.rollouts import IMAGE, TEXT, Prompt, in_part
 from mmrl.tasks.image_generation.data import digits
 from mmrl.tasks.image_generation.tiny import image_tokens
 from tests.policies.autoregressive_image.test_policy import policy_of
@@ -93,15 +93,15 @@ def test_parts_and_what_counts(folder):
         assert made.module.allowed[record.text].all() and not made.module.allowed[made.tokenizer.bos_token_id]
         assert (record.tokens >= made.writer.first).all()
     assert in_part(batch, TEXT)[0].tolist() == [True] * LONGEST + [False] * made.writer.places
-    assert torch.equal(in_part(batch, PICTURE), ~in_part(batch, TEXT))
-    assert torch.equal(made.replay(batch, made.module).extras["segments"], in_part(batch, PICTURE).long())
+    assert torch.equal(in_part(batch, IMAGE), ~in_part(batch, TEXT))
+    assert torch.equal(made.replay(batch, made.module).extras["segments"], in_part(batch, IMAGE).long())
     numbers = made.numbers(batch)
     assert numbers[0][: len(batch.inputs[0].text)].tolist() == batch.inputs[0].text.tolist()
     assert (numbers[~batch.mask] == -1).all() and torch.equal(numbers[:, LONGEST:][2], batch.inputs[2].tokens)
     assert torch.equal(batch.select(torch.tensor([3, 1])).extras["parts"].values, batch.extras["parts"].values[:2])
 
 
-def test_text_and_picture_depend_on_the_seed_alone(folder):
+def test_text_and_image_depend_on_the_seed_alone(folder):
     made = policy(folder)
     whole, alone = made.rollout(PROMPTS, 3, [1, 2, 3, 4, 5, 6]), made.rollout(PROMPTS[1:], 1, [6])
     assert torch.equal(whole.inputs[5].text, alone.inputs[0].text)
@@ -146,7 +146,7 @@ def test_codes_read_the_text_before_them(folder):
     assert (logp[0, LONGEST:] - other[0, LONGEST:]).abs().max() > 1e-3
 
 
-def test_demonstrations_are_texts_and_pictures(folder):
+def test_demonstrations_are_texts_and_images(folder):
     made = policy(folder, algorithm="supervised", drawing={"prompt_dropout": 0.5})
     source = digits.DigitPromptSource(size=20, seed=0, reasoning=True, careless=0.5)
     prompts = [source[i] for i in range(20)]

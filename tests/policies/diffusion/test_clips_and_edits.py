@@ -1,4 +1,4 @@
-"""Families that draw clips, edit pictures or take lists: against diffusers' own pipelines, and through the trainer."""
+"""Families that draw clips, edit images or take lists: against diffusers' own pipelines, and through the trainer."""
 
 import json
 from pathlib import Path
@@ -157,8 +157,8 @@ def test_words_sources_and_time_matter_and_rows_do_not_depend_on_each_other(name
 
 def task_of(name):
     task = Fixed(lambda sample: float((sample.frames if name in CLIPS else sample.image).mean()))
-    pictures = (source(side=SIDE.get(name, 16)),) if name in EDITS else ()
-    task.train = task.evaluation = Questions(Prompt(str(i), text, pictures) for i, text in enumerate(TEXTS * 2))
+    images = (source(side=SIDE.get(name, 16)),) if name in EDITS else ()
+    task.train = task.evaluation = Questions(Prompt(str(i), text, images) for i, text in enumerate(TEXTS * 2))
     return task
 
 
@@ -177,7 +177,7 @@ def test_lora_is_trained_on_policy_and_loads_in_the_pipeline(name, folders, tmp_
         "denoising.likelihood={window: {type: random, size: 2}}",
         "steps=2",
         "optim.lr=0.05",
-        "task.type=tests.whole_runs.parts:Pictures",
+        "task.type=tests.whole_runs.parts:Images",
         *size,
         task=task_of(name),
         base=IMAGES,
@@ -213,7 +213,7 @@ class TestBadInput:
         [
             ("ltx", 32, 6, "denoising.frames=6: this model draws clips of 1, 5, 9, ... frames"),
             ("wan", 18, 5, "resolution 18 is not a multiple of 4"),
-            ("kontext", 16, 5, "denoising.frames=5: FluxKontextPipeline draws pictures"),
+            ("kontext", 16, 5, "denoising.frames=5: FluxKontextPipeline draws images"),
             ("flux2", 18, None, "resolution 18 is not a multiple of 4"),
         ],
     )
@@ -223,13 +223,13 @@ class TestBadInput:
 
     def test_sources(self, families):
         family = families("kontext")
-        with pytest.raises(UserError, match="has 0 pictures; an edit needs one"):
+        with pytest.raises(UserError, match="has 0 images; an edit needs one"):
             family.encode([ConditionInputs("make it blue")], (4, 8, 8))
-        with pytest.raises(UserError, match="its picture has 20 x 20 pixels, asked for are 16 x 16"):
+        with pytest.raises(UserError, match="its image has 20 x 20 pixels, asked for are 16 x 16"):
             family.encode([ConditionInputs.of(Prompt("p", "make it blue", (source(side=20),)))], (4, 8, 8))
-        with pytest.raises(UserError, match="has a picture, but WanPipeline draws from words alone"):
+        with pytest.raises(UserError, match="has an image, but WanPipeline draws from words alone"):
             families("wan").encode([ConditionInputs.of(Prompt("p", "blue", (source(),)))], (4, 5, 8, 8))
-        with pytest.raises(UserError, match="some prompts of a batch have a picture to edit and some have none"):
+        with pytest.raises(UserError, match="some prompts of a batch have an image to edit and some have none"):
             made = families("flux2").encode([ConditionInputs("a"), asked("flux2", "a")], LATENTS["flux2"])
             families("flux2").predict(None, torch.zeros(2, *LATENTS["flux2"]), torch.ones(2), made, None)
 
@@ -240,7 +240,7 @@ class TestBadInput:
         assert family.cut("a") == 0
 
 
-def test_two_pictures_of_one_prompt_are_two_conditions():
+def test_two_images_of_one_prompt_are_two_conditions():
     one, other = asked("kontext", "a", seed=0), asked("kontext", "a", seed=1)
     assert one != other and one == asked("kontext", "a", seed=0) and one.saying("b") != one
     assert one.saying("b").images == one.images

@@ -60,7 +60,7 @@ def test_conditions_are_those_of_the_encoders(folder_of, written):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_pictures_and_likelihoods_are_the_same_without_encoders(written):
+def test_images_and_likelihoods_are_the_same_without_encoders(written):
     """Through the job's own path, with guidance, in rollouts, replay and evaluation."""
     found = []
     for more in ([], [f"model.embeddings={written / 'said'}"]):
@@ -115,7 +115,7 @@ def test_training_the_whole_network_needs_its_encoders(folder_of, written):
     ("recipe", "kind"),
     [
         ("visual_qa_digits", "vision_language"),
-        ("image_digits_rewritten", "rewritten_diffusion"),
+        ("image_digits_rewritten", "prompt_rewriting"),
         ("image_digits_few_step", "few_step_diffusion"),
     ],
 )
@@ -138,7 +138,7 @@ def test_encoders_visit_the_device_once_a_file(folder_of, written, tmp_path, mon
     assert all(torch.equal(found[name], own[name].cpu()) for name in own)
 
 
-def test_pictures_are_encoded_with_those_of_their_size(tmp_path):
+def test_images_are_encoded_with_those_of_their_size(tmp_path):
     """A family of its own, which says what it was asked."""
 
     class Recorder:
@@ -149,16 +149,16 @@ def test_pictures_are_encoded_with_those_of_their_size(tmp_path):
             return [{"source": torch.full(shape, float(ord(one.text)))} for one in asked]
 
     told = []
-    pictures = (Image.new("RGB", (2, 2)),)
+    images = (Image.new("RGB", (2, 2)),)
     small, large = (1, 2, 2), (1, 4, 4)
     asked = [
         (ConditionInputs("a"), small),
-        (ConditionInputs("b", pictures, "p"), large),
-        (ConditionInputs("c", pictures, "p"), small),
+        (ConditionInputs("b", images, "p"), large),
+        (ConditionInputs("c", images, "p"), small),
     ]
-    asked += [(ConditionInputs("d"), large), (ConditionInputs("e", pictures, "p"), large)]
+    asked += [(ConditionInputs("d"), large), (ConditionInputs("e", images, "p"), large)]
     embeddings.write(Recorder(), asked, tmp_path)
     assert told == [(["a", "c", "d"], small), (["b", "e"], large)]
     kept = Embeddings(str(tmp_path), "object", None)
-    (found,) = kept.find([ConditionInputs("e", pictures, "p")], large)
+    (found,) = kept.find([ConditionInputs("e", images, "p")], large)
     assert found["source"].shape == large and found["source"][0, 0, 0] == ord("e")

@@ -288,7 +288,7 @@ class TestNoiseLevels:
         torch.testing.assert_close(grid.sigmas, torch.tensor(expected))
         torch.testing.assert_close(grid.times, 1000 * grid.sigmas[:-1])
 
-    def test_dynamic_shift_grows_with_the_picture(self, shared_family):
+    def test_dynamic_shift_grows_with_the_image(self, shared_family):
         small, large = (shared_family("flux").grid(4, (4, side, side)).sigmas for side in (32, 128))
         # 256 and 4096 tokens: mu is .5 and 1.15, and at t = 1/2 the level is e^mu / (e^mu + 1)
         assert float(small[2]) == pytest.approx(0.6224593, abs=1e-6)

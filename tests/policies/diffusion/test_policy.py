@@ -15,7 +15,7 @@ from mmrl.policies.diffusion import trees
 from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.loading import load
 from mmrl.policies.diffusion.policy import DiffusionPolicy
-from mmrl.policies.diffusion.settings import Denoising, DenoisingDemonstrations, DiffusionModel, PictureLikelihood
+from mmrl.policies.diffusion.settings import Denoising, DenoisingDemonstrations, DiffusionModel, ImageLikelihood
 from mmrl.policies.diffusion.small import SmallDiffusionConfig, SmallFamily, create, network
 from mmrl.policies.settings import LoRA
 from mmrl.rollouts import Prompt, Rollouts
@@ -183,7 +183,7 @@ class TestOnPolicy:
     @pytest.mark.parametrize("guidance", [1.0, 3.0])
     @pytest.mark.parametrize("likelihood", ["matching", "contrast"])
     @pytest.mark.parametrize("name", [*SMALL, *CLASSES])
-    def test_final_pictures(self, name, likelihood, guidance, family_of):
+    def test_final_images(self, name, likelihood, guidance, family_of):
         policy = policy_of(family_of(name), likelihood, guidance=guidance, draws=2)
         batch = remember(policy, draw(policy))
         now = policy.replay(batch, policy.module)
@@ -253,7 +253,7 @@ class TestChains:
                 assert a.points.equal(b.points) and a.seed == b.seed
                 torch.testing.assert_close((a.data, a.x, a.x_next), (b.data, b.x, b.x_next), atol=1e-5, rtol=1e-5)
 
-    def test_pictures_differ_between_seeds_and_are_the_decoded_latents(self):
+    def test_images_differ_between_seeds_and_are_the_decoded_latents(self):
         policy = policy_of(small())
         batch = draw(policy, [PROMPTS[0]] * 3)
         images = torch.stack([s.image for s in batch.samples]).flatten(1)
@@ -425,10 +425,10 @@ class TestTrees:
         torch.testing.assert_close(own, steps * torch.tensor([2 / 3, 4 / 3]))
 
 
-class TestFinalPictures:
+class TestFinalImages:
     @pytest.mark.parametrize("weight", ["one", "sigma", "sigma_squared"])
     def test_matching_by_brute_force(self, weight):
-        """Levels and noises come from the seeds, whatever micro-batch a picture is in, and are the same twice."""
+        """Levels and noises come from the seeds, whatever micro-batch an image is in, and are the same twice."""
         family = small(shift=2.0)
         policy = policy_of(family, "matching", draws=3, weight=weight, guidance=5.0)
         batch, seen = draw(policy), []
@@ -490,7 +490,7 @@ class TestFinalPictures:
 
     @pytest.mark.parametrize("towards_noise", [1.0, 3.0])
     def test_the_elbo_weights_levels_by_their_signal_to_noise(self, towards_noise):
-        """A model that is off by 1 everywhere, of pictures that are 0: the mean over levels is the integral of
+        """A model that is off by 1 everywhere, of images that are 0: the mean over levels is the integral of
         (1 - s) / s, log s - s, over the levels drawn."""
         family = small(shift=towards_noise)
         policy = policy_of(family, supervised=True, weight="elbo", draws=4000)
@@ -511,7 +511,7 @@ class TestFinalPictures:
         assert policy.demonstrate(prompts[7:9], [7, 8]).inputs[1].text == texts[8]
         torch.testing.assert_close(batch.inputs[0].data, target["target"] * 2 - 1)
         assert policy.replay(batch, policy.module).logp.shape == (500, 1)
-        with pytest.raises(UserError, match="prompt b has no picture to learn from"):
+        with pytest.raises(UserError, match="prompt b has no image to learn from"):
             policy.demonstrate([prompts[0], PROMPTS[1]], [1, 2])
 
 
@@ -525,7 +525,7 @@ class Halved(DenoisingTransition):
         return Coefficients(torch.ones_like(dt), dt, sigma_next / 2)
 
 
-class Unheard(PictureLikelihood):
+class Unheard(ImageLikelihood):
     type: str = "tests.policies.diffusion.test_policy:Unheard"
 
     @property
@@ -588,7 +588,7 @@ class TestReference:
 
 
 class TestViews:
-    def test_the_same_pictures_under_another_prompt(self):
+    def test_the_same_images_under_another_prompt(self):
         policy = policy_of(small())
         batch = remember(policy, draw(policy))
         other = policy.view(batch, lambda prompt: replace(prompt, text=prompt.text.replace("cat", "dog")))
@@ -638,7 +638,7 @@ class TestBadInput:
             (
                 "mlp",
                 {"likelihood": "tests.policies.diffusion.test_policy:Unheard"},
-                "Unheard inherits from none of PictureChain, PictureMatching, PictureContrast",
+                "Unheard inherits from none of ImageChain, ImageMatching, ImageContrast",
             ),
         ],
     )

@@ -169,11 +169,11 @@ def test_the_source_is_that_of_the_prompt_and_the_gradient_is_the_terms(folder, 
 
 
 def test_what_can_not_be_compared_is_one_line(folder, tmp_path):
-    with pytest.raises(UserError, match=r"algorithm.terms.0 \(region\) needs pictures to compare with those"):
+    with pytest.raises(UserError, match=r"algorithm.terms.0 \(region\) needs images to compare with those"):
         chain = tree_of(tmp_path / "nothing", "chain")
         chain["algorithm"]["type"] = "grpo"
         validate(chain, "test")
     told = replayed(NOISY, V, OLD)
     told.extras["matching"].source = None  # of a model that draws from words
-    with pytest.raises(UserError, match="edits no picture, so that there is no source that the term region"):
+    with pytest.raises(UserError, match="edits no image, so that there is no source that the term region"):
         choose(Term, {"type": "region"}).values(micro(0.0), told)

@@ -41,7 +41,7 @@ def test_it_predicts_data_and_gives_a_velocity(denoiser):
     torch.testing.assert_close(x - 0.5 * found, torch.full_like(x, 0.25))
 
 
-def test_prompt_noise_level_and_picture_all_matter(denoiser):
+def test_prompt_noise_level_and_image_all_matter(denoiser):
     x, said, time = torch.randn(1, 2, 4, 4), torch.randn(1, 3, 6), torch.tensor([0.5])
     base = denoiser.body.through(x, denoiser.condition(torch.randn(1, 38)))
     assert (denoiser.body.through(x, denoiser.condition(torch.randn(1, 38))) - base).abs().max() > 1e-4

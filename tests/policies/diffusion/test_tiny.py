@@ -63,8 +63,8 @@ def test_a_folder_is_of_the_users_class_and_its_words_have_unit_scale(build, kin
     tokenizer = family.pipe.tokenizer
     assert tokenizer.unk_token_id not in tokenizer(text).input_ids
     shape = family.latent_shape(*size)
-    pictures = edits.EditedShapes("all", size=1, seed=0)[0].images if kind is FluxKontextPipeline else ()
-    condition = family.encode([ConditionInputs(text, pictures)], shape)[0]["encoder_hidden_states"]
+    images = edits.EditedShapes("all", size=1, seed=0)[0].images if kind is FluxKontextPipeline else ()
+    condition = family.encode([ConditionInputs(text, images)], shape)[0]["encoder_hidden_states"]
     said = condition[: len(tokenizer(text).input_ids)]
     assert 0.7 < float(said.std()) < 1.4
     again = folder / "again"

@@ -11,7 +11,7 @@ from mmrl.tasks.image_generation.tiny import rewriter
 
 PROMPTS = ["two red cats on a box", "7"]
 REWRITTEN = {
-    "model": {"type": "rewritten_diffusion", "writer": {"template": "Draw: {}"}},
+    "model": {"type": "prompt_rewriting", "writer": {"template": "Draw: {}"}},
     "rollout": {"max_response_length": 4},
     "denoising": {"likelihood": {"transition": {"type": "flow_sde", "noise": 0.7}}},
 }

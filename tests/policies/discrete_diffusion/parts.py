@@ -24,7 +24,7 @@ def policy_of(folder, *, perturbed=0.2, length=3, rollout=None, algorithm="grpo"
     sections = {name: options.pop(name) for name in ("unmasking", "noising") if name in options}
     tree = {
         "run_dir": "unset",
-        "model": {"type": "masked_diffusion", "path": str(folder), **options},
+        "model": {"type": "discrete_diffusion", "path": str(folder), **options},
         "task": {"type": "text_sums"},
         "algorithm": {"type": algorithm} if isinstance(algorithm, str) else algorithm,
         "rollout": {"response_length": length, **({} if supervised else {"temperature": 1.0}), **(rollout or {})},

@@ -1,4 +1,4 @@
-"""One masked model for text and pictures (MMaDA): what is drawn where, how likely it is, and masks of all densities."""
+"""One masked model for text and images (MMaDA): what is drawn where, how likely it is, and masks of all densities."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from mmrl.config import validate
 from mmrl.errors import UserError
 from mmrl.policies.discrete_diffusion.likelihoods import spread
 from mmrl.policies.discrete_diffusion.schedule import in_parts, schedule
-from mmrl.rollouts import PICTURE, TEXT, Prompt, in_part
+from mmrl.rollouts import IMAGE, TEXT, Prompt, in_part
 from mmrl.tasks.image_generation.data import digits
 from mmrl.tasks.image_generation.tiny import image_tokens
 from tests.policies.discrete_diffusion.parts import policy_of
@@ -61,14 +61,14 @@ def test_text_and_codes_have_places_of_their_own(folder):
         assert record.steps[:LONGEST].max() < 3 <= record.steps[LONGEST:].min()  # text is finished first
         count = int((text == end).nonzero()[0]) + 1 if (text == end).any() else LONGEST
         assert batch.mask[i].tolist() == [t < count or t >= LONGEST for t in range(LONGEST + PLACES)]
-        assert torch.equal(sample.image, made.layout.codebook.pictures(codes[None])[0])
+        assert torch.equal(sample.image, made.layout.codebook.images(codes[None])[0])
         assert sample.response == made.layout.tokenizer.decode(text[:count], skip_special_tokens=True)
         assert (sample.response_length, sample.max_response_length) == (count, LONGEST)
         assert sample.truncated == (not bool((text == end).any()))
     assert len({int(batch.mask[i, :LONGEST].sum()) for i in range(24)}) > 1, "or ends are not tested"
     assert in_part(batch, TEXT)[0].tolist() == [True] * LONGEST + [False] * PLACES
-    assert torch.equal(in_part(batch, PICTURE), ~in_part(batch, TEXT))
-    assert torch.equal(made.replay(batch, made.module).extras["segments"], in_part(batch, PICTURE).long())
+    assert torch.equal(in_part(batch, IMAGE), ~in_part(batch, TEXT))
+    assert torch.equal(made.replay(batch, made.module).extras["segments"], in_part(batch, IMAGE).long())
     alone = made.rollout(PROMPTS[1:], 1, [18])
     assert torch.equal(alone.inputs[0].response, batch.inputs[18].response)  # of its seed alone
     kept = batch.select(torch.tensor([3, 1])).extras["parts"].values
@@ -151,7 +151,7 @@ def test_the_schedule_of_codes_follows_that_of_text():
         in_parts(3, 4, 4, 2, None)
 
 
-def test_demonstrations_are_texts_and_pictures(folder):
+def test_demonstrations_are_texts_and_images(folder):
     made = policy(folder, algorithm="supervised")
     source = digits.DigitPromptSource(size=20, seed=0, reasoning=True, careless=0.5)
     prompts = [source[i] for i in range(20)]
@@ -172,7 +172,7 @@ def test_demonstrations_are_texts_and_pictures(folder):
 def tree(**more):
     return {
         "run_dir": "x",
-        "model": {"type": "masked_diffusion", "path": "nothing"},
+        "model": {"type": "discrete_diffusion", "path": "nothing"},
         "task": {"type": "image_generation"},
         **more,
     }
@@ -180,11 +180,11 @@ def tree(**more):
 
 def test_what_can_not_be_is_one_line(folder, tmp_path):
     """What needs no model is said before it is looked for."""
-    with pytest.raises(UserError, match="unmasking.reasoning_steps=3 fills text before the codes of a picture; set"):
+    with pytest.raises(UserError, match="unmasking.reasoning_steps=3 fills text before the codes of an image; set"):
         validate(tree(unmasking={"reasoning_steps": 3}), "test")
     with pytest.raises(UserError, match="unmasking.reasoning_steps=9 do not fill rollout.reasoning_length=6"):
         validate(tree(rollout={"reasoning_length": 6}, unmasking={"reasoning_steps": 9}), "test")
-    with pytest.raises(UserError, match=r"needs responses in parts, text before a picture \("):
+    with pytest.raises(UserError, match=r"needs responses in parts, text before an image \("):
         validate(tree(algorithm={"surrogate": {"type": "by_part"}}), "test")
     validate(tree(rollout={"reasoning_length": 6}, algorithm={"surrogate": {"type": "by_part"}}), "test")
     uniform = tree(rollout={"reasoning_length": 6})

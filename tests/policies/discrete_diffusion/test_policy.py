@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_one_line(folder, tmp_path):
         policy_of(folder, length=32)
     with pytest.raises(UserError, match=r"model.mask_token=<hole> is no token"):
         policy_of(folder, mask_token="<hole>", build=False)
-    with pytest.raises(UserError, match="reads a single text without pictures"):
+    with pytest.raises(UserError, match="reads a single text without images"):
         policy_of(folder).layout.encode(Prompt("p", "1+1=", (Image.new("RGB", (2, 2)),)))
     with pytest.raises(UserError, match="prompt p has 0 tokens"):
         policy_of(folder).layout.encode(Prompt("p", ""))
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_one_line(folder, tmp_path):
         policy_of(tmp_path, build=False)
 
 
-def test_pictures_are_written_as_codes(tmp_path):
+def test_images_are_written_as_codes(tmp_path):
     image_tokens.build_masked(str(tmp_path), seed=0)
     policy = policy_of(tmp_path, length=16, build=False, perturbed=0.0)
     prompt = DigitPromptSource(size=10, seed=0)[3]
@@ -178,7 +178,7 @@ def test_pictures_are_written_as_codes(tmp_path):
     assert (shown.samples[0].image - prompt.metadata["target"]).square().mean() < 0.05
     policy.save(tmp_path / "again", policy.module.state_dict())
     assert policy_of(tmp_path / "again", length=16, build=False).layout.codebook.places == 16
-    with pytest.raises(UserError, match="writes pictures of 16 codes; set rollout.response_length=16"):
+    with pytest.raises(UserError, match="writes images of 16 codes; set rollout.response_length=16"):
         policy_of(tmp_path, length=4, build=False)
 
 

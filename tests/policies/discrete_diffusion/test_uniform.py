@@ -152,7 +152,7 @@ def test_demonstrations_have_other_states_for_every_seed(folder):
     assert math.isclose(float(states[0].weight.sum()), 4, rel_tol=1e-6)
 
 
-def test_pictures_are_written_as_codes(tmp_path):
+def test_images_are_written_as_codes(tmp_path):
     from mmrl.tasks.image_generation.data.digits import DigitPromptSource
     from mmrl.tasks.image_generation.tiny import image_tokens
 

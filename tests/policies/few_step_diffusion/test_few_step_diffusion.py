@@ -97,7 +97,7 @@ def test_a_copy_with_as_many_steps_is_the_model(folder):
 
 
 def test_the_error_is_the_distance_from_the_secant_of_the_models_own_steps(folder):
-    """By hand for one rollout: noise on the picture, two guided steps of the model, the slope between their ends."""
+    """By hand for one rollout: noise on the image, two guided steps of the model, the slope between their ends."""
     policy, task = made(folder, denoising={"guidance": 2.0})
     batch = rolled(policy, task)
     found = policy.replay(batch, policy.module).extras["sampler_error"]
@@ -150,7 +150,7 @@ def test_each_network_learns_from_its_own_part(folder):
     ("options", "weights"),
     [({}, [1.0, 2.0, 0.0, 1.5]), ({"reward_aware": False}, [1.0] * 4)],
 )
-def test_pictures_that_earn_more_weigh_more(folder, options, weights):
+def test_images_that_earn_more_weigh_more(folder, options, weights):
     """Coefficient 3 and bound 2: A = 0, 2, -7 and 1."""
     (term,) = config_of(folder, algorithm={"terms": [{**TERM, **options}]}).algorithm.terms
     batch = rolled(*made(folder)).select(torch.arange(4))
@@ -175,7 +175,7 @@ def test_a_share_of_each_group_is_the_copys(folder):
 
 
 def test_the_ratio_is_one_whoever_drew(folder):
-    """With final pictures matched (AWM), and in micro-batches."""
+    """With final images matched (AWM), and in micro-batches."""
     policy, task = made(
         folder,
         denoising={"likelihood": {"type": "matching", "draws": DRAWS}},

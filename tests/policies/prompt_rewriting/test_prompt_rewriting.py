@@ -12,7 +12,7 @@ from mmrl.errors import UserError
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.small import SmallDiffusionConfig, create
 from mmrl.policies.prompt_rewriting.settings import GENERATOR, WRITER
-from mmrl.rollouts import PICTURE, TEXT, Rollouts, in_part
+from mmrl.rollouts import IMAGE, TEXT, Rollouts, in_part
 from mmrl.tasks.image_generation.data import digits
 from mmrl.tasks.image_generation.tiny import rewriter
 
@@ -32,7 +32,7 @@ def config_of(folders, *, writer=None, rollout=None, denoising=None, **more):
         {
             "run_dir": str(folders / "run"),
             "model": {
-                "type": "rewritten_diffusion",
+                "type": "prompt_rewriting",
                 "path": str(folders / "generator"),
                 "writer": {"path": str(folders / "writer"), "template": "Draw: {}", **(writer or {})},
             },
@@ -67,7 +67,7 @@ def rolled(policy, task, count=2, step=0):
 
 
 def test_the_generator_draws_what_the_writer_wrote(folders):
-    """The same pictures as the generator makes of these texts by itself, and the same texts as the writer's own."""
+    """The same images as the generator makes of these texts by itself, and the same texts as the writer's own."""
     policy, task = made(folders)
     batch = rolled(policy, task)
     prompts = [task.train[i] for i in range(2)]
@@ -81,7 +81,7 @@ def test_the_generator_draws_what_the_writer_wrote(folders):
         batch.samples, drawn.samples, [p for p in prompts for _ in range(GROUP)], strict=True
     ):
         close(sample.image, other.image)
-        assert sample.prompt.text == prompt.text  # which rewards compare the picture with, not the text
+        assert sample.prompt.text == prompt.text  # which rewards compare the image with, not the text
     assert batch.group.tolist() == [0] * GROUP + [1] * GROUP
 
 
@@ -93,7 +93,7 @@ def test_words_come_first_and_steps_behind_them(folders):
     for row, length in zip(batch.mask, lengths, strict=True):
         assert row.tolist() == [i < length for i in range(WORDS)] + [True] * STEPS
     assert torch.equal(in_part(batch, TEXT), (torch.arange(WORDS + STEPS) < WORDS).expand(8, -1))
-    assert torch.equal(in_part(batch, PICTURE), ~in_part(batch, TEXT))
+    assert torch.equal(in_part(batch, IMAGE), ~in_part(batch, TEXT))
 
 
 def test_likelihoods_are_those_of_the_two_policies(folders):
@@ -102,7 +102,7 @@ def test_likelihoods_are_those_of_the_two_policies(folders):
     with torch.no_grad():
         replay = policy.replay(batch, policy.module)
         text = Rollouts(batch.samples, [r.text for r in batch.inputs], batch.group, batch.mask[:, :WORDS])
-        steps = Rollouts(batch.samples, [r.picture for r in batch.inputs], batch.group, batch.mask[:, WORDS:])
+        steps = Rollouts(batch.samples, [r.image for r in batch.inputs], batch.group, batch.mask[:, WORDS:])
         words = policy.writer.replay(text, policy.writer.module).logp
         drawn = policy.generator.replay(steps, policy.generator.module).logp
     torch.testing.assert_close(replay.logp, torch.cat([words, drawn], 1), rtol=0, atol=0)
@@ -132,16 +132,16 @@ def test_some_of_a_group_are_drawn_from_the_prompt_as_it_is(folders):
     batch = rolled(policy, task)
     prompts = [task.train[i] for i in range(2)]
     plain = policy.generator.rollout(prompts, 1, [10, 14])
-    for row, (prompt, picture) in zip((0, GROUP), zip(prompts, plain.samples, strict=True), strict=True):
+    for row, (prompt, image) in zip((0, GROUP), zip(prompts, plain.samples, strict=True), strict=True):
         sample = batch.samples[row]
-        close(sample.image, picture.image)
+        close(sample.image, image.image)
         assert (sample.response, sample.response_length) == (prompt.text, 0)
         assert batch.mask[row].tolist() == [False] * WORDS + [True] * STEPS
     assert batch.mask[[1, 2, 3, 5, 6, 7], 0].all()
 
 
 def test_evaluation_asks_both(folders):
-    """The likeliest text of each prompt, and the picture of it without noise."""
+    """The likeliest text of each prompt, and the image of it without noise."""
     policy, task = made(folders, evaluation={"temperature": 0.0})
     prompts = [task.evaluation[i] for i in range(3)]
     found = policy.respond(prompts, [1, 2, 3])

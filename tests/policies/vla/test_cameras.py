@@ -1,4 +1,4 @@
-"""Cameras by name: which pictures a policy sees, and in which order."""
+"""Cameras by name: which images a policy sees, and in which order."""
 
 from dataclasses import replace
 
@@ -51,21 +51,21 @@ def test_observations_name_their_cameras(workers):
         for observation in shown:
             assert observation.cameras == ("front", "wrist")
             for name, colour in (("front", 10), ("wrist", 200)):
-                picture = observation.picture(name)
-                assert picture.shape == (len(observation), 8, 8, 3) and (picture == colour).all()
+                image = observation.image(name)
+                assert image.shape == (len(observation), 8, 8, 3) and (image == colour).all()
     with pytest.raises(UserError, match="no camera 'wrst' .did you mean 'wrist'..; there are front, wrist"):
-        shown[0].picture("wrst")
+        shown[0].image("wrst")
 
 
 def test_a_simulator_without_names_has_one_camera():
     assert cameras_of(Line(1)) == ("camera",) and cameras_of(Shuffled(TwoCameras(1))) == ("front", "wrist")
     seen = Observation(np.full((1, 2, 2, 3), 7, np.uint8), np.zeros((1, 1), np.float32), ["go"])
-    assert (seen.picture("camera") == 7).all()
+    assert (seen.image("camera") == 7).all()
 
 
 @pytest.mark.parametrize("simulator", ["Uneven", "Twice"])
-def test_names_must_fit_the_picture(simulator):
-    with pytest.raises(UserError, match="cameras must be different names, whose pictures share a width of 16 pixels"):
+def test_names_must_fit_the_image(simulator):
+    with pytest.raises(UserError, match="cameras must be different names, whose images share a width of 16 pixels"):
         build(f"tests.policies.vla.test_cameras:{simulator}", 1)
 
 
@@ -83,7 +83,7 @@ class TestPolicies:
         assert glance.image.shape == (3, 8, 8 * len(colours))
         assert [int(glance.image[0, 0, 8 * i]) for i in range(len(colours))] == colours
 
-    def test_a_vision_language_model_sees_one_picture_a_camera(self, make):
+    def test_a_vision_language_model_sees_one_image_a_camera(self, make):
         images = {}
         for cameras in (["front"], ["wrist", "front"]):
             policy, tokens = self.seen(make, "qwen", cameras)

@@ -1,4 +1,4 @@
-"""LeRobot policies of several cameras: which picture stands for which of the checkpoint's, as LeRobot sees them."""
+"""LeRobot policies of several cameras: which image stands for which of the checkpoint's, as LeRobot sees them."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def played(policy):
 
 
 def expected(kind, folder, latent, shown):
-    """What LeRobot plans from the same noise. shown: by feature, the grey of its picture."""
+    """What LeRobot plans from the same noise. shown: by feature, the grey of its image."""
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
     policy = get_policy_class(kind).from_pretrained(folder)
@@ -61,7 +61,7 @@ def expected(kind, folder, latent, shown):
         ({"cameras": ["wrist"], "camera_features": [SIDE]}, {SIDE: WRIST}),
     ],
 )
-def test_it_acts_as_lerobot_does_on_these_pictures(checkpoints, name, action, shown):
+def test_it_acts_as_lerobot_does_on_these_images(checkpoints, name, action, shown):
     kind, beside = checkpoints
     ours = load(beside / name, simulator=SIM, action=action)
     found, theirs = played(ours), expected(kind, beside / name, ours.module.head.latent, shown)
@@ -82,7 +82,7 @@ def test_it_acts_as_lerobot_does_on_these_pictures(checkpoints, name, action, sh
 )
 def test_demonstrations_of_two_cameras_have_lerobots_loss(checkpoints, tmp_path, cameras, features, top):
     """A data set whose side stands for the simulator's front, its front for the wrist: from Parquet to the loss of
-    a look, whose pictures are LeRobot's by `top`, the feature that the policy's first picture must show."""
+    a look, whose images are LeRobot's by `top`, the feature that the policy's first image must show."""
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
     kind, beside = checkpoints

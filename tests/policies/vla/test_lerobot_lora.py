@@ -47,14 +47,14 @@ def lerobots(folder):
     config = PreTrainedConfig.from_pretrained(folder)
     config.pretrained_path = folder
     one = {"dtype": "float32", "shape": (1,), "names": None}
-    picture = {"dtype": "image", "shape": (2, 2, 3), "names": ["height", "width", "channels"]}
-    features = {"observation.images.top": picture, "observation.state": one, "action": one}
+    image = {"dtype": "image", "shape": (2, 2, 3), "names": ["height", "width", "channels"]}
+    features = {"observation.images.top": image, "observation.state": one, "action": one}
     policy = make_policy(config, ds_meta=SimpleNamespace(features=features, stats=STATISTICS))
     return policy, *make_pre_post_processors(config, str(folder))
 
 
 def assert_equal_actions(ours, theirs):
-    """Of three starts, in the robot's units, from pictures, words and state through both libraries. Returns theirs."""
+    """Of three starts, in the robot's units, from images, words and state through both libraries. Returns theirs."""
     policy, before, after = theirs
     observation = ours.sim.reset([0, 10, 30], ["go"] * 3)
     noise = gaussian([mixed(seed, 0) for seed in (5, 6, 7)], INITIAL, ours.module.head.latent)

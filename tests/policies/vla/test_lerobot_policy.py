@@ -79,7 +79,7 @@ def theirs(checkpoint):
     return policy, *make_pre_post_processors(policy.config, str(checkpoint))
 
 
-def pictures(policy, batch):
+def images(policy, batch):
     """A list of tensors and one of masks."""
     return (policy.prepare_images if policy.name == "smolvla" else policy._preprocess_images)(batch)
 
@@ -97,7 +97,7 @@ def lerobots_error(policy, before, batch, chosen):
         words = made["observation.language.tokens"], made["observation.language.attention_mask"]
         rest = *told(policy, made), policy.prepare_action(made), noise[None], sigma[None]
         with torch.no_grad():
-            losses = policy.model(*pictures(policy, made), *words, *rest)
+            losses = policy.model(*images(policy, made), *words, *rest)
         errors.append(losses[0, :CHUNK, :1].mean().item())
     return sum(errors) / len(errors)
 
@@ -113,7 +113,7 @@ def shown(observation, rows):
 
 @lerobot
 def test_without_noise_it_acts_as_lerobot_does(checkpoint, theirs):
-    """To the robot's units: from pictures, state and words through both libraries, with the same first noise."""
+    """To the robot's units: from images, state and words through both libraries, with the same first noise."""
     policy, before, after = theirs
     ours = load(checkpoint)
     observation = ours.sim.reset([0, 10, 30], ["go"] * 3)
@@ -149,7 +149,7 @@ def test_replay_of_all_steps_is_lerobots_step_by_step(checkpoint, theirs):
         found = ours.replay(rollouts, ours.module).logp
     observation, model = ours.sim.reset([0, 1, 2], ["go"] * 3), policy.model
     batch = before(shown(observation, [0, 1, 2]))
-    images, there = pictures(policy, batch)
+    views, there = images(policy, batch)
     words = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
     sigmas, velocities = torch.linspace(1, 0, STEPS + 1), []
     looks = [episode[0] for episode in rollouts.inputs]
@@ -162,7 +162,7 @@ def test_replay_of_all_steps_is_lerobots_step_by_step(checkpoint, theirs):
     at = torch.cat([at, at[-1:]])  # the last step is no decision
     model.denoise_step = recorded
     with torch.no_grad():
-        model.sample_actions(images, there, *words, *told(policy, batch), noise=at[0])
+        model.sample_actions(views, there, *words, *told(policy, batch), noise=at[0])
     del model.denoise_step
     whole = [row for row in range(3) if looks[row].valid.all()]
     assert whole and looks[0].chosen["points"].tolist() == list(range(STEPS - 1))

@@ -59,8 +59,8 @@ def copy(checkpoints, folder, *, state=True, converted=True):
     return folder
 
 
-def pictures_of(observation, row, cameras):
-    return [observation.picture(camera)[row] for camera in cameras]
+def images_of(observation, row, cameras):
+    return [observation.image(camera)[row] for camera in cameras]
 
 
 # --- one conversion ---
@@ -124,7 +124,7 @@ class TestConversion:
 
         head, projector = reference.parts().values()
         refused("noisy_action_projector--150000_checkpoint.pt: its actions are denoised", noisy_action_projector={})
-        refused(r"vision_backbone--.*: its pictures are read in the light of the words \(FiLM\)", vision_backbone={})
+        refused(r"vision_backbone--.*: its images are read in the light of the words \(FiLM\)", vision_backbone={})
         refused("no head of OpenVLA-OFT's L1 regression", action_head={"noise_predictor.fc1.weight": torch.ones(2, 2)})
         lacking = {name: t for name, t in head.items() if name != "model.fc1.bias"}
         refused(r"action_head--.* lacks model\.fc1\.bias", action_head=lacking)
@@ -203,7 +203,7 @@ def test_the_arm_gets_the_actions_of_the_architecture(oft, checkpoints, cameras,
     for row in range(2):
         ids = policy.module.backbone._ids(policy.module.backbone.ask(seen.instructions[row]), 1)
         numbers = seen.state[row] if state else None
-        normalised = reference.actions(*checkpoints[state][1], pictures_of(seen, row, cameras), ids, numbers)
+        normalised = reference.actions(*checkpoints[state][1], images_of(seen, row, cameras), ids, numbers)
         np.testing.assert_allclose(told[row], reference.to_robot(normalised), rtol=1e-3, atol=1e-4)
         assert normalised.abs().max() > 1 and normalised.std(0).min() > 0.01
 

@@ -112,13 +112,13 @@ def test_the_middle_is_that_of_openvlas_evaluation():
     assert clear.mean() > 0.98 and (middle(image, 0.9)[clear] == np.floor(exact)[clear]).all()
 
 
-def test_pictures_are_cropped_where_asked(openvla, make):
+def test_images_are_cropped_where_asked(openvla, make):
     whole, cropped = (openvla(center_crop=area).module.backbone for area in (1.0, 0.9))
     rows = [b.prepare([IMAGES], ASKED, np.zeros((2, 0), np.float32)) for b in (whole, cropped)]
     for one, other in zip(*rows, strict=True):
-        kept = one.pictures[0].permute(1, 2, 0).numpy()
-        assert (other.pictures[0].permute(1, 2, 0).numpy() == middle(kept, 0.9)).all()
-        assert not torch.equal(one.pictures, other.pictures)
+        kept = one.images[0].permute(1, 2, 0).numpy()
+        assert (other.images[0].permute(1, 2, 0).numpy() == middle(kept, 0.9)).all()
+        assert not torch.equal(one.images, other.images)
     with pytest.raises(UserError, match="action.center_crop=0.9 is for OpenVLA"):
         make("parallel", center_crop=0.9)
 
@@ -134,7 +134,7 @@ def lanczos(values, size):
     return np.stack(found)
 
 
-def test_pictures_come_to_their_size_as_in_openvlas_evaluation():
+def test_images_come_to_their_size_as_in_openvlas_evaluation():
     image = np.zeros((32, 32, 3), np.uint8)
     image[:, :, 0], image[8:20, 5:25, 1] = np.arange(32) * 8, 200
     file = io.BytesIO()
@@ -149,11 +149,11 @@ def test_pictures_come_to_their_size_as_in_openvlas_evaluation():
     assert (made != untouched.round().clip(0, 255)).mean() > 0.1
 
 
-def test_the_key_says_how_pictures_come_to_their_size(openvla, make):
+def test_the_key_says_how_images_come_to_their_size(openvla, make):
     backbone = openvla(resize="openvla", center_crop=0.9).module.backbone
     (row,) = backbone.prepare([IMAGES[:1]], ASKED[:1], np.zeros((1, 0), np.float32))
     wanted = middle(as_in_training(IMAGES[0], reference.SIZE, reference.SIZE), 0.9)
-    assert (row.pictures[0].permute(1, 2, 0).numpy() == wanted).all()
+    assert (row.images[0].permute(1, 2, 0).numpy() == wanted).all()
     with pytest.raises(UserError, match="action.resize=openvla is for OpenVLA, which"):
         make("parallel", resize="openvla")
 
@@ -194,12 +194,12 @@ def test_patches_of_several_cameras_follow_one_another(openvla, checkpoint, deco
     with torch.no_grad():
         found = backbone.read(backbone.collate(rows, CPU), every_layer=False)
     for i, row in enumerate(rows):
-        first, second = (reference.prompt(weights, pictures[i], row.ids) for pictures in (IMAGES, WRIST))
+        first, second = (reference.prompt(weights, images[i], row.ids) for images in (IMAGES, WRIST))
         patches = len(first) - len(row.ids)
         both = torch.cat([first[: 1 + patches], second[1:]])
         expected = reference.llama(weights, both, causal=decoding == "autoregressive")[-1]
         torch.testing.assert_close(found.last[i].double(), expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(UserError, match="and its 2 pictures have 22 tokens, more than rollout.max_prompt_length=20"):
+    with pytest.raises(UserError, match="and its 2 images have 22 tokens, more than rollout.max_prompt_length=20"):
         openvla(decoding, max_prompt_length=20).module.backbone.prepare([IMAGES[:1], WRIST[:1]], asked[:1], IMAGES)
 
 

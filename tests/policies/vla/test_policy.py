@@ -275,7 +275,7 @@ def test_a_frozen_backbone_is_read_once(make, played, kind):
     other, rollouts = played(kind, "qwen")
     kept = policy.rollout(STARTS, 2, SEEDS)
     assert policy.keeps_readings and not other.keeps_readings
-    assert kept.inputs[0][0].seen.dim() == 2  # the last layer, in place of pictures and words
+    assert kept.inputs[0][0].seen.dim() == 2  # the last layer, in place of images and words
     with torch.no_grad():
         a, b = policy.replay(kept, policy.module).logp, other.replay(rollouts, other.module).logp
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -513,7 +513,7 @@ def test_looks_in_parts_change_memory_only(played, kind):
     network = policy.module
     assert sum(map(len, rollouts.inputs)) >= 6
     for size in (None, 3, 1):
-        policy.looks_at_once = size
+        policy.steps_at_once = size
         network.zero_grad()
         saved = Saved(network)
         with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
@@ -524,7 +524,7 @@ def test_looks_in_parts_change_memory_only(played, kind):
         assert torch.equal(old.logp, replay.logp.detach())  # so that the first ratio is exactly 1
         grads = {n: p.grad.clone() for n, p in network.named_parameters() if p.grad is not None}
         found[size], kept[size] = {"": replay.logp.detach(), "value": replay.value.detach(), **grads}, saved.bytes
-    policy.looks_at_once = None
+    policy.steps_at_once = None
     for size in (3, 1):
         assert found[size].keys() == found[None].keys()
         for name, want in found[None].items():
@@ -551,7 +551,7 @@ class Line:
 
 
 def test_the_key_of_a_configuration_says_how_many_looks_are_replayed_at_once(backbones):
-    for keys, parts in (({}, [4]), ({"looks_at_once": 3}, [3, 1])):
+    for keys, parts in (({}, [4]), ({"steps_at_once": 3}, [3, 1])):
         config = validate({**TREE, "engine": {"micro_batch": 2, **keys}}, "test")
         policy = config.model.load(config, Line(), str(backbones["small"]))
         rollouts, sizes = policy.rollout(starts(0, 10, 20), 1, SEEDS[:3]), []
@@ -564,7 +564,7 @@ def test_the_key_of_a_configuration_says_how_many_looks_are_replayed_at_once(bac
 
 
 def test_rollouts_that_a_table_shows_are_filmed_and_play_as_others_do(make):
-    """Step 4 has a table of three samples, that is, two groups of two; pictures are those of the looks."""
+    """Step 4 has a table of three samples, that is, two groups of two; images are those of the looks."""
     log = Log(samples_every=4, samples=3)
     made = {}
     for film in (False, True):
@@ -584,7 +584,7 @@ def test_rollouts_that_a_table_shows_are_filmed_and_play_as_others_do(make):
     assert counts == [len(own) + 1 for own in looks[:4]] + [None, None]
 
 
-def test_pictures_of_every_episode_are_kept_for_a_task_that_looks_at_them(backbones):
+def test_images_of_every_episode_are_kept_for_a_task_that_looks_at_them(backbones):
     """Of every look while training, of every action while evaluating; what happens in the episodes stays the same."""
     config, made = validate(TREE, "test"), {}
     for watched in (False, True):

@@ -315,7 +315,7 @@ class TestRefusals:
         with pytest.raises(UserError, match=message):
             validate(tree, "test")
 
-    def test_a_base_that_reads_pictures_needs_some(self, make, blind):
+    def test_a_base_that_reads_images_needs_some(self, make, blind):
         said = "action.head.base.type=token reads what a backbone made"
         with pytest.raises(UserError, match=said):
             make({"type": "residual"}, marked(blind), sim=quiet())

@@ -11,11 +11,11 @@ from mmrl.policies.vla.backbones.small import SmallActionConfig
 
 @pytest.fixture
 def seen():
-    """Three pictures with a bright square at another place each."""
-    pictures = np.full((3, 32, 32, 3), 90, np.uint8)
-    for place, picture in enumerate(pictures):
-        picture[4 + 8 * place : 12 + 8 * place, 20 - 8 * place : 26 - 8 * place, place] = 250
-    return pictures
+    """Three images with a bright square at another place each."""
+    images = np.full((3, 32, 32, 3), 90, np.uint8)
+    for place, image in enumerate(images):
+        image[4 + 8 * place : 12 + 8 * place, 20 - 8 * place : 26 - 8 * place, place] = 250
+    return images
 
 
 def made(normalise):
@@ -26,8 +26,8 @@ def made(normalise):
 
 
 @torch.no_grad()
-def read(backbone, pictures):
-    rows = backbone.prepare([pictures], ["go", "from go", "from"], np.zeros((3, 0), np.float32))
+def read(backbone, images):
+    rows = backbone.prepare([images], ["go", "from go", "from"], np.zeros((3, 0), np.float32))
     return backbone.read(backbone.collate(rows, torch.device("cpu")), every_layer=False).last
 
 
@@ -77,7 +77,7 @@ def test_a_description_from_before_there_was_a_choice_is_not_normalised(tmp_path
 @torch.no_grad()
 @pytest.mark.parametrize("every_layer", [False, True])
 def test_what_a_reading_holds(seen, every_layer):
-    """The picture comes before the words; padding changes nothing; tokens one by one are as all of them."""
+    """The image comes before the words; padding changes nothing; tokens one by one are as all of them."""
     backbone = made(True)
     rows = backbone.prepare([seen], ["go", "go from", "from"], np.zeros((3, 0), np.float32))
     inputs = backbone.collate(rows, torch.device("cpu"))
@@ -107,12 +107,12 @@ def test_what_earlier_versions_wrote_is_read_or_named(tmp_path, seen):
     description.write_text(text.replace('"squares": 0', '"squares": 0, "pixels": 8'))
     assert torch.equal(read(small.load(tmp_path), seen), before)
     description.write_text(text.replace('"squares": 0', '"squares": 3, "pixels": 8'))
-    with pytest.raises(UserError, match="squares of a drawn picture are gone; make the base again"):
+    with pytest.raises(UserError, match="squares of a drawn image are gone; make the base again"):
         small.load(tmp_path)
 
 
 SIDE = 3  # squares along each side
-CODES = (4, 3)  # kinds and colours, in the first two channels of a picture
+CODES = (4, 3)  # kinds and colours, in the first two channels of an image
 
 
 @pytest.fixture
@@ -182,5 +182,5 @@ def test_boards_are_loaded_as_they_were_saved_and_have_one_size(tmp_path, codes,
     with pytest.raises(UserError, match="boards of 3 x 3 squares, but the simulator shows 32 x 32"):
         read(backbone, seen)
     codes[2, 1, 0, 1] = 3
-    with pytest.raises(UserError, match="codes below 3 in channel 1 of a picture, but the simulator shows 3"):
+    with pytest.raises(UserError, match="codes below 3 in channel 1 of an image, but the simulator shows 3"):
         read(backbone, codes)

@@ -19,7 +19,7 @@ from tests.sims.line_simulator import Line
 
 
 class DarkLine(Line):
-    """The line, without pictures."""
+    """The line, without images."""
 
     image_shape = (0, 0, 3)
 
@@ -114,8 +114,8 @@ def test_a_blind_network_acts_on_its_state(make, blind):
     assert (here - there).abs().min() > 1e-3
 
 
-def test_a_network_that_sees_needs_pictures(make):
-    with pytest.raises(UserError, match="shows no pictures"):
+def test_a_network_that_sees_needs_images(make):
+    with pytest.raises(UserError, match="shows no images"):
         make("regression", "small", sim=dark(2)).rollout(starts(0, 30), 1, [1, 2])
 
 

@@ -99,7 +99,7 @@ def stir(module: torch.nn.Module) -> None:
 
 
 def write(folder: Path, kind: str, cameras: Sequence[str] = ("top",), *, empty: int = 0) -> PreTrainedPolicy:
-    """A policy in `folder`, and what stands in for the hub's files beside it. empty: places for pictures that LeRobot
+    """A policy in `folder`, and what stands in for the hub's files beside it. empty: places for images that LeRobot
     fills itself."""
     config = {"smolvla": smolvla, "pi0": pi0, "pi05": pi05}[kind](folder.parent)
     eyes = {f"observation.images.{name}": FEATURES["input_features"]["observation.images.top"] for name in cameras}

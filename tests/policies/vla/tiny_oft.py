@@ -86,10 +86,10 @@ def norm(w, name, x):
     return apart / (apart.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
 
 
-def actions(weights, head, projector, pictures, ids, state=None, chunk=CHUNK):
-    """The normalised chunk [chunk, ACTION]: pictures of each camera [height, width, 3], all ids of the prompt, and the
+def actions(weights, head, projector, images, ids, state=None, chunk=CHUNK):
+    """The normalised chunk [chunk, ACTION]: images of each camera [height, width, 3], all ids of the prompt, and the
     state in the robot's units, where it is read. Action places are zeros, and everything sees everything."""
-    seen = [openvla.prompt(weights, picture, ids) for picture in pictures]
+    seen = [openvla.prompt(weights, image, ids) for image in images]
     patches = len(seen[0]) - len(ids)
     before = [seen[0][:1], *(one[1 : 1 + patches] for one in seen)]
     if state is not None:

@@ -130,8 +130,8 @@ def heads(x):
     return x.unflatten(-1, (HEADS, -1)).transpose(0, 1)
 
 
-def vit(w, place, picture, depth):
-    """picture [3, SIZE, SIZE] -> patches [patch, width] as they come out of the last block but one."""
+def vit(w, place, image, depth):
+    """image [3, SIZE, SIZE] -> patches [patch, width] as they come out of the last block but one."""
     p = {k.removeprefix(f"vision_backbone.{place}."): v for k, v in w.items() if f".{place}." in k}
 
     def norm(x, name):
@@ -140,7 +140,7 @@ def vit(w, place, picture, depth):
     def linear(x, name):
         return x @ p[name + ".weight"].T + p[name + ".bias"]
 
-    x = F.conv2d(picture[None], p["patch_embed.proj.weight"], p["patch_embed.proj.bias"], stride=PATCH)[0]
+    x = F.conv2d(image[None], p["patch_embed.proj.weight"], p["patch_embed.proj.bias"], stride=PATCH)[0]
     x = x.flatten(1).T + p["pos_embed"][0]
     prefix = [p[name][0] for name in ("cls_token", "reg_token") if name in p]
     x = torch.cat([*prefix, x])

@@ -13,9 +13,9 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import candidates, trees
 from mmrl.policies.diffusion.decisions.denoiser import Denoiser
-from mmrl.policies.diffusion.decisions.records import PictureRecord, made_samples, move, predictions_of
+from mmrl.policies.diffusion.decisions.records import ImageRecord, made_samples, move, predictions_of
 from mmrl.policies.diffusion.family import ConditionInputs
-from mmrl.policies.diffusion.settings import PictureChain
+from mmrl.policies.diffusion.settings import ImageChain
 from mmrl.policies.models import NetworkCall
 from mmrl.rollouts import SEGMENTS, Prompt, Replay, Rollouts, Sample
 from mmrl.samplers import score
@@ -30,7 +30,7 @@ POOLED = 8  # a side, of latents that a value is learned of
 class ChainDecisions:
     """Draws chains, and says how likely their steps were."""
 
-    def __init__(self, denoiser: Denoiser, likelihood: PictureChain) -> None:
+    def __init__(self, denoiser: Denoiser, likelihood: ImageChain) -> None:
         """Raises UserError for a transition that is not the model's, and a window that can not be."""
         self.denoiser, self.likelihood = denoiser, likelihood
         self._check()
@@ -137,7 +137,7 @@ class ChainDecisions:
     def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay:
         """What `model` says of every step; one forward for all of them."""
         denoiser, likelihood = self.denoiser, self.likelihood
-        records: list[PictureRecord] = rollouts.inputs
+        records: list[ImageRecord] = rollouts.inputs
         points, x, x_next = self._steps(records)
         said = [r.asked for r in records for _ in range(points.shape[1])]
         grid, flat, known = denoiser.sampler.grid, points.flatten(), None
@@ -166,7 +166,7 @@ class ChainDecisions:
         added = {"weight": move(weight, denoiser.device), SEGMENTS.name: move(segments, denoiser.device)}
         return Replay.of({**found, **added})
 
-    def _steps(self, records: Sequence[PictureRecord]) -> tuple[Tensor, Tensor, Tensor]:
+    def _steps(self, records: Sequence[ImageRecord]) -> tuple[Tensor, Tensor, Tensor]:
         """Where the drawn steps are on the grid [rollout, decision], and latents before and after them, on the
         device."""
         points, device = torch.stack([record.points for record in records]), self.denoiser.device
@@ -189,9 +189,9 @@ def _too_many(name: str, listed: Sequence[int], steps: int, width: int) -> str:
 
 
 def complete_steps(denoiser: Denoiser, rollouts: Rollouts, *, ends: bool) -> list[Sample]:
-    """Pictures that the state before each step of the window, with `ends` that behind it, leads to by deterministic
+    """Images that the state before each step of the window, with `ends` that behind it, leads to by deterministic
     steps, under the guidance of rollouts: those of the first rollout, then of the next."""
-    records: list[PictureRecord] = rollouts.inputs
+    records: list[ImageRecord] = rollouts.inputs
     start = [point + ends for record in records for point in record.points.tolist()]
     each = [sample.prompt for sample, r in zip(rollouts.samples, records, strict=True) for _ in r.points]
     said = [record.asked for record in records for _ in record.points]
@@ -200,7 +200,7 @@ def complete_steps(denoiser: Denoiser, rollouts: Rollouts, *, ends: bool) -> lis
     return made_samples(each, denoiser.decode(denoiser.go_on(x, said, none, start=start).final))
 
 
-def latents(denoiser: Denoiser, records: Sequence[PictureRecord]) -> Tensor:
+def latents(denoiser: Denoiser, records: Sequence[ImageRecord]) -> Tensor:
     """[rollout, decision, number] latents before each step, pooled to at most 8 a side, and their noise level."""
     sigmas = denoiser.sampler.grid.sigmas[torch.stack([record.points for record in records])]
     return pooled(torch.stack([record.x for record in records]), sigmas)
@@ -209,10 +209,10 @@ def latents(denoiser: Denoiser, records: Sequence[PictureRecord]) -> Tensor:
 def pooled(x: Tensor, sigmas: Tensor) -> Tensor:
     """[rollout, decision, number] of latents x [rollout, decision, ...] and their noise levels [rollout, decision]."""
     flat = x.flatten(0, 1)
-    pictures = flat.flatten(0, -4) if flat.dim() > 4 else flat  # frames of a clip as further pictures
-    if pictures.dim() == 4 and max(pictures.shape[-2:]) > POOLED:
-        pictures = torch.nn.functional.adaptive_avg_pool2d(pictures, POOLED)
-    return torch.cat([pictures.reshape(*sigmas.shape, -1), sigmas[..., None].to(x)], -1)
+    images = flat.flatten(0, -4) if flat.dim() > 4 else flat  # frames of a clip as further images
+    if images.dim() == 4 and max(images.shape[-2:]) > POOLED:
+        images = torch.nn.functional.adaptive_avg_pool2d(images, POOLED)
+    return torch.cat([images.reshape(*sigmas.shape, -1), sigmas[..., None].to(x)], -1)
 
 
 def segment_ids(chunks: Sequence[int], rollouts: int) -> Tensor | None:

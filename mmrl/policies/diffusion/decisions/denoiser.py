@@ -8,10 +8,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mmrl.policies.diffusion.decisions.records import PictureRecord, made_samples, noise_of
+from mmrl.policies.diffusion.decisions.records import ImageRecord, made_samples, noise_of
 from mmrl.policies.diffusion.family import ConditionInputs, Shape
 from mmrl.policies.diffusion.prediction import GuidedNetwork
-from mmrl.policies.diffusion.settings import Denoising, PictureChain
+from mmrl.policies.diffusion.settings import Denoising, ImageChain
 from mmrl.policies.parts import by_parts
 from mmrl.rollouts import Prompt, Rollouts
 from mmrl.samplers.chain import INITIAL, Chain, Sampler, gaussian, run
@@ -40,7 +40,7 @@ class Denoiser:
     def sampler_of(self, steps: int, shape: Shape) -> Sampler:
         """Of chains of so many steps, with the transition and the tail of the likelihood that has them."""
         likelihood, grid = self.denoising.likelihood, self.family.grid(steps, shape)
-        if isinstance(likelihood, PictureChain):
+        if isinstance(likelihood, ImageChain):
             return Sampler(grid, likelihood.transition, likelihood.tail, self.family.space)
         return Sampler(grid, None, Euler(), self.family.space)
 
@@ -105,7 +105,7 @@ class Denoiser:
         data, x, x_next = chain.final.cpu(), chain.x.cpu(), chain.x_next.cpu()
         kept = [None] * len(said) if chain.v is None else list(chain.v.cpu())
         inputs = [
-            PictureRecord(
+            ImageRecord(
                 said[i], int(seed), data[i], torch.tensor(windows[i], dtype=torch.long), x[i], x_next[i], kept[i]
             )
             for i, seed in enumerate(seeds)

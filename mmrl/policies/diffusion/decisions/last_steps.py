@@ -1,4 +1,4 @@
-"""One decision, the picture itself: the last steps of its chain with their gradient, for rewards that have one."""
+"""One decision, the image itself: the last steps of its chain with their gradient, for rewards that have one."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Sequence
 import torch
 
 from mmrl.policies.diffusion.decisions.denoiser import Denoiser
-from mmrl.policies.diffusion.decisions.records import PictureRecord
+from mmrl.policies.diffusion.decisions.records import ImageRecord
 from mmrl.policies.diffusion.family import ConditionInputs
-from mmrl.policies.diffusion.settings import PictureLastSteps
+from mmrl.policies.diffusion.settings import ImageLastSteps
 from mmrl.policies.models import NetworkCall
 from mmrl.rollouts import IMAGES, Prompt, Replay, Rollouts
 from mmrl.samplers.chain import Chain
 
 
 class LastStepDecisions:
-    """Draws pictures by deterministic chains, whose last steps are made again with their gradient."""
+    """Draws images by deterministic chains, whose last steps are made again with their gradient."""
 
     count = 1
 
-    def __init__(self, denoiser: Denoiser, likelihood: PictureLastSteps) -> None:
+    def __init__(self, denoiser: Denoiser, likelihood: ImageLastSteps) -> None:
         self.denoiser, self.steps = denoiser, likelihood.steps
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], step: int) -> Rollouts:
@@ -40,12 +40,12 @@ class LastStepDecisions:
         return Chain(final, kept[:, None], final[:, None])
 
     def recorded(self, rollouts: Rollouts) -> None:
-        """Nothing is said of a picture when it is made."""
+        """Nothing is said of an image when it is made."""
 
     def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay:
-        """Pictures [rollout, ...] that the latents before the last steps lead to under `model`. With guidance the
+        """Images [rollout, ...] that the latents before the last steps lead to under `model`. With guidance the
         unconditional half of a step has no gradient, as in every replay."""
-        records: list[PictureRecord] = rollouts.inputs
+        records: list[ImageRecord] = rollouts.inputs
         denoiser, sampler = self.denoiser, self.denoiser.sampler
         x = torch.stack([record.x[0] for record in records]).to(denoiser.device)
         said, last = [record.asked for record in records], len(sampler.grid)
@@ -57,5 +57,5 @@ class LastStepDecisions:
             step = sampler.at(at, at + 1, none)
             a_x, a_v = (part.to(x).view(-1, *[1] * (x.dim() - 1)) for part in (step.a_x, step.a_v))
             x = a_x * x + a_v * v
-        pictures = denoiser.family.decode_with_gradient(x).float()
-        return Replay(torch.zeros(len(records), 1, device=denoiser.device), extras={IMAGES.name: pictures})
+        images = denoiser.family.decode_with_gradient(x).float()
+        return Replay(torch.zeros(len(records), 1, device=denoiser.device), extras={IMAGES.name: images})

@@ -1,4 +1,4 @@
-"""Decisions that are noise levels: at each the final picture is compared with what the network makes of it."""
+"""Decisions that are noise levels: at each the final image is compared with what the network makes of it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.decisions.denoiser import Denoiser
-from mmrl.policies.diffusion.decisions.records import PictureRecord
+from mmrl.policies.diffusion.decisions.records import ImageRecord
 from mmrl.policies.diffusion.family import ConditionInputs
-from mmrl.policies.diffusion.settings import PictureContrast, PictureMatching
+from mmrl.policies.diffusion.settings import ImageContrast, ImageMatching
 from mmrl.policies.models import NetworkCall
 from mmrl.rollouts import MATCHING, MatchingTargets, Prompt, Replay, Rollouts
 from mmrl.samplers import score
@@ -21,9 +21,9 @@ from mmrl.samplers.chain import Chain
 
 
 class LevelDecisions:
-    """Draws pictures by deterministic chains, and says how well the network predicts them at drawn noise levels."""
+    """Draws images by deterministic chains, and says how well the network predicts them at drawn noise levels."""
 
-    def __init__(self, denoiser: Denoiser, likelihood: PictureMatching | PictureContrast) -> None:
+    def __init__(self, denoiser: Denoiser, likelihood: ImageMatching | ImageContrast) -> None:
         """Raises UserError for a weight that is not the model's."""
         self.denoiser, self.likelihood, self.count = denoiser, likelihood, likelihood.draws
 
@@ -40,7 +40,7 @@ class LevelDecisions:
         """See `DiffusionPolicy.demonstrate`. prompt_dropout: of which share of them the words are `dropped`."""
         missing = next((p.id for p in prompts if "target" not in p.metadata), None)
         if missing is not None:
-            raise UserError(f"prompt {missing} has no picture to learn from: algorithm.type=supervised needs a target")
+            raise UserError(f"prompt {missing} has no image to learn from: algorithm.type=supervised needs a target")
         targets = torch.stack([p.metadata["target"] for p in prompts])
         data = self.denoiser.family.to_latents(targets.to(self.denoiser.device))
         empty = data.new_zeros(len(data), 0, *data.shape[1:])
@@ -61,7 +61,7 @@ class LevelDecisions:
         *,
         decode: bool = True,
     ) -> Rollouts:
-        shared = isinstance(self.likelihood, PictureMatching) and self.likelihood.shared
+        shared = isinstance(self.likelihood, ImageMatching) and self.likelihood.shared
         draws = [seeds[i - i % group_size] if shared else seed for i, seed in enumerate(seeds)]
         windows: list[list[int]] = [[]] * len(asked)
         return self.denoiser.rollouts(asked, said, group_size, draws, chain, windows, self.count, decode=decode)
@@ -71,7 +71,7 @@ class LevelDecisions:
 
     def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay:
         """What `model` says at every noise level; one forward for all of them."""
-        records: list[PictureRecord] = rollouts.inputs
+        records: list[ImageRecord] = rollouts.inputs
         denoiser, likelihood = self.denoiser, self.likelihood
         space, device = denoiser.family.space, denoiser.device
         data = torch.stack([r.data for r in records])[:, None].to(device)
@@ -80,7 +80,7 @@ class LevelDecisions:
         sigma, time = (part.view(uniform.shape) for part in denoiser.family.levels(uniform.flatten()))
         x, target = score.noisy_samples(data, noise, sigma, space)
         said = [r.asked for r in records for _ in range(likelihood.draws)]
-        guidance = 1.0 if isinstance(likelihood, PictureMatching) else denoiser.denoising.guidance
+        guidance = 1.0 if isinstance(likelihood, ImageMatching) else denoiser.denoising.guidance
         rows, levels, times = x.flatten(0, 1), sigma.flatten(), time.flatten()
 
         def predict(part: slice) -> Tensor:
@@ -88,7 +88,7 @@ class LevelDecisions:
 
         v = denoiser.in_parts(predict, len(rows)).float().view_as(x)
         weight = None
-        if isinstance(likelihood, PictureMatching):
+        if isinstance(likelihood, ImageMatching):
             weight = self._weight(likelihood, uniform, sigma).to(device)
         old, ref = rollouts.old_prediction, rollouts.ref_prediction
         found: dict[str, Any] = score.matching_likelihood(
@@ -106,15 +106,15 @@ class LevelDecisions:
         )
         return Replay.of({**found, MATCHING.name: matching})
 
-    def _sources(self, records: Sequence[PictureRecord]) -> Tensor | None:
-        """[rollout, 1, ...] the latents of the pictures that were edited; None where there is none."""
+    def _sources(self, records: Sequence[ImageRecord]) -> Tensor | None:
+        """[rollout, 1, ...] the latents of the images that were edited; None where there is none."""
         denoiser = self.denoiser
         told = denoiser.network.conditions.of([record.asked for record in records], denoiser.shape)
         if any("source" not in condition for condition in told):
             return None
         return torch.stack([condition["source"] for condition in told]).float().to(denoiser.device)[:, None]
 
-    def _weight(self, likelihood: PictureMatching, uniform: Tensor, sigma: Tensor) -> Tensor:
+    def _weight(self, likelihood: ImageMatching, uniform: Tensor, sigma: Tensor) -> Tensor:
         """w(s), like sigma. The ELBO of a flow integrates (1 - s) / s |v - target|^2 over s; levels are drawn with the
         density du / ds, which the derivative of `levels` undoes."""
         s, family = sigma.float(), self.denoiser.family

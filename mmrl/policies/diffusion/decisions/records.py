@@ -1,4 +1,4 @@
-"""Pictures and clips as rollouts hold them."""
+"""Images and clips as rollouts hold them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mmrl.samplers.chain import gaussian
 
 
 @dataclass(frozen=True)
-class PictureRecord:
-    """One picture or clip: what it was asked for, and the steps of its chain or the latent itself. fp32, on the CPU."""
+class ImageRecord:
+    """One image or clip: what it was asked for, and the steps of its chain or the latent itself. fp32, on the CPU."""
 
     asked: ConditionInputs
     seed: int  # of the noises that the latent is scored with
@@ -30,14 +30,14 @@ class PictureRecord:
         return self.asked.text
 
 
-def predictions_of(records: Sequence[PictureRecord]) -> Tensor | None:
+def predictions_of(records: Sequence[ImageRecord]) -> Tensor | None:
     """[rollout, decision, ...] what the network said when the rollouts were made; None where that was not kept."""
     kept = [record.prediction for record in records if record.prediction is not None]
     return torch.stack(kept) if kept else None
 
 
 def made_samples(prompts: Sequence[Prompt], pixels: Tensor | None) -> list[Sample]:
-    """Samples with what was decoded: pictures [n, channel, height, width] or clips [n, frame, channel, ...]."""
+    """Samples with what was decoded: images [n, channel, height, width] or clips [n, frame, channel, ...]."""
     if pixels is None:
         return [Sample(prompt) for prompt in prompts]
     clips = pixels.dim() == 5

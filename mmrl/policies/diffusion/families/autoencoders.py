@@ -12,7 +12,7 @@ from mmrl.policies.diffusion.families.components import PipelineParts
 
 
 class ImageAutoencoder:
-    """A VAE of pictures, which visits the network's device."""
+    """A VAE of images, which visits the network's device."""
 
     def __init__(self, parts: PipelineParts) -> None:
         self.parts = parts
@@ -61,7 +61,7 @@ class ImageAutoencoder:
 
 
 class OneFrameAutoencoder(ImageAutoencoder):
-    """A VAE of clips, for pictures: clips of one frame."""
+    """A VAE of clips, for images: clips of one frame."""
 
     def to_pixels(self, z: Tensor) -> Tensor:
         return super().to_pixels(rearrange(z, "n c h w -> n c 1 h w")).squeeze(2)

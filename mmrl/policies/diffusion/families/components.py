@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-KEPT_INSTRUCTIONS = 64  # embeddings of instructions that are kept for other pictures
+KEPT_INSTRUCTIONS = 64  # embeddings of instructions that are kept for other images
 BASE_FILE = "mmrl_base.json"  # beside saved LoRA weights: the pipeline that they belong to
 
 
@@ -76,7 +76,7 @@ class PipelineParts:
 
 
 class KeptTexts:
-    """What an encoder says of texts, kept for the pictures that share their instruction."""
+    """What an encoder says of texts, kept for the images that share their instruction."""
 
     def __init__(self, encode: Callable[[str], dict[str, Tensor]]) -> None:
         self.encode = encode

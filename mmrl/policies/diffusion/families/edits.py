@@ -1,4 +1,4 @@
-"""Families that edit a picture: FLUX.1-Kontext, Qwen-Image-Edit and its Plus, FLUX.2 klein.
+"""Families that edit an image: FLUX.1-Kontext, Qwen-Image-Edit and its Plus, FLUX.2 klein.
 
 The source's latents are tokens beside those that are drawn, and belong to the prompt's condition.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.families.autoencoders import PatchedAutoencoder
-from mmrl.policies.diffusion.families.pictures import Flux, QwenImage
+from mmrl.policies.diffusion.families.images import Flux, QwenImage
 from mmrl.policies.diffusion.families.pipeline import FlowPipeline, checked_sides
 from mmrl.policies.diffusion.family import Condition, ConditionInputs, Resolution, Shape
 
@@ -41,7 +41,7 @@ class FluxKontext(Flux):
 
 
 class QwenImageEdit(QwenImage):
-    """Qwen-Image-Edit (arXiv 2508.02324): the language model sees the source too. Both pictures have one size."""
+    """Qwen-Image-Edit (arXiv 2508.02324): the language model sees the source too. Both images have one size."""
 
     module_of_sizes: Any = qwen_edit
     condition_parts = ("vae",)
@@ -58,11 +58,11 @@ class QwenImageEdit(QwenImage):
         return {"encoder_hidden_states": tokens, "source": source}
 
     def _seen(self, asked: ConditionInputs) -> Image.Image | list[Image.Image]:
-        """The picture as the language model gets it."""
+        """The image as the language model gets it."""
         return self._resized(asked, 1024**2)
 
     def _resized(self, asked: ConditionInputs, area: int) -> Image.Image:
-        """The picture at about `area` pixels, as the pipeline resizes it."""
+        """The image at about `area` pixels, as the pipeline resizes it."""
         image = asked.images[0].convert("RGB")
         width, height, *_ = self.module_of_sizes.calculate_dimensions(area, image.width / image.height)
         return self.pipe.image_processor.resize(image, height, width)
@@ -142,7 +142,7 @@ class Flux2Klein(FlowPipeline):
 
     def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         if len({"source" in condition for condition in conditions}) > 1:
-            raise UserError("some prompts of a batch have a picture to edit and some have none; give all of them one")
+            raise UserError("some prompts of a batch have an image to edit and some have none; give all of them one")
         return super()._texts(conditions, device, dtype)
 
     def _inputs(

@@ -45,10 +45,10 @@ class Pipeline(ABC):
     space: Space
     trained: ClassVar[str]  # the component that is trained
     encoders: ClassVar[tuple[str, ...]]
-    condition_parts: ClassVar[tuple[str, ...]] = ()  # what else makes conditions, such as the VAE of source pictures
+    condition_parts: ClassVar[tuple[str, ...]] = ()  # what else makes conditions, such as the VAE of source images
     optional: ClassVar[tuple[str, ...]] = ()  # encoders that a folder may lack
     patch: ClassVar[int] = 2  # latent sides are multiples of it
-    packed: ClassVar[bool] = False  # the network takes patches [n, token, channel] instead of a picture
+    packed: ClassVar[bool] = False  # the network takes patches [n, token, channel] instead of an image
     autoencoder_kind: ClassVar[type[ImageAutoencoder]] = ImageAutoencoder
     longest: ClassVar[tuple[str, int] | None] = None  # the encoder that reads most of a text, and its usual limit
 
@@ -67,7 +67,7 @@ class Pipeline(ABC):
         self.lora = lora
         self.encoders_stay = encoders_stay
         self.embeddings: Embeddings | None = None  # in place of the encoders
-        self.words = KeptTexts(self._encode)  # that several source pictures share
+        self.words = KeptTexts(self._encode)  # that several source images share
         self.parts = PipelineParts(pipe, self.trained)
         self.module = self.parts.module
         self.autoencoder = self.autoencoder_kind(self.parts)
@@ -85,7 +85,7 @@ class Pipeline(ABC):
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
         """Raises UserError unless `resolution` is a multiple of what the VAE and the network's patches shrink it by."""
         if frames is not None:
-            raise UserError(f"denoising.frames={frames}: {type(self.pipe).__name__} draws pictures; leave it out")
+            raise UserError(f"denoising.frames={frames}: {type(self.pipe).__name__} draws images; leave it out")
         scale = self.pipe.vae_scale_factor
         channels = self.module.config.in_channels // (self.patch**2 if self.packed else 1)
         own = self.own_side()
@@ -93,7 +93,7 @@ class Pipeline(ABC):
         return channels, height // scale, width // scale
 
     def own_side(self) -> int:
-        """Pixels a side of a picture when the recipe does not say."""
+        """Pixels a side of an image when the recipe does not say."""
         own = self.pipe.default_sample_size if self.packed else self.module.config.sample_size
         return int(own * self.pipe.vae_scale_factor)
 
@@ -108,7 +108,7 @@ class Pipeline(ABC):
     @torch.no_grad()
     def encode(self, asked: Sequence[ConditionInputs], shape: Shape = ()) -> list[Condition]:
         """Prompts are encoded one by one, so that an embedding does not depend on what else is asked for. Raises
-        UserError for pictures where the model takes none, and for prompts that are not embedded where that was done
+        UserError for images where the model takes none, and for prompts that are not embedded where that was done
         before."""
         if self.embeddings is not None:
             found = self.embeddings.find(asked, shape)
@@ -121,8 +121,8 @@ class Pipeline(ABC):
         """A batch of one."""
         if asked.images:
             raise UserError(
-                f"prompt {asked.text!r} has a picture, but {type(self.pipe).__name__} draws from words alone; an "
-                "editing model, such as FLUX.1-Kontext, takes pictures"
+                f"prompt {asked.text!r} has an image, but {type(self.pipe).__name__} draws from words alone; an "
+                "editing model, such as FLUX.1-Kontext, takes images"
             )
         return self._encode(asked.text)
 
@@ -133,7 +133,7 @@ class Pipeline(ABC):
 
     @abstractmethod
     def _sizes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parts of a condition, without the picture that is edited."""
+        """Of the parts of a condition, without the image that is edited."""
 
     @abstractmethod
     def _encode(self, text: str) -> dict[str, Tensor]:
@@ -190,7 +190,7 @@ class Pipeline(ABC):
     ) -> dict[str, Any]:
         """What the network takes besides the latents, whose height and width are `size`."""
 
-    # --- pictures ---
+    # --- images ---
 
     def decode(self, latents: Tensor) -> Tensor:
         return self.autoencoder.decode(latents)
@@ -206,16 +206,16 @@ class Pipeline(ABC):
         return shape[-2] * self.pipe.vae_scale_factor, shape[-1] * self.pipe.vae_scale_factor
 
     def _source(self, asked: ConditionInputs, shape: Shape) -> Tensor:
-        """The latents [1, ...] of the picture that a prompt asks to edit. Raises UserError unless it is one picture of
+        """The latents [1, ...] of the image that a prompt asks to edit. Raises UserError unless it is one image of
         the size that is drawn."""
         height, width = self._pixels(shape)
         size = (width, height)  # as PIL has it
         if len(asked.images) != 1:
-            raise UserError(f"prompt {asked.text!r} has {len(asked.images)} pictures; an edit needs one to start from")
+            raise UserError(f"prompt {asked.text!r} has {len(asked.images)} images; an edit needs one to start from")
         (image,) = asked.images
         if image.size != size:
             raise UserError(
-                f"prompt {asked.text!r}: its picture has {image.width} x {image.height} pixels, asked for are "
+                f"prompt {asked.text!r}: its image has {image.width} x {image.height} pixels, asked for are "
                 f"{size[0]} x {size[1]} (denoising.resolution); resize it"
             )
         mode = "L" if self.pipe.vae.config.get("in_channels", 3) == 1 else "RGB"
@@ -268,7 +268,7 @@ class FlowPipeline(Pipeline):
         )
 
     def levels(self, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """A fixed shift is applied to the draws, one that depends on the picture's size is not."""
+        """A fixed shift is applied to the draws, one that depends on the image's size is not."""
         config = self.pipe.scheduler.config
         sigma = uniform if config.use_dynamic_shifting else shift_towards_noise(uniform, config.shift)
         return sigma, config.num_train_timesteps * sigma

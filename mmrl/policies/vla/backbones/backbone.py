@@ -1,4 +1,4 @@
-"""What reads the picture and the instruction, seen from the action head. It imports no transformers, which policies of
+"""What reads the image and the instruction, seen from the action head. It imports no transformers, which policies of
 states do without."""
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Backbone(nn.Module):
         return PROMPT.format(instruction)
 
     def prepare(
-        self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
+        self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[Any]:
-        """pictures: of each camera [n, height, width, 3] RGB, n prompts and the robot's state [n, state], which heads
+        """images: of each camera [n, height, width, 3] RGB, n prompts and the robot's state [n, state], which heads
         of our own read instead -> what is kept of each, and what `collate` takes."""
         raise NotImplementedError
 

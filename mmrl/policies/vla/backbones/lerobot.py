@@ -2,7 +2,7 @@
 folders that LeRobot writes.
 
 Networks, normalisation and tokens are LeRobot's own code. Its time is our sigma: 1 is noise, 0 the actions, and its
-velocity is noise - actions. What is read once is the prefix (pictures, words and SmolVLA's state): keys and values of
+velocity is noise - actions. What is read once is the prefix (images, words and SmolVLA's state): keys and values of
 every layer, to which the action expert attends at each denoising step.
 """
 
@@ -99,7 +99,7 @@ class LeRobotBackbone(Backbone):
     """A whole LeRobot policy, its action expert too. What is not the expert's makes the prefix."""
 
     def __init__(self, policy: PreTrainedPolicy | peft.PeftModel, folder: Path, features: Sequence[str]) -> None:
-        """policy: LeRobot's, or peft's model around it. features: which of the checkpoint's pictures are shown, one for
+        """policy: LeRobot's, or peft's model around it. features: which of the checkpoint's images are shown, one for
         each of the policy's cameras."""
         super().__init__()
         self.policy = policy
@@ -122,11 +122,11 @@ class LeRobotBackbone(Backbone):
         return instruction
 
     def prepare(
-        self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
+        self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[LeRobotObservation]:
-        pixels = torch.from_numpy(rearrange(list(pictures), "camera n h w c -> n camera c h w").copy())
+        pixels = torch.from_numpy(rearrange(list(images), "camera n h w c -> n camera c h w").copy())
         given = zip(pixels, torch.from_numpy(state.copy()), texts, strict=True)
-        return [LeRobotObservation(images, numbers, text) for images, numbers, text in given]
+        return [LeRobotObservation(views, numbers, text) for views, numbers, text in given]
 
     def collate(self, rows: Sequence[LeRobotObservation], device: torch.device) -> dict[str, Tensor]:
         images = torch.stack([row.images for row in rows], 1).float() / 255  # cameras first
@@ -197,7 +197,7 @@ class LeRobotBackbone(Backbone):
 
     @classmethod
     def freeze(cls, policy: nn.Module, parts: Sequence[str]) -> None:
-        """Vision, connector (of pictures and of the state) and language; never the action expert."""
+        """Vision, connector (of images and of the state) and language; never the action expert."""
         for name, parameter in policy.named_parameters():
             if cls._part(name) in parts:
                 parameter.requires_grad_(False)
@@ -336,8 +336,8 @@ def _tell_nothing_that_transformers_dropped() -> None:
 
 
 def shown_features(path: str, names: Sequence[str], action: Actions) -> list[str]:
-    """Which of the checkpoint's pictures `names` the policy's cameras stand for, in the order of `action.cameras`.
-    Without that option there is one picture. Raises UserError where a camera would have no place, or a place none."""
+    """Which of the checkpoint's images `names` the policy's cameras stand for, in the order of `action.cameras`.
+    Without that option there is one image. Raises UserError where a camera would have no place, or a place none."""
     count = len(action.cameras or ("all",))
     if action.camera_features is None:
         if count != len(names):

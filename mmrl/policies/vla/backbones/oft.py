@@ -33,7 +33,7 @@ SAVED: dict[Kind, str] = {kind: f"{kind}--latest_checkpoint.pt" for kind in FILE
 DISTRIBUTED = "module."  # begins every name in the published files
 UNKNOWN = {
     "noisy_action_projector--*.pt": "its actions are denoised (OpenVLA-OFT's use_diffusion)",
-    "vision_backbone--*.pt": "its pictures are read in the light of the words (FiLM)",
+    "vision_backbone--*.pt": "its images are read in the light of the words (FiLM)",
 }
 Shapes = Mapping[str, torch.Size]
 
@@ -66,7 +66,7 @@ class ActionNetwork(nn.Module):
 
 
 class ProprioProjector(nn.Module):
-    """The robot's state [n, state] as a token [n, 1, width] behind the patches of the pictures."""
+    """The robot's state [n, state] as a token [n, 1, width] behind the patches of the images."""
 
     def __init__(self, width: int, state_dim: int) -> None:
         super().__init__()

@@ -111,12 +111,12 @@ class VisionBackbone(nn.Module):
             self.add_module(name, vit)
             self.width += vit.embed_dim
 
-    def forward(self, pictures: Sequence[Tensor]) -> Tensor:
-        """Of each transformer its pictures [n, camera, 3, size, size] -> [n, camera x patch, width], camera by camera,
+    def forward(self, images: Sequence[Tensor]) -> Tensor:
+        """Of each transformer its images [n, camera, 3, size, size] -> [n, camera x patch, width], camera by camera,
         as OpenVLA-OFT takes several."""
-        shown = zip(self.names, pictures, strict=True)
+        shown = zip(self.names, images, strict=True)
         patches = torch.cat([self.get_submodule(name)(p.flatten(0, 1))[0] for name, p in shown], 2)
-        return rearrange(patches, "(n c) p w -> n (c p) w", c=pictures[0].shape[1])
+        return rearrange(patches, "(n c) p w -> n (c p) w", c=images[0].shape[1])
 
 
 class Projector(nn.Module):
@@ -133,7 +133,7 @@ class Projector(nn.Module):
 
 
 class OpenVLAForActionPrediction(PreTrainedModel):
-    """Pictures as tokens of a Llama, behind the first token of the prompt."""
+    """Images as tokens of a Llama, behind the first token of the prompt."""
 
     config_class = OpenVLAConfig
     config: OpenVLAConfig
@@ -156,11 +156,11 @@ class OpenVLAForActionPrediction(PreTrainedModel):
         return self.language_model.get_output_embeddings()
 
     def embed(
-        self, ids: Tensor, mask: Tensor, pictures: Sequence[Tensor], state: Tensor | None = None
+        self, ids: Tensor, mask: Tensor, images: Sequence[Tensor], state: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """ids and mask [n, token], pictures as `VisionBackbone` takes them, state [n, 1, width] behind the patches ->
+        """ids and mask [n, token], images as `VisionBackbone` takes them, state [n, 1, width] behind the patches ->
         what the Llama reads."""
-        patches = self.projector(self.vision_backbone(pictures))
+        patches = self.projector(self.vision_backbone(images))
         patches = patches if state is None else torch.cat([patches, state.to(patches.dtype)], 1)
         words = self.get_input_embeddings()(ids)
         there = mask.new_ones(patches.shape[:2])
@@ -174,14 +174,14 @@ class OpenVLAForActionPrediction(PreTrainedModel):
 class OpenVLAObservation:
     """One observation, as it is kept."""
 
-    pictures: Tensor  # [camera, 3, size, size] uint8
+    images: Tensor  # [camera, 3, size, size] uint8
     ids: Tensor  # [token] int64
     state: Tensor  # [state] as the projector takes it; [0] where there is none
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How observations are read. together: as OpenVLA-OFT, see `BidirectionalPrefix`. crop: area of pictures that is
+class ObservationPreprocessing:
+    """How observations are read. together: as OpenVLA-OFT, see `BidirectionalPrefix`. crop: area of images that is
     kept. jpeg: they come to their size by `as_in_training`. states: what the robot's state is scaled by, where it is
     read."""
 
@@ -203,7 +203,7 @@ class OpenVLABackbone(Backbone):
         tokenizer: Tokenizer,
         beside: dict[str, bytes],
         max_prompt_length: int,
-        manner: Manner,
+        manner: ObservationPreprocessing,
         parts: oft.Parts,
     ) -> None:
         """parts: whose shapes fit; the projector is read at once."""
@@ -222,7 +222,7 @@ class OpenVLABackbone(Backbone):
                 f"{told['interpolations']}; only resize-naive in one way for all is known"
             )
         if len({tuple(size) for size in told["input_sizes"]}) > 1:
-            raise UserError(f"{PREPROCESSOR} asks for pictures of several sizes: {told['input_sizes']}")
+            raise UserError(f"{PREPROCESSOR} asks for images of several sizes: {told['input_sizes']}")
         self.size, self.resampling = told["input_sizes"][0][1:], Image.Resampling[told["interpolations"][0].upper()]
         for name in ("mean", "std"):  # [transformer, 3]
             self.register_buffer(name, torch.tensor(told[name + "s"], dtype=torch.float32), persistent=False)
@@ -251,14 +251,14 @@ class OpenVLABackbone(Backbone):
         return PROMPT.format(instruction.lower())
 
     def prepare(
-        self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
+        self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[OpenVLAObservation]:
         """Raises UserError for a prompt that is too long."""
         scales = self.manner.states
         numbers = torch.from_numpy(state[:, :0].copy() if scales is None else scales.scaled(state))
         return [
             OpenVLAObservation(torch.stack([self._fit(image) for image in shown]), self._ids(text, len(shown)), own)
-            for *shown, text, own in zip(*pictures, texts, numbers, strict=True)
+            for *shown, text, own in zip(*images, texts, numbers, strict=True)
         ]
 
     def collate(self, rows: Sequence[OpenVLAObservation], device: torch.device) -> dict[str, Tensor]:
@@ -266,18 +266,18 @@ class OpenVLABackbone(Backbone):
         given = {
             "ids": nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.pad),
             "mask": nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True),
-            "pictures": torch.stack([row.pictures for row in rows]),
+            "images": torch.stack([row.images for row in rows]),
             "state": torch.stack([row.state for row in rows]),
         }
         return {name: value.to(device) for name, value in given.items()}
 
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
         core = self.core
-        seen = inputs["pictures"].float() / 255
+        seen = inputs["images"].float() / 255
         mean, std = (part[:, None, None, :, None, None].float() for part in (self.mean, self.std))
-        pictures = ((seen - mean) / std).to(core.dtype).unbind(0)  # [n, camera, 3, size, size] of each transformer
+        images = ((seen - mean) / std).to(core.dtype).unbind(0)  # [n, camera, 3, size, size] of each transformer
         state = None if self.proprio is None else self.proprio(inputs["state"])
-        given = core.embed(inputs["ids"], inputs["mask"], pictures, state)
+        given = core.embed(inputs["ids"], inputs["mask"], images, state)
         if self.manner.together:
             end = self.input_embeddings(torch.tensor([self.end], device=core.device))
             return cast(Reading, BidirectionalPrefix(core.language_model, given, end))
@@ -309,7 +309,7 @@ class OpenVLABackbone(Backbone):
         ids += [BEFORE_ACTIONS] * (ids[-1] != BEFORE_ACTIONS)
         vit: Any = self.core.vision_backbone.get_submodule("featurizer")
         if (length := len(ids) + cameras * vit.patch_embed.num_patches + self.reads_state) > self.max_prompt_length:
-            shown = "its picture" if cameras == 1 else f"its {cameras} pictures"
+            shown = "its image" if cameras == 1 else f"its {cameras} images"
             raise UserError(
                 f"the prompt {text!r} and {shown} have {length} tokens, more than rollout.max_prompt_length="
                 f"{self.max_prompt_length}; raise it"
@@ -390,7 +390,7 @@ def load(
     if parts.projector is not None:
         assert action.statistics is not None
         states = load_state_quantiles(action.statistics, action.statistics_key, sizes[1])
-    manner = Manner(action.head.together, action.center_crop, action.resize == "openvla", states)
+    manner = ObservationPreprocessing(action.head.together, action.center_crop, action.resize == "openvla", states)
     model: Any = _model(folder, settings.dtype, settings.attention)
     model = loading.adapt(model, path, freeze=settings.freeze, lora=settings.lora)
     tokenizer = Tokenizer.from_str(beside[TOKENIZER].decode())
@@ -413,7 +413,7 @@ def as_in_training(image: NDArray[np.uint8], height: int, width: int) -> NDArray
 
 def middle(image: NDArray[np.uint8], area: float) -> NDArray[np.uint8]:
     """The middle of an image [height, width, 3] with `area` of its area, at its full size again, as OpenVLA evaluates:
-    TensorFlow's crop_and_resize (linear, the crop's corners on the picture's) and conversion to bytes."""
+    TensorFlow's crop_and_resize (linear, the crop's corners on the image's) and conversion to bytes."""
     if area == 1:
         return image
     side = np.float32(np.sqrt(area))

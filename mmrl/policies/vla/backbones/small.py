@@ -30,10 +30,10 @@ class SmallActionConfig:
     width: int = 128
     layers: int = 2
     heads: int = 4
-    channels: tuple[int, ...] = (24, 48, 64)  # of the three convolutions; the first two halve the picture; (): blind
-    normalise: bool = False  # every channel over its picture, before the prompt modulates it
-    codes: tuple[int, ...] = ()  # how many values each channel of a picture has, one pixel a square; (): it is drawn
-    squares: int = 0  # along each side of a picture of codes
+    channels: tuple[int, ...] = (24, 48, 64)  # of the three convolutions; the first two halve the image; (): blind
+    normalise: bool = False  # every channel over its image, before the prompt modulates it
+    codes: tuple[int, ...] = ()  # how many values each channel of an image has, one pixel a square; (): it is drawn
+    squares: int = 0  # along each side of an image of codes
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class SmallObservation:
 
 
 class SmallBackbone(Backbone):
-    """Pictures through three convolutions with a coordinate grid (arXiv 1807.03247), scaled and shifted by the prompt
+    """Images through three convolutions with a coordinate grid (arXiv 1807.03247), scaled and shifted by the prompt
     (FiLM, arXiv 1709.07871); where each channel is strongest (spatial softmax, arXiv 1504.00702) is one token, which a
-    transformer reads with the words. Without channels it reads words only, for simulators that show no pictures.
+    transformer reads with the words. Without channels it reads words only, for simulators that show no images.
 
-    With codes, a picture has one pixel a square, whose channels say what is there; see `Board`. The transformer then
+    With codes, an image has one pixel a square, whose channels say what is there; see `Board`. The transformer then
     gets one token, the board as the words see it.
 
     Normalised (arXiv 1607.08022), it finds several things at once after fewer batches (`scripts/bench/tabletop.md`):
@@ -86,26 +86,26 @@ class SmallBackbone(Backbone):
         return self.embeddings.weight
 
     def prepare(
-        self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
+        self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[SmallObservation]:
-        """Unknown words become one word, and pictures stand side by side. Raises UserError where there are none for
+        """Unknown words become one word, and images stand side by side. Raises UserError where there are none for
         convolutions, for another size than that of the board, and for codes that are not known."""
-        images = pictures[0] if len(pictures) == 1 else np.concatenate(pictures, 2)
+        board = images[0] if len(images) == 1 else np.concatenate(images, 2)
         side = self.config.squares
-        if self.config.codes and images.shape[1:3] != (side, side):
+        if self.config.codes and board.shape[1:3] != (side, side):
             raise UserError(
                 f"this small network looks at boards of {side} x {side} squares, but the simulator shows "
-                f"{images.shape[1]} x {images.shape[2]}"
+                f"{board.shape[1]} x {board.shape[2]}"
             )
         for channel, count in enumerate(self.config.codes):
-            if (most := int(images[..., channel].max())) >= count:
+            if (most := int(board[..., channel].max())) >= count:
                 raise UserError(
-                    f"this small network knows codes below {count} in channel {channel} of a picture, but the "
+                    f"this small network knows codes below {count} in channel {channel} of an image, but the "
                     f"simulator shows {most}, as if it were drawn"
                 )
-        if self.config.channels and not self.config.codes and not images.size:
-            raise UserError("the simulator shows no pictures, but this small network looks at them; make a blind one")
-        pixels = torch.from_numpy(rearrange(images, "n h w c -> n c h w").copy())
+        if self.config.channels and not self.config.codes and not board.size:
+            raise UserError("the simulator shows no images, but this small network looks at them; make a blind one")
+        pixels = torch.from_numpy(rearrange(board, "n h w c -> n c h w").copy())
         return [SmallObservation(image, self._ids(text)) for image, text in zip(pixels, texts, strict=True)]
 
     def collate(self, rows: Sequence[SmallObservation], device: torch.device) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ class SmallBackbone(Backbone):
         said = words + self.order[: words.shape[1]]
         if not self.config.channels:
             return SmallReading(self, said, known, every_layer)
-        # The picture comes first, so that the last token of a prompt is a word and has seen it.
+        # The image comes first, so that the last token of a prompt is a word and has seen it.
         tokens = torch.cat([self._seen(inputs["images"], (words * known[..., None]).sum(1))[:, None], said], 1)
         return SmallReading(self, tokens, F.pad(known, (1, 0), value=True), every_layer)
 
@@ -272,7 +272,7 @@ def load(folder: Path) -> SmallBackbone:
     told: dict[str, Any] = json.loads((folder / CONFIG).read_text())
     told.pop("pixels", None)  # earlier versions wrote it beside every network, and one kind, which is gone, read it
     if told.get("squares") and not told.get("codes"):
-        raise UserError(f"{folder}: networks that look at squares of a drawn picture are gone; make the base again")
+        raise UserError(f"{folder}: networks that look at squares of a drawn image are gone; make the base again")
     try:
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told.items()}
         config = SmallActionConfig(**given)

@@ -34,7 +34,7 @@ class NothingRead:
 
 
 class StateBackbone(Backbone):
-    """It reads neither pictures nor words, and so serves simulators with one instruction."""
+    """It reads neither images nor words, and so serves simulators with one instruction."""
 
     width, vocabulary = 0, 0
 
@@ -51,7 +51,7 @@ class StateBackbone(Backbone):
         return instruction
 
     def prepare(
-        self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
+        self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[Any]:
         """Raises UserError for a second instruction."""
         for text in texts:

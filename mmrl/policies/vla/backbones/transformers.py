@@ -50,12 +50,12 @@ class VisionLanguageBackbone(Backbone):
         return vlm.transformers_model(self.model).get_output_embeddings().weight  # type: ignore[return-value]
 
     def prepare(
-        self, pictures: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
+        self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[RolloutTokens]:
         """Raises UserError for a prompt that is too long."""
         prompts = [
             Prompt(str(i), text, tuple(Image.fromarray(image) for image in shown))
-            for i, (text, *shown) in enumerate(zip(texts, *pictures, strict=True))
+            for i, (text, *shown) in enumerate(zip(texts, *images, strict=True))
         ]
         return encode(self.processor, prompts, self.max_prompt_length)
 

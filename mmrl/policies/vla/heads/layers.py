@@ -91,7 +91,7 @@ class Expert(nn.Module):
 
 
 class BridgeBlock(nn.Module):
-    """Bridge attention (VLA-Adapter, arXiv 2509.09372): one layer's picture and words, gated by tanh(g) with g = 0 at
+    """Bridge attention (VLA-Adapter, arXiv 2509.09372): one layer's image and words, gated by tanh(g) with g = 0 at
     the start, its action queries, and the chunk itself, side by side."""
 
     def __init__(self, width: int, context_width: int, heads: int) -> None:

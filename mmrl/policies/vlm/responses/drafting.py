@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.vllm.engine import Answering, Request
 from mmrl.policies.vlm.drafts import Draft
-from mmrl.policies.vlm.prompts import chat_texts, clips_of, pictures_of
+from mmrl.policies.vlm.prompts import chat_texts, clips_of, images_of
 from mmrl.policies.vlm.responses.demonstrations import demonstrated_ids
 from mmrl.policies.vlm.responses.runner import ModelRunner
 from mmrl.policies.vlm.turns import Conversations, conversing
@@ -100,7 +100,7 @@ class Drafter:
         marked = self.tokens.tokenizer(chat_texts(self.tokens.processor, prompts)).input_ids
         limit, found = limit or self.max_response_length, []
         for prompt, ids, tokens, seed in zip(prompts, marked, encoded, seeds[::group_size], strict=True):
-            first = Request(prompt.id, ids, pictures_of(prompt), tokens.prompt, seed, limit, clips=clips_of(prompt))
+            first = Request(prompt.id, ids, images_of(prompt), tokens.prompt, seed, limit, clips=clips_of(prompt))
             group = [replace(first, seed=seed + i) for i in range(group_size)]
             found += [Draft(prompt, request, tokens, torch.zeros(0)) for request in group]
         return found if talks is None else conversing(found, talks)

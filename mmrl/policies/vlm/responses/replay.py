@@ -86,7 +86,7 @@ class ResponseReplay:
         """row, decision: [decision], where decisions stand. routed: rows read their prompts each for itself."""
         runner = self.runner
         prompts, which = distinct_prompts(rows)
-        shared = len(prompts) < len(rows) and not any(tokens.read_pictures for tokens in rows)
+        shared = len(prompts) < len(rows) and not any(tokens.read_images for tokens in rows)
         if not routed and shared and runner.shares_prompts(training=True):
             inputs = runner.collate(prompts, padding_side=padding_side)
             return Layout(inputs, self._continuations(rows, which), decision)

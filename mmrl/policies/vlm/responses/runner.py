@@ -136,9 +136,9 @@ class ModelRunner:
         return collate(rows, pad=self.tokens.pad, padding_side=padding_side, device=self.device)
 
     def with_ballast(self, rows: list[RolloutTokens]) -> list[RolloutTokens]:
-        """Under ZeRO-3 a rank whose batch holds no picture would skip the vision tower, whose parameters the others
-        wait for. It gets one more row with a picture; nothing of that row is ever counted."""
-        if self.lockstep is None or any(r.pictures for r in rows):
+        """Under ZeRO-3 a rank whose batch holds no image would skip the vision tower, whose parameters the others
+        wait for. It gets one more row with an image; nothing of that row is ever counted."""
+        if self.lockstep is None or any(r.images for r in rows):
             return rows
         if self.lockstep.ballast is None:
             blank = Prompt("ballast", "<image>", (Image.new("RGB", (64, 64)),))

@@ -103,7 +103,7 @@ def end_tokens(generation: GenerationConfig, tokenizer: Tokenizer) -> tuple[int,
 
 
 def never_sampled(model: PreTrainedModel, tokenizer: Tokenizer, eos: tuple[int, ...]) -> tuple[int, ...]:
-    """Ids that can not be part of an answer: placeholders of pictures and videos, special tokens that do not end a
+    """Ids that can not be part of an answer: placeholders of images and videos, special tokens that do not end a
     response, and rows of the output matrix beyond the tokenizer's last id."""
     declared = model.config.to_dict()
     placeholders = {declared[key] for key in PLACEHOLDER_KEYS if declared.get(key) is not None}

@@ -1,9 +1,9 @@
 """Processes of somebody else's code that are killed at a deadline, and replaced in milliseconds.
 
-A nursery, a fresh interpreter, builds a service once and forks a worker whenever one is needed. The process that owns
-it is never forked itself: it holds threads and perhaps a CUDA context. Requests go out as pickles, which a worker may
-trust; answers come back as bounded messages of `mmrl.children.frames`, for nothing that comes from a worker is trusted.
-`mmrl.children.forked` is the other side.
+A fork server, a fresh interpreter, builds a service once and forks a worker whenever one is needed. The process that
+owns it is never forked itself: it holds threads and perhaps a CUDA context. Requests go out as pickles, which a worker
+may trust; answers come back as bounded messages of `mmrl.children.frames`, for nothing that comes from a worker is
+trusted. `mmrl.children.forked` is the other side.
 
 It is a net, no prison: a worker has the user's name, files and network.
 """
@@ -30,10 +30,10 @@ from mmrl.errors import UserError
 
 MAX_ANSWER = 1 << 16  # bytes
 START_S = 120.0  # a new interpreter that imports torch on a busy machine
-ORDER_S = 20.0  # for a nursery to fork or end a worker
+ORDER_S = 20.0  # for a fork server to fork or end a worker
 
 
-class Nursery:
+class ForkServer:
     """A service of somebody else's code and the processes that serve. It is opened when one is needed, anew where it
     has ended, and ends with this process."""
 
@@ -41,17 +41,17 @@ class Nursery:
         """service: the "module:function" that makes the service of `arguments`. records: what answers may hold."""
         self._first, self._records = (service, tuple(arguments), limits), records
         self._opening = threading.Lock()
-        self._running: NurseryProcess | None = None
+        self._running: ForkServerProcess | None = None
         _LIVE.add(self)
 
     def hire(self) -> ForkedProcess:
         """Returns one that has nothing to do, or a new one. Raises UserError where the service cannot be built, and
-        ConnectionError where the nursery ends or does not answer."""
+        ConnectionError where the fork server ends or does not answer."""
         with self._opening:
             if self._running is not None and self._running.process.poll() is not None:
                 self._running.close()
                 self._running = None
-            self._running = self._running or NurseryProcess(self._first, self._records)
+            self._running = self._running or ForkServerProcess(self._first, self._records)
             return self._running.hire()
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class Nursery:
             self._running = None
 
 
-class NurseryProcess:
+class ForkServerProcess:
     """The process that builds a service and forks its workers. first: what it is told. idle: workers to be hired.
     Raises UserError where it cannot build it."""
 
@@ -99,22 +99,22 @@ class NurseryProcess:
         return self._workers[pid]
 
     def dismiss(self, worker: ForkedProcess) -> str | None:
-        """Kills the worker and all that it has started; why the nursery had done so before, where it had."""
+        """Kills the worker and all that it has started; why the fork server had done so before, where it had."""
         self._workers.pop(worker.pid, None)
         worker.channel.close()
-        with suppress(ConnectionError):  # then it has ended with its nursery
+        with suppress(ConnectionError):  # then it has ended with its fork server
             return self._order(DISMISS, worker.pid)["why"]
         return None
 
     def close(self) -> None:
-        """The nursery kills its workers and ends when nobody listens to it."""
+        """The fork server kills its workers and ends when nobody listens to it."""
         self._control.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(ORDER_S)
         self._end()
 
     def _end(self) -> None:
-        """A worker may have stopped or killed the nursery, or kept it busy: then its workers' groups end from here."""
+        """A worker may have stopped or killed the fork server, or kept it busy; their groups end from here."""
         if self.process.poll() != 0:
             self.process.kill()
             for pid in self._workers:
@@ -132,14 +132,14 @@ class NurseryProcess:
                 return {"done": int(answer["done"]), "why": answer["why"]}
             except (OSError, ValueError, KeyError) as error:
                 self._end()
-                raise ConnectionAbortedError(f"its nursery ended: {error!r}") from error
+                raise ConnectionAbortedError(f"its fork server ended: {error!r}") from error
 
 
 class ForkedProcess:
     """One process that serves; its process group has its id."""
 
-    def __init__(self, nursery: NurseryProcess, pid: int, channel: Channel) -> None:
-        self.nursery, self.pid, self.channel = nursery, pid, channel
+    def __init__(self, fork_server: ForkServerProcess, pid: int, channel: Channel) -> None:
+        self.fork_server, self.pid, self.channel = fork_server, pid, channel
         self._spent = False  # it wants to be replaced
         self._asked = 0
 
@@ -149,11 +149,11 @@ class ForkedProcess:
         self._asked += 1
         try:
             received = self.channel.ask(pickle.dumps((self._asked, request)), Patience(deadline_s), most)
-            answer = decode_mapping(received, records=self.nursery.records)
+            answer = decode_mapping(received, records=self.fork_server.records)
             if answer.get("number") != self._asked:
                 raise ValueError("an answer to nothing that was asked")
         except (TimeoutError, ConnectionError, ValueError) as error:
-            if (why := self.nursery.dismiss(self)) is None and isinstance(error, TimeoutError):
+            if (why := self.fork_server.dismiss(self)) is None and isinstance(error, TimeoutError):
                 raise
             what = " ".join(str(error).split())
             raise ConnectionAbortedError(why or f"its process ended or answered nonsense ({what})") from error
@@ -163,15 +163,15 @@ class ForkedProcess:
     def release(self) -> None:
         """Lets others hire it, unless it is spent."""
         if self._spent:
-            self.nursery.dismiss(self)
+            self.fork_server.dismiss(self)
         else:
-            self.nursery.idle.append(self)
+            self.fork_server.idle.append(self)
 
 
-_LIVE: weakref.WeakSet[Nursery] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[ForkServer] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    for nursery in list(_LIVE):
-        nursery.close()
+    for fork_server in list(_LIVE):
+        fork_server.close()

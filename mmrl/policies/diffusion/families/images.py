@@ -1,4 +1,4 @@
-"""Families that draw pictures: Stable Diffusion 3, FLUX.1, Qwen-Image, Z-Image, AuraFlow, and Stable Diffusion 1.5 and
+"""Families that draw images: Stable Diffusion 3, FLUX.1, Qwen-Image, Z-Image, AuraFlow, and Stable Diffusion 1.5 and
 SDXL."""
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Flux(FlowPipeline):
         }
 
     def _places(self, size: tuple[int, int], device: torch.device) -> Tensor:
-        """Where the picture's tokens stand, [token, 3]: which picture, row and column."""
+        """Where the image's tokens stand, [token, 3]: which image, row and column."""
         rows, columns = (torch.arange(side // self.patch, device=device) for side in size)
         return torch.cartesian_prod(rows.new_zeros(1), rows, columns)
 
@@ -149,8 +149,8 @@ class ZImage(FlowPipeline):
     ) -> Tensor:
         dtype = next(self.module.parameters()).dtype
         said = [condition["said"].to(x.device, dtype) for condition in conditions]
-        pictures = list(rearrange(x.to(dtype), "n c h w -> n c 1 h w"))
-        (out,) = model(pictures, (1000 - time) / 1000, said, return_dict=False)
+        images = list(rearrange(x.to(dtype), "n c h w -> n c 1 h w"))
+        (out,) = model(images, (1000 - time) / 1000, said, return_dict=False)
         return -rearrange(torch.stack([part.float() for part in out]), "n c 1 h w -> n c h w")
 
     def _inputs(
@@ -198,7 +198,7 @@ class StableDiffusion(NoisePipeline):
 
 
 class StableDiffusionXL(NoisePipeline):
-    """SDXL (arXiv 2307.01952), told that its pictures are whole and of their own size."""
+    """SDXL (arXiv 2307.01952), told that its images are whole and of their own size."""
 
     encoders = ("text_encoder", "text_encoder_2")
 

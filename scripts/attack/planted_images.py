@@ -1,4 +1,4 @@
-"""Faults of picture generation: text before codes, sets of pictures, values of latents. A name, a file, a text that it
+"""Faults of image generation: text before codes, sets of images, values of latents. A name, a file, a text that it
 holds once, what takes its place, and the tests that could notice. `faults.py` plants them."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ REWRITER = ("tasks/test_prompt_rewriting.py",)
 INVERSE = ("joints/test_inverse.py",)
 SETS = ("rewards/test_sets.py",)
 CLIPS = ("tasks/test_video_generation.py",)
-CHARTS, ROWS = ("tasks/test_charts.py",), ("tasks/test_named_pictures.py",)
+CHARTS, ROWS = ("tasks/test_charts.py",), ("tasks/test_named_images.py",)
 D, Q = "tasks/visual_qa/data/charts.py", "tasks/visual_qa/data/named_images.py"
 SENTENCES = ("policies/diffusion/test_sentences.py",)
 VIEWING = ("rewards/test_viewing.py",)
@@ -29,7 +29,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "(place < lengths[:, None] + 1)", REASONING),
     ("codes: text may hold any token", "mmrl/policies/autoregressive_image/scorer.py", ".masked_fill(~self.allowed, -torch.inf)",
      ".masked_fill(~self.allowed, -1.0)", REASONING),
-    ("codes: a picture is drawn without its text", "mmrl/policies/autoregressive_image/sampling.py",
+    ("codes: an image is drawn without its text", "mmrl/policies/autoregressive_image/sampling.py",
      "self.prompts.collate(self.prompts.guided(self.prompts.before(told, texts), guidance))",
      "self.prompts.collate(self.prompts.guided(self.prompts.before(told, [NOTHING] * len(told)), guidance))", REASONING),
     ("codes: texts of neighbours change the noise", "mmrl/policies/autoregressive_image/sampling.py",
@@ -43,11 +43,11 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "(told == tokenizer.bos_token_id) | (told == self.between[0])", "told == tokenizer.bos_token_id", JANUS),
     ("janus: the decoder is trained", "mmrl/policies/autoregressive_image/writers.py", '{"vision_model", "aligner", "vqmodel"}',
      '{"vision_model", "aligner"}', JANUS),
-    ("janus: pictures of -1 to 1", "mmrl/policies/autoregressive_image/writers.py", "(torch.cat(parts) + 1) / 2", "torch.cat(parts)", JANUS),
-    ("by_part: one surrogate for both", "mmrl/algorithms/surrogates/by_part.py", '("picture", PICTURE, self.picture)',
-     '("picture", PICTURE, self.text)', PARTS),
-    ("of_part: the other part", "mmrl/terms/losses/of_part.py", 'TEXT if self.part == "text" else PICTURE',
-     'PICTURE if self.part == "text" else TEXT', PARTS),
+    ("janus: images of -1 to 1", "mmrl/policies/autoregressive_image/writers.py", "(torch.cat(parts) + 1) / 2", "torch.cat(parts)", JANUS),
+    ("by_part: one surrogate for both", "mmrl/algorithms/surrogates/by_part.py", '("image", IMAGE, self.image)',
+     '("image", IMAGE, self.text)', PARTS),
+    ("of_part: the other part", "mmrl/terms/losses/of_part.py", 'TEXT if self.part == "text" else IMAGE',
+     'IMAGE if self.part == "text" else TEXT', PARTS),
     ("of_part: statistics of both parts", "mmrl/terms/losses/of_part.py", "value.where(mine, torch.nan)",
      "value.where(mine, 0.0)", PARTS),
     ("part_credit: rewards without their weights", "mmrl/terms/shapers/segments.py", "weights=batch.reward_weights[columns]",
@@ -56,7 +56,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("sets: FID without its covariances", "mmrl/core/distances.py", "+ spread.trace() + wanted.trace() - 2 * shared", "",
      SETS),
     ("sets: FID without the shared root", "mmrl/core/distances.py", " - 2 * shared", "", SETS),
-    ("sets: KID counts a picture with itself", "mmrl/core/distances.py", "(found.sum() - found.diagonal().sum())",
+    ("sets: KID counts an image with itself", "mmrl/core/distances.py", "(found.sum() - found.diagonal().sum())",
      "(found.sum())", SETS),
     ("sets: what is nearer earns less", "mmrl/core/distances.py", "whole - torch.stack(changed).mean()",
      "torch.stack(changed).mean() - whole", SETS),
@@ -102,7 +102,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     # --- prompts written anew ---
     ("rewriter: the prompt itself is drawn", "tasks/image_generation/rewriting.py", "[text for _, text in new for",
      "[samples[0].prompt.metadata['original'].text for _, text in new for", REWRITER),
-    ("rewriter: pictures answer what was written", "tasks/image_generation/rewriting.py",
+    ("rewriter: images answer what was written", "tasks/image_generation/rewriting.py",
      'prompt=sample.prompt.metadata["original"], image', "prompt=replace(sample.prompt, answer=1), image", REWRITER),
     ("rewriter: every text has noises of its own", "tasks/image_generation/rewriting.py",
      'zlib.crc32(f"{name} {k}".encode()) for name, _ in new', 'zlib.crc32(f"{t} {k}".encode()) for _, t in new',
@@ -124,7 +124,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "STILL, FAST = 0.25, 0.75", CLIPS),
     ("clips: slow ones are quick to the tracker", "tasks/video_generation/tracking.py", "STILL, FAST = 0.25, 0.65",
      "STILL, FAST = 0.25, 0.45", CLIPS),
-    ("clips: objects start where they leave the picture", "tasks/data/moving_shapes.py", "range(travel, room) if way < 0",
+    ("clips: objects start where they leave the image", "tasks/data/moving_shapes.py", "range(travel, room) if way < 0",
      "range(room) if way < 0", CLIPS),
     ("clips: the last place of a side is never used", "tasks/data/moving_shapes.py", "self.grid - OBJECT + 1",
      "self.grid - OBJECT", CLIPS),
@@ -140,22 +140,22 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("charts: values are always written", D, "        if written:", "        if True:", CHARTS),
     ("charts: the user's own style", D, 'matplotlib.style.context("default")', 'matplotlib.style.context({})', CHARTS),
     # --- rows of one thing, and the tiny model that reads them ---
-    ("named pictures: rows of one thing show several", Q, "shown[:1].repeat(cells)", "shown[:cells]", ROWS),
-    ("named pictures: a row of one thing asks for one place", Q, "_at(PLACES[len(row)][int(rng.integers(len(row)))])",
+    ("named images: rows of one thing show several", Q, "shown[:1].repeat(cells)", "shown[:cells]", ROWS),
+    ("named images: a row of one thing asks for one place", Q, "_at(PLACES[len(row)][int(rng.integers(len(row)))])",
      "_at(PLACES[len(row)][0])", ROWS),
-    ("named pictures: the tiny model looks across the row", "mmrl/policies/vlm/tiny_qwen.py",
+    ("named images: the tiny model looks across the row", "mmrl/policies/vlm/tiny_qwen.py",
      "if sizes.window is None else []", "if sizes.window is None else [0]", ROWS),
-    # --- named pictures ---
+    # --- named images ---
     ("sentences: only the first token is read", "mmrl/policies/diffusion/sentences.py", "states.sum(1)", "states[:, 0]",
      SENTENCES),
     ("sentences: the data for a velocity", "mmrl/policies/diffusion/sentences.py",
      "velocity(self.body.through(hidden_states, told), hidden_states, sigma)",
      "self.body.through(hidden_states, told)", SENTENCES),
     ("sentences: of no unit scale", "mmrl/policies/diffusion/sentences.py", " * states.shape[2] ** 0.5", "", SENTENCES),
-    ("aura: times of a thousand", "mmrl/policies/diffusion/families/pictures.py",
+    ("aura: times of a thousand", "mmrl/policies/diffusion/families/images.py",
      'return {"timestep": time / 1000, **texts}', 'return {"timestep": time, **texts}',
      ("policies/diffusion/test_pipelines.py",)),
-    ("named: a careless picture may be right", NAMED, "rng.integers(1, len(NAMES))", "rng.integers(len(NAMES))",
+    ("named: a careless image may be right", NAMED, "rng.integers(1, len(NAMES))", "rng.integers(len(NAMES))",
      OF_NAMED),
     ("named: paper shines through", NAMED, "return placed[:3] + paper * (1 - placed[3:])",
      "return placed[:3] + paper", OF_NAMED),
@@ -164,7 +164,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("named: nothing is mirrored", NAMED, "thing = thing.flip(-1)", "pass", OF_NAMED),
     # --- quality and safety ---
     ("brisque: what is worse earns more", "mmrl/rewards/visual/viewing.py", "1 - float(measured", "float(measured", VIEWING),
-    ("brisque: a flat picture is judged", "mmrl/rewards/visual/viewing.py", "if (pixels == pixels[0, 0]).all():", "if False:",
+    ("brisque: a flat image is judged", "mmrl/rewards/visual/viewing.py", "if (pixels == pixels[0, 0]).all():", "if False:",
      VIEWING),
     ("safe_for_work: what is not earns more", "mmrl/rewards/visual/viewing.py", "1 - float(classifier", "float(classifier",
      VIEWING),

@@ -31,7 +31,7 @@ class Pair:
         self.ours.close()
 
 
-class Door:
+class Listener:
     """Listens on `host` for the one process that knows its key."""
 
     def __init__(self, host: str) -> None:

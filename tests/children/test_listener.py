@@ -6,7 +6,7 @@ from multiprocessing import AuthenticationError
 
 import pytest
 
-from mmrl.children.door import Door, Pair, dial
+from mmrl.children.listener import Listener, Pair, dial
 
 SOON = 20.0  # seconds
 
@@ -17,7 +17,7 @@ def nothing():
 
 @pytest.fixture
 def door():
-    made = Door("127.0.0.1")
+    made = Listener("127.0.0.1")
     yield made
     made.close()
 
@@ -77,7 +77,7 @@ def test_nobody_listens_behind_a_closed_door(door):
 
 
 def test_keys_differ():
-    one, other = Door("127.0.0.1"), Door("127.0.0.1")
+    one, other = Listener("127.0.0.1"), Listener("127.0.0.1")
     assert one.key != other.key and len(one.key) == 64
     one.close()
     other.close()

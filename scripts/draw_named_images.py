@@ -5,7 +5,7 @@ The icons are SVG; `rsvg-convert` (Debian: librsvg2-bin) draws them. PACKAGES is
 `@iconify-json/noto` 1.2.9 (Apache-2.0) and `@iconify-json/fluent-emoji` 1.2.7 (MIT), each in a folder of its last name:
 
     npm pack @iconify-json/noto@1.2.9 && mkdir noto && tar xzf iconify-json-noto-1.2.9.tgz -C noto
-    python scripts/draw_named_pictures.py PACKAGES
+    python scripts/draw_named_images.py PACKAGES
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def drawn(icons: dict[str, Any], name: str) -> Image.Image:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the named pictures from their icon packages.")
+    parser = argparse.ArgumentParser(description="Draw the named images from their icon packages.")
     parser.add_argument("packages", type=Path)
     folder = parser.parse_args().packages
     rows = -(-len(names()) // COLUMNS)
@@ -50,7 +50,7 @@ def main() -> None:
             sheet.paste(drawn(icons, name), (number % COLUMNS * SIDE, number // COLUMNS * SIDE))
         path = FOLDER / f"{style}.png"
         sheet.save(path, optimize=True)
-        print(f"{path.name}: {len(names())} pictures, {path.stat().st_size} bytes")
+        print(f"{path.name}: {len(names())} images, {path.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

