@@ -226,7 +226,7 @@ def fitted(make: Make, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> tuple[l
 
 def described(config: Config, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> Plan:
     """Raises UserError where the model's size is not known without its weights."""
-    made = config.model.blueprint(config, path)
+    made = config.model.memory_model(config, path)
     if made is None:
         raise UserError(f"model.path={path} is a small network of our own; its memory is not estimated")
     return plan(config, made, ranks, gpu, peaks)

@@ -99,7 +99,7 @@ class ModelSettings(Choice):
         """The policy whose weights are at `path`. Raises UserError, OSError, ImportError or ValueError if it can not be
         loaded."""
 
-    def blueprint(self, config: JobConfig, path: str) -> MemoryModel | None:
+    def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:
         """The network at `path` and what this job computes with it, without weights, for an estimate of memory; None
         for networks so small that nobody asks. Raises UserError where only the weights would tell."""
         return None

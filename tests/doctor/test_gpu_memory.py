@@ -81,7 +81,7 @@ def test_a_recipe_fits_an_80_gib_gpu_and_says_so(recipe, path, billions):
     if path.startswith("openvla"):
         pytest.importorskip("timm")
     config = maker(recipe, path)()
-    made = config.model.blueprint(config, path)
+    made = config.model.memory_model(config, path)
     weights = sum(p.numel() for p in made.module.parameters()) / 1e9
     assert weights == pytest.approx(billions, rel=0.03)
     found = described(config, path, 8, BIG, PEAKS)
@@ -186,7 +186,7 @@ def parts(*overrides):
 def test_the_parts_of_stable_diffusion_by_hand():
     """18.87M weights of LoRA are trained, of 2.262 billion."""
     config = maker("image_sd35_ocr", SD35)()
-    module = config.model.blueprint(config, SD35).module
+    module = config.model.memory_model(config, SD35).module
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     every = sum(p.numel() for p in module.parameters())
     found = parts()

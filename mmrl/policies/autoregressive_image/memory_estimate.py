@@ -84,7 +84,7 @@ def network(settings: CodeModel, path: str) -> nn.Module:
     return model
 
 
-def blueprint(settings: CodeModel, config: JobConfig, path: str) -> MemoryModel:
+def memory_model(settings: CodeModel, config: JobConfig, path: str) -> MemoryModel:
     """Of a job. Raises UserError as `described`, and for a model without a codebook."""
     limits: CodeLimits = config.rollout
     drawing: CodeDrawing = config.section("drawing")

@@ -108,8 +108,8 @@ class CodeModel(ModelSettings):
             offers |= {"text", "parts", "segments"}
         return Capabilities("model.type=autoregressive_image", frozenset(offers))
 
-    def blueprint(self, config: JobConfig, path: str) -> MemoryModel | None:
-        return load_attribute("mmrl.policies.autoregressive_image.memory_estimate:blueprint")(self, config, path)
+    def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:
+        return load_attribute("mmrl.policies.autoregressive_image.memory_estimate:memory_model")(self, config, path)
 
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
         return load_attribute("mmrl.policies.autoregressive_image.loading:load")(path, self, config)

@@ -163,7 +163,7 @@ def family(path: str, settings: DiffusionModel) -> tuple[Pipeline, dict[str, flo
     return kind(pipe, path, lora=settings.lora is not None, text_tokens=settings.text_tokens), encoders
 
 
-def blueprint(settings: DiffusionModel, config: JobConfig, path: str) -> MemoryModel:
+def memory_model(settings: DiffusionModel, config: JobConfig, path: str) -> MemoryModel:
     """Of a job with a pipeline. Raises UserError as `parts`, and for a size that it can not draw."""
     drawn = config.section("denoising")
     made, encoders = family(path, settings)

@@ -298,10 +298,10 @@ class DiffusionModel(ModelSettings):
                     f"set rollout.group_size={leaves}"
                 )
 
-    def blueprint(self, config: JobConfig, path: str) -> MemoryModel | None:
+    def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:
         if load_attribute("mmrl.policies.diffusion.loading:is_small")(path):
             return None
-        return load_attribute("mmrl.policies.diffusion.memory_estimate:blueprint")(self, config, path)
+        return load_attribute("mmrl.policies.diffusion.memory_estimate:memory_model")(self, config, path)
 
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
         denoising = config.section("denoising")

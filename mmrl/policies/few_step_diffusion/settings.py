@@ -61,7 +61,7 @@ class FewStepModel(DiffusionModel):
                 "that each of its jumps learns from"
             )
 
-    def blueprint(self, config: JobConfig, path: str) -> MemoryModel | None:
+    def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:
         refuse_estimate(self.type, path)
         return None
 

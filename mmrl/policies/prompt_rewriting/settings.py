@@ -107,7 +107,7 @@ class RewrittenModel(DiffusionModel):
                 f"{config.group_size} to the writer; lower it"
             )
 
-    def blueprint(self, config: JobConfig, path: str) -> MemoryModel | None:
+    def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:
         refuse_estimate(self.type, path)
         return None
 

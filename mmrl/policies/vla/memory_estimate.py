@@ -90,7 +90,7 @@ LEROBOT: dict[str, dict[str, Any]] = {
 }
 
 
-def blueprint(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> MemoryModel | None:
+def memory_model(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> MemoryModel | None:
     """Of a job; None for our own small networks. Raises UserError where the model can not be described."""
     if any((Path(path) / name).is_file() for name in (small.CONFIG, states_only.CONFIG)):
         return None

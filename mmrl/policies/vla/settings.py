@@ -554,8 +554,8 @@ class VisionLanguageActionModel(ModelSettings):
                 f"present one, which algorithm.type={config.algorithm.type} needs; use chain, matching or learned"
             )
 
-    def blueprint(self, config: JobConfig, path: str) -> MemoryModel | None:
-        return load_attribute("mmrl.policies.vla.memory_estimate:blueprint")(self, config, path)
+    def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:
+        return load_attribute("mmrl.policies.vla.memory_estimate:memory_model")(self, config, path)
 
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
         return load_attribute("mmrl.policies.vla.loading:load")(config, task, path)

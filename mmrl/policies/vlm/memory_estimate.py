@@ -90,7 +90,7 @@ def read(model: nn.Module, rows: int, length: int, *, given: bool) -> Tensor:
     return out
 
 
-def blueprint(settings: VisionLanguageModel, config: JobConfig, path: str) -> MemoryModel:
+def memory_model(settings: VisionLanguageModel, config: JobConfig, path: str) -> MemoryModel:
     """Of a job; what is read of an image counts as tokens of the prompt. Raises UserError as `described`."""
     rollout: TokenLimits = config.rollout
     engine: TokenEngine = config.engine

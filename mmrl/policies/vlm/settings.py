@@ -177,8 +177,8 @@ class VisionLanguageModel(ModelSettings):
                 "rollout.generator.partial keeps all of its prompts in the making; set rollout.micro_batch=null"
             )
 
-    def blueprint(self, config: JobConfig, path: str) -> MemoryModel | None:
-        return load_attribute("mmrl.policies.vlm.memory_estimate:blueprint")(self, config, path)
+    def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:
+        return load_attribute("mmrl.policies.vlm.memory_estimate:memory_model")(self, config, path)
 
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
         return load_attribute("mmrl.policies.vlm.loading:load")(path, self, config, task)
