@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from mmrl.rollouts import Message
+from mmrl.runtime.images import as_shown
 
 Part = str | Image.Image
 
@@ -36,11 +37,11 @@ def read_image(written: Any) -> Image.Image:
     """An image that is a file in base64, with or without `data:image/...;base64,` before it, or numbers [height,
     width, 3] from 0 to 255. Raises ValueError for anything else."""
     if isinstance(written, Image.Image):
-        return written.convert("RGB")
+        return as_shown(written)
     if isinstance(written, str):
         try:
             file = base64.b64decode(written.rpartition(";base64,")[2], validate=True)
-            return Image.open(io.BytesIO(file)).convert("RGB")
+            return as_shown(Image.open(io.BytesIO(file)))
         except (binascii.Error, OSError, ValueError) as error:
             raise ValueError(f"no image in base64 ({' '.join(str(error).split())})") from None
     try:

@@ -18,6 +18,7 @@ from mmrl.children.fork_server import ForkedProcess, ForkServer
 from mmrl.children.limits import Limits
 from mmrl.errors import UserError, told
 from mmrl.rollouts import Message, Prompt, Video
+from mmrl.runtime.images import as_shown
 from mmrl.sims.turns.dialogue import Fault, within
 from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.settings import EnvironmentSettings, Isolation, TurnLimits
@@ -133,7 +134,7 @@ def packed(messages: Sequence[Message], limits: TurnLimits | None = None) -> lis
 def _packed(part: str | Image.Image | Video) -> Any:
     if isinstance(part, Video):
         return replace(part, frames=tuple(map(_packed, part.frames)))
-    return part.convert("RGB") if isinstance(part, Image.Image) else part
+    return as_shown(part) if isinstance(part, Image.Image) else part
 
 
 def _plain(text: Any) -> Any:

@@ -331,7 +331,7 @@ class ConversationRows(RowReading):
     )
     image_root: Path | None = option(None, "folder that relative paths of images start from; default: the file's")
 
-    def _fields(self, root: Path | None, *, absolute: bool = False) -> Any:
+    def _fields(self, root: Path | None) -> Any:
         from mmrl.tasks.visual_qa.data.conversations import ConversationFields
         from mmrl.tasks.visual_qa.data.images import ImageFiles
 
@@ -342,7 +342,7 @@ class ConversationRows(RowReading):
             answer=self.answer_field,
             calls=self.calls,
             tool_role=self.tool_role,
-            image_files=ImageFiles(root if self.image_root is None else self.image_root, self.max_pixels, absolute),
+            image_files=ImageFiles(root if self.image_root is None else self.image_root, self.max_pixels),
         )
 
 
@@ -390,7 +390,7 @@ class HuggingFaceConversationsData(ConversationRows):
         def read(split: str) -> Source:
             return RowSource(
                 split_rows(self.name, split, self.options),
-                self._fields(None, absolute=True),
+                self._fields(None),
                 name=f"{self.name} ({split})",
                 prefix=self.name,
                 max_bad_share=self.max_bad_share,

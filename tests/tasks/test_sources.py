@@ -151,7 +151,13 @@ def test_where_no_row_can_be_used(images):
 
 
 REFUSED = {
-    "absolute": ("/etc/hostname", "is an absolute path; write it relative to image_root="),
+    "absolute": ("/etc/hostname", "leads out of image_root="),
+    "file of another host": ("file://server/0.png", "lies on another host"),
+    "file elsewhere": ("file:///etc/hostname", "leads out of image_root="),
+    "web": ("https://example.com/0.png", "images are not fetched"),
+    "no base64": ("data:image/png,abc", "only base64 is read"),
+    "damaged base64": ("data:image/png;base64,@@@", "Only base64 data|Invalid base64|Non-base64|Incorrect padding"),
+    "empty URL": ("data:image/png;base64,", "cannot read 'data:image"),
     "up": ("../secret.png", r"goes up by \.\.; write"),
     "up and down": ("sub/../0.png", r"goes up by \.\.; write"),
     "link out": ("link.png", "leads out of image_root="),

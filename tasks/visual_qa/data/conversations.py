@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -156,7 +155,6 @@ class ConversationFields:
                     yield part["text"]
             elif kind in ("image", "image_url"):
                 own = part.get("image") or part.get("image_url") or part.get("url") or part.get("path")
-                own = _of_url(own.get("url") if isinstance(own, Mapping) and "url" in own else own)
                 yield self._image("its image", own, open_image) if own else self._next(shown, open_image)
             else:
                 raise RowError(f"a part of type {kind!r:.40}; texts and images are read")
@@ -228,19 +226,6 @@ class ConversationFields:
         if not isinstance(schemas, list | tuple) or not all(isinstance(one, Mapping) for one in schemas):
             raise RowError(f"field {self.tools!r} must be a list of JSON schemas")
         return tuple(filled(one) for one in schemas)
-
-
-def _of_url(image: Any) -> Any:
-    """An image that is written out in a URL, as bytes. Raises RowError for one that lies elsewhere."""
-    if not isinstance(image, str) or not _URL.match(image):
-        return image
-    head, found, data = image.partition(";base64,")
-    if not head.startswith("data:image/") or not found:
-        raise RowError(f"{image[:40]!r}: images are not fetched; write a path, or data:image/png;base64,...")
-    try:
-        return {"bytes": base64.b64decode(data, validate=True)}
-    except ValueError as error:
-        raise RowError(f"{head!r:.40}: {error}") from None
 
 
 def filled(value: Any) -> Any:

@@ -41,7 +41,7 @@ class HuggingFaceSource(RowSource):
         options: Mapping[str, Any] | None = None,
     ):
         root = None if image_root is None else Path(image_root)
-        image_files = ImageFiles(root, max_pixels, absolute=True)
+        image_files = ImageFiles(root, max_pixels)
         super().__init__(
             split_rows(name, split, options or {}),
             Fields.named(image_field, problem_field, answer_field, video_field, options_field, image_files, max_frames),

@@ -5,19 +5,24 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from PIL import Image
 
+from mmrl.runtime.images import as_shown, check_mode, embedded, local_path
 from mmrl.runtime.jsonl import RowError
 from mmrl.tasks.visual_qa.data.bounds import MAX_PIXELS, MAX_RATIO
 
+KEYS = ("bytes", "url", "image_url", "path", "image", "video")  # of a mapping, in the order in which they count
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(//|image/)")
+T = TypeVar("T")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # decoded by libraries; Pillow knows some that are programs
 
 
@@ -25,37 +30,43 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # decoded by libraries;
 class ImageFiles:
     """Where images may lie and how large they may be.
 
-    An image is a path below `root` (None: no path can be used), {"bytes": ..., "path": ...} with either filled, or a
-    PIL image. Links are followed before it is asked what is below. `absolute` allows absolute paths, if they lead below
-    `root`.
+    An image is a path below `root` (None: no path can be used), file:///path, data:image/png;base64,..., the bytes of a
+    file, a mapping that holds one of these as `bytes`, `path`, `url` or `image`, or a PIL image. Links are followed
+    before it is asked what is below.
     """
 
     root: Path | None = None
     max_pixels: int = MAX_PIXELS
-    absolute: bool = False
 
     def check(self, image: Any) -> None:
         """Raises RowError for an image that cannot be used, as far as its header tells."""
-        if not isinstance(image, Image.Image):
-            with self._opened(image):
-                pass
+        if isinstance(image, Image.Image):
+            _shown(image, check_mode)
+        else:
+            with self._opened(image) as opened:
+                check_mode(opened)
 
     def decoded(self, image: Any) -> Image.Image:
         """RGB. Raises RowError for an image that cannot be used."""
         if isinstance(image, Image.Image):
-            return image.convert("RGB")
+            return _shown(image, as_shown)
         with self._opened(image) as opened:
-            return opened.convert("RGB")
+            return as_shown(opened)
 
     def file(self, image: Any) -> tuple[str, BinaryIO]:
-        """What a message calls it, and its bytes to read. Raises RowError for what may not be opened."""
-        data = image.get("bytes") if isinstance(image, Mapping) else None
-        path = image.get("path") if isinstance(image, Mapping) else image
-        if isinstance(data, bytes) and data:
-            return "bytes", io.BytesIO(data)
-        if isinstance(path, str) and path and not data:
-            return repr(path), self._file(path)
-        raise RowError("neither a path nor bytes")
+        """Returns what a message calls it, and its bytes to read. Raises RowError for what may not be opened."""
+        held = _held(image)
+        if isinstance(held, bytes):
+            return "bytes", io.BytesIO(held)
+        try:
+            if not _URL.match(held):
+                return repr(held), self._file(held)
+            if not held.lower().startswith("file:"):
+                return repr(held[:40]), io.BytesIO(embedded(held))
+            path = local_path(held)
+        except ValueError as error:
+            raise RowError(str(error)) from None
+        return repr(held), self._file(path)
 
     def check_size(self, what: str, width: int, height: int) -> None:
         """Raises RowError for a size that may not be decoded."""
@@ -93,8 +104,6 @@ class ImageFiles:
         if self.root is None:
             raise RowError(f"{path!r} is a path, but there is no image_root that it could lie in")
         parts = path.split("/")
-        if os.path.isabs(path) and not self.absolute:
-            raise RowError(f"{path!r} is an absolute path; write it relative to image_root={self.root}")
         if ".." in parts:
             raise RowError(f"{path!r} goes up by ..; write it relative to image_root={self.root}")
         found = os.path.realpath(os.path.join(self._real_root, path))
@@ -106,3 +115,24 @@ class ImageFiles:
     def _real_root(self) -> str:
         assert self.root is not None
         return os.path.realpath(self.root)
+
+
+def _held(image: Any) -> str | bytes:
+    """Returns the path, the URL or the bytes by which a row gives an image. Raises RowError where it gives none."""
+    while isinstance(image, Mapping):
+        if isinstance(image.get("bytes"), str):
+            break  # text where the bytes of a file belong
+        image = next((image[key] for key in KEYS if image.get(key)), None)
+    if isinstance(image, bytes | bytearray) and image:
+        return bytes(image)
+    if isinstance(image, str) and image:
+        return image
+    raise RowError("neither a path nor bytes")
+
+
+def _shown(image: Image.Image, show: Callable[[Image.Image], T]) -> T:
+    """Raises RowError where `show` refuses an image that is decoded already."""
+    try:
+        return show(image)
+    except (ValueError, OSError) as error:
+        raise RowError(str(error)) from None

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 from PIL import Image
 
 from mmrl.rollouts import Video
+from mmrl.runtime.images import as_shown
 from mmrl.runtime.jsonl import RowError
 from mmrl.tasks.visual_qa.data.bounds import MAX_FRAMES
 from mmrl.tasks.visual_qa.data.images import ImageFiles
@@ -62,7 +63,7 @@ class ClipFiles:
             frames, shown = [], 0.0
             for index in kept:
                 opened.seek(index)
-                frames.append(opened.convert("RGB"))
+                frames.append(as_shown(opened))
                 shown = float(opened.info.get("duration", 0))
         fps = 1000 / shown if shown > 0 else GIF_FPS
         return Video(tuple(frames), fps * len(kept) / count)
