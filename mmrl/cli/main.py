@@ -409,7 +409,7 @@ def run_embed(options: argparse.Namespace) -> int:
     policy: Any = build_policy(config, task)
     if isinstance(policy.family, SmallFamily):
         raise UserError("mmrl embed is for diffusers pipelines; a small network of our own has no encoders")
-    count = embeddings.write(policy.family, embeddings.asked_in(task, policy), options.out)
+    count = embeddings.write(policy.family, embeddings.condition_inputs_of(task, policy), options.out)
     print(f"{count} prompts written to {options.out}; train with model.embeddings={options.out}")
     return 0
 

@@ -61,7 +61,7 @@ class ModelSettings(Choice):
         "diffusion": "mmrl.policies.diffusion.settings:DiffusionModel",
         "vision_language_action": "mmrl.policies.vla.settings:VisionLanguageActionModel",
         "few_step_diffusion": "mmrl.policies.few_step_diffusion.settings:FewStepModel",
-        "prompt_rewriting": "mmrl.policies.prompt_rewriting.settings:RewrittenModel",
+        "prompt_rewriting": "mmrl.policies.prompt_rewriting.settings:PromptRewritingModel",
         "autoregressive_image": "mmrl.policies.autoregressive_image.settings:CodeModel",
         "discrete_diffusion": "mmrl.policies.discrete_diffusion.settings:MaskedModel",
         "uniform_diffusion": "mmrl.policies.discrete_diffusion.uniform_settings:UniformModel",

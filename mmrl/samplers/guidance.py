@@ -9,13 +9,14 @@ from torch import Tensor
 
 
 def scale_at(sigma: Tensor, scale: float, interval: tuple[float, float] = (0.0, 1.0)) -> Tensor:
-    """Guidance scale [row]: `scale` where low <= sigma <= high, else 1, which is no guidance (arXiv 2404.07724)."""
+    """Returns the guidance scale [row]: `scale` where low <= sigma <= high, else 1, which is no guidance (arXiv
+    2404.07724)."""
     low, high = interval
     return torch.where((sigma >= low) & (sigma <= high), scale, 1.0).float()
 
 
 def guided(conditional: Tensor, unconditional: Callable[[], Tensor], scale: Tensor) -> Tensor:
-    """u + scale (c - u) [row, ...] for scale [row] (arXiv 2207.12598).
+    """Returns u + scale (c - u) [row, ...] for scale [row] (arXiv 2207.12598).
 
     `unconditional` is only called where some scale is not 1, and never differentiated: its half of the backward pass
     would cost as much as the conditional one and move only what the prompt does not name.
@@ -29,8 +30,8 @@ def guided(conditional: Tensor, unconditional: Callable[[], Tensor], scale: Tens
     return torch.where(rows == 1, conditional, u + rows * (conditional - u))
 
 
-def moved(known: Tensor, conditional: Tensor, scale: Tensor) -> Tensor:
-    """`known` [row, ...], the value of `guided` by the same weights, with the gradient that `guided` has: scale [row]
+def with_grad(value: Tensor, conditional: Tensor, scale: Tensor) -> Tensor:
+    """Returns `value` [row, ...], which `guided` gave for the same weights, with the gradient of `guided`: scale [row]
     times that of the conditional half. The other half need not be computed."""
-    rows = scale.to(known.device).view(-1, *[1] * (known.dim() - 1))
-    return known + rows * (conditional - conditional.detach())
+    rows = scale.to(value.device).view(-1, *[1] * (value.dim() - 1))
+    return value + rows * (conditional - conditional.detach())

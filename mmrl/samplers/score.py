@@ -1,6 +1,6 @@
-"""How likely denoised samples are: the one place where steps of chains and final samples are scored.
+"""Log-likelihoods of denoised samples: of steps of chains and of final samples, for all policies that denoise.
 
-Samples are images, clips or chunks of actions: latents are [rollout, decision, ...] here, of any shape.
+Samples are images, videos or chunks of actions: latents are [rollout, decision, ...] here, of any shape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mmrl.samplers.windows import usable_steps
 
 
 class Score(NamedTuple):
-    """What is known of decisions, [rollout, decision] each, under their names in `mmrl.rollouts.Replay`."""
+    """Columns of decisions, [rollout, decision] each, under their names in `mmrl.rollouts.Replay`."""
 
     logp: Tensor
     log_ratio: Tensor  # to the old policy, in the form that is exactly 0 on-policy
@@ -30,8 +30,8 @@ class Score(NamedTuple):
     reference_error: Tensor | None = None  # squared distance to the reference policy's prediction
 
     @property
-    def known(self) -> dict[str, Tensor]:
-        """What there is, by name."""
+    def columns(self) -> dict[str, Tensor]:
+        """Returns the columns that are not None, by name."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
@@ -46,7 +46,7 @@ def chain_likelihood(
     counted: Tensor | None = None,
     reduction: str = "mean",
 ) -> Score:
-    """Of the stochastic steps from x to x_next, for the network's predictions v; each [rollout, decision, ...] fp32.
+    """Scores the stochastic steps from x to x_next by the network's predictions v; each [rollout, decision, ...] fp32.
 
     step: each [rollout, decision]. old, reference: predictions of the policy that made the rollouts (None: v itself)
     and of the reference policy. counted: bool, what broadcasts to x; the other elements are taken as equal under all
@@ -91,8 +91,9 @@ def matching_likelihood(
     counted: Tensor | None = None,
     reduction: str = "mean",
 ) -> Score:
-    """-w |v - target|^2 of predictions v for noisy samples; v and target are [rollout, decision, ...], the weight w is
-    [rollout, decision] (None: 1). The rest is as in `chain_likelihood`; elements that are not counted add nothing."""
+    """Scores predictions v of noisy samples by -w |v - target|^2; v and target are [rollout, decision, ...], the weight
+    w is [rollout, decision] (None: 1). The rest is as in `chain_likelihood`; elements that are not counted add
+    nothing."""
     before = v.detach() if old is None else old.to(v)
     w = 1.0 if weight is None else weight
 
@@ -100,7 +101,7 @@ def matching_likelihood(
         return _reduced(values if counted is None else values.where(counted, 0), reduction)
 
     def ratio_to(other: Tensor) -> Tensor:
-        """With both predictions at hand the difference of squares has a form that is exactly 0 on-policy."""
+        """Returns the log-ratio as a product, (v - other) (v + other - 2 target), which is exactly 0 on-policy."""
         return -w * error((v - other) * (v + other - 2 * target))
 
     score = Score(logp=-w * error((v - target).square()), log_ratio=ratio_to(before), prediction=v.detach())
@@ -111,39 +112,39 @@ def matching_likelihood(
 
 
 def noisy_samples(data: Tensor, noise: Tensor, sigma: Tensor, space: Space) -> tuple[Tensor, Tensor]:
-    """Samples at noise levels sigma [rollout, decision], and what the network should predict of them: the velocity or
-    the noise. data broadcasts to noise [rollout, decision, ...], fp32."""
+    """Returns samples at noise levels sigma [rollout, decision], and the network's targets at them: the velocity or the
+    noise. data broadcasts to noise [rollout, decision, ...], fp32."""
     s, signal = (per_element(part.float().to(noise.device), noise) for part in (sigma, signal_at(sigma, space)))
     return signal * data + s * noise, noise if space == "noise" else noise - data
 
 
 def signal_at(sigma: Tensor, space: Space) -> Tensor:
-    """How much of the data is left at noise level sigma, like sigma."""
+    """Returns the factor of the data at noise level sigma, like sigma."""
     return (1 - sigma.double().square()).sqrt() if space == "noise" else 1 - sigma
 
 
 def per_element(value: Tensor, like: Tensor) -> Tensor:
-    """[rollout, decision] with as many dimensions as `like` [rollout, decision, ...]."""
+    """Reshapes [rollout, decision] to as many dimensions as `like` [rollout, decision, ...]."""
     return value.reshape(*value.shape, *[1] * (like.dim() - value.dim()))
 
 
 def draw_noises(seeds: Sequence[int], draws: int, shape: tuple[int, ...]) -> Tensor:
-    """Standard normal [rollout, draw, *shape] fp32, the same whenever a sample is scored."""
+    """Draws standard normal noise [rollout, draw, *shape] fp32, from the seeds alone."""
     return torch.stack([torch.cat([gaussian([seed], DRAWS - j, shape) for j in range(draws)]) for seed in seeds])
 
 
 def stratified(seed: int, count: int, number: int = 0) -> Tensor:
-    """[count] uniform draws in [0, 1), one in each of as many equal parts; others for another `number`."""
+    """Draws uniform numbers [count] in [0, 1), one in each of `count` equal parts, from `seed` and `number`."""
     generator = torch.Generator().manual_seed(mixed(seed, 1000 + number))
     return (torch.arange(count) + torch.rand(count, generator=generator)) / count
 
 
-def step_weights(how: StepWeight, sampler: Sampler, window: Window) -> Tensor | None:
-    """[steps] weights of a chain's steps in the loss, of mean 1 over the steps that a window may hold; None: all 1."""
-    if how == "none":
+def step_weights(kind: StepWeight, sampler: Sampler, window: Window) -> Tensor | None:
+    """Returns the loss weights of a chain's steps [steps], of mean 1 over the usable steps; None: all 1."""
+    if kind == "none":
         return None
     usable = list(usable_steps(window, sampler.std))
-    table = sampler.std if how == "std" else (-1 / sampler.grid.sigmas.diff()).float()
+    table = sampler.std if kind == "std" else (-1 / sampler.grid.sigmas.diff()).float()
     return table / table[usable].mean()
 
 
@@ -152,11 +153,11 @@ def _squared(difference: Tensor, reduction: str) -> Tensor:
 
 
 def _reduced(values: Tensor, reduction: str) -> Tensor:
-    """[rollout, decision, ...] -> [rollout, decision]"""
+    """Reduces [rollout, decision, ...] to [rollout, decision]."""
     return reduce_elements(values.flatten(0, 1), reduction).view(values.shape[:2])
 
 
 def _equal_elsewhere(reference: Tensor, v: Tensor, counted: Tensor | None) -> Tensor:
-    """The reference policy's prediction; where elements do not count, v's own."""
+    """Returns the reference policy's prediction, with v's own values where elements do not count."""
     reference = reference.to(v)
     return reference if counted is None else reference.where(counted, v.detach())

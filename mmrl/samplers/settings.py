@@ -1,6 +1,6 @@
-"""How samples are denoised, and how likely a sample is: kinds of transition, window, solver and likelihood.
+"""Settings of denoising and its likelihoods: kinds of transition, window, solver and likelihood.
 
-These sections hold no tensors; what they name is computed in `transitions`, `chain` and `score`.
+These sections hold no tensors; `transitions`, `chain` and `score` compute with them.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ class DenoisingTransition(Choice):
 
     @abstractmethod
     def coefficients(self, sigma: Tensor, sigma_next: Tensor, sigma_second: Tensor) -> Coefficients:
-        """The step from noise levels `sigma` to `sigma_next`, both [row]; sigma_second: the grid's second level."""
+        """Returns the step from noise levels `sigma` to `sigma_next`, both [row]; sigma_second: the grid's second
+        level."""
 
     def step(self, sigma: Tensor, sigma_next: Tensor, sigma_second: Tensor) -> Coefficients:
-        """`coefficients`. Raises UserError where they are not finite numbers, one or [row] each."""
-        found = self.coefficients(sigma, sigma_next, sigma_second)
-        for name, values in found._asdict().items():
+        """Returns `coefficients`. Raises UserError unless each is finite and 0-d or [row]."""
+        step = self.coefficients(sigma, sigma_next, sigma_second)
+        for name, values in step._asdict().items():
             if values.shape not in (sigma.shape, ()) or not bool(values.isfinite().all()):
                 raise UserError(
                     f"the transition {self.type} gave {name} of shape {list(values.shape)}, finite: "
                     f"{bool(values.isfinite().all())}; expected finite numbers of shape {list(sigma.shape)}"
                 )
-        return found
+        return step
 
 
 class FlowSDE(DenoisingTransition):
@@ -110,7 +111,7 @@ class DDIM(DenoisingTransition):
 
 
 class Window(Choice):
-    """Which steps of a chain are stochastic and trained. It is chosen once a group and training step, never a rollout.
+    """The steps of a chain that are stochastic and trained, chosen once per group and training step, never per rollout.
 
     `first` and `last` bound the usable steps [first, last); by default all that have noise but the last one, whose
     noise would stay in the sample.
@@ -125,16 +126,16 @@ class Window(Choice):
     }
     test: ClassVar[str] = "tests/samplers/test_sigmas_windows_guidance.py"
     first: int = option(0, "first usable step of the chain", unit="steps", ge=0)
-    last: int | None = option(None, "the step behind the last usable one; default: as many as the transition allows")
+    last: int | None = option(None, "the step after the last usable one; default: as many as the transition allows")
 
     @abstractmethod
     def width(self, usable: int) -> int:
-        """Steps of a window, of `usable` ones."""
+        """Returns the number of steps of a window, where `usable` ones may be in it."""
 
     @abstractmethod
     def start(self, usable: int, steps: int, iteration: int, seed: int) -> int:
-        """Where among the usable steps the window of training step `iteration` begins, for the group whose seed is
-        `seed`; steps: of the whole chain."""
+        """Returns the first step of the window among the `usable` ones, at training step `iteration` for the group
+        whose seed is `seed`; steps: of the whole chain."""
 
 
 class AllSteps(Window):
@@ -186,23 +187,23 @@ class Sliding(Window):
     source: ClassVar[str] = "MixGRPO, arXiv 2507.21802"
     type: str = "sliding"
     size: int = option(2, "steps of a window", unit="steps", ge=1)
-    every: int = option(25, "training steps at one place", unit="steps", ge=1)
+    every: int = option(25, "training steps at one start", unit="steps", ge=1)
     stride: int = option(1, "steps of the chain that it moves on by", unit="steps", ge=1)
-    decay: float = option(0.0, "how fast the stays shrink", ge=0)
-    threshold: int = option(0, "place from which on they shrink", unit="steps", ge=0)
+    decay: float = option(0.0, "how fast the stays shorten", ge=0)
+    threshold: int = option(0, "start from which on the stays shorten", unit="steps", ge=0)
 
     def width(self, usable: int) -> int:
         return self.size
 
     def start(self, usable: int, steps: int, iteration: int, seed: int) -> int:
-        places = range(0, usable - self.size + 1, self.stride)
-        stays = [max(1, round(self.every * math.exp(-self.decay * max(0, t - self.threshold)))) for t in places]
-        rest = iteration % sum(stays)
-        for place, stay in zip(places, stays, strict=True):
-            if rest < stay:
-                return place
-            rest -= stay
-        raise AssertionError("unreachable: rest is below the sum of the stays")
+        starts = range(0, usable - self.size + 1, self.stride)
+        stays = [max(1, round(self.every * math.exp(-self.decay * max(0, t - self.threshold)))) for t in starts]
+        remaining = iteration % sum(stays)
+        for start, stay in zip(starts, stays, strict=True):
+            if remaining < stay:
+                return start
+            remaining -= stay
+        raise AssertionError("unreachable: remaining is below the sum of the stays")
 
 
 class Tail(Choice):
@@ -211,7 +212,7 @@ class Tail(Choice):
     title: ClassVar[str] = "tail"
     kinds: ClassVar[dict[str, str]] = {"ode": "mmrl.samplers.settings:Euler", "dpm++": "mmrl.samplers.settings:DPM"}
     test: ClassVar[str] = "tests/samplers/test_chain.py"
-    steps: int | None = option(None, "steps behind the window; default: all that are left of the grid", ge=1)
+    steps: int | None = option(None, "steps after the window; default: all that are left of the grid", ge=1)
 
 
 class Euler(Tail):
@@ -228,7 +229,7 @@ class DPM(Tail):
 
 
 class Likelihood(Choice):
-    """What a decision of a denoised sample is, and how likely it is."""
+    """The decisions of a denoised sample, and their likelihood."""
 
     title: ClassVar[str] = "likelihood"
     reduction: Literal["mean", "sum"] = option("mean", "over the elements of a latent")

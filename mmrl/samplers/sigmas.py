@@ -1,6 +1,6 @@
 """Sigma grids: the noise levels a sampler visits, from pure noise (1) down to data (0).
 
-A grid is owned as one array; a step is an integer index into it, and a timestep is never looked up by value.
+A grid is one array; a step is an integer index into it, and a timestep is never searched by value.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Grid:
-    """`sigmas` [steps + 1] fp32, strictly falling to 0; `times` [steps] fp32, what the network is told at each step
-    (sigma times a constant for flow models, the training timestep for noise-predicting ones).
+    """The noise levels of a chain: `sigmas` [steps + 1] fp32, strictly falling to 0; `times` [steps] fp32, the
+    network's time input at each step (sigma times a constant for flow models, the training timestep for
+    noise-predicting ones).
 
-    DDIM grids hold float64 sigmas: near 1 an fp32 sigma no longer knows how much signal is left.
+    DDIM grids hold float64 sigmas: near 1 an fp32 sigma loses the digits of the signal.
     """
 
     sigmas: Tensor
@@ -28,14 +29,15 @@ class Grid:
 
 
 def linear(steps: int) -> Tensor:
-    """[steps + 1]: 1, 1 - 1/steps, ..., 0. Raises ValueError for fewer than one step."""
+    """Returns [steps + 1]: 1, 1 - 1/steps, ..., 0. Raises ValueError for fewer than one step."""
     if steps < 1:
         raise ValueError(f"a sigma grid needs at least 1 step, got {steps}")
     return torch.linspace(1, 0, steps + 1, dtype=torch.float64).float()
 
 
 def shifted(steps: int, shift: float) -> Tensor:
-    """The linear grid moved towards noise, s -> shift s / (1 + (shift - 1) s) (Stable Diffusion 3, arXiv 2403.03206).
+    """Returns the linear grid moved towards noise, s -> shift s / (1 + (shift - 1) s) (Stable Diffusion 3, arXiv
+    2403.03206).
 
     A shift of 1 changes nothing. Raises ValueError unless shift > 0.
     """
@@ -43,7 +45,8 @@ def shifted(steps: int, shift: float) -> Tensor:
 
 
 def shift_towards_noise(sigma: Tensor, shift: float) -> Tensor:
-    """s -> shift s / (1 + (shift - 1) s), in float64 and rounded once; 0 and 1 stay exactly where they are."""
+    """Maps s to shift s / (1 + (shift - 1) s), in float64 and rounded once; 0 and 1 are exact. Raises ValueError unless
+    shift > 0."""
     if not shift > 0:
         raise ValueError(f"shift must be positive, got {shift}")
     s = sigma.double()
@@ -53,7 +56,7 @@ def shift_towards_noise(sigma: Tensor, shift: float) -> Tensor:
 def dynamic_shift(
     tokens: int, *, base_tokens: int = 256, max_tokens: int = 4096, base: float = 0.5, largest: float = 1.15
 ) -> float:
-    """FLUX's resolution-dependent shift, exp(mu) with mu linear in the number of image tokens.
+    """Returns FLUX's resolution-dependent shift, exp(mu) with mu linear in the number of image tokens.
 
     `base` and `largest` are mu at `base_tokens` and `max_tokens` (diffusers' `calculate_shift`).
     """
@@ -62,8 +65,9 @@ def dynamic_shift(
 
 
 def ddim_grid(alphas_cumprod: Tensor, timesteps: Tensor, final_alpha: float = 1.0) -> Grid:
-    """The grid of a noise-predicting model: sigma = sqrt(1 - alpha_bar) at the given training timesteps [steps], and at
-    last that of `final_alpha` (diffusers' `final_alpha_cumprod`, which is below 1 for Stable Diffusion 1.5).
+    """Returns the grid of a noise-predicting model: sigma = sqrt(1 - alpha_bar) at the given training timesteps
+    [steps], and at last that of `final_alpha` (diffusers' `final_alpha_cumprod`, which is below 1 for Stable Diffusion
+    1.5).
 
     Raises ValueError unless `timesteps` fall strictly and lie inside the training schedule.
     """

@@ -19,7 +19,7 @@ REDUCTIONS = ("mean", "sum")
 
 
 class Coefficients(NamedTuple):
-    """x' = a_x x + a_v v + std noise; each 0-d or [row], fp32."""
+    """The coefficients of a step x' = a_x x + a_v v + std noise; each 0-d or [row], fp32."""
 
     a_x: Tensor
     a_v: Tensor
@@ -34,7 +34,7 @@ def coefficients(
     noise: float = 0.0,
     sigma_second: Tensor | float | None = None,
 ) -> Coefficients:
-    """The transition from `sigma` to `sigma_next` (0-d or [row]), computed in float64 and rounded to fp32 once.
+    """Computes the transition from `sigma` to `sigma_next` (0-d or [row]) in float64, rounded to fp32 once.
 
     kind         with dt = s' - s, D = 1 + g^2 (1 - s) / (2 s)
       ode        a_x = 1, a_v = dt, std = 0 (Euler)
@@ -61,18 +61,18 @@ def coefficients(
         raise ValueError("sigmas must fall: sigma_next is not below sigma")
     dt = after - s
     if kind == "ddim":
-        found = _ddim(s, after, noise)
+        terms = _ddim(s, after, noise)
     elif kind == "cps":
         std = after * math.sin(noise * math.pi / 2)
         lost = (after.square() - std.square()).clamp(min=0).sqrt() - after  # q - s', exactly 0 without noise
-        found = 1 + lost, dt + (1 - s) * lost, std
+        terms = 1 + lost, dt + (1 - s) * lost, std
     elif kind == "ode" or noise == 0:
-        found = torch.ones_like(dt), dt, torch.zeros_like(dt)
+        terms = torch.ones_like(dt), dt, torch.zeros_like(dt)
     else:
         g = torch.full_like(s, noise) if kind == "dance_sde" else noise * (s / (1 - _below_one(s, sigma_second))).sqrt()
         half = g.square() / (2 * s)
-        found = 1 + half * dt, (1 + half * (1 - s)) * dt, g * (-dt).sqrt()
-    return Coefficients(*(value.float() for value in found))
+        terms = 1 + half * dt, (1 + half * (1 - s)) * dt, g * (-dt).sqrt()
+    return Coefficients(*(value.float() for value in terms))
 
 
 def gaussian_step(
@@ -85,7 +85,7 @@ def gaussian_step(
     reduction: str = "mean",
     keep_mean: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Sample a step (give `noise`) or replay one (give `x_next`): returns (x_next, logp, mean).
+    """Samples a step (give `noise`) or replays one (give `x_next`): returns (x_next, logp, mean).
 
     x, v, noise, x_next: [row, ...]; coefficients 0-d or [row]. mean = a_x x + a_v v, x_next = mean + std noise, and
     logp [row] = log Normal(x_next; mean, std), constants kept, averaged over the elements of a row ("mean") or summed.
@@ -122,29 +122,30 @@ def compare_steps(
     *,
     reduction: str = "mean",
 ) -> Comparison:
-    """log Normal(x_next; mean(v), std), its ratio to log Normal(x_next; mean(old_v), std) without subtracting two logs,
-    and the exact KL between the two; all in one pass over the elements.
+    """Computes log Normal(x_next; mean(v), std), its ratio to log Normal(x_next; mean(old_v), std) without subtracting
+    two logs, and the exact KL between the two; all in one pass over the elements.
 
     With m = a_v (v - old_v) the log-ratio is m (2 (x_next - old mean) - m) / (2 std^2): exactly 0 where v equals old_v
     bit for bit, and accurate where the difference of two log-likelihoods is lost in rounding. Gradients flow to `v`.
     """
     rows = _rows(coefficients, v)
-    found = kernels.denoise_logprob(x, v, x_next, *rows, v_old=old_v, v_ref=old_v, reduction=reduction)
-    assert found.log_ratio is not None and found.kl is not None
-    return Comparison(found.logp, found.log_ratio, found.kl)
+    likelihood = kernels.denoise_logprob(x, v, x_next, *rows, v_old=old_v, v_ref=old_v, reduction=reduction)
+    assert likelihood.log_ratio is not None and likelihood.kl is not None
+    return Comparison(likelihood.logp, likelihood.log_ratio, likelihood.kl)
 
 
 def step_kl(v: Tensor, other_v: Tensor, coefficients: Coefficients, *, reduction: str = "mean") -> Tensor:
-    """[row]: exact KL between the steps that `v` and `other_v` lead to, a_v^2 |v - other_v|^2 / (2 std^2); 0 where std
-    is 0. Gradient flows to `v`."""
-    here = v.detach()  # where the steps start and end makes no difference to their divergence
-    likelihood = kernels.denoise_logprob(here, v, here, *_rows(coefficients, v), v_ref=other_v, reduction=reduction)
+    """Returns [row]: the exact KL between the steps that `v` and `other_v` lead to, a_v^2 |v - other_v|^2 / (2 std^2);
+    0 where std is 0. Gradient flows to `v`."""
+    x = v.detach()  # any value: the divergence does not depend on the latents
+    likelihood = kernels.denoise_logprob(x, v, x, *_rows(coefficients, v), v_ref=other_v, reduction=reduction)
     assert likelihood.kl is not None
     return likelihood.kl
 
 
 def reduce_elements(values: Tensor, reduction: str) -> Tensor:
-    """[row, ...] -> [row], the mean or the sum over a row's elements. Raises ValueError for another reduction."""
+    """Reduces [row, ...] to [row], the mean or the sum over a row's elements. Raises ValueError for another
+    reduction."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
     rows = values.reshape(len(values), -1)
@@ -172,6 +173,6 @@ def _double(value: Tensor | float) -> Tensor:
 
 
 def _rows(coefficients: Coefficients, v: Tensor) -> list[Tensor]:
-    """The coefficients as [row] on v's device, in float64 if v is."""
+    """Returns the coefficients as [row] on v's device, in float64 if v is."""
     dtype = torch.promote_types(v.dtype, torch.float32)
     return [c.to(v.device, dtype).expand(len(v)).contiguous() for c in coefficients]

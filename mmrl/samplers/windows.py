@@ -1,5 +1,4 @@
-"""Which denoising steps of a chain are stochastic and trained. They are chosen once a group and training step, never a
-rollout."""
+"""Chooses the stochastic, trained steps of a chain: once per group and training step, never per rollout."""
 
 from __future__ import annotations
 
@@ -9,8 +8,9 @@ from mmrl.samplers.settings import Window
 
 
 def window_steps(window: Window, std: Tensor, iteration: int, seed: int) -> list[int]:
-    """The window of training step `iteration` for the group whose seed is `seed`, rising; std [steps]: of the chosen
-    transition. Raises ValueError as `usable_steps`, and where the window begins so that it does not fit."""
+    """Returns the window's steps, rising, at training step `iteration` for the group whose seed is `seed`; std [steps]:
+    of the chosen transition. Raises ValueError where `usable_steps` does, and where the window does not fit at its
+    start."""
     usable = usable_steps(window, std)
     width = window.width(len(usable))
     start = window.start(len(usable), len(std), iteration, seed)
@@ -23,7 +23,7 @@ def window_steps(window: Window, std: Tensor, iteration: int, seed: int) -> list
 
 
 def usable_steps(window: Window, std: Tensor) -> range:
-    """The steps a window may hold, for the stds [steps] of the chosen transition.
+    """Returns the steps that a window may hold, for the stds [steps] of the chosen transition.
 
     By default these are all but the last one, whose noise would stay in the sample. Raises ValueError where `first` and
     `last` ask for a step without noise, or leave fewer steps than the window is wide.

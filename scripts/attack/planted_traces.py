@@ -64,7 +64,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("region: the noise is taken for the velocity", "mmrl/core/contrast.py",
      "estimate / signal if matching.noise_space else estimate", "estimate", REGION),
     ("region: all images have the first one's source", "mmrl/policies/diffusion/decisions/levels.py",
-     '[condition["source"] for condition in told]', '[told[0]["source"] for condition in told]', REGION),
+     '[condition["source"] for condition in conditions]', '[conditions[0]["source"] for condition in conditions]', REGION),
     ("region: the whole image may change", "tasks/image_generation/data/edits.py", "(before != wanted).any(0)",
      "(before != wanted).any(0) | True", REGION),
     # --- text and images of one masked model ---

@@ -56,7 +56,7 @@ class FrozenImageGenerator:
         it does not know, is shown the others."""
         family = self.policy.family
         if isinstance(family, SmallFamily):
-            texts = [family.known(text) for text in texts]
+            texts = [family.readable(text) for text in texts]
         self.policy.module.to(device_of(self.device))
         found: list[Tensor] = []
         for i in range(0, len(texts), self.at_once):

@@ -97,7 +97,7 @@ class Exact:
     def encode(self, asked, shape=()):
         return [{} for _ in asked]
 
-    def cut(self, text):
+    def truncated_tokens(self, text):
         return 0
 
     def predict(self, model, x, time, conditions, guidance):

@@ -86,7 +86,7 @@ def test_every_step_branches_off_the_deterministic_chain(folder):  # noqa: F811
     sigmas = policy.sampler.grid.sigmas
     for group in (0, 1):
         records = batch.inputs[3 * group : 3 * group + 3]
-        predict = policy.network.predictor(policy.sampler, [records[0].asked], 2.0)
+        predict = policy.network.predictor(policy.sampler, [records[0].condition_inputs], 2.0)
         x = records[0].x[0][None]
         for k, point in enumerate(records[0].points.tolist()):
             assert all(torch.equal(record.x[k], records[0].x[k]) for record in records)

@@ -84,7 +84,7 @@ def test_candidates_share_their_state_and_are_completed_by_hand(folder):  # noqa
         record = batch.inputs[i]
         for k, point in enumerate(record.points.tolist()):
             x = record.x_next[k][None]
-            predict = policy.network.predictor(policy.sampler, [record.asked], 2.0)
+            predict = policy.network.predictor(policy.sampler, [record.condition_inputs], 2.0)
             for step in range(point + 1, 5):
                 with torch.no_grad():
                     x = x + (sigmas[step + 1] - sigmas[step]) * predict(x, torch.tensor([step]), torch.tensor([0]))

@@ -100,7 +100,7 @@ def test_completions_are_the_rewards_of_states_led_on_without_noise(folder, wind
     for i, record in enumerate(batch.inputs):
         for k, point in enumerate(record.points.tolist()):
             x = record.x[k][None]
-            predict = policy.network.predictor(policy.sampler, [record.asked], 2.0)
+            predict = policy.network.predictor(policy.sampler, [record.condition_inputs], 2.0)
             for step in range(point, 5):
                 with torch.no_grad():
                     v = predict(x, torch.tensor([step]), torch.tensor([0]))

@@ -56,7 +56,7 @@ class TestChains:
                 }
                 for name, values in expected.items():
                     value = values.mean() if reduction == "mean" else values.sum()
-                    assert float(found.known[name][b, t].detach()) == pytest.approx(float(value), rel=1e-3), name
+                    assert float(found.columns[name][b, t].detach()) == pytest.approx(float(value), rel=1e-3), name
                 assert float(found.std[b, t]) == pytest.approx(std)
 
     @pytest.mark.parametrize("counted", [False, True])
@@ -69,7 +69,7 @@ class TestChains:
             found, v = chain(shape, **options)
             total = found.log_ratio.sum() + found.logp.sum() + found.reference_kl.sum() + found.divergence.sum()
             (gradient,) = torch.autograd.grad(total + found.reference_error.sum(), v)
-            values = [value.detach().flatten() for name, value in found.known.items()]
+            values = [value.detach().flatten() for name, value in found.columns.items()]
             seen.append([*values, gradient.flatten()])
         for other in seen[1:]:
             assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))

@@ -210,4 +210,4 @@ class TestPipeline:
 
         family = pipelines.load(str(folder), DiffusionModel(text_tokens=9))
         asked = [text for split in named_images.SPLITS for name in NAMES for text in texts(split, name)]
-        assert not any(family.cut(text) for text in asked)
+        assert not any(family.truncated_tokens(text) for text in asked)

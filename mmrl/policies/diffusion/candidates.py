@@ -1,5 +1,5 @@
-"""Chains whose rollouts step from the same states: at every step a group draws candidates, and goes on from one of them
-or from a step without noise."""
+"""Chains whose rollouts step from the same states: at every step a group draws candidates, and continues from one of
+them or from a step without noise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmrl.samplers.chain import Chain, mixed
 
-CHOSEN = 8000  # of the numbers that choose who goes on
+CHOSEN = 8000  # offset of the random numbers that choose the candidate to continue from
 Segment = Callable[[Tensor, list[int], list[int], list[list[int]], list[int], list[int]], Chain]
 
 
@@ -24,7 +24,7 @@ def grow(
     last: int,
     trunk: Literal["candidate", "ode"] = "candidate",
 ) -> Chain:
-    """`size` rollouts of each prompt, which share the state before every step of the window.
+    """Draws `size` rollouts of each prompt, which share the state before every step of the window.
 
     segment(x, owner, seeds, windows, start, stop): a chain for the rows of prompts `owner`. noise: [prompt, ...] pure
     noise; seeds: one a rollout; windows: steps without gaps, one list a prompt, all of the same length; last: grid

@@ -1,4 +1,4 @@
-"""What the encoders of a pipeline say of prompts, written to a folder once, so that jobs do without the encoders."""
+"""Prompt embeddings on disk: a pipeline's encoders write them once, and jobs read them without the encoders."""
 
 from __future__ import annotations
 
@@ -21,99 +21,100 @@ if TYPE_CHECKING:
     from mmrl.protocols.parts import Task
 
 INDEX = "embeddings.json"
-IN_A_FILE = 64  # prompts, which are encoded at once where they have no images
+PER_FILE = 64  # prompts in a file, which are encoded as one batch
 
 
 class Encoders(Protocol):
-    """A family of pipelines, for what its encoders say."""
+    """The part of a pipeline family that encodes prompts."""
 
     pipe: Any
     text_tokens: int | None
 
-    def encode(self, asked: Sequence[ConditionInputs], shape: Shape) -> list[Condition]: ...
+    def encode(self, inputs: Sequence[ConditionInputs], shape: Shape) -> list[Condition]: ...
 
 
-class Asking(Protocol):
-    """A policy, for what it asks the encoders."""
+class PromptedPolicy(Protocol):
+    """The part of a policy that decides what is encoded."""
 
     denoising: Any
     shape: Shape
     evaluation_shape: Shape
 
 
-def key_of(asked: ConditionInputs, shape: Shape) -> str:
-    """By what a condition is found: words, images by their content, and with images the shape of latents."""
-    told = json.dumps([asked.text, asked.digest, list(shape) if asked.images else []])
-    return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+def key_of(inputs: ConditionInputs, shape: Shape) -> str:
+    """Returns the key of a condition: a hash of the text, the images' content, and with images the latents' shape."""
+    content = json.dumps([inputs.text, inputs.digest, list(shape) if inputs.images else []])
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def asked_in(task: Task, policy: Asking) -> Iterator[tuple[ConditionInputs, Shape]]:
-    """All that a job asks its encoders: prompts to train on, those that are held out, and what guidance leads away
-    from."""
+def condition_inputs_of(task: Task, policy: PromptedPolicy) -> Iterator[tuple[ConditionInputs, Shape]]:
+    """Yields all inputs that a job encodes, with the latents' shape: training and evaluation prompts, and the negative
+    prompt of each."""
     negative = policy.denoising.negative_prompt
     for source, shape in ((task.train, policy.shape), (task.evaluation, policy.evaluation_shape)):
         for prompt in () if source is None else (source[index] for index in range(len(source))):
-            asked = ConditionInputs.of(prompt)
-            yield asked, shape
-            yield asked.saying(negative), shape
+            inputs = ConditionInputs.of(prompt)
+            yield inputs, shape
+            yield inputs.with_text(negative), shape
 
 
-def write(family: Encoders, asked: Iterable[tuple[ConditionInputs, Shape]], folder: Path) -> int:
-    """Encodes each prompt once and writes what is said of it into the folder; how many there were."""
+def write(family: Encoders, inputs: Iterable[tuple[ConditionInputs, Shape]], folder: Path) -> int:
+    """Encodes each prompt once and writes the conditions into `folder`. Returns the number of distinct prompts."""
     folder.mkdir(parents=True, exist_ok=True)
-    distinct = {key_of(one, shape): (one, shape) for one, shape in asked}
-    where: dict[str, str] = {}
+    distinct = {key_of(one, shape): (one, shape) for one, shape in inputs}
+    files: dict[str, str] = {}
     with display.work("encoding prompts", len(distinct)) as work:
-        for start in range(0, len(distinct), IN_A_FILE):
-            keys, file = list(distinct)[start : start + IN_A_FILE], f"embeddings-{start // IN_A_FILE:05}.safetensors"
+        for start in range(0, len(distinct), PER_FILE):
+            keys, file = list(distinct)[start : start + PER_FILE], f"embeddings-{start // PER_FILE:05}.safetensors"
             tensors: dict[str, Tensor] = {}
             for shape, some in by_shape({key: distinct[key] for key in keys}).items():
                 for key, condition in zip(some, family.encode([distinct[key][0] for key in some], shape), strict=True):
                     tensors |= {f"{key}.{name}": value.cpu().contiguous() for name, value in condition.items()}
                     work.advance()
-            where |= dict.fromkeys(keys, file)
+            files |= dict.fromkeys(keys, file)
             save_file(tensors, folder / file)
-    told = {"pipeline": type(family.pipe).__name__, "text_tokens": family.text_tokens, "files": where}
-    (folder / INDEX).write_text(json.dumps(told))
+    index = {"pipeline": type(family.pipe).__name__, "text_tokens": family.text_tokens, "files": files}
+    (folder / INDEX).write_text(json.dumps(index))
     share(folder)
     return len(distinct)
 
 
-def by_shape(asked: Mapping[str, tuple[ConditionInputs, Shape]]) -> dict[Shape, list[str]]:
-    """Keys of prompts that encoders can be asked about together: those of one shape of latents. What is said of prompts
-    without images does not depend on it, and they go with the first."""
-    first = next(iter(asked.values()))[1]
-    found: dict[Shape, list[str]] = {}
-    for key, (one, shape) in asked.items():
-        found.setdefault(shape if one.images else first, []).append(key)
-    return found
+def by_shape(inputs: Mapping[str, tuple[ConditionInputs, Shape]]) -> dict[Shape, list[str]]:
+    """Groups keys by the shape of latents that they are encoded for. Conditions of prompts without images do not depend
+    on it; they join the first shape."""
+    first = next(iter(inputs.values()))[1]
+    keys: dict[Shape, list[str]] = {}
+    for key, (one, shape) in inputs.items():
+        keys.setdefault(shape if one.images else first, []).append(key)
+    return keys
 
 
 class Embeddings:
-    """Conditions by prompt, read when they are asked for."""
+    """The conditions in a folder that `write` filled, read from disk at each use."""
 
     def __init__(self, folder: str, pipeline: str, text_tokens: int | None) -> None:
         """Raises UserError unless the folder was written for such a pipeline and token limit."""
         self.folder = Path(folder)
         if not (self.folder / INDEX).is_file():
             raise UserError(f"model.embeddings={folder}: no {INDEX} there; write it with mmrl embed")
-        told = json.loads((self.folder / INDEX).read_text())
-        for name, own in (("pipeline", pipeline), ("text_tokens", text_tokens)):
-            if told[name] != own:
+        index = json.loads((self.folder / INDEX).read_text())
+        for name, value in (("pipeline", pipeline), ("text_tokens", text_tokens)):
+            if index[name] != value:
                 raise UserError(
-                    f"model.embeddings={folder} was written with {name}={told[name]}, this job has {own}; write it "
+                    f"model.embeddings={folder} was written with {name}={index[name]}, this job has {value}; write it "
                     "anew with mmrl embed"
                 )
-        self._files: dict[str, str] = told["files"]
+        self._files: dict[str, str] = index["files"]
 
-    def find(self, asked: Sequence[ConditionInputs], shape: Shape) -> list[Condition]:
-        """One condition each, on the CPU. Raises UserError for a prompt that was not embedded, or a damaged file."""
-        return [self._read(one, key_of(one, shape)) for one in asked]
+    def find(self, inputs: Sequence[ConditionInputs], shape: Shape) -> list[Condition]:
+        """Returns one condition per input, on the CPU. Raises UserError for a prompt that was not embedded, or a
+        damaged file."""
+        return [self._read(one, key_of(one, shape)) for one in inputs]
 
-    def _read(self, asked: ConditionInputs, key: str) -> Condition:
+    def _read(self, inputs: ConditionInputs, key: str) -> Condition:
         if key not in self._files:
             raise UserError(
-                f"prompt {asked.text!r} is not in model.embeddings={self.folder}; write it anew with mmrl embed and "
+                f"prompt {inputs.text!r} is not in model.embeddings={self.folder}; write it anew with mmrl embed and "
                 "this job's task, denoising.negative_prompt and resolution"
             )
         try:

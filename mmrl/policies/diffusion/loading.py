@@ -1,4 +1,4 @@
-"""Diffusion models from folders and hub names."""
+"""Loads diffusion models from folders and hub names."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PIPELINES_ONLY = ("lora", "attention", "activation_checkpointing", "text_tokens"
 
 
 def is_small(path: str) -> bool:
-    """Whether it is a network of our own."""
+    """Returns whether the folder `path` holds a small network of mmrl's own."""
     return (Path(path) / small.CONFIG).is_file()
 
 
 def load(path: str, model: DiffusionModel) -> Family:
-    """The model at `path`: a small network of our own, or a diffusers pipeline.
+    """Loads the model at `path`: a small network of mmrl's own, or a diffusers pipeline.
 
-    Raises UserError for an option that a small network does not have, and as `pipelines.load`.
+    Raises UserError for an option that a small network does not have, and where `pipelines.load` does.
     """
     if not is_small(path):
         from mmrl.policies.diffusion import pipelines  # diffusers is an extra

@@ -1,4 +1,5 @@
-"""Diffusers pipelines on the meta device: what a micro-batch of denoising steps, a batch of chains and a VAE take."""
+"""Memory estimates of diffusers pipelines, on the meta device: of a micro-batch of denoising steps, a batch of chains
+and a VAE."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ KL16 = {**KL, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_co
 FLUX = {"in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128}
 FLUX |= {"num_attention_heads": 24, "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True}
 T5, CLIP_L, CLIP_G = 4.762e9, 0.123e9, 0.695e9
-# Sizes of published pipelines, so that nothing is asked of a hub: class, trained part, VAE, parameters of encoders.
+# Sizes of published pipelines, so that no hub is contacted: class, trained part, VAE, parameters of encoders.
 PUBLISHED: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str, float]]] = {
     "stabilityai/stable-diffusion-3.5-medium": (
         "StableDiffusion3Pipeline",
@@ -101,8 +102,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str,
 
 
 def parts(path: str) -> tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str, float]]:
-    """Of a pipeline: its class, class and configuration of the part that is trained and of the VAE, and parameters of
-    its encoders by name. Raises UserError where there is none."""
+    """Returns a pipeline's class name, class name and configuration of its trained network and its VAE, and the
+    parameter counts of its encoders by name. Raises UserError where there is no supported pipeline."""
     base, _ = base_of(path)
     if base in PUBLISHED:
         return PUBLISHED[base]
@@ -116,15 +117,15 @@ def parts(path: str) -> tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[s
     if name not in CLASSES:
         raise UserError(f"model.path={path} is a {name}; supported are {', '.join(CLASSES)}")
     family = CLASSES[name]
-    found = {}
+    components = {}
     for part in (family.trained, "vae"):
-        made: Any = vars(diffusers).get(index[part][1]) or diffusers.__getattr__(index[part][1])
-        config = made.load_config(base, subfolder=part)
-        found[part] = (index[part][1], {key: value for key, value in config.items() if not key.startswith("_")})
+        component: Any = vars(diffusers).get(index[part][1]) or diffusers.__getattr__(index[part][1])
+        config = component.load_config(base, subfolder=part)
+        components[part] = (index[part][1], {key: value for key, value in config.items() if not key.startswith("_")})
     encoders = {
         part: float(_parameters(base, part, index[part][1])) for part in family.encoders if index.get(part, [None])[0]
     }
-    return name, found, encoders
+    return name, components, encoders
 
 
 def _parameters(base: str, part: str, name: str) -> int:
@@ -135,18 +136,21 @@ def _parameters(base: str, part: str, name: str) -> int:
 
 
 def family(path: str, settings: DiffusionModel) -> tuple[Pipeline, dict[str, float]]:
-    """The pipeline at `path` as `pipelines.load` makes it, without weights, and parameters of its encoders."""
-    name, found, encoders = parts(path)
+    """Builds the pipeline at `path` as `pipelines.load` does, but without weights, and returns it with the parameter
+    counts of its encoders by name."""
+    name, components, encoders = parts(path)
     kind = CLASSES[name]
     with on_meta(settings.dtype):
-        network = diffusers.__getattr__(found[kind.trained][0])(**found[kind.trained][1])
+        network = diffusers.__getattr__(components[kind.trained][0])(**components[kind.trained][1])
     with on_meta("float32"):
-        vae = diffusers.__getattr__(found["vae"][0])(**found["vae"][1])
-    made: Any = diffusers.__getattr__(name)
-    given = {key: None for key in inspect.signature(made.__init__).parameters if key != "self"}
-    defaults = {k: p.default for k, p in inspect.signature(made.__init__).parameters.items() if k in given}
-    given = {k: (None if d is inspect.Parameter.empty else d) for k, d in defaults.items()}
-    pipe = made(**{**given, kind.trained: network, "vae": vae})
+        vae = diffusers.__getattr__(components["vae"][0])(**components["vae"][1])
+    pipeline_class: Any = diffusers.__getattr__(name)
+    arguments = {key: None for key in inspect.signature(pipeline_class.__init__).parameters if key != "self"}
+    defaults = {
+        k: p.default for k, p in inspect.signature(pipeline_class.__init__).parameters.items() if k in arguments
+    }
+    arguments = {k: (None if d is inspect.Parameter.empty else d) for k, d in defaults.items()}
+    pipe = pipeline_class(**{**arguments, kind.trained: network, "vae": vae})
     vae.requires_grad_(False)
     if settings.decoding != "whole":
         vae.enable_slicing()
@@ -164,36 +168,39 @@ def family(path: str, settings: DiffusionModel) -> tuple[Pipeline, dict[str, flo
 
 
 def memory_model(settings: DiffusionModel, config: JobConfig, path: str) -> MemoryModel:
-    """Of a job with a pipeline. Raises UserError as `parts`, and for a size that it can not draw."""
-    drawn = config.section("denoising")
-    made, encoders = family(path, settings)
-    shape = made.latent_shape(drawn.resolution, drawn.frames)
-    blank = made.blank(shape)
+    """Builds the memory model of a job with a pipeline. Raises UserError where `parts` does, and for a size that the
+    pipeline can not draw."""
+    denoising = config.section("denoising")
+    pipeline, encoders = family(path, settings)
+    shape = pipeline.latent_shape(denoising.resolution, denoising.frames)
+    condition = pipeline.meta_condition(shape)
     steps = draws(config)
     engine: ImageEngine = config.engine
     micro = config.engine.micro_batch
-    at_most = engine.steps_at_once or micro * steps  # others are computed again
+    at_most = engine.steps_at_once or micro * steps  # further rows are recomputed in the backward pass
     at_once = min(config.rollouts_per_step, config.rollout.generated_at_once or config.rollouts_per_step)
 
     def predict(rows: int) -> Tensor:
         x = torch.empty(rows, *shape, device="meta")
-        return made.predict(made.module, x, torch.empty(rows, device="meta"), [blank] * rows, drawn.embedded_guidance)
+        return pipeline.predict(
+            pipeline.module, x, torch.empty(rows, device="meta"), [condition] * rows, denoising.embedded_guidance
+        )
 
     def sample() -> None:
         predict(at_once)
-        made.autoencoder.decoded(torch.empty(1 if settings.decoding != "whole" else at_once, *shape, device="meta"))
+        pipeline.autoencoder.decoded(torch.empty(1 if settings.decoding != "whole" else at_once, *shape, device="meta"))
 
     width = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
-    beside = {f"encoder {name}": count * width for name, count in encoders.items()}
-    vae = sum(p.numel() for p in made.pipe.vae.parameters()) * 4
+    encoder_bytes = {f"encoder {name}": count * width for name, count in encoders.items()}
+    vae = sum(p.numel() for p in pipeline.pipe.vae.parameters()) * 4
     stays = settings.encoders == "stay"
-    tokens = math.prod(shape[1:]) // made.patch**2
+    tokens = math.prod(shape[1:]) // pipeline.patch**2
     return MemoryModel(
-        made.module,
+        pipeline.module,
         lambda rows: predict(min(rows * steps, at_most)),
         sample=sample,
-        beside={"VAE": float(vae), **beside},
-        beside_training=dict(beside) if stays else {},
+        beside={"VAE": float(vae), **encoder_bytes},
+        beside_training=dict(encoder_bytes) if stays else {},
         words=[
             f"a micro-batch is {micro} x {steps} denoising steps = "
             f"{micro * steps} rows of {'x'.join(map(str, shape))} latents, {tokens} tokens each"
@@ -202,13 +209,13 @@ def memory_model(settings: DiffusionModel, config: JobConfig, path: str) -> Memo
 
 
 def draws(config: JobConfig) -> int:
-    """Rows of the network that a rollout is replayed as."""
-    drawn = config.section("denoising")
-    if not isinstance(drawn, Denoising):
-        return int(drawn.draws)
-    likelihood = drawn.likelihood
+    """Returns the number of rows of the network's input that one rollout takes in replay."""
+    denoising = config.section("denoising")
+    if not isinstance(denoising, Denoising):
+        return int(denoising.draws)
+    likelihood = denoising.likelihood
     if isinstance(likelihood, ImageChain):
         window = likelihood.window
-        return int(plain(window).get("size") or drawn.steps)
-    told = plain(likelihood)
-    return int(told.get("draws") or told.get("steps") or 1)
+        return int(plain(window).get("size") or denoising.steps)
+    fields = plain(likelihood)
+    return int(fields.get("draws") or fields.get("steps") or 1)

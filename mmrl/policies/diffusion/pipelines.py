@@ -1,4 +1,4 @@
-"""Diffusers pipelines from folders and hub names, as families by class."""
+"""Loads diffusers pipelines from folders and hub names, each as the family of its class."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CLASSES: dict[str, type[Pipeline]] = {
 
 
 def load(path: str, model: DiffusionModel) -> Pipeline:
-    """A family from a pipeline's folder or hub name, or from a folder with LoRA weights that `save` wrote.
+    """Loads a family from a pipeline's folder or hub name, or from a folder with LoRA weights that `save` wrote.
 
     Only the transformer or U-Net is trained: all of it, or with model.lora adapters on it, which have its dtype. The
     VAE runs in fp32.
@@ -89,21 +89,22 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
         parameter.requires_grad_("lora_" in name or not adapted)
     if model.activation_checkpointing:
         network.enable_gradient_checkpointing()
-    made = family(pipe, base, lora=adapted, text_tokens=model.text_tokens, encoders_stay=model.encoders == "stay")
+    pipeline = family(pipe, base, lora=adapted, text_tokens=model.text_tokens, encoders_stay=model.encoders == "stay")
     if model.embeddings is not None:
-        made.embeddings = Embeddings(model.embeddings, type(pipe).__name__, made.text_tokens)
-    return made
+        pipeline.embeddings = Embeddings(model.embeddings, type(pipe).__name__, pipeline.text_tokens)
+    return pipeline
 
 
 def base_of(path: str) -> tuple[str, bool]:
-    """The pipeline to load for `path`, absolute if it is a folder, and whether `path` holds an adapter for it."""
+    """Returns the pipeline to load for `path`, absolute if it is a folder, and whether `path` holds an adapter for
+    it."""
     file = Path(path) / BASE_FILE
     base = json.loads(file.read_text())["base"] if file.is_file() else path
     return (str(Path(base).resolve()) if Path(base).is_dir() else base), file.is_file()
 
 
 def _pipeline(path: str, base: str, dtype: str, *, encoders: bool = True) -> tuple[Any, type[Pipeline]]:
-    """A pipeline, without its encoders of prompts where they are not wanted, and its family."""
+    """Loads a pipeline, without text encoders if `encoders` is false, and returns it with its family's class."""
     where = f"model.path={path}" if path == base else f"model.path={path}, whose base is {base}"
     try:
         index = DiffusionPipeline.load_config(base)
@@ -118,8 +119,8 @@ def _pipeline(path: str, base: str, dtype: str, *, encoders: bool = True) -> tup
     absent |= {part: None for part in family.encoders if not encoders and part in index}
     tokenizers = [encoder.replace("text_encoder", "tokenizer") for encoder in needed]
     for part in (family.trained, "vae", "scheduler", *needed, *tokenizers):
-        there = part in index and part not in absent and (not Path(base).is_dir() or (Path(base) / part).is_dir())
-        if not there and part.replace("tokenizer", "text_encoder") not in family.optional:
+        present = part in index and part not in absent and (not Path(base).is_dir() or (Path(base) / part).is_dir())
+        if not present and part.replace("tokenizer", "text_encoder") not in family.optional:
             raise UserError(f"{where} has no {part}, which {name} needs")
     kind = getattr(torch, dtype)
     try:
@@ -132,7 +133,7 @@ def _pipeline(path: str, base: str, dtype: str, *, encoders: bool = True) -> tup
 
 
 def add_lora(network: Any, lora: LoRA) -> None:
-    from peft import LoraConfig  # a second, which only a LoRA needs
+    from peft import LoraConfig  # takes a second to import
 
     targets = lora.targets
     if targets == "all-linear":

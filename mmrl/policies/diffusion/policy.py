@@ -1,4 +1,4 @@
-"""Diffusion and flow models as policies: prompts to images and clips, and these to likelihoods."""
+"""Diffusion and flow models as policies: they draw images or videos for prompts, and compute their likelihoods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmrl.policies.diffusion.decisions.chain import ChainDecisions
 from mmrl.policies.diffusion.decisions.denoiser import Denoiser
 from mmrl.policies.diffusion.decisions.last_steps import LastStepDecisions
 from mmrl.policies.diffusion.decisions.levels import LevelDecisions
-from mmrl.policies.diffusion.decisions.records import made_samples
+from mmrl.policies.diffusion.decisions.records import decoded_samples
 from mmrl.policies.diffusion.family import ConditionInputs, Family, Shape
 from mmrl.policies.diffusion.prediction import GuidedNetwork
 from mmrl.policies.diffusion.settings import (
@@ -34,11 +34,11 @@ from mmrl.samplers.chain import Sampler
 
 
 class Decisions(Protocol):
-    """What decisions are: how rollouts are made of them, and how likely they were."""
+    """A kind of decision: draws rollouts of such decisions, and computes their log-likelihoods."""
 
     @property
     def count(self) -> int:
-        """Decisions of a rollout."""
+        """Returns the number of decisions of a rollout."""
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], step: int) -> Rollouts: ...
 
@@ -48,11 +48,11 @@ class Decisions(Protocol):
 
 
 class DiffusionPolicy:
-    """Draws images with a family's network and says how likely they were.
+    """Draws images with a family's network and computes their log-likelihoods.
 
-    With a `ImageChain` a decision is a step of the sampler inside the window; otherwise it is one noise level at
-    which the final image is compared with what the network makes of it. A policy that learns from demonstrations
-    matches them, without guidance. Its parts: `network` predicts under guidance, `denoiser` draws with it, `decisions`
+    With an `ImageChain` a decision is a step of the sampler inside the window; otherwise it is one noise level at
+    which the network's prediction is compared with its target. A policy that learns from demonstrations matches them,
+    without guidance. Its parts: `network` predicts under guidance, `denoiser` draws with it, `decisions`
     replays.
     """
 
@@ -65,11 +65,11 @@ class DiffusionPolicy:
         steps_at_once: int | None = None,
         module: nn.Module | None = None,
     ) -> None:
-        """keep_predictions: whether rollouts hold what the network said when they were made, for `recorded`. A gradient
-        of rollouts without an old policy's predictions is then one by the weights that made them. steps_at_once: rows
-        that the network is given at once when rollouts are replayed; None: all. module: where it is not the family's.
+        """keep_predictions: whether rollouts hold the network's predictions while sampling, for `recorded`. Replay with
+        a gradient then takes them for the present weights' values where no old policy's predictions are set.
+        steps_at_once: rows per forward of a replay; None: all. module: the network, where it is not the family's.
 
-        Raises UserError for settings that the family does not fit, and for a window that can not be."""
+        Raises UserError for settings that do not fit the family, and for an impossible window."""
         self.family, self.denoising = family, denoising
         self.module = family.module if module is None else module
         self.network = GuidedNetwork(family, denoising, self.module)
@@ -86,7 +86,7 @@ class DiffusionPolicy:
 
     @property
     def shape(self) -> Shape:
-        """Of the latents of rollouts."""
+        """The shape of latents in rollouts."""
         return self.denoiser.shape
 
     @property
@@ -95,43 +95,46 @@ class DiffusionPolicy:
 
     @property
     def sampler(self) -> Sampler:
-        """Of rollouts."""
+        """The sampler of rollouts."""
         return self.denoiser.sampler
 
     # --- prompts to images ---
 
     @torch.no_grad()
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
-        """Draw `group_size` images a prompt. seeds: one a rollout, prompt by prompt; the window of a group is that of
-        its first seed and of training step `step`."""
+        """Draws `group_size` images of each prompt. seeds: one a rollout, prompt by prompt; a group's window follows
+        from its first seed and training step `step`."""
         return self.decisions.rollout(prompts, group_size, seeds, step)
 
     @torch.no_grad()
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """One image a prompt without noise in its chain, with the steps, size and guidance of evaluation."""
-        settings, said = self.denoising, [ConditionInputs.of(p) for p in prompts]
+        """Draws one image of each prompt by deterministic steps, with the steps, size and guidance of evaluation."""
+        settings, inputs = self.denoising, [ConditionInputs.of(p) for p in prompts]
         guidance = settings.guidance if settings.evaluation_guidance is None else settings.evaluation_guidance
         sampler = self.denoiser.sampler_of(settings.evaluation_steps, self.evaluation_shape)
-        drawn = self.denoiser.draw(sampler, said, seeds, [[]] * len(said), guidance, self.evaluation_shape)
-        return made_samples(prompts, self.denoiser.decode(drawn.final))
+        drawn = self.denoiser.draw(sampler, inputs, seeds, [[]] * len(inputs), guidance, self.evaluation_shape)
+        return decoded_samples(prompts, self.denoiser.decode(drawn.final))
 
     @torch.no_grad()
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
-        """The images or clips that prompts carry in metadata["target"] ([channel, height, width] or [frame, channel,
-        height, width], 0 to 1), some of them without the words of their prompt."""
+        """Builds rollouts of the images or videos in metadata["target"] ([channel, height, width] or [frame, channel,
+        height, width], 0 to 1) of prompts. A share prompt_dropout of them gets the negative prompt instead.
+
+        Raises UserError where decisions are not noise levels, and for a prompt without a target."""
         if not isinstance(self.decisions, LevelDecisions):
             raise UserError(f"denoising.likelihood.type={self.denoising.likelihood.type} scores no given images")
         dropout = self.denoising.prompt_dropout if isinstance(self.denoising, DenoisingDemonstrations) else 0.0
         return self.decisions.demonstrate(prompts, seeds, dropout, self.denoising.negative_prompt)
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
-        """The same images under changed prompts. What is known of them under their own prompts is left out."""
+        """Returns the same images under changed prompts, without the log-likelihoods and predictions under their own
+        ones."""
         prompts = [change(sample.prompt) for sample in rollouts.samples]
         return replace(
             rollouts,
             samples=[replace(s, prompt=p) for s, p in zip(rollouts.samples, prompts, strict=True)],
             inputs=[
-                replace(record, asked=ConditionInputs.of(p), prediction=None)
+                replace(record, condition_inputs=ConditionInputs.of(p), prediction=None)
                 for record, p in zip(rollouts.inputs, prompts, strict=True)
             ],
             old_logp=None,
@@ -143,28 +146,32 @@ class DiffusionPolicy:
     # --- images to likelihoods ---
 
     def recorded(self, rollouts: Rollouts) -> Replay | None:
-        """What the network said of every decision when the rollouts were made; None where that was not kept."""
+        """Returns the replay by the predictions that were kept while sampling; None where none were kept."""
         return self.decisions.recorded(rollouts)
 
     def replay(self, rollouts: Rollouts, model: NetworkCall, *, reference: bool = False) -> Replay:
-        """What `model` (`self.module` or the engine around it) says of every decision; one forward for all of them."""
+        """Computes the log-likelihoods of all decisions under `model` (`self.module` or the engine around it), in one
+        forward."""
         return self.decisions.replay(rollouts, model)
 
     @torch.no_grad()
     def complete_steps(self, rollouts: Rollouts, *, ends: bool = False) -> list[Sample]:
-        """Images that the state before each step of the window, with `ends` that behind it, leads to by deterministic
-        steps, under the guidance of rollouts: those of the first rollout, then of the next."""
+        """Completes every step of the window by deterministic steps, under the guidance of rollouts, from the state
+        before it, or with `ends` from the state after it. Returns one image a step, those of the first rollout
+        first."""
         return chain.complete_steps(self.denoiser, rollouts, ends=ends)
 
     def latents(self, rollouts: Rollouts) -> Tensor:
-        """[rollout, decision, number] latents before each step, pooled to at most 8 a side, and their noise level."""
+        """Returns [rollout, decision, number]: latents before each step, pooled to at most 8 a side, and their noise
+        level."""
         return chain.latents(self.denoiser, rollouts.inputs)
 
     def trained_by(self, engine: TrainingEngine) -> None:
-        """It has nothing to keep step with."""
+        """Does nothing: no part of this policy depends on the engine."""
 
     def counts(self) -> dict[str, float]:
-        """Prompts, since it was last asked, of which the encoders left something out because of their token limit."""
+        """Returns the number of prompts longer than the encoders' token limit since the last call, if there were
+        any."""
         return self.network.conditions.counts()
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
@@ -173,19 +180,19 @@ class DiffusionPolicy:
 
 
 def decisions_of(denoiser: Denoiser) -> Decisions:
-    """The decisions of the likelihood that the settings name. Raises UserError for a transition or weight that is not
-    the model's, a window that can not be, and a likelihood of no known kind."""
+    """Builds the decisions of the settings' likelihood. Raises UserError for a transition or weight that does not fit
+    the model, an impossible window, and a likelihood of an unknown kind."""
     likelihood, denoising = denoiser.denoising.likelihood, denoiser.denoising
-    own = "denoising.likelihood" if isinstance(denoising, Denoising) else "denoising"
+    key = "denoising.likelihood" if isinstance(denoising, Denoising) else "denoising"
     if isinstance(likelihood, ImageChain):
         return ChainDecisions(denoiser, likelihood)
     if isinstance(likelihood, ImageLastSteps):
         return LastStepDecisions(denoiser, likelihood)
     if not isinstance(likelihood, ImageMatching | ImageContrast):
         raise UserError(
-            f"{own}.type={likelihood.type} inherits from none of ImageChain, ImageMatching, ImageContrast "
+            f"{key}.type={likelihood.type} inherits from none of ImageChain, ImageMatching, ImageContrast "
             "and ImageLastSteps"
         )
     if denoiser.family.space == "noise" and isinstance(likelihood, ImageMatching) and likelihood.weight == "elbo":
-        raise UserError(f"{own}.weight=elbo is for models that predict velocity; use one or sigma")
+        raise UserError(f"{key}.weight=elbo is for models that predict velocity; use one or sigma")
     return LevelDecisions(denoiser, likelihood)

@@ -1,4 +1,4 @@
-"""What a network says of latents, under classifier-free guidance."""
+"""Predictions of a network under classifier-free guidance."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from mmrl.policies.diffusion.family import ConditionInputs, Family
 from mmrl.policies.diffusion.settings import Denoising, DenoisingDemonstrations
 from mmrl.policies.models import NetworkCall
 from mmrl.samplers.chain import Sampler
-from mmrl.samplers.guidance import guided, moved, scale_at
+from mmrl.samplers.guidance import guided, scale_at, with_grad
 
 
 class GuidedNetwork:
-    """A family's network, told of prompts by their conditions. module: what is asked where no other is named."""
+    """A family's network under classifier-free guidance, with a cache of prompts' conditions. module: predicts in
+    sampling."""
 
     def __init__(self, family: Family, denoising: Denoising | DenoisingDemonstrations, module: nn.Module) -> None:
         self.family, self.denoising, self.module = family, denoising, module
@@ -27,14 +28,15 @@ class GuidedNetwork:
         return next(self.module.parameters()).device
 
     def predictor(
-        self, sampler: Sampler, said: Sequence[ConditionInputs], guidance: float
+        self, sampler: Sampler, inputs: Sequence[ConditionInputs], guidance: float
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """What `run` asks of the module, for rows that were asked for by `said`."""
+        """Returns the function `predict` of `samplers.chain.run`: the module's guided predictions for one input a
+        row."""
 
         def predict(x: Tensor, point: Tensor, rows: Tensor) -> Tensor:
             grid = sampler.grid
-            asked = [said[i] for i in rows.tolist()]
-            return self.predict(self.module, x, grid.sigmas[point], grid.times[point], asked, guidance)
+            row_inputs = [inputs[i] for i in rows.tolist()]
+            return self.predict(self.module, x, grid.sigmas[point], grid.times[point], row_inputs, guidance)
 
         return predict
 
@@ -44,24 +46,24 @@ class GuidedNetwork:
         x: Tensor,
         sigma: Tensor,
         time: Tensor,
-        said: Sequence[ConditionInputs],
+        inputs: Sequence[ConditionInputs],
         guidance: float,
-        known: Tensor | None = None,
+        cached: Tensor | None = None,
     ) -> Tensor:
-        """[row, ...] what `model` says, guided. A prompt's condition is made once and kept. known: what it is, if only
-        its gradient is wanted, which the conditional half alone has."""
+        """Predicts [row, ...] with `model` under guidance. cached: the prediction's value, where only its gradient is
+        missing; then the conditional half alone, which has it, is computed."""
         embedded, time, shape = self.denoising.embedded_guidance, time.to(x.device), tuple(x.shape[1:])
-        negative = self._negative(said) if guidance != 1 and known is None else []
-        found = self.conditions.of([*said, *negative], shape)  # all at once: the encoders visit the device once
+        negative = self._negative(inputs) if guidance != 1 and cached is None else []
+        conditions = self.conditions.of([*inputs, *negative], shape)  # all at once: the encoders visit the device once
 
         def unconditional() -> Tensor:
-            return self.family.predict(model, x, time, found[len(said) :], embedded)
+            return self.family.predict(model, x, time, conditions[len(inputs) :], embedded)
 
-        conditional = self.family.predict(model, x, time, found[: len(said)], embedded)
+        conditional = self.family.predict(model, x, time, conditions[: len(inputs)], embedded)
         scale = scale_at(sigma, guidance, self.denoising.guidance_interval)
-        return guided(conditional, unconditional, scale) if known is None else moved(known, conditional, scale)
+        return guided(conditional, unconditional, scale) if cached is None else with_grad(cached, conditional, scale)
 
-    def _negative(self, said: Sequence[ConditionInputs]) -> list[ConditionInputs]:
-        """What is asked for in place of `said` where guidance leads away from it."""
-        made = {id(one): one.saying(self.denoising.negative_prompt) for one in said}
-        return [made[id(one)] for one in said]
+    def _negative(self, inputs: Sequence[ConditionInputs]) -> list[ConditionInputs]:
+        """Returns the inputs of the unconditional half: the same images with the negative prompt."""
+        negative = {id(one): one.with_text(self.denoising.negative_prompt) for one in inputs}
+        return [negative[id(one)] for one in inputs]

@@ -1,4 +1,4 @@
-"""Settings of diffusion and flow models that make images."""
+"""Settings of diffusion and flow models that draw images and videos."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MatchingWeight = Literal["one", "sigma", "sigma_squared", "elbo"]
 
 
 class ImageLikelihood(Likelihood):
-    """What a decision of an image is."""
+    """The decisions of an image, and their likelihood."""
 
     type: str = "chain"
     kinds: ClassVar[dict[str, str]] = {
@@ -48,7 +48,7 @@ class ImageLikelihood(Likelihood):
     @property
     @abstractmethod
     def offers(self) -> frozenset[Offer]:
-        """What its decisions support; see `mmrl.protocols.offers`."""
+        """Returns what its decisions support; see `mmrl.protocols.offers`."""
 
 
 class ImageChain(ChainLikelihood, ImageLikelihood):
@@ -70,8 +70,8 @@ class ImageChain(ChainLikelihood, ImageLikelihood):
 
     old: Literal["sampled", "replayed"] | None = option(
         None,
-        "whose predictions are those of the old policy. sampled: the sampler's own, which need no pass of the network, "
-        "and with guidance save the first update its pass without the prompt; replayed: made again, in the "
+        "whose predictions are those of the old policy. sampled: the sampler's, which need no pass of the network, "
+        "and with guidance save the first update its pass without the prompt; replayed: computed again, in the "
         "micro-batches of training. Default: sampled in float32, where the two agree to rounding, replayed in "
         "bfloat16. Before the first update the ratio is exactly 1 with either",
     )
@@ -89,7 +89,7 @@ class ImageChain(ChainLikelihood, ImageLikelihood):
         return self
 
     def keeps_predictions(self, dtype: str) -> bool:
-        """Whether rollouts hold what a network with weights of this dtype said when they were made."""
+        """Returns whether rollouts keep the predictions of sampling, for a network with weights of this dtype."""
         if self.branching or self.shared_states:
             return False
         return self.old == "sampled" or (self.old is None and dtype == "float32")
@@ -153,33 +153,33 @@ class ImageLastSteps(ImageLikelihood):
 
 
 def refuse_estimate(kind: str, path: str) -> None:
-    """Raises UserError where the memory of two networks, of which the pipeline at `path` is one, is asked for."""
+    """Raises UserError for a memory estimate of two networks, one of which is the pipeline at `path`."""
     if not load_attribute("mmrl.policies.diffusion.loading:is_small")(path):
         raise UserError(f"memory is not estimated for model.type={kind}, which holds two networks")
 
 
 class Drawing(Section):
-    """How images are drawn for evaluation, and what prompts become; every job with images has it."""
+    """Settings of images in evaluation and of their prompts, which every job that draws images has."""
 
     evaluation_steps: int = option(40, "denoising steps of an image in evaluation", unit="steps", ge=1)
     resolution: int | tuple[int, int] | None = option(
         None,
-        "of images and clips: one side of a square, or height and width; default: the model's own",
+        "of images and videos: one side of a square, or height and width; default: the model's own",
         unit="pixels",
     )
     evaluation_resolution: int | tuple[int, int] | None = option(
         None, "in evaluation; default: as in training", unit="pixels"
     )
-    frames: int | None = option(None, "of a clip; only for models that draw clips, default: the model's own", ge=1)
+    frames: int | None = option(None, "of a video; only for models that draw videos, default: the model's own", ge=1)
     evaluation_guidance: float | None = option(None, "classifier-free guidance in evaluation; default: as in training")
     guidance_interval: tuple[float, float] = option((0.0, 1.0), "sigmas at which guidance acts")
-    embedded_guidance: float = option(3.5, "what guidance-distilled networks (FLUX) are told")
+    embedded_guidance: float = option(3.5, "guidance scale that guidance-distilled networks (FLUX) take as an input")
     negative_prompt: str = option("", "the prompt that guidance leads away from")
     prompt_cache: int = option(256, "prompts whose conditions are kept in memory", ge=1)
 
 
 class Denoising(Drawing):
-    """How images are drawn in training, and how likely they are."""
+    """Settings of images in training, and of their likelihood."""
 
     steps: int = option(10, "denoising steps of an image in training", unit="steps", ge=1)
     likelihood: ImageLikelihood = option(ImageChain(), "what a decision is")
@@ -187,7 +187,7 @@ class Denoising(Drawing):
 
 
 class ImageEngine(Section):
-    """How images and clips are replayed."""
+    """Settings of the replay of images and videos."""
 
     steps_at_once: int | None = option(
         None,
@@ -199,7 +199,7 @@ class ImageEngine(Section):
 
 
 class DenoisingDemonstrations(Drawing):
-    """How a denoiser learns images that are given."""
+    """Settings of a denoiser that learns from given images (demonstrations)."""
 
     draws: int = option(4, "noise levels and noises an image", ge=1)
     draw_range: tuple[float, float] = option((0.02, 0.98), "of the uniform draw that a noise level is made from")
@@ -219,7 +219,8 @@ class DenoisingDemonstrations(Drawing):
 
 
 class DiffusionModel(ModelSettings):
-    """A diffusion or flow model: a diffusers pipeline, or a small network of our own. One decision a denoising step."""
+    """A diffusion or flow model: a diffusers pipeline, or a small network of mmrl's own. One decision a denoising
+    step."""
 
     type: str = "diffusion"
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
@@ -234,11 +235,11 @@ class DiffusionModel(ModelSettings):
         "visit", "whether the encoders of prompts visit the network's device while they are needed, or stay on it"
     )
     embeddings: str | None = option(
-        None, "a folder that `mmrl embed` wrote with what the encoders say of prompts; they are not loaded then"
+        None, "a folder of prompt embeddings that `mmrl embed` wrote; the encoders are not loaded then"
     )
     decoding: Literal["whole", "sliced", "tiled"] = option(
         "sliced",
-        "how the VAE works. whole: on a batch at once; sliced: on one image or clip at a time; tiled: on overlapping "
+        "how the VAE works. whole: on a batch at once; sliced: on one image or video at a time; tiled: on overlapping "
         "tiles of it, for large ones: less memory, and seams are blended",
     )
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
@@ -271,7 +272,7 @@ class DiffusionModel(ModelSettings):
                 and config.rollout.workers.async_steps
             ):
                 raise ValueError(
-                    "denoising.likelihood.old=sampled takes what was said when rollouts were made for the present "
+                    "denoising.likelihood.old=sampled takes the predictions of sampling for those of the present "
                     f"weights, but with rollout.workers.async_steps={config.rollout.workers.async_steps} those are "
                     "older; use old=replayed"
                 )
@@ -308,7 +309,7 @@ class DiffusionModel(ModelSettings):
         engine: ImageEngine = config.engine
         chain = denoising.likelihood if isinstance(denoising, Denoising) else None
         of_use = config.needs.old and (config.algorithm.updates > 1 or denoising.guidance != 1)
-        ahead = config.generator is not None and config.generator.steps_ahead > 0  # then they are of older weights
+        ahead = config.generator is not None and config.generator.steps_ahead > 0  # predictions of older weights
         keep = of_use and not ahead and isinstance(chain, ImageChain) and chain.keeps_predictions(self.dtype)
         family = load_attribute("mmrl.policies.diffusion.loading:load")(path, self)
         return load_attribute("mmrl.policies.diffusion.policy:DiffusionPolicy")(

@@ -1,4 +1,4 @@
-"""A small conditional velocity network for laptops and tests: prompts of known words, pixels as latents."""
+"""A small conditional velocity network for laptops and tests: prompts of a fixed vocabulary, pixels as latents."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class SmallDiffusionConfig:
     heads: int = 4
     patch: int = 2  # pixels, of the transformer
     max_words: int = 16
-    ordered: bool = False  # the perceptrons: whether the order of words counts
-    predicts: Literal["velocity", "data"] = "velocity"  # what the last layer makes; data becomes a velocity at once
+    ordered: bool = False  # of the perceptrons: whether they read the order of words
+    predicts: Literal["velocity", "data"] = "velocity"  # the last layer's output; data is converted to a velocity
     shift: float = 1.0  # of the sigma grid, towards noise
 
 
 class SmallMLP(nn.Module):
-    """Residual MLP over all pixels and words; unless `ordered`, the prompt is the sum of its words."""
+    """A residual MLP over all pixels and words; unless `ordered`, the prompt is the sum of its words' embeddings."""
 
     def __init__(self, config: SmallDiffusionConfig) -> None:
         super().__init__()
@@ -54,72 +54,75 @@ class SmallMLP(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
         """x [n, channel, height, width], time [n] in [0, 1], words [n, word] ids (0: none) -> velocity like x."""
-        said = self.words(words)
-        said = said.flatten(1) if self.ordered else said.sum(1)
-        told = torch.cat([x.flatten(1), sinusoids(time, 32).to(x), said], 1)
-        h = F.silu(self.enter(told))
+        text = self.words(words)
+        text = text.flatten(1) if self.ordered else text.sum(1)
+        inputs = torch.cat([x.flatten(1), sinusoids(time, 32).to(x), text], 1)
+        h = F.silu(self.enter(inputs))
         for block in self.blocks:
             h = h + F.silu(block(h))
-        made = self.leave(h).view_as(x)
-        return velocity(made, x, time) if self.predicts_data else made
+        output = self.leave(h).view_as(x)
+        return velocity(output, x, time) if self.predicts_data else output
 
 
 class Modulated(nn.Module):
-    """Residual MLP over all pixels whose every block is scaled and shifted by what it is told (adaptive layer
-    normalisation, arXiv 2212.09748), so that a prompt can turn off what it does not want drawn."""
+    """A residual MLP over all pixels whose every block is scaled and shifted by the condition (adaptive layer
+    normalisation, arXiv 2212.09748), so that a prompt can switch features off."""
 
-    def __init__(self, pixels: int, told: int, width: int, depth: int) -> None:
+    def __init__(self, pixels: int, condition_width: int, width: int, depth: int) -> None:
         super().__init__()
         self.enter = nn.Linear(pixels, width)
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)) for _ in range(depth)
         )
-        self.modulations = nn.ModuleList(nn.Linear(told, 2 * width) for _ in range(depth + 1))
+        self.modulations = nn.ModuleList(nn.Linear(condition_width, 2 * width) for _ in range(depth + 1))
         self.leave = nn.Linear(width, pixels)
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(self.leave.bias)
 
-    def through(self, x: Tensor, told: Tensor) -> Tensor:
-        """x [n, channel, height, width], told [n, number] -> like x."""
+    def run_blocks(self, x: Tensor, condition: Tensor) -> Tensor:
+        """Maps x [n, channel, height, width] and condition [n, number] to an output like x."""
         h = self.enter(x.flatten(1))
         for block, modulation in zip(self.blocks, self.modulations, strict=False):
-            h = h + block(self.modulated(h, modulation(told)))
-        return self.leave(self.modulated(h, self.modulations[-1](told))).view_as(x)
+            h = h + block(self.modulated(h, modulation(condition)))
+        return self.leave(self.modulated(h, self.modulations[-1](condition))).view_as(x)
 
     def modulated(self, h: Tensor, by: Tensor) -> Tensor:
-        """h [n, width] normalised, then scaled and shifted by the halves of `by` [n, 2 width]."""
+        """Normalises h [n, width], then scales and shifts it by the halves of `by` [n, 2 width]."""
         scale, shift = by.chunk(2, 1)
         return self.norm(h) * (1 + scale) + shift
 
 
-TOLD = 128  # numbers that noise level and prompt are made into
+CONDITION_WIDTH = 128  # of the embedding of noise level and prompt
 
 
-def teller(said: int) -> nn.Sequential:
-    """From 32 numbers of the noise level and `said` of the prompt to the TOLD that modulate."""
-    return nn.Sequential(nn.Linear(32 + said, TOLD), nn.SiLU(), nn.Linear(TOLD, TOLD), nn.SiLU())
+def condition_mlp(prompt_width: int) -> nn.Sequential:
+    """Builds the network from 32 numbers of the noise level and `prompt_width` of the prompt to CONDITION_WIDTH
+    numbers."""
+    return nn.Sequential(
+        nn.Linear(32 + prompt_width, CONDITION_WIDTH), nn.SiLU(), nn.Linear(CONDITION_WIDTH, CONDITION_WIDTH), nn.SiLU()
+    )
 
 
 class ModulatedMLP(Modulated):
-    """Modulated by noise level and words; words as in SmallMLP."""
+    """A `Modulated` MLP conditioned on noise level and words, which it reads as `SmallMLP` does."""
 
     def __init__(self, config: SmallDiffusionConfig) -> None:
-        super().__init__(config.channels * config.size**2, TOLD, config.width, config.depth)
+        super().__init__(config.channels * config.size**2, CONDITION_WIDTH, config.width, config.depth)
         self.ordered, self.predicts_data = config.ordered, config.predicts == "data"
-        self.words = nn.Embedding(len(config.words) + 1, TOLD, padding_idx=0)
-        self.condition = teller(TOLD * (config.max_words if config.ordered else 1))
+        self.words = nn.Embedding(len(config.words) + 1, CONDITION_WIDTH, padding_idx=0)
+        self.condition = condition_mlp(CONDITION_WIDTH * (config.max_words if config.ordered else 1))
 
     def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
         """x [n, channel, height, width], time [n] in [0, 1], words [n, word] ids (0: none) -> velocity like x."""
-        said = self.words(words)
-        said = said.flatten(1) if self.ordered else said.sum(1)
-        made = self.through(x, self.condition(torch.cat([sinusoids(time, 32).to(x), said], 1)))
-        return velocity(made, x, time) if self.predicts_data else made
+        text = self.words(words)
+        text = text.flatten(1) if self.ordered else text.sum(1)
+        output = self.run_blocks(x, self.condition(torch.cat([sinusoids(time, 32).to(x), text], 1)))
+        return velocity(output, x, time) if self.predicts_data else output
 
 
 class SmallTransformer(nn.Module):
-    """Patches and words in one sequence, modulated by the noise level (a small DiT, arXiv 2212.09748)."""
+    """A small DiT (arXiv 2212.09748): patches and words in one sequence, modulated by the noise level."""
 
     def __init__(self, config: SmallDiffusionConfig) -> None:
         super().__init__()
@@ -139,15 +142,15 @@ class SmallTransformer(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
         p = self.patch
-        told = self.words(words) + self.word_places
-        seen = self.patches(rearrange(x, "n c (h p) (w q) -> n (h w) (c p q)", p=p, q=p)) + self.patch_places
-        h = torch.cat([told, seen], 1)
+        text = self.words(words) + self.word_places
+        patches = self.patches(rearrange(x, "n c (h p) (w q) -> n (h w) (c p q)", p=p, q=p)) + self.patch_places
+        h = torch.cat([text, patches], 1)
         level = self.time(sinusoids(time, 64).to(x))
         for block in self.blocks:
             h = block(h, level)
         out = self.leave(self.norm(h[:, words.shape[1] :]))
-        made = rearrange(out, "n (h w) (c p q) -> n c (h p) (w q)", h=self.side, p=p, q=p)
-        return velocity(made, x, time) if self.predicts_data else made
+        output = rearrange(out, "n (h w) (c p q) -> n c (h p) (w q)", h=self.side, p=p, q=p)
+        return velocity(output, x, time) if self.predicts_data else output
 
 
 class Block(nn.Module):
@@ -162,8 +165,8 @@ class Block(nn.Module):
         nn.init.zeros_(self.modulation.bias)
 
     def forward(self, h: Tensor, level: Tensor) -> Tensor:
-        """h [n, token, width], level [n, width]. Each half is scaled, shifted and gated by the noise level; gates begin
-        at 1, so that a fresh network is an ordinary transformer."""
+        """Returns h [n, token, width] after attention and MLP, each scaled, shifted and gated by level [n, width].
+        Gates begin at 1, so that a fresh network is an ordinary transformer."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.modulation(F.silu(level))[:, None].chunk(6, -1)
         a = self.norms[0](h) * (1 + scale_a) + shift_a
         q, k, v = rearrange(self.qkv(a), "n t (three h d) -> three n h t d", three=3, h=self.heads)
@@ -173,7 +176,7 @@ class Block(nn.Module):
 
 
 class SmallFamily:
-    """Pixels in [-1, 1] are the latents; the word embeddings are part of the trained network."""
+    """The family of small networks. Pixels in [-1, 1] are the latents; the network holds the word embeddings."""
 
     space: Space = "velocity"
 
@@ -196,28 +199,28 @@ class SmallFamily:
         sigma = shift_towards_noise(uniform, self.config.shift)
         return sigma, sigma
 
-    def encode(self, asked: Sequence[ConditionInputs], shape: Shape = ()) -> list[Condition]:
-        conditioned = next((one for one in asked if one.images), None)
+    def encode(self, inputs: Sequence[ConditionInputs], shape: Shape = ()) -> list[Condition]:
+        conditioned = next((one for one in inputs if one.images), None)
         if conditioned is not None:
             raise UserError(f"prompt {conditioned.text!r} has an image; this model draws from words alone")
-        return [{"words": self._encode(one.text)} for one in asked]
+        return [{"words": self._encode(one.text)} for one in inputs]
 
-    def cut(self, text: str) -> int:
-        return 0  # it refuses what it can not read
+    def truncated_tokens(self, text: str) -> int:
+        return 0  # `encode` raises UserError for longer prompts
 
-    def known(self, text: str) -> str:
-        """What it can read of a text that somebody wrote: words that it knows, as many as it takes."""
-        found = [word for word in text.lower().replace(",", " ").split() if word in self._ids]
-        return " ".join(found[: self.config.max_words])
+    def readable(self, text: str) -> str:
+        """Returns the words of a text that are in the vocabulary, at most max_words of them."""
+        words = [word for word in text.lower().replace(",", " ").split() if word in self._ids]
+        return " ".join(words[: self.config.max_words])
 
     def _encode(self, text: str) -> Tensor:
-        found = text.lower().replace(",", " ").split()
-        unknown = [word for word in found if word not in self._ids]
+        words = text.lower().replace(",", " ").split()
+        unknown = [word for word in words if word not in self._ids]
         if unknown:
             raise UserError(f"prompt {text!r}: this model does not know {unknown[0]!r}; it knows {' '.join(self._ids)}")
-        if len(found) > self.config.max_words:
-            raise UserError(f"prompt {text!r} has {len(found)} words; this model reads {self.config.max_words}")
-        ids = [self._ids[word] for word in found]
+        if len(words) > self.config.max_words:
+            raise UserError(f"prompt {text!r} has {len(words)} words; this model reads {self.config.max_words}")
+        ids = [self._ids[word] for word in words]
         return torch.tensor(ids + [0] * (self.config.max_words - len(ids)))
 
     def predict(
@@ -241,8 +244,8 @@ class SmallFamily:
 
 
 def velocity(data: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
-    """(x - data) / s [n, ...] for sigma s [n], taken at 0.05 below that. A network that predicts the data has an easier
-    task: images lie on few dimensions, noise on all (arXiv 2511.13720)."""
+    """Converts predicted data to a velocity, (x - data) / s [n, ...] for sigma s [n], which is at least 0.05 here. Data
+    is easier to predict: images lie on few dimensions, noise on all (arXiv 2511.13720)."""
     return (x - data) / sigma.clamp(min=0.05).view(-1, *[1] * (x.dim() - 1))
 
 
@@ -252,7 +255,7 @@ def network(config: SmallDiffusionConfig) -> nn.Module:
 
 
 def create(folder: Path, config: SmallDiffusionConfig, seed: int) -> None:
-    """Write a freshly initialised model."""
+    """Writes a freshly initialised model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         write(folder, config, network(config).state_dict())

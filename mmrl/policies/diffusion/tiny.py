@@ -1,7 +1,7 @@
 """Parts of tiny diffusers pipelines that are built in code: nothing is downloaded, nothing but the network is trained.
 
-A pipeline of them is of the class that users bring, and its folder loads in diffusers. Text encoders are random and
-frozen; what makes them useful is that a word's state has unit scale. The VAE is the identity.
+Their pipelines are of diffusers' own classes, and their folders load in diffusers. Text encoders are random and frozen,
+with token states of unit scale. The VAE is the identity, or halves the sides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import (
 )
 
 PAD, UNKNOWN, START, END = "<pad>", "<unknown>", "<start>", "<end>"
-MARGIN = 1000.0  # of the channels that make a norm of the identity VAE a division by a constant, in units of a pixel
+MARGIN = 1000.0  # value of constant channels, which turn the identity VAE's norms into divisions by a constant
 
 
 class Convolution(Protocol):
@@ -37,15 +37,15 @@ class Convolution(Protocol):
 
 
 def word_tokenizer(words: Sequence[str], max_length: int) -> PreTrainedTokenizerFast:
-    """One token a word, in lower case; commas and full stops are left out."""
-    known = {token: i for i, token in enumerate((PAD, UNKNOWN, START, END, *words))}
-    tokenizer = Tokenizer(models.WordLevel(known, unk_token=UNKNOWN))
+    """Builds a tokenizer with one token a word, in lower case, that ignores commas and full stops."""
+    vocabulary = {token: i for i, token in enumerate((PAD, UNKNOWN, START, END, *words))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Lowercase(), normalizers.Replace(",", " "), normalizers.Replace(".", " ")]
     )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{START} $A {END}", special_tokens=[(START, known[START]), (END, known[END])]
+        single=f"{START} $A {END}", special_tokens=[(START, vocabulary[START]), (END, vocabulary[END])]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -60,8 +60,8 @@ def word_tokenizer(words: Sequence[str], max_length: int) -> PreTrainedTokenizer
 def clip_text_encoder(
     tokenizer: PreTrainedTokenizerFast, width: int = 32, *, projection: bool = True
 ) -> CLIPTextModelWithProjection | CLIPTextModel:
-    """A random CLIP text encoder whose states have unit scale: a fresh one's are small (std 0.08 behind its first
-    layer), and a network takes several times as long to learn to read them."""
+    """Builds a random CLIP text encoder whose states have unit scale. By default they are small (std 0.08 after the
+    first layer), and a network takes several times as long to learn to read them."""
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -84,8 +84,8 @@ def clip_text_encoder(
 
 
 def identity_vae(channels: int, size: int, *, halving: bool = False) -> AutoencoderKL:
-    """An AutoencoderKL whose latents are the pixels, [channels, size, size] in -1..1, by weights set by hand; or with
-    `halving` the means of 2 x 2 pixels, which decoding repeats.
+    """Builds an AutoencoderKL whose latents are the pixels, [channels, size, size] in -1..1, by weights set by hand; or
+    with `halving` the means of 2 x 2 pixels, which decoding repeats.
 
     Its hidden channels are x, -x, M and -M. A group norm over all of them divides by a constant, M times the share of
     the margins, as long as x is small beside M; and silu(y) - silu(-y) = y undoes the activation. The blocks between
@@ -119,7 +119,7 @@ def identity_vae(channels: int, size: int, *, halving: bool = False) -> Autoenco
 
 
 def silence_blocks(module: nn.Module, last: tuple[str, ...]) -> None:
-    """The layers of these names give 0, so that a residual block passes its input on."""
+    """Zeroes the convolutions of these names, so that a residual block returns its input."""
     for name, part in module.named_modules():
         if name.rsplit(".", 1)[-1] in last and isinstance(part, nn.Conv2d | nn.Conv3d):
             nn.init.zeros_(part.weight)
@@ -129,36 +129,36 @@ def silence_blocks(module: nn.Module, last: tuple[str, ...]) -> None:
 
 @torch.no_grad()
 def pass_through(
-    enter: Convolution, norm: nn.Module, leave: Convolution, channels: int, gain: float, margins: int | None = None
+    conv_in: Convolution, norm: nn.Module, conv_out: Convolution, channels: int, gain: float, margins: int | None = None
 ) -> None:
-    """conv_in writes x, -x and the margins (None: in all channels that are left); the norm multiplies by `gain` what it
-    divided; conv_out reads x again. Where time is convolved too, the present is the last of its taps."""
-    for part in (enter, leave):
+    """Sets weights so that conv_in writes x, -x and the margins (None: in all channels that are left), the norm
+    multiplies by `gain`, and conv_out reads x. A convolution over time uses the last of its taps, the present frame."""
+    for part in (conv_in, conv_out):
         part.weight.zero_()
         part.bias.zero_()
     for name, parameter in norm.named_parameters():  # a group norm's weight and bias, or an RMS norm's gamma
         parameter.fill_(0.0 if name == "bias" else gain)
-    sizes = enter.weight.shape[2:]
+    sizes = conv_in.weight.shape[2:]
     centre = tuple(size - 1 if len(sizes) == 3 and i == 0 else size // 2 for i, size in enumerate(sizes))
     for c in range(channels):
-        enter.weight[(c, c, *centre)] = 1.0
-        enter.weight[(channels + c, c, *centre)] = -1.0
-        leave.weight[(c, c, *centre)] = 1.0
-        leave.weight[(c, channels + c, *centre)] = -1.0
+        conv_in.weight[(c, c, *centre)] = 1.0
+        conv_in.weight[(channels + c, c, *centre)] = -1.0
+        conv_out.weight[(c, c, *centre)] = 1.0
+        conv_out.weight[(c, channels + c, *centre)] = -1.0
     last = None if margins is None else 2 * channels + margins
-    constant = enter.bias[2 * channels : last]
+    constant = conv_in.bias[2 * channels : last]
     constant.copy_(torch.tensor([MARGIN, -MARGIN]).repeat(len(constant) // 2))
 
 
 def umt5_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> UMT5EncoderModel:
-    """A random UMT5 encoder; its last norm gives states of unit scale."""
+    """Builds a random UMT5 encoder; its last norm gives states of unit scale."""
     encoder = UMT5EncoderModel(UMT5Config(**_t5(tokenizer, width)))
     nn.init.normal_(encoder.shared.weight, std=1.0)
     return encoder
 
 
 def t5_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> T5EncoderModel:
-    """A random T5 encoder, as `umt5_text_encoder`."""
+    """Builds a random T5 encoder, as `umt5_text_encoder`."""
     encoder = T5EncoderModel(T5Config(**_t5(tokenizer, width)))
     nn.init.normal_(encoder.shared.weight, std=1.0)
     return encoder
@@ -180,10 +180,10 @@ def _t5(tokenizer: PreTrainedTokenizerFast, width: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def halving_wan_vae(channels: int = 3) -> AutoencoderKLWan:
-    """An AutoencoderKLWan that halves the sides and keeps every frame, by weights set by hand: latents are the means of
-    2 x 2 pixels, decoding repeats them. Clips that are drawn in cells of 2 x 2 pixels pass unchanged.
+    """Builds an AutoencoderKLWan that halves the sides and keeps every frame, by weights set by hand: latents are the
+    means of 2 x 2 pixels, decoding repeats them. Videos that are drawn in cells of 2 x 2 pixels pass unchanged.
 
-    As `identity_vae` with an RMS norm over the channels, of which x, -x and two margins are in use.
+    It works as `identity_vae`, with an RMS norm over the channels, of which x, -x and two margins are in use.
     """
     used = 2 * channels + 2
     width = 2 * used  # its upsampling halves the channels
@@ -216,7 +216,7 @@ def halving_wan_vae(channels: int = 3) -> AutoencoderKLWan:
 
 @torch.no_grad()
 def copy_channels(convolution: Convolution, count: int, tap: tuple[int, ...]) -> None:
-    """The convolution copies its first `count` channels from the place `tap` of its kernel, and nothing else."""
+    """Sets the convolution to copy its first `count` channels, by the tap `tap` of its kernel."""
     convolution.weight.zero_()
     convolution.bias.zero_()
     for channel in range(count):
@@ -225,8 +225,8 @@ def copy_channels(convolution: Convolution, count: int, tap: tuple[int, ...]) ->
 
 @torch.no_grad()
 def average_pairs(convolution: Convolution, count: int) -> None:
-    """The convolution, of stride 2 and padded to the right and below, gives the means of 2 x 2 pixels of each of its
-    first `count` channels."""
+    """Sets a convolution of stride 2, padded to the right and below, to average 2 x 2 pixels of each of its first
+    `count` channels."""
     copy_channels(convolution, count, (0, 0))
     for row, column in ((0, 1), (1, 0), (1, 1)):
         convolution.weight[:, :, row, column] = convolution.weight[:, :, 0, 0]

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from mmrl.samplers.chain import Chain, mixed
 
-# (start [row, ...], each row's group, seed, step that it draws or None, first and last grid point) -> its chain
+# (latents [row, ...]; each row's group, seed, step that it draws or None, first and last grid point) -> its chain
 Segment = Callable[[Tensor, list[int], list[int], list[int] | None, list[int], list[int]], Chain]
 
 
 def sharing_leaves(branching: Sequence[int], width: int) -> list[int]:
-    """How many leaves of the tree share each of the `width` decisions of a chain."""
+    """Returns the number of leaves that share each of the `width` decisions of a chain."""
     children = [*branching, *[1] * (width - len(branching))]
     return [math.prod(children[j + 1 :]) for j in range(width)]
 
 
 def decision_weights(branching: Sequence[int], width: int) -> Tensor:
-    """[decision]: 1 over the number of leaves that share a decision, scaled to mean 1 over all decisions of the leaves.
+    """Returns [decision]: 1 over the number of leaves that share a decision, scaled to mean 1 over all decisions.
 
     Every leaf holds its whole chain, so that a shared decision is in several rollouts. With these weights each node of
     the tree has the same share in the loss under every reduction.
@@ -32,7 +32,7 @@ def decision_weights(branching: Sequence[int], width: int) -> Tensor:
 
 
 def nodes_of(branching: Sequence[int], width: int, group_size: int, groups: int) -> Tensor:
-    """[rollout, decision] int64: rollouts of a group with equal numbers made that decision together."""
+    """Returns node ids [rollout, decision] int64: rollouts of a group with equal ids share that decision."""
     leaf = torch.arange(group_size).repeat(groups)
     return torch.stack([leaf // shared for shared in sharing_leaves(branching, width)], 1)
 
@@ -40,8 +40,8 @@ def nodes_of(branching: Sequence[int], width: int, group_size: int, groups: int)
 def grow(
     segment: Segment, noise: Tensor, seeds: list[int], windows: list[list[int]], branching: Sequence[int], last: int
 ) -> Chain:
-    """A tree from each of `noise` [group, ...]: a deterministic way to the window, then children at each of its steps,
-    and a deterministic way from its end to grid point `last`. The leaves of a group lie side by side."""
+    """Grows a tree from each of `noise` [group, ...]: deterministic steps to the window, children at each of its steps,
+    and deterministic steps from its end to grid point `last`. The leaves of a group are adjacent rows."""
     width, groups = len(windows[0]), range(len(seeds))
     children = [*branching, *[1] * (width - len(branching))]
     chain = segment(noise, [*groups], seeds, None, [0] * len(seeds), [window[0] for window in windows])

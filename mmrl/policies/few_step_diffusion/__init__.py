@@ -1,1 +1,1 @@
-"""A diffusion model whose rollouts are drawn by a few-step copy of it, which is distilled while it learns."""
+"""A diffusion model whose rollouts are drawn by a few-step copy of it, which is distilled during training."""

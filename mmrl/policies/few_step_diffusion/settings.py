@@ -1,4 +1,4 @@
-"""Settings of a diffusion model with a few-step sampler beside it."""
+"""Settings of a diffusion model that has a few-step sampler."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
     from mmrl.protocols.parts import Policy
 
-POLICY, SAMPLER = "policy", "sampler"  # parts of the module; the sampler has a folder of that name beside the policy
+POLICY, SAMPLER = "policy", "sampler"  # parts of the module; the sampler is saved in a folder of that name
 
 
 class FewStepSampler(Section):
-    """The copy that draws in few steps, without guidance. The term `sampler_distillation` trains it."""
+    """The copy that draws in few steps and without guidance. The term `sampler_distillation` trains it."""
 
     steps: int = option(2, "denoising steps of its images; they divide denoising.steps", unit="steps", ge=1)
     share: float = option(
@@ -42,8 +42,8 @@ class FewStepModel(DiffusionModel):
     sampler: FewStepSampler = option(FewStepSampler(), "what draws rollouts")
 
     def capabilities(self, config: JobConfig) -> Capabilities:
-        found = super().capabilities(config)
-        return Capabilities(f"model.type={self.type}", (found.offers - {"views", "steering"}) | {"distillation"})
+        diffusion = super().capabilities(config)
+        return Capabilities(f"model.type={self.type}", (diffusion.offers - {"views", "steering"}) | {"distillation"})
 
     def check(self, config: JobConfig) -> None:
         super().check(config)

@@ -1,1 +1,1 @@
-"""A language model and a generator that are trained together: the one writes prompts anew, the other draws them."""
+"""A language model and an image generator that are trained together: one rewrites prompts, the other draws them."""

@@ -1,4 +1,4 @@
-"""Two policies as one: prompts to prompts that are written anew, and these to images."""
+"""Two policies as one: a writer rewrites prompts, a generator draws the new ones."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from mmrl.rollouts import PARTS, SEGMENTS, DecisionColumn, Prompt, Replay, Rollo
 
 
 @dataclass(frozen=True)
-class RewrittenRecord:
-    """What was written, and the image that was drawn of it."""
+class PromptRewritingRecord:
+    """The tokens that the writer sampled, and the image that was drawn of them."""
 
     text: RolloutTokens
     image: ImageRecord
 
 
-class RewrittenPolicy:
-    """Writes prompts anew and draws them; says how likely words and steps were.
+class PromptRewritingPolicy:
+    """Rewrites prompts and draws them; computes the log-likelihoods of tokens and denoising steps.
 
-    The first decisions of a rollout are its words, as many as there may be; the steps of its image come after them.
+    The first decisions of a rollout are its tokens, padded to the writer's limit; the steps of its image follow.
     """
 
     def __init__(self, writer: VisionLanguagePolicy, generator: DiffusionPolicy, settings: PromptWriter) -> None:
@@ -46,64 +46,76 @@ class RewrittenPolicy:
     # --- prompts to images ---
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
-        """`group_size` texts a prompt, and one image of each. seeds: one a rollout, prompt by prompt. The first
-        `originals` images of a group are drawn from the prompt as it is; no word of theirs counts."""
-        written = self.writer.rollout([self._asked(prompt) for prompt in prompts], group_size, seeds, step=step)
-        place = torch.arange(len(written)) % group_size
-        kept = place < self.settings.originals
-        each = [prompt for prompt in prompts for _ in range(group_size)]
-        rows = list(zip(each, kept.tolist(), written.samples, strict=True))
-        texts = [prompt.text if own else said.response for prompt, own, said in rows]
-        drawn = self.generator.rollout(self._told(each, texts), 1, seeds, step=step)
-        words = F.pad(written.mask, (0, self.writer.max_decisions - written.mask.shape[1])) & ~kept[:, None]
+        """Draws `group_size` texts of each prompt, and one image of each text. seeds: one a rollout, prompt by prompt.
+        The first `originals` images of a group are drawn from the prompt itself; their tokens are masked."""
+        written = self.writer.rollout([self._writer_prompt(prompt) for prompt in prompts], group_size, seeds, step=step)
+        position = torch.arange(len(written)) % group_size
+        original = position < self.settings.originals
+        row_prompts = [prompt for prompt in prompts for _ in range(group_size)]
+        rows = list(zip(row_prompts, original.tolist(), written.samples, strict=True))
+        texts = [prompt.text if is_original else response.response for prompt, is_original, response in rows]
+        drawn = self.generator.rollout(self._generator_prompts(row_prompts, texts), 1, seeds, step=step)
+        text_mask = F.pad(written.mask, (0, self.writer.max_decisions - written.mask.shape[1])) & ~original[:, None]
         samples = [
-            replace(image, prompt=prompt, response=prompt.text) if own else spoken(image, prompt, said)
-            for image, (prompt, own, said) in zip(drawn.samples, rows, strict=True)
+            replace(image, prompt=prompt, response=prompt.text)
+            if is_original
+            else with_response(image, prompt, response)
+            for image, (prompt, is_original, response) in zip(drawn.samples, rows, strict=True)
         ]
-        parts = text_and_image(len(each), self.writer.max_decisions, self.max_decisions)
+        parts = text_and_image(len(row_prompts), self.writer.max_decisions, self.max_decisions)
         return Rollouts(
             samples=samples,
-            inputs=[RewrittenRecord(*row) for row in zip(written.inputs, drawn.inputs, strict=True)],
-            group=torch.arange(len(each)) // group_size,
-            mask=torch.cat([words, drawn.mask], 1),
+            inputs=[PromptRewritingRecord(*row) for row in zip(written.inputs, drawn.inputs, strict=True)],
+            group=torch.arange(len(row_prompts)) // group_size,
+            mask=torch.cat([text_mask, drawn.mask], 1),
             extras={PARTS: DecisionColumn(parts)},
         )
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """One image of what the writer makes of each prompt, as evaluation asks both."""
-        written = self.writer.respond([self._asked(prompt) for prompt in prompts], seeds)
+        """Draws one image of each rewritten prompt, with the settings of evaluation of both models."""
+        written = self.writer.respond([self._writer_prompt(prompt) for prompt in prompts], seeds)
         texts = [sample.response for sample in written]
-        drawn = self.generator.respond(self._told(prompts, texts), seeds)
-        return [spoken(image, prompt, said) for image, prompt, said in zip(drawn, prompts, written, strict=True)]
+        drawn = self.generator.respond(self._generator_prompts(prompts, texts), seeds)
+        return [
+            with_response(image, prompt, response)
+            for image, prompt, response in zip(drawn, prompts, written, strict=True)
+        ]
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
-        raise NotImplementedError("a writer and a generator learn from demonstrations each for itself")
+        raise NotImplementedError(
+            "model.type=prompt_rewriting learns from no demonstrations; warm its two models up apart"
+        )
 
-    def _asked(self, prompt: Prompt) -> Prompt:
-        """The prompt as it is put to the writer."""
+    def _writer_prompt(self, prompt: Prompt) -> Prompt:
+        """Returns the prompt inside the writer's template."""
         return replace(prompt, text=self.settings.template.replace("{}", prompt.text))
 
-    def _told(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Prompt]:
-        """The prompts as they are put to the generator. A small network, which refuses words that it does not know, is
-        shown the others."""
+    def _generator_prompts(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Prompt]:
+        """Returns the prompts with the writer's texts. A small network raises UserError for unknown words; these are
+        left out of its texts."""
         family = self.generator.family
         if isinstance(family, SmallFamily):
-            texts = [family.known(text) for text in texts]
+            texts = [family.readable(text) for text in texts]
         return [replace(prompt, text=text) for prompt, text in zip(prompts, texts, strict=True)]
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
-        raise NotImplementedError("what was drawn hangs on what was written, not on the prompt alone")
+        raise NotImplementedError(
+            "images of model.type=prompt_rewriting follow from the written text, not from the prompt alone"
+        )
 
     # --- images to likelihoods ---
 
     def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool = False) -> Replay:
-        """What `model` (`self.module`, or the engine around it) says of every decision; a forward of each network."""
-        records: list[RewrittenRecord] = rollouts.inputs
+        """Computes the log-likelihoods of all decisions under `model` (`self.module`, or the engine around it), in one
+        forward of each network."""
+        records: list[PromptRewritingRecord] = rollouts.inputs
         width = self.writer.max_decisions
-        words = Rollouts(rollouts.samples, [r.text for r in records], rollouts.group, rollouts.mask[:, :width])
-        steps = Rollouts(rollouts.samples, [r.image for r in records], rollouts.group, rollouts.mask[:, width:])
-        text = self.writer.replay(words, Part(model, WRITER), reference=reference)
-        image = self.generator.replay(steps, Part(model, GENERATOR), reference=reference)
+        text_rollouts = Rollouts(rollouts.samples, [r.text for r in records], rollouts.group, rollouts.mask[:, :width])
+        image_rollouts = Rollouts(
+            rollouts.samples, [r.image for r in records], rollouts.group, rollouts.mask[:, width:]
+        )
+        text = self.writer.replay(text_rollouts, Part(model, WRITER), reference=reference)
+        image = self.generator.replay(image_rollouts, Part(model, GENERATOR), reference=reference)
         weight = None
         if image.weight is not None:
             weight = torch.cat([torch.ones_like(text.logp), image.weight], 1)
@@ -114,7 +126,7 @@ class RewrittenPolicy:
         )
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
-        """[rollout] int64: tokens of the writer; images cost the same."""
+        """Returns the number of the writer's tokens [rollout] int64; all images take the same time."""
         return self.writer.lengths(replace(rollouts, inputs=[record.text for record in rollouts.inputs]))
 
     # --- the rest of a policy ---
@@ -127,18 +139,18 @@ class RewrittenPolicy:
         return {**self.writer.counts(), **self.generator.counts()}
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Each of the two in its own library's format, in a folder of its own."""
+        """Writes each of the two in its own library's format, in a folder of its own."""
         for name, policy in ((WRITER, self.writer), (GENERATOR, self.generator)):
             policy.save(folder / name, state_of(name, state))
 
 
-def spoken(image: Sample, prompt: Prompt, said: Sample) -> Sample:
-    """The sample of an image as one of `prompt`, with what was written for it."""
+def with_response(image: Sample, prompt: Prompt, written: Sample) -> Sample:
+    """Returns the image's sample as a sample of `prompt`, with the writer's response."""
     return replace(
         image,
         prompt=prompt,
-        response=said.response,
-        response_length=said.response_length,
-        truncated=said.truncated,
-        max_response_length=said.max_response_length,
+        response=written.response,
+        response_length=written.response_length,
+        truncated=written.truncated,
+        max_response_length=written.max_response_length,
     )

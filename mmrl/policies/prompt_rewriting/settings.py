@@ -1,4 +1,4 @@
-"""Settings of a generator whose prompts a language model writes anew, where both are trained."""
+"""Settings of a generator whose prompts a language model rewrites; both are trained."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
     from mmrl.protocols.parts import Policy
 
-WRITER, GENERATOR = "writer", "generator"  # folders of what a run leaves, and parts of the module
+WRITER, GENERATOR = "writer", "generator"  # folders of a saved model, and parts of the module
 
 
 class PromptWriter(Section):
-    """The language model that writes prompts anew; its texts are sampled as `rollout` says."""
+    """The language model that rewrites prompts; section `rollout` holds its sampling settings."""
 
     path: str | None = option(
         None, "a folder or a hub name of an image-text model; default: the writer beside the generator in model.path"
@@ -39,32 +39,32 @@ class PromptWriter(Section):
     processor: dict[str, Any] = option({}, "keyword arguments of AutoProcessor.from_pretrained")
     template: str = option(
         "Rewrite this prompt for an image generator, with all that it should show: {}",
-        "how the writer is asked; {}: the prompt",
+        "the writer's prompt; {} stands for the prompt of the task",
     )
     originals: int = option(
         0, "rollouts of each group that are drawn from the prompt as it is, and in which the writer has no part", ge=0
     )
 
     @model_validator(mode="after")
-    def _there_is_a_place(self) -> PromptWriter:
+    def _holds_the_prompt(self) -> PromptWriter:
         if self.template.count("{}") != 1:
             raise ValueError(f"template must hold {{}} once, where the prompt goes; got {self.template!r}")
         return self
 
 
-class RewrittenModel(DiffusionModel):
-    """A diffusion or flow model that draws what a language model makes of the prompt. Both learn from the same rewards:
-    the decisions of a rollout are the words that were written, and the steps that drew them."""
+class PromptRewritingModel(DiffusionModel):
+    """A diffusion or flow model that draws prompts which a language model has rewritten. Both learn from the same
+    rewards: the decisions of a rollout are the tokens of the text and the denoising steps of its image."""
 
     source: ClassVar[str] = "PromptRL, arXiv 2602.01382"
     test: ClassVar[str] = "tests/policies/prompt_rewriting/test_prompt_rewriting.py"
     type: str = "prompt_rewriting"
-    writer: PromptWriter = option(PromptWriter(), "what writes prompts anew")
+    writer: PromptWriter = option(PromptWriter(), "the language model that rewrites prompts")
 
     @classmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
-        own = super().sections(tree, collects)
-        return {**own, "rollout": TokenSampling, "evaluation": TokenEvaluation, "engine": TokenEngine}
+        diffusion = super().sections(tree, collects)
+        return {**diffusion, "rollout": TokenSampling, "evaluation": TokenEvaluation, "engine": TokenEngine}
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         return Capabilities(
@@ -79,7 +79,7 @@ class RewrittenModel(DiffusionModel):
             raise ValueError("model.type=prompt_rewriting learns from rewards; warm its parts up apart")
         if self.embeddings is not None:
             raise ValueError(
-                "model.embeddings holds what encoders say of prompts that are known; those of model.type="
+                "model.embeddings holds embeddings of prompts that are known before; those of model.type="
                 "prompt_rewriting are written while it trains"
             )
         likelihood = denoising.likelihood

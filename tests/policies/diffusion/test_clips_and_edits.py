@@ -211,7 +211,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("name", "resolution", "frames", "message"),
         [
-            ("ltx", 32, 6, "denoising.frames=6: this model draws clips of 1, 5, 9, ... frames"),
+            ("ltx", 32, 6, "denoising.frames=6: this model draws videos of 1, 5, 9, ... frames"),
             ("wan", 18, 5, "resolution 18 is not a multiple of 4"),
             ("kontext", 16, 5, "denoising.frames=5: FluxKontextPipeline draws images"),
             ("flux2", 18, None, "resolution 18 is not a multiple of 4"),
@@ -236,11 +236,11 @@ class TestBadInput:
     def test_a_limit_of_tokens_cuts_and_is_counted(self, folders):
         family = pipelines.load(str(folders("wan")), DiffusionModel(text_tokens=4))
         assert family.encode([ConditionInputs("abc")])[0]["encoder_hidden_states"].shape[0] == 4
-        assert family.cut("abcdefgh") == 6  # with the word's mark and the end it is ten tokens
-        assert family.cut("a") == 0
+        assert family.truncated_tokens("abcdefgh") == 6  # with the word's mark and the end it is ten tokens
+        assert family.truncated_tokens("a") == 0
 
 
 def test_two_images_of_one_prompt_are_two_conditions():
     one, other = asked("kontext", "a", seed=0), asked("kontext", "a", seed=1)
-    assert one != other and one == asked("kontext", "a", seed=0) and one.saying("b") != one
-    assert one.saying("b").images == one.images
+    assert one != other and one == asked("kontext", "a", seed=0) and one.with_text("b") != one
+    assert one.with_text("b").images == one.images

@@ -128,7 +128,7 @@ def test_encoders_visit_the_device_once_a_file(folder_of, written, tmp_path, mon
     family, visits = family_of(folder_of, written), []
     encode = family.encode
     monkeypatch.setattr(family, "encode", lambda asked, shape: visits.append(len(asked)) or encode(asked, shape))
-    monkeypatch.setattr(embeddings, "IN_A_FILE", 3)
+    monkeypatch.setattr(embeddings, "PER_FILE", 3)
     asked = [ConditionInputs(text) for text in ("a", "b", "c", "d", "a")]
     shapes = [(4, 8, 8), (4, 4, 4), (4, 8, 8), (4, 4, 4), (4, 8, 8)]  # which words do not depend on
     assert embeddings.write(family, zip(asked, shapes, strict=True), tmp_path) == 4

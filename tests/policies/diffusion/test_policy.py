@@ -449,7 +449,7 @@ class TestFinalImages:
                 level = float(s[i, j])
                 noisy = (1 - level) * one.data[None].double() + level * noise
                 torch.testing.assert_close(x[i, j][None].double(), noisy, atol=1e-5, rtol=1e-5)
-                words = torch.stack([c["words"] for c in family.encode([one.asked])])
+                words = torch.stack([c["words"] for c in family.encode([one.condition_inputs])])
                 v = family.module(x[i, j][None], s[i, j][None], words).double()
                 w = {"one": 1, "sigma": level, "sigma_squared": level**2}[weight]
                 expected = -w * (v - (noise - one.data[None].double())).square().mean()
@@ -599,7 +599,9 @@ class TestViews:
             own, viewed = (policy.replay(b, policy.module).logp for b in (batch, other))
         assert torch.equal(own[2:], viewed[2:]) and float((own[:2] - viewed[:2]).abs().min()) > 1e-6
         made = replace(
-            batch, inputs=[replace(r, asked=ConditionInputs("red dog")) for r in batch.inputs], old_prediction=None
+            batch,
+            inputs=[replace(r, condition_inputs=ConditionInputs("red dog")) for r in batch.inputs],
+            old_prediction=None,
         )
         assert torch.equal(policy.replay(made, policy.module).logp[:2], viewed[:2])
 

@@ -96,7 +96,7 @@ def test_both_networks_learn_and_are_saved(folder_of, writer, tmp_path, kind):
 
 
 def test_texts_that_are_written_have_no_embeddings(folder_of, writer, tmp_path):
-    with pytest.raises(UserError, match="model.embeddings holds what encoders say of prompts that are known"):
+    with pytest.raises(UserError, match="model.embeddings holds embeddings of prompts that are known before"):
         config_of("rewritten", folder_of("sd3"), writer, tmp_path, embeddings="said")
 
 

@@ -78,7 +78,7 @@ def test_rollouts_are_drawn_by_the_copy_in_its_steps(folder):
     sigmas = policy.policy.sampler.grid.sigmas
     network, family = policy.module.parts[SAMPLER], policy.policy.family
     for row in (0, 5):
-        words = family.encode([batch.inputs[row].asked])[0]["words"][None]
+        words = family.encode([batch.inputs[row].condition_inputs])[0]["words"][None]
         x = gaussian([20 + row], INITIAL, policy.policy.shape)
         for a, b in ((0, 2), (2, 4)):
             x = x + (sigmas[b] - sigmas[a]) * network(x, sigmas[a][None], words)
@@ -105,7 +105,7 @@ def test_the_error_is_the_distance_from_the_secant_of_the_models_own_steps(folde
     teacher, student = policy.module.parts[POLICY], policy.module.parts[SAMPLER]
     row = 3
     record = batch.inputs[row]
-    words = family.encode([record.asked])[0]["words"][None]
+    words = family.encode([record.condition_inputs])[0]["words"][None]
     nothing = torch.zeros_like(words)
     levels, noises = (
         score.stratified(record.seed + 9101, DRAWS),

@@ -75,7 +75,7 @@ def test_the_generator_draws_what_the_writer_wrote(folders):
     asked = [replace(prompt, text=f"Draw: {prompt.text}") for prompt in prompts]
     alone = policy.writer.rollout(asked, GROUP, list(range(10, 18)))
     assert texts == [sample.response for sample in alone.samples] and len(set(texts)) > 1
-    told = policy._told([prompt for prompt in prompts for _ in range(GROUP)], texts)
+    told = policy._generator_prompts([prompt for prompt in prompts for _ in range(GROUP)], texts)
     drawn = policy.generator.rollout(told, 1, list(range(10, 18)))
     for sample, other, prompt in zip(
         batch.samples, drawn.samples, [p for p in prompts for _ in range(GROUP)], strict=True
@@ -145,9 +145,9 @@ def test_evaluation_asks_both(folders):
     policy, task = made(folders, evaluation={"temperature": 0.0})
     prompts = [task.evaluation[i] for i in range(3)]
     found = policy.respond(prompts, [1, 2, 3])
-    texts = [s.response for s in policy.writer.respond([policy._asked(p) for p in prompts], [7, 8, 9])]
+    texts = [s.response for s in policy.writer.respond([policy._writer_prompt(p) for p in prompts], [7, 8, 9])]
     assert [sample.response for sample in found] == texts
-    drawn = policy.generator.respond(policy._told(prompts, texts), [1, 2, 3])
+    drawn = policy.generator.respond(policy._generator_prompts(prompts, texts), [1, 2, 3])
     for a, b in zip(found, drawn, strict=True):
         close(a.image, b.image)
     assert [sample.prompt for sample in found] == prompts

@@ -1,1 +1,1 @@
-"""What a decision of a diffusion policy is: a step of a chain, a noise level, or the last steps with their gradient."""
+"""Decisions of a diffusion policy: steps of a chain, noise levels, or the last steps with their gradient."""

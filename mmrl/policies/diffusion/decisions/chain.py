@@ -13,7 +13,7 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import candidates, trees
 from mmrl.policies.diffusion.decisions.denoiser import Denoiser
-from mmrl.policies.diffusion.decisions.records import ImageRecord, made_samples, move, predictions_of
+from mmrl.policies.diffusion.decisions.records import ImageRecord, decoded_samples, move, predictions_of
 from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.settings import ImageChain
 from mmrl.policies.models import NetworkCall
@@ -24,20 +24,20 @@ from mmrl.samplers.settings import DenoisingTransition
 from mmrl.samplers.windows import window_steps
 from mmrl.settings import locate
 
-POOLED = 8  # a side, of latents that a value is learned of
+POOLED = 8  # the longest side of the pooled latents that a value function reads
 
 
 class ChainDecisions:
-    """Draws chains, and says how likely their steps were."""
+    """Draws chains, and computes the log-likelihoods of their steps inside the window."""
 
     def __init__(self, denoiser: Denoiser, likelihood: ImageChain) -> None:
-        """Raises UserError for a transition that is not the model's, and a window that can not be."""
+        """Raises UserError for a transition that does not fit the model, and for an impossible window."""
         self.denoiser, self.likelihood = denoiser, likelihood
         self._check()
 
     @property
     def count(self) -> int:
-        """Decisions of a rollout."""
+        """Returns the number of decisions of a rollout."""
         return len(self._window(0, 0))
 
     def _check(self) -> None:
@@ -64,28 +64,29 @@ class ChainDecisions:
     # --- chains ---
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], step: int) -> Rollouts:
-        """The window of a group is that of its first seed and of training step `step`."""
+        """Draws `group_size` rollouts of each prompt. A group's window follows from its first seed and the training
+        step."""
         denoiser, likelihood = self.denoiser, self.likelihood
         of_group = [self._window(step, seed) for seed in seeds[::group_size]]
         windows = [window for window in of_group for _ in range(group_size)]
         if likelihood.shared_states or likelihood.branching:
-            said = [ConditionInputs.of(p) for p in prompts]
-            of_rows = [one for one in said for _ in range(group_size)]
+            prompt_inputs = [ConditionInputs.of(p) for p in prompts]
+            row_inputs = [one for one in prompt_inputs for _ in range(group_size)]
             grow = self._candidates if likelihood.shared_states else self._branch
-            chain = grow(said, group_size, seeds, of_group)
+            chain = grow(prompt_inputs, group_size, seeds, of_group)
         else:
-            of_rows = [ConditionInputs.of(p) for p in prompts for _ in range(group_size)]
-            chain = denoiser.draw(denoiser.sampler, of_rows, seeds, windows, denoiser.denoising.guidance)
-        asked = [p for p in prompts for _ in range(group_size)]
-        made = denoiser.rollouts(asked, of_rows, group_size, seeds, chain, windows, self.count)
+            row_inputs = [ConditionInputs.of(p) for p in prompts for _ in range(group_size)]
+            chain = denoiser.draw(denoiser.sampler, row_inputs, seeds, windows, denoiser.denoising.guidance)
+        row_prompts = [p for p in prompts for _ in range(group_size)]
+        rollouts = denoiser.rollouts(row_prompts, row_inputs, group_size, seeds, chain, windows, self.count)
         if likelihood.branching:
-            made.nodes = trees.nodes_of(likelihood.branching, len(windows[0]), group_size, len(prompts))
-        return made
+            rollouts.nodes = trees.nodes_of(likelihood.branching, len(windows[0]), group_size, len(prompts))
+        return rollouts
 
     def _branch(
-        self, said: list[ConditionInputs], group_size: int, seeds: Sequence[int], windows: list[list[int]]
+        self, inputs: list[ConditionInputs], group_size: int, seeds: Sequence[int], windows: list[list[int]]
     ) -> Chain:
-        """A tree a prompt, of which every leaf is a rollout."""
+        """Draws a tree of chains for each prompt; every leaf is a rollout."""
         denoiser, branching = self.denoiser, self.likelihood.branching
         if (leaves := math.prod(branching)) != group_size:
             raise UserError(
@@ -97,26 +98,26 @@ class ChainDecisions:
         def segment(
             x: Tensor,
             owner: list[int],
-            own_seeds: list[int],
+            row_seeds: list[int],
             drawn: list[int] | None,
             start: list[int],
             stop: list[int],
         ) -> Chain:
             steps: list[list[int]] = [[]] * len(owner) if drawn is None else [[point] for point in drawn]
-            return denoiser.go_on(x, [said[g] for g in owner], steps, own_seeds, start=start, stop=stop)
+            return denoiser.denoise(x, [inputs[g] for g in owner], steps, row_seeds, start=start, stop=stop)
 
         return trees.grow(segment, denoiser.start(roots), roots, windows, branching, len(denoiser.sampler.grid))
 
     def _candidates(
-        self, said: list[ConditionInputs], group_size: int, seeds: Sequence[int], windows: list[list[int]]
+        self, inputs: list[ConditionInputs], group_size: int, seeds: Sequence[int], windows: list[list[int]]
     ) -> Chain:
-        """Groups that step from the same states."""
+        """Draws groups whose rollouts step from the same states; see `candidates.grow`."""
         denoiser = self.denoiser
 
         def segment(
-            x: Tensor, owner: list[int], own: list[int], drawn: list[list[int]], start: list[int], stop: list[int]
+            x: Tensor, owner: list[int], row_seeds: list[int], drawn: list[list[int]], start: list[int], stop: list[int]
         ) -> Chain:
-            return denoiser.go_on(x, [said[g] for g in owner], drawn, own, start=start, stop=stop)
+            return denoiser.denoise(x, [inputs[g] for g in owner], drawn, row_seeds, start=start, stop=stop)
 
         noise, last = denoiser.start(seeds[::group_size]), len(denoiser.sampler.grid)
         return candidates.grow(segment, noise, seeds, windows, group_size, last, self.likelihood.trunk)
@@ -124,36 +125,36 @@ class ChainDecisions:
     # --- likelihoods ---
 
     def recorded(self, rollouts: Rollouts) -> Replay | None:
-        """What the network said of every decision when the rollouts were made; None where that was not kept."""
+        """Returns the replay by the predictions that were kept while sampling; None where none were kept."""
         v = predictions_of(rollouts.inputs) if self.denoiser.keep_predictions else None
         if v is None:
             return None
         points, x, x_next = self._steps(rollouts.inputs)
-        found: dict[str, Any] = score.chain_likelihood(
+        columns: dict[str, Any] = score.chain_likelihood(
             v.to(x.device), x, x_next, self.denoiser.sampler.drawn(points), reduction=self.likelihood.reduction
-        ).known
-        return Replay.of(found)
+        ).columns
+        return Replay.of(columns)
 
     def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay:
-        """What `model` says of every step; one forward for all of them."""
+        """Computes every drawn step's log-likelihood under `model`, in one forward of [rollout * decision] rows."""
         denoiser, likelihood = self.denoiser, self.likelihood
         records: list[ImageRecord] = rollouts.inputs
         points, x, x_next = self._steps(records)
-        said = [r.asked for r in records for _ in range(points.shape[1])]
-        grid, flat, known = denoiser.sampler.grid, points.flatten(), None
+        inputs = [r.condition_inputs for r in records for _ in range(points.shape[1])]
+        grid, flat, cached = denoiser.sampler.grid, points.flatten(), None
         if denoiser.keep_predictions and rollouts.old_prediction is None and torch.is_grad_enabled():
-            # No update was made since they were sampled, so that the values are known and half of guidance is saved;
-            # but for views of other prompts, which have none.
-            kept = predictions_of(records)
-            known = None if kept is None else kept.to(denoiser.device).flatten(0, 1)
+            # No update was made since sampling: the values are known, and the unconditional half of guidance is saved.
+            # Views of other prompts have no recorded values.
+            recorded = predictions_of(records)
+            cached = None if recorded is None else recorded.to(denoiser.device).flatten(0, 1)
         rows, guidance = x.flatten(0, 1), denoiser.denoising.guidance
 
         def predict(part: slice) -> Tensor:
-            sigma, time, own = grid.sigmas[flat[part]], grid.times[flat[part]], None if known is None else known[part]
-            return denoiser.network.predict(model, rows[part], sigma, time, said[part], guidance, own)
+            sigma, time, v = grid.sigmas[flat[part]], grid.times[flat[part]], None if cached is None else cached[part]
+            return denoiser.network.predict(model, rows[part], sigma, time, inputs[part], guidance, v)
 
         v = denoiser.in_parts(predict, len(rows)).float()
-        found: dict[str, Any] = score.chain_likelihood(
+        columns: dict[str, Any] = score.chain_likelihood(
             v.view_as(x),
             x,
             x_next,
@@ -161,20 +162,20 @@ class ChainDecisions:
             old=rollouts.old_prediction,
             reference=rollouts.ref_prediction,
             reduction=likelihood.reduction,
-        ).known
+        ).columns
         weight, segments = self._weight(points), segment_ids(likelihood.chunks, len(records))
         added = {"weight": move(weight, denoiser.device), SEGMENTS.name: move(segments, denoiser.device)}
-        return Replay.of({**found, **added})
+        return Replay.of({**columns, **added})
 
     def _steps(self, records: Sequence[ImageRecord]) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the drawn steps are on the grid [rollout, decision], and latents before and after them, on the
-        device."""
+        """Returns the grid points of the drawn steps [rollout, decision], and the latents before and after them
+        [rollout, decision, ...] on the device."""
         points, device = torch.stack([record.points for record in records]), self.denoiser.device
         before, after = torch.stack([r.x for r in records]), torch.stack([r.x_next for r in records])
         return points, before.to(device), after.to(device)
 
     def _weight(self, points: Tensor) -> Tensor | None:
-        """[rollout, decision], None where all decisions weigh alike."""
+        """Returns the weights of decisions [rollout, decision]; None where all are 1."""
         likelihood = self.likelihood
         table = score.step_weights(likelihood.step_weight, self.denoiser.sampler, likelihood.window)
         weight = None if table is None else table[points]
@@ -189,34 +190,37 @@ def _too_many(name: str, listed: Sequence[int], steps: int, width: int) -> str:
 
 
 def complete_steps(denoiser: Denoiser, rollouts: Rollouts, *, ends: bool) -> list[Sample]:
-    """Images that the state before each step of the window, with `ends` that behind it, leads to by deterministic
-    steps, under the guidance of rollouts: those of the first rollout, then of the next."""
+    """Completes every step of the window by deterministic steps, under the guidance of rollouts, from the state before
+    it, or with `ends` from the state after it. Returns one image a step: those of the first rollout, then of the
+    next."""
     records: list[ImageRecord] = rollouts.inputs
     start = [point + ends for record in records for point in record.points.tolist()]
-    each = [sample.prompt for sample, r in zip(rollouts.samples, records, strict=True) for _ in r.points]
-    said = [record.asked for record in records for _ in record.points]
+    prompts = [sample.prompt for sample, r in zip(rollouts.samples, records, strict=True) for _ in r.points]
+    inputs = [record.condition_inputs for record in records for _ in record.points]
     x = torch.cat([record.x_next if ends else record.x for record in records]).to(denoiser.device)
     none: list[list[int]] = [[]] * len(start)
-    return made_samples(each, denoiser.decode(denoiser.go_on(x, said, none, start=start).final))
+    return decoded_samples(prompts, denoiser.decode(denoiser.denoise(x, inputs, none, start=start).final))
 
 
 def latents(denoiser: Denoiser, records: Sequence[ImageRecord]) -> Tensor:
-    """[rollout, decision, number] latents before each step, pooled to at most 8 a side, and their noise level."""
+    """Returns [rollout, decision, number]: latents before each step, pooled to at most 8 a side, and their noise
+    level."""
     sigmas = denoiser.sampler.grid.sigmas[torch.stack([record.points for record in records])]
     return pooled(torch.stack([record.x for record in records]), sigmas)
 
 
 def pooled(x: Tensor, sigmas: Tensor) -> Tensor:
-    """[rollout, decision, number] of latents x [rollout, decision, ...] and their noise levels [rollout, decision]."""
+    """Pools and flattens latents x [rollout, decision, ...] and appends their noise levels [rollout, decision]; returns
+    [rollout, decision, number]."""
     flat = x.flatten(0, 1)
-    images = flat.flatten(0, -4) if flat.dim() > 4 else flat  # frames of a clip as further images
+    images = flat.flatten(0, -4) if flat.dim() > 4 else flat  # frames of a video as further images
     if images.dim() == 4 and max(images.shape[-2:]) > POOLED:
         images = torch.nn.functional.adaptive_avg_pool2d(images, POOLED)
     return torch.cat([images.reshape(*sigmas.shape, -1), sigmas[..., None].to(x)], -1)
 
 
 def segment_ids(chunks: Sequence[int], rollouts: int) -> Tensor | None:
-    """[rollout, decision]: which of the chunks, whose lengths these are, a decision belongs to; None without chunks."""
+    """Returns the index of each decision's chunk [rollout, decision], by the chunks' lengths; None without chunks."""
     if not chunks:
         return None
     ids = torch.arange(len(chunks)).repeat_interleave(torch.tensor(chunks))

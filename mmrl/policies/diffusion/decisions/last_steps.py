@@ -16,7 +16,7 @@ from mmrl.samplers.chain import Chain
 
 
 class LastStepDecisions:
-    """Draws images by deterministic chains, whose last steps are made again with their gradient."""
+    """Draws images by deterministic chains; replay computes their last steps again, with a gradient."""
 
     count = 1
 
@@ -24,36 +24,36 @@ class LastStepDecisions:
         self.denoiser, self.steps = denoiser, likelihood.steps
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], step: int) -> Rollouts:
-        """The same at every step of training."""
-        asked = [p for p in prompts for _ in range(group_size)]
-        said, windows = [ConditionInputs.of(p) for p in asked], list[list[int]]([[]] * len(asked))
-        chain = self._in_two(said, seeds)
-        return self.denoiser.rollouts(asked, said, group_size, seeds, chain, windows, self.count)
+        """Draws `group_size` rollouts of each prompt; the training step changes nothing."""
+        row_prompts = [p for p in prompts for _ in range(group_size)]
+        inputs, windows = [ConditionInputs.of(p) for p in row_prompts], list[list[int]]([[]] * len(row_prompts))
+        chain = self._draw(inputs, seeds)
+        return self.denoiser.rollouts(row_prompts, inputs, group_size, seeds, chain, windows, self.count)
 
-    def _in_two(self, said: Sequence[ConditionInputs], seeds: Sequence[int]) -> Chain:
-        """Chains of which the latents before the last steps are kept, as `x`."""
+    def _draw(self, inputs: Sequence[ConditionInputs], seeds: Sequence[int]) -> Chain:
+        """Draws chains that hold the latents before the last steps as `x`."""
         denoiser = self.denoiser
-        none: list[list[int]] = [[]] * len(said)
-        ends = [len(denoiser.sampler.grid) - self.steps] * len(said)
-        kept = denoiser.go_on(denoiser.start(seeds), said, none, seeds, stop=ends).final
-        final = denoiser.go_on(kept, said, none, seeds, start=ends).final
-        return Chain(final, kept[:, None], final[:, None])
+        none: list[list[int]] = [[]] * len(inputs)
+        ends = [len(denoiser.sampler.grid) - self.steps] * len(inputs)
+        before = denoiser.denoise(denoiser.start(seeds), inputs, none, seeds, stop=ends).final
+        final = denoiser.denoise(before, inputs, none, seeds, start=ends).final
+        return Chain(final, before[:, None], final[:, None])
 
     def recorded(self, rollouts: Rollouts) -> None:
-        """Nothing is said of an image when it is made."""
+        """Returns None: sampling gives an image no likelihood."""
 
     def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay:
-        """Images [rollout, ...] that the latents before the last steps lead to under `model`. With guidance the
-        unconditional half of a step has no gradient, as in every replay."""
+        """Computes the images [rollout, ...] that the latents before the last steps lead to under `model`. With
+        guidance the unconditional half of a step has no gradient, as in every replay."""
         records: list[ImageRecord] = rollouts.inputs
         denoiser, sampler = self.denoiser, self.denoiser.sampler
         x = torch.stack([record.x[0] for record in records]).to(denoiser.device)
-        said, last = [record.asked for record in records], len(sampler.grid)
+        inputs, last = [record.condition_inputs for record in records], len(sampler.grid)
         none = torch.zeros(len(records), dtype=torch.bool)
         for point in range(last - self.steps, last):
             at = torch.full((len(records),), point)
             sigma, time = sampler.grid.sigmas[at], sampler.grid.times[at]
-            v = denoiser.network.predict(model, x, sigma, time, said, denoiser.denoising.guidance).float()
+            v = denoiser.network.predict(model, x, sigma, time, inputs, denoiser.denoising.guidance).float()
             step = sampler.at(at, at + 1, none)
             a_x, a_v = (part.to(x).view(-1, *[1] * (x.dim() - 1)) for part in (step.a_x, step.a_v))
             x = a_x * x + a_v * v

@@ -12,7 +12,7 @@ from mmrl.policies.diffusion.families.components import PipelineParts
 
 
 class ImageAutoencoder:
-    """A VAE of images, which visits the network's device."""
+    """A VAE of images, moved to the network's device while it runs."""
 
     def __init__(self, parts: PipelineParts) -> None:
         self.parts = parts
@@ -23,45 +23,45 @@ class ImageAutoencoder:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """See `Family.decode`."""
+        """Decodes latents; see `Family.decode`."""
         with self.parts.visiting("vae"):
             return self.decoded(latents)
 
     def decoded(self, latents: Tensor) -> Tensor:
-        """`decode` by a VAE that is on the device."""
+        """Decodes latents with a VAE that is on the device already."""
         scale, shift = self.latent_scale()
         return self.to_pixels(latents.float().to(self.parts.device) * scale + shift) / 2 + 0.5
 
     def decode_with_gradient(self, latents: Tensor) -> Tensor:
-        """See `Family.decode_with_gradient`."""
+        """Decodes latents with a gradient; see `Family.decode_with_gradient`."""
         self.vae.to(self.parts.device).requires_grad_(False)
         return self.decoded(latents)
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        """The inverse of `decode`."""
+        """Encodes pixels; the inverse of `decode`."""
         scale, shift = self.latent_scale()
         with self.parts.visiting("vae"):
             return (self.to_z(pixels.float().to(self.parts.device) * 2 - 1) - shift) / scale
 
     def latent_scale(self) -> tuple[Tensor, Tensor]:
-        """What latents are multiplied by and what is added before the VAE decodes them, [channel or 1, 1, 1]."""
+        """Returns scale and shift [channel or 1, 1, 1]: the VAE decodes latents * scale + shift."""
         config, device = self.vae.config, self.parts.device
         scale = torch.tensor(config.get("latents_std") or 1.0) / config.get("scaling_factor", 1.0)
         shift = torch.tensor(config.get("latents_mean") or config.get("shift_factor") or 0.0)
         return scale.reshape(-1, 1, 1).to(device), shift.reshape(-1, 1, 1).to(device)
 
     def to_pixels(self, z: Tensor) -> Tensor:
-        """What the VAE decodes, -1 to 1."""
+        """Decodes the VAE's own latents z to pixels from -1 to 1."""
         return self.vae.decode(z, return_dict=False)[0]
 
     def to_z(self, pixels: Tensor) -> Tensor:
-        """The inverse of `to_pixels`."""
+        """Encodes pixels from -1 to 1; the inverse of `to_pixels`."""
         return self.vae.encode(pixels).latent_dist.mode()  # the mean: a demonstration is the same every time
 
 
 class OneFrameAutoencoder(ImageAutoencoder):
-    """A VAE of clips, for images: clips of one frame."""
+    """A video VAE for images, which are videos of one frame."""
 
     def to_pixels(self, z: Tensor) -> Tensor:
         return super().to_pixels(rearrange(z, "n c h w -> n c 1 h w")).squeeze(2)
@@ -85,8 +85,8 @@ class PatchedAutoencoder(ImageAutoencoder):
         return rearrange(super().to_z(pixels), "n c (h p) (w q) -> n (c p q) h w", p=2, q=2)
 
 
-class ClipAutoencoder(ImageAutoencoder):
-    """A VAE of clips: latents [n, channel, frame, height, width], pixels [n, frame, channel, height, width]."""
+class VideoAutoencoder(ImageAutoencoder):
+    """A VAE of videos: latents [n, channel, frame, height, width], pixels [n, frame, channel, height, width]."""
 
     def latent_scale(self) -> tuple[Tensor, Tensor]:
         scale, shift = super().latent_scale()
@@ -99,7 +99,7 @@ class ClipAutoencoder(ImageAutoencoder):
         return super().to_z(rearrange(pixels, "n f c h w -> n c f h w"))
 
 
-class WanAutoencoder(ClipAutoencoder):
+class WanAutoencoder(VideoAutoencoder):
     """The VAE of Wan, whose statistics of latents are in its configuration."""
 
     def latent_scale(self) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ class WanAutoencoder(ClipAutoencoder):
         return spread.view(-1, 1, 1, 1), mean.view(-1, 1, 1, 1)
 
 
-class LTXAutoencoder(ClipAutoencoder):
+class LTXAutoencoder(VideoAutoencoder):
     """The VAE of LTX-Video, which holds the statistics of its latents."""
 
     def latent_scale(self) -> tuple[Tensor, Tensor]:

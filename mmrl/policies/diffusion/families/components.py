@@ -1,4 +1,4 @@
-"""The parts of a diffusers pipeline: where they are, what is kept of the encoders, and how they are written."""
+"""The components of a diffusers pipeline: their devices, a cache of text embeddings, and how weights are saved."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-KEPT_INSTRUCTIONS = 64  # embeddings of instructions that are kept for other images
-BASE_FILE = "mmrl_base.json"  # beside saved LoRA weights: the pipeline that they belong to
+CACHED_TEXTS = 64  # texts whose embeddings are cached
+BASE_FILE = "mmrl_base.json"  # names the base pipeline of the LoRA weights in its folder
 
 
 class DiffusersPipeline(Protocol):
@@ -24,12 +24,12 @@ class DiffusersPipeline(Protocol):
 
 
 class PipelineParts:
-    """A pipeline's components. All but the one that is trained wait on the CPU and visit its device."""
+    """A pipeline's components. The trained one stays on its device; the others are on the CPU except while they run."""
 
     def __init__(self, pipe: DiffusersPipeline, trained: str) -> None:
         self.pipe, self.trained = pipe, trained
         self.module: Any = pipe.components[trained]
-        self._visitors: set[str] = set()  # components that are on the device for a while
+        self._visitors: set[str] = set()  # components that are on the device now
 
     @property
     def device(self) -> torch.device:
@@ -37,8 +37,8 @@ class PipelineParts:
 
     @contextmanager
     def visiting(self, *names: str, stay: bool = False) -> Iterator[None]:
-        """The named components on the network's device, and unless they stay back on the CPU afterwards, also after an
-        error."""
+        """Moves the named components to the network's device and, unless `stay`, back to the CPU afterwards, also after
+        an error."""
         new = [name for name in names if self.pipe.components[name] is not None and name not in self._visitors]
         self._visitors.update(new)
         try:
@@ -51,7 +51,8 @@ class PipelineParts:
                 self.pipe.components[name].to("cpu")
 
     def save_adapter(self, folder: Path, state: dict[str, Tensor], base: str) -> None:
-        """What `pipe.load_lora_weights(folder)` takes, and the name of the base beside it."""
+        """Writes LoRA weights that `pipe.load_lora_weights(folder)` loads, and the base pipeline's name in
+        `BASE_FILE`."""
         from peft import get_peft_model_state_dict  # it is loaded already
 
         layers = get_peft_model_state_dict(self.module, state_dict=state)
@@ -63,7 +64,7 @@ class PipelineParts:
         (folder / BASE_FILE).write_text(json.dumps({"base": base}))
 
     def save_whole(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """The whole pipeline, as `DiffusionPipeline.from_pretrained(folder)` takes it."""
+        """Writes the whole pipeline, for `DiffusionPipeline.from_pretrained(folder)`."""
         with torch.device("meta"):  # `module` itself may hold only a shard
             whole = type(self.module).from_config(self.module.config)
         whole.load_state_dict(state, assign=True)
@@ -75,25 +76,25 @@ class PipelineParts:
             self.pipe.register_modules(**{self.trained: self.module})
 
 
-class KeptTexts:
-    """What an encoder says of texts, kept for the images that share their instruction."""
+class TextEmbeddingCache:
+    """A cache of text embeddings, for prompts that share a text but not their image."""
 
     def __init__(self, encode: Callable[[str], dict[str, Tensor]]) -> None:
         self.encode = encode
-        self._said: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._cache: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
 
     def of(self, text: str) -> dict[str, Tensor]:
-        if text not in self._said:
-            self._said[text] = self.encode(text)
-        self._said.move_to_end(text)
-        while len(self._said) > KEPT_INSTRUCTIONS:
-            self._said.popitem(last=False)
-        return self._said[text]
+        if text not in self._cache:
+            self._cache[text] = self.encode(text)
+        self._cache.move_to_end(text)
+        while len(self._cache) > CACHED_TEXTS:
+            self._cache.popitem(last=False)
+        return self._cache[text]
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without diffusers' word on every component that is None, which belongs to a pipeline that lacks an encoder."""
+    """Silences diffusers' warning about every component that is None, as in a pipeline without its encoders."""
     log = logging.getLogger("diffusers.pipelines.pipeline_utils")
     level = log.level
     log.setLevel(logging.CRITICAL)

@@ -1,6 +1,6 @@
 """Families that edit an image: FLUX.1-Kontext, Qwen-Image-Edit and its Plus, FLUX.2 klein.
 
-The source's latents are tokens beside those that are drawn, and belong to the prompt's condition.
+The source's latents are further tokens of the network's input, and part of the prompt's condition.
 """
 
 from __future__ import annotations
@@ -23,55 +23,57 @@ from mmrl.policies.diffusion.family import Condition, ConditionInputs, Resolutio
 
 
 class FluxKontext(Flux):
-    """FLUX.1-Kontext (arXiv 2506.15742): the source's tokens have 1 as the first of their places."""
+    """FLUX.1-Kontext (arXiv 2506.15742): the source's tokens have 1 as their first position id."""
 
     condition_parts = ("vae",)
 
-    def _condition(self, asked: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
-        return {**self.words.of(asked.text), "source": self._source(asked, shape)}
+    def _condition(self, inputs: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
+        return {**self.text_cache.of(inputs.text), "source": self._source(inputs, shape)}
 
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
         inputs = super()._inputs(time, texts, size, guidance)
-        places = inputs["img_ids"]
-        inputs["img_ids"] = torch.cat([places, places + places.new_tensor([1, 0, 0])])
+        positions = inputs["img_ids"]
+        inputs["img_ids"] = torch.cat([positions, positions + positions.new_tensor([1, 0, 0])])
         del inputs["source"]
         return inputs
 
 
 class QwenImageEdit(QwenImage):
-    """Qwen-Image-Edit (arXiv 2508.02324): the language model sees the source too. Both images have one size."""
+    """Qwen-Image-Edit (arXiv 2508.02324): the language model reads the source too. Both images have one size."""
 
     module_of_sizes: Any = qwen_edit
     condition_parts = ("vae",)
-    longest: ClassVar[tuple[str, int] | None] = None  # the pipeline reads all of a text
+    longest: ClassVar[tuple[str, int] | None] = None  # the pipeline truncates no text
 
-    def cut(self, text: str) -> int:
+    def truncated_tokens(self, text: str) -> int:
         return 0
 
-    def _condition(self, asked: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
-        source = self._source(asked, shape)
-        tokens, mask = self.pipe.encode_prompt(prompt=asked.text, image=self._seen(asked), device=self.device)
+    def _condition(self, inputs: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
+        source = self._source(inputs, shape)
+        tokens, mask = self.pipe.encode_prompt(
+            prompt=inputs.text, image=self._encoder_image(inputs), device=self.device
+        )
         if mask is not None and not bool(mask.all()):
-            raise UserError(f"prompt {asked.text!r}: its embedding is padded, which one prompt's never is")
+            raise UserError(f"prompt {inputs.text!r}: its embedding is padded, which one prompt's never is")
         return {"encoder_hidden_states": tokens, "source": source}
 
-    def _seen(self, asked: ConditionInputs) -> Image.Image | list[Image.Image]:
-        """The image as the language model gets it."""
-        return self._resized(asked, 1024**2)
+    def _encoder_image(self, inputs: ConditionInputs) -> Image.Image | list[Image.Image]:
+        """Returns the source image, or images, at the language model's size."""
+        return self._resized(inputs, 1024**2)
 
-    def _resized(self, asked: ConditionInputs, area: int) -> Image.Image:
-        """The image at about `area` pixels, as the pipeline resizes it."""
-        image = asked.images[0].convert("RGB")
+    def _resized(self, inputs: ConditionInputs, area: int) -> Image.Image:
+        """Returns the source image at about `area` pixels, as the pipeline resizes it."""
+        image = inputs.images[0].convert("RGB")
         width, height, *_ = self.module_of_sizes.calculate_dimensions(area, image.width / image.height)
         return self.pipe.image_processor.resize(image, height, width)
 
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
-        own = {key: value for key, value in texts.items() if key != "source"}
-        inputs = super()._inputs(time, own, size, guidance)
+        texts_only = {key: value for key, value in texts.items() if key != "source"}
+        inputs = super()._inputs(time, texts_only, size, guidance)
         inputs["img_shapes"] = [[shape, shape] for (shape,) in inputs["img_shapes"]]
         return inputs
 
@@ -85,12 +87,12 @@ class QwenImageEditPlus(QwenImageEdit):
 
     module_of_sizes = qwen_edit_plus
 
-    def _seen(self, asked: ConditionInputs) -> Image.Image | list[Image.Image]:
-        return [self._resized(asked, 384**2)]
+    def _encoder_image(self, inputs: ConditionInputs) -> Image.Image | list[Image.Image]:
+        return [self._resized(inputs, 384**2)]
 
 
 class Flux2Klein(FlowPipeline):
-    """FLUX.2 klein: draws from words, or edits one source. Latents are of 2 x 2 patches already, and normalised by the
+    """FLUX.2 klein: draws from text, or edits one source. Latents are of 2 x 2 patches already, and normalised by the
     running statistics of its VAE."""
 
     encoders = ("text_encoder",)
@@ -99,27 +101,27 @@ class Flux2Klein(FlowPipeline):
     packed = True
     patch = 1
     autoencoder_kind = PatchedAutoencoder
-    SOURCE = 10  # the first of the four places of a source's tokens
+    SOURCE = 10  # the first of the four position ids of a source's tokens
 
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
         if frames is not None:
-            return super().latent_shape(resolution, frames)  # which refuses
+            return super().latent_shape(resolution, frames)  # raises UserError
         scale = 2 * self.pipe.vae_scale_factor
-        own = self.own_side()
-        height, width = checked_sides(resolution, (own, own), scale)
+        side = self.default_side()
+        height, width = checked_sides(resolution, (side, side), scale)
         return self.module.config.in_channels, height // scale, width // scale
 
-    def blank(self, shape: Shape) -> Condition:
-        made = super().blank(shape)
-        del made["source"]  # it draws from words alone too, as recipes have it
-        return made
+    def meta_condition(self, shape: Shape) -> Condition:
+        condition = super().meta_condition(shape)
+        del condition["source"]  # recipes draw from text alone
+        return condition
 
     def _mu(self, tokens: int, steps: int) -> float:
         return compute_empirical_mu(tokens, steps)
 
-    def _condition(self, asked: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
-        said = self.words.of(asked.text)
-        return {**said, "source": self._source(asked, shape)} if asked.images else said
+    def _condition(self, inputs: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
+        embeddings = self.text_cache.of(inputs.text)
+        return {**embeddings, "source": self._source(inputs, shape)} if inputs.images else embeddings
 
     def _pixels(self, shape: Shape) -> tuple[int, int]:
         height, width = (2 * side * self.pipe.vae_scale_factor for side in shape[-2:])
@@ -132,7 +134,7 @@ class Flux2Klein(FlowPipeline):
         tokens, _ = self.pipe.encode_prompt(text, device=self.device, **self._limit)
         return {"encoder_hidden_states": tokens}
 
-    def _whole(self, text: str) -> str:
+    def _encoder_text(self, text: str) -> str:
         messages = [{"role": "user", "content": text}]
         return str(
             self.pipe.tokenizer.apply_chat_template(
@@ -149,17 +151,17 @@ class Flux2Klein(FlowPipeline):
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
         rows, columns = (torch.arange(side, device=time.device) for side in size)
-        none, said = rows.new_zeros(1), texts["encoder_hidden_states"]
-        places = torch.cartesian_prod(none, rows, columns, none)
+        zero, tokens = rows.new_zeros(1), texts["encoder_hidden_states"]
+        positions = torch.cartesian_prod(zero, rows, columns, zero)
         if "source" in texts:
-            places = torch.cat([places, places + places.new_tensor([self.SOURCE, 0, 0, 0])])
-        words = torch.arange(said.shape[1], device=time.device)
+            positions = torch.cat([positions, positions + positions.new_tensor([self.SOURCE, 0, 0, 0])])
+        token_index = torch.arange(tokens.shape[1], device=time.device)
         if self.module.config.guidance_embeds and guidance is None:
             raise UserError("this FLUX.2 model takes an embedded guidance scale: set denoising.embedded_guidance")
         return {
             "timestep": time / 1000,
-            "encoder_hidden_states": said,
-            "txt_ids": torch.cartesian_prod(none, none, none, words),
-            "img_ids": places,
+            "encoder_hidden_states": tokens,
+            "txt_ids": torch.cartesian_prod(zero, zero, zero, token_index),
+            "img_ids": positions,
             "guidance": torch.full_like(time, guidance or 0.0) if self.module.config.guidance_embeds else None,
         }

@@ -74,19 +74,19 @@ class Flux(FlowPipeline):
             texts = texts | {"guidance": torch.full_like(time, guidance)}
         return {
             "timestep": time / 1000,
-            "img_ids": self._places(size, time.device),
+            "img_ids": self._image_ids(size, time.device),
             "txt_ids": torch.zeros(texts["encoder_hidden_states"].shape[1], 3, device=time.device),
             **texts,
         }
 
-    def _places(self, size: tuple[int, int], device: torch.device) -> Tensor:
-        """Where the image's tokens stand, [token, 3]: which image, row and column."""
+    def _image_ids(self, size: tuple[int, int], device: torch.device) -> Tensor:
+        """Returns the positions of the image's tokens [token, 3]: image, row and column."""
         rows, columns = (torch.arange(side // self.patch, device=device) for side in size)
         return torch.cartesian_prod(rows.new_zeros(1), rows, columns)
 
 
 class QwenImage(FlowPipeline):
-    """Qwen-Image (arXiv 2508.02324). Texts differ in length; a batch is padded and masked."""
+    """Qwen-Image (arXiv 2508.02324). Texts differ in length; batches are padded and masked."""
 
     encoders = ("text_encoder",)
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 1024)
@@ -94,7 +94,7 @@ class QwenImage(FlowPipeline):
     autoencoder_kind = OneFrameAutoencoder
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
-        # An editing one reads its source too, as about so many tokens again.
+        # Qwen-Image-Edit also reads the source image, as about as many tokens again.
         return {"encoder_hidden_states": (self.text_tokens or 2048, self.module.config.joint_attention_dim)}
 
     def _encode(self, text: str) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ class ZImage(FlowPipeline):
     encoders = ("text_encoder",)
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 512)
 
-    def own_side(self) -> int:
+    def default_side(self) -> int:
         return 1024
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
@@ -136,7 +136,7 @@ class ZImage(FlowPipeline):
         )
         return {"said": tokens[None]}
 
-    def _whole(self, text: str) -> str:
+    def _encoder_text(self, text: str) -> str:
         messages = [{"role": "user", "content": text}]
         return str(
             self.pipe.tokenizer.apply_chat_template(
@@ -148,9 +148,9 @@ class ZImage(FlowPipeline):
         self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
         dtype = next(self.module.parameters()).dtype
-        said = [condition["said"].to(x.device, dtype) for condition in conditions]
+        texts = [condition["said"].to(x.device, dtype) for condition in conditions]
         images = list(rearrange(x.to(dtype), "n c h w -> n c 1 h w"))
-        (out,) = model(images, (1000 - time) / 1000, said, return_dict=False)
+        (out,) = model(images, (1000 - time) / 1000, texts, return_dict=False)
         return -rearrange(torch.stack([part.float() for part in out]), "n c 1 h w -> n c h w")
 
     def _inputs(
@@ -161,7 +161,7 @@ class ZImage(FlowPipeline):
 
 class AuraFlow(FlowPipeline):
     """AuraFlow (https://blog.fal.ai/auraflow/): one text encoder, whose padding it masks. It may be any of transformers
-    that gives states of tokens first, such as BERT's."""
+    whose first output is the tokens' states, such as BERT."""
 
     encoders = ("text_encoder",)
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 256)
@@ -198,7 +198,7 @@ class StableDiffusion(NoisePipeline):
 
 
 class StableDiffusionXL(NoisePipeline):
-    """SDXL (arXiv 2307.01952), told that its images are whole and of their own size."""
+    """SDXL (arXiv 2307.01952), conditioned on uncropped images of the size that is drawn."""
 
     encoders = ("text_encoder", "text_encoder_2")
 
@@ -206,7 +206,7 @@ class StableDiffusionXL(NoisePipeline):
         return {"encoder_hidden_states": (77, self.module.config.cross_attention_dim), "text_embeds": (1280,)}
 
     def _encode(self, text: str) -> dict[str, Tensor]:
-        """Where the pipeline says so, an empty prompt is zeros instead of what the encoders make of it."""
+        """Encodes a text; an empty one becomes zeros where the pipeline's force_zeros_for_empty_prompt is set."""
         tokens, _, pooled, _ = self.pipe.encode_prompt(text, device=self.device, do_classifier_free_guidance=False)
         if not text and self.pipe.config.force_zeros_for_empty_prompt:
             tokens, pooled = torch.zeros_like(tokens), torch.zeros_like(pooled)

@@ -1,5 +1,5 @@
-"""What diffusers pipelines share. Prompts are encoded and latents decoded by the pipeline's own parts; its scheduler is
-only read for the noise levels."""
+"""Base classes of families that are diffusers pipelines. The pipeline's components encode prompts and decode latents;
+its scheduler only provides the noise levels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.embeddings import Embeddings
 from mmrl.policies.diffusion.families.autoencoders import ImageAutoencoder
-from mmrl.policies.diffusion.families.components import DiffusersPipeline, KeptTexts, PipelineParts
+from mmrl.policies.diffusion.families.components import DiffusersPipeline, PipelineParts, TextEmbeddingCache
 from mmrl.policies.diffusion.family import Condition, ConditionInputs, Resolution, Shape
 from mmrl.policies.models import NetworkCall
 from mmrl.samplers.settings import Space
@@ -28,7 +28,7 @@ PACKED, UNPACKED = "n c (h p) (w q) -> n (h w) (c p q)", "n (h w) (c p q) -> n c
 
 
 class PipelineOptions(TypedDict, total=False):
-    """What a family is told besides its pipeline, see `Pipeline`."""
+    """Keyword arguments of `Pipeline`."""
 
     lora: bool
     text_tokens: int | None
@@ -36,16 +36,16 @@ class PipelineOptions(TypedDict, total=False):
 
 
 class Pipeline(ABC):
-    """What the classes share. Implements `mmrl.policies.diffusion.family.Family`.
+    """A family that wraps a diffusers pipeline. Implements `mmrl.policies.diffusion.family.Family`.
 
-    The network runs in the dtype of its weights; latents, times and predictions are fp32. Text encoders and VAE wait
-    on the CPU and visit the network's device while they are needed.
+    The network runs in the dtype of its weights; latents, times and predictions are fp32. Text encoders and VAE are
+    on the CPU, and on the network's device while they run.
     """
 
     space: Space
     trained: ClassVar[str]  # the component that is trained
     encoders: ClassVar[tuple[str, ...]]
-    condition_parts: ClassVar[tuple[str, ...]] = ()  # what else makes conditions, such as the VAE of source images
+    condition_parts: ClassVar[tuple[str, ...]] = ()  # further components that conditions need: the VAE of source images
     optional: ClassVar[tuple[str, ...]] = ()  # encoders that a folder may lack
     patch: ClassVar[int] = 2  # latent sides are multiples of it
     packed: ClassVar[bool] = False  # the network takes patches [n, token, channel] instead of an image
@@ -61,13 +61,13 @@ class Pipeline(ABC):
         text_tokens: int | None = None,
         encoders_stay: bool = False,
     ) -> None:
-        """Raises UserError for a token limit where the encoders' own can not be changed."""
+        """Raises UserError for `text_tokens` where the encoders read a fixed number of tokens."""
         self.pipe = pipe
         self.base = base
         self.lora = lora
         self.encoders_stay = encoders_stay
-        self.embeddings: Embeddings | None = None  # in place of the encoders
-        self.words = KeptTexts(self._encode)  # that several source images share
+        self.embeddings: Embeddings | None = None  # conditions from disk, in place of the encoders
+        self.text_cache = TextEmbeddingCache(self._encode)
         self.parts = PipelineParts(pipe, self.trained)
         self.module = self.parts.module
         self.autoencoder = self.autoencoder_kind(self.parts)
@@ -83,19 +83,20 @@ class Pipeline(ABC):
         return self.parts.device
 
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
-        """Raises UserError unless `resolution` is a multiple of what the VAE and the network's patches shrink it by."""
+        """Returns [channel, height, width] of latents. Raises UserError unless `resolution` is a multiple of the VAE's
+        compression times the network's patch size."""
         if frames is not None:
             raise UserError(f"denoising.frames={frames}: {type(self.pipe).__name__} draws images; leave it out")
         scale = self.pipe.vae_scale_factor
         channels = self.module.config.in_channels // (self.patch**2 if self.packed else 1)
-        own = self.own_side()
-        height, width = checked_sides(resolution, (own, own), scale * self.patch)
+        side = self.default_side()
+        height, width = checked_sides(resolution, (side, side), scale * self.patch)
         return channels, height // scale, width // scale
 
-    def own_side(self) -> int:
-        """Pixels a side of an image when the recipe does not say."""
-        own = self.pipe.default_sample_size if self.packed else self.module.config.sample_size
-        return int(own * self.pipe.vae_scale_factor)
+    def default_side(self) -> int:
+        """Returns the side of an image in pixels where denoising.resolution is not set."""
+        side = self.pipe.default_sample_size if self.packed else self.module.config.sample_size
+        return int(side * self.pipe.vae_scale_factor)
 
     @abstractmethod
     def grid(self, steps: int, shape: Shape) -> Grid: ...
@@ -106,59 +107,58 @@ class Pipeline(ABC):
     # --- conditions ---
 
     @torch.no_grad()
-    def encode(self, asked: Sequence[ConditionInputs], shape: Shape = ()) -> list[Condition]:
-        """Prompts are encoded one by one, so that an embedding does not depend on what else is asked for. Raises
-        UserError for images where the model takes none, and for prompts that are not embedded where that was done
-        before."""
+    def encode(self, inputs: Sequence[ConditionInputs], shape: Shape = ()) -> list[Condition]:
+        """Encodes prompts one by one, so that an embedding does not depend on the batch. Raises UserError for images
+        where the model takes none, and for prompts that are missing in `embeddings`."""
         if self.embeddings is not None:
-            found = self.embeddings.find(asked, shape)
-            return [{key: value.to(self.device) for key, value in condition.items()} for condition in found]
+            conditions = self.embeddings.find(inputs, shape)
+            return [{key: value.to(self.device) for key, value in condition.items()} for condition in conditions]
         with self.parts.visiting(*self.encoders, *self.condition_parts, stay=self.encoders_stay):
-            made = (self._condition(one, shape) for one in asked)
-            return [{key: value[0].to(self.device) for key, value in condition.items()} for condition in made]
+            encoded = (self._condition(one, shape) for one in inputs)
+            return [{key: value[0].to(self.device) for key, value in condition.items()} for condition in encoded]
 
-    def _condition(self, asked: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
-        """A batch of one."""
-        if asked.images:
+    def _condition(self, inputs: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
+        """Returns the condition of one prompt, as a batch of one."""
+        if inputs.images:
             raise UserError(
-                f"prompt {asked.text!r} has an image, but {type(self.pipe).__name__} draws from words alone; an "
+                f"prompt {inputs.text!r} has an image, but {type(self.pipe).__name__} draws from words alone; an "
                 "editing model, such as FLUX.1-Kontext, takes images"
             )
-        return self._encode(asked.text)
+        return self._encode(inputs.text)
 
-    def blank(self, shape: Shape) -> Condition:
-        """A condition as long as there are, for latents of `shape`, on the meta device: for estimates of memory."""
-        made = {name: torch.empty(size, device="meta") for name, size in self._sizes().items()}
-        return {**made, "source": torch.empty(shape, device="meta")} if self.condition_parts else made
+    def meta_condition(self, shape: Shape) -> Condition:
+        """Returns a condition of the largest size, for latents of `shape`, on the meta device: for memory estimates."""
+        condition = {name: torch.empty(size, device="meta") for name, size in self._sizes().items()}
+        return {**condition, "source": torch.empty(shape, device="meta")} if self.condition_parts else condition
 
     @abstractmethod
     def _sizes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parts of a condition, without the image that is edited."""
+        """Returns the largest shapes of a condition's tensors by name, without the source image."""
 
     @abstractmethod
     def _encode(self, text: str) -> dict[str, Tensor]:
-        """A batch of one."""
+        """Returns the embeddings of one text, as a batch of one."""
 
-    def cut(self, text: str) -> int:
+    def truncated_tokens(self, text: str) -> int:
         if self.embeddings is not None:
-            return 0  # it was told when they were written
+            return 0  # mmrl embed warned of them
         if self.longest is None:
             limit, tokenizer = self.pipe.tokenizer.model_max_length, self.pipe.tokenizer
         else:
             tokenizer = self.pipe.components[self.longest[0].replace("text_encoder", "tokenizer")]
             limit = self.text_tokens
-        if tokenizer is None:  # of an optional encoder that the folder lacks: what is left reads its own limit
+        if tokenizer is None:  # the folder lacks this optional encoder: the others have a fixed limit
             tokenizer = self.pipe.tokenizer
             limit = tokenizer.model_max_length
-        return max(0, len(tokenizer(self._whole(text), verbose=False).input_ids) - limit)
+        return max(0, len(tokenizer(self._encoder_text(text), verbose=False).input_ids) - limit)
 
-    def _whole(self, text: str) -> str:
-        """The text as the encoder gets it, without a part that does not count."""
+    def _encoder_text(self, text: str) -> str:
+        """Returns the text with what the pipeline adds to it and counts against the limit, such as a chat template."""
         return text
 
     @property
     def _limit(self) -> dict[str, Any]:
-        """What `encode_prompt` is told of the token limit."""
+        """Returns the keyword arguments of `encode_prompt` that set the token limit."""
         return {"max_sequence_length": self.text_tokens}
 
     # --- the network ---
@@ -176,11 +176,11 @@ class Pipeline(ABC):
         sizes = {"h": height // self.patch, "p": self.patch, "q": self.patch}
         tokens = [rearrange(part, PACKED, **sizes) for part in (x, texts.get("source")) if part is not None]
         (out,) = model(torch.cat(tokens, 1).to(dtype), **inputs, return_dict=False)
-        out = out[:, : tokens[0].shape[1]]  # what it says of the source's tokens means nothing
+        out = out[:, : tokens[0].shape[1]]  # outputs at the source's tokens are not used
         return rearrange(out, UNPACKED, **sizes).float()
 
     def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Distinct conditions as one batch."""
+        """Stacks conditions into the network's text inputs [condition, ...]."""
         texts = {key: torch.stack([c[key] for c in conditions]).to(device) for key in conditions[0]}
         return {key: value.to(dtype) if value.is_floating_point() else value for key, value in texts.items()}
 
@@ -188,7 +188,7 @@ class Pipeline(ABC):
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
-        """What the network takes besides the latents, whose height and width are `size`."""
+        """Returns the network's inputs besides the latents, whose height and width are `size`."""
 
     # --- images ---
 
@@ -202,20 +202,20 @@ class Pipeline(ABC):
         return self.autoencoder.encode(pixels)
 
     def _pixels(self, shape: Shape) -> tuple[int, int]:
-        """Height and width of what latents of `shape` decode to."""
+        """Returns the height and width in pixels that latents of `shape` decode to."""
         return shape[-2] * self.pipe.vae_scale_factor, shape[-1] * self.pipe.vae_scale_factor
 
-    def _source(self, asked: ConditionInputs, shape: Shape) -> Tensor:
-        """The latents [1, ...] of the image that a prompt asks to edit. Raises UserError unless it is one image of
-        the size that is drawn."""
+    def _source(self, inputs: ConditionInputs, shape: Shape) -> Tensor:
+        """Encodes the prompt's source image to latents [1, ...]. Raises UserError unless there is one image, of the
+        size that is drawn."""
         height, width = self._pixels(shape)
         size = (width, height)  # as PIL has it
-        if len(asked.images) != 1:
-            raise UserError(f"prompt {asked.text!r} has {len(asked.images)} images; an edit needs one to start from")
-        (image,) = asked.images
+        if len(inputs.images) != 1:
+            raise UserError(f"prompt {inputs.text!r} has {len(inputs.images)} images; an edit needs one to start from")
+        (image,) = inputs.images
         if image.size != size:
             raise UserError(
-                f"prompt {asked.text!r}: its image has {image.width} x {image.height} pixels, asked for are "
+                f"prompt {inputs.text!r}: its image has {image.width} x {image.height} pixels, asked for are "
                 f"{size[0]} x {size[1]} (denoising.resolution); resize it"
             )
         mode = "L" if self.pipe.vae.config.get("in_channels", 3) == 1 else "RGB"
@@ -225,8 +225,8 @@ class Pipeline(ABC):
     # --- files ---
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """With LoRA what `pipe.load_lora_weights(folder)` takes, and the name of the base beside it; else the whole
-        pipeline, as `DiffusionPipeline.from_pretrained(folder)` takes it."""
+        """Writes LoRA weights for `pipe.load_lora_weights(folder)` and the base's name, or else the whole pipeline for
+        `DiffusionPipeline.from_pretrained(folder)`."""
         if self.lora:
             self.parts.save_adapter(folder, state, self.base)
         else:
@@ -234,13 +234,13 @@ class Pipeline(ABC):
 
 
 class FlowPipeline(Pipeline):
-    """Rectified flow (arXiv 2209.03003): the network predicts noise - data."""
+    """A rectified flow (arXiv 2209.03003): the network predicts noise - data."""
 
     space = "velocity"
     trained = "transformer"
 
     def grid(self, steps: int, shape: Shape) -> Grid:
-        """The scheduler's levels from 1, 1 - 1/steps, ..., 1/steps.
+        """Returns the scheduler's levels from 1, 1 - 1/steps, ..., 1/steps.
 
         These are what the pipelines of FLUX and Qwen-Image use. Stable Diffusion 3's own call shifts twice, the second
         time an already shifted range, so that its last step is nearly wasted (0.009 for 10 steps of shift 3); here the
@@ -255,7 +255,7 @@ class FlowPipeline(Pipeline):
         return Grid(scheduler.sigmas, scheduler.timesteps)
 
     def _mu(self, tokens: int, steps: int) -> float:
-        """The logarithm of the shift for so many tokens, of a scheduler that shifts dynamically."""
+        """Returns the logarithm of a dynamic scheduler's shift for `tokens` image tokens."""
         config = self.pipe.scheduler.config
         return math.log(
             dynamic_shift(
@@ -268,14 +268,14 @@ class FlowPipeline(Pipeline):
         )
 
     def levels(self, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """A fixed shift is applied to the draws, one that depends on the image's size is not."""
+        """Applies the scheduler's shift to the draws if it is fixed, not if it depends on the image's size."""
         config = self.pipe.scheduler.config
         sigma = uniform if config.use_dynamic_shifting else shift_towards_noise(uniform, config.shift)
         return sigma, config.num_train_timesteps * sigma
 
 
 class NoisePipeline(Pipeline):
-    """The network predicts the noise, at timesteps of a training schedule; chains are DDIM's (arXiv 2010.02502)."""
+    """A network that predicts noise at timesteps of a training schedule; chains are DDIM's (arXiv 2010.02502)."""
 
     space = "noise"
     trained = "unet"
@@ -291,7 +291,7 @@ class NoisePipeline(Pipeline):
             )
 
     def grid(self, steps: int, shape: Shape) -> Grid:
-        """The training timesteps that diffusers' DDIM visits with this pipeline's spacing and offset, then the data."""
+        """Returns the timesteps of diffusers' DDIM with this pipeline's spacing and offset, then the data."""
         self._ddim.set_timesteps(steps)
         return ddim_grid(self._ddim.alphas_cumprod, self._ddim.timesteps)
 
@@ -304,23 +304,24 @@ class NoisePipeline(Pipeline):
 def in_rows(
     conditions: Sequence[Condition], batch: Callable[[list[Condition]], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """The conditions as one batch, under the names of the network's inputs; distinct ones are batched once."""
-    places: dict[int, int] = {}
+    """Batches one condition a row with `batch`, which gets each distinct condition once. Returns the network's
+    inputs."""
+    indices: dict[int, int] = {}
     distinct: list[Condition] = []
     for condition in conditions:
-        if id(condition) not in places:
-            places[id(condition)] = len(distinct)
+        if id(condition) not in indices:
+            indices[id(condition)] = len(distinct)
             distinct.append(condition)
     texts = batch(distinct)
     if len(distinct) == len(conditions):
         return texts
-    index = torch.tensor([places[id(condition)] for condition in conditions])
+    index = torch.tensor([indices[id(condition)] for condition in conditions])
     return {key: value[index.to(value.device)] for key, value in texts.items()}
 
 
-def checked_sides(resolution: Resolution, own: tuple[int, int], multiple: int) -> tuple[int, int]:
-    """Height and width in pixels. Raises UserError unless both are multiples of `multiple`."""
-    sides = own if resolution is None else (resolution, resolution) if isinstance(resolution, int) else resolution
+def checked_sides(resolution: Resolution, default: tuple[int, int], multiple: int) -> tuple[int, int]:
+    """Returns height and width in pixels. Raises UserError unless both are multiples of `multiple`."""
+    sides = default if resolution is None else (resolution, resolution) if isinstance(resolution, int) else resolution
     for side in sides:
         if side < 1 or side % multiple:
             raise UserError(f"resolution {side} is not a multiple of {multiple}, as this model needs")

@@ -1,4 +1,4 @@
-"""Families that draw clips: Wan 2.1 and 2.2 of one transformer, LTX-Video and HunyuanVideo.
+"""Families that draw videos: Wan 2.1 and 2.2 of one transformer, LTX-Video and HunyuanVideo.
 
 Latents are [channel, frame, height, width].
 """
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.families.autoencoders import (
-    ClipAutoencoder,
     ImageAutoencoder,
     LTXAutoencoder,
+    VideoAutoencoder,
     WanAutoencoder,
 )
 from mmrl.policies.diffusion.families.components import DiffusersPipeline
@@ -28,37 +28,38 @@ from mmrl.policies.models import NetworkCall
 from mmrl.samplers.sigmas import Grid, shift_towards_noise
 
 
-class Clips(FlowPipeline):
-    """What families of clips share: VAEs that compress time, whose first frame stands alone."""
+class VideoPipeline(FlowPipeline):
+    """A family of videos, whose VAE compresses time: the first frame is a latent frame, later ones share theirs."""
 
-    autoencoder_kind: ClassVar[type[ImageAutoencoder]] = ClipAutoencoder
+    autoencoder_kind: ClassVar[type[ImageAutoencoder]] = VideoAutoencoder
 
     @property
     def patches(self) -> tuple[int, int, int]:
-        """Frames, rows and columns of a latent that are one token."""
+        """Returns the frames, rows and columns of latents that form one token."""
         frames, height, width = self.module.config.patch_size
         return frames, height, width
 
     @property
-    def shrinks(self) -> tuple[int, int]:
-        """What the VAE shrinks time and sides by."""
+    def compression(self) -> tuple[int, int]:
+        """Returns the VAE's compression of time and of sides."""
         return self.pipe.vae_scale_factor_temporal, self.pipe.vae_scale_factor_spatial
 
-    def own_size(self) -> tuple[int, int, int]:
-        """Frames, height and width, in pixels, of a clip when the recipe does not say."""
+    def default_size(self) -> tuple[int, int, int]:
+        """Returns frames, and height and width in pixels, where `denoising` sets none."""
         return 81, 480, 832
 
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
-        """Raises UserError for sides and frames that the VAE and the patches can not take."""
-        (in_time, in_space), (t, h, w) = self.shrinks, self.patches
-        own_frames, *own_sides = self.own_size()
-        count = own_frames if frames is None else frames
-        height, width = checked_sides(resolution, (own_sides[0], own_sides[1]), in_space * math.lcm(h, w))
+        """Returns [channel, frame, height, width] of latents. Raises UserError for sides and frames that do not fit the
+        VAE's compression and the patch size."""
+        (in_time, in_space), (t, h, w) = self.compression, self.patches
+        default_frames, *default_sides = self.default_size()
+        count = default_frames if frames is None else frames
+        height, width = checked_sides(resolution, (default_sides[0], default_sides[1]), in_space * math.lcm(h, w))
         latents = (count - 1) // in_time + 1
         if count < 1 or (count - 1) % in_time or latents % t:
             first = (t - 1) * in_time + 1
             raise UserError(
-                f"denoising.frames={count}: this model draws clips of {first}, {first + t * in_time}, "
+                f"denoising.frames={count}: this model draws videos of {first}, {first + t * in_time}, "
                 f"{first + 2 * t * in_time}, ... frames"
             )
         return self.module.config.in_channels, latents, height // in_space, width // in_space
@@ -68,23 +69,23 @@ class Clips(FlowPipeline):
     ) -> Tensor:
         dtype = next(self.module.parameters()).dtype
         texts = in_rows(conditions, lambda distinct: self._texts(distinct, x.device, dtype))
-        inputs = self._clip_inputs(time, texts, tuple(x.shape[2:]), guidance)
+        inputs = self._video_inputs(time, texts, tuple(x.shape[2:]), guidance)
         (out,) = model(x.to(dtype), **inputs, return_dict=False)
         return out.float()
 
-    def _clip_inputs(
+    def _video_inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, ...], guidance: float | None
     ) -> dict[str, Any]:
-        """What the network takes besides latents of frames, height and width `size`."""
+        """Returns the network's inputs besides the latents, whose frames, height and width are `size`."""
         return {"timestep": time, **texts}
 
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
-        raise NotImplementedError("clips have `_clip_inputs`")
+        raise NotImplementedError("videos have `_video_inputs`")
 
 
-class Wan(Clips):
+class Wan(VideoPipeline):
     """Wan 2.1 and the 5B model of Wan 2.2 (arXiv 2503.20314)."""
 
     encoders = ("text_encoder",)
@@ -99,12 +100,12 @@ class Wan(Clips):
                 "supported, such as Wan2.1-T2V-1.3B or Wan2.2-TI2V-5B"
             )
 
-    def own_size(self) -> tuple[int, int, int]:
-        return (121, 704, 1280) if self.shrinks[1] == 16 else (81, 480, 832)  # 16: the 5B model
+    def default_size(self) -> tuple[int, int, int]:
+        return (121, 704, 1280) if self.compression[1] == 16 else (81, 480, 832)  # 16: the 5B model
 
     def grid(self, steps: int, shape: Shape) -> Grid:
-        """1, 1 - 1/steps, ..., 1/steps, shifted towards noise, then the data; what the scheduler's own class makes of
-        them when it is FlowMatchEulerDiscreteScheduler."""
+        """Returns 1, 1 - 1/steps, ..., 1/steps, shifted towards noise, then 0: the levels of
+        FlowMatchEulerDiscreteScheduler whatever the scheduler's class."""
         scheduler: Any = FlowMatchEulerDiscreteScheduler(num_train_timesteps=self._train_steps, shift=self._shift)
         scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
         return Grid(scheduler.sigmas, scheduler.timesteps)
@@ -129,16 +130,16 @@ class Wan(Clips):
         tokens, _ = self.pipe.encode_prompt(text, do_classifier_free_guidance=False, device=self.device, **self._limit)
         return {"encoder_hidden_states": tokens}
 
-    def _clip_inputs(
+    def _video_inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, ...], guidance: float | None
     ) -> dict[str, Any]:
-        if self.pipe.config.expand_timesteps:  # Wan 2.2's 5B model is told the time of every token
+        if self.pipe.config.expand_timesteps:  # Wan 2.2's 5B model takes a time per token
             tokens = math.prod(side // patch for side, patch in zip(size, self.patches, strict=True))
             time = time[:, None].expand(-1, tokens)
         return {"timestep": time, **texts}
 
 
-class LTXVideo(Clips):
+class LTXVideo(VideoPipeline):
     """LTX-Video (arXiv 2501.00103), at 25 frames a second. Every latent pixel of a frame is a token."""
 
     encoders = ("text_encoder",)
@@ -161,10 +162,10 @@ class LTXVideo(Clips):
         return 1, 1, 1
 
     @property
-    def shrinks(self) -> tuple[int, int]:
+    def compression(self) -> tuple[int, int]:
         return self.pipe.vae_temporal_compression_ratio, self.pipe.vae_spatial_compression_ratio
 
-    def own_size(self) -> tuple[int, int, int]:
+    def default_size(self) -> tuple[int, int, int]:
         return 161, 512, 704
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
@@ -185,7 +186,7 @@ class LTXVideo(Clips):
     ) -> Tensor:
         frames, height, width = x.shape[2:]
         sizes = {"f": frames, "h": height, "w": width}
-        in_time, in_space = self.shrinks
+        in_time, in_space = self.compression
         dtype = next(self.module.parameters()).dtype
         (out,) = model(
             rearrange(x, "n c f h w -> n (f h w) c").to(dtype),
@@ -200,8 +201,8 @@ class LTXVideo(Clips):
         return rearrange(out, "n (f h w) c -> n c f h w", **sizes).float()
 
 
-class HunyuanVideo(Clips):
-    """HunyuanVideo (arXiv 2412.03603), which is told its guidance scale."""
+class HunyuanVideo(VideoPipeline):
+    """HunyuanVideo (arXiv 2412.03603), which takes its guidance scale as an input."""
 
     encoders = ("text_encoder", "text_encoder_2")
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 256)
@@ -211,7 +212,7 @@ class HunyuanVideo(Clips):
         config = self.module.config
         return config.patch_size_t, config.patch_size, config.patch_size
 
-    def own_size(self) -> tuple[int, int, int]:
+    def default_size(self) -> tuple[int, int, int]:
         return 129, 720, 1280
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
@@ -226,12 +227,12 @@ class HunyuanVideo(Clips):
         tokens, pooled, mask = self.pipe.encode_prompt(text, device=self.device, **self._limit)
         return {"encoder_hidden_states": tokens, "pooled_projections": pooled, "encoder_attention_mask": mask}
 
-    def cut(self, text: str) -> int:
+    def truncated_tokens(self, text: str) -> int:
         limit = self.text_tokens
         assert limit is not None
         return max(0, len(self.pipe.tokenizer(text, verbose=False).input_ids) - limit)
 
-    def _clip_inputs(
+    def _video_inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, ...], guidance: float | None
     ) -> dict[str, Any]:
         inputs: dict[str, Any] = {"timestep": time, **texts}

@@ -155,7 +155,7 @@ class FlowHead(Head):
             reduction=likelihood.reduction,
         )
         weights = score.step_weights(likelihood.step_weight, self.sampler, likelihood.window)
-        return found.known | ({} if weights is None else {"weight": weights[points].to(v.device)})
+        return found.columns | ({} if weights is None else {"weight": weights[points].to(v.device)})
 
     def _score_matching(
         self,
@@ -177,7 +177,7 @@ class FlowHead(Head):
             reference=None if reference is None else reference[:, 0],
             counted=valid[:, None, :, None],
             reduction=likelihood.reduction,
-        ).known
+        ).columns
         prediction = found.pop("prediction")[:, None]
         return {"prediction": prediction, **{name: value.mean(1, keepdim=True) for name, value in found.items()}}
 
@@ -197,7 +197,7 @@ class FlowHead(Head):
         v = self._executed(self._velocity(reading, state, x, sigma))
         found = score.matching_likelihood(
             v, self._executed(target), old=old, reference=reference, counted=counted, reduction=likelihood.reduction
-        ).known
+        ).columns
         matched = {
             "noisy": self._executed(x),
             "velocity": v,
