@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from mmrl.engine import Engine, Ranks, applied, end_with_launcher, take_device
 from mmrl.errors import UserError, told
 from mmrl.evaluation.evaluate import Journal, evaluate
 from mmrl.evaluation.search import SearchingPolicy
+from mmrl.preflight.quick import probe_quickly
 from mmrl.protocols.parts import Responding
 from mmrl.report.lock import check_free
 from mmrl.report.records import RunRecord, read_run
@@ -36,6 +38,7 @@ from mmrl.runtime.progress import weights_read
 from mmrl.settings import plain
 from mmrl.workers.local import without_workers
 
+log = logging.getLogger(__name__)
 EachStep = Callable[[int, Mapping[str, float]], None]
 
 
@@ -98,6 +101,9 @@ class Job:
         self.task = build_task(config)
         if self._trains and self.task.train is None:
             raise UserError("the task has no questions to train on, only held-out ones; name them in task.data")
+        if self._trains and launched()[0] == 0:
+            for alarm in probe_quickly(config, self.task):
+                log.warning("%s", alarm.text)
         self.policy = build_policy(config, self.task)
         self.ranks: Ranks
         if self._trains:

@@ -146,6 +146,12 @@ def _add_making(commands: Commands) -> None:
     new.add_argument("name", help="of the class, such as MyAlgorithm")
     new.add_argument("--folder", type=Path, default=Path(), help="where its files go; default: here")
     new.set_defaults(run=run_new)
+    check = commands.add_parser("check", help="what data, template, rewards, model and simulator do together")
+    check.add_argument("config", help="a YAML file, or the name of a recipe (mmrl recipes)")
+    check.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, optim.lr=1e-5")
+    check.add_argument("--weights", action="store_true", default=None, help="read the model's weights, however large")
+    check.add_argument("--html", type=Path, help="write a page too, with images, prompts and marks")
+    check.set_defaults(run=run_check)
     conversion = commands.add_parser(
         "convert",
         help="a recipe of SimpleVLA-RL or cosmos-rl, or an earlier YAML of ours, as a configuration of today; "
@@ -186,6 +192,19 @@ def run_control(options: argparse.Namespace) -> int:
     without = control.overrides(load(options.config, options.overrides), options.config)
     options.overrides = [*without, *options.overrides]
     return run_train(options)
+
+
+def run_check(options: argparse.Namespace) -> int:
+    from mmrl.cli.check import JobCheck, lines
+
+    check = JobCheck(options.config, options.overrides, options.weights)
+    findings = check.run()
+    print("\n".join(lines(findings)))
+    if options.html is not None:
+        from mmrl.preflight.page import write_page
+
+        write_page(options.html, options.config, findings, check.rows)
+    return 1 if findings.refused else 0
 
 
 def run_recipes(options: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -71,19 +71,22 @@ class RewardSet:
     """
 
     def __init__(self, specs: Iterable[RewardSpec]):
-        self._specs = tuple(specs)
-        self.names = tuple(spec.column for spec in self._specs)
-        self.weights = tuple(float(spec.weight) for spec in self._specs)
-        if not self._specs:
+        self.specs = tuple(specs)
+        self.names = tuple(spec.column for spec in self.specs)
+        self.weights = tuple(float(spec.weight) for spec in self.specs)
+        if not self.specs:
             raise ValueError("rewards: at least one component is needed")
         twice = next((name for name in self.names if self.names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"rewards: two components are named {twice!r}; give one of them a label")
-        self.components = tuple(build_reward(spec) for spec in self._specs)
+        self.components = tuple(build_reward(spec) for spec in self.specs)
         self._one_at_a_time = threading.Lock()  # models and worker processes serve one caller
 
-    def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
-        """Unweighted components [rollout, component], float32; NaN where a component could not be scored.
+    def score(
+        self, samples: Sequence[Sample], group: Tensor | None = None, *, only: Container[str] | None = None
+    ) -> Tensor:
+        """Returns unweighted components [rollout, component], float32; NaN where a component could not be scored, and
+        in those that are not in `only`.
 
         group: [rollout] integers, which prompt a rollout answers; only rewards that compare the rollouts of a group
         need it. A value that is None, NaN or infinite could not be scored and becomes NaN, never 0. A reward that
@@ -97,7 +100,9 @@ class RewardSet:
         scores = torch.full((len(samples), len(self.components)), math.nan)
         lost = [row for row, sample in enumerate(samples) if is_lost(sample)]
         with self._one_at_a_time:
-            for column, (name, spec, reward) in enumerate(zip(self.names, self._specs, self.components, strict=True)):
+            for column, (name, spec, reward) in enumerate(zip(self.names, self.specs, self.components, strict=True)):
+                if only is not None and name not in only:
+                    continue
                 rows = [row for row, sample in enumerate(samples) if _applies(spec, sample)]
                 scores[[row for row in range(len(samples)) if row not in set(rows)], column] = 0.0
                 reward.failures.begin()

@@ -29,7 +29,7 @@ class VisualQA:
         self.environment = environment
         self.train, self.evaluation = train, evaluation
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
-        self._rewards, self._accuracy = rewards, accuracy
+        self.rewards, self.verifier = rewards, accuracy
 
     @staticmethod
     def of(settings: VisualQASettings, seed: int) -> VisualQA:
@@ -47,11 +47,11 @@ class VisualQA:
     def score(self, samples: Sequence[Sample], group: torch.Tensor | None = None) -> torch.Tensor:
         """Unweighted reward components [rollout, component], float32, NaN where one could not be scored. group:
         [rollout], which prompt a rollout answers, for rewards that compare the rollouts of a group."""
-        return self._rewards.score(samples, group)
+        return self.rewards.score(samples, group)
 
     def accuracy(self, samples: Sequence[Sample]) -> torch.Tensor:
         """What the verifier of the evaluation gives [rollout], float32, NaN where it could not tell."""
-        return self._accuracy.score(samples)[:, 0]
+        return self.verifier.score(samples)[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: torch.Tensor) -> dict[str, torch.Tensor]:
         """Length in tokens and whether generation was cut, [rollout]; of conversations what became of their turns."""

@@ -19,7 +19,7 @@ FLOORS = (
     ("collection", "policies"),
     ("algorithms", "evaluation", "tasks"),
     ("config",),
-    ("doctor", "trainer", "workers"),
+    ("doctor", "preflight", "trainer", "workers"),
     ("build",),
     ("job",),
     ("cli",),

@@ -1,0 +1,54 @@
+"""Probes of prompts through a model's own template, processor and tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.preflight.alarms import Alarm, one_line, some
+from mmrl.preflight.golds import written
+from mmrl.rollouts import Prompt
+
+Read = Callable[[Prompt], Any]
+
+
+def probe_reading(prompts: Sequence[Prompt], read: Read) -> Iterator[Alarm]:
+    """Finds prompts that the model's reader refuses, with the reason; read raises for them."""
+    lines: dict[str, list[str]] = {}
+    for prompt in prompts:
+        try:
+            read(prompt)
+        except UserError as error:
+            lines.setdefault(one_line(str(error)).replace(prompt.id, "PROMPT"), []).append(prompt.id)
+        except Exception as error:  # of libraries, about a prompt that they do not take
+            lines.setdefault(one_line(f"PROMPT: {type(error).__name__}: {error}"), []).append(prompt.id)
+    for text, rows in lines.items():
+        more = f" ({len(rows)} of {len(prompts)} rows: {some(rows)})" if len(rows) > 1 else ""
+        yield Alarm("template", "refused", text.replace("PROMPT", rows[0]) + more)
+
+
+def probe_placeholders(prompts: Sequence[Prompt], special: Sequence[str]) -> Iterator[Alarm]:
+    """Finds questions whose text holds a special token of the tokenizer, which is read as such."""
+    for token in special:
+        rows = [prompt.id for prompt in prompts if token in prompt.text]
+        if rows:
+            yield Alarm(
+                "template",
+                "refused",
+                f"the text of {some(rows)} holds {token}, a special token of the model; take it out or write it in "
+                "another way",
+            )
+
+
+def probe_lengths(prompts: Sequence[Prompt], count: Callable[[str], int], limit: int) -> Iterator[Alarm]:
+    """Finds golds that no response can hold. count: tokens of a text; limit: rollout.max_response_length."""
+    golds = [prompt for prompt in prompts if prompt.answer is not None]
+    long = [prompt for prompt in golds if min(count(text) for text in written(prompt.answer)) >= limit]
+    if long:
+        yield Alarm(
+            "rewards",
+            "warned",
+            f"the gold of {len(long)} of {len(golds)} rows, such as {some(p.id for p in long)}, has at least "
+            f"rollout.max_response_length={limit} tokens, so no response can hold it; raise it",
+        )
