@@ -80,7 +80,7 @@ def probe_chunk(chunk: int, options: Mapping[str, Any]) -> Iterator[Alarm]:
         yield Alarm(
             "simulator",
             "warned",
-            f"action.chunk={chunk} is longer than an episode, task.options.max_steps={longest}: the policy sees the "
+            f"action.chunk={chunk} is longer than an episode, task.options max_steps={longest}: the policy sees the "
             "first observation alone; lower action.chunk",
         )
 
